@@ -145,20 +145,23 @@ def _came_first(ending: Ending, time: float) -> bool:
 def _of_loss(loss: NodeLoss, outcome: Outcome, answers: bool | None) -> FailureReport:
     cause: Cause = "node_silent" if loss.silent_s is not None else "agent_lost" if answers else "node_down"
     ranks = name_ranks(loss.ranks)
+    reports: tuple[WorkerState | Ending, ...] = (*outcome.states, *outcome.endings)
+    steps = [one.step for one in reports if one.step is not None and one.rank not in loss.ranks]
     silence = "" if answers is None else " and it does not answer any more"
     return _report(
         cause,
         {"ranks": ranks, "seconds": loss.silent_s, "silence": silence},
         ranks=loss.ranks,
         hostname=loss.hostname,
-        step=min((state.step for state in outcome.states if state.step is not None), default=None),
+        step=min(steps, default=None),
         noticed_at=loss.time,
-        workers=(f"{ranks}: lost with node {loss.hostname}", *_lines(outcome.states)),
+        workers=(f"{ranks}: lost with node {loss.hostname}", *_worker_lines(outcome, besides=loss.ranks)),
     )
 
 
 def _of_hang(hang: Hang, outcome: Outcome, world_size: int) -> FailureReport:
     first = next(state for state in outcome.states if state.rank == hang.culprits[0])
+    culprits = [_line_of_running(state) for state in outcome.states if state.rank in hang.culprits]
     hostname = next((ending.hostname for ending in outcome.endings if ending.rank == first.rank), "")
     waiting = name_ranks(hang.waiting) if hang.waiting else ""
     is_one = len(hang.waiting) == 1
@@ -182,7 +185,7 @@ def _of_hang(hang: Hang, outcome: Outcome, world_size: int) -> FailureReport:
         step=first.step,
         noticed_at=outcome.hang_at,
         evidence="\n".join(f"Stack of rank {rank}:\n{_of_the_user(text)}" for rank, text in outcome.stacks if text),
-        workers=_lines(sorted(outcome.states, key=lambda state: state.rank not in hang.culprits)),
+        workers=(*culprits, *_worker_lines(outcome, besides=hang.culprits)),
     )
 
 
@@ -210,8 +213,6 @@ def _of_ending(root: Ending, outcome: Outcome, world_size: int, run_dir: Path) -
         "log": log_path(run_dir, root.rank),
         "stack": stack_path(run_dir, root.rank),
     }
-    last = f"; its last collective was {root.collective}" if root.collective else ""
-    step = "" if root.step is None else f" after {root.step} step{'s' * (root.step != 1)}"
     return _report(
         cause,
         facts,
@@ -222,11 +223,7 @@ def _of_ending(root: Ending, outcome: Outcome, world_size: int, run_dir: Path) -
         step=root.step,
         noticed_at=min(outcome.stopped_at, max(ending.time for ending in outcome.endings)),
         evidence=_evidence(root, run_dir),
-        workers=(
-            f"rank {root.rank}: ended{step}{last}",
-            # It may have run on when the first failure was seen.
-            *_lines([state for state in outcome.states if state.rank != root.rank]),
-        ),
+        workers=(_line_of_ended(root), *_worker_lines(outcome, besides=(root.rank,))),
     )
 
 
@@ -262,11 +259,22 @@ def _who(rank: int, pid: int, hostname: str, world_size: int) -> str:
     return f"Rank {rank} of {world_size} (pid {pid}{f' on {hostname}' if hostname else ''})"
 
 
-def _lines(states: Sequence[WorkerState]) -> tuple[str, ...]:
-    return tuple(
-        f"rank {state.rank} (pid {state.pid}): {'' if state.step is None else f'step {state.step}, '}{state.doing}"
-        for state in states
-    )
+def _worker_lines(outcome: Outcome, *, besides: Sequence[int]) -> list[str]:
+    """What each worker was doing when the failure was noticed, or how it ended, by rank."""
+    lines = {ending.rank: _line_of_ended(ending) for ending in outcome.endings}
+    lines |= {state.rank: _line_of_running(state) for state in outcome.states}
+    return [lines[rank] for rank in sorted(lines) if rank not in besides]
+
+
+def _line_of_running(state: WorkerState) -> str:
+    step = "" if state.step is None else f"step {state.step}, "
+    return f"rank {state.rank} (pid {state.pid}): {step}{state.doing}"
+
+
+def _line_of_ended(ending: Ending) -> str:
+    step = "" if ending.step is None else f" after {ending.step} step{'s' * (ending.step != 1)}"
+    last = f"; its last collective was {ending.collective}" if ending.collective else ""
+    return f"rank {ending.rank}: ended{step}{last}"
 
 
 def _evidence(ending: Ending, run_dir: Path) -> str:

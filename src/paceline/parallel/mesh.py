@@ -271,6 +271,9 @@ class MeshParallel(Engine):
         # Collectives in forward and backward: all workers go through as many passes as the busiest one.
         num_passes = max(len(of_rank) for of_rank in ranges)
         passed = Passed()
+        # The first step's shards go one by one only to detect whether the model draws random numbers. Most models
+        # make one pass in the steps that follow, and what one step measured is not to stand for all of them.
+        wants_norms = step.take_norms is not None and self.functions.draws is not None and self._adds_up_every_pass
         for number in range(num_passes):
             self._spread.sync_gradients(self.module, False)
             if number == num_passes - 1:
@@ -289,7 +292,7 @@ class MeshParallel(Engine):
             else:
                 with passes.stand_in(step, self.module) as stand_in:
                     stand_in.backward()
-            if number == 0 and num_passes > 1 and step.take_norms is not None and self._adds_up_every_pass:
+            if wants_norms and number == 0 and num_passes > 1:
                 passed.first_sqr = self._spread.squared_norm()
                 passed.first_samples = sum(sum(of_rank[0].sizes) for of_rank in ranges if of_rank)
         return passed

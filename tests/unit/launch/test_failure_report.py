@@ -104,9 +104,21 @@ def test_the_end_of_one_worker(root: Ending, cause: str, words: str) -> None:
     )
 
 
-def test_a_worker_that_ended_after_the_failure_was_seen_is_listed_once() -> None:
+def test_each_worker_is_listed_once_whether_it_ended_before_the_failure_was_seen_or_after() -> None:
     outcome = Outcome((lost_peer(0, 4.0), raised(1, 5.0)), STOPPED_AT, states=(computes(1), waits(2)))
-    assert [line.partition(" (")[0].partition(":")[0] for line in described(outcome).workers] == ["rank 1", "rank 2"]
+    assert described(outcome).workers == (
+        "rank 1: ended after 4 steps; its last collective was all_reduce number 9",
+        "rank 0: ended after 4 steps; its last collective was all_reduce number 9",
+        "rank 2 (pid 102): step 4, in all_reduce number 9 for 3.0 s",
+    )
+    hung = described(replace(HUNG, endings=(*HUNG.endings, ending(3, 8.0, 0))))
+    assert [line[:6] for line in hung.workers] == ["rank 1", "rank 0", "rank 2", "rank 3"]
+
+
+def test_workers_that_ended_before_their_peers_node_was_seen_to_be_lost_tell_the_step() -> None:
+    report = described(Outcome((lost_peer(0, 8.9), lost_peer(1, 8.9)), 9.0, losses=(LOSS,)))
+    assert report.step == 4
+    assert [line[:13] for line in report.workers] == ["ranks 2, 3: l", "rank 0: ended", "rank 1: ended"]
 
 
 def test_a_second_sentence_begins_behind_a_full_stop() -> None:
