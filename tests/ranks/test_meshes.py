@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.comm import Aggregator
-from paceline.errors import JobError
+from paceline.errors import JobError, ModelError
 from paceline.parallel.dtensor import local_bytes
 from paceline.spec import Job, PipelineSpec, Plan, check_mesh, parse_mesh
 from paceline.spec.codec import to_mapping
@@ -22,6 +22,7 @@ from tests.ranks.harness import run_ranks
 from tests.ranks.training import Outcome, images, largest_difference, train
 
 STEPS = 10
+ONE_EACH, TWO_EACH, ZERO_BUBBLE = PipelineSpec(), PipelineSpec("interleaved", 2), PipelineSpec("zero_bubble")
 PAIRS = ("dp2 x pp2", "dp2 x tp2", "fsdp2 x pp2", "fsdp2 x tp2", "tp2 x pp2")
 
 
@@ -249,7 +250,45 @@ class _NeverUsed(nn.Module):
         return result
 
 
-_BUILDERS: dict[str, Any] = {"skips": _SkipsLayers, "tied": _tied, "never": _NeverUsed}
+class _Words(nn.Module):
+    """Its embedding, large enough for tensor groups to divide it, is used by operations in every stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.words, self.last = nn.Linear(12, 256), nn.Embedding(256, 256), nn.Linear(256, 10)
+        self.middle = nn.ModuleList([nn.Linear(256, 256), nn.Linear(256, 256)])
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs) + self.words(torch.full((len(inputs),), 3))
+        for layer in self.middle:
+            hidden = torch.relu(layer(torch.tanh(F.linear(hidden, self.words.weight))))
+        result: Tensor = self.last(F.linear(hidden, self.words.weight))
+        return result
+
+
+class _Repeats(nn.Module):
+    """The same layers four times, in several stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 192), nn.Linear(192, 10)
+        self.up, self.down, self.beside = nn.Linear(192, 256), nn.Linear(256, 192), nn.Linear(192, 192)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for _ in range(4):
+            hidden = hidden + self.down(torch.relu(self.up(hidden))) + self.beside(hidden)
+        result: Tensor = self.last(hidden)
+        return result
+
+
+_BUILDERS: dict[str, Any] = {
+    "skips": _SkipsLayers,
+    "tied": _tied,
+    "never": _NeverUsed,
+    "words": _Words,
+    "repeats": _Repeats,
+}
 
 
 class _Infinite(torch.autograd.Function):
@@ -264,9 +303,15 @@ class _Infinite(torch.autograd.Function):
         return gradient * torch.inf
 
 
-def _learn(builder: str, strategy: str, num_workers: int, infinite_at: int | None = None) -> dict[str, Any]:
+def _learn(
+    builder: str,
+    strategy: str,
+    num_workers: int,
+    infinite_at: int | None = None,
+    pipeline: PipelineSpec = ONE_EACH,
+) -> dict[str, Any]:
     mesh = parse_mesh(strategy, num_workers) if num_workers > 1 else None
-    plan = Plan(world_size=num_workers, mesh=mesh, algorithm="all_reduce", timeout_s=60)
+    plan = Plan(world_size=num_workers, mesh=mesh, pipeline=pipeline, algorithm="all_reduce", timeout_s=60)
     job = Job().with_values(
         global_batch_size=12,
         virtual_shards=4,
@@ -307,7 +352,7 @@ def _learn_all(cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
 
 
 def assert_learn_the_same(num_workers: int, cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
-    """Cases: model, strategy, the step of an infinite gradient."""
+    """Cases: model, strategy, the step of an infinite gradient, the pipeline's form."""
     alone = run_ranks(_learn_all, 1, [(model, "dp", 1, *more) for model, _, *more in cases], timeout_s=120)[0]
     spread_cases = [(model, strategy, num_workers, *more) for model, strategy, *more in cases]
     spread: list[dict[str, Any]] = run_ranks(_learn_all, num_workers, spread_cases, timeout_s=240)[0]
@@ -329,6 +374,26 @@ def test_parameters_that_are_unused_tied_or_frozen() -> None:
     assert spread[0]["num_passes"] == [3 + 2, *[2] * 5]
     # The second batch has a token beyond those of the first: the loss is examined once more.
     assert spread[2]["num_passes"] == [3 + 2, 3 + 2, *[1] * 4]
+
+
+@pytest.mark.slow
+def test_stages_that_share_parameters_hold_the_same_slices_of_them() -> None:
+    """Also where one worker has both stages, and where a stage uses a parameter twice, whose backward pass is whole."""
+    cases = [(model, "tp2 x pp2", None, form) for model in ("words", "repeats") for form in (ZERO_BUBBLE, TWO_EACH)]
+    assert_learn_the_same(4, [*cases, ("words", "fsdp2 x pp2", None, ZERO_BUBBLE)])
+    assert_learn_the_same(2, [(model, "pp", None, PipelineSpec("zero_bubble", 2)) for model in ("words", "repeats")])
+
+
+def test_two_stages_of_one_worker_are_not_sharded_apart_where_they_share_a_parameter() -> None:
+    for strategy in ("fsdp2 x pp2", "zero1:2 x pp2"):
+        for sentence in run_ranks(_refusal, 4, strategy):
+            assert sentence.startswith("'words.weight' is used in stages 0, 1, 2, 3, some of which are on one worker")
+
+
+def _refusal(strategy: str) -> str:
+    with pytest.raises(ModelError) as refused:
+        _learn("words", strategy, 4, None, TWO_EACH)
+    return str(refused.value)
 
 
 @pytest.mark.slow

@@ -34,6 +34,7 @@ from paceline.parallel.pipeline.stage import Stage, stages_of
 from paceline.parallel.random_operators import draws_random_numbers
 from paceline.parallel.sharded import recompute, shard
 from paceline.parallel.tensor import (
+    Applied,
     TensorPlan,
     bytes_per_sample,
     counting_divided,
@@ -170,24 +171,29 @@ def dry_run(
         JobError: this process trains already.
         ModelError: the model cannot be cut into these stages, or its layers not be sharded so.
     """
-    declared = declared_plan(model, tensor_plan, mesh.tp) if mesh.tp > 1 else None
+    given = declared_plan(model, tensor_plan, mesh.tp) if mesh.tp > 1 else None
+    of_whole_model = given or find_plan(model, mesh.tp)
     recording, costs = _record_on_meta(model, arguments)
     starts = recording.starts(cuts, mesh.pp) if cuts else best_cut(costs, mesh.pp) if mesh.pp > 1 else (0,)
     runs = list(zip(starts, (*starts[1:], len(costs)), strict=True))
     # All stages before the first is sharded: parameters that stages share would be sharded twice.
-    # Layers that follow each other are found in a model, but not in one stage, where each stands alone.
     stages = [one.train() for one in ([recording.model] if mesh.pp == 1 else stages_of(recording, starts))]
     holders = Counter(parameter for stage in stages for parameter in stage.parameters())
+    if is_bitwise or any(num_stages > 1 for num_stages in holders.values()):  # as in training
+        given = of_whole_model
     others = [{name: holders[parameter] - 1 for name, parameter in stage.named_parameters()} for stage in stages]
     found: list[StageCost] = []
     styles: dict[str, str] = {}
+    applied = Applied()
     message = _Message()
     with _fake_workers(mesh) as device_mesh:
         for stage, run, num_others in zip(stages, runs, others, strict=True):
             # As with every model on the meta device: first sharded, then allocated, here as fake tensors.
             if mesh.tp > 1:
-                applied = tensor_parallel(stage, device_mesh["tp"], given=declared, sequence_parallel=sequence_parallel)
-                styles |= applied.styles
+                found_plan = tensor_parallel(
+                    stage, device_mesh["tp"], given=given, sequence_parallel=sequence_parallel, applied=applied
+                )
+                styles |= found_plan.styles
             if recomputes:
                 recompute(stage)
             facts, message = _try_stage(stage, recording, costs, run, message, num_others, device_mesh, mesh, arguments)

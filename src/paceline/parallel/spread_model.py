@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from paceline.parallel.initial_weights import initial_weights
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.parallel.pipeline import ModelCall, Pipeline, stage_limits
 from paceline.parallel.sharded import recompute, shard, sharded_modules
-from paceline.parallel.tensor import declared_plan, find_plan, tensor_parallel
+from paceline.parallel.tensor import Applied, TensorPlan, declared_plan, find_plan, tensor_parallel
 from paceline.partition import StageLimits
 from paceline.spec import Job, Mesh, Plan
 
@@ -86,14 +86,14 @@ class SpreadModel:
         weights = initial_weights(model, axes.world)
         self._tensor_plan = declared_plan(model, plan.tensor_plan, axes.mesh.tp) if axes.mesh.tp > 1 else None
         self.pipeline: Pipeline | None = None
-        if is_exact and axes.pp is not None and axes.mesh.tp > 1:
-            if plan.sequence_parallel:
+        of_whole_model: TensorPlan | None = None
+        if axes.pp is not None and axes.mesh.tp > 1:
+            if is_exact and plan.sequence_parallel:
                 raise JobError(
                     f"parity = 'bitwise' needs a plan without sequence_parallel with {axes.mesh}: where positions are "
                     "divided depends on where the model is cut."
                 )
-            # Layers that follow each other are found in a model, but not in one stage, and are summed otherwise there.
-            self._tensor_plan = self._tensor_plan or find_plan(model, axes.mesh.tp)
+            of_whole_model = self._tensor_plan or find_plan(model, axes.mesh.tp)
         if axes.pp is not None:
             if _fits(model, device):  # what layers cost is to be measured where they will run
                 model.to(device)
@@ -113,8 +113,15 @@ class SpreadModel:
             if changed:
                 raise refused_in_pipeline(changed[0])
             model = self.pipeline.module
+            # Layers that follow each other are found in a model, but not in one stage, and are summed otherwise there.
+            # Stages that share a parameter have to hold the same slice of it.
+            if is_exact or self.pipeline.stages_that_share:
+                self._tensor_plan = of_whole_model
+            if axes.mesh.fsdp > 1:
+                _check_shared(self.pipeline.stages_that_share, axes.mesh)
         self.notes: list[str] = [] if self.pipeline is None else list(self.pipeline.notes)
         self.stages: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
+        self._applied = Applied()
         for stage in self.stages:
             self._shard(stage)
         if self.pipeline is not None:
@@ -131,7 +138,11 @@ class SpreadModel:
         if mesh.tp > 1:
             with looking_at(stage):
                 applied = tensor_parallel(
-                    stage, device_mesh["tp"], given=self._tensor_plan, sequence_parallel=plan.sequence_parallel
+                    stage,
+                    device_mesh["tp"],
+                    given=self._tensor_plan,
+                    sequence_parallel=plan.sequence_parallel,
+                    applied=self._applied,
                 )
             self.notes += [f"tensor plan: {'; '.join(str(applied).splitlines()) or 'none'}", *applied.notes]
         if plan.recompute:
@@ -232,6 +243,17 @@ class SpreadModel:
             stages = gather_objects(found, self._axes.pp)
             found = {name: tensor for stage in stages or [] for name, tensor in stage.items()}
         return found if dist.get_rank(self._axes.world) == 0 else {}
+
+
+def _check_shared(stages_that_share: Mapping[str, Sequence[int]], mesh: Mesh) -> None:
+    """Fully sharded stages take their parameters for themselves, so no two of one worker can have the same."""
+    for name, stages in stages_that_share.items():
+        if len({stage % mesh.pp for stage in stages}) < len(stages):
+            raise ModelError(
+                f"'{name}' is used in stages {', '.join(map(str, stages))}, some of which are on one worker, and with "
+                f"{mesh} each of them would train its own copy; use pipeline.stages_per_worker = 1, cut the model "
+                "elsewhere (pipeline.cuts), or leave out the axis fsdp."
+            )
 
 
 def _fits(model: nn.Module, device: torch.device) -> bool:

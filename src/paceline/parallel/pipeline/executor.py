@@ -11,7 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import (
+    construct_reverse_graph,
+    stage_backward_input,
+    stage_backward_weight,
+)
 from torch.utils import _pytree as pytree
 
 from paceline.containers import on_device
@@ -59,6 +63,8 @@ class _Pass:
     """Sent tensors that have a gradient; in the last stage the loss."""
     carried: list[Tensor] = field(default_factory=list)
     """Gradients of shared parameters that later stages have sent: those that `SharedParameters.arriving` names."""
+    splits: bool = False
+    """Whether its backward pass is in two halves."""
     gradients: list[Tensor | None] | None = None
     """The gradients of `left`, while the whole backward pass is put off."""
     weight_parts: list[dict[str, Any]] | None = None
@@ -226,14 +232,15 @@ class Step:
         if self._backwards_left[action.stage] == 0:
             self._before_last_backward(self._stages[action.stage])
         micro_batch, stage = self._micro_batches[action.micro_batch], self._stages[action.stage]
-        splits = self._splits(action.stage)
+        if action.kind == "input":
+            passed.splits = self._splits(action.stage, passed)
         with micro_batch.backward():
             if action.kind == "weight":
-                if splits:
+                if passed.splits:
                     self._weight_half(passed, stage)
             else:
                 gradients = self._take_gradients(action, passed)
-                if action.kind == "input" and splits:
+                if passed.splits:
                     self._input_half(passed, gradients, stage)
                 else:
                     _differentiate(passed, gradients)
@@ -241,17 +248,19 @@ class Step:
             carried = passed.carried if self._shared is None else self._shared.add(action.stage, stage, passed.carried)
             if action.stage > 0:
                 self._send_gradients(action, passed, carried)
-        if action.kind in ("backward", "weight" if splits else "input"):
+        if action.kind in ("backward", "weight" if passed.splits else "input"):
             micro_batch.after_backward(stage)
         if action.kind != "input":
             del self._passes[key]
 
-    def _splits(self, stage: int) -> bool:
+    def _splits(self, stage: int, passed: _Pass) -> bool:
         """Whether the gradients of a stage's parameters can be computed after those that the stage before waits for."""
         if self._shared is not None and self._shared.are_in(stage):
             return False
         # Gradients of one that is sharded are summed up where a backward pass ends, and that is once.
-        return not isinstance(self._stages[stage], FSDPModule)
+        if isinstance(self._stages[stage], FSDPModule):
+            return False
+        return not passed.arrived.tensors or not _uses_repeatedly(passed.left, _trained(self._stages[stage]))
 
     def _take_gradients(self, action: Action, passed: _Pass) -> list[Tensor | None]:
         """The gradients of what left the stage; none for the loss."""
@@ -304,8 +313,8 @@ def _differentiate_inputs(passed: _Pass, gradients: list[Tensor | None], stage: 
     if not roots:
         return []
     edges = [get_gradient_edge(root) for root in roots]
-    # torch detaches the roots in place, which a view does not allow.
-    roots = [root.clone() if root._is_view() else root for root in roots]
+    # torch detaches the roots in place, which neither a view allows nor an operation that has saved its result.
+    roots = [root.clone() for root in roots]
     weights = _trained(stage)
     outputs_given = [torch.ones_like(r) if g is None else g for r, g in zip(roots, gradients, strict=True)]
     _, weight_parts = stage_backward_input(roots, outputs_given, passed.arrived.tensors, iter(weights))
@@ -318,6 +327,13 @@ def _differentiate_inputs(passed: _Pass, gradients: list[Tensor | None], stage: 
             if gradient is not None:
                 weight.grad = gradient if weight.grad is None else weight.grad + gradient
     return weight_parts
+
+
+def _uses_repeatedly(left: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> bool:
+    """Whether any of these parameters is used more than once on the way to `left`. The second half of a backward pass
+    would go through the operations between its uses, and free what other parameters still need of them."""
+    uses = construct_reverse_graph([get_gradient_edge(tensor).node for tensor in left])
+    return any(len(uses[get_gradient_edge(weight).node]) > 1 for weight in weights)
 
 
 def _trained(stage: nn.Module) -> list[nn.Parameter]:

@@ -94,6 +94,8 @@ class Pipeline:
             check_stages(recording, everywhere, example, place)
         self.shared_parameters = _shared_parameters(model, everywhere, links)
         """Parameters shared with other workers, and their ranks in the group; in the order of the model."""
+        self.stages_that_share = _stages_that_share(model, everywhere)
+        """The stages of each parameter that is in several, by its name in the model."""
         self._shared = SharedParameters(recording, cut.starts, everywhere) if is_exact else None
         self.places = _places(model, self._stages.values())
         """For each of this worker's parameters, by name, its place among those of the model."""
@@ -280,6 +282,14 @@ def _shared_parameters(model: nn.Module, stages: Sequence[Stage], links: StageLi
         for parameter, holders in ranks.items()
         if len(holders) > 1 and parameter in own_name
     }
+
+
+def _stages_that_share(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
+    holders: dict[nn.Parameter, list[int]] = {}
+    for number, stage in enumerate(stages):
+        for parameter in stage.parameters():
+            holders.setdefault(parameter, []).append(number)
+    return {name: tuple(holders[one]) for name, one in model.named_parameters() if len(holders[one]) > 1}
 
 
 def _places(model: nn.Module, stages: Iterable[Stage]) -> dict[str, int]:

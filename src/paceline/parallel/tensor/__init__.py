@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import ModelError
-from paceline.parallel.tensor.apply import apply_plan
+from paceline.parallel.tensor.apply import Applied, apply_plan
 from paceline.parallel.tensor.finder import LARGE, find_plan
 from paceline.parallel.tensor.kept import counting_divided
 from paceline.parallel.tensor.plan import TensorPlan, given_plan, styles_of_model
@@ -22,6 +22,7 @@ from paceline.parallel.tensor.traffic import LayerSize, bytes_per_sample, layer_
 
 __all__ = [
     "LARGE",
+    "Applied",
     "LayerSize",
     "TensorPlan",
     "apply_plan",
@@ -66,12 +67,14 @@ def tensor_parallel(
     given: TensorPlan | None = None,
     large: int = LARGE,
     sequence_parallel: bool = False,
+    applied: Applied | None = None,
 ) -> TensorPlan:
     """Shard the layers of a model, or of one stage of it, over the workers of `axis`; a collective of them.
 
     Args:
         given: the plan of a whole model, of which the modules of this stage are taken; None: one is found.
         large, sequence_parallel: as for `find_plan`.
+        applied: what was applied to the worker's other stages; None: there are none.
 
     Returns:
         The plan that was applied.
@@ -90,5 +93,5 @@ def tensor_parallel(
                     )
         if sequence_parallel and not any("sequence" in style for style in plan.styles.values()):
             plan = add_sequence_regions(model, plan)
-    apply_plan(model, axis, plan)
+    apply_plan(model, axis, plan, applied or Applied())
     return plan

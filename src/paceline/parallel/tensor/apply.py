@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, cast
 
@@ -38,34 +39,50 @@ _CLASSES: dict[str, type[nn.Module]] = {
 }
 
 
-def apply_plan(model: nn.Module, axis: DeviceMesh, plan: TensorPlan) -> None:
+@dataclass
+class Applied:
+    """What has been applied to the stages that one worker holds, which may share modules and parameters."""
+
+    modules: set[nn.Module] = field(default_factory=set)
+    parameters: dict[Tensor, nn.Parameter] = field(default_factory=dict)
+    """What has become of each parameter of which workers hold slices."""
+
+
+def apply_plan(model: nn.Module, axis: DeviceMesh, plan: TensorPlan, applied: Applied) -> None:
     """Let the workers of `axis`, of one dimension, share the layers of `model` by the plan; a collective of them.
 
     What goes into the model and comes out of it stays plain and whole on every worker. Parameters of which a worker
     holds a slice become DTensors; all others stay as they are and get the true gradient, the same on every worker.
     All workers have the same weights before, or weights on the meta device.
+
+    Args:
+        applied: of the worker's other stages; this one's is added.
     """
     modules: dict[str, Any] = dict(model.named_modules())
     entries = plan.entries
     region = SequenceRegion(axis)
     inputs = _inputs(modules, entries, axis, region)
-    sharded: dict[Tensor, nn.Parameter] = {}
+    attentions = divided_attentions(modules, plan)
+    is_new = {name: modules[name] not in applied.modules for name in (*entries, *attentions)}
+    applied.modules.update(modules[name] for name in is_new)
     for name, entry in entries.items():
         module = modules[name]
+        if not is_new[name]:
+            continue
         for style in entry.keys() & LAYER_STYLES.keys():
             dim = 1 if isinstance(module, nn.modules.conv._ConvNd) else -1
             module.__class__ = CHANNEL_CONVS[type(module)] if style == "channels" else _CLASSES[style]
             module.name, module.axis, module.num_blocks = name, axis, num_blocks(entry)
             module.take_input = inputs[entry.get("same_input", (name,))[0]]
             module.give_output = _output(style, entry, module, dim, region)
-            _shard(module, 1 if style == "rowwise" else 0, axis, sharded)
+            _shard(module, 1 if style == "rowwise" else 0, axis, applied.parameters)
             if style == "attention":
-                _shard(module.out_proj, 1, axis, sharded)
+                _shard(module.out_proj, 1, axis, applied.parameters)
         _apply_to_module(modules, name, entry, region)
     _leave_fast_paths(model, plan)
     if any("embedding_rowwise" in entry for entry in entries.values()):
         _Around(TiedClassifier, axis).register(model)
-    for name in divided_attentions(modules, plan):
+    for name in filter(is_new.__getitem__, attentions):
         _Around(HeadDropout, axis).register(modules[name])
 
 
