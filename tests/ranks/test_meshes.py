@@ -387,7 +387,8 @@ def test_stages_that_share_parameters_hold_the_same_slices_of_them() -> None:
 def test_two_stages_of_one_worker_are_not_sharded_apart_where_they_share_a_parameter() -> None:
     for strategy in ("fsdp2 x pp2", "zero1:2 x pp2"):
         for sentence in run_ranks(_refusal, 4, strategy):
-            assert sentence.startswith("'words.weight' is used in stages 0, 1, 2, 3, some of which are on one worker")
+            assert sentence.startswith("'words.weight' is used in stages")
+            assert "some of which are on one worker" in sentence
 
 
 def _refusal(strategy: str) -> str:

@@ -121,9 +121,10 @@ class SpreadModel:
                 _check_shared(self.pipeline.stages_that_share, axes.mesh)
         self.notes: list[str] = [] if self.pipeline is None else list(self.pipeline.notes)
         self.stages: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
-        self._applied = Applied()
+        applied = Applied()  # let go then, as it knows the whole parameters
         for stage in self.stages:
-            self._shard(stage)
+            self._shard(stage, applied)
+        del applied
         if self.pipeline is not None:
             self.pipeline.forget_example()
         self.module = model
@@ -132,19 +133,19 @@ class SpreadModel:
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_evaluation)
 
-    def _shard(self, stage: nn.Module) -> None:
+    def _shard(self, stage: nn.Module, applied: Applied) -> None:
         """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""
         mesh, device_mesh, plan = self._axes.mesh, self._axes.device_mesh, self._plan
         if mesh.tp > 1:
             with looking_at(stage):
-                applied = tensor_parallel(
+                tensor_plan = tensor_parallel(
                     stage,
                     device_mesh["tp"],
                     given=self._tensor_plan,
                     sequence_parallel=plan.sequence_parallel,
-                    applied=self._applied,
+                    applied=applied,
                 )
-            self.notes += [f"tensor plan: {'; '.join(str(applied).splitlines()) or 'none'}", *applied.notes]
+            self.notes += [f"tensor plan: {'; '.join(str(tensor_plan).splitlines()) or 'none'}", *tensor_plan.notes]
         if plan.recompute:
             recompute(stage)
         if mesh.fsdp > 1:

@@ -250,17 +250,33 @@ class _ModelOnMesh:
 
         While backward goes through a layer, the layers before it keep what they kept, and those behind it nothing.
         """
-        kept = [layer.output_bytes if self.recompute else self.kept(layer) for layer in stage]
+        kept = self.kept_by(stage)
         waiting_bytes = self.fixed_bytes + sum(kept) * (self.in_flight[place] - self.micro_batch_size)
         before, whole, done = 0.0, 0.0, own
-        peaks = [(waiting_bytes, self.transit_at_the_end(own, block))]
+        peaks = [(waiting_bytes - self.gradients_to_come(own, own), self.transit_at_the_end(own, block))]
         for layer, kept_bytes in zip(stage, kept, strict=True):
             before, whole = before + kept_bytes, whole + self.kept(layer)
             at_once = min(whole, before + self.kept(layer)) if self.recompute else before
             activation_bytes = waiting_bytes + self.micro_batch_size * (at_once + self.moment(layer))
-            peaks.append((activation_bytes, self.transit(layer, done, block)))
+            peaks.append((activation_bytes - self.gradients_to_come(own, done), self.transit(layer, done, block)))
             done -= self.parameters(layer)
-        return max(peaks, key=sum)
+        activation_bytes, transit_bytes = max(peaks, key=sum)
+        return max(0.0, activation_bytes), transit_bytes
+
+    def kept_by(self, layers: Layers) -> list[float]:
+        """Bytes a sample that each layer keeps until backward comes to it; none needs to keep more than it would
+        without recomputation."""
+        if not self.recompute:
+            return [self.kept(layer) for layer in layers]
+        return [min(layer.output_bytes, self.kept(layer)) for layer in layers]
+
+    def gradients_to_come(self, own: float, done: float) -> float:
+        """Bytes of gradients that are not there yet when backward has made those of `done` of a stage's `own`
+        parameters: in a step of one pass there are none before, unless DistributedDataParallel's buckets hold them."""
+        mesh, state = self.mesh, self.state
+        if self.num_micro_batches > 1 or mesh.pp > 1 or state.is_bitwise or (mesh.is_plain and mesh.dp > 1):
+            return 0.0
+        return state.gradient * (own * state.gradient_copies(mesh, 1) - done / mesh.fsdp)
 
     def transit(self, layer: LayerCost, done: float, block: float) -> float:
         """Bytes of gradients on their way while backward goes through `layer`, beside those that stay.
@@ -315,9 +331,7 @@ class _ModelOnMesh:
         )
         if sum(states) > self.mesh.pp * limits.memory_bytes:  # most meshes of a model that is far too large
             return None
-        kept = [
-            self.micro_batch_size * (layer.output_bytes if self.recompute else self.kept(layer)) for layer in layers
-        ]
+        kept = [self.micro_batch_size * kept_bytes for kept_bytes in self.kept_by(layers)]
         costs = [
             dataclasses.replace(layer, parameter_bytes=state, activation_bytes=activation, moment_bytes=once)
             for layer, state, activation, once in zip(layers, states, kept, map(self.once, layers), strict=True)

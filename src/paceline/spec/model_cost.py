@@ -74,6 +74,7 @@ class DeviceMemory:
     gradient_bytes: float
     optimizer_bytes: float
     activation_bytes: float
+    """Activations at the peak, less the gradients that backward has not made by then."""
     gathered_bytes: float = 0
     """Parameters of other workers, gathered while layers of a sharded model are computed."""
     transit_bytes: float = 0

@@ -100,7 +100,9 @@ def test_what_tensor_groups_cannot_share_out_is_whole_on_every_worker() -> None:
 def test_recomputing_keeps_the_outputs_of_layers_and_one_layer() -> None:
     layers = (LayerCost("", 1.0, 1e6, 100.0, 10.0),) * 8
     kept, again = (
-        device_memory(8e6, StateBytes(), Mesh(), Activations(800.0), 3, layers=layers, recompute=flag).activation_bytes
+        device_memory(
+            8e6, StateBytes(), Mesh(), Activations(800.0), 3, num_micro_batches=2, layers=layers, recompute=flag
+        ).activation_bytes
         for flag in (False, True)
     )
     assert kept == pytest.approx(3 * 800)
@@ -115,8 +117,20 @@ def test_a_larger_micro_batch_needs_more(mesh: Mesh, size: int, num_micro_batche
     )
     assert one.total_bytes <= other.total_bytes
     assert one.state_bytes == other.state_bytes
-    # Where gradients that are copied at the end of a step do not need more than activations do.
-    assert one.total_bytes < other.total_bytes or one.transit_bytes == other.transit_bytes > 0
+    # Where the end of a step, with all gradients and copies of them, does not need more than activations do.
+    is_at_the_end = one.activation_bytes == other.activation_bytes and one.transit_bytes == other.transit_bytes
+    assert one.total_bytes < other.total_bytes or is_at_the_end
+
+
+@pytest.mark.parametrize("mesh", [Mesh(), Mesh(fsdp=4), Mesh(fsdp=4, zero_stage=2), Mesh(tp=4)])
+def test_in_a_step_of_one_pass_activations_are_gone_when_the_last_gradients_come(mesh: Mesh) -> None:
+    layers = (LayerCost("", 1.0, 4e6, 8e6, 1e6),) * 4
+    one, two = (
+        device_memory(4e6, StateBytes(), mesh, Activations(32e6), 1, num_micro_batches=number, layers=layers)
+        for number in (1, 2)
+    )
+    # At the last layer, where all activations are kept, gradients of three quarters of the parameters are to come.
+    assert two.total_bytes - two.transit_bytes - (one.total_bytes - one.transit_bytes) == pytest.approx(12e6 / mesh.fsdp)
 
 
 @given(st.integers(1, 64), st.integers(64, 200))
