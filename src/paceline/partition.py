@@ -51,6 +51,22 @@ def micro_batches_in_flight(
     return min(stages_behind + 1, m)
 
 
+def half_passes_in_flight(
+    num_workers: int, worker: int, num_micro_batches: int, schedule: ScheduleName, stages_per_worker: int = 1
+) -> float:
+    """The most micro-batches of whose backward pass a worker has done only the first half; 0 in most schedules.
+
+    Zero bubble keeps as many micro-batches on every worker as on the first, and forward passes are ahead by as many as
+    in 1F1B: the rest is between its halves, with the one at work. Nobody waits for the first stage's first half. With
+    several stages on a worker any that is kept may be.
+    """
+    if schedule != "zero_bubble":
+        return 0
+    if stages_per_worker > 1:
+        return micro_batches_in_flight(num_workers, worker, num_micro_batches, schedule, stages_per_worker)
+    return min(worker + 1, num_micro_batches) if worker else 0
+
+
 def split(layers: Sequence[LayerCost], starts: Sequence[int]) -> tuple[Layers, ...]:
     """The layers of each stage, whose first layers are at `starts`."""
     return tuple(tuple(layers[start:stop]) for start, stop in pairwise((*starts, len(layers))))

@@ -248,6 +248,7 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
                 parameter_bytes=sum(costs[number].parameter_bytes for number in group),
                 activation_bytes=sum(costs[number].activation_bytes for number in group) / num_samples,
                 moment_bytes=max(costs[number].moment_bytes for number in group) / num_samples,
+                waiting_bytes=sum(costs[number].waiting_bytes for number in group) / num_samples,
                 largest_parameter_bytes=max(costs[number].largest_parameter_bytes for number in group),
                 output_bytes=costs[group[-1]].output_bytes / num_samples,
                 num_tensor_slices=min((degrees.get(layer, 1) for layer in own), default=1),

@@ -17,7 +17,7 @@ from itertools import accumulate
 from statistics import fmean, linear_regression
 
 from paceline.errors import ModelError
-from paceline.partition import StageLimits, best_cut, micro_batches_in_flight, split
+from paceline.partition import StageLimits, best_cut, half_passes_in_flight, micro_batches_in_flight, split
 from paceline.spec import Cluster, Job, Mesh, MicroBatchTiming, PipelineSpec
 from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
 
@@ -177,6 +177,11 @@ def device_memory(
             * micro_batches_in_flight(mesh.pp, i, num_micro_batches, pipeline.schedule, pipeline.stages_per_worker)
             for i in range(mesh.pp)
         ),
+        tuple(
+            micro_batch_size
+            * half_passes_in_flight(mesh.pp, i, num_micro_batches, pipeline.schedule, pipeline.stages_per_worker)
+            for i in range(mesh.pp)
+        ),
         num_micro_batches,
         bool(given),
         recompute,
@@ -209,6 +214,8 @@ class _ModelOnMesh:
     micro_batch_size: int
     in_flight: tuple[float, ...]
     """[stage]: samples whose activations it keeps at once."""
+    in_halves: tuple[float, ...]
+    """[stage]: samples of which only the first half of backward is done."""
     num_micro_batches: int
     has_layers: bool
     """Whether the layers are known: else nobody knows how large a block is."""
@@ -227,6 +234,10 @@ class _ModelOnMesh:
     def moment(self, layer: LayerCost) -> float:
         """Bytes a sample that live only while backward goes through the layer."""
         return self.kept_per_byte * layer.moment_bytes * _kept_fraction(layer, self.mesh.tp)
+
+    def waiting(self, layer: LayerCost) -> float:
+        """Bytes a sample of gradients between the two halves of a backward pass."""
+        return self.kept_per_byte * layer.waiting_bytes * _kept_fraction(layer, self.mesh.tp)
 
     def on_stage(self, place: int, stage: Layers) -> DeviceMemory:
         own, largest = sum(map(self.parameters, stage)), max(map(self.parameters, stage))
@@ -252,6 +263,7 @@ class _ModelOnMesh:
         """
         kept = self.kept_by(stage)
         waiting_bytes = self.fixed_bytes + sum(kept) * (self.in_flight[place] - self.micro_batch_size)
+        waiting_bytes += self.in_halves[place] * sum(map(self.waiting, stage))
         before, whole, done = 0.0, 0.0, own
         peaks = [(waiting_bytes - self.gradients_to_come(own, own), self.transit_at_the_end(own, block))]
         for layer, kept_bytes in zip(stage, kept, strict=True):
@@ -331,7 +343,11 @@ class _ModelOnMesh:
         )
         if sum(states) > self.mesh.pp * limits.memory_bytes:  # most meshes of a model that is far too large
             return None
-        kept = [self.micro_batch_size * kept_bytes for kept_bytes in self.kept_by(layers)]
+        most_in_halves = max(self.in_halves) / self.micro_batch_size / max(limits.micro_batches_kept)
+        kept = [
+            self.micro_batch_size * (kept_bytes + most_in_halves * self.waiting(layer))
+            for layer, kept_bytes in zip(layers, self.kept_by(layers), strict=True)
+        ]
         costs = [
             dataclasses.replace(layer, parameter_bytes=state, activation_bytes=activation, moment_bytes=once)
             for layer, state, activation, once in zip(layers, states, kept, map(self.once, layers), strict=True)

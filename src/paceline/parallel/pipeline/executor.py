@@ -9,19 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining._backward import (
-    construct_reverse_graph,
-    stage_backward_input,
-    stage_backward_weight,
-)
 from torch.utils import _pytree as pytree
 
 from paceline.containers import on_device
 from paceline.errors import ModelError
 from paceline.parallel.losses import check_loss
 from paceline.parallel.pipeline.calls import Calls, MicroBatch, StageCall, StandIn, generator_state, set_generator_state
+from paceline.parallel.pipeline.halves import WeightParts, can_split, first_half, second_half
 from paceline.parallel.pipeline.message import MessageForm, TensorForm
 from paceline.parallel.pipeline.schedules import Action, Schedule
 from paceline.parallel.pipeline.shared import SharedParameters
@@ -67,8 +62,7 @@ class _Pass:
     """Whether its backward pass is in two halves."""
     gradients: list[Tensor | None] | None = None
     """The gradients of `left`, while the whole backward pass is put off."""
-    weight_parts: list[dict[str, Any]] | None = None
-    """The result of the first half of a backward pass that the second half needs."""
+    weight_parts: WeightParts | None = None
 
 
 class Step:
@@ -260,7 +254,7 @@ class Step:
         # Gradients of one that is sharded are summed up where a backward pass ends, and that is once.
         if isinstance(self._stages[stage], FSDPModule):
             return False
-        return not passed.arrived.tensors or not _uses_repeatedly(passed.left, _trained(self._stages[stage]))
+        return not passed.arrived.tensors or can_split(passed.left, _trained(self._stages[stage]))
 
     def _take_gradients(self, action: Action, passed: _Pass) -> list[Tensor | None]:
         """The gradients of what left the stage; none for the loss."""
@@ -292,48 +286,20 @@ class Step:
         if not passed.arrived.tensors:
             passed.gradients = gradients
         else:
-            passed.weight_parts = _differentiate_inputs(passed, gradients, stage)
+            left, passed.left = passed.left, []
+            passed.weight_parts = first_half(left, gradients, passed.arrived.tensors, _trained(stage))
 
     def _weight_half(self, passed: _Pass, stage: nn.Module) -> None:
         if passed.gradients is not None:
             _differentiate(passed, passed.gradients)
         elif passed.weight_parts is not None:
-            stage_backward_weight(iter(_trained(stage)), passed.weight_parts)
+            second_half(_trained(stage), passed.weight_parts)
 
 
 def _differentiate(passed: _Pass, gradients: list[Tensor | None]) -> None:
     if passed.left:
         torch.autograd.backward(passed.left, gradients)
     passed.left = []
-
-
-def _differentiate_inputs(passed: _Pass, gradients: list[Tensor | None], stage: nn.Module) -> list[dict[str, Any]]:
-    """The gradients of what arrived; returns what those of the parameters still need."""
-    roots, passed.left = passed.left, []
-    if not roots:
-        return []
-    edges = [get_gradient_edge(root) for root in roots]
-    # torch detaches the roots in place, which neither a view allows nor an operation that has saved its result.
-    roots = [root.clone() for root in roots]
-    weights = _trained(stage)
-    outputs_given = [torch.ones_like(r) if g is None else g for r, g in zip(roots, gradients, strict=True)]
-    _, weight_parts = stage_backward_input(roots, outputs_given, passed.arrived.tensors, iter(weights))
-    # Parameters that act on outputs by which no input is differentiated are in none of torch's groups.
-    reached = {node for part in weight_parts for node in part["params"]}
-    others = [weight for weight in weights if get_gradient_edge(weight).node not in reached]
-    if others:
-        found = torch.autograd.grad(edges, others, outputs_given, retain_graph=True, allow_unused=True)
-        for weight, gradient in zip(others, found, strict=True):
-            if gradient is not None:
-                weight.grad = gradient if weight.grad is None else weight.grad + gradient
-    return weight_parts
-
-
-def _uses_repeatedly(left: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> bool:
-    """Whether any of these parameters is used more than once on the way to `left`. The second half of a backward pass
-    would go through the operations between its uses, and free what other parameters still need of them."""
-    uses = construct_reverse_graph([get_gradient_edge(tensor).node for tensor in left])
-    return any(len(uses[get_gradient_edge(weight).node]) > 1 for weight in weights)
 
 
 def _trained(stage: nn.Module) -> list[nn.Parameter]:

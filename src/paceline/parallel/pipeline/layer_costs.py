@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.parallel.clock import Clock
 from paceline.parallel.live_bytes import LiveBytes
+from paceline.parallel.pipeline.halves import can_split, first_half, num_bytes
 from paceline.parallel.pipeline.recorder import snapshot, untouched
 from paceline.parallel.pipeline.recording import Recording, TensorSlot
 from paceline.parallel.pipeline.watch import tensors_in
@@ -38,19 +40,20 @@ def measure_layers(recording: Recording, device: torch.device, num_repeats: int 
             parameters = [p for p in _parameters(recording, number) if id(p) not in counted]
             counted.update(map(id, parameters))
             parameter_bytes = sum(p.numel() * p.element_size() for p in parameters)
-            time_s, activation_bytes, moment_bytes = float(parameter_bytes), 0, 0
+            measured = _Measured(float(parameter_bytes))
             if recording.values:
-                time_s, activation_bytes, moment_bytes = _time_layer(recording, number, device, num_repeats)
+                measured = _measure_layer(recording, number, device, num_repeats)
             is_last = number + 1 == len(recording.layers)
             crossing = [] if is_last or not recording.values else recording.trained.crossing(number + 1)
             output_bytes = tensor_bytes([recording.values[slot] for slot in crossing])
             costs.append(
                 LayerCost(
                     name=layer.name,
-                    time_s=time_s,
+                    time_s=measured.time_s,
                     parameter_bytes=parameter_bytes,
-                    activation_bytes=activation_bytes,
-                    moment_bytes=moment_bytes,
+                    activation_bytes=measured.kept_bytes,
+                    moment_bytes=measured.moment_bytes,
+                    waiting_bytes=measured.waiting_bytes,
                     largest_parameter_bytes=max((p.numel() * p.element_size() for p in parameters), default=0),
                     output_bytes=output_bytes,
                     may_begin=allowed[number],
@@ -71,8 +74,19 @@ def tensor_bytes(value: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_in(value))
 
 
-def _time_layer(recording: Recording, number: int, device: torch.device, num_repeats: int) -> tuple[float, int, int]:
-    """Seconds forward and backward, bytes kept in between, and bytes that live for a moment of backward."""
+@dataclass(frozen=True)
+class _Measured:
+    """What a layer takes, forward and backward."""
+
+    time_s: float
+    kept_bytes: int = 0
+    moment_bytes: int = 0
+    """What lives for a moment of backward."""
+    waiting_bytes: int = 0
+    """What waits between the halves of backward."""
+
+
+def _measure_layer(recording: Recording, number: int, device: torch.device, num_repeats: int) -> _Measured:
     layer = recording.layers[number]
     function: Any = layer.function
     if function is None:
@@ -90,10 +104,14 @@ def _time_layer(recording: Recording, number: int, device: torch.device, num_rep
         tensor = leaf.detach().clone()
         # A step away from the leaves, so that a layer may change its inputs in place.
         if tensor.is_floating_point() or tensor.is_complex():
-            return _Copy.apply(tensor.requires_grad_())  # type: ignore[no-untyped-call]
+            leaves.append(tensor.requires_grad_())
+            return _Copy.apply(tensor)  # type: ignore[no-untyped-call]
         return tensor
 
+    leaves: list[Tensor] = []
+
     def inputs() -> tuple[Any, Any]:
+        leaves.clear()
         found: tuple[Any, Any] = pytree.tree_map(fresh, recording.arguments[number])
         return found
 
@@ -110,7 +128,10 @@ def _time_layer(recording: Recording, number: int, device: torch.device, num_rep
                 for parameter in own:
                     if parameter.grad is not None:
                         live.ignore(parameter.grad)
-        return counter.get_total_flops() / _FLOPS_PER_S, kept_bytes(), live.peak_bytes
+        flops = counter.get_total_flops()
+        args, kwargs = inputs()
+        waiting_bytes = _waiting_bytes(tensors_in(function(*args, **kwargs)), leaves, own)
+        return _Measured(flops / _FLOPS_PER_S, kept_bytes(), live.peak_bytes, waiting_bytes)
     clock = Clock(device)
     times_s = []
     for repeat in range(1 + num_repeats):  # the first warms up
@@ -122,7 +143,16 @@ def _time_layer(recording: Recording, number: int, device: torch.device, num_rep
         else:
             backward(function(*args, **kwargs))
         times_s.append(clock.seconds(begin, clock.mark()))
-    return min(times_s[1:]), kept_bytes(), 0
+    return _Measured(min(times_s[1:]), kept_bytes())
+
+
+def _waiting_bytes(outputs: Iterable[Tensor], inputs: list[Tensor], own: Iterable[nn.Parameter]) -> int:
+    """Bytes that wait for the second half of a layer's backward pass; 0 where it is not split."""
+    roots = [one for one in outputs if one.requires_grad]
+    weights = [one for one in own if one.requires_grad]
+    if not roots or not inputs or not weights or not can_split(roots, weights):
+        return 0
+    return num_bytes(first_half(roots, [torch.ones_like(root) for root in roots], inputs, weights))
 
 
 class _Copy(torch.autograd.Function):

@@ -28,6 +28,8 @@ def test_a_traced_model_keeps_what_it_does_keep() -> None:
     cost = trace_model(model, arguments, 2)
     of_loss = 8  # as much as the output
     assert sum(layer.activation_bytes for layer in cost.layers) == 16 + 32 + of_loss
+    # Between the halves of backward only the gradients of outputs wait; the first layer's input has none.
+    assert [layer.waiting_bytes for layer in cost.layers] == [32, 0, 8]
     # At the last layer, where all is kept, the gradients of its output and of its input.
     assert [layer.moment_bytes for layer in cost.layers] == [32 + 16, 32 + 32, 8 + 32]
     assert cost.activations.bytes_per_sample == 16 + 32 + of_loss + 8 + 32

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.parallel.pipeline import Action, make_schedule, simulate
-from paceline.partition import micro_batches_in_flight
+from paceline.partition import half_passes_in_flight, micro_batches_in_flight
 from paceline.spec.mesh import ScheduleName
 
 UNIT_S = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
@@ -95,3 +97,21 @@ def test_workers_that_wait_for_each_other_are_told() -> None:
     second = (Action("forward", 1, 0), Action("backward", 1, 0))
     with pytest.raises(ValueError, match="wait for each other"):
         simulate((first, second), unit_s)
+
+
+@settings(deadline=None)
+@given(workers, st.integers(1, 3), places)
+def test_no_worker_has_more_halves_of_backward_passes_than_is_planned(
+    num_workers: int, rounds: int, stages_per_worker: int
+) -> None:
+    num_micro_batches = rounds * num_workers
+    schedule = make_schedule("zero_bubble", num_workers, num_micro_batches, stages_per_worker)
+    for worker, actions in enumerate(schedule):
+        # The first stage has no halves: all of its backward pass is put off.
+        changes = (_HALVES.get(action.kind, 0) for action in actions if action.stage)
+        planned = half_passes_in_flight(num_workers, worker, num_micro_batches, "zero_bubble", stages_per_worker)
+        assert max(accumulate(changes), default=0) <= stages_per_worker * planned + 1e-9
+    assert half_passes_in_flight(num_workers, num_workers - 1, num_micro_batches, "1f1b") == 0
+
+
+_HALVES = {"input": 1, "weight": -1}
