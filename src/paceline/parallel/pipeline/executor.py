@@ -254,7 +254,8 @@ class Step:
         # Gradients of one that is sharded are summed up where a backward pass ends, and that is once.
         if isinstance(self._stages[stage], FSDPModule):
             return False
-        return not passed.arrived.tensors or can_split(passed.left, _trained(self._stages[stage]))
+        arrived = passed.arrived.tensors
+        return not arrived or can_split(passed.left, arrived, _trained(self._stages[stage]))
 
     def _take_gradients(self, action: Action, passed: _Pass) -> list[Tensor | None]:
         """The gradients of what left the stage; none for the loss."""

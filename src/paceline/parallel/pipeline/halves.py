@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import (
     construct_reverse_graph,
+    get_param_groups,
     stage_backward_input,
     stage_backward_weight,
 )
@@ -21,11 +22,15 @@ WeightParts = list[dict[str, Any]]
 operations that they are part of."""
 
 
-def can_split(outputs: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> bool:
-    """Whether none of these parameters is used more than once on the way to `outputs`. Else the second half would go
-    through the operations between its uses, and free what other parameters still need of them."""
-    uses = construct_reverse_graph([get_gradient_edge(tensor).node for tensor in outputs])
-    return all(len(uses[get_gradient_edge(weight).node]) <= 1 for weight in weights)
+def can_split(outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[nn.Parameter]) -> bool:
+    """Whether each of these parameters acts at one place only on what leads from `inputs` to `outputs`.
+
+    Where one acts at several, as a layer that is called twice or a bias that all attentions add, the second half would
+    go through the operations between these places, and free what other parameters still need of them.
+    """
+    roots, leaves, acting = ([get_gradient_edge(one).node for one in given] for given in (outputs, inputs, weights))
+    groups = get_param_groups(leaves, acting, construct_reverse_graph(roots))
+    return all(len(group["intermediates"]) <= 1 for group in groups)
 
 
 def first_half(

@@ -150,7 +150,7 @@ def _waiting_bytes(outputs: Iterable[Tensor], inputs: list[Tensor], own: Iterabl
     """Bytes that wait for the second half of a layer's backward pass; 0 where it is not split."""
     roots = [one for one in outputs if one.requires_grad]
     weights = [one for one in own if one.requires_grad]
-    if not roots or not inputs or not weights or not can_split(roots, weights):
+    if not roots or not inputs or not weights or not can_split(roots, inputs, weights):
         return 0
     return num_bytes(first_half(roots, [torch.ones_like(root) for root in roots], inputs, weights))
 
