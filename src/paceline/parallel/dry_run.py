@@ -265,7 +265,10 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
     kept = accumulate(layer.activation_bytes for layer in found)
     return ModelCost(
         num_parameters=sum(round(layer.parameter_bytes / itemsize) for layer in layers),
-        activations=Activations(max(before + layer.moment_bytes for before, layer in zip(kept, found, strict=True))),
+        activations=Activations(
+            max(before + layer.moment_bytes for before, layer in zip(kept, found, strict=True)),
+            input_bytes=tensor_bytes(arguments) / num_samples,
+        ),
         layers=found,
     )
 

@@ -169,6 +169,7 @@ def device_memory(
         mesh,
         state,
         activations.fixed_bytes,
+        _message_bytes(mesh, activations, layers, micro_batch_size, num_micro_batches),
         num_parameters / (sum(layer.parameter_bytes for layer in layers) or 1.0),
         activations.bytes_per_sample / (counted_bytes or 1.0),
         micro_batch_size,
@@ -207,6 +208,8 @@ class _ModelOnMesh:
     state: StateBytes
     fixed_bytes: float
     """Memory of activations that does not depend on the samples."""
+    message_bytes: float
+    """What a stage of a pipeline has beside what its layers keep: micro-batches, and messages that arrive."""
     parameters_per_byte: float
     """Parameters for each of the layers' `parameter_bytes`."""
     kept_per_byte: float
@@ -264,6 +267,7 @@ class _ModelOnMesh:
         kept = self.kept_by(stage)
         waiting_bytes = self.fixed_bytes + sum(kept) * (self.in_flight[place] - self.micro_batch_size)
         waiting_bytes += self.in_halves[place] * sum(map(self.waiting, stage))
+        waiting_bytes += self.message_bytes
         before, whole, done = 0.0, 0.0, own
         peaks = [(waiting_bytes - self.gradients_to_come(own, own), self.transit_at_the_end(own, block))]
         for layer, kept_bytes in zip(stage, kept, strict=True):
@@ -337,7 +341,7 @@ class _ModelOnMesh:
         is_gathered = self.mesh.zero_stage == 3
         states = [one.state_bytes + (not is_gathered) * one.gathered_bytes for one in single]
         limits = StageLimits(
-            memory_bytes=USABLE_FRACTION * memory_bytes - self.fixed_bytes,
+            memory_bytes=USABLE_FRACTION * memory_bytes - self.fixed_bytes - self.message_bytes,
             copies_of_parameters=1.0,
             micro_batches_kept=tuple(samples / self.micro_batch_size for samples in self.in_flight),
         )
@@ -356,6 +360,17 @@ class _ModelOnMesh:
             return split(layers, best_cut(costs, self.mesh.pp, limits))
         except ModelError:
             return None
+
+
+def _message_bytes(
+    mesh: Mesh, activations: Activations, layers: Layers, micro_batch_size: int, num_micro_batches: int
+) -> float:
+    """Bytes of the samples of all micro-batches on every stage, and of the largest message from each side, which
+    arrives while the stage computes another micro-batch."""
+    if mesh.pp == 1:
+        return 0.0
+    largest = max(layer.output_bytes for layer in layers)
+    return micro_batch_size * (num_micro_batches * activations.input_bytes + 2 * largest)
 
 
 def _kept_fraction(layer: LayerCost, tp: int) -> float:

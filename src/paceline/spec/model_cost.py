@@ -54,6 +54,8 @@ class Activations:
 
     bytes_per_sample: float
     fixed_bytes: float = 0.0
+    input_bytes: float = 0.0
+    """Bytes of a sample as the model takes it; 0: not known."""
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,8 @@ def test_stages_are_the_fastest_that_fit(layers: Layers, pp: int, num_micro_batc
     activations = Activations(max(before + layer.moment_bytes for before, layer in zip(kept, layers, strict=True)))
 
     def needed(stages: tuple[Layers, ...]) -> float:
-        """With a layer's gradient that is added to those of micro-batches before, beside what is still kept then."""
+        """With a layer's gradient that is added to those of micro-batches before, beside what is still kept then, and a
+        message from each side."""
         found = []
         for place, stage in enumerate(stages):
             kept = [2 * layer.activation_bytes for layer in stage]
@@ -211,7 +212,7 @@ def test_stages_are_the_fastest_that_fit(layers: Layers, pp: int, num_micro_batc
                 for number, layer in enumerate(stage)
             )
             found.append(12 * sum(layer.parameter_bytes for layer in stage) + waiting * sum(kept) + backward)
-        return max(found)
+        return max(found) + 2 * 2.0
 
     def slowest(stages: tuple[Layers, ...]) -> float:
         return max(sum(layer.time_s for layer in stage) for stage in stages)

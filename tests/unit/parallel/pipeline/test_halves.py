@@ -19,13 +19,17 @@ class _Net(nn.Module):
         torch.manual_seed(0)
         self.one, self.other, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
         self.offset = nn.Parameter(torch.randn(WIDTH))
-        self.forward = lambda inputs: forward(self, inputs)  # type: ignore[method-assign]
+        self._forward = forward
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self._forward(self, inputs)
 
 
 def _bias_for_all(net: _Net, inputs: Tensor) -> Tensor:
     """As the position bias of T5: made once of a parameter, added by every attention."""
     offset = torch.sigmoid(net.offset)
-    return net.other(torch.relu(net.one(inputs) + offset)) + offset
+    result: Tensor = net.other(torch.relu(net.one(inputs) + offset)) + offset
+    return result
 
 
 SPLIT: dict[str, Callable[[_Net, Tensor], Tensor]] = {
