@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.env import worker_facts
 from paceline.errors import DataError, JobError, ModelError
-from paceline.spec import Job, Plan
+from paceline.spec import Job, PipelineSpec, Plan
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import images, loss_fn, measure
 
@@ -304,3 +305,17 @@ def test_mistakes_in_a_script_are_one_sentence() -> None:
 def test_a_job_made_in_python_is_checked_too() -> None:
     with pytest.raises(JobError, match="epochs = 0 should be at least 1"):
         paceline.init(Job(epochs=0), plan=Plan())
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        (Plan(algorithm="two_tree"), "algorithm = 'two_tree' is not possible"),  # type: ignore[arg-type]
+        (Plan(micro_batch_size=-1), "micro_batch_size = -1 should be at least 1"),
+        (Plan(pipeline=PipelineSpec("zigzag")), "pipeline.schedule = 'zigzag' is not possible"),  # type: ignore[arg-type]
+        (Plan(mesh="dp2"), "mesh = 'dp2' should be a table"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_plan_made_in_python_is_checked_too(plan: Plan, sentence: str) -> None:
+    with pytest.raises(JobError, match=re.escape(sentence)):
+        paceline.init(plan=plan)

@@ -57,7 +57,8 @@ def init(
     facts = env.worker_facts()
     strategy = strategy or env.text(env.STRATEGY) or "dp"
     check_strategy(strategy)
-    plan = plan or _default_plan(job, facts, strategy)
+    # A Plan made in Python is checked here too.
+    plan = Plan.from_mapping(plan.to_mapping()) if plan else _default_plan(job, facts, strategy)
     limits = [limit for limit in (max_steps, env.number(env.MAX_STEPS)) if limit is not None]
     plan = dataclasses.replace(plan, world_size=facts.world_size, micro_batch_size=_micro_batch_size(job, plan))
     if plan.mesh is not None and plan.mesh.num_workers != facts.world_size:
