@@ -143,7 +143,7 @@ def held(case: Case, column: Column, cuts: tuple[str, ...]) -> Held | str:
     data = TensorDataset(sample(case, JOB.global_batch_size), targets(case, JOB.global_batch_size))
     spec = ModelSpec(case.model, case.options)
     try:
-        with LiveBytes(sees_resizing=True) as live, paceline.init(JOB, plan=plan, max_steps=STEPS) as run:
+        with LiveBytes(is_real=True) as live, paceline.init(JOB, plan=plan, max_steps=STEPS) as run:
             model = models.build(spec)
             model, optimizer = run.prepare(model, build_optimizer(JOB.optim, model), example=data[:2][0])
             for number, batch in enumerate(run.batches(data)):

@@ -73,6 +73,10 @@ CASES = {
     "gpt": Case(
         "gpt", {"vocab_size": 31, "context": 12, "num_layers": 4, "num_heads": 4, "width": 32, "dropout": 0.1}, (12,)
     ),
+    # With an embedding that tensor groups divide, and the classifier with it.
+    "gpt-words": Case(
+        "gpt", {"vocab_size": 1031, "context": 12, "num_layers": 4, "num_heads": 4, "width": 64, "dropout": 0.1}, (12,)
+    ),
 }
 
 

@@ -7,6 +7,7 @@ from itertools import accumulate, count
 from typing import Any
 
 from torch import Tensor, UntypedStorage
+from torch._subclasses.fake_tensor import is_fake
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,14 +20,15 @@ class LiveBytes(TorchDispatchMode):
     What was there before does not count. Kernels' scratch memory is not seen, nor what a backend of collectives holds.
     """
 
-    def __init__(self, *, sees_resizing: bool = False) -> None:
+    def __init__(self, *, is_real: bool = False) -> None:
         """
         Args:
-            sees_resizing: whether memory may be freed and taken again under a living tensor, as FSDP does; then all
+            is_real: whether the memory that a process really takes is wanted. Fake tensors, which DTensor makes to know
+                shapes, take none. Memory may be freed and taken again under a living tensor, as FSDP does, so all
                 pieces are looked at after every operation.
         """
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sees_resizing = sees_resizing
+        self._is_real = is_real
         self._numbers = count()
         self._piece_at: dict[int, int] = {}
         """The piece of memory of each living storage, by the storage's address."""
@@ -45,9 +47,9 @@ class LiveBytes(TorchDispatchMode):
                 self.ignore(leaf)
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and not is_dtensor(leaf):
+            if isinstance(leaf, Tensor) and not is_dtensor(leaf) and not (self._is_real and is_fake(leaf)):
                 self._piece_of(leaf)
-        if self._sees_resizing:
+        if self._is_real:
             for piece, reference in list(self._storages.items()):
                 storage = reference()
                 if storage is not None:

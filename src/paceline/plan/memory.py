@@ -51,11 +51,12 @@ class StateBytes:
     def gradient_copies(self, mesh: Mesh, num_shards: int) -> float:
         """How many times a worker holds the gradients of its stage.
 
-        In bitwise parity those of a shard, and a sum for each power of two of the shards before it.
+        In bitwise parity those of a shard, and a sum for each power of two of the shards before it. ZeRO 1 holds whole
+        ones from the first pass of a step to the last; in a step of one pass each block's are scattered at once.
         """
         if self.is_bitwise:
             return 1.0 + num_shards.bit_length()
-        return 1 / mesh.fsdp if mesh.zero_stage >= 2 else 1.0
+        return 1 / mesh.fsdp if mesh.zero_stage >= 2 or num_shards == 1 else 1.0
 
 
 def state_bytes(job: Job) -> StateBytes:
@@ -224,6 +225,11 @@ class _ModelOnMesh:
     """Whether the layers are known: else nobody knows how large a block is."""
     recompute: bool
 
+    @property
+    def scatters_every_pass(self) -> bool:
+        """Whether each pass scatters a block's gradients when they are there; ZeRO 1 does so in a step's last pass."""
+        return self.mesh.zero_stage > 1 or self.num_micro_batches == 1
+
     def parameters(self, layer: LayerCost) -> float:
         return self.parameters_per_byte * layer.parameter_bytes / layer.tensor_shards(self.mesh.tp)
 
@@ -309,7 +315,7 @@ class _ModelOnMesh:
             return 0.0
         copied = done / mesh.fsdp if mesh.dp > 1 and not mesh.is_plain else 0.0
         if mesh.fsdp > 1:
-            passing = min(done, 2 * block) if mesh.zero_stage > 1 and self.has_layers else 0.0
+            passing = min(done, 2 * block) if self.scatters_every_pass and self.has_layers else 0.0
         else:  # added to those of the passes before, or copied into a bucket
             is_copied = self.num_micro_batches > 1 or (mesh.is_plain and mesh.dp > 1)
             passing = self.largest_parameter(layer) if is_copied else 0.0
@@ -321,7 +327,7 @@ class _ModelOnMesh:
         if state.is_bitwise:
             return 0.0
         copied = own / mesh.fsdp if mesh.dp > 1 and not mesh.is_plain else 0.0
-        passing = block if mesh.fsdp > 1 and mesh.zero_stage == 1 and self.has_layers else 0.0
+        passing = block if mesh.fsdp > 1 and not self.scatters_every_pass and self.has_layers else 0.0
         return (copied + passing) * state.gradient
 
     def once(self, layer: LayerCost) -> float:

@@ -41,7 +41,7 @@ def test_a_peak_begins_with_what_is_alive() -> None:
 
 
 def test_memory_that_is_freed_under_a_tensor() -> None:
-    with LiveBytes(sees_resizing=True) as live:
+    with LiveBytes(is_real=True) as live:
         shrinks, other = torch.ones(1000), torch.ones(10)
         shrinks.untyped_storage().resize_(0)
         other.add_(1)
