@@ -280,7 +280,7 @@ class _ModelOnMesh:
             before, whole = before + kept_bytes, whole + self.kept(layer)
             at_once = min(whole, before + self.kept(layer)) if self.recompute else before
             activation_bytes = waiting_bytes + self.micro_batch_size * (at_once + self.moment(layer))
-            # A shard of the layer's own gradient comes when the whole gradient, which is on its way, has been scattered.
+            # A shard of the layer's own gradient comes when the whole one, which is on its way, has been scattered.
             made = done - self.parameters(layer) if self.mesh.fsdp > 1 else done
             peaks.append((activation_bytes - self.gradients_to_come(own, made), self.transit(layer, done, block)))
             done -= self.parameters(layer)
