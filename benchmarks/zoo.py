@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.ranks.harness import run_ranks
-from tests.ranks.zoo import ABOUT, COLUMNS, ZOO, Column, Result, largest_difference, train_columns
+from tests.ranks.zoo import ABOUT, COLUMNS, ZOO, Column, Result, difference_in_words, train_columns
 
 BEGIN, END = "<!-- begin: python -m benchmarks.zoo -->\n", "<!-- end -->\n"
-TOLERANCE = 1e-12
 
 
 def main() -> None:
@@ -66,8 +65,7 @@ def _cell(alone: Result, spread: Result, column: Column, refusals: list[str]) ->
     if column.parity == "bitwise":
         is_equal = (spread.sha, spread.losses, spread.metrics) == (alone.sha, alone.losses, alone.metrics)
         return "equal" if is_equal else "**differs**"
-    difference = largest_difference(alone, spread)
-    return f"{difference:.0e}" if difference < TOLERANCE else f"**{difference:.0e}**"
+    return difference_in_words(alone, spread)
 
 
 if __name__ == "__main__":

@@ -10,84 +10,58 @@ would leave their embeddings and single linear layers whole: --large is the numb
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, replace
 
-from tests.ranks import zoo
 from tests.ranks.harness import run_ranks
-from tests.ranks.zoo import ZOO, Column, Result, largest_difference, train_entry
+from tests.ranks.zoo import ZOO, Column, Result, difference_in_words, train_entry
 
 from paceline.parallel import tensor
 from paceline.parallel.tensor import finder
 from paceline.spec import PipelineSpec
-from paceline.spec.mesh import ScheduleName
+
+ALONE = Column("numeric")
+ZERO_BUBBLE, INTERLEAVED, GPIPE = PipelineSpec("zero_bubble"), PipelineSpec("interleaved", 2), PipelineSpec("gpipe")
+COLUMNS = {
+    "tp": Column("numeric", "tp", 2),
+    "tp, sequence": Column("numeric", "tp", 2, sequence_parallel=True),
+    "pp, zero_bubble": Column("numeric", "pp", 2, ZERO_BUBBLE),
+    "pp, interleaved": Column("numeric", "pp", 2, INTERLEAVED),
+    "hsdp": Column("numeric", "hsdp", 4),
+    "dp2 x tp2": Column("numeric", "dp2 x tp2", 4),
+    "fsdp2 x pp2": Column("numeric", "fsdp2 x pp2", 4),
+    "zero1:2 x pp2, gpipe": Column("numeric", "zero1:2 x pp2", 4, GPIPE),
+    "tp2 x pp2": Column("numeric", "tp2 x pp2", 4),
+    "tp2 x pp2, sequence": Column("numeric", "tp2 x pp2", 4, sequence_parallel=True),
+    "tp2 x pp2, zero_bubble": Column("numeric", "tp2 x pp2", 4, ZERO_BUBBLE),
+}
 
 
-@dataclass(frozen=True)
-class Spread:
-    """How a model is spread over workers."""
-
-    mesh: str
-    num_workers: int
-    schedule: ScheduleName = "1f1b"
-    stages_per_worker: int = 1
-    sequence_parallel: bool = False
-
-    def __str__(self) -> str:
-        schedule = f", {self.schedule}" if self.schedule != "1f1b" else ""
-        return f"{self.mesh}{schedule}{', sequence' if self.sequence_parallel else ''}"
-
-
-SPREADS = (
-    Spread("tp", 2),
-    Spread("tp", 2, sequence_parallel=True),
-    Spread("pp", 2, "zero_bubble"),
-    Spread("pp", 2, "interleaved", 2),
-    Spread("hsdp", 4),
-    Spread("dp2 x tp2", 4),
-    Spread("fsdp2 x pp2", 4),
-    Spread("zero1:2 x pp2", 4, "gpipe"),
-    Spread("tp2 x pp2", 4),
-    Spread("tp2 x pp2", 4, sequence_parallel=True),
-    Spread("tp2 x pp2", 4, "zero_bubble"),
-)
-
-
-def train(name: str, spread: Spread | None, large: int) -> Result:
-    """What this worker has after three steps; None: one worker alone."""
+def train(name: str, column: Column, large: int) -> Result:
+    """What this worker has after three steps."""
     for function in (finder.find_plan, tensor.tensor_parallel):
         function.__kwdefaults__ = {**(function.__kwdefaults__ or {}), "large": large}
-    if spread is None:
-        return train_entry(ZOO[name], Column("numeric"))
-    plan_of, pipeline = zoo._plan, PipelineSpec(spread.schedule, spread.stages_per_worker)
-    zoo._plan = lambda column: replace(plan_of(column), pipeline=pipeline, sequence_parallel=spread.sequence_parallel)
-    try:
-        return train_entry(ZOO[name], Column("numeric", spread.mesh, spread.num_workers))
-    finally:
-        zoo._plan = plan_of
+    return train_entry(ZOO[name], column)
 
 
-def cell(name: str, alone: Result, spread: Spread, large: int) -> str:
+def cell(name: str, alone: Result, column: Column, large: int) -> str:
     try:
-        result: Result = run_ranks(train, spread.num_workers, name, spread, large, timeout_s=300)[0]
+        result: Result = run_ranks(train, column.world_size, name, column, large, timeout_s=300)[0]
     except AssertionError as problem:
         return f"**failed**: {str(problem).splitlines()[-1]}"
-    if result.refusal:
-        return f"refused: {result.refusal}"
-    difference = largest_difference(alone, result)
-    return f"{difference:.0e}" if difference < 1e-12 else f"**{difference:.0e}**"
+    return f"refused: {result.refusal}" if result.refusal else difference_in_words(alone, result)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(ZOO))
-    parser.add_argument("--meshes", nargs="*", default=[str(one) for one in SPREADS], help="as the table names them")
+    parser.add_argument("--meshes", nargs="*", choices=COLUMNS, default=list(COLUMNS))
     parser.add_argument("--large", type=int, default=1)
     asked = parser.parse_args()
     print("| model | mesh | difference from one worker |\n|---|---|---|")
     for name in asked.models.split(","):
-        alone: Result = run_ranks(train, 1, name, None, asked.large, timeout_s=300)[0]
-        for spread in (one for one in SPREADS if str(one) in asked.meshes):
-            print(f"| {name} | {spread} | {alone.refusal or cell(name, alone, spread, asked.large)} |", flush=True)
+        alone: Result = run_ranks(train, 1, name, ALONE, asked.large, timeout_s=300)[0]
+        for mesh in asked.meshes:
+            found = alone.refusal or cell(name, alone, COLUMNS[mesh], asked.large)
+            print(f"| {name} | {mesh} | {found} |", flush=True)
 
 
 if __name__ == "__main__":

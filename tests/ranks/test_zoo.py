@@ -13,15 +13,13 @@ import numpy as np
 import pytest
 
 from tests.ranks.harness import run_ranks
-from tests.ranks.zoo import COLUMNS, ZOO, Column, Result, largest_difference, train_columns
+from tests.ranks.zoo import COLUMNS, TOLERANCE, ZOO, Column, Result, largest_difference, train_columns
 
 Table = Mapping[Column, Mapping[str, Result]]
 
 SPREAD = [column for column in COLUMNS if column != column.reference]
 LINE = (0, 1, 3)
 """Its translations modulo 7 are the lines of the Fano plane: any two columns of seven lie on one of them."""
-
-TOLERANCE = 1e-12
 
 REFUSED = {
     ("wav2vec2", "pp"): "takes a Python value out of a tensor",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import paceline
 from paceline.env import worker_facts
 from paceline.errors import PacelineError
-from paceline.spec import Job, Plan, parse_mesh
+from paceline.spec import Job, PipelineSpec, Plan, parse_mesh
 from tests.ranks import zoo_samples as samples
 from tests.ranks import zoo_torch
 from tests.ranks.zoo_samples import IGNORED, Samples
@@ -232,6 +232,10 @@ ABOUT = {
 
 # --- training ---
 
+ONE_STAGE_EACH = PipelineSpec()
+TOLERANCE = 1e-12
+"""Of the largest difference in float64."""
+
 
 @dataclass(frozen=True)
 class Column:
@@ -240,6 +244,8 @@ class Column:
     parity: str
     strategy: str = "dp"
     world_size: int = 1
+    pipeline: PipelineSpec = ONE_STAGE_EACH
+    sequence_parallel: bool = False
 
     def __str__(self) -> str:
         return f"{self.strategy if self.strategy != 'dp' else self.parity} {self.world_size}"
@@ -330,6 +336,8 @@ def _plan(column: Column) -> Plan:
         timeout_s=120,
         mesh=parse_mesh(column.strategy, column.world_size, 1) if column.world_size > 1 else None,
         devices_in_process=2 if column.strategy == "dp_one_process" else 1,
+        pipeline=column.pipeline,
+        sequence_parallel=column.sequence_parallel,
     )
 
 
@@ -339,6 +347,12 @@ def largest_difference(one: Result, other: Result) -> float:
     pairs += [(np.asarray(mine), np.asarray(theirs)) for mine, theirs in zip(one.losses, other.losses, strict=True)]
     pairs += [(np.asarray(one.metrics[name]), np.asarray(other.metrics[name])) for name in one.metrics]
     return max(_distance(mine, theirs) for mine, theirs in pairs)
+
+
+def difference_in_words(one: Result, other: Result) -> str:
+    """The largest difference as a cell of a table; in bold where it is more than rounding."""
+    found = largest_difference(one, other)
+    return f"{found:.0e}" if found < TOLERANCE else f"**{found:.0e}**"
 
 
 def _distance(mine: NDArray[Any], theirs: NDArray[Any]) -> float:

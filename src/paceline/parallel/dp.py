@@ -264,8 +264,7 @@ class DataParallel(Engine):
                 "norm = 'sync' normalises over the whole global batch in one forward pass, so it cannot be split into "
                 f"micro-batches of {self._plan.micro_batch_size}; leave micro_batch_size out or use norm = 'shard'."
             )
-        # The first step is split in two only to detect whether the model draws random numbers.
-        wants_norms = step.take_norms is not None and self._group is None and self.functions.draws is not None
+        wants_norms = self._group is None and self._passes.tells_noise(step)
         losses: Tensor | None = None
         first: tuple[Tensor, int] | None = None
         for shards, loss in self._passes.losses(step, self.module):

@@ -7,7 +7,6 @@ pass, and the bytes that would be sent and kept are counted.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from paceline.parallel.pipeline.calls import ModelCall, generator_state
 from paceline.parallel.pipeline.layer_costs import backward, counting_kept, measure_layers, tensor_bytes
 from paceline.parallel.pipeline.recorder import record
 from paceline.parallel.pipeline.recording import Recording
+from paceline.parallel.pipeline.shared import holders_of
 from paceline.parallel.pipeline.stage import Stage, stages_of
 from paceline.parallel.random_operators import draws_random_numbers
 from paceline.parallel.sharded import recompute, shard
@@ -172,16 +172,15 @@ def dry_run(
         ModelError: the model cannot be cut into these stages, or its layers not be sharded so.
     """
     given = declared_plan(model, tensor_plan, mesh.tp) if mesh.tp > 1 else None
-    of_whole_model = given or find_plan(model, mesh.tp)
     recording, costs = _record_on_meta(model, arguments)
     starts = recording.starts(cuts, mesh.pp) if cuts else best_cut(costs, mesh.pp) if mesh.pp > 1 else (0,)
     runs = list(zip(starts, (*starts[1:], len(costs)), strict=True))
     # All stages before the first is sharded: parameters that stages share would be sharded twice.
     stages = [one.train() for one in ([recording.model] if mesh.pp == 1 else stages_of(recording, starts))]
-    holders = Counter(parameter for stage in stages for parameter in stage.parameters())
-    if is_bitwise or any(num_stages > 1 for num_stages in holders.values()):  # as in training
-        given = of_whole_model
-    others = [{name: holders[parameter] - 1 for name, parameter in stage.named_parameters()} for stage in stages]
+    holders = holders_of(stages)
+    if mesh.pp > 1 and (is_bitwise or any(len(of_one) > 1 for of_one in holders.values())):  # as in training
+        given = given or find_plan(recording.model, mesh.tp)
+    others = [{name: len(holders[parameter]) - 1 for name, parameter in one.named_parameters()} for one in stages]
     found: list[StageCost] = []
     styles: dict[str, str] = {}
     applied = Applied()

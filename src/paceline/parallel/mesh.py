@@ -271,9 +271,7 @@ class MeshParallel(Engine):
         # Collectives in forward and backward: all workers go through as many passes as the busiest one.
         num_passes = max(len(of_rank) for of_rank in ranges)
         passed = Passed()
-        # The first step's shards go one by one only to detect whether the model draws random numbers. Most models
-        # make one pass in the steps that follow, and what one step measured is not to stand for all of them.
-        wants_norms = step.take_norms is not None and self.functions.draws is not None and self._adds_up_every_pass
+        wants_norms = self._adds_up_every_pass and passes.tells_noise(step)
         for number in range(num_passes):
             self._spread.sync_gradients(self.module, False)
             if number == num_passes - 1:

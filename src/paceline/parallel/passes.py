@@ -363,6 +363,14 @@ class Passes:
         ignore_unless(False, outputs)
         return loss * 0.0
 
+    def tells_noise(self, step: StepInput) -> bool:
+        """Whether the first of a step's passes may be compared with all of them to measure gradient noise.
+
+        In the first step shards go one by one only to detect whether the model draws random numbers. Most models make
+        one pass in the steps that follow, and what one step measured is not to stand for all of them.
+        """
+        return step.take_norms is not None and self.functions.draws is not None
+
     # --- a step that starts over ---
 
     def starting_over(self, attempt: Callable[[], Result]) -> Result:

@@ -121,10 +121,7 @@ class SpreadModel:
                 _check_shared(self.pipeline.stages_that_share, axes.mesh)
         self.notes: list[str] = [] if self.pipeline is None else list(self.pipeline.notes)
         self.stages: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
-        applied = Applied()  # let go then, as it knows the whole parameters
-        for stage in self.stages:
-            self._shard(stage, applied)
-        del applied
+        self._shard_stages()
         if self.pipeline is not None:
             self.pipeline.forget_example()
         self.module = model
@@ -132,6 +129,11 @@ class SpreadModel:
         self._was_called = False
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_evaluation)
+
+    def _shard_stages(self) -> None:
+        applied = Applied()
+        for stage in self.stages:
+            self._shard(stage, applied)
 
     def _shard(self, stage: nn.Module, applied: Applied) -> None:
         """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -56,7 +56,12 @@ class StateBytes:
         """
         if self.is_bitwise:
             return 1.0 + num_shards.bit_length()
-        return 1 / mesh.fsdp if mesh.zero_stage >= 2 or num_shards == 1 else 1.0
+        return 1 / mesh.fsdp if _scatters_every_pass(mesh, num_shards) else 1.0
+
+
+def _scatters_every_pass(mesh: Mesh, num_passes: int) -> bool:
+    """Whether each pass of a step scatters a block's gradients when they are there; ZeRO 1 does so in the last pass."""
+    return mesh.zero_stage > 1 or num_passes == 1
 
 
 def state_bytes(job: Job) -> StateBytes:
@@ -166,6 +171,11 @@ def device_memory(
     given, layers = layers, layers or (_equal_layer(mesh.tp),) * mesh.pp
     kept_bytes = accumulate(layer.activation_bytes for layer in layers)
     counted_bytes = max(kept + layer.moment_bytes for kept, layer in zip(kept_bytes, layers, strict=True))
+
+    def samples_of(in_flight: Callable[..., float]) -> tuple[float, ...]:
+        schedule = num_micro_batches, pipeline.schedule, pipeline.stages_per_worker
+        return tuple(micro_batch_size * in_flight(mesh.pp, worker, *schedule) for worker in range(mesh.pp))
+
     model = _ModelOnMesh(
         mesh,
         state,
@@ -174,16 +184,8 @@ def device_memory(
         num_parameters / (sum(layer.parameter_bytes for layer in layers) or 1.0),
         activations.bytes_per_sample / (counted_bytes or 1.0),
         micro_batch_size,
-        tuple(
-            micro_batch_size
-            * micro_batches_in_flight(mesh.pp, i, num_micro_batches, pipeline.schedule, pipeline.stages_per_worker)
-            for i in range(mesh.pp)
-        ),
-        tuple(
-            micro_batch_size
-            * half_passes_in_flight(mesh.pp, i, num_micro_batches, pipeline.schedule, pipeline.stages_per_worker)
-            for i in range(mesh.pp)
-        ),
+        samples_of(micro_batches_in_flight),
+        samples_of(half_passes_in_flight),
         num_micro_batches,
         bool(given),
         recompute,
@@ -225,28 +227,27 @@ class _ModelOnMesh:
     """Whether the layers are known: else nobody knows how large a block is."""
     recompute: bool
 
-    @property
-    def scatters_every_pass(self) -> bool:
-        """Whether each pass scatters a block's gradients when they are there; ZeRO 1 does so in a step's last pass."""
-        return self.mesh.zero_stage > 1 or self.num_micro_batches == 1
-
     def parameters(self, layer: LayerCost) -> float:
         return self.parameters_per_byte * layer.parameter_bytes / layer.tensor_shards(self.mesh.tp)
 
     def largest_parameter(self, layer: LayerCost) -> float:
         return self.parameters_per_byte * layer.largest_parameter_bytes / layer.tensor_shards(self.mesh.tp)
 
+    def held(self, layer: LayerCost, num_bytes: float) -> float:
+        """Bytes a sample on a worker, of which the trace counted `num_bytes` in the whole layer."""
+        return self.kept_per_byte * num_bytes * _kept_fraction(layer, self.mesh.tp)
+
     def kept(self, layer: LayerCost) -> float:
         """Bytes of activations a sample."""
-        return self.kept_per_byte * layer.activation_bytes * _kept_fraction(layer, self.mesh.tp)
+        return self.held(layer, layer.activation_bytes)
 
     def moment(self, layer: LayerCost) -> float:
         """Bytes a sample that live only while backward goes through the layer."""
-        return self.kept_per_byte * layer.moment_bytes * _kept_fraction(layer, self.mesh.tp)
+        return self.held(layer, layer.moment_bytes)
 
     def waiting(self, layer: LayerCost) -> float:
         """Bytes a sample of gradients between the two halves of a backward pass."""
-        return self.kept_per_byte * layer.waiting_bytes * _kept_fraction(layer, self.mesh.tp)
+        return self.held(layer, layer.waiting_bytes)
 
     def on_stage(self, place: int, stage: Layers) -> DeviceMemory:
         own, largest = sum(map(self.parameters, stage)), max(map(self.parameters, stage))
@@ -275,14 +276,14 @@ class _ModelOnMesh:
         waiting_bytes += self.in_halves[place] * sum(map(self.waiting, stage))
         waiting_bytes += self.message_bytes
         before, whole, done = 0.0, 0.0, own
-        peaks = [(waiting_bytes - self.gradients_to_come(own, own), self.transit_at_the_end(own, block))]
+        peaks = [(waiting_bytes, self.transit_at_the_end(own, block))]
         for layer, kept_bytes in zip(stage, kept, strict=True):
             before, whole = before + kept_bytes, whole + self.kept(layer)
             at_once = min(whole, before + self.kept(layer)) if self.recompute else before
             activation_bytes = waiting_bytes + self.micro_batch_size * (at_once + self.moment(layer))
             # A shard of the layer's own gradient comes when the whole one, which is on its way, has been scattered.
             made = done - self.parameters(layer) if self.mesh.fsdp > 1 else done
-            peaks.append((activation_bytes - self.gradients_to_come(own, made), self.transit(layer, done, block)))
+            peaks.append((activation_bytes - self.gradients_to_come(own - made), self.transit(layer, done, block)))
             done -= self.parameters(layer)
         activation_bytes, transit_bytes = max(peaks, key=sum)
         return max(0.0, activation_bytes), transit_bytes
@@ -294,13 +295,13 @@ class _ModelOnMesh:
             return [self.kept(layer) for layer in layers]
         return [min(layer.output_bytes, self.kept(layer)) for layer in layers]
 
-    def gradients_to_come(self, own: float, done: float) -> float:
-        """Bytes of gradients that are not there yet when backward has made those of `done` of a stage's `own`
-        parameters: in a step of one pass there are none before, unless DistributedDataParallel's buckets hold them."""
+    def gradients_to_come(self, num_parameters: float) -> float:
+        """Bytes that the gradients of so many parameters will take when backward comes to them; 0 where they are there
+        already: those of the pass before, or DistributedDataParallel's buckets."""
         mesh, state = self.mesh, self.state
         if self.num_micro_batches > 1 or mesh.pp > 1 or state.is_bitwise or (mesh.is_plain and mesh.dp > 1):
             return 0.0
-        return state.gradient * (own * state.gradient_copies(mesh, 1) - done / mesh.fsdp)
+        return state.gradient * num_parameters / mesh.fsdp
 
     def transit(self, layer: LayerCost, done: float, block: float) -> float:
         """Bytes of gradients on their way while backward goes through `layer`, beside those that stay.
@@ -317,7 +318,9 @@ class _ModelOnMesh:
             return 0.0
         copied = done / mesh.fsdp if mesh.dp > 1 and not mesh.is_plain else 0.0
         if mesh.fsdp > 1:
-            passing = min(done, 2 * block) if self.scatters_every_pass and self.has_layers else 0.0
+            passing = (
+                min(done, 2 * block) if self.has_layers and _scatters_every_pass(mesh, self.num_micro_batches) else 0.0
+            )
         else:  # added to those of the passes before, or copied into a bucket
             is_copied = self.num_micro_batches > 1 or (mesh.is_plain and mesh.dp > 1)
             passing = self.largest_parameter(layer) if is_copied else 0.0
@@ -329,7 +332,8 @@ class _ModelOnMesh:
         if state.is_bitwise:
             return 0.0
         copied = own / mesh.fsdp if mesh.dp > 1 and not mesh.is_plain else 0.0
-        passing = block if mesh.fsdp > 1 and not self.scatters_every_pass and self.has_layers else 0.0
+        scatters_now = self.has_layers and not _scatters_every_pass(mesh, self.num_micro_batches)
+        passing = block if mesh.fsdp > 1 and scatters_now else 0.0
         return (copied + passing) * state.gradient
 
     def once(self, layer: LayerCost) -> float:

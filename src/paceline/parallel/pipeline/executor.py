@@ -58,11 +58,14 @@ class _Pass:
     """Sent tensors that have a gradient; in the last stage the loss."""
     carried: list[Tensor] = field(default_factory=list)
     """Gradients of shared parameters that later stages have sent: those that `SharedParameters.arriving` names."""
-    splits: bool = False
-    """Whether its backward pass is in two halves."""
     gradients: list[Tensor | None] | None = None
     """The gradients of `left`, while the whole backward pass is put off."""
     weight_parts: WeightParts | None = None
+
+    @property
+    def is_put_off(self) -> bool:
+        """Whether its backward pass is in two halves, of which the first is done."""
+        return self.gradients is not None or self.weight_parts is not None
 
 
 class Step:
@@ -226,15 +229,12 @@ class Step:
         if self._backwards_left[action.stage] == 0:
             self._before_last_backward(self._stages[action.stage])
         micro_batch, stage = self._micro_batches[action.micro_batch], self._stages[action.stage]
-        if action.kind == "input":
-            passed.splits = self._splits(action.stage, passed)
         with micro_batch.backward():
             if action.kind == "weight":
-                if passed.splits:
-                    self._weight_half(passed, stage)
+                self._weight_half(passed, stage)
             else:
                 gradients = self._take_gradients(action, passed)
-                if passed.splits:
+                if action.kind == "input" and self._splits(action.stage, passed):
                     self._input_half(passed, gradients, stage)
                 else:
                     _differentiate(passed, gradients)
@@ -242,7 +242,7 @@ class Step:
             carried = passed.carried if self._shared is None else self._shared.add(action.stage, stage, passed.carried)
             if action.stage > 0:
                 self._send_gradients(action, passed, carried)
-        if action.kind in ("backward", "weight" if passed.splits else "input"):
+        if action.kind in ("backward", "weight" if passed.is_put_off else "input"):
             micro_batch.after_backward(stage)
         if action.kind != "input":
             del self._passes[key]

@@ -94,6 +94,8 @@ def _measure_layer(recording: Recording, number: int, device: torch.device, num_
     elif isinstance(function, type):
         function = function.apply  # type: ignore[attr-defined]
 
+    leaves: list[Tensor] = []
+
     def fresh(leaf: Any) -> Any:
         if isinstance(leaf, TensorSlot):
             leaf = recording.values[leaf.number]
@@ -107,8 +109,6 @@ def _measure_layer(recording: Recording, number: int, device: torch.device, num_
             leaves.append(tensor.requires_grad_())
             return _Copy.apply(tensor)  # type: ignore[no-untyped-call]
         return tensor
-
-    leaves: list[Tensor] = []
 
     def inputs() -> tuple[Any, Any]:
         leaves.clear()
@@ -150,9 +150,9 @@ def _waiting_bytes(outputs: Iterable[Tensor], inputs: list[Tensor], own: Iterabl
     """Bytes that wait for the second half of a layer's backward pass; 0 where it is not split."""
     roots = [one for one in outputs if one.requires_grad]
     weights = [one for one in own if one.requires_grad]
-    if not roots or not inputs or not weights or not can_split(roots, inputs, weights):
+    if not inputs or not can_split(roots, inputs, weights):
         return 0
-    return num_bytes(first_half(roots, [torch.ones_like(root) for root in roots], inputs, weights))
+    return num_bytes(first_half(roots, [None] * len(roots), inputs, weights))
 
 
 class _Copy(torch.autograd.Function):

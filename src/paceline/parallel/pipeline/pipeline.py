@@ -28,7 +28,7 @@ from paceline.parallel.pipeline.executor import Step
 from paceline.parallel.pipeline.recorder import record
 from paceline.parallel.pipeline.recording import Recording, record_sequential
 from paceline.parallel.pipeline.schedules import Schedule, make_schedule
-from paceline.parallel.pipeline.shared import SharedParameters
+from paceline.parallel.pipeline.shared import Holders, SharedParameters, holders_of
 from paceline.parallel.pipeline.stage import Stage, Stages, let_go, stages_of
 from paceline.parallel.pipeline.transfers import Destination, Outbox, StageLinks
 from paceline.partition import StageLimits
@@ -92,11 +92,16 @@ class Pipeline:
         self._stages = {n: stage for n, stage in enumerate(everywhere) if links.owner(n) == links.rank}
         if example is not None and place.type != "meta":
             check_stages(recording, everywhere, example, place)
-        self.shared_parameters = _shared_parameters(model, everywhere, links)
+        holders = holders_of(everywhere)
+        self.shared_parameters = _shared_parameters(model, holders, links)
         """Parameters shared with other workers, and their ranks in the group; in the order of the model."""
-        self.stages_that_share = _stages_that_share(model, everywhere)
+        self.stages_that_share = {
+            name: tuple(number for number, _ in holders[parameter])
+            for name, parameter in model.named_parameters()
+            if len(holders[parameter]) > 1
+        }
         """The stages of each parameter that is in several, by its name in the model."""
-        self._shared = SharedParameters(recording, cut.starts, everywhere) if is_exact else None
+        self._shared = SharedParameters(recording, cut.starts, holders) if is_exact else None
         self.places = _places(model, self._stages.values())
         """For each of this worker's parameters, by name, its place among those of the model."""
         self.num_parameters = len([*model.parameters()])
@@ -265,31 +270,18 @@ def _cut(recording: Recording, spec: PipelineSpec, limits: StageLimits, num_stag
     return _Cut(starts, tuple(any(draws[start:stop]) for start, stop in zip(starts, stops, strict=True)), notes)
 
 
-def _shared_parameters(model: nn.Module, stages: Sequence[Stage], links: StageLinks) -> dict[str, tuple[int, ...]]:
+def _shared_parameters(model: nn.Module, holders: Holders, links: StageLinks) -> dict[str, tuple[int, ...]]:
     """Parameters of this worker that others have too.
 
     Two names of one parameter, as where an embedding is tied to a classifier, are one parameter.
     """
-    ranks: dict[nn.Parameter, set[int]] = {parameter: set() for parameter in model.parameters()}
-    own_name: dict[nn.Parameter, str] = {}
-    for number, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
-            ranks[parameter].add(links.owner(number))
-            if links.owner(number) == links.rank:
-                own_name.setdefault(parameter, name)
-    return {
-        own_name[parameter]: tuple(sorted(holders))
-        for parameter, holders in ranks.items()
-        if len(holders) > 1 and parameter in own_name
-    }
-
-
-def _stages_that_share(model: nn.Module, stages: Sequence[nn.Module]) -> dict[str, tuple[int, ...]]:
-    holders: dict[nn.Parameter, list[int]] = {}
-    for number, stage in enumerate(stages):
-        for parameter in stage.parameters():
-            holders.setdefault(parameter, []).append(number)
-    return {name: tuple(holders[one]) for name, one in model.named_parameters() if len(holders[one]) > 1}
+    found: dict[str, tuple[int, ...]] = {}
+    for parameter in model.parameters():
+        ranks = {links.owner(number) for number, _ in holders[parameter]}
+        own_names = [name for number, name in holders[parameter] if links.owner(number) == links.rank]
+        if len(ranks) > 1 and own_names:
+            found[own_names[0]] = tuple(sorted(ranks))
+    return found
 
 
 def _places(model: nn.Module, stages: Iterable[Stage]) -> dict[str, int]:

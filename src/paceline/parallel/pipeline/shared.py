@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,17 @@ from torch import Tensor, nn
 from paceline.errors import ModelError
 from paceline.parallel.dtensor import local_shard, with_local
 from paceline.parallel.pipeline.recording import Layer, Recording
+
+Holders = dict[nn.Parameter, list[tuple[int, str]]]
+"""The stages that have each parameter, in their order, and its name there."""
+
+
+def holders_of(stages: Iterable[nn.Module]) -> Holders:
+    holders: Holders = {}
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            holders.setdefault(parameter, []).append((number, name))
+    return holders
 
 
 class SharedParameters:
@@ -19,7 +30,7 @@ class SharedParameters:
     has the same bits. The gradients travel with those of activations, and stay in the first stage.
     """
 
-    def __init__(self, recording: Recording, starts: Sequence[int], stages: Sequence[nn.Module]) -> None:
+    def __init__(self, recording: Recording, starts: Sequence[int], holders: Holders) -> None:
         """
         Args:
             starts: the first layer of every stage.
@@ -27,10 +38,6 @@ class SharedParameters:
         Raises:
             ModelError: the stages would add in another order than the whole model.
         """
-        holders: dict[nn.Parameter, list[tuple[int, str]]] = {}
-        for number, stage in enumerate(stages):
-            for name, parameter in stage.named_parameters():
-                holders.setdefault(parameter, []).append((number, name))
         self._shared: list[dict[int, str]] = []
         """For each parameter the stages that have it, in order, and its name there."""
         for parameter in recording.model.parameters():

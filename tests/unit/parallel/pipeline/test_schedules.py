@@ -12,6 +12,7 @@ from paceline.parallel.pipeline import Action, make_schedule, simulate
 from paceline.partition import half_passes_in_flight, micro_batches_in_flight
 from paceline.spec.mesh import ScheduleName
 
+HALVES = {"input": 1, "weight": -1}
 UNIT_S = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
 NAMES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
@@ -108,10 +109,7 @@ def test_no_worker_has_more_halves_of_backward_passes_than_is_planned(
     schedule = make_schedule("zero_bubble", num_workers, num_micro_batches, stages_per_worker)
     for worker, actions in enumerate(schedule):
         # The first stage has no halves: all of its backward pass is put off.
-        changes = (_HALVES.get(action.kind, 0) for action in actions if action.stage)
+        changes = (HALVES.get(action.kind, 0) for action in actions if action.stage)
         planned = half_passes_in_flight(num_workers, worker, num_micro_batches, "zero_bubble", stages_per_worker)
         assert max(accumulate(changes), default=0) <= stages_per_worker * planned + 1e-9
     assert half_passes_in_flight(num_workers, num_workers - 1, num_micro_batches, "1f1b") == 0
-
-
-_HALVES = {"input": 1, "weight": -1}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from paceline.errors import ModelError
 from paceline.parallel.pipeline.calls import ModelCall
 from paceline.parallel.pipeline.recorder import record
-from paceline.parallel.pipeline.shared import SharedParameters
+from paceline.parallel.pipeline.shared import SharedParameters, holders_of
 from paceline.parallel.pipeline.stage import Stage, stages_of
 
 
@@ -34,7 +34,7 @@ def cut(model: nn.Module) -> tuple[SharedParameters, list[Stage]]:
     recording = record(model, ModelCall((torch.zeros(2, 3),)))
     starts = recording.starts(["middle", "last"], 3)
     stages = stages_of(recording, starts)
-    return SharedParameters(recording, starts, stages), stages
+    return SharedParameters(recording, starts, holders_of(stages)), stages
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
