@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from paceline.models import MODELS
 from paceline.parallel.assignment import ShardRange
+from paceline.parallel.live_bytes import LiveBytes
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline
 from paceline.partition import StageLimits
@@ -335,6 +336,29 @@ def test_an_error_in_one_stage_ends_the_others_too() -> None:
     first, last = run_ranks(what_is_said, 2, "failing", timeout_s=20)
     assert last == "ZeroDivisionError: in the loss of 1 samples"
     assert first.startswith(("RuntimeError", "DistBackendError", "DistNetworkError"))
+
+
+def peaks(spec: PipelineSpec, numbers: Sequence[int]) -> list[int]:
+    """In one worker: the most bytes that are alive in a step of so many micro-batches, with messages of 40 kB."""
+    inputs, found = torch.ones(10, 1000), []
+    with joined() as group:
+        model = nn.Sequential(*[nn.Linear(1000, 1000) for _ in range(4)])
+        pipeline = Pipeline(model, group, spec, ModelCall((inputs,)), torch.device("cpu"))
+        for number in (numbers[0], *numbers):  # first the forms of messages are exchanged
+            with LiveBytes(is_real=True) as live:
+                pipeline.train_step([MicroBatch(lambda model: model(inputs).mean()) for _ in range(number)])
+            found.append(live.peak_bytes)
+    return found[1:]
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [PipelineSpec("1f1b"), PipelineSpec("zero_bubble"), PipelineSpec("interleaved", 2)],
+    ids=lambda spec: spec.schedule,
+)
+def test_messages_that_have_arrived_are_not_kept(spec: PipelineSpec) -> None:
+    for few, many in run_ranks(peaks, 2, spec, (8, 40)):
+        assert many < few + 40_000
 
 
 @pytest.mark.slow

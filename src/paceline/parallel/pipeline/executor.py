@@ -102,10 +102,20 @@ class Step:
         self._calls_model = calls
         self._calls = [calls.record(micro_batch, self._training) for micro_batch in micro_batches]
         self._passes: dict[tuple[int, int], _Pass] = {}
-        self._outbox = Outbox()
+        self._outboxes = [Outbox() for _ in schedule]
+        """By receiver."""
         self.draws_unexpectedly = False
         """Whether a stage drew random numbers of which `draws` says that it does not."""
         others = [rank for rank in range(links.num_workers) if rank != links.rank]
+        self._made_by: dict[PipelineMessage, int] = {}
+        """The number of the action, among its worker's, that sends a message."""
+        self._taken_by = {
+            PipelineMessage(Destination(action.stage, action.kind != "forward"), action.micro_batch): number
+            for actions in schedule
+            for number, action in enumerate(actions)
+            if action.kind != "weight"
+        }
+        """The number of the action that needs a message."""
         # By sender: its messages in order, and those in flight.
         self._expected = {source: list(self._messages(schedule[source])) for source in others}
         self._arriving: dict[PipelineMessage, Arrival] = {}
@@ -122,17 +132,20 @@ class Step:
                 self._forward(action)
             else:
                 self._backward(action)
-        self._outbox.wait()
+        for outbox in self._outboxes:
+            outbox.wait()
 
     # --- messages ---
 
     def _messages(self, actions: Sequence[Action]) -> Iterator[PipelineMessage]:
         """The messages that the worker with these actions sends to this one, in order."""
-        for action in actions:
+        for number, action in enumerate(actions):
             is_gradient = action.kind != "forward"
             to = Destination(action.stage + (-1 if is_gradient else 1), is_gradient)
             if action.kind != "weight" and to.stage in self._stages:
-                yield PipelineMessage(to, action.micro_batch)
+                message = PipelineMessage(to, action.micro_batch)
+                self._made_by[message] = number
+                yield message
 
     def _forms(self, message: PipelineMessage, *, wait: bool) -> Sequence[TensorForm] | None:
         """The tensors of a message; None where they are not known yet and `wait` is False."""
@@ -158,11 +171,14 @@ class Step:
             self._post_next(source, wait=True)
         arrival = self._arriving.pop(message)
         self._post_next(source)
-        return arrival.wait()
+        tensors = arrival.wait()
+        self._outboxes[source].forget_until(self._made_by[message])
+        return tensors
 
     def _give(self, message: PipelineMessage, values: Sequence[Any]) -> None:
-        self._links.send_values(message.to, self._calls[message.micro_batch].signature, values, self._outbox)
-        if self._links.owner(message.to.stage) == self._links.rank:
+        receiver, signature = self._links.owner(message.to.stage), self._calls[message.micro_batch].signature
+        self._links.send_values(message.to, signature, values, self._outboxes[receiver], self._taken_by[message])
+        if receiver == self._links.rank:
             self._handed_over[message] = [tensor.detach() for tensor in MessageForm.of(values)[1]]
 
     # --- forward ---

@@ -22,22 +22,45 @@ from paceline.parallel.pipeline.queues import open_queues
 
 
 class Outbox:
-    """Sent tensors that the network may still be reading."""
+    """Tensors sent to one worker that the network may still be reading.
+
+    Gloo tells that a message has arrived only to those who wait for it, so the receiver's own messages have to tell.
+    """
 
     def __init__(self) -> None:
-        self._under_way: list[tuple[Any, Tensor]] = []
+        self._under_way: list[tuple[int, Any, Tensor]] = []
+        """The receiver's action that takes a tensor, the work of sending it, and the tensor."""
 
-    def send(self, tensors: Sequence[Tensor], forms: Sequence[TensorForm], group: dist.ProcessGroup, rank: int) -> None:
-        """Send tensors of the shapes in `forms` to the worker of this rank in the run, without waiting."""
-        self._under_way = [(work, kept) for work, kept in self._under_way if not work.is_completed()]
+    def send(
+        self,
+        tensors: Sequence[Tensor],
+        forms: Sequence[TensorForm],
+        group: dist.ProcessGroup,
+        rank: int,
+        taken_by: int = 0,
+    ) -> None:
+        """Send tensors of the shapes in `forms` to the worker of this rank in the run, without waiting.
+
+        Args:
+            taken_by: the number of the receiver's action that takes them.
+        """
         for tensor, form in zip(tensors, forms, strict=True):
             sent = form.pack(tensor.detach())
-            self._under_way.append((dist.isend(sent, dst=rank, group=group), sent))
+            self._under_way.append((taken_by, dist.isend(sent, dst=rank, group=group), sent))
+
+    def forget_until(self, action: int) -> None:
+        """Keep nothing that the receiver's actions up to this one take; they are done."""
+        self._finish([one for one in self._under_way if one[0] <= action])
+        self._under_way = [one for one in self._under_way if one[0] > action]
 
     def wait(self) -> None:
-        for work, _ in self._under_way:
-            work.wait()
+        self._finish(self._under_way)
         self._under_way = []
+
+    @staticmethod
+    def _finish(sent: Sequence[tuple[int, Any, Tensor]]) -> None:
+        for _, work, _ in sent:
+            work.wait()
 
 
 class Arrival:
@@ -116,8 +139,10 @@ class StageLinks:
         """Forget the forms of messages, which change from now on; on all workers at the same point."""
         self._forms.clear()
 
-    def send(self, tensors: Sequence[Tensor], forms: Sequence[TensorForm], to: int, outbox: Outbox) -> None:
-        outbox.send(tensors, forms, self._queue(self.rank, to), self._ranks[to])
+    def send(
+        self, tensors: Sequence[Tensor], forms: Sequence[TensorForm], to: int, outbox: Outbox, taken_by: int = 0
+    ) -> None:
+        outbox.send(tensors, forms, self._queue(self.rank, to), self._ranks[to], taken_by)
 
     def receive(self, forms: Sequence[TensorForm], source: int) -> Arrival:
         return Arrival.begin(forms, self.device, self._queue(source, self.rank), self._ranks[source])
@@ -167,8 +192,14 @@ class StageLinks:
         for work in dist.batch_isend_irecv(operations) if operations else []:
             work.wait()
 
-    def send_values(self, to: Destination, signature: Hashable, values: Sequence[Any], outbox: Outbox) -> None:
+    def send_values(
+        self, to: Destination, signature: Hashable, values: Sequence[Any], outbox: Outbox, taken_by: int = 0
+    ) -> None:
         """Send values, and before the first of their kind their form.
+
+        Args:
+            outbox: of the worker that has the stage `to`.
+            taken_by: the number of that worker's action that takes them.
 
         Raises:
             ModelError: they have another form than those before them.
@@ -181,14 +212,14 @@ class StageLinks:
             if rank != self.rank:
                 text = to_bytes(form.to_plain()).to(self.device)
                 described = [torch.tensor([len(text)], device=self.device), text]
-                self.send(described, [TensorForm.of(part) for part in described], rank, outbox)
+                self.send(described, [TensorForm.of(part) for part in described], rank, outbox, taken_by)
         elif rank != self.rank and known != form and not self._is_alike(to, known, form, tensors):
             raise ModelError(
                 f"What is sent to stage {to.stage} of the pipeline differs from call to call though the model's inputs "
                 "have the same shapes; cut the model where shapes do not depend on values."
             )
         if rank != self.rank:
-            self.send(tensors, known.tensors, rank, outbox)
+            self.send(tensors, known.tensors, rank, outbox, taken_by)
 
     def _is_alike(self, to: Destination, known: MessageForm, form: MessageForm, tensors: Sequence[Tensor]) -> bool:
         """Whether gradients can be sent in the known form, in which they may lie in another order: where that makes no

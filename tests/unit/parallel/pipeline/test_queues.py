@@ -89,7 +89,7 @@ class RecordingLinks(StageLinks):
         self._is_exact = is_exact
         self._forms = {} if is_first else AllKnown()
 
-    def send(self, tensors: Sequence[Tensor], _forms: Any, to: int, _outbox: Any) -> None:
+    def send(self, tensors: Sequence[Tensor], _forms: Any, to: int, *_rest: Any) -> None:
         for _ in tensors:
             self._post("send", self.rank, to)
 
