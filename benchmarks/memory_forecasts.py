@@ -189,9 +189,7 @@ def held_by_each(wanted: Sequence[tuple[Case, Column, tuple[str, ...]]]) -> list
     return [held(*one) for one in wanted]
 
 
-def cuts_of(memory: DeviceMemory, column: Column) -> tuple[str, ...]:
-    if column.schedule == "interleaved":
-        return ()
+def cuts_of(memory: DeviceMemory) -> tuple[str, ...]:
     return tuple(stage[0].name for stage in memory.stages[1:])
 
 
@@ -229,7 +227,7 @@ def main() -> None:
     for name in asked.models.split(","):
         cost = traced(CASES[name])
         forecasts += [(name, one, forecast(cost, parse_mesh(one.strategy, asked.workers), one)) for one in columns]
-    wanted = [(CASES[name], column, cuts_of(memory, column)) for name, column, memory in forecasts]
+    wanted = [(CASES[name], column, cuts_of(memory)) for name, column, memory in forecasts]
     found = run_ranks(held_by_each, asked.workers, wanted, timeout_s=1800)
     rows = [(*row, of_workers) for row, of_workers in zip(forecasts, zip(*found, strict=True), strict=True)]
     print("\n".join(table(rows)))

@@ -51,6 +51,51 @@ def micro_batches_in_flight(
     return min(stages_behind + 1, m)
 
 
+def forward_order(num_workers: int, num_micro_batches: int, stages_per_worker: int) -> list[tuple[int, int]]:
+    """(place of a stage among its worker's, micro-batch): groups of num_workers micro-batches, place by place."""
+    return [
+        (place, micro_batch)
+        for start in range(0, num_micro_batches, num_workers)
+        for place in range(stages_per_worker)
+        for micro_batch in range(start, min(start + num_workers, num_micro_batches))
+    ]
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """What a worker keeps when backward begins in one of its stages."""
+
+    place: int
+    """Of that stage among the worker's."""
+    micro_batches: tuple[float, ...]
+    """[place]: micro-batches whose activations the stage keeps, with the one that backward goes through."""
+
+
+def in_flight_by_stage(
+    num_workers: int, worker: int, num_micro_batches: int, schedule: ScheduleName, stages_per_worker: int
+) -> tuple[InFlight, ...]:
+    """What a worker keeps of each of its stages, at all the moments of a step where that is most.
+
+    One stage keeps `micro_batches_in_flight`. Several do not keep equally many: the worker is ahead of its backward
+    passes by a fixed number of forward passes, which go through its stages in turn, and backward takes them in the
+    opposite order.
+    """
+    most = micro_batches_in_flight(num_workers, worker, num_micro_batches, schedule, stages_per_worker)
+    if stages_per_worker == 1:
+        return (InFlight(0, (most,)),)
+    forwards = [place for place, _ in forward_order(num_workers, num_micro_batches, stages_per_worker)]
+    kept, num_forward, ahead = [0] * stages_per_worker, 0, round(most * stages_per_worker)
+    found: dict[InFlight, None] = {}
+    for num_backward, forward_place in enumerate(forwards):
+        for place in forwards[num_forward : num_backward + ahead]:
+            kept[place] += 1
+        num_forward = num_backward + ahead
+        place = stages_per_worker - 1 - forward_place
+        found[InFlight(place, tuple(kept))] = None
+        kept[place] -= 1
+    return tuple(found)
+
+
 def half_passes_in_flight(
     num_workers: int, worker: int, num_micro_batches: int, schedule: ScheduleName, stages_per_worker: int = 1
 ) -> float:

@@ -36,6 +36,7 @@ from paceline.parallel.sharded import recompute, shard
 from paceline.parallel.tensor import (
     Applied,
     TensorPlan,
+    begin_divided,
     bytes_per_sample,
     counting_divided,
     declared_plan,
@@ -235,10 +236,12 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
             groups.append([])
         groups[-1].append(number)
     total_s = sum(cost.time_s for cost in costs) or 1.0
+    modules = [[recording.name(n) for n in group if recording.layers[n].function is None] for group in groups]
     layers = []
-    for group in groups:
-        names = [recording.name(number) for number in group if recording.layers[number].function is None]
+    num_slices = 1
+    for group, names, begins_divided in zip(groups, modules, begin_divided(plan, modules), strict=True):
         own = [layer for layer in plan.layers if any(layer == name or layer.startswith(f"{name}.") for name in names)]
+        num_slices = min((degrees.get(layer, 1) for layer in own), default=num_slices if begins_divided else 1)
         sent_bytes = sum(bytes_per_sample(plan.of_layer(layer), sizes, itemsize) for layer in own)
         layers.append(
             LayerCost(
@@ -250,7 +253,7 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
                 waiting_bytes=sum(costs[number].waiting_bytes for number in group) / num_samples,
                 largest_parameter_bytes=max(costs[number].largest_parameter_bytes for number in group),
                 output_bytes=costs[group[-1]].output_bytes / num_samples,
-                num_tensor_slices=min((degrees.get(layer, 1) for layer in own), default=1),
+                num_tensor_slices=num_slices,
                 num_all_reduces=len(own),
                 # Two workers send S bytes each for a sum of S.
                 all_reduce_bytes=sent_bytes / len(own) if own else 0.0,

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from statistics import fmean, linear_regression
 
 from paceline.errors import ModelError
-from paceline.partition import StageLimits, best_cut, half_passes_in_flight, micro_batches_in_flight, split
+from paceline.partition import InFlight, StageLimits, best_cut, half_passes_in_flight, in_flight_by_stage, split
 from paceline.spec import Cluster, Job, Mesh, MicroBatchTiming, PipelineSpec
 from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
 
@@ -160,7 +160,7 @@ def device_memory(
     memory_bytes: float = math.inf,
 ) -> DeviceMemory:
     """The fullest device of `mesh`, with the fastest cut into stages; where a device cannot hold that one, with the
-    fastest that it can, if there is any. Several stages of a worker count as one that is as large.
+    fastest that it can, if there is any. With several stages on a worker training knows the fastest cut only.
 
     Args:
         micro_batch_size: Samples of one forward pass.
@@ -168,14 +168,11 @@ def device_memory(
         layers: Empty: as many equal ones as there are stages, which tensor groups divide like a transformer's.
         memory_bytes: Memory of one device.
     """
-    given, layers = layers, layers or (_equal_layer(mesh.tp),) * mesh.pp
+    num_stages = mesh.pp * pipeline.stages_per_worker
+    given, layers = layers, layers or (_equal_layer(mesh.tp),) * num_stages
     kept_bytes = accumulate(layer.activation_bytes for layer in layers)
     counted_bytes = max(kept + layer.moment_bytes for kept, layer in zip(kept_bytes, layers, strict=True))
-
-    def samples_of(in_flight: Callable[..., float]) -> tuple[float, ...]:
-        schedule = num_micro_batches, pipeline.schedule, pipeline.stages_per_worker
-        return tuple(micro_batch_size * in_flight(mesh.pp, worker, *schedule) for worker in range(mesh.pp))
-
+    schedule = num_micro_batches, pipeline.schedule, pipeline.stages_per_worker
     model = _ModelOnMesh(
         mesh,
         state,
@@ -184,14 +181,14 @@ def device_memory(
         num_parameters / (sum(layer.parameter_bytes for layer in layers) or 1.0),
         activations.bytes_per_sample / (counted_bytes or 1.0),
         micro_batch_size,
-        samples_of(micro_batches_in_flight),
-        samples_of(half_passes_in_flight),
+        tuple(in_flight_by_stage(mesh.pp, worker, *schedule) for worker in range(mesh.pp)),
+        tuple(micro_batch_size * half_passes_in_flight(mesh.pp, worker, *schedule) for worker in range(mesh.pp)),
         num_micro_batches,
         bool(given),
         recompute,
     )
-    memory = model.fullest(cut(layers, mesh.pp))
-    if mesh.pp == 1 or fits(memory, memory_bytes):
+    memory = model.fullest(cut(layers, num_stages))
+    if num_stages == 1 or pipeline.stages_per_worker > 1 or fits(memory, memory_bytes):
         return memory
     stages = model.fitting_stages(layers, memory_bytes)
     return memory if stages is None else model.fullest(stages)
@@ -218,10 +215,10 @@ class _ModelOnMesh:
     kept_per_byte: float
     """Bytes a sample for each of the layers' `activation_bytes` and `moment_bytes`."""
     micro_batch_size: int
-    in_flight: tuple[float, ...]
-    """[stage]: samples whose activations it keeps at once."""
+    in_flight: tuple[tuple[InFlight, ...], ...]
+    """[worker of a pipeline]: what its stages keep."""
     in_halves: tuple[float, ...]
-    """[stage]: samples of which only the first half of backward is done."""
+    """[worker of a pipeline]: samples of which only the first half of backward is done."""
     num_micro_batches: int
     has_layers: bool
     """Whether the layers are known: else nobody knows how large a block is."""
@@ -249,14 +246,16 @@ class _ModelOnMesh:
         """Bytes a sample of gradients between the two halves of a backward pass."""
         return self.held(layer, layer.waiting_bytes)
 
-    def on_stage(self, place: int, stage: Layers) -> DeviceMemory:
-        own, largest = sum(map(self.parameters, stage)), max(map(self.parameters, stage))
+    def on_worker(self, worker: int, stages: tuple[Layers, ...]) -> DeviceMemory:
+        layers = [layer for stage in stages for layer in stage]
+        own, largest = sum(map(self.parameters, layers)), max(map(self.parameters, layers))
         shards, zero_stage, state = self.mesh.fsdp, self.mesh.zero_stage, self.state
         block = min(own, max(largest, MIN_BLOCK_BYTES / state.parameter))
         gathered = own / shards
         if zero_stage == 3:  # the tree of bitwise parity takes whole gradients, with which parameters are whole
             gathered = own if state.is_bitwise else min(own, 2 * block)
-        activation_bytes, transit_bytes = self.peak_of_backward(place, stage, own, block)
+        moments = (self.peak_of_backward(worker, stages, one, own, block) for one in self.in_flight[worker])
+        activation_bytes, transit_bytes = max(moments, key=sum)
         return DeviceMemory(
             parameter_bytes=own * state.parameter / (shards if zero_stage == 3 else 1),
             gradient_bytes=own * state.gradient * state.gradient_copies(self.mesh, self.num_micro_batches),
@@ -266,16 +265,22 @@ class _ModelOnMesh:
             transit_bytes=transit_bytes,
         )
 
-    def peak_of_backward(self, place: int, stage: Layers, own: float, block: float) -> tuple[float, float]:
-        """Bytes of activations, and of gradients on their way, where both together are most.
+    def peak_of_backward(
+        self, worker: int, stages: tuple[Layers, ...], in_flight: InFlight, own: float, block: float
+    ) -> tuple[float, float]:
+        """Bytes of activations, and of gradients on their way, where both together are most while backward goes through
+        one stage of a worker.
 
         While backward goes through a layer, the layers before it keep what they kept, and those behind it nothing.
         """
+        stage = stages[in_flight.place]
         kept = self.kept_by(stage)
-        waiting_bytes = self.fixed_bytes + sum(kept) * (self.in_flight[place] - self.micro_batch_size)
-        waiting_bytes += self.in_halves[place] * sum(map(self.waiting, stage))
-        waiting_bytes += self.message_bytes
-        before, whole, done = 0.0, 0.0, own
+        waiting_bytes = self.fixed_bytes + self.message_bytes - self.micro_batch_size * sum(kept)
+        for one, micro_batches in zip(stages, in_flight.micro_batches, strict=True):
+            waiting_bytes += self.micro_batch_size * micro_batches * sum(self.kept_by(one))
+            waiting_bytes += self.in_halves[worker] * sum(map(self.waiting, one))
+        before, whole = 0.0, 0.0
+        done = own - sum(self.parameters(layer) for one in stages[: in_flight.place] for layer in one)
         peaks = [(waiting_bytes, self.transit_at_the_end(own, block))]
         for layer, kept_bytes in zip(stage, kept, strict=True):
             before, whole = before + kept_bytes, whole + self.kept(layer)
@@ -344,18 +349,20 @@ class _ModelOnMesh:
         return self.micro_batch_size * (self.moment(layer) + again) + gathered + self.transit(layer, own, own)
 
     def fullest(self, stages: tuple[Layers, ...]) -> DeviceMemory:
-        found = [self.on_stage(place, stage) for place, stage in enumerate(stages)]
+        """Of the workers of a pipeline, each of which has every pp-th stage."""
+        pp = self.mesh.pp
+        found = [self.on_worker(worker, stages[worker::pp]) for worker in range(pp)]
         return dataclasses.replace(max(found, key=lambda memory: memory.total_bytes), stages=stages)
 
     def fitting_stages(self, layers: Layers, memory_bytes: float) -> tuple[Layers, ...] | None:
-        """The fastest stages of those that fit into a device; None: there are none."""
-        single = [self.on_stage(0, (layer,)) for layer in layers]
+        """The fastest stages, one on each worker, of those that fit into a device; None: there are none."""
+        single = [self.on_worker(0, ((layer,),)) for layer in layers]
         is_gathered = self.mesh.zero_stage == 3
         states = [one.state_bytes + (not is_gathered) * one.gathered_bytes for one in single]
         limits = StageLimits(
             memory_bytes=USABLE_FRACTION * memory_bytes - self.fixed_bytes - self.message_bytes,
             copies_of_parameters=1.0,
-            micro_batches_kept=tuple(samples / self.micro_batch_size for samples in self.in_flight),
+            micro_batches_kept=tuple(one.micro_batches[0] for (one,) in self.in_flight),
         )
         if sum(states) > self.mesh.pp * limits.memory_bytes:  # most meshes of a model that is far too large
             return None

@@ -16,7 +16,7 @@ from typing import Literal
 from paceline.errors import JobError
 from paceline.plan.buckets import exposed_s, num_buckets, sums_s
 from paceline.plan.collectives import halving_doubling, hierarchical, ring, tree_exact
-from paceline.plan.memory import MIN_BLOCK_BYTES, USABLE_FRACTION, StateBytes, cut, device_memory, fits
+from paceline.plan.memory import MIN_BLOCK_BYTES, USABLE_FRACTION, StateBytes, device_memory, fits
 from paceline.plan.model import Layout, Network
 from paceline.plan.words import size
 from paceline.spec import Mesh, PipelineSpec
@@ -229,18 +229,21 @@ def _complexity(mesh: Mesh) -> tuple[int, ...]:
     return mesh.pp, mesh.tp, mesh.fsdp, mesh.zero_stage if mesh.fsdp > 1 else 0
 
 
+def _most(of_stages: Sequence[float], mesh: Mesh) -> float:
+    """The most that a worker has of something, of which each stage has so much; every pp-th stage is on one worker."""
+    return max(sum(of_stages[worker :: mesh.pp]) for worker in range(mesh.pp))
+
+
 def _busiest(stages: Sequence[Layers], mesh: Mesh) -> float:
-    """The fraction of a pass that the busiest worker computes; every pp-th stage is on one worker."""
+    """The fraction of a pass that the busiest worker computes."""
     times = [sum(layer.time_s / layer.tensor_shards(mesh.tp) for layer in stage) for stage in stages]
-    return max(sum(times[place :: mesh.pp]) for place in range(mesh.pp)) / sum(
-        layer.time_s for stage in stages for layer in stage
-    )
+    return _most(times, mesh) / sum(layer.time_s for stage in stages for layer in stage)
 
 
 def _largest_part(stages: Sequence[Layers], mesh: Mesh) -> float:
-    """The fraction of all parameters that a worker of the largest stage holds before they are sharded."""
+    """The fraction of all parameters that the worker with most holds before they are sharded."""
     held = [sum(layer.parameter_bytes / layer.tensor_shards(mesh.tp) for layer in stage) for stage in stages]
-    return max(held) / (sum(layer.parameter_bytes for stage in stages for layer in stage) or 1.0)
+    return _most(held, mesh) / (sum(layer.parameter_bytes for stage in stages for layer in stage) or 1.0)
 
 
 def num_gathers_and_scatters(zero_stage: int, num_passes: int, is_bitwise: bool = False) -> tuple[int, int]:
@@ -282,10 +285,8 @@ class MeshPrices:
         share = workload.share(mesh)
         m = -(-share // micro_batch_size)
         last = share - (m - 1) * micro_batch_size
-        # With several stages a worker, each worker's are together about as large as the one of another cut.
         v = pipeline.stages_per_worker
-        turns = cut(workload.layers, mesh.pp * v) if v > 1 else stages
-        busiest = _busiest(turns, mesh) * (_RECOMPUTE_FACTOR if recompute else 1.0)
+        busiest = _busiest(stages, mesh) * (_RECOMPUTE_FACTOR if recompute else 1.0)
         turn_s, last_s = workload.compute_s(micro_batch_size) * busiest, workload.compute_s(last) * busiest
         compute_s = (m - 1) * turn_s + last_s
         held = _largest_part(stages, mesh)
@@ -315,7 +316,7 @@ class MeshPrices:
                 for layer in set(self.workload.layers)
                 if layer.is_sharded_by(mesh.tp)
             }
-            seconds += max(sum(layer_s.get(layer, 0.0) for layer in stage) for stage in stages)
+            seconds += _most([sum(layer_s.get(layer, 0.0) for layer in stage) for stage in stages], mesh)
         if mesh.pp > 1:
             message_bytes = max(stage[-1].output_bytes for stage in stages[:-1]) * micro_batch_size
             level = network.inside

@@ -85,7 +85,7 @@ class DeviceMemory:
     """Gradients on their way: of a layer before they are added up, of a block before it is scattered, and copies of
     those that are being summed."""
     stages: tuple[Layers, ...] = ()
-    """The stages of the pipeline, one of which is on this device; empty: not known."""
+    """The stages of the pipeline, every pp-th of which is on one device; empty: not known."""
 
     @property
     def state_bytes(self) -> float:

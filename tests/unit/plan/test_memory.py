@@ -19,7 +19,7 @@ from paceline.plan.memory import (
     state_bytes,
     transformer_layers,
 )
-from paceline.spec import Job, Mesh, MicroBatchTiming
+from paceline.spec import Job, Mesh, MicroBatchTiming, PipelineSpec
 from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
 
 NOTHING = Activations(0.0)
@@ -87,6 +87,19 @@ def test_the_stage_with_the_largest_layers_is_the_fullest() -> None:
     assert found.state_bytes == pytest.approx(12 * 18e6)
     gathered = device_memory(20e6, StateBytes(), Mesh(fsdp=2), NOTHING, 1, layers=(small, small, large, large))
     assert gathered.gathered_bytes == pytest.approx(4 * 18e6)  # a layer, and the next one meanwhile
+
+
+def test_a_worker_with_two_stages_has_those_that_are_apart() -> None:
+    """Four layers on two workers: the first has the first and the third, and of the first keeps more micro-batches."""
+    kept = (100.0, 1.0, 10.0, 1.0)
+    layers = tuple(LayerCost(str(place), 1.0, 0.0, one, 0.0) for place, one in enumerate(kept))
+    pipeline = PipelineSpec(schedule="interleaved", stages_per_worker=2)
+    memory = device_memory(
+        0.0, StateBytes(), Mesh(pp=2), Activations(sum(kept)), 1, num_micro_batches=4, layers=layers, pipeline=pipeline
+    )
+    assert [[layer.name for layer in stage] for stage in memory.stages] == [["0"], ["1"], ["2"], ["3"]]
+    # Five passes at once: of the first layer's at most four, and one of the third's, where its backward begins.
+    assert memory.activation_bytes == 4 * 100 + 10
 
 
 def test_what_tensor_groups_cannot_share_out_is_whole_on_every_worker() -> None:

@@ -116,22 +116,14 @@ def _measure_layer(recording: Recording, number: int, device: torch.device, num_
         return found
 
     own = _parameters(recording, number)
-    args, kwargs = inputs()
     if any(recording.values[slot].is_meta for slot in (*layer.takes, *layer.gives)):
+        args, kwargs = inputs()
         with FlopCounterMode(display=False) as counter, counting_kept(own) as kept_bytes:
-            # Gradients of outputs are made within backward, and freed as soon as they have been used.
-            totals = [(leaf * 1).sum() for leaf in tensors_in(function(*args, **kwargs)) if leaf.requires_grad]
-            ones = [torch.ones_like(total) for total in totals]
-            with LiveBytes() as live:
-                if totals:
-                    torch.autograd.backward(totals, ones)
-                for parameter in own:
-                    if parameter.grad is not None:
-                        live.ignore(parameter.grad)
-        flops = counter.get_total_flops()
+            backward(function(*args, **kwargs))
+        moment_bytes = _moment_bytes(function, inputs, own)
         args, kwargs = inputs()
         waiting_bytes = _waiting_bytes(tensors_in(function(*args, **kwargs)), leaves, own)
-        return _Measured(flops / _FLOPS_PER_S, kept_bytes(), live.peak_bytes, waiting_bytes)
+        return _Measured(counter.get_total_flops() / _FLOPS_PER_S, kept_bytes(), moment_bytes, waiting_bytes)
     clock = Clock(device)
     times_s = []
     for repeat in range(1 + num_repeats):  # the first warms up
@@ -144,6 +136,28 @@ def _measure_layer(recording: Recording, number: int, device: torch.device, num_
             backward(function(*args, **kwargs))
         times_s.append(clock.seconds(begin, clock.mark()))
     return _Measured(min(times_s[1:]), kept_bytes())
+
+
+def _moment_bytes(function: Any, inputs: Callable[[], tuple[Any, Any]], own: Iterable[nn.Parameter]) -> int:
+    """The most bytes by which more is alive within a layer's backward pass than before it, without the gradients of
+    parameters: what the layer keeps goes meanwhile."""
+    for parameter in own:
+        parameter.grad = None
+    with LiveBytes() as live:
+        args, kwargs = inputs()
+        # Gradients of outputs are made within backward, and freed as soon as they have been used.
+        totals = [(leaf * 1).sum() for leaf in tensors_in(function(*args, **kwargs)) if leaf.requires_grad]
+        ones = [torch.ones_like(total) for total in totals]
+        del args, kwargs
+        live.begin()
+        before_bytes: int = live.peak_bytes
+        if totals:
+            torch.autograd.backward(totals, ones)
+        for parameter in own:
+            if parameter.grad is not None:
+                live.ignore(parameter.grad)
+    peak_bytes: int = live.peak_bytes
+    return peak_bytes - before_bytes
 
 
 def _waiting_bytes(outputs: Iterable[Tensor], inputs: list[Tensor], own: Iterable[nn.Parameter]) -> int:

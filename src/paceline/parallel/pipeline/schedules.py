@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from paceline.partition import forward_order
 from paceline.spec.mesh import ScheduleName
 
 ActionKind = Literal["forward", "backward", "input", "weight"]
@@ -54,7 +55,7 @@ def make_schedule(name: ScheduleName, num_workers: int, num_micro_batches: int, 
     "interleaved": 1f1b with several stages a worker, which shortens the bubble by their number.
     "zero_bubble": 1f1b whose weight gradients fill the waiting times; no worker keeps more than 1f1b's first does.
     """
-    order = _forward_order(num_workers, num_micro_batches, stages_per_worker)
+    order = forward_order(num_workers, num_micro_batches, stages_per_worker)
     num_forwards = num_micro_batches * stages_per_worker
     limits = [num_forwards] * num_workers
     if name != "gpipe":
@@ -63,16 +64,6 @@ def make_schedule(name: ScheduleName, num_workers: int, num_micro_batches: int, 
         further = (stages_per_worker - 1) * num_workers
         limits = [min(num_forwards, stride * (num_workers - 1 - r) + further + 1) for r in range(num_workers)]
     return _play(order, limits, num_workers * stages_per_worker, name == "gpipe", name == "zero_bubble")
-
-
-def _forward_order(num_workers: int, num_micro_batches: int, stages_per_worker: int) -> list[tuple[int, int]]:
-    """(place of a stage among its worker's, micro-batch): groups of num_workers micro-batches, place by place."""
-    return [
-        (place, micro_batch)
-        for start in range(0, num_micro_batches, num_workers)
-        for place in range(stages_per_worker)
-        for micro_batch in range(start, min(start + num_workers, num_micro_batches))
-    ]
 
 
 def _play(

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.errors import ModelError
 from paceline.parallel.tensor.apply import Applied, apply_plan
 from paceline.parallel.tensor.finder import LARGE, find_plan
-from paceline.parallel.tensor.kept import counting_divided
+from paceline.parallel.tensor.kept import begin_divided, counting_divided
 from paceline.parallel.tensor.plan import TensorPlan, given_plan, styles_of_model
 from paceline.parallel.tensor.region_finder import add_sequence_regions
 from paceline.parallel.tensor.traffic import LayerSize, bytes_per_sample, layer_sizes
@@ -26,6 +26,7 @@ __all__ = [
     "LayerSize",
     "TensorPlan",
     "apply_plan",
+    "begin_divided",
     "bytes_per_sample",
     "counting_divided",
     "declared_plan",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils import _pytree as pytree
 
-from paceline.parallel.tensor.plan import TensorPlan
+from paceline.parallel.tensor.plan import Entry, TensorPlan
 
 _OPENING = frozenset({"colwise", "packed_colwise", "channels", "attention"})
 """Styles whose outputs each worker has a part of."""
@@ -49,9 +49,30 @@ def counting_divided(model: nn.Module, plan: TensorPlan) -> Iterator[Callable[[]
     with ExitStack() as hooks:
         for name, entry in plan.entries.items():
             module = model.get_submodule(name)
-            if entry.keys() & _OPENING and "gather_output" not in entry:
+            if _opens(entry):
                 hooks.callback(module.register_forward_pre_hook(enter).remove)
             if entry.keys() & _CLOSING:
                 hooks.callback(module.register_forward_hook(leave).remove)
         hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor))
         yield lambda: sum(storage.nbytes() for storage in divided.values())
+
+
+def _opens(entry: Entry) -> bool:
+    """Whether each worker has a part of what a layer with this entry returns."""
+    return bool(entry.keys() & _OPENING) and "gather_output" not in entry
+
+
+def begin_divided(plan: TensorPlan, groups: Sequence[Sequence[str]]) -> list[bool]:
+    """Whether each worker has a part of what a group of layers is given.
+
+    Args:
+        groups: the names of modules of each group, in the order in which they run.
+    """
+    is_open = False
+    found = []
+    for names in groups:
+        found.append(is_open)
+        for layer, entry in plan.entries.items():
+            if any(layer == name or layer.startswith(f"{name}.") for name in names):
+                is_open = (is_open or _opens(entry)) and not entry.keys() & _CLOSING
+    return found

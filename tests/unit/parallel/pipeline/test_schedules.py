@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.parallel.pipeline import Action, make_schedule, simulate
-from paceline.partition import half_passes_in_flight, micro_batches_in_flight
+from paceline.partition import half_passes_in_flight, in_flight_by_stage, micro_batches_in_flight
 from paceline.spec.mesh import ScheduleName
 
 HALVES = {"input": 1, "weight": -1}
@@ -69,6 +69,28 @@ def test_the_planner_knows_how_many_micro_batches_a_worker_keeps(
         assert kept[0] == pytest.approx(expected[0])
     else:
         assert kept == pytest.approx(expected)
+
+
+@settings(deadline=None)
+@given(workers, st.integers(1, 3), places)
+def test_no_stage_of_a_worker_keeps_more_than_the_planner_knows(
+    num_workers: int, rounds: int, stages_per_worker: int
+) -> None:
+    num_micro_batches = rounds * num_workers
+    schedule = make_schedule("interleaved", num_workers, num_micro_batches, stages_per_worker)
+    for worker, actions in enumerate(schedule):
+        known = in_flight_by_stage(num_workers, worker, num_micro_batches, "interleaved", stages_per_worker)
+        kept, most = [0] * stages_per_worker, 0
+        for action in actions:
+            place = action.stage // num_workers
+            if action.kind == "backward":
+                most = max(most, sum(kept))
+                assert any(
+                    place == one.place and all(own <= limit for own, limit in zip(kept, one.micro_batches, strict=True))
+                    for one in known
+                )
+            kept[place] += {"forward": 1, "backward": -1}[action.kind]
+        assert most == max(sum(one.micro_batches) for one in known)
 
 
 @settings(deadline=None)
