@@ -151,6 +151,29 @@ class Weights(nn.Module):
         return y
 
 
+class InPlace(nn.Module):
+    """Changes in place what its layers return."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(width, 15), nn.Linear(15, width, bias=False)
+        self.single = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(F.relu(self.first(x)))
+        y += x
+        z: Tensor = self.single(y)
+        z[:, 0] = 0.5
+        return z.mul_(0.5)
+
+
+def _inplace_images() -> nn.Module:
+    """Convolutions, whose outputs are gathered at once, in the memory format that `nn.ReLU` finds."""
+    layers = nn.Conv2d(3, 6, 3), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(6 * 49, WORDS), nn.ELU(inplace=True)
+    model = nn.Sequential(*layers)
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
 class Asking(nn.Module):
     """Blocks in a list, called one by one in a forward that decides by values."""
 
@@ -222,5 +245,7 @@ ZOO: dict[str, Kept] = {
     "encoder": Kept(lambda: Language(_encoder()), "eacracr"),
     "decoder": Kept(lambda: Language(Memory(12)), "eaacr"),
     "weights": Kept(lambda: Language(Weights(12)), "ea"),
+    "changes in place": Kept(lambda: Language(InPlace(12)), "eccc"),
+    "changes images in place": Kept(_inplace_images, "cc", is_of_words=False),
     "columns": Kept(_columns, "cccccc", is_of_words=False),
 }

@@ -126,7 +126,7 @@ def _all_reduce(term: Tensor, axis: DeviceMesh) -> Tensor:
     order, back = memory_order(term)
     summed = term.permute(order).clone(memory_format=torch.contiguous_format)
     dist.all_reduce(summed, group=axis.get_group())
-    return summed.permute(back)
+    return _restore_order(summed, back)
 
 
 def _filled(tensor: Tensor, dim: int, length: int) -> Tensor:
@@ -141,8 +141,7 @@ def _all_gather(own: Tensor, dim: int, length: int, axis: DeviceMesh) -> Tensor:
     own = _filled(own, dim, slice_size(length, axis.size())).contiguous()
     parts = own.new_empty(axis.size(), *own.shape)
     dist.all_gather(list(parts.unbind()), own, group=axis.get_group())
-    whole = torch.cat(parts.unbind(), dim).narrow(dim, 0, length)
-    return whole.contiguous().permute(back)
+    return _restore_order(torch.cat(parts.unbind(), dim), back, dim, length)
 
 
 def _reduce_scatter(term: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
@@ -153,14 +152,31 @@ def _reduce_scatter(term: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
     own = torch.empty_like(parts[0])
     dist.reduce_scatter(own, list(parts.unbind()), group=axis.get_group())
     start, stop = slice_of(length, axis.size(), axis.get_local_rank())
-    return own.narrow(dim, 0, stop - start).contiguous().permute(back)
+    return _restore_order(own, back, dim, stop - start)
 
 
 def _take(whole: Tensor, dim: int, axis: DeviceMesh) -> Tensor:
     start, stop = slice_of(whole.shape[dim], axis.size(), axis.get_local_rank())
     own = whole.narrow(dim, start, stop - start)
     order, back = memory_order(whole)
-    return own.permute(order).contiguous().permute(back)
+    return _restore_order(own.permute(order), back)
+
+
+def _restore_order(ordered: Tensor, back: list[int], dim: int = 0, length: int | None = None) -> Tensor:
+    """`ordered.permute(back)`, in memory in the order of `ordered`; a copy rather than a view.
+
+    A model may change what a layer returns in place (`x += 1`, `nn.ReLU(inplace=True)`), and autograd does not allow
+    that for a view that was made inside of a `torch.autograd.Function`.
+
+    Args:
+        length: how much of `ordered` to take along `dim`; None: all.
+    """
+    if length is not None and length != ordered.shape[dim]:
+        ordered = ordered.narrow(dim, 0, length)
+    found = ordered.contiguous()
+    if back != sorted(back):
+        found = found.permute(back)
+    return found.clone() if found._is_view() else found
 
 
 class _Exchange(torch.autograd.Function):

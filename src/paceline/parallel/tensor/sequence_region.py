@@ -50,8 +50,7 @@ class SequenceRegion:
 
     def leave(self, own: Tensor) -> Tensor:
         """All positions, whole on every worker: (batch, own positions, ...) -> (batch, positions, ...)."""
-        whole = exchange.all_gather(own, _DIM, self.length, self.axis)
-        whole = self._set_in_backward(whole, self.length)
+        whole = exchange.all_gather(self._set_in_backward(own, self.length), _DIM, self.length, self.axis)
         self._length = None
         return whole
 
