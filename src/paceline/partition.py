@@ -26,6 +26,9 @@ class StageLimits:
     """Parameters, gradients and the optimizer's state, in parameters: 4 for Adam."""
     micro_batches_kept: tuple[float, ...] = ()
     """How many micro-batches' activations each stage keeps at once; empty: one."""
+    messages_kept: float = 0.0
+    """How many times each stage holds the output of the stage before it, and its own output's gradient: while they
+    arrive."""
     bytes_per_s: float = math.inf
     """Rate of the link between two stages; the time of a message counts as the receiving stage's."""
 
@@ -158,6 +161,9 @@ def best_cut(layers: Sequence[LayerCost], num_stages: int, limits: StageLimits =
                     break
                 slowest_s, sent_bytes, starts = best[start]
                 if math.isinf(slowest_s) or (start and not layers[start].may_begin):
+                    continue
+                messages = arriving[start] + (arriving[stop] if stop < num_layers else 0.0)
+                if held_bytes + limits.messages_kept * messages > limits.memory_bytes:
                     continue
                 found_s = max(slowest_s, time_s + 2 * arriving[start] / limits.bytes_per_s)
                 sent = sent_bytes + arriving[start]

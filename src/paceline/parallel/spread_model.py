@@ -86,39 +86,9 @@ class SpreadModel:
         weights = initial_weights(model, axes.world)
         self._tensor_plan = declared_plan(model, plan.tensor_plan, axes.mesh.tp) if axes.mesh.tp > 1 else None
         self.pipeline: Pipeline | None = None
-        of_whole_model: TensorPlan | None = None
-        if axes.pp is not None and axes.mesh.tp > 1:
-            if is_exact and plan.sequence_parallel:
-                raise JobError(
-                    f"parity = 'bitwise' needs a plan without sequence_parallel with {axes.mesh}: where positions are "
-                    "divided depends on where the model is cut."
-                )
-            of_whole_model = self._tensor_plan or find_plan(model, axes.mesh.tp)
         if axes.pp is not None:
-            if _fits(model, device):  # what layers cost is to be measured where they will run
-                model.to(device)
-            with looking_at(model) as changed:
-                self.pipeline = Pipeline(
-                    model,
-                    axes.pp,
-                    plan.pipeline,
-                    example,
-                    device,
-                    limits=_limits(job, plan, axes.mesh, device, example),
-                    agreement=axes.world,
-                    timeout_s=plan.timeout_s,
-                    before_last_backward=before_last_backward,
-                    is_exact=is_exact,
-                )
-            if changed:
-                raise refused_in_pipeline(changed[0])
+            self.pipeline = self._cut(model, job, axes.pp, example, before_last_backward, is_exact=is_exact)
             model = self.pipeline.module
-            # Layers that follow each other are found in a model, but not in one stage, and are summed otherwise there.
-            # Stages that share a parameter have to hold the same slice of it.
-            if is_exact or self.pipeline.stages_that_share:
-                self._tensor_plan = of_whole_model
-            if axes.mesh.fsdp > 1:
-                _check_shared(self.pipeline.stages_that_share, axes.mesh)
         self.notes: list[str] = [] if self.pipeline is None else list(self.pipeline.notes)
         self.stages: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
         self._shard_stages()
@@ -129,6 +99,51 @@ class SpreadModel:
         self._was_called = False
         model.register_forward_pre_hook(self._before_forward)
         model.register_forward_hook(self._after_evaluation)
+
+    def _cut(
+        self,
+        model: nn.Module,
+        job: Job,
+        group: dist.ProcessGroup,
+        example: ModelCall | None,
+        before_last_backward: Callable[[nn.Module], None],
+        *,
+        is_exact: bool,
+    ) -> Pipeline:
+        """Cut the model into the stages of a pipeline, and settle which of the plans for tensor groups they follow."""
+        axes, plan, device = self._axes, self._plan, self._device
+        of_whole_model: TensorPlan | None = None
+        if axes.mesh.tp > 1:
+            if is_exact and plan.sequence_parallel:
+                raise JobError(
+                    f"parity = 'bitwise' needs a plan without sequence_parallel with {axes.mesh}: where positions are "
+                    "divided depends on where the model is cut."
+                )
+            of_whole_model = self._tensor_plan or find_plan(model, axes.mesh.tp)
+        if _fits(model, device):  # what layers cost is to be measured where they will run
+            model.to(device)
+        with looking_at(model) as changed:
+            pipeline = Pipeline(
+                model,
+                group,
+                plan.pipeline,
+                example,
+                device,
+                limits=_limits(job, plan, axes.mesh, device, example),
+                agreement=axes.world,
+                timeout_s=plan.timeout_s,
+                before_last_backward=before_last_backward,
+                is_exact=is_exact,
+            )
+        if changed:
+            raise refused_in_pipeline(changed[0])
+        # Layers that follow each other are found in a model, but not in one stage, and are summed otherwise there.
+        # Stages that share a parameter have to hold the same slice of it.
+        if is_exact or pipeline.stages_that_share:
+            self._tensor_plan = of_whole_model
+        if axes.mesh.fsdp > 1:
+            _check_shared(pipeline.stages_that_share, axes.mesh)
+        return pipeline
 
     def _shard_stages(self) -> None:
         applied = Applied()

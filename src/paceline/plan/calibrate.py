@@ -227,7 +227,7 @@ def log_density(calibration: Calibration, rows: Sequence[Observation]) -> Array:
 
 
 def _log_density(errors: Array, scales: Array) -> Array:
-    """Of misses that are `errors` times their scale, but for a constant."""
+    """The log density of misses that are `errors` times their scale, up to a constant."""
     return np.asarray(-(_FREEDOM + 1) / 2 * np.log1p(np.square(errors) / _FREEDOM) - np.log(scales))
 
 

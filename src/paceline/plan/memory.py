@@ -177,7 +177,7 @@ def device_memory(
         mesh,
         state,
         activations.fixed_bytes,
-        _message_bytes(mesh, activations, layers, micro_batch_size, num_micro_batches),
+        micro_batch_size * num_micro_batches * activations.input_bytes if mesh.pp > 1 else 0.0,
         num_parameters / (sum(layer.parameter_bytes for layer in layers) or 1.0),
         activations.bytes_per_sample / (counted_bytes or 1.0),
         micro_batch_size,
@@ -208,8 +208,8 @@ class _ModelOnMesh:
     state: StateBytes
     fixed_bytes: float
     """Memory of activations that does not depend on the samples."""
-    message_bytes: float
-    """What a stage of a pipeline has beside what its layers keep: micro-batches, and messages that arrive."""
+    samples_bytes: float
+    """The samples of all micro-batches, which every worker of a pipeline has."""
     parameters_per_byte: float
     """Parameters for each of the layers' `parameter_bytes`."""
     kept_per_byte: float
@@ -246,7 +246,12 @@ class _ModelOnMesh:
         """Bytes a sample of gradients between the two halves of a backward pass."""
         return self.held(layer, layer.waiting_bytes)
 
-    def on_worker(self, worker: int, stages: tuple[Layers, ...]) -> DeviceMemory:
+    def on_worker(self, worker: int, stages: tuple[Layers, ...], arriving_bytes: float = 0.0) -> DeviceMemory:
+        """
+        Args:
+            stages: the worker's.
+            arriving_bytes: bytes a sample of messages that arrive while the worker computes another micro-batch.
+        """
         layers = [layer for stage in stages for layer in stage]
         own, largest = sum(map(self.parameters, layers)), max(map(self.parameters, layers))
         shards, zero_stage, state = self.mesh.fsdp, self.mesh.zero_stage, self.state
@@ -256,6 +261,7 @@ class _ModelOnMesh:
             gathered = own if state.is_bitwise else min(own, 2 * block)
         moments = (self.peak_of_backward(worker, stages, one, own, block) for one in self.in_flight[worker])
         activation_bytes, transit_bytes = max(moments, key=sum)
+        activation_bytes += self.micro_batch_size * arriving_bytes
         return DeviceMemory(
             parameter_bytes=own * state.parameter / (shards if zero_stage == 3 else 1),
             gradient_bytes=own * state.gradient * state.gradient_copies(self.mesh, self.num_micro_batches),
@@ -275,7 +281,7 @@ class _ModelOnMesh:
         """
         stage = stages[in_flight.place]
         kept = self.kept_by(stage)
-        waiting_bytes = self.fixed_bytes + self.message_bytes - self.micro_batch_size * sum(kept)
+        waiting_bytes = self.fixed_bytes + self.samples_bytes - self.micro_batch_size * sum(kept)
         for one, micro_batches in zip(stages, in_flight.micro_batches, strict=True):
             waiting_bytes += self.micro_batch_size * micro_batches * sum(self.kept_by(one))
             waiting_bytes += self.in_halves[worker] * sum(map(self.waiting, one))
@@ -349,9 +355,11 @@ class _ModelOnMesh:
         return self.micro_batch_size * (self.moment(layer) + again) + gathered + self.transit(layer, own, own)
 
     def fullest(self, stages: tuple[Layers, ...]) -> DeviceMemory:
-        """Of the workers of a pipeline, each of which has every pp-th stage."""
+        """The fullest worker of a pipeline; each has every pp-th stage."""
         pp = self.mesh.pp
-        found = [self.on_worker(worker, stages[worker::pp]) for worker in range(pp)]
+        between = [0.0, *(stage[-1].output_bytes for stage in stages[:-1]), 0.0]
+        arriving = [max(between[worker:-1:pp]) + max(between[worker + 1 :: pp]) for worker in range(pp)]
+        found = [self.on_worker(worker, stages[worker::pp], arriving[worker]) for worker in range(pp)]
         return dataclasses.replace(max(found, key=lambda memory: memory.total_bytes), stages=stages)
 
     def fitting_stages(self, layers: Layers, memory_bytes: float) -> tuple[Layers, ...] | None:
@@ -360,9 +368,10 @@ class _ModelOnMesh:
         is_gathered = self.mesh.zero_stage == 3
         states = [one.state_bytes + (not is_gathered) * one.gathered_bytes for one in single]
         limits = StageLimits(
-            memory_bytes=USABLE_FRACTION * memory_bytes - self.fixed_bytes - self.message_bytes,
+            memory_bytes=USABLE_FRACTION * memory_bytes - self.fixed_bytes - self.samples_bytes,
             copies_of_parameters=1.0,
             micro_batches_kept=tuple(one.micro_batches[0] for (one,) in self.in_flight),
+            messages_kept=self.micro_batch_size,
         )
         if sum(states) > self.mesh.pp * limits.memory_bytes:  # most meshes of a model that is far too large
             return None
@@ -379,17 +388,6 @@ class _ModelOnMesh:
             return split(layers, best_cut(costs, self.mesh.pp, limits))
         except ModelError:
             return None
-
-
-def _message_bytes(
-    mesh: Mesh, activations: Activations, layers: Layers, micro_batch_size: int, num_micro_batches: int
-) -> float:
-    """Bytes of the samples of all micro-batches on every stage, and of the largest message from each side, which
-    arrives while the stage computes another micro-batch."""
-    if mesh.pp == 1:
-        return 0.0
-    largest = max(layer.output_bytes for layer in layers)
-    return micro_batch_size * (num_micro_batches * activations.input_bytes + 2 * largest)
 
 
 def _kept_fraction(layer: LayerCost, tp: int) -> float:
