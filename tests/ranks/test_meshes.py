@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import resource
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.comm import Aggregator
-from paceline.errors import JobError, ModelError
+from paceline.errors import JobError, ModelError, PacelineError
 from paceline.parallel.dtensor import local_bytes
 from paceline.spec import Job, PipelineSpec, Plan, check_mesh, parse_mesh
 from paceline.spec.codec import to_mapping
@@ -282,13 +283,54 @@ class _Repeats(nn.Module):
         return result
 
 
+class _Block(nn.Module):
+    """Returns a view; large enough to be gathered by itself."""
+
+    def __init__(self, *, changes_input: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 300), nn.Linear(300, 256)
+        self.changes_input = changes_input
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.changes_input:
+            inputs = inputs.mul_(0.9)
+        result: Tensor = self.down(F.relu_(self.up(inputs)))
+        return result.view(inputs.shape)
+
+
+class _InPlace(nn.Module):
+    """Changes in place what its blocks return, or they what they are given."""
+
+    def __init__(self, *, changes_input: bool = False) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(12, 256), nn.Linear(256, 10)
+        self.blocks = nn.ModuleList([_Block(changes_input=changes_input) for _ in range(2)])
+        self.changes_input = changes_input
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.first(inputs)
+        for block in self.blocks:
+            result = block(hidden)
+            if not self.changes_input:
+                result += hidden
+            hidden = result.mul_(0.9)
+        outputs: Tensor = self.last(hidden)
+        return outputs.view(-1, 10)
+
+
 _BUILDERS: dict[str, Any] = {
+    "in place": _InPlace,
+    "inputs in place": partial(_InPlace, changes_input=True),
     "skips": _SkipsLayers,
     "tied": _tied,
     "never": _NeverUsed,
     "words": _Words,
     "repeats": _Repeats,
 }
+
+
+MAY_SKIP = {"skips", "never", "words", "repeats"}
+"""Which may leave out parameters, or are said to."""
 
 
 class _Infinite(torch.autograd.Function):
@@ -309,9 +351,12 @@ def _learn(
     num_workers: int,
     infinite_at: int | None = None,
     pipeline: PipelineSpec = ONE_EACH,
+    recompute: bool = False,
 ) -> dict[str, Any]:
     mesh = parse_mesh(strategy, num_workers) if num_workers > 1 else None
-    plan = Plan(world_size=num_workers, mesh=mesh, pipeline=pipeline, algorithm="all_reduce", timeout_s=60)
+    plan = Plan(
+        world_size=num_workers, mesh=mesh, pipeline=pipeline, recompute=recompute, algorithm="all_reduce", timeout_s=60
+    )
     job = Job().with_values(
         global_batch_size=12,
         virtual_shards=4,
@@ -326,11 +371,12 @@ def _learn(
         run.say = said.append
         model = _BUILDERS[builder]()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-        run.prepare(model, optimizer, find_unused_parameters=builder != "tied", example=torch.randn(2, 12).double())
+        run.prepare(model, optimizer, find_unused_parameters=builder in MAY_SKIP, example=torch.randn(2, 12).double())
 
         def loss_fn(model: nn.Module, batch: Any) -> Tensor:
             num_passes[-1] += 1
             outputs = model(batch[0])
+            outputs *= 0.5  # in place, as users may
             return F.cross_entropy(_Infinite.apply(outputs) if run.steps == infinite_at else outputs, batch[1])  # type: ignore[no-untyped-call]
 
         losses = []
@@ -382,6 +428,32 @@ def test_stages_that_share_parameters_hold_the_same_slices_of_them() -> None:
     cases = [(model, "tp2 x pp2", None, form) for model in ("words", "repeats") for form in (ZERO_BUBBLE, TWO_EACH)]
     assert_learn_the_same(4, [*cases, ("words", "fsdp2 x pp2", None, ZERO_BUBBLE)])
     assert_learn_the_same(2, [(model, "pp", None, PipelineSpec("zero_bubble", 2)) for model in ("words", "repeats")])
+
+
+@pytest.mark.slow
+def test_what_blocks_return_may_be_changed_in_place() -> None:
+    """Hooks on views are lost by that: backward gathered nothing, or with ZeRO 1 and 2 left out a sum over workers."""
+    strategies = ("fsdp", "zero1", "zero2", "hsdp", "fsdp2 x tp2", "fsdp2 x pp2")
+    cases = [("in place", one, None, ONE_EACH) for one in strategies]
+    assert_learn_the_same(4, [*cases, ("in place", "fsdp", None, ONE_EACH, True), ("inputs in place", "tp", None)])
+    assert_learn_the_same(2, [("in place", "pp", None, PipelineSpec(cuts=("view",)))])  # as the loss function does
+
+
+@pytest.mark.parametrize(("strategy", "recompute"), [("fsdp", False), ("zero1", False), ("pp", True)])
+def test_blocks_that_change_their_inputs_are_refused_where_these_are_needed(strategy: str, recompute: bool) -> None:
+    ends = run_ranks(_refusal_of_inputs, 2, strategy, recompute)
+    assert all(ends)
+    assert any(end.startswith("A block of the model changes its input in place") for end in ends)
+
+
+def _refusal_of_inputs(strategy: str, recompute: bool) -> str:
+    try:
+        _learn("inputs in place", strategy, 2, None, ONE_EACH, recompute)
+    except ModelError as problem:
+        return str(problem)
+    except (RuntimeError, PacelineError):
+        return "ended with the other worker"
+    return ""
 
 
 def test_two_stages_of_one_worker_are_not_sharded_apart_where_they_share_a_parameter() -> None:

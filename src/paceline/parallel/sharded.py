@@ -96,6 +96,7 @@ def shard(
     wrap(model)
     for module in sharded_modules(model):
         _show_outputs(cast(nn.Module, module))
+        _copy_views(cast(nn.Module, module))  # before what the other hooks look at
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # else it is a sum times a number, which Gloo has not
         module.set_reduce_scatter_unused_params(may_skip, recurse=False)
@@ -140,6 +141,23 @@ def _show_outputs(module: nn.Module) -> None:
     module.register_forward_hook(pack)
 
 
+def _copy_views(module: nn.Module) -> None:
+    """Let `module` return copies instead of views, such as `y.view(...)` and what an `nn.Linear` of tokens returns.
+
+    FSDP's hook on an output is lost where a view is changed in place (`y += x`). Backward would not gather the module's
+    parameters again, or with them whole, in stages 1 and 2 of ZeRO, not sum its gradients over the workers.
+    """
+
+    def copied(_module: nn.Module, _arguments: Any, output: Any) -> Any:
+        views = {id(one): one for one in tensors(output, open_object) if one._is_view() and one.requires_grad}
+        if not views:
+            return None
+        copies = {key: view.clone() for key, view in views.items()}
+        return map_tensors(output, lambda one: copies.get(id(one), one), open_object)
+
+    module.register_forward_hook(copied, prepend=True)
+
+
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
@@ -155,6 +173,14 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        versions = [tensor._version for tensor in given]
+        output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        if versions != [tensor._version for tensor in given]:
+            raise ModelError(
+                "A block of the model changes its input in place, from which its activations would be computed again; "
+                "let its first operation make a new tensor (inplace=False, x = x + y), or leave out recompute."
+            )
+        return output
 
     return run

@@ -130,10 +130,23 @@ def explaining_refusals() -> Iterator[None]:
     try:
         yield
     except RuntimeError as problem:
-        refusal = parity_refusal(problem)
+        refusal = parity_refusal(problem) or _sharding_refusal(problem)
         if refusal is None:
             raise
         raise refusal from problem
+
+
+def _sharding_refusal(problem: BaseException) -> ModelError | None:
+    """The sentence for a block of a sharded model that changes what it is given; None for any other error.
+
+    Torch gives such blocks views of their inputs, to learn when their backward pass is over.
+    """
+    if "RegisterPostBackwardFunction" not in str(problem):
+        return None
+    return ModelError(
+        "A block of the model changes its input in place, which torch does not allow where the block's parameters are "
+        "sharded; let its first operation make a new tensor (inplace=False, x = x + y), or use dp, tp or pp."
+    )
 
 
 def parity_refusal(problem: BaseException) -> ModelError | None:

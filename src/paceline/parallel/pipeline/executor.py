@@ -41,9 +41,10 @@ class _Arrived:
 
     def enter(self, tensor: Tensor) -> Tensor:
         """A received tensor as the stage computes with it: not a leaf, so that its gradients are added in the order in
-        which the whole model adds them, what comes back from later stages first, and keep their place in memory."""
+        which the whole model adds them, what comes back from later stages first, and keep their place in memory. Nor a
+        view of a leaf, which autograd would not let the stage, or the loss function, change in place."""
         leaf = tensor.requires_grad_()
-        inside = leaf.view_as(leaf)
+        inside: Tensor = torch.ops.aten._unsafe_view(leaf, leaf.shape)
         inside.register_hook(partial(self.gradients.__setitem__, len(self.tensors)))
         self.tensors.append(leaf)
         return inside
