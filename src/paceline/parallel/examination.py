@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from paceline.containers import copied
 from paceline.parallel.assignment import ShardRange
 from paceline.parallel.coupling import AUX_LOSS, describe_coupling, leaving_no_trace, returns_aux_loss, tolerance
 from paceline.parallel.engine import StepInput
@@ -135,7 +136,7 @@ class _Examination:
             passes.enter(step, shards)
             before = generator_states(passes.device)
             with watching_outputs(self._module) as outputs:
-                loss = passes.read(step, self._module, shards, passes.samples(step, shards), rehearsal)
+                loss = passes.read(step, self._module, shards, copied(passes.samples(step, shards)), rehearsal)
             self._draws_alone |= before != generator_states(passes.device)
             self._draws_alone |= passes.buffers.changed_now() is not None or step.companions.have_changed()
             self._draws_alone |= rehearsal is not None and not rehearsal.is_possible
@@ -168,7 +169,7 @@ def _are_finite(losses: Sequence[ShardLoss]) -> bool:
 def _pass_of_stand_in(passes: Passes, step: StepInput, module: nn.Module) -> None:
     """A pass of a sample that counts for nothing, for a worker that takes part in collectives."""
     with _leaving_no_trace(passes, step), standing_in(passes.model), step.companions.standing_in():
-        step.loss_of(module, step.batch.cut(0, 1))
+        step.loss_of(module, copied(step.batch.cut(0, 1)))
 
 
 @contextmanager

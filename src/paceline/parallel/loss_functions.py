@@ -27,6 +27,8 @@ class LossFunctions:
         """Whether the forward pass draws random numbers; None before the first one. Saved with checkpoints."""
         self.couples: dict[str, bool] = {}
         """Whether shards have to go through the model one by one; saved with checkpoints."""
+        self.changes_batch: dict[str, bool] = {}
+        """Whether it changes tensors of its batch in place, as far as this worker has seen."""
         self.found_late = ""
         """A sentence for the user about a loss that was found to couple samples after its first step."""
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from paceline.containers import copied, tensors
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.engine import StepInput, statistics_dtype
@@ -114,6 +115,8 @@ class Passes:
         """Whether shards that draw random numbers may go together."""
         self._draws: defaultdict[str, ShardDraws] = defaultdict(partial(ShardDraws, device))
         self._num_looks_at_draws = 0
+        self._is_batch_spoiled = False
+        """Whether the loss function changed samples in this step of which there is no other copy."""
         self._novelties: defaultdict[str, Novelty] = defaultdict(Novelty)
         self._refusal = refusal
         self._is_concurrent = is_concurrent
@@ -305,10 +308,12 @@ class Passes:
         return ForwardPass(loss, has_drawn or changed)
 
     def samples(self, step: StepInput, shards: ShardRange) -> Any:
-        """The content of the batch for some shards."""
+        """The content of the batch for some shards; a copy, if the loss function may change it in place, since it may
+        be needed again: by an examination, or in a step that starts over."""
         if shards.are_interleaved:
             return step.batch.interleaved(shards.start, shards.stop, len(shards.sizes), self._turns)
-        return step.batch.cut(shards.start, shards.stop)
+        content = step.batch.cut(shards.start, shards.stop)
+        return content if self.functions.changes_batch.get(step.loss_name) is False else copied(content)
 
     def read(
         self,
@@ -324,8 +329,13 @@ class Passes:
             within: a context in which it is called.
         """
         watch = self.functions.may_be_weighted(step.loss_name)
+        versions = _versions(samples)
         with watching_outputs(module) if watch else nullcontext() as outputs, within or nullcontext():
             returned = step.loss_of(module, samples)
+        changed_before = self.functions.changes_batch.get(step.loss_name)
+        changes = versions != _versions(samples)
+        self._is_batch_spoiled |= changes and changed_before is False
+        self.functions.changes_batch[step.loss_name] = changes or bool(changed_before)
         loss = read_loss(returned, shards.weight, step.assignment.global_size, self.like)
         self.functions.has_returned(step.loss_name, loss.layout)
         if outputs is not None:
@@ -359,7 +369,7 @@ class Passes:
     def loss_of_nothing(self, step: StepInput, module: nn.Module) -> Tensor:
         """The loss of the first sample times 0, through which nothing flows back."""
         with watching_outputs(module) as outputs:
-            loss = read_loss(step.loss_of(module, step.batch.cut(0, 1)), 0.0, 1, self.like).mean
+            loss = read_loss(step.loss_of(module, copied(step.batch.cut(0, 1))), 0.0, 1, self.like).mean
         ignore_unless(False, outputs)
         return loss * 0.0
 
@@ -380,12 +390,18 @@ class Passes:
         """
         drew_before = self.functions.draws
         self.buffers.begin_step()
+        self._is_batch_spoiled = False
         while True:
             try:
                 with self.norm.forgotten_after_error():
                     return attempt()
             except StartOverError as problem:
                 prepare = problem.prepare
+            if self._is_batch_spoiled:
+                raise ModelError(
+                    "The loss function began to change its batch in place in a step that has to compute its passes "
+                    "again; let it make new tensors (x = x - 0.5 instead of x -= 0.5)."
+                )
             self.buffers.start_over()
             self.norm.reset()
             for parameter in self.model.parameters():
@@ -405,6 +421,11 @@ class Passes:
         assert self._micro_batch is not None
         free_memory(self.device)
         self._micro_batch.halve(assignment)
+
+
+def _versions(samples: Any) -> list[int]:
+    """How often each tensor has been changed in place."""
+    return [one._version for one in tensors(samples) if not one.is_inference()]
 
 
 def _has_channels_last(model: nn.Module) -> bool:

@@ -45,7 +45,7 @@ class ShardByShard:
             standing_in(self.module),
             step.companions.standing_in(),
         ):
-            layout = read_loss(step.loss_of(self.module, step.batch.cut(0, 1)), 0.0, 1, self.passes.like).layout
+            layout = read_loss(step.loss_of(self.module, copied(step.batch.cut(0, 1))), 0.0, 1, self.passes.like).layout
         self._functions.has_returned(step.loss_name, layout)
         return layout
 
