@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from paceline.errors import ModelError
@@ -74,6 +75,7 @@ class InFlight:
     """[place]: micro-batches whose activations the stage keeps, with the one that backward goes through."""
 
 
+@lru_cache(maxsize=4096)
 def in_flight_by_stage(
     num_workers: int, worker: int, num_micro_batches: int, schedule: ScheduleName, stages_per_worker: int
 ) -> tuple[InFlight, ...]:
@@ -86,16 +88,21 @@ def in_flight_by_stage(
     most = micro_batches_in_flight(num_workers, worker, num_micro_batches, schedule, stages_per_worker)
     if stages_per_worker == 1:
         return (InFlight(0, (most,)),)
-    forwards = [place for place, _ in forward_order(num_workers, num_micro_batches, stages_per_worker)]
-    kept, num_forward, ahead = [0] * stages_per_worker, 0, round(most * stages_per_worker)
-    found: dict[InFlight, None] = {}
-    for num_backward, forward_place in enumerate(forwards):
-        for place in forwards[num_forward : num_backward + ahead]:
-            kept[place] += 1
-        num_forward = num_backward + ahead
-        place = stages_per_worker - 1 - forward_place
-        found[InFlight(place, tuple(kept))] = None
-        kept[place] -= 1
+    ahead = round(most * stages_per_worker)
+    # After a group of micro-batches everything repeats; the worker is ahead by less than two groups.
+    forwards = [p for p, _ in forward_order(num_workers, min(num_micro_batches, 3 * num_workers), stages_per_worker)]
+    backwards = [stages_per_worker - 1 - place for place in forwards]
+    moves = list(zip(backwards[: num_workers * stages_per_worker], [*forwards[ahead:], *[None] * ahead], strict=False))
+    kept = [forwards[:ahead].count(place) for place in range(stages_per_worker)]
+    found = []
+    for before, move, behind in zip([None, *moves], moves, [*moves[1:], None], strict=False):
+        backward, forward = move
+        # While moves are alike, one stage keeps ever less and one ever more: together they keep most at either end.
+        if before != move or move != behind:
+            found.append(InFlight(backward, tuple(kept)))
+        kept[backward] -= 1
+        if forward is not None:
+            kept[forward] += 1
     return tuple(found)
 
 
