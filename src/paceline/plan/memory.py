@@ -279,12 +279,13 @@ class _ModelOnMesh:
 
         While backward goes through a layer, the layers before it keep what they kept, and those behind it nothing.
         """
-        stage = stages[in_flight.place]
-        kept = self.kept_by(stage)
+        kept_by_stage = [self.kept_by(stage) for stage in stages]
+        stage, kept = stages[in_flight.place], kept_by_stage[in_flight.place]
         waiting_bytes = self.fixed_bytes + self.samples_bytes - self.micro_batch_size * sum(kept)
-        for one, micro_batches in zip(stages, in_flight.micro_batches, strict=True):
-            waiting_bytes += self.micro_batch_size * micro_batches * sum(self.kept_by(one))
-            waiting_bytes += self.in_halves[worker] * sum(map(self.waiting, one))
+        for stage_bytes, micro_batches in zip(kept_by_stage, in_flight.micro_batches, strict=True):
+            waiting_bytes += self.micro_batch_size * micro_batches * sum(stage_bytes)
+        if self.in_halves[worker]:
+            waiting_bytes += self.in_halves[worker] * sum(self.waiting(layer) for one in stages for layer in one)
         before, whole = 0.0, 0.0
         done = own - sum(self.parameters(layer) for one in stages[: in_flight.place] for layer in one)
         peaks = [(waiting_bytes, self.transit_at_the_end(own, block))]
