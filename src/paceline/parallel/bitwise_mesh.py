@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.containers import copied, on_device
+from paceline.containers import on_device
 from paceline.errors import ModelError
 from paceline.parallel.axes import Axes
 from paceline.parallel.bitwise import BitwiseDataParallel, Shard, norms_of
@@ -243,7 +243,7 @@ class _PipedShard:
         self._losses: list[Tensor] = []
         self._of_norms = passes.like.new_zeros(sum(passes.norm.lengths))
         self._gradients: list[Tensor | None] = []
-        self._inner = micro_batch_of(passes, step, self._shards, self._take_loss, copied)
+        self._inner = micro_batch_of(passes, step, self._shards, self._take_loss, copies=True)
         self.micro_batch: MicroBatch = replace(
             self._inner, before_forward=self._begin, within=self._within, after_backward=self._after_backward
         )

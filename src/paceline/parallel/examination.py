@@ -136,7 +136,8 @@ class _Examination:
             passes.enter(step, shards)
             before = generator_states(passes.device)
             with watching_outputs(self._module) as outputs:
-                loss = passes.read(step, self._module, shards, copied(passes.samples(step, shards)), rehearsal)
+                samples = passes.samples(step, shards, copies=True)
+                loss = passes.read(step, self._module, shards, samples, rehearsal, are_copies=True)
             self._draws_alone |= before != generator_states(passes.device)
             self._draws_alone |= passes.buffers.changed_now() is not None or step.companions.have_changed()
             self._draws_alone |= rehearsal is not None and not rehearsal.is_possible

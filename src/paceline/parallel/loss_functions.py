@@ -29,6 +29,8 @@ class LossFunctions:
         """Whether shards have to go through the model one by one; saved with checkpoints."""
         self.changes_batch: dict[str, bool] = {}
         """Whether it changes tensors of its batch in place, as far as this worker has seen."""
+        self.is_batch_spoiled = False
+        """Whether it changed samples in this step of which there is no other copy."""
         self.found_late = ""
         """A sentence for the user about a loss that was found to couple samples after its first step."""
 
@@ -41,6 +43,12 @@ class LossFunctions:
         before = self._own.setdefault(name, layout)
         if before != layout:
             raise _differ(before, layout)
+
+    def has_used_samples(self, name: str, *, changes: bool, are_copies: bool) -> None:
+        """Note whether a loss function changed its samples in place."""
+        changed_before = self.changes_batch.get(name)
+        self.is_batch_spoiled |= changes and changed_before is False and not are_copies
+        self.changes_batch[name] = changes or bool(changed_before)
 
     def may_be_weighted(self, name: str) -> bool:
         """Whether a loss function may return a `Mean`."""

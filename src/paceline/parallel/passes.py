@@ -115,8 +115,6 @@ class Passes:
         """Whether shards that draw random numbers may go together."""
         self._draws: defaultdict[str, ShardDraws] = defaultdict(partial(ShardDraws, device))
         self._num_looks_at_draws = 0
-        self._is_batch_spoiled = False
-        """Whether the loss function changed samples in this step of which there is no other copy."""
         self._novelties: defaultdict[str, Novelty] = defaultdict(Novelty)
         self._refusal = refusal
         self._is_concurrent = is_concurrent
@@ -307,13 +305,17 @@ class Passes:
             return ForwardPass(loss, is_unexamined=True)
         return ForwardPass(loss, has_drawn or changed)
 
-    def samples(self, step: StepInput, shards: ShardRange) -> Any:
-        """The content of the batch for some shards; a copy, if the loss function may change it in place, since it may
-        be needed again: by an examination, or in a step that starts over."""
+    def samples(self, step: StepInput, shards: ShardRange, *, copies: bool = False) -> Any:
+        """The content of the batch for some shards.
+
+        Args:
+            copies: whether it has to be a copy. It is one in any case if the loss function may change it in place,
+                since it may be needed again in a step that starts over.
+        """
         if shards.are_interleaved:
             return step.batch.interleaved(shards.start, shards.stop, len(shards.sizes), self._turns)
         content = step.batch.cut(shards.start, shards.stop)
-        return content if self.functions.changes_batch.get(step.loss_name) is False else copied(content)
+        return copied(content) if copies or self.functions.changes_batch.get(step.loss_name, True) else content
 
     def read(
         self,
@@ -322,20 +324,21 @@ class Passes:
         shards: ShardRange,
         samples: Any,
         within: AbstractContextManager[Any] | None = None,
+        *,
+        are_copies: bool = False,
     ) -> ShardLoss:
         """Call the loss function with some shards' samples, and see what it returned.
 
         Args:
             within: a context in which it is called.
+            are_copies: whether the samples are copies in any case.
         """
         watch = self.functions.may_be_weighted(step.loss_name)
         versions = _versions(samples)
         with watching_outputs(module) if watch else nullcontext() as outputs, within or nullcontext():
             returned = step.loss_of(module, samples)
-        changed_before = self.functions.changes_batch.get(step.loss_name)
         changes = versions != _versions(samples)
-        self._is_batch_spoiled |= changes and changed_before is False
-        self.functions.changes_batch[step.loss_name] = changes or bool(changed_before)
+        self.functions.has_used_samples(step.loss_name, changes=changes, are_copies=are_copies)
         loss = read_loss(returned, shards.weight, step.assignment.global_size, self.like)
         self.functions.has_returned(step.loss_name, loss.layout)
         if outputs is not None:
@@ -390,14 +393,14 @@ class Passes:
         """
         drew_before = self.functions.draws
         self.buffers.begin_step()
-        self._is_batch_spoiled = False
+        self.functions.is_batch_spoiled = False
         while True:
             try:
                 with self.norm.forgotten_after_error():
                     return attempt()
             except StartOverError as problem:
                 prepare = problem.prepare
-            if self._is_batch_spoiled:
+            if self.functions.is_batch_spoiled:
                 raise ModelError(
                     "The loss function began to change its batch in place in a step that has to compute its passes "
                     "again; let it make new tensors (x = x - 0.5 instead of x -= 0.5)."

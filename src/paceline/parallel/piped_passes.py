@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -21,13 +20,14 @@ def micro_batch_of(
     step: StepInput,
     shards: ShardRange,
     take_loss: Callable[[ShardLoss], None],
-    placed: Callable[[Any], Any] = lambda samples: samples,
+    *,
+    copies: bool = False,
 ) -> MicroBatch:
     """Some virtual shards as one micro-batch.
 
     Args:
         take_loss: called where the last stage is.
-        placed: puts samples where in memory they should lie.
+        copies: whether samples have to be copies in any case.
     """
 
     @contextmanager
@@ -38,7 +38,7 @@ def micro_batch_of(
             yield
 
     def loss_of(model: nn.Module) -> Tensor:
-        loss = passes.read(step, model, shards, placed(passes.samples(step, shards)))
+        loss = passes.read(step, model, shards, passes.samples(step, shards, copies=copies), are_copies=copies)
         take_loss(loss)
         return loss.weighted
 

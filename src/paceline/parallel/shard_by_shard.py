@@ -57,7 +57,7 @@ class ShardByShard:
         # Copies, because a product's last bits depend on where in memory its factors begin, and a shard lies elsewhere
         # in the batch of another worker.
         with self.passes.norm.forgotten_after_error():
-            samples = copied(self.passes.samples(step, shards))
+            samples = self.passes.samples(step, shards, copies=True)
             loss = self.passes.compute_loss(step, self.module, shards, samples).loss
             self.passes.backward(step, loss)
             return loss, torch.cat([loss.sums, *self.passes.norm.collect(loss.sums)])
