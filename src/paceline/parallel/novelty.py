@@ -35,15 +35,36 @@ class Novelty:
         self._on_its_way: tuple[torch.cuda.Event, list[tuple[int, str]], Tensor] | None = None
 
     def learn(self, content: Any) -> bool:
-        """Whether some value of a batch is unlike all before. On a GPU, what is told is that of the batch before: to
-        read it now would make the CPU wait for the device."""
-        found = False
+        """Whether some value of a batch is unlike all before. Of tensors on a GPU, what is told is that of the batch
+        before: to read it now would make the CPU wait for the device."""
+        found = self._arrived()
+        keys: list[tuple[int, str]] = []
+        on_gpu: list[Tensor] = []
         for number, tensor in enumerate(tensors(content)):
-            if tensor.is_cuda:
-                return self._learn_later(content)
             for name, sign, value in _facts(tensor):
-                found |= self._is_more((number, name), sign * float(value))
+                if tensor.is_cuda:
+                    keys.append((number, name))
+                    on_gpu.append(value.double() if sign > 0 else -value.double())
+                else:
+                    found |= self._is_more((number, name), sign * float(value))
+        if on_gpu:
+            values = torch.stack(on_gpu).to("cpu", non_blocking=True)
+            sent = torch.cuda.Event()
+            sent.record()
+            self._on_its_way = sent, keys, values
         return found and self._may_look()
+
+    def _arrived(self) -> bool:
+        """Whether some value that was still on its way from a GPU is unlike all before."""
+        if self._on_its_way is None:
+            return False
+        sent, keys, values = self._on_its_way
+        self._on_its_way = None
+        sent.synchronize()  # it was sent before the last step's passes
+        found = False
+        for key, value in zip(keys, values.tolist(), strict=True):
+            found |= self._is_more(key, value)
+        return found
 
     def learn_graph(self, loss: Tensor) -> bool:
         """Whether the loss was computed by other operations than all before; the first are nothing new."""
@@ -62,26 +83,6 @@ class Novelty:
             return False
         self._known[key] = value
         return True
-
-    def _learn_later(self, content: Any) -> bool:
-        found = False
-        if self._on_its_way is not None:
-            arrived, keys, values = self._on_its_way
-            arrived.synchronize()  # it was sent before the last step's passes
-            for key, value in zip(keys, values.tolist(), strict=True):
-                found |= self._is_more(key, value)
-        facts = [
-            ((number, name), value.double() if sign > 0 else -value.double())
-            for number, one in enumerate(tensors(content))
-            for name, sign, value in _facts(one)
-        ]
-        self._on_its_way = None
-        if facts:
-            values = torch.stack([value for _, value in facts]).to("cpu", non_blocking=True)
-            sent = torch.cuda.Event()
-            sent.record()
-            self._on_its_way = sent, [key for key, _ in facts], values
-        return found and self._may_look()
 
 
 def _is_looked_at(tensor: Tensor) -> bool:
