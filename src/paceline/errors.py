@@ -2,6 +2,7 @@
 
 PacelineError                 one sentence for the user: what is wrong, where, what to do; no traceback
 ├── JobError                  an invalid job file, flag or keyword
+│   └── InvalidFileError      a file of values whose names are its own
 ├── ClusterError              an invalid description of nodes, devices and links
 ├── DataError                 a data set that is missing, truncated or corrupt
 ├── ModelError                a model that cannot be built, or cannot be trained the way the job asks
@@ -82,6 +83,10 @@ def file_problems(what: str, kind: type[PacelineError] = PacelineError) -> Itera
 
 class JobError(PacelineError):
     """An invalid job: unknown key, wrong type, impossible value."""
+
+
+class InvalidFileError(JobError):
+    """A file that cannot be used; names in the message are those of its columns or keys, even if options have them."""
 
 
 class ClusterError(PacelineError):

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from paceline.errors import JobError, LaunchError, PacelineError, WorkerFailed, shortened
+from paceline.errors import InvalidFileError, JobError, LaunchError, PacelineError, WorkerFailed, shortened
 from paceline.spec import Job
 from paceline.spec.micro_batch import parse_micro_batch
 from paceline.workflows.catalog import field_meanings
@@ -208,7 +208,7 @@ def options_of(
                     given[name] = group(**{one.name: values.pop(one.name) for one in fields})
                 command(**{name: value for name, value in values.items() if value is not None} | given)
             except PacelineError as error:
-                if not isinstance(error, WorkerFailed):  # which quotes what a worker said
+                if not isinstance(error, InvalidFileError | WorkerFailed):  # which quote what a file or worker says
                     error.args = (naming_options(str(error), names), *error.args[1:])
                 raise
 

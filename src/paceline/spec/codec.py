@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from paceline.errors import JobError, did_you_mean, shortened, shown
+from paceline.errors import InvalidFileError, JobError, did_you_mean, shortened, shown
 from paceline.regular_files import read_json, replace_text
 
 T = TypeVar("T")
@@ -79,9 +79,9 @@ class JsonValue:
         try:
             return cls.from_mapping(read_json(path))
         except OSError as problem:
-            raise JobError(f"{path} cannot be read as a {words}: {problem.strerror}.") from None
+            raise InvalidFileError(f"{path} cannot be read as a {words}: {problem.strerror}.") from None
         except (ValueError, JobError) as problem:
-            raise JobError(f"{path} cannot be read as a {words}: {problem}") from None
+            raise InvalidFileError(f"{path} cannot be read as a {words}: {problem}") from None
 
     def to_mapping(self) -> dict[str, Any]:
         return to_mapping(self)

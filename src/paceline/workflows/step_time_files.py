@@ -6,12 +6,13 @@ import csv
 import io
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from paceline.errors import JobError, shortened
+from paceline.errors import InvalidFileError, shortened
 from paceline.plan.model import Layout
 from paceline.regular_files import read_text
 from paceline.spec.algorithm import algorithm_names
@@ -55,28 +56,28 @@ def _read(path: Path) -> list[_Row]:
     """The rows of a file of placements; empty lines are skipped, columns of other names are ignored.
 
     Raises:
-        JobError: the file cannot be read, a column is missing, or a value is invalid; names line and column.
+        InvalidFileError: the file cannot be read, a column is missing or there twice, or a value is invalid; the
+            message names line and column.
     """
     try:
         text = read_text(path, encoding="utf-8-sig")
         first = text.partition("\n")[0]
         delimiter = max(",;\t", key=first.count)  # a comma where none of them is there
         reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True, restval="", delimiter=delimiter)
-        columns = [name.strip() for name in reader.fieldnames or []]
+        columns = [name.strip().lower() for name in reader.fieldnames or []]
         reader.fieldnames = columns
-        lines = [
-            _Line(path, reader.line_num, {name: cells[name].strip() for name in columns}, delimiter != ",")
-            for cells in reader
-        ]
+        lines = [_Line(path, reader.line_num, cells, delimiter != ",") for cells in reader]
     except (OSError, ValueError, csv.Error) as problem:
-        raise JobError(f"{path} cannot be read as a table of comma-separated values: {problem}.") from None
+        raise InvalidFileError(f"{path} cannot be read as a table of comma-separated values: {problem}.") from None
     has_layout = "devices_on_node" in columns or {"num_nodes", "devices_per_node"} <= set(columns)
     if not has_layout or "micro_batch_size" not in columns:
-        raise JobError(
+        raise InvalidFileError(
             f"{path} needs the columns num_nodes, devices_per_node (or devices_on_node) and micro_batch_size; "
             f"its first line has {shortened(', '.join(columns)) or 'none'}."
         )
-    return [line.row() for line in lines if any(line.cells.values())]
+    if twice := [name for name, count in Counter(filter(None, columns)).items() if count > 1]:
+        raise InvalidFileError(f"{path} has more than one column {twice[0]}; leave one of them.")
+    return [line.row() for line in lines if line.has_values()]
 
 
 @dataclass(frozen=True)
@@ -85,18 +86,33 @@ class _Line:
 
     path: Path
     line: int
-    cells: Mapping[str, str]
+    cells: Mapping[str | None, Any]
+    """Texts; under None the list of those beyond the last column."""
     has_decimal_commas: bool
     """Whether a comma in a number may be a decimal one, for it is not what divides columns."""
+
+    def has_values(self) -> bool:
+        return any(map(self._text, self.cells)) or self._has_more_cells()
+
+    def _text(self, column: str | None) -> str:
+        return "" if column is None else self.cells.get(column, "").strip()
+
+    def _has_more_cells(self) -> bool:
+        return any(cell.strip() for cell in self.cells.get(None, ()))
 
     def row(self) -> _Row:
         from paceline.plan.step_constants import Placement
 
+        if self._has_more_cells():  # a decimal comma divides a number into two cells, of which one would be read
+            raise InvalidFileError(
+                f"{self.path}, line {self.line} has more cells than the first line has columns; write numbers with a "
+                "decimal point, or separate columns by semicolons."
+            )
         step_time_s = self._number("step_time_s", float, _TINY, "time above zero, in seconds")
         sync_time_s = self._number("sync_time_s", float, 0, "time, in seconds")
         if step_time_s is not None and sync_time_s is not None and sync_time_s > step_time_s:
             raise self._mistake("sync_time_s", f"{sync_time_s:g} s is longer than the step of {step_time_s:g} s")
-        algorithm, known = self.cells.get("algorithm") or "all_reduce", algorithm_names()
+        algorithm, known = self._text("algorithm") or "all_reduce", algorithm_names()
         if algorithm not in known:
             raise self._mistake("algorithm", f"{algorithm} is not known; there are {', '.join(known)}")
         layout, micro_batch_size = self._layout(), self._count("micro_batch_size")
@@ -112,7 +128,7 @@ class _Line:
 
     def _layout(self) -> Layout:
         """The layout from devices_on_node ("2+4") if it is given, else num_nodes nodes of devices_per_node."""
-        listed = self.cells.get("devices_on_node", "")
+        listed = self._text("devices_on_node")
         if not listed:
             devices, nodes = self._count("devices_per_node"), self._count("num_nodes")
             if devices * nodes > MOST_WORKERS:
@@ -121,7 +137,7 @@ class _Line:
         counts = [count.strip() for count in listed.split("+")]
         if not all(re.fullmatch("0*[1-9][0-9]{0,5}", count) for count in counts):
             raise self._mistake("devices_on_node", f"{listed} should be the devices of each node, such as 2+4")
-        if self.cells.get("num_nodes") and self._count("num_nodes") != len(counts):
+        if self._text("num_nodes") and self._count("num_nodes") != len(counts):
             said = f"{listed} names {len(counts)} nodes, but num_nodes says {self._count('num_nodes')}"
             raise self._mistake("devices_on_node", said)
         return Layout(tuple(map(int, counts)))
@@ -148,7 +164,7 @@ class _Line:
 
     def _number(self, column: str, kind: Callable[[str], T], least: float, meaning: str) -> T | None:
         """The value of a column, None where it is empty."""
-        text = self.cells.get(column, "")
+        text = self._text(column)
         if not text:
             return None
         if self.has_decimal_commas:
@@ -162,8 +178,8 @@ class _Line:
             raise self._mistake(column, f"{text} is not a {meaning}")
         return value
 
-    def _mistake(self, column: str, what: str) -> JobError:
-        return JobError(f"{self.path}, line {self.line}, {column}: {shortened(what, 200)}.")
+    def _mistake(self, column: str, what: str) -> InvalidFileError:
+        return InvalidFileError(f"{self.path}, line {self.line}, {column}: {shortened(what, 200)}.")
 
 
 def _whole(text: str) -> int:

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from paceline.cli import command_line
 from paceline.cli.step_times import fit_and_predict, suggest_next
 from paceline.errors import JobError
 from paceline.workflows.step_times import fit_step_times, suggest_measurements
@@ -108,11 +110,28 @@ def test_without_such_rows_a_range_is_assumed(study: Path, capsys: pytest.Captur
             "rings is not known; there are all_",
         ),
         ("devices_on_node,micro_batch_size,step_time_s\n2,64,\n", "no row with a step_time_s"),
+        ("devices_on_node,micro_batch_size,step_time_s\n2,64,0,36\n", "line 2 has more cells than the first line"),
+        (
+            "devices_on_node,micro_batch_size,step_time_s,STEP_TIME_S\n2,64,1,2\n",
+            "has more than one column step_time_s",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence_with_the_line(tmp_path: Path, questions: Path, text: str, mistake: str) -> None:
     with pytest.raises(JobError, match=mistake):
         fit_and_predict(written(tmp_path / "bad.csv", text), questions, as_json=True)
+
+
+def test_on_the_command_line_columns_and_keys_of_files_keep_their_names(tmp_path: Path) -> None:
+    """Some options have the same names."""
+    for text in ("num_nodes,batch\n1,2\n", STUDY + "1,two,64,0.1\n"):
+        bad = str(written(tmp_path / "bad.csv", text))
+        with pytest.raises(JobError) as refused:
+            CliRunner().invoke(command_line(), ["plan", "--fit", bad, "--predict", bad], catch_exceptions=False)
+        assert "devices_per_node" in str(refused.value) and "--devices" not in str(refused.value)
+    plan = str(written(tmp_path / "plan.json", '{"cpu_offload": 3}'))
+    with pytest.raises(JobError, match="cpu_offload = 3 should be true or false"):
+        CliRunner().invoke(command_line(), ["train", "digits-lenet", "--plan", plan], catch_exceptions=False)
 
 
 def test_files_and_budgets_that_cannot_be_meant(tmp_path: Path, study: Path) -> None:
@@ -154,7 +173,7 @@ def test_one_row_alone_and_nodes_that_nobody_measured_are_said(
 def test_semicolons_decimal_commas_any_order_and_more_columns(
     tmp_path: Path, study: Path, questions: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = "step_time_s;note;micro_batch_size;num_nodes;devices_per_node\n0,0723;first;64;1;1\n0,0804;;64;1;2\n"
+    text = "step_time_s;note;Micro_Batch_Size;NUM_NODES;devices_per_node\n0,0723;first;64;1;1\n0,0804;;64;1;2\n"
     for one in (study, written(tmp_path / "semicolons.csv", text)):
         fit_and_predict(one, questions, as_json=True)
     first, second = capsys.readouterr().out.splitlines()
