@@ -11,7 +11,7 @@ from paceline.report import formats
 from paceline.report.figure import NUM_SERIES
 from paceline.report.live_plots import live_plots
 from paceline.report.live_run import LiveRun, clock_text
-from paceline.report.templates import render, render_part, shortened
+from paceline.report.templates import render, shortened
 from paceline.spec.run_status import WorkerStatus
 
 INTERVAL_S = 1.0
@@ -31,8 +31,8 @@ def live_update(runs: Sequence[LiveRun]) -> dict[str, Any]:
     values = _values(runs)
     return {
         "parts": {
-            "runs": render_part("live_runs.html", **values),
-            "details": render_part("live_details.html", **values),
+            "runs": render("live_runs.html", **values),
+            "details": render("live_details.html", **values),
         },
         "figures": {plot.key: plot.figure for plot in live_plots(runs)},
     }

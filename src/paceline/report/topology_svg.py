@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, groupby
 
-from paceline.report.templates import render_svg
+from paceline.report.templates import render
 from paceline.report.topology import (
     device_words,
     label_bandwidth,
@@ -81,7 +81,7 @@ def draw_topology(node: Node, ring: Sequence[int] = ()) -> str:
     links = _drawn_links(node, devices, nics)
     legend = list(_legend(node, links, ring, legend_top))
     switch = switch_link(node)
-    return render_svg(
+    return render(
         "topology.svg",
         width=width,
         height=math.ceil(legend_top + _LINE_HEIGHT * len(legend) + _MARGIN / 2),
