@@ -16,7 +16,7 @@ from paceline.launch.failures import Failure
 from paceline.launch.node_list import parse_node_list, read_node_file
 from paceline.report import analyse, detect_grow, load_records
 from paceline.report.comm_bench import comm_mapping
-from paceline.report.comm_files import load_timings
+from paceline.report.comm_page import load_timings
 from paceline.report.files import study_mapping
 from paceline.report.job_text import job_toml
 from paceline.run_lease import LEASE_FILE, own_lease, run_token

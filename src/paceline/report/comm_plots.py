@@ -12,7 +12,6 @@ from paceline.report.comm_bench import (
     cases,
     comm_rows,
     fastest_exact,
-    largest_size,
     minimum_s,
     sizes,
 )
@@ -116,7 +115,7 @@ def _plot(
     rows, shown = comm_rows(timings), sizes(timings)
     values = [found for found in map(value, rows) if found is not None]
     ticks = log_ticks(min(values), max(values), most_decades=4)
-    largest = largest_size(timings)
+    largest = shown[-1]
     best = fastest_exact(at_size(timings, largest))
     strong = {BASELINE} if best is None else {BASELINE, best.case}
     data = [
