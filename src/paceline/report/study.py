@@ -163,10 +163,10 @@ class Study:
 
     def _repr_html_(self) -> str:
         """The table, for notebooks."""
-        from paceline.report.html_table import html_of
         from paceline.report.study_table import study_table
+        from paceline.report.tables import html_of
 
-        return html_of(lambda _columns: study_table(self))
+        return html_of(study_table(self))
 
 
 def analyse(records: Sequence[RunRecord], *, grow: Grow, tolerance: float, efficiency_floor: float = 0.5) -> Study:
