@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean
 
 from paceline.report import formats
@@ -21,7 +22,7 @@ from paceline.report.figure import (
     series_color,
 )
 from paceline.report.study import Study, StudyRow
-from paceline.spec.record import EpochRecord, RunRecord
+from paceline.spec.record import EpochRecord
 
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid", "dash")
 
@@ -61,24 +62,14 @@ def _curve(row: StudyRow, measure: Measure) -> list[_Point]:
     """The epochs at which every run of the row was measured."""
     by_epoch: dict[int, list[tuple[float, float]]] = {}
     for run in row.runs:
-        for epoch, time_s, value in _measured(run, measure):
-            by_epoch.setdefault(epoch, []).append((time_s, value))
+        for epoch, time_s in zip(run.epochs, accumulate(epoch.train_s for epoch in run.epochs), strict=True):
+            if (value := measure(epoch)) is not None:
+                by_epoch.setdefault(epoch.epoch, []).append((time_s, value))
     return [
         _Point(epoch, fmean(time_s for time_s, _ in found), fmean(values), min(values), max(values))
         for epoch, found in sorted(by_epoch.items())
         if len(found) == len(row.runs) and (values := [value for _, value in found])
     ]
-
-
-def _measured(run: RunRecord, measure: Measure) -> list[tuple[int, float, float]]:
-    """(epoch, training time up to its end, value) of the epochs that have a value."""
-    found, time_s = [], 0.0
-    for epoch in run.epochs:
-        time_s += epoch.train_s
-        value = measure(epoch)
-        if value is not None:
-            found.append((epoch.epoch, time_s, value))
-    return found
 
 
 def _curves(study: Study, curves: list[list[_Point]], over_time: bool) -> list[Trace]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 from paceline.report import formats
@@ -15,6 +14,7 @@ from paceline.report.figure import (
     dashed,
     error_bars,
     figure,
+    fill_the_grid,
     interval,
     line,
     log_axis,
@@ -57,11 +57,9 @@ def plan_plots(forecast: Forecast) -> list[Plot]:
     elif any(row.cost_per_million_samples is not None for row in rows):
         title, caption = "Cost of a million samples", "Without failures."
         plots.append(_total(forecast, "cost", title, unit, lambda row: row.cost_per_million_samples, caption))
-    if len(plots) % 2 == 0:  # the first one is wide: an odd number of others would leave a hole
-        plots[-1] = dataclasses.replace(plots[-1], wide=True)
     if any(row.availability < _NEGLIGIBLE_FAILURES for row in forecast.simulated):
         plots.append(_availability(forecast))
-    return plots
+    return fill_the_grid(plots)
 
 
 def _step(forecast: Forecast) -> Plot:
