@@ -208,17 +208,6 @@ def detect_grow(records: Iterable[RunRecord]) -> Grow:
     return "batch" if len({record.job.global_batch_size for record in records}) > 1 else "none"
 
 
-def peak_learning_rate(job: Job) -> float:
-    """The rate after warm-up, before any schedule lowers it.
-
-    With k = global batch / base batch: linear rule lr * k (Goyal et al. 2017), square root rule lr * sqrt(k)
-    (Krizhevsky 2014).
-    """
-    ratio = job.global_batch_size / (job.optim.base_batch_size or job.global_batch_size)
-    factor = {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[job.optim.lr_scaling]
-    return job.optim.lr * factor
-
-
 def _check_one_job(records: Sequence[RunRecord], grow: Grow) -> None:
     """All runs have one job, but for its name, its seed, where its data lie and what `grow` lets grow."""
 
@@ -257,7 +246,7 @@ def _row(runs: tuple[RunRecord, ...], base: tuple[RunRecord, ...]) -> StudyRow:
         devices=devices,
         runs=runs,
         global_batch_size=runs[0].job.global_batch_size,
-        learning_rate=peak_learning_rate(runs[0].job),
+        learning_rate=runs[0].job.optim.lr * runs[0].job.lr_scale,
         accuracy=accuracy,
         accuracy_min=min(accuracies, default=None),
         accuracy_max=max(accuracies, default=None),
