@@ -104,14 +104,15 @@ def node_view(node: Node, width: int, ring: Sequence[int] = ()) -> RenderableTyp
         width: Columns of text that fit; a wider matrix goes on below.
         ring: Indices of devices in the order of a ring to mark.
     """
-    parts: list[RenderableType] = [Text(title(node), style="bold")]
-    if node.device_kind == "cpu":
-        parts += [*_parts_tables(node), *_notes(node)]
-        return Group(*parts, Text("No GPU was found: training runs on CPU workers, and there are no links to draw."))
-    parts += _parts_tables(node)
-    if len(node.devices) + len(node.peripherals) > 1:
+    parts: list[RenderableType] = [Text(title(node), style="bold"), *_parts_tables(node)]
+    is_cpu = node.device_kind == "cpu"
+    if not is_cpu and len(node.devices) + len(node.peripherals) > 1:
         parts += [Text(), *_matrices(node, width, ring), *_legend(node, ring)]
-    return Group(*parts, *_notes(node))
+    if node.notes:
+        parts += [Text(), *map(Text, node.notes)]
+    if is_cpu:
+        parts.append(Text("No GPU was found: training runs on CPU workers, and there are no links to draw."))
+    return Group(*parts)
 
 
 def title(node: Node) -> str:
@@ -193,25 +194,21 @@ def _matrices(node: Node, width: int, ring: Sequence[int]) -> list[RenderableTyp
     """The matrix, in as many tables as it takes columns to fit into the width."""
     rows = [device.label for device in node.devices]
     columns = [*rows, *(part.label for part in node.peripherals)]
-    hops = _hops(ring)
+    hops = {frozenset((f"GPU{ring[place - 1]}", f"GPU{end}")) for place, end in enumerate(ring)}
     cells = {(row, column): _cell(node, row, column, hops) for row in rows for column in columns}
+    widths = {one: max(len(one), *(len(cells[row, one]) for row in rows)) + _GUTTER for one in columns}
+    room = width - max(map(len, rows)) - _GUTTER
+    parts: list[list[str]] = []
+    for column in columns:
+        if not parts or sum(widths[one] for one in (*parts[-1], column)) > room:
+            parts.append([])
+        parts[-1].append(column)
     tables: list[RenderableType] = []
-    left = [*columns]
-    while left:
-        part: list[str] = []
-        room = width - max(map(len, rows)) - _GUTTER
-        while left and (not part or room >= _column_width(left[0], cells)):
-            room -= _column_width(left[0], cells)
-            part.append(left.pop(0))
-        found = table("", *part, left=("", *part), no_wrap=True)
+    for part in parts:
+        tables.append(found := table("", *part, left=("", *part), no_wrap=True))
         for row in rows:
             found.add_row(row, *(cells[row, column] for column in part))
-        tables.append(found)
     return tables
-
-
-def _column_width(column: str, cells: Mapping[tuple[str, str], Text]) -> int:
-    return max(len(column), *(len(text) for (_, other), text in cells.items() if other == column)) + _GUTTER
 
 
 def _cell(node: Node, row: str, column: str, hops: set[frozenset[str]]) -> Text:
@@ -223,12 +220,6 @@ def _cell(node: Node, row: str, column: str, hops: set[frozenset[str]]) -> Text:
     is_hop = frozenset((row, column)) in hops
     style = f"{_STYLES[label_class(link.label)]}{' reverse' if is_hop else ''}".strip()
     return Text(f"{link.label}{RING_MARK if is_hop else ''}", style=style)
-
-
-def _hops(ring: Sequence[int]) -> set[frozenset[str]]:
-    if len(ring) < 2:
-        return set()
-    return {frozenset((f"GPU{ring[place - 1]}", f"GPU{ring[place]}")) for place in range(len(ring))}
 
 
 def _legend(node: Node, ring: Sequence[int]) -> list[RenderableType]:
@@ -261,10 +252,6 @@ def label_bandwidth(node: Node, label: str) -> str:
     if all(link.source == "measured" for link in links):
         return f"{' to '.join(ends)} measured"
     return f"about {' to '.join(ends)}"
-
-
-def _notes(node: Node) -> list[RenderableType]:
-    return [Text(), *map(Text, node.notes)] if node.notes else []
 
 
 # --- The choice ---
