@@ -68,14 +68,14 @@ _RUN_COLUMNS: tuple[tuple[str, Callable[[LiveRun], str]], ...] = (
     ("State", lambda run: Markup('<span class="state" data-state="{0}">{0}</span>').format(run.state)),
     ("Workers", lambda run: str(len(run.workers) or formats.NOTHING)),
     ("Step", lambda run: f"{run.step:,}"),
-    ("Loss", lambda run: _number(run.losses[-1] if run.losses else None)),
-    ("Samples/s", lambda run: formats.quantity(run.samples_per_s[-1] if run.samples_per_s else None)),
+    ("Loss", lambda run: _number(run.metrics.losses[-1] if run.metrics.losses else None)),
+    ("Samples/s", lambda run: formats.quantity(run.metrics.samples_per_s[-1] if run.metrics.samples_per_s else None)),
     ("Last evaluation", lambda run: _last_evaluation(run)),
 )
 
 
 def _last_evaluation(run: LiveRun) -> str:
-    metrics = run.evaluations[-1][1] if run.evaluations else {}
+    metrics = run.metrics.evaluations[-1][1] if run.metrics.evaluations else {}
     return ", ".join(f"{name} {_number(value)}" for name, value in metrics.items()) or formats.NOTHING
 
 
