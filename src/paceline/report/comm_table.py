@@ -22,7 +22,6 @@ from paceline.report.comm_bench import (
     verdict,
 )
 from paceline.report.formats import (
-    inverse_rate_text,
     megabytes_text,
     percent,
     rate_text,
@@ -83,7 +82,10 @@ FITTED = ("alpha", "1/beta")
 
 def fit_texts(timings: CommTimings) -> dict[CommCase, tuple[str, str]]:
     """The fitted line of each case: its latency, and the rate that a long message approaches."""
-    return {fit.case: (time_text(fit.alpha_s), inverse_rate_text(fit.beta_s_per_byte)) for fit in timings.fits}
+    return {
+        fit.case: (time_text(fit.alpha_s), rate_text(1 / fit.beta_s_per_byte if fit.beta_s_per_byte > 0 else None))
+        for fit in timings.fits
+    }
 
 
 def comm_table(timings: CommTimings, width: int = _FULL_WIDTH) -> RenderableType:
