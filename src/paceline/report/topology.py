@@ -22,15 +22,15 @@ NAIVE_SIZE_BYTES = 1e9
 _GUTTER = 2
 """Spaces between the columns of a table."""
 
-_WORDS = {
-    "PIX": "through one PCIe bridge",
-    "PXB": "through several PCIe bridges without crossing a host bridge",
-    "PHB": "through a PCIe host bridge, which is part of the CPU",
-    "NODE": "between PCIe host bridges of one NUMA node",
-    "SYS": "across the link between the sockets",
-    "XGMI": "over AMD Infinity Fabric",
+_LABELS = {
+    "PIX": ("PCIe", "through one PCIe bridge"),
+    "PXB": ("PCIe", "through several PCIe bridges without crossing a host bridge"),
+    "PHB": ("host", "through a PCIe host bridge, which is part of the CPU"),
+    "NODE": ("host", "between PCIe host bridges of one NUMA node"),
+    "SYS": ("sockets", "across the link between the sockets"),
+    "XGMI": ("NVLink", "over AMD Infinity Fabric"),
 }
-"""`nvidia-smi topo -m` prints the same legend in its own words."""
+"""Kind of wire, and what `nvidia-smi topo -m` prints in its own words as a legend; the nearest first."""
 
 _STYLES = {"NVLink": "bold green", "PCIe": "cyan", "host": "yellow", "sockets": "red", "other": ""}
 
@@ -39,7 +39,7 @@ def label_words(label: str) -> str:
     """What a link with this label goes through, to follow on "they talk"."""
     if bonds := num_nvlinks(label):
         return "over one NVLink" if bonds == 1 else f"over {bonds} NVLinks"
-    return _WORDS.get(label, "in a way that has no name here")
+    return _LABELS.get(label, ("", "in a way that has no name here"))[1]
 
 
 def num_nvlinks(label: str) -> int:
@@ -50,9 +50,7 @@ def num_nvlinks(label: str) -> int:
 
 def label_class(label: str) -> str:
     """The kind of wire: NVLink (and AMD's like), PCIe, host (through the CPU), sockets, other."""
-    if num_nvlinks(label) or label == "XGMI":
-        return "NVLink"
-    return {"PIX": "PCIe", "PXB": "PCIe", "PHB": "host", "NODE": "host", "SYS": "sockets"}.get(label, "other")
+    return "NVLink" if num_nvlinks(label) else _LABELS.get(label, ("other", ""))[0]
 
 
 def bandwidth_text(bytes_per_s: float | None) -> str:
@@ -234,12 +232,13 @@ def _legend(node: Node, ring: Sequence[int]) -> list[RenderableType]:
 
 def labels_in_use(node: Node) -> list[str]:
     """Each label once, the fastest kind of wire first."""
-    order = [*_STYLES]
-    labels = {link.label for link in node.links}
-    near = {label: place for place, label in enumerate(_WORDS)}
-    return sorted(
-        labels, key=lambda label: (order.index(label_class(label)), -num_nvlinks(label), near.get(label, 99), label)
-    )
+    kinds, near = list(_STYLES), list(_LABELS)
+
+    def order(label: str) -> tuple[int, int, int, str]:
+        place = near.index(label) if label in near else len(near)
+        return kinds.index(label_class(label)), -num_nvlinks(label), place, label
+
+    return sorted({link.label for link in node.links}, key=order)
 
 
 def label_bandwidth(node: Node, label: str) -> str:
