@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from paceline.report.formats import listing, size_text, time_text
@@ -186,11 +187,7 @@ def advice(timings: CommTimings) -> str:
     fastest = [(size, row.case) for size in sizes(timings) if (row := fastest_exact(at_size(timings, size)))]
     if len({row.case for row in comm_rows(timings) if row.case.wire == "float32"}) < 2 or not fastest:
         return ""
-    ranges: list[tuple[CommCase, list[int]]] = []
-    for size, case in fastest:
-        if not ranges or ranges[-1][0] != case:
-            ranges.append((case, []))
-        ranges[-1][1].append(size)
+    ranges = [(case, [size for size, _ in held]) for case, held in groupby(fastest, key=lambda one: one[1])]
     if len(ranges) == 1:
         return f"Use {ranges[0][0]} for messages of every size measured."
     said = [

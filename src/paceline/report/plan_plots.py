@@ -195,7 +195,7 @@ def _hours_to_target(row: ForecastRow) -> float | None:
 
 def _total(forecast: Forecast, key: str, title: str, unit: str, value: Value, caption: str) -> Plot:
     def say(number: float | None) -> str:
-        return formats.NOTHING if number is None else cost_text(number, unit)
+        return cost_text(number, unit)
 
     return Plot(
         f"plan-{key}",
@@ -247,9 +247,8 @@ def _against_devices(forecast: Forecast, value: Value, title: str, say: Say) -> 
     if impossible:
         grey = points([row.devices for row in impossible], [value(row) for row in impossible], MUTED, size=7)
         marks.append(grey | {"name": "cannot run the job", "showlegend": False})
-    found = figure([_line(forecast, value, say, 0), *marks], _devices_axis(forecast), axis(title, **style))
-    found["layout"]["meta"] = {"may_be_logarithmic": True}
-    return found
+    meta = {"may_be_logarithmic": True}
+    return figure([_line(forecast, value, say, 0), *marks], _devices_axis(forecast), axis(title, **style), meta=meta)
 
 
 def _line(forecast: Forecast, value: Value, say: Say, series: int) -> Trace:
