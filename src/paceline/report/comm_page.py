@@ -38,7 +38,7 @@ def render_comm_page(timings: CommTimings) -> str:
         best=comm_bench.fastest_exact(largest) or min(largest, key=lambda row: row.timing.median_s),
         quickest=min(comm_bench.at_size(timings, sizes[0]), key=lambda row: row.timing.median_s),
         cases=cases,
-        series=series,
+        color=lambda case: series_color(series(case)),
         by_size=[
             ("Algorithm", str),
             *size_columns(timings, sizes, Markup('<span class="fastest">{}</span>').format),
@@ -50,7 +50,7 @@ def render_comm_page(timings: CommTimings) -> str:
             *figure_columns(timings),
         ],
         # One legend for all plots.
-        keys=[(str(case), series_color(series(case) - 1), _DASHES[dash(case)]) for case in cases] + limit,
+        keys=[(str(case), series_color(series(case)), _DASHES[dash(case)]) for case in cases] + limit,
         plots=comm_plots(timings),
         environment=[("ranks by node", ranks), *timings.environment.items()],
         has_wires=any(row.case.wire != "float32" for row in rows),

@@ -8,7 +8,7 @@ from typing import Any
 from markupsafe import Markup
 
 from paceline.report import formats
-from paceline.report.figure import NUM_SERIES
+from paceline.report.figure import series_color
 from paceline.report.live_plots import live_plots
 from paceline.report.live_run import LiveRun, clock_text
 from paceline.report.templates import render, shortened
@@ -43,7 +43,7 @@ def _values(runs: Sequence[LiveRun]) -> dict[str, Any]:
     return {
         "runs": runs,
         "run_columns": _RUN_COLUMNS,
-        "series": lambda run: runs.index(run) % NUM_SERIES + 1,
+        "color": lambda run: series_color(runs.index(run)),
         "worker_columns": _worker_columns,
         "differences": differences(runs),
         "difference_columns": [
