@@ -19,8 +19,8 @@ from tests.hosts.cluster import Cluster, run_on_nodes, why_not
 from paceline.cli.options import parse_size
 from paceline.errors import PacelineError
 from paceline.measure.values import REQUEST_FILE
-from paceline.report.comm_bench import PAGE_FILE, comm_mapping, largest_size, left_out_sentences, place_text
-from paceline.report.comm_files import load_timings, write_comm_bench
+from paceline.report.comm_bench import PAGE_FILE, comm_mapping, left_out_sentences, place_text, sizes
+from paceline.report.comm_page import load_timings, write_comm_bench
 from paceline.report.comm_table import comm_markdown_at
 from paceline.report.formats import rate_text, size_text
 from paceline.spec.algorithm import algorithm_names
@@ -84,7 +84,7 @@ def main() -> None:
     timings = load_timings(out)
     write_comm_bench(timings, out)
     print(json.dumps(comm_mapping(timings)))
-    size = largest_size(timings)
+    size = sizes(timings)[-1]
     print(
         f"\n{size_text(size)} over {place_text(timings)}, {used} of {arguments.links} links of "
         f"{rate_text(rate_bits_per_s / 8)} a node\n"

@@ -15,7 +15,7 @@ from paceline import errors
 
 if TYPE_CHECKING:
     from paceline.parallel.losses import Mean
-    from paceline.report import Study
+    from paceline.report.study import Study
     from paceline.spec import Cluster, Job, Plan, RunRecord
     from paceline.spec.forecast import Forecast
     from paceline.train import Callback, Run, init
@@ -83,7 +83,7 @@ _MODULES = {
     "Forecast": "paceline.spec.forecast",
     "Mean": "paceline.parallel.losses",
     "Strategy": "paceline.workflows.strategy",
-    "Study": "paceline.report",
+    "Study": "paceline.report.study",
     "dry_run_mesh": "paceline.workflows.mesh_dry_run",
 }
 """The modules of the public names that are no commands; a module is loaded when one of its names is first used, since

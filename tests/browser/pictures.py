@@ -22,10 +22,10 @@ from typing import Literal
 from paceline.plan.forecast import counts_between, forecast
 from paceline.plan.inputs import ForecastRequest
 from paceline.plan.pick import pick
-from paceline.report import analyse
 from paceline.report.comm_page import render_comm_page
 from paceline.report.page import render_page
 from paceline.report.plan_page import render_plan_page
+from paceline.report.study import analyse
 from paceline.report.topology_svg import draw_topology
 from paceline.spec import Cluster, Job
 from paceline.workflows.step_times import fit_step_times

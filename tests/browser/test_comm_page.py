@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report.comm_files import write_comm_bench
+from paceline.report.comm_page import write_comm_bench
 from paceline.report.comm_plots import comm_plots
 from tests.browser.chromium import Browser
 from tests.browser.conftest import TWO_FRAMES, Scheme, check_colours, check_page, show

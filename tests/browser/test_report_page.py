@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.report import analyse, write_study
-from paceline.report.study import Study
+from paceline.report.files import write_study
+from paceline.report.study import Study, analyse
 from paceline.report.study_plots import study_plots
 from tests.browser.chromium import Browser
 from tests.browser.conftest import TWO_FRAMES, Scheme, contrast, rgb, show

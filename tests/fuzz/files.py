@@ -14,11 +14,11 @@ from paceline.errors import PacelineError
 from paceline.hardware.read import read_topology
 from paceline.launch.failures import Failure
 from paceline.launch.node_list import parse_node_list, read_node_file
-from paceline.report import analyse, detect_grow, load_records
 from paceline.report.comm_bench import comm_mapping
-from paceline.report.comm_files import load_timings
-from paceline.report.files import study_mapping
+from paceline.report.comm_page import load_timings
+from paceline.report.files import load_records, study_mapping
 from paceline.report.job_text import job_toml
+from paceline.report.study import analyse, detect_grow
 from paceline.run_lease import LEASE_FILE, own_lease, run_token
 from paceline.spec import Cluster, Job, Plan, load_job
 from paceline.spec.checkpoint_timing import CheckpointRequest, CheckpointTimings

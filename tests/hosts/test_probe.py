@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from paceline.report.comm_bench import PAGE_FILE
-from paceline.report.comm_files import load_timings
+from paceline.report.comm_page import load_timings
 from paceline.spec import Cluster as ClusterFile
 from tests.hosts.cluster import INTERFACE, Cluster, Node, NodeProcess
 from tests.hosts.sshd import ssh_between, why_not_ssh

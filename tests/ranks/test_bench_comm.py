@@ -22,7 +22,7 @@ from paceline.comm.shared_memory import SharedMemory
 from paceline.errors import PacelineError
 from paceline.measure import collective_bench
 from paceline.measure.collective_bench import _num_rounds, fit, in_turn, time_cases
-from paceline.report.comm_files import load_timings
+from paceline.report.comm_page import load_timings
 from paceline.spec import Plan
 from paceline.spec.algorithm import algorithm_names
 from paceline.spec.comm_timing import CommCase, CommRequest, CommTiming, UntimedCases

@@ -19,8 +19,8 @@ from paceline.hardware.read import read_topology
 from paceline.launch.failures import Failure
 from paceline.launch.node_list import read_node_file
 from paceline.regular_files import MOST_TEXT_BYTES, create, open_regular, read_bytes, read_json, replace_text
-from paceline.report import load_records
-from paceline.report.comm_files import load_timings
+from paceline.report.comm_page import load_timings
+from paceline.report.files import load_records
 from paceline.report.parity import load_trace
 from paceline.spec import Cluster, Job, Plan, load_job
 from paceline.train.metrics import json_lines

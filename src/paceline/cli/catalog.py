@@ -25,9 +25,11 @@ def keys(
     prefix: Annotated[str, typer.Argument(help="Only keys that begin with this, such as optim.")] = "",
 ) -> None:
     """List every key of a job file: its values, its default and its meaning."""
-    rows = [(key.name, key.default, key.values, key.meaning) for key in catalog.job_keys(prefix)]
-    headings = ("key", "default", "values", "meaning")
-    print_table(headings, rows, left=headings, pipe_columns=400)
+    rows = [
+        {"key": key.name, "default": key.default, "values": key.values, "meaning": key.meaning}
+        for key in catalog.job_keys(prefix)
+    ]
+    print_table(rows, left=rows[0], pipe_columns=400)
 
 
 def models() -> None:
@@ -46,5 +48,5 @@ def show_recipes() -> None:
 
 
 def _show(entries: Iterable[CatalogEntry]) -> None:
-    headings = ("name", "description")
-    print_table(headings, [(entry.name, entry.meaning) for entry in entries], left=headings, pipe_columns=400)
+    rows = [{"name": entry.name, "description": entry.meaning} for entry in entries]
+    print_table(rows, left=rows[0], pipe_columns=400)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,16 +17,18 @@ def table_console(pipe_columns: int) -> Console:
     return console if console.is_terminal else Console(highlight=False, width=pipe_columns)
 
 
-def print_table(
-    headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: Collection[str] = (), pipe_columns: int = 120
-) -> None:
-    """Print a table without lines; columns are aligned to the right, but for those whose headings are in `left`."""
+def print_table(rows: Sequence[Mapping[str, str]], *, left: Collection[str] = (), pipe_columns: int = 120) -> None:
+    """Print cells by their headings, without lines.
+
+    Columns are aligned to the right, but for those whose headings are in `left`.
+    """
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, padding=(0, 2, 0, 0))
+    headings = list(dict.fromkeys(heading for row in rows for heading in row))
     for heading in headings:
         table.add_column(heading, justify="left" if heading in left else "right")
     for row in rows:
-        table.add_row(*map(Text, row))  # brackets in a cell are no markup
+        table.add_row(*(Text(row.get(heading, "")) for heading in headings))  # brackets in a cell are no markup
     table_console(pipe_columns).print(table)

@@ -45,47 +45,45 @@ def _print_links(links: Iterable[tuple[str, Link]], *, has_several_nodes: bool) 
     for hostname, link in links:
         first.setdefault((hostname, link.label), link)
     rows = [
-        [
-            label,
-            " and ".join(link.ends),
-            *([hostname] if has_several_nodes else []),
-            "" if link.bytes_per_s is None else f"{link.bytes_per_s / 1e9:.2f}",
-            "" if link.latency_s is None else f"{link.latency_s * 1e6:.1f}",
-        ]
+        {
+            "link": label,
+            "between": " and ".join(link.ends),
+            **({"on": hostname} if has_several_nodes else {}),
+            "GB/s": "" if link.bytes_per_s is None else f"{link.bytes_per_s / 1e9:.2f}",
+            "latency µs": "" if link.latency_s is None else f"{link.latency_s * 1e6:.1f}",
+        }
         for (hostname, label), link in first.items()
     ]
-    left = ["link", "between", *(["on"] if has_several_nodes else [])]
-    print_table([*left, "GB/s", "latency µs"], rows, left=left, pipe_columns=100)
+    print_table(rows, left=("link", "between", "on"), pipe_columns=100)
 
 
 def _print_network(measured: Cluster) -> None:
     rows = [
-        [
-            link.interface,
-            " and ".join(link.ends),
-            f"{link.bytes_per_s / 1e9:.3g}",
-            "" if link.single_stream_bytes_per_s is None else f"{link.single_stream_bytes_per_s / 1e9:.3g}",
-            f"{link.latency_s * 1e6:.1f}",
-        ]
+        {
+            "network": link.interface,
+            "between": " and ".join(link.ends),
+            "GB/s": f"{link.bytes_per_s / 1e9:.3g}",
+            "GB/s by one stream": ""
+            if link.single_stream_bytes_per_s is None
+            else f"{link.single_stream_bytes_per_s / 1e9:.3g}",
+            "latency µs": f"{link.latency_s * 1e6:.1f}",
+        }
         for link in measured.network
     ]
-    left = ["network", "between"]
-    print_table([*left, "GB/s", "GB/s by one stream", "latency µs"], rows, left=left, pipe_columns=100)
+    print_table(rows, left=("network", "between"), pipe_columns=100)
 
 
 def _print_timing(timing: JobTiming, of_node: str) -> None:
-    has_memory = any(row.peak_memory_bytes is not None for row in timing.micro_batches)
     rows = [
-        [
-            str(row.micro_batch_size),
-            f"{row.seconds * 1e3:.2f}",
-            f"{row.micro_batch_size / row.seconds:,.0f}",
-            *([] if row.peak_memory_bytes is None else [f"{row.peak_memory_bytes / 2**30:.2f}"]),
-        ]
+        {
+            "micro-batch": str(row.micro_batch_size),
+            "ms a pass": f"{row.seconds * 1e3:.2f}",
+            "samples/s": f"{row.micro_batch_size / row.seconds:,.0f}",
+            **({} if row.peak_memory_bytes is None else {"peak GiB": f"{row.peak_memory_bytes / 2**30:.2f}"}),
+        }
         for row in timing.micro_batches
     ]
-    headings = ["micro-batch", "ms a pass", "samples/s", *(["peak GiB"] if has_memory else [])]
-    print_table(headings, rows, pipe_columns=100)
+    print_table(rows, pipe_columns=100)
     print(f"{timing.job}: {timing.num_parameters:,} parameters on {timing.device}{of_node}")
     if timing.largest_micro_batch_size is not None:
         print(f"largest micro-batch that was tried and fits: {timing.largest_micro_batch_size}")

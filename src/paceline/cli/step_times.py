@@ -29,37 +29,26 @@ def fit_and_predict(
         return
     rows = []
     for one, forecast, compared in fitted.rows:
-        cells = [
-            _where(one.layout),
-            f"{one.num_passes} x {one.micro_batch_size}" if one.num_passes > 1 else str(one.micro_batch_size),
-            f"{forecast.total_s:.4g} s",
-            f"{forecast.low_s:.4g} … {forecast.high_s:.4g} s",
-            f"{one.global_batch_size / forecast.total_s:.4g}",
-            "" if compared is None else f"{compared.speedup:.3g}x",
-            "" if compared is None else f"{100 * compared.efficiency:.0f} %",
-            forecast.bound_by,
-        ]
-        if compared is not None and compared.cost_per_million_samples is not None:
-            cells.append(f"{compared.cost_per_million_samples:.4g}")
+        passes = f"{one.num_passes} x " if one.num_passes > 1 else ""
+        cells = {
+            "nodes x devices": _where(one.layout),
+            "micro-batch": f"{passes}{one.micro_batch_size}",
+            "step": f"{forecast.total_s:.4g} s",
+            "90 % interval": f"{forecast.low_s:.4g} … {forecast.high_s:.4g} s",
+            "samples/s": f"{one.global_batch_size / forecast.total_s:.4g}",
+            "speed-up": "" if compared is None else f"{compared.speedup:.3g}x",
+            "efficiency": "" if compared is None else f"{100 * compared.efficiency:.0f} %",
+            "bound by": forecast.bound_by,
+        }
+        if price is not None:
+            cost = None if compared is None else compared.cost_per_million_samples
+            cells["cost / million samples"] = "" if cost is None else f"{cost:.4g}"
         rows.append(cells)
-    head = [
-        "nodes x devices",
-        "micro-batch",
-        "step",
-        "90 % interval",
-        "samples/s",
-        "speed-up",
-        "efficiency",
-        "bound by",
-    ]
-    print_table([*head, *(["cost / million samples"] if price is not None else [])], rows)
+    print_table(rows)
     if fitted.forecast is not None:
         print(f"{fitted.forecast.verdict} {fitted.forecast.reason}")
-    print_table(
-        ["what the rows tell", "usual", "90 % interval"],
-        [list(row) for row in fitted.learnt],
-        left=["what the rows tell"],
-    )
+    headings = ("what the rows tell", "usual", "90 % interval")
+    print_table([dict(zip(headings, row, strict=True)) for row in fitted.learnt], left=headings[:1])
     print(f"The rows differ from the fit by {100 * fitted.calibration.error:.1f} % (standard deviation).")
     for sentence in (*(one.sentence for one in fitted.contradictions), *fitted.warnings):
         print(sentence)
@@ -101,17 +90,16 @@ def suggest_next(
         print(json.dumps({"suggestions": rows}))
         return
     cells = [
-        [
-            str(number),
-            _where(one.placement.layout),
-            str(one.placement.micro_batch_size),
-            f"{one.device_seconds / 60:.3g} min",
-            f"{100 * one.promised_error:.0f} %",
-        ]
+        {
+            "measure": str(number),
+            "nodes x devices": _where(one.placement.layout),
+            "micro-batch": str(one.placement.micro_batch_size),
+            "device time": f"{one.device_seconds / 60:.3g} min",
+            "then 90 % of forecasts are off by less than": f"{100 * one.promised_error:.0f} %",
+        }
         for number, one in enumerate(suggestions, 1)
     ]
-    head = ["measure", "nodes x devices", "micro-batch", "device time", "then 90 % of forecasts are off by less than"]
-    print_table(head, cells)
+    print_table(cells)
 
 
 def _placement(placement: Placement) -> dict[str, Any]:

@@ -6,15 +6,17 @@ ring is what goes over each worker's link. Times are the medians over the rounds
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from paceline.report.formats import listing, size_text, time_text
-from paceline.spec.comm_timing import CommCase, CommFit, CommTiming, CommTimings
+from paceline.spec.comm_timing import CommCase, CommTiming, CommTimings
 from paceline.spec.wire import WIRE_FACTS
 
-PAGE_FILE, MARKDOWN_FILE = "comm.html", "comm.md"
+PAGE_FILE = "comm.html"
 
 BASELINE = CommCase("all_reduce")
 """What others are compared with: the backend's own."""
@@ -101,7 +103,7 @@ def comm_mapping(timings: CommTimings) -> dict[str, Any]:
         "link_rate_bytes_per_s": timings.request.link_rate_bytes_per_s,
         "rows": [
             {
-                **_case_mapping(row.case),
+                **dataclasses.asdict(row.case),
                 "size_bytes": row.size_bytes,
                 "num_rounds": len(row.timing.times_s),
                 "median_s": row.timing.median_s,
@@ -116,19 +118,15 @@ def comm_mapping(timings: CommTimings) -> dict[str, Any]:
             for row in comm_rows(timings)
         ],
         "fits": [
-            {**_case_mapping(fit.case), "alpha_s": fit.alpha_s, "beta_s_per_byte": fit.beta_s_per_byte}
+            {**dataclasses.asdict(fit.case), "alpha_s": fit.alpha_s, "beta_s_per_byte": fit.beta_s_per_byte}
             for fit in timings.fits
         ],
         "left_out": [
-            {**_case_mapping(left.case), "sizes_bytes": list(left.sizes_bytes), "reason": left.reason}
+            {**dataclasses.asdict(left.case), "sizes_bytes": list(left.sizes_bytes), "reason": left.reason}
             for left in timings.left_out
         ],
         "environment": dict(timings.environment),
     }
-
-
-def _case_mapping(case: CommCase) -> dict[str, str]:
-    return {"algorithm": case.algorithm, "wire": case.wire, "order": case.order}
 
 
 # --- words ---
@@ -170,7 +168,7 @@ def verdict(timings: CommTimings) -> str:
 
 
 def _fastest(timings: CommTimings) -> str:
-    rows = at_size(timings, largest_size(timings))
+    rows = at_size(timings, sizes(timings)[-1])
     best = fastest_exact(rows)
     if best is None:
         return f"{place_text(timings)}: only rounded formats were timed."
@@ -189,11 +187,7 @@ def advice(timings: CommTimings) -> str:
     fastest = [(size, row.case) for size in sizes(timings) if (row := fastest_exact(at_size(timings, size)))]
     if len({row.case for row in comm_rows(timings) if row.case.wire == "float32"}) < 2 or not fastest:
         return ""
-    ranges: list[tuple[CommCase, list[int]]] = []
-    for size, case in fastest:
-        if not ranges or ranges[-1][0] != case:
-            ranges.append((case, []))
-        ranges[-1][1].append(size)
+    ranges = [(case, [size for size, _ in held]) for case, held in groupby(fastest, key=lambda one: one[1])]
     if len(ranges) == 1:
         return f"Use {ranges[0][0]} for messages of every size measured."
     said = [
@@ -201,10 +195,6 @@ def advice(timings: CommTimings) -> str:
         for case, held in ranges
     ]
     return f"Use {listing(said)}."
-
-
-def largest_size(timings: CommTimings) -> int:
-    return max(timing.size_bytes for timing in timings.timings)
 
 
 def at_size(timings: CommTimings, size_bytes: int) -> list[CommRow]:
@@ -218,13 +208,5 @@ def cases(timings: CommTimings) -> list[CommCase]:
 
 
 def sizes(timings: CommTimings) -> list[int]:
+    """Ascending."""
     return sorted({timing.size_bytes for timing in timings.timings})
-
-
-def fit_of(timings: CommTimings, case: CommCase) -> CommFit:
-    return next(fit for fit in timings.fits if fit.case == case)
-
-
-def times_s(timings: CommTimings) -> dict[tuple[CommCase, int], float]:
-    """Median seconds by case and size."""
-    return {(timing.case, timing.size_bytes): timing.median_s for timing in timings.timings}

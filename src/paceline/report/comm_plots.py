@@ -12,12 +12,10 @@ from paceline.report.comm_bench import (
     cases,
     comm_rows,
     fastest_exact,
-    largest_size,
     minimum_s,
     sizes,
 )
 from paceline.report.figure import (
-    NUM_SERIES,
     SYMBOLS,
     Plot,
     Trace,
@@ -40,8 +38,8 @@ _DASHES = ("solid", "dash", "dashdot", "dot")
 
 
 def series(case: CommCase) -> int:
-    """The number of a case's colour: one an algorithm."""
-    return algorithm_names().index(case.algorithm) % NUM_SERIES + 1
+    """The number of a case's colour, from 0: one an algorithm."""
+    return algorithm_names().index(case.algorithm)
 
 
 def dash(case: CommCase) -> str:
@@ -116,7 +114,7 @@ def _plot(
     rows, shown = comm_rows(timings), sizes(timings)
     values = [found for found in map(value, rows) if found is not None]
     ticks = log_ticks(min(values), max(values), most_decades=4)
-    largest = largest_size(timings)
+    largest = shown[-1]
     best = fastest_exact(at_size(timings, largest))
     strong = {BASELINE} if best is None else {BASELINE, best.case}
     data = [
@@ -143,7 +141,7 @@ def _plot(
 
 def _line(case: CommCase, rows: list[CommRow], value: Value, say: Say, *, is_faint: bool) -> Trace:
     """The line of a case; faint where it is neither the fastest exact sum nor the backend's own."""
-    number = series(case) - 1
+    number = series(case)
     symbol = SYMBOLS[number % len(SYMBOLS)] + ("-open" if case.order == "alternating" else "")
     return line(
         [row.size_bytes for row in rows],

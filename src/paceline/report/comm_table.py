@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -14,17 +15,13 @@ from paceline.report.comm_bench import (
     at_size,
     cases,
     comm_rows,
-    fit_of,
-    largest_size,
     left_out_sentences,
     place_text,
     rounds_text,
     sizes,
-    times_s,
     verdict,
 )
 from paceline.report.formats import (
-    inverse_rate_text,
     megabytes_text,
     percent,
     rate_text,
@@ -33,7 +30,7 @@ from paceline.report.formats import (
     time_text,
 )
 from paceline.report.tables import markdown_table, table
-from paceline.spec.comm_timing import CommTimings
+from paceline.spec.comm_timing import CommCase, CommTimings
 
 _FULL_WIDTH = 96
 """Columns of a terminal in which every figure has room."""
@@ -61,9 +58,39 @@ def figure_columns(timings: CommTimings) -> list[Column]:
     return [*found, ("x all_reduce", lambda row: ratio_text(row.speedup))]
 
 
+def size_columns(
+    timings: CommTimings, shown: Sequence[int], mark: Callable[[str], Any]
+) -> list[tuple[str, Callable[[CommCase], Any]]]:
+    """Heading and cell of the median time at each of these sizes; `mark` makes the cell of the fastest one."""
+    known = {(timing.case, timing.size_bytes): timing.median_s for timing in timings.timings}
+
+    def at(size: int) -> Callable[[CommCase], Any]:
+        fastest_s = min(seconds for (_, other), seconds in known.items() if other == size)
+
+        def cell(case: CommCase) -> Any:
+            seconds = known.get((case, size))
+            return mark(time_text(seconds)) if seconds == fastest_s else time_text(seconds)
+
+        return cell
+
+    return [(size_text(size), at(size)) for size in shown]
+
+
+FITTED = ("alpha", "1/beta")
+"""Headings of `fit_texts`."""
+
+
+def fit_texts(timings: CommTimings) -> dict[CommCase, tuple[str, str]]:
+    """The fitted line of each case: its latency, and the rate that a long message approaches."""
+    return {
+        fit.case: (time_text(fit.alpha_s), rate_text(1 / fit.beta_s_per_byte if fit.beta_s_per_byte > 0 else None))
+        for fit in timings.fits
+    }
+
+
 def comm_table(timings: CommTimings, width: int = _FULL_WIDTH) -> RenderableType:
     """Times by size, then all figures of the largest size, or in less than 96 columns the most important ones."""
-    largest = largest_size(timings)
+    largest = sizes(timings)[-1]
     rows = at_size(timings, largest)
     rate = timings.request.link_rate_bytes_per_s
     link = "" if rate is None else f", links of {rate_text(rate)}"
@@ -93,51 +120,38 @@ def _shown_sizes(timings: CommTimings) -> list[int]:
 
 
 def _times_table(timings: CommTimings, shown: Sequence[int]) -> Table:
-    found = table("algorithm", *map(size_text, shown), left=("algorithm",))
-    known = times_s(timings)
-    fastest = {size: min(seconds for (_, other), seconds in known.items() if other == size) for size in shown}
+    columns = size_columns(timings, shown, lambda text: Text(text, style="bold green"))
+    found = table("algorithm", *(heading for heading, _ in columns), left=("algorithm",))
     for case in cases(timings):
-        times = [(known.get((case, size)), fastest[size]) for size in shown]
-        found.add_row(
-            str(case), *(Text(time_text(s), style="bold green" if s == fastest_s else "") for s, fastest_s in times)
-        )
+        found.add_row(str(case), *(cell(case) for _, cell in columns))
     return found
 
 
 def _figures_table(timings: CommTimings, rows: Sequence[CommRow], *, is_wide: bool) -> Table:
-    cells = dict(figure_columns(timings))
+    cells, fits = dict(figure_columns(timings)), fit_texts(timings)
     shown = {"median": "median", "min": "min", "algbw": "algbw", "busbw": "busbw", "link": "of link"}
     shown["ratio"] = "x all_reduce"
     left_out = () if is_wide else ("min", "algbw")
     columns = {heading: cells[name] for heading, name in shown.items() if name in cells and name not in left_out}
-    found = table("algorithm", *columns, "alpha", "1/beta", left=("algorithm",))
+    found = table("algorithm", *columns, *FITTED, left=("algorithm",))
     for row in rows:
-        fit = fit_of(timings, row.case)
-        figures = [cell(row) for cell in columns.values()]
-        found.add_row(str(row.case), *figures, time_text(fit.alpha_s), inverse_rate_text(fit.beta_s_per_byte))
+        found.add_row(str(row.case), *(cell(row) for cell in columns.values()), *fits[row.case])
     return found
 
 
 def comm_markdown(timings: CommTimings) -> str:
     """Everything, as text that renders anywhere."""
-    shown, known = sizes(timings), times_s(timings)
-    by_size = [
-        [
-            str(case),
-            *(time_text(known.get((case, size))) for size in shown),
-            time_text(fit_of(timings, case).alpha_s),
-            inverse_rate_text(fit_of(timings, case).beta_s_per_byte),
-        ]
-        for case in cases(timings)
-    ]
+    shown, fits = size_columns(timings, sizes(timings), str), fit_texts(timings)
+    by_size = [[str(case), *(cell(case) for _, cell in shown), *fits[case]] for case in cases(timings)]
+    largest = sizes(timings)[-1]
     parts = [
         f"# Sums over {place_text(timings)} ({timings.device_kind}, {timings.request.dtype})",
         verdict(timings),
         f"Median times of {rounds_text(comm_rows(timings))}; every sum was checked.",
-        markdown_table(["algorithm", *map(size_text, shown), "alpha", "1/beta"], by_size),
+        markdown_table(["algorithm", *(heading for heading, _ in shown), *FITTED], by_size),
         *left_out_sentences(timings),
-        f"## At {size_text(largest_size(timings))}",
-        comm_markdown_at(timings, largest_size(timings)),
+        f"## At {size_text(largest)}",
+        comm_markdown_at(timings, largest),
         "## Measured on",
         "\n".join(f"- {key}: {value}" for key, value in timings.environment.items()),
     ]

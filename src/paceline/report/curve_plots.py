@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean
 
 from paceline.report import formats
@@ -21,28 +22,17 @@ from paceline.report.figure import (
     series_color,
 )
 from paceline.report.study import Study, StudyRow
-from paceline.spec.record import EpochRecord, RunRecord
+from paceline.spec.record import EpochRecord
 
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "solid", "dash")
 
-Measure = Callable[[EpochRecord], float | None]
 
-
-def train_loss(epoch: EpochRecord) -> float | None:
-    return finite(epoch.train_loss)
-
-
-def epoch_loss(epoch: EpochRecord) -> float | None:
-    return finite(epoch.metrics.get("loss"))
-
-
-def epoch_accuracy(epoch: EpochRecord) -> float | None:
-    accuracy = finite(epoch.metrics.get("accuracy"))
-    return None if accuracy is None else 100 * accuracy
-
-
-def finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
+def _value(epoch: EpochRecord, name: str) -> float | None:
+    """The training loss or a metric of the evaluation, accuracy in percent; None where it was not measured."""
+    value = epoch.train_loss if name == "train_loss" else epoch.metrics.get(name)
+    if value is None or not math.isfinite(value):
+        return None
+    return 100 * value if name == "accuracy" else value
 
 
 @dataclass(frozen=True)
@@ -57,28 +47,18 @@ class _Point:
     high: float
 
 
-def _curve(row: StudyRow, measure: Measure) -> list[_Point]:
+def _curve(row: StudyRow, name: str) -> list[_Point]:
     """The epochs at which every run of the row was measured."""
     by_epoch: dict[int, list[tuple[float, float]]] = {}
     for run in row.runs:
-        for epoch, time_s, value in _measured(run, measure):
-            by_epoch.setdefault(epoch, []).append((time_s, value))
+        for epoch, time_s in zip(run.epochs, accumulate(epoch.train_s for epoch in run.epochs), strict=True):
+            if (value := _value(epoch, name)) is not None:
+                by_epoch.setdefault(epoch.epoch, []).append((time_s, value))
     return [
         _Point(epoch, fmean(time_s for time_s, _ in found), fmean(values), min(values), max(values))
         for epoch, found in sorted(by_epoch.items())
         if len(found) == len(row.runs) and (values := [value for _, value in found])
     ]
-
-
-def _measured(run: RunRecord, measure: Measure) -> list[tuple[int, float, float]]:
-    """(epoch, training time up to its end, value) of the epochs that have a value."""
-    found, time_s = [], 0.0
-    for epoch in run.epochs:
-        time_s += epoch.train_s
-        value = measure(epoch)
-        if value is not None:
-            found.append((epoch.epoch, time_s, value))
-    return found
 
 
 def _curves(study: Study, curves: list[list[_Point]], over_time: bool) -> list[Trace]:
@@ -137,12 +117,13 @@ def _difference(curves: Sequence[Sequence[_Point]]) -> str:
     return f"They differ by at most {gaps[widest]:.2g}, after epoch {widest}."
 
 
-def over_epochs(study: Study, key: str, title: str, unit: str, measure: Measure) -> Plot | None:
-    curves = [_curve(row, measure) for row in study.rows]
+def over_epochs(study: Study, key: str, title: str, unit: str, name: str) -> Plot | None:
+    """The training loss or a metric, by its name in the records."""
+    curves = [_curve(row, name) for row in study.rows]
     if not any(curves):
         return None
     values = [point.mean for curve in curves for point in curve]
-    yaxis = axis(unit, **({"ticksuffix": " %"} if measure is epoch_accuracy else {}))
+    yaxis = axis(unit, **({"ticksuffix": " %"} if name == "accuracy" else {}))
     if key.startswith("loss") and min(values) > 0 and max(values) > 20 * min(values):
         yaxis = log_axis(unit, log_ticks(min(values), max(values), most_decades=3))
     longest = max(point.epoch for curve in curves for point in curve)
@@ -157,7 +138,7 @@ def over_epochs(study: Study, key: str, title: str, unit: str, measure: Measure)
 
 
 def accuracy_over_time(study: Study) -> Plot | None:
-    curves = [_curve(row, epoch_accuracy) for row in study.rows]
+    curves = [_curve(row, "accuracy") for row in study.rows]
     if not any(curves):
         return None
     xaxis, yaxis = axis("training time (s)", rangemode="tozero"), axis("accuracy", ticksuffix=" %")

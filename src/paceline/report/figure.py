@@ -20,6 +20,12 @@ Values = Sequence[float | None]
 NUM_SERIES = 8
 """Colours the style sheet defines; further series begin again, told apart by marker and dash."""
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon", "x")
+STEP_PARTS = (
+    ("compute", "compute", "compute_s"),
+    ("data", "data", "data_s"),
+    ("exposed communication", "comm", "exposed_comm_s"),
+)
+"""(name, colour of the style sheet, attribute of `StepTime`)."""
 INK, MUTED, SURFACE = "var(--ink)", "var(--muted)", "var(--surface)"
 
 _AXIS = {

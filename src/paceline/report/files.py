@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.errors import file_problems
 from paceline.report.page import render_page
-from paceline.report.study import Study, StudyRow, peak_learning_rate
+from paceline.report.study import Study, StudyRow
 from paceline.spec.record import RECORD_FILE, RunRecord
 
 
@@ -92,7 +92,7 @@ def _run_mapping(run: RunRecord) -> dict[str, Any]:
         "devices": run.world_size,
         "seed": run.job.seed,
         "global_batch_size": run.job.global_batch_size,
-        "learning_rate": peak_learning_rate(run.job),
+        "learning_rate": run.job.optim.lr * run.job.lr_scale,
         **run.summary(),
         "train_loss": run.train_loss,
         "train_s": run.train_s,

@@ -56,10 +56,10 @@ def duration(seconds: float | None) -> str:
         whole = round(seconds)
         return f"{whole // 60} min {whole % 60:02d} s"
     if seconds >= 1:
-        return f"{_significant(seconds)} s"
+        return f"{_three(seconds, 1)} s"
     if seconds >= 1e-3:
-        return f"{_significant(seconds * 1e3)} ms"
-    return f"{_significant(seconds * 1e6)} µs" if seconds > 0 else "0 s"
+        return f"{_three(seconds * 1e3, 1)} ms"
+    return f"{_three(seconds * 1e6, 1)} µs" if seconds > 0 else "0 s"
 
 
 def duration_range(low: float | None, high: float | None) -> str:
@@ -81,12 +81,7 @@ def quantity(number: float | None) -> str:
     """A count or rate with thin groups of three: 12345.6 as "12,346", 9.87 as "9.9"."""
     if number is None:
         return NOTHING
-    return f"{number:,.0f}" if abs(number) >= 100 else _significant(number)
-
-
-def rate(number: float) -> str:
-    """A learning rate: as many digits as it needs and no more."""
-    return f"{number:.4g}"
+    return f"{number:,.0f}" if number >= 100 else _three(number, 1)
 
 
 def devices(count: int) -> str:
@@ -130,27 +125,15 @@ def megabytes_text(num_bytes: float | None) -> str:
     return NOTHING if num_bytes is None else _three(num_bytes / 1e6)
 
 
-def inverse_rate_text(beta_s_per_byte: float) -> str:
-    """1 / beta as a rate: what a long message approaches."""
-    return rate_text(1 / beta_s_per_byte if beta_s_per_byte > 0 else None)
-
-
-def _significant(number: float) -> str:
-    """Three significant digits at most, and never more than one decimal."""
-    if number == 0:
-        return "0"
-    decimals = 1 if math.floor(math.log10(abs(number))) < 2 else 0
-    return f"{number:.{decimals}f}"
-
-
 def _scaled(number: float, units: Sequence[str]) -> str:
     power = min(max(0, int(math.log10(max(number, 1)) // 3)), len(units) - 1)
     scaled = number / 1000**power
     return f"{scaled:g} {units[power]}" if scaled == int(scaled) else f"{_three(scaled)} {units[power]}"
 
 
-def _three(number: float) -> str:
-    """Three significant digits, without an exponent."""
+def _three(number: float, most_decimals: int | None = None) -> str:
+    """Three significant digits, without an exponent; fewer where that takes more decimals than `most_decimals`."""
     if number <= 0:
         return "0"
-    return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}"
+    decimals = max(0, 2 - math.floor(math.log10(number)))
+    return f"{number:.{decimals if most_decimals is None else min(decimals, most_decimals)}f}"

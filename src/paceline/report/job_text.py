@@ -13,11 +13,10 @@ from paceline.spec.job import Job
 def job_toml(job: Job) -> str:
     """Top-level keys first, then a table each for model, data, optim, checkpoint; unset keys are left out."""
     plain = job.to_mapping()
-    lines = [f"{key} = {_value(item)}" for key, item in plain.items() if not _is_unset(item) and not _is_table(item)]
+    lines = _lines({key: item for key, item in plain.items() if not isinstance(item, Mapping)})
     for name, table in plain.items():
-        if _is_table(table):
-            lines += ["", f"[{name}]"]
-            lines += [f"{_key(key)} = {_value(item)}" for key, item in table.items() if not _is_unset(item)]
+        if isinstance(table, Mapping):
+            lines += ["", f"[{name}]", *_lines(table)]
     return "\n".join(lines) + "\n"
 
 
@@ -32,12 +31,8 @@ def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _is_unset(item: Any) -> bool:
-    return item is None or item == {} or item == []
-
-
-def _is_table(item: Any) -> bool:
-    return isinstance(item, Mapping)
+def _lines(table: Mapping[str, Any]) -> list[str]:
+    return [f"{_key(key)} = {toml_value(item)}" for key, item in table.items() if item not in (None, {}, [])]
 
 
 def _key(key: str) -> str:
@@ -49,14 +44,15 @@ def _text(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _value(item: Any) -> str:
+def toml_value(item: Any) -> str:
+    """A value as TOML writes it."""
     if isinstance(item, bool):
         return "true" if item else "false"
     if isinstance(item, str):
         return _text(item)
     if isinstance(item, Mapping):
-        pairs = (f"{_key(str(key))} = {_value(value)}" for key, value in item.items() if value is not None)
-        return "{ " + ", ".join(pairs) + " }"
+        pairs = (f"{_key(str(key))} = {toml_value(value)}" for key, value in item.items() if value is not None)
+        return f"{{ {', '.join(pairs)} }}" if item else "{}"
     if isinstance(item, list | tuple):
-        return "[" + ", ".join(_value(value) for value in item) + "]"
+        return "[" + ", ".join(toml_value(value) for value in item) + "]"
     return repr(item)

@@ -8,10 +8,10 @@ from typing import Any
 from markupsafe import Markup
 
 from paceline.report import formats
-from paceline.report.figure import NUM_SERIES
+from paceline.report.figure import series_color
 from paceline.report.live_plots import live_plots
 from paceline.report.live_run import LiveRun, clock_text
-from paceline.report.templates import render, render_part, shortened
+from paceline.report.templates import render, shortened
 from paceline.spec.run_status import WorkerStatus
 
 INTERVAL_S = 1.0
@@ -31,8 +31,8 @@ def live_update(runs: Sequence[LiveRun]) -> dict[str, Any]:
     values = _values(runs)
     return {
         "parts": {
-            "runs": render_part("live_runs.html", **values),
-            "details": render_part("live_details.html", **values),
+            "runs": render("live_runs.html", **values),
+            "details": render("live_details.html", **values),
         },
         "figures": {plot.key: plot.figure for plot in live_plots(runs)},
     }
@@ -43,7 +43,7 @@ def _values(runs: Sequence[LiveRun]) -> dict[str, Any]:
     return {
         "runs": runs,
         "run_columns": _RUN_COLUMNS,
-        "series": lambda run: runs.index(run) % NUM_SERIES + 1,
+        "color": lambda run: series_color(runs.index(run)),
         "worker_columns": _worker_columns,
         "differences": differences(runs),
         "difference_columns": [
@@ -68,14 +68,14 @@ _RUN_COLUMNS: tuple[tuple[str, Callable[[LiveRun], str]], ...] = (
     ("State", lambda run: Markup('<span class="state" data-state="{0}">{0}</span>').format(run.state)),
     ("Workers", lambda run: str(len(run.workers) or formats.NOTHING)),
     ("Step", lambda run: f"{run.step:,}"),
-    ("Loss", lambda run: _number(run.losses[-1] if run.losses else None)),
-    ("Samples/s", lambda run: formats.quantity(run.samples_per_s[-1] if run.samples_per_s else None)),
+    ("Loss", lambda run: _number(run.metrics.losses[-1] if run.metrics.losses else None)),
+    ("Samples/s", lambda run: formats.quantity(run.metrics.samples_per_s[-1] if run.metrics.samples_per_s else None)),
     ("Last evaluation", lambda run: _last_evaluation(run)),
 )
 
 
 def _last_evaluation(run: LiveRun) -> str:
-    metrics = run.evaluations[-1][1] if run.evaluations else {}
+    metrics = run.metrics.evaluations[-1][1] if run.metrics.evaluations else {}
     return ", ".join(f"{name} {_number(value)}" for name, value in metrics.items()) or formats.NOTHING
 
 

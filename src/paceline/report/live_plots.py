@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from paceline.report import formats
 from paceline.report.figure import (
+    STEP_PARTS,
     SYMBOLS,
     Plot,
     Trace,
@@ -20,32 +21,26 @@ from paceline.report.live_run import LiveRun
 
 _MOST_POINTS = 1500
 """On a line; more are not seen on a screen, and slow the page down."""
-_PARTS = (
-    ("compute", "compute", "compute_s"),
-    ("data", "data", "data_s"),
-    ("exposed communication", "comm", "exposed_comm_s"),
-)
-"""(name, colour of the style sheet, attribute of `StepTime`)."""
 
 
 def live_plots(runs: Sequence[LiveRun]) -> list[Plot]:
     """The same plots for any runs, so that the page need not grow while they train."""
-    metrics = list(dict.fromkeys(name for run in runs for _, found in run.evaluations for name in found))
+    metrics = list(dict.fromkeys(name for run in runs for _, found in run.metrics.evaluations for name in found))
     metric = "accuracy" if "accuracy" in metrics or not metrics else metrics[0]
     return fill_the_grid(
         [
             _curves(
                 runs,
                 ("loss", "Training loss", "loss of the global batch"),
-                [_thinned(run.steps, run.losses) for run in runs],
+                [_thinned(run.metrics.steps, run.metrics.losses) for run in runs],
             ),
             _curves(
                 runs,
                 ("evaluation", f"Evaluation: {metric}", metric),
                 [
                     (
-                        [step for step, found in run.evaluations if metric in found],
-                        [found[metric] for _, found in run.evaluations if metric in found],
+                        [step for step, found in run.metrics.evaluations if metric in found],
+                        [found[metric] for _, found in run.metrics.evaluations if metric in found],
                     )
                     for run in runs
                 ],
@@ -54,7 +49,7 @@ def live_plots(runs: Sequence[LiveRun]) -> list[Plot]:
             _curves(
                 runs,
                 ("throughput", "Throughput", "samples/s"),
-                [_thinned(run.timed_steps, run.samples_per_s) for run in runs],
+                [_thinned(run.metrics.timed_steps, run.metrics.samples_per_s) for run in runs],
                 from_zero=True,
             ),
             _step_time(runs),
@@ -125,11 +120,11 @@ def _caption(runs: Sequence[LiveRun], curves: Sequence[tuple[Sequence[int], Sequ
 
 def _step_time(runs: Sequence[LiveRun]) -> Plot:
     """Stacked bars: where the time of the latest steps went."""
-    times = [(run.name, run.step_time) for run in runs if run.step_time is not None]
+    times = [(run.name, run.metrics.step_time) for run in runs if run.metrics.step_time is not None]
     names = [run for run, _ in times]
     data = [
         stacked_bar(name, token, names, [1e3 * getattr(step, part) for _, step in times], hover="%{x:.2f} ms")
-        for name, token, part in _PARTS
+        for name, token, part in STEP_PARTS
     ]
     said = [f"{run}: {formats.duration(step.total_s)}" for run, step in times]
     return Plot(

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -25,130 +25,20 @@ _MOST_EVENTS = 30
 State = Literal["starting", "training", "finished", "failed", "silent"]
 
 
-@dataclass(frozen=True)
-class LiveRun:
-    """One run, as it is now."""
-
-    name: str
-    """The name of its folder."""
-    state: State
-    sentence: str
-    """What to know about it first."""
-    job: Mapping[str, str]
-    """Key to value, as texts; keys of tables with a dot."""
-    steps: tuple[int, ...] = ()
-    losses: tuple[float | None, ...] = ()
-    """The loss of each of `steps`; None where it is not finite."""
-    timed_steps: tuple[int, ...] = ()
-    samples_per_s: tuple[float, ...] = ()
-    """The throughput at each of `timed_steps`: the mean since the one before."""
-    step_time: StepTime | None = None
-    """Where the time of the latest steps went, on rank 0."""
-    evaluations: tuple[tuple[int, Mapping[str, float]], ...] = ()
-    """(step, metrics) of every evaluation."""
-    workers: tuple[WorkerStatus, ...] = ()
-    processor_use: Mapping[int, float] = field(default_factory=dict)
-    """Processors that each rank kept busy since the status before: 1.0 is one processor."""
-    gpus: Mapping[int, GpuUse] = field(default_factory=dict)
-    """What each rank on this machine uses of its GPU, where that is known."""
-    events: tuple[tuple[float, str], ...] = ()
-    """(seconds since the epoch, sentence), the latest first."""
-
-    @property
-    def step(self) -> int:
-        """The last step known."""
-        return max([*self.steps[-1:], *(worker.step or 0 for worker in self.workers)], default=0)
-
-
-class RunFollower:
-    """Reads a run folder again and again; of the metrics only what is new."""
-
-    def __init__(self, folder: Path) -> None:
-        """Follow a folder.
-
-        Raises:
-            PacelineError: there is no such folder.
-        """
-        if not folder.is_dir():
-            raise PacelineError(f"There is no run folder '{folder}'.")
-        self._folder = folder
-        self._metrics = _MetricsReader(folder / METRICS_FILE)
-        self._status: RunStatus | None = None
-        self._processor_use: dict[int, float] = {}
-
-    def read(self, gpus: Mapping[int, GpuUse] | None = None) -> LiveRun:
-        """The run now.
-
-        Args:
-            gpus: by process id, what programs use of this machine's GPUs.
-        """
-        metrics = self._metrics.read()
-        status = RunStatus.load(self._folder / STATUS_FILE)
-        self._note_use(status)
-        self._status = status
-        record, failure = _mapping(self._folder / RECORD_FILE), _mapping(self._folder / FAILURE_FILE)
-        last_s = status.time if status is not None else _modified_s(self._folder / METRICS_FILE)
-        silent_s = max(0.0, time.time() - last_s)
-        by_pid = gpus or {}
-        state, sentence = _state(record, failure, bool(metrics.losses), silent_s)
-        return LiveRun(
-            name=self._folder.resolve().name,
-            state=state,
-            sentence=sentence,
-            job={key: _text(value) for key, value in flat(_mapping(self._folder / "job.json")).items()},
-            steps=tuple(metrics.steps),
-            losses=tuple(metrics.losses),
-            timed_steps=tuple(metrics.timed_steps),
-            samples_per_s=tuple(metrics.samples_per_s),
-            step_time=metrics.step_time,
-            evaluations=tuple(metrics.evaluations),
-            workers=status.workers if status is not None and state in ("starting", "training") else (),
-            processor_use=dict(self._processor_use),
-            gpus={
-                worker.rank: by_pid[worker.pid]
-                for worker in (status.workers if status is not None else ())
-                if not worker.node and worker.pid in by_pid
-            },
-            events=tuple(sorted(self._events(record, failure, metrics), reverse=True)[:_MOST_EVENTS]),
-        )
-
-    def _note_use(self, status: RunStatus | None) -> None:
-        before = self._status
-        if status is None or before is None or status.time <= before.time:
-            return
-        used_s = {worker.pid: worker.processor_s for worker in before.workers}
-        for worker in status.workers:
-            earlier = used_s.get(worker.pid)
-            if earlier is not None and worker.processor_s is not None:
-                self._processor_use[worker.rank] = (worker.processor_s - earlier) / (status.time - before.time)
-
-    def _events(
-        self, record: Mapping[str, Any], failure: Mapping[str, Any], metrics: _Metrics
-    ) -> Iterator[tuple[float, str]]:
-        if started_s := _modified_s(self._folder / "job.json"):
-            yield started_s, "The job was written; workers start."
-        for manifest in self._folder.glob("checkpoints/step-*/manifest.json"):
-            yield _modified_s(manifest), f"Checkpoint {manifest.parent.name} was saved."
-        for earlier in self._folder.glob("failure-*.json"):
-            if found := _mapping(earlier):
-                yield _number(found.get("noticed_at")), f"{found.get('sentence')} The run was started again."
-        yield from metrics.epochs
-        if failure:
-            yield _number(failure.get("noticed_at")), str(failure.get("sentence"))
-        if record:
-            yield _modified_s(self._folder / RECORD_FILE), "The run has finished."
-
-
 @dataclass
-class _Metrics:
-    """The lines of metrics.jsonl so far, by what they tell."""
+class Metrics:
+    """What the lines of metrics.jsonl tell so far."""
 
     steps: list[int] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
+    """The loss of each of `steps`; None where it is not finite."""
     timed_steps: list[int] = field(default_factory=list)
     samples_per_s: list[float] = field(default_factory=list)
+    """The throughput at each of `timed_steps`: the mean since the one before."""
     step_time: StepTime | None = None
+    """Where the time of the latest steps went, on rank 0."""
     evaluations: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
+    """(step, metrics) of every evaluation."""
     epochs: list[tuple[float, str]] = field(default_factory=list)
     """(seconds since the epoch, sentence) of every epoch that has ended."""
 
@@ -166,25 +56,98 @@ class _Metrics:
             sentence = f"Epoch {line['epoch']} ended: train loss {line.get('train_loss'):.4g}."
             self.epochs.append((_number(line["time"]), sentence))
 
+    def copy(self) -> Metrics:
+        """What is known now; the lists of the original grow on in another thread."""
+        lists: dict[str, Any] = {name: [*held] for name, held in vars(self).items() if isinstance(held, list)}
+        return replace(self, **lists)
 
-class _MetricsReader:
-    """Reads what is new in metrics.jsonl; a file in its place is read from its beginning."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._inode, self._read_bytes = 0, 0
-        self._metrics = _Metrics()
+@dataclass(frozen=True)
+class LiveRun:
+    """One run, as it is now."""
 
-    def read(self) -> _Metrics:
+    name: str
+    """The name of its folder."""
+    state: State
+    sentence: str
+    """What to know about it first."""
+    job: Mapping[str, str]
+    """Key to value, as texts; keys of tables with a dot."""
+    metrics: Metrics
+    workers: tuple[WorkerStatus, ...] = ()
+    processor_use: Mapping[int, float] = field(default_factory=dict)
+    """Processors that each rank kept busy since the status before: 1.0 is one processor."""
+    gpus: Mapping[int, GpuUse] = field(default_factory=dict)
+    """What each rank on this machine uses of its GPU, where that is known."""
+    events: tuple[tuple[float, str], ...] = ()
+    """(seconds since the epoch, sentence), the latest first."""
+
+    @property
+    def step(self) -> int:
+        """The last step known."""
+        return max([*self.metrics.steps[-1:], *(worker.step or 0 for worker in self.workers)], default=0)
+
+
+class RunFollower:
+    """Reads a run folder again and again; of the metrics only what is new."""
+
+    def __init__(self, folder: Path) -> None:
+        """Follow a folder.
+
+        Raises:
+            PacelineError: there is no such folder.
+        """
+        if not folder.is_dir():
+            raise PacelineError(f"There is no run folder '{folder}'.")
+        self._folder = folder
+        self._inode, self._read_bytes, self._metrics = 0, 0, Metrics()
+        self._status: RunStatus | None = None
+        self._processor_use: dict[int, float] = {}
+
+    def read(self, gpus: Mapping[int, GpuUse] | None = None) -> LiveRun:
+        """The run now.
+
+        Args:
+            gpus: by process id, what programs use of this machine's GPUs.
+        """
+        self._read_metrics()
+        metrics = self._metrics.copy()
+        status = RunStatus.load(self._folder / STATUS_FILE)
+        self._note_use(status)
+        self._status = status
+        record, failure = _mapping(self._folder / RECORD_FILE), _mapping(self._folder / FAILURE_FILE)
+        last_s = status.time if status is not None else _modified_s(self._folder / METRICS_FILE)
+        silent_s = max(0.0, time.time() - last_s)
+        by_pid = gpus or {}
+        state, sentence = _state(record, failure, bool(metrics.losses), silent_s)
+        return LiveRun(
+            name=self._folder.resolve().name,
+            state=state,
+            sentence=sentence,
+            job={key: _text(value) for key, value in flat(_mapping(self._folder / "job.json")).items()},
+            metrics=metrics,
+            workers=status.workers if status is not None and state in ("starting", "training") else (),
+            processor_use=dict(self._processor_use),
+            gpus={
+                worker.rank: by_pid[worker.pid]
+                for worker in (status.workers if status is not None else ())
+                if not worker.node and worker.pid in by_pid
+            },
+            events=tuple(sorted(self._events(record, failure, metrics), reverse=True)[:_MOST_EVENTS]),
+        )
+
+    def _read_metrics(self) -> None:
+        """Read what is new in metrics.jsonl; a file in its place is read from its beginning."""
+        path = self._folder / METRICS_FILE
         try:
-            found = self._path.stat()
+            found = path.stat()
             if found.st_ino != self._inode or found.st_size < self._read_bytes:
-                self._inode, self._read_bytes, self._metrics = found.st_ino, 0, _Metrics()
-            with open_regular(self._path) as file:
+                self._inode, self._read_bytes, self._metrics = found.st_ino, 0, Metrics()
+            with open_regular(path) as file:
                 file.seek(self._read_bytes)
                 new = file.read()
         except (OSError, PacelineError):
-            return self._metrics
+            return
         whole = new[: new.rfind(b"\n") + 1]  # the last line may be half written
         self._read_bytes += len(whole)
         for text in whole.splitlines():
@@ -194,7 +157,32 @@ class _MetricsReader:
                 continue
             if isinstance(line, dict) and isinstance(line.get("step"), int):
                 self._metrics.add(line["step"], line)
-        return self._metrics
+
+    def _note_use(self, status: RunStatus | None) -> None:
+        before = self._status
+        if status is None or before is None or status.time <= before.time:
+            return
+        used_s = {worker.pid: worker.processor_s for worker in before.workers}
+        for worker in status.workers:
+            earlier = used_s.get(worker.pid)
+            if earlier is not None and worker.processor_s is not None:
+                self._processor_use[worker.rank] = (worker.processor_s - earlier) / (status.time - before.time)
+
+    def _events(
+        self, record: Mapping[str, Any], failure: Mapping[str, Any], metrics: Metrics
+    ) -> Iterator[tuple[float, str]]:
+        if started_s := _modified_s(self._folder / "job.json"):
+            yield started_s, "The job was written; workers start."
+        for manifest in self._folder.glob("checkpoints/step-*/manifest.json"):
+            yield _modified_s(manifest), f"Checkpoint {manifest.parent.name} was saved."
+        for earlier in self._folder.glob("failure-*.json"):
+            if found := _mapping(earlier):
+                yield _number(found.get("noticed_at")), f"{found.get('sentence')} The run was started again."
+        yield from metrics.epochs
+        if failure:
+            yield _number(failure.get("noticed_at")), str(failure.get("sentence"))
+        if record:
+            yield _modified_s(self._folder / RECORD_FILE), "The run has finished."
 
 
 def _state(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from paceline.report import formats
-from paceline.report.figure import NUM_SERIES
+from paceline.report.figure import series_color
 from paceline.report.job_text import job_toml
 from paceline.report.study import Study, StudyRow
 from paceline.report.study_plots import study_plots
@@ -22,7 +22,7 @@ def render_page(study: Study) -> str:
         best=study.recommended,
         accuracy_aside=_accuracy_aside(study),
         columns=_columns(study),
-        series=lambda row: study.rows.index(row) % NUM_SERIES + 1,
+        color=lambda row: series_color(study.rows.index(row)),
         plots=study_plots(study),
         notes=_notes(study),
         device=_device(study),

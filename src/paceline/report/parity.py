@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +111,7 @@ def compare(base: Trace, again: Trace, others: Sequence[Trace]) -> list[ParityVe
             if data
             else "something in the model or loss draws from a generator of its own, or from the time"
         )
-        return [ParityVerdict(first.workers, first.steps, False, step=first.step, tensor=first.tensor, cause=cause)]
+        return [replace(first, cause=cause)]
     verdicts = [first]
     alike = {base.tp: base}
     for other in others:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 from paceline.report import formats
@@ -15,6 +14,7 @@ from paceline.report.figure import (
     dashed,
     error_bars,
     figure,
+    fill_the_grid,
     interval,
     line,
     log_axis,
@@ -57,11 +57,9 @@ def plan_plots(forecast: Forecast) -> list[Plot]:
     elif any(row.cost_per_million_samples is not None for row in rows):
         title, caption = "Cost of a million samples", "Without failures."
         plots.append(_total(forecast, "cost", title, unit, lambda row: row.cost_per_million_samples, caption))
-    if len(plots) % 2 == 0:  # the first one is wide: an odd number of others would leave a hole
-        plots[-1] = dataclasses.replace(plots[-1], wide=True)
     if any(row.availability < _NEGLIGIBLE_FAILURES for row in forecast.simulated):
         plots.append(_availability(forecast))
-    return plots
+    return fill_the_grid(plots)
 
 
 def _step(forecast: Forecast) -> Plot:
@@ -197,7 +195,7 @@ def _hours_to_target(row: ForecastRow) -> float | None:
 
 def _total(forecast: Forecast, key: str, title: str, unit: str, value: Value, caption: str) -> Plot:
     def say(number: float | None) -> str:
-        return formats.NOTHING if number is None else cost_text(number, unit)
+        return cost_text(number, unit)
 
     return Plot(
         f"plan-{key}",
@@ -249,9 +247,8 @@ def _against_devices(forecast: Forecast, value: Value, title: str, say: Say) -> 
     if impossible:
         grey = points([row.devices for row in impossible], [value(row) for row in impossible], MUTED, size=7)
         marks.append(grey | {"name": "cannot run the job", "showlegend": False})
-    found = figure([_line(forecast, value, say, 0), *marks], _devices_axis(forecast), axis(title, **style))
-    found["layout"]["meta"] = {"may_be_logarithmic": True}
-    return found
+    meta = {"may_be_logarithmic": True}
+    return figure([_line(forecast, value, say, 0), *marks], _devices_axis(forecast), axis(title, **style), meta=meta)
 
 
 def _line(forecast: Forecast, value: Value, say: Say, series: int) -> Trace:

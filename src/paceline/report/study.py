@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from statistics import fmean, median, stdev
 from typing import Any
 
@@ -163,10 +163,10 @@ class Study:
 
     def _repr_html_(self) -> str:
         """The table, for notebooks."""
-        from paceline.report.html_table import html_of
         from paceline.report.study_table import study_table
+        from paceline.report.tables import html_of
 
-        return html_of(lambda _columns: study_table(self))
+        return html_of(study_table(self))
 
 
 def analyse(records: Sequence[RunRecord], *, grow: Grow, tolerance: float, efficiency_floor: float = 0.5) -> Study:
@@ -208,17 +208,6 @@ def detect_grow(records: Iterable[RunRecord]) -> Grow:
     return "batch" if len({record.job.global_batch_size for record in records}) > 1 else "none"
 
 
-def peak_learning_rate(job: Job) -> float:
-    """The rate after warm-up, before any schedule lowers it.
-
-    With k = global batch / base batch: linear rule lr * k (Goyal et al. 2017), square root rule lr * sqrt(k)
-    (Krizhevsky 2014).
-    """
-    ratio = job.global_batch_size / (job.optim.base_batch_size or job.global_batch_size)
-    factor = {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[job.optim.lr_scaling]
-    return job.optim.lr * factor
-
-
 def _check_one_job(records: Sequence[RunRecord], grow: Grow) -> None:
     """All runs have one job, but for its name, its seed, where its data lie and what `grow` lets grow."""
 
@@ -250,6 +239,7 @@ def _row(runs: tuple[RunRecord, ...], base: tuple[RunRecord, ...]) -> StudyRow:
     devices, base_devices = runs[0].world_size, base[0].world_size
     rate, base_rate = median(run.samples_per_s for run in runs), median(run.samples_per_s for run in base)
     speedup = rate / base_rate if rate > 0 and base_rate > 0 else None
+    expected = [run.plan.forecast_samples_per_s for run in runs if run.plan.forecast_samples_per_s is not None]
     within_spread = None
     if runs is not base and len(accuracies) > 1 and len(base_accuracies) > 1:
         within_spread = min(accuracies) <= max(base_accuracies) and min(base_accuracies) <= max(accuracies)
@@ -257,7 +247,7 @@ def _row(runs: tuple[RunRecord, ...], base: tuple[RunRecord, ...]) -> StudyRow:
         devices=devices,
         runs=runs,
         global_batch_size=runs[0].job.global_batch_size,
-        learning_rate=peak_learning_rate(runs[0].job),
+        learning_rate=runs[0].job.optim.lr * runs[0].job.lr_scale,
         accuracy=accuracy,
         accuracy_min=min(accuracies, default=None),
         accuracy_max=max(accuracies, default=None),
@@ -268,24 +258,14 @@ def _row(runs: tuple[RunRecord, ...], base: tuple[RunRecord, ...]) -> StudyRow:
         samples_per_s=rate,
         speedup=speedup,
         efficiency=None if speedup is None else speedup * base_devices / devices,
-        forecast_samples_per_s=_expected(runs),
+        forecast_samples_per_s=median(expected) if expected else None,
         time_to_first_step_s=median(run.time_to_first_step_s for run in runs),
         wall_s=median(run.wall_s for run in runs),
-        step_time=StepTime(
-            total_s=fmean(run.step_time.total_s for run in runs),
-            data_s=fmean(run.step_time.data_s for run in runs),
-            compute_s=fmean(run.step_time.compute_s for run in runs),
-            exposed_comm_s=fmean(run.step_time.exposed_comm_s for run in runs),
-        ),
+        step_time=StepTime(*map(fmean, zip(*(astuple(run.step_time) for run in runs), strict=True))),
         step_p10_s=_mean([run.step_p10_s for run in runs if run.step_p10_s is not None]),
         step_p90_s=_mean([run.step_p90_s for run in runs if run.step_p90_s is not None]),
         same_weights=_same_weights(runs, base),
     )
-
-
-def _expected(runs: Iterable[RunRecord]) -> float | None:
-    expected = [run.plan.forecast_samples_per_s for run in runs if run.plan.forecast_samples_per_s is not None]
-    return median(expected) if expected else None
 
 
 def _accuracies(runs: Iterable[RunRecord]) -> list[float]:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.report import formats
-from paceline.report.curve_plots import accuracy_over_time, epoch_accuracy, epoch_loss, finite, over_epochs, train_loss
+from paceline.report.curve_plots import accuracy_over_time, over_epochs
 from paceline.report.figure import (
     INK,
     MUTED,
+    STEP_PARTS,
     SURFACE,
     SYMBOLS,
     Figure,
@@ -44,9 +45,9 @@ def study_plots(study: Study) -> list[Plot]:
         _train_time(study),
         accuracy_over_time(study),
         _step_time(study) if any(row.step_time.total_s > 0 for row in study.rows) else None,
-        over_epochs(study, "loss-epochs", "Training loss over epochs", "training loss", train_loss),
-        over_epochs(study, "accuracy-epochs", "Accuracy over epochs", "accuracy", epoch_accuracy)
-        or over_epochs(study, "eval-loss-epochs", "Evaluation loss over epochs", "evaluation loss", epoch_loss),
+        over_epochs(study, "loss-epochs", "Training loss over epochs", "training loss", "train_loss"),
+        over_epochs(study, "accuracy-epochs", "Accuracy over epochs", "accuracy", "accuracy")
+        or over_epochs(study, "eval-loss-epochs", "Evaluation loss over epochs", "evaluation loss", "loss"),
     ]
     return fill_the_grid(plot for plot in plots if plot is not None)
 
@@ -199,7 +200,7 @@ def _accuracies(row: StudyRow, color: str, symbol: str) -> list[Trace]:
     if not row.has_spread or row.accuracy_min is None or row.accuracy_max is None:
         return [mean]
     ends = [100 * row.accuracy_min], [100 * row.accuracy_max]
-    seeds = [run for run in row.runs if finite(run.accuracy) is not None]
+    seeds = [run for run in row.runs if run.accuracy is not None and math.isfinite(run.accuracy)]
     each = points(
         [name] * len(seeds),
         [100 * (run.accuracy or 0.0) for run in seeds],
@@ -297,11 +298,7 @@ def _step_time(study: Study) -> Plot:
 def _step_parts(study: Study) -> list[tuple[str, str, list[float]]]:
     """(name, colour of the style sheet, seconds of each row)."""
     steps = [row.step_time for row in study.rows]
-    parts = [
-        ("compute", "compute", [step.compute_s for step in steps]),
-        ("data", "data", [step.data_s for step in steps]),
-        ("exposed communication", "comm", [step.exposed_comm_s for step in steps]),
-    ]
+    parts = [(name, color, [getattr(step, part) for step in steps]) for name, color, part in STEP_PARTS]
     rest = [max(0.0, step.total_s - step.data_s - step.compute_s - step.exposed_comm_s) for step in steps]
     if any(left > 0.01 * step.total_s for left, step in zip(rest, steps, strict=True)):
         parts.append(("other", "other", rest))

@@ -42,7 +42,7 @@ def figures(study: Study) -> dict[str, Callable[[StudyRow], str]]:
     return {
         "devices": lambda row: str(row.devices),
         "batch": lambda row: str(row.global_batch_size),
-        "rate": lambda row: formats.rate(row.learning_rate),
+        "rate": lambda row: f"{row.learning_rate:.4g}",
         "time": lambda row: formats.duration(row.train_s),
         "step": lambda row: formats.duration(row.step_time.total_s),
         "p10 to p90": lambda row: formats.duration_range(row.step_p10_s, row.step_p90_s),

@@ -1,10 +1,12 @@
-"""The one style of tables in a terminal, plain when piped, and in Markdown."""
+"""The one style of tables in a terminal, plain when piped, in Markdown, and in notebooks."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Collection, Iterable, Sequence
 
 from rich import box
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -31,3 +33,10 @@ def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> s
     """A Markdown table, its first column to the left and all others to the right."""
     rule = ["---", *["---:"] * (len(headings) - 1)]
     return "\n".join(f"| {' | '.join(line)} |" for line in (headings, rule, *lines))
+
+
+def html_of(table: RenderableType) -> str:
+    """What a terminal of 160 columns would show, as an HTML fragment for notebooks."""
+    console = Console(file=io.StringIO(), record=True, width=160, highlight=False)
+    console.print(table)
+    return console.export_html(inline_styles=True, code_format='<pre style="line-height:normal">{code}</pre>')

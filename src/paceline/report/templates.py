@@ -3,51 +3,40 @@
 from __future__ import annotations
 
 import base64
+import functools
 import re
 from importlib import resources
-from importlib.resources.abc import Traversable
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from paceline.report import formats
 from paceline.report.figure import TEMPLATE
 
+_FOLDER = resources.files("paceline.report")
+
 
 def render(name: str, **values: object) -> str:
-    """The page of that template: style, data and plotting library inside, no address outside.
+    """A page, a part of one, or a drawing: style, data and plotting library inside, no address outside.
 
     What it names and is not given is an error, what it is given is escaped.
     """
-    page = _environment().get_template(name)
-    plotly = base64.b64encode(_path("plotly-basic.min.js.gz").read_bytes()).decode()
-    return page.render(f=formats, style=_read("page.css"), plotly_gzip=plotly, template=TEMPLATE, **values)
+    return _environment().get_template(name).render(**values)
 
 
-def render_part(name: str, **values: object) -> str:
-    """A part of a page, by itself."""
-    return _environment().get_template(name).render(f=formats, **values)
-
-
-def render_svg(name: str, **values: object) -> str:
-    """The drawing of that template, in the same way."""
-    return _environment().get_template(name).render(**values) + "\n"
-
-
+@functools.cache  # a live page is rendered every second
 def _environment() -> Environment:
     environment = Environment(
-        loader=FunctionLoader(_read), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FunctionLoader(lambda name: (_FOLDER / name).read_text(encoding="utf-8")),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
     )
     environment.filters |= {"tie": _tie, "px": "{:.1f}".format, "short": shortened, "printable": _printable}
+    plotly = base64.b64encode((_FOLDER / "plotly-basic.min.js.gz").read_bytes()).decode()
+    environment.globals |= {"f": formats, "plotly_gzip": plotly, "template": TEMPLATE}
     return environment
-
-
-def _read(name: str) -> str:
-    """A file of this package as text."""
-    return _path(name).read_text(encoding="utf-8")
-
-
-def _path(name: str) -> Traversable:
-    return resources.files("paceline.report") / name
 
 
 def _tie(text: str) -> str:

@@ -22,15 +22,15 @@ NAIVE_SIZE_BYTES = 1e9
 _GUTTER = 2
 """Spaces between the columns of a table."""
 
-_WORDS = {
-    "PIX": "through one PCIe bridge",
-    "PXB": "through several PCIe bridges without crossing a host bridge",
-    "PHB": "through a PCIe host bridge, which is part of the CPU",
-    "NODE": "between PCIe host bridges of one NUMA node",
-    "SYS": "across the link between the sockets",
-    "XGMI": "over AMD Infinity Fabric",
+_LABELS = {
+    "PIX": ("PCIe", "through one PCIe bridge"),
+    "PXB": ("PCIe", "through several PCIe bridges without crossing a host bridge"),
+    "PHB": ("host", "through a PCIe host bridge, which is part of the CPU"),
+    "NODE": ("host", "between PCIe host bridges of one NUMA node"),
+    "SYS": ("sockets", "across the link between the sockets"),
+    "XGMI": ("NVLink", "over AMD Infinity Fabric"),
 }
-"""`nvidia-smi topo -m` prints the same legend in its own words."""
+"""Kind of wire, and what `nvidia-smi topo -m` prints in its own words as a legend; the nearest first."""
 
 _STYLES = {"NVLink": "bold green", "PCIe": "cyan", "host": "yellow", "sockets": "red", "other": ""}
 
@@ -39,7 +39,7 @@ def label_words(label: str) -> str:
     """What a link with this label goes through, to follow on "they talk"."""
     if bonds := num_nvlinks(label):
         return "over one NVLink" if bonds == 1 else f"over {bonds} NVLinks"
-    return _WORDS.get(label, "in a way that has no name here")
+    return _LABELS.get(label, ("", "in a way that has no name here"))[1]
 
 
 def num_nvlinks(label: str) -> int:
@@ -50,9 +50,7 @@ def num_nvlinks(label: str) -> int:
 
 def label_class(label: str) -> str:
     """The kind of wire: NVLink (and AMD's like), PCIe, host (through the CPU), sockets, other."""
-    if num_nvlinks(label) or label == "XGMI":
-        return "NVLink"
-    return {"PIX": "PCIe", "PXB": "PCIe", "PHB": "host", "NODE": "host", "SYS": "sockets"}.get(label, "other")
+    return "NVLink" if num_nvlinks(label) else _LABELS.get(label, ("other", ""))[0]
 
 
 def bandwidth_text(bytes_per_s: float | None) -> str:
@@ -104,14 +102,15 @@ def node_view(node: Node, width: int, ring: Sequence[int] = ()) -> RenderableTyp
         width: Columns of text that fit; a wider matrix goes on below.
         ring: Indices of devices in the order of a ring to mark.
     """
-    parts: list[RenderableType] = [Text(title(node), style="bold")]
-    if node.device_kind == "cpu":
-        parts += [*_parts_tables(node), *_notes(node)]
-        return Group(*parts, Text("No GPU was found: training runs on CPU workers, and there are no links to draw."))
-    parts += _parts_tables(node)
-    if len(node.devices) + len(node.peripherals) > 1:
+    parts: list[RenderableType] = [Text(title(node), style="bold"), *_parts_tables(node)]
+    is_cpu = node.device_kind == "cpu"
+    if not is_cpu and len(node.devices) + len(node.peripherals) > 1:
         parts += [Text(), *_matrices(node, width, ring), *_legend(node, ring)]
-    return Group(*parts, *_notes(node))
+    if node.notes:
+        parts += [Text(), *map(Text, node.notes)]
+    if is_cpu:
+        parts.append(Text("No GPU was found: training runs on CPU workers, and there are no links to draw."))
+    return Group(*parts)
 
 
 def title(node: Node) -> str:
@@ -193,25 +192,21 @@ def _matrices(node: Node, width: int, ring: Sequence[int]) -> list[RenderableTyp
     """The matrix, in as many tables as it takes columns to fit into the width."""
     rows = [device.label for device in node.devices]
     columns = [*rows, *(part.label for part in node.peripherals)]
-    hops = _hops(ring)
+    hops = {frozenset((f"GPU{ring[place - 1]}", f"GPU{end}")) for place, end in enumerate(ring)}
     cells = {(row, column): _cell(node, row, column, hops) for row in rows for column in columns}
+    widths = {one: max(len(one), *(len(cells[row, one]) for row in rows)) + _GUTTER for one in columns}
+    room = width - max(map(len, rows)) - _GUTTER
+    parts: list[list[str]] = []
+    for column in columns:
+        if not parts or sum(widths[one] for one in (*parts[-1], column)) > room:
+            parts.append([])
+        parts[-1].append(column)
     tables: list[RenderableType] = []
-    left = [*columns]
-    while left:
-        part: list[str] = []
-        room = width - max(map(len, rows)) - _GUTTER
-        while left and (not part or room >= _column_width(left[0], cells)):
-            room -= _column_width(left[0], cells)
-            part.append(left.pop(0))
-        found = table("", *part, left=("", *part), no_wrap=True)
+    for part in parts:
+        tables.append(found := table("", *part, left=("", *part), no_wrap=True))
         for row in rows:
             found.add_row(row, *(cells[row, column] for column in part))
-        tables.append(found)
     return tables
-
-
-def _column_width(column: str, cells: Mapping[tuple[str, str], Text]) -> int:
-    return max(len(column), *(len(text) for (_, other), text in cells.items() if other == column)) + _GUTTER
 
 
 def _cell(node: Node, row: str, column: str, hops: set[frozenset[str]]) -> Text:
@@ -223,12 +218,6 @@ def _cell(node: Node, row: str, column: str, hops: set[frozenset[str]]) -> Text:
     is_hop = frozenset((row, column)) in hops
     style = f"{_STYLES[label_class(link.label)]}{' reverse' if is_hop else ''}".strip()
     return Text(f"{link.label}{RING_MARK if is_hop else ''}", style=style)
-
-
-def _hops(ring: Sequence[int]) -> set[frozenset[str]]:
-    if len(ring) < 2:
-        return set()
-    return {frozenset((f"GPU{ring[place - 1]}", f"GPU{ring[place]}")) for place in range(len(ring))}
 
 
 def _legend(node: Node, ring: Sequence[int]) -> list[RenderableType]:
@@ -243,12 +232,13 @@ def _legend(node: Node, ring: Sequence[int]) -> list[RenderableType]:
 
 def labels_in_use(node: Node) -> list[str]:
     """Each label once, the fastest kind of wire first."""
-    order = [*_STYLES]
-    labels = {link.label for link in node.links}
-    near = {label: place for place, label in enumerate(_WORDS)}
-    return sorted(
-        labels, key=lambda label: (order.index(label_class(label)), -num_nvlinks(label), near.get(label, 99), label)
-    )
+    kinds, near = list(_STYLES), list(_LABELS)
+
+    def order(label: str) -> tuple[int, int, int, str]:
+        place = near.index(label) if label in near else len(near)
+        return kinds.index(label_class(label)), -num_nvlinks(label), place, label
+
+    return sorted({link.label for link in node.links}, key=order)
 
 
 def label_bandwidth(node: Node, label: str) -> str:
@@ -261,10 +251,6 @@ def label_bandwidth(node: Node, label: str) -> str:
     if all(link.source == "measured" for link in links):
         return f"{' to '.join(ends)} measured"
     return f"about {' to '.join(ends)}"
-
-
-def _notes(node: Node) -> list[RenderableType]:
-    return [Text(), *map(Text, node.notes)] if node.notes else []
 
 
 # --- The choice ---

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, groupby
 
-from paceline.report.templates import render_svg
+from paceline.report.templates import render
 from paceline.report.topology import (
     device_words,
     label_bandwidth,
@@ -79,9 +79,9 @@ def draw_topology(node: Node, ring: Sequence[int] = ()) -> str:
     places = {label: (x + centre[0], y + centre[1]) for label, (x, y) in places.items()}
     legend_top = centre[1] + lowest + 44 if devices else top
     links = _drawn_links(node, devices, nics)
-    legend = list(_legend(node, links, ring, legend_top))
+    legend = list(_legend(node, links, ring))
     switch = switch_link(node)
-    return render_svg(
+    return render(
         "topology.svg",
         width=width,
         height=math.ceil(legend_top + _LINE_HEIGHT * len(legend) + _MARGIN / 2),
@@ -95,7 +95,10 @@ def draw_topology(node: Node, ring: Sequence[int] = ()) -> str:
             *(_nic(part, places[part.label]) for part in nics),
             *(_device(device, places[device.label], is_chosen=device.index in ring) for device in devices),
         ],
-        legend=legend,
+        legend=[
+            (_sample(kind, legend_top + _LINE_HEIGHT * place, stroke), name, words)
+            for place, (kind, stroke, name, words) in enumerate(legend)
+        ],
     )
 
 
@@ -228,26 +231,22 @@ def _lines(
     links: Sequence[Link], switch: Link | None, devices: Sequence[Device], places: Mapping[str, Point], centre: Point
 ) -> list[_Stroke]:
     """The links; with a switch those between devices lead to it."""
-    fastest = _fastest(links)
     found = []
     for link in links:
         kind, start, end = label_class(link.label), places[link.ends[0]], places[link.ends[1]]
         if not link.ends[1].startswith("GPU"):
             found.append(_Stroke(f"link to-nic {kind}", start, end, _NIC_STROKE))
         elif switch is None:
-            found.append(_Stroke(f"link {kind}", start, end, _stroke(link, fastest)))
+            found.append(_Stroke(f"link {kind}", start, end, _stroke(link, links)))
     if switch is not None:
-        width = _stroke(switch, fastest)
+        width = _stroke(switch, links)
         found += [_Stroke("link NVLink", places[device.label], centre, width) for device in devices]
     return found
 
 
-def _fastest(links: Sequence[Link]) -> float:
-    return max((link.bytes_per_s or 0.0 for link in links), default=0.0)
-
-
-def _stroke(link: Link, fastest: float) -> float:
-    """Width in pixels: the root of the bandwidth, since the differences are of powers of ten."""
+def _stroke(link: Link, links: Sequence[Link]) -> float:
+    """Width in pixels: the root of the bandwidth over that of the fastest, since they differ by powers of ten."""
+    fastest = max(one.bytes_per_s or 0.0 for one in links)
     if link.label == "SYS" or not link.bytes_per_s or not fastest:
         return _LEAST_WIDTH
     return max(_LEAST_WIDTH, _MOST_WIDTH * math.sqrt(link.bytes_per_s / fastest))
@@ -285,22 +284,19 @@ def _nic(part: Peripheral, place: Point) -> _Box:
     return _Box("nic", place, _NIC_WIDTH, _NIC_HEIGHT, part.label, "" if part.name == part.label else part.name)
 
 
-def _legend(node: Node, links: Sequence[Link], ring: Sequence[int], top: float) -> Iterator[tuple[_Stroke, str, str]]:
-    """(line, name, words) for each label that is drawn, and for the ring."""
+def _legend(node: Node, links: Sequence[Link], ring: Sequence[int]) -> Iterator[tuple[str, float, str, str]]:
+    """(classes and width of a line, name, words) for each label that is drawn, for the ring and for NUMA nodes."""
     drawn = {link.label: link for link in links}
     between_gpus = {link.label for link in links if link.ends[1].startswith("GPU")}
-    shown = [label for label in labels_in_use(node) if label in drawn]
-    for place, label in enumerate(shown):
-        width = _stroke(drawn[label], _fastest(links)) if label in between_gpus else _NIC_STROKE
-        words = ", ".join(filter(None, [label_words(label), label_bandwidth(node, label)]))
-        yield _sample(f"link sample {label_class(label)}", top + _LINE_HEIGHT * place, width), label, words
-    below = top + _LINE_HEIGHT * len(shown)
+    for label in labels_in_use(node):
+        if label in drawn:
+            width = _stroke(drawn[label], links) if label in between_gpus else _NIC_STROKE
+            words = ", ".join(filter(None, [label_words(label), label_bandwidth(node, label)]))
+            yield f"link sample {label_class(label)}", width, label, words
     if len(ring) > 1:
-        sample = _sample("ring", below, _RING_STROKE)
-        yield sample, "ring", "the order in which the chosen GPUs pass data on"
-        below += _LINE_HEIGHT
+        yield "ring", _RING_STROKE, "ring", "the order in which the chosen GPUs pass data on"
     if _numa_groups(_in_order(node, ring)):
-        yield _sample("group sample", below, _GROUP_STROKE), "NUMA", "GPUs of one NUMA node, usually one socket"
+        yield "group sample", _GROUP_STROKE, "NUMA", "GPUs of one NUMA node, usually one socket"
 
 
 def _sample(kind: str, y: float, width: float) -> _Stroke:

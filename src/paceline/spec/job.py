@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -303,6 +304,13 @@ class Job(JsonValue):
     def shard_size(self) -> int:
         """Samples of the largest virtual shard."""
         return -(-self.global_batch_size // self.virtual_shards)
+
+    @property
+    def lr_scale(self) -> float:
+        """How much the rate grows with the batch: k = B / B_base for "linear" (Goyal et al. 2017, section 2.1),
+        sqrt(k) for "sqrt" (Krizhevsky 2014), 1 for "none" or where no base batch is stated."""
+        ratio = self.global_batch_size / (self.optim.base_batch_size or self.global_batch_size)
+        return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[self.optim.lr_scaling]
 
     def check_micro_batch(self, size: MicroBatchSize | None) -> None:
         """Raise `JobError` if a micro-batch of this size is less than one virtual shard, which is never divided."""

@@ -47,15 +47,6 @@ def counts_epochs(job: Job) -> bool:
     return job.optim.schedule != "constant" or job.optim.warmup_epochs > 0
 
 
-def scaling_factor(optim: OptimSpec, global_batch_size: int) -> float:
-    """How much the rate grows with the batch: k = B / B_base for "linear" (Goyal et al. 2017, section 2.1),
-    sqrt(k) for "sqrt" (Krizhevsky 2014), 1 for "none" or where no base batch is stated."""
-    if optim.base_batch_size is None or optim.lr_scaling == "none":
-        return 1.0
-    ratio = global_batch_size / optim.base_batch_size
-    return ratio if optim.lr_scaling == "linear" else math.sqrt(ratio)
-
-
 def lr_factor(job: Job, samples_seen: int, samples_per_epoch: int) -> float:
     """The factor on the optimizer's own rate for the step that begins after `samples_seen` samples.
 
@@ -63,7 +54,7 @@ def lr_factor(job: Job, samples_seen: int, samples_per_epoch: int) -> float:
     al. 2017, section 2.2), else from zero. Decay follows the job's schedule over all its epochs.
     """
     optim = job.optim
-    scale = scaling_factor(optim, job.global_batch_size)
+    scale = job.lr_scale
     total = job.epochs * samples_per_epoch
     factor = scale * _decay(optim, samples_seen / samples_per_epoch, samples_seen / total)
     warmup = optim.warmup_epochs * samples_per_epoch
@@ -86,7 +77,7 @@ def _decay(optim: OptimSpec, epochs: float, progress: float) -> float:
 
 def describe_scaling(job: Job) -> str | None:
     """One sentence for the log when the batch changed the rate; None when it did not."""
-    factor = scaling_factor(job.optim, job.global_batch_size)
+    factor = job.lr_scale
     if factor == 1.0:
         return None
     return (

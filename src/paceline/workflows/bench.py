@@ -70,7 +70,7 @@ def comm(
         PacelineError: the folder holds a benchmark, or cannot be used.
         WorkerFailed: a worker failed.
     """
-    from paceline.report.comm_files import load_timings, write_comm_bench  # a template engine and a plotting library
+    from paceline.report.comm_page import load_timings, write_comm_bench  # a template engine and a plotting library
 
     if draw is not None:
         drawn = Path(draw)

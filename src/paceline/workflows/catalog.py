@@ -12,6 +12,7 @@ from importlib import resources
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import JobError
+from paceline.report.job_text import toml_value
 from paceline.spec import Job, load_job
 from paceline.workflows.jobs import recipe_names
 
@@ -121,7 +122,7 @@ def _keys_of(table: type, prefix: str, *, is_left_out: bool = False) -> Iterator
             default = field.default
         bounds = _bounds(field.metadata)
         values = _values(kind) + (f", {bounds}" if bounds else "")
-        shown = "" if default is None or is_left_out else _toml(default)
+        shown = "" if default is None or is_left_out else toml_value(default)
         yield JobKey(name, values, shown, meanings[field.name])
 
 
@@ -143,7 +144,7 @@ def field_meanings(table: type) -> dict[str, str]:
 def _values(kind: Any) -> str:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return " | ".join(_toml(choice) for choice in arguments)
+        return " | ".join(toml_value(choice) for choice in arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(_values(one) for one in arguments if one is not type(None))
     if origin is tuple:
@@ -158,22 +159,10 @@ def _bounds(metadata: Mapping[str, Any]) -> str:
     )
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return f'"{value}"'
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key} = {_toml(one)}' for key, one in value.items())}}}"
-    return str(value)
-
-
 def _parameters(build: Callable[..., Any]) -> list[str]:
     required = inspect.Parameter.empty
     parameters = inspect.signature(build).parameters.values()
-    return [one.name if one.default is required else f"{one.name} = {_toml(one.default)}" for one in parameters]
+    return [one.name if one.default is required else f"{one.name} = {toml_value(one.default)}" for one in parameters]
 
 
 def _first_sentence(build: Callable[..., Any]) -> str:

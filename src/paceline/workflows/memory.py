@@ -74,9 +74,9 @@ class MemoryTable:
         )
 
     def _repr_html_(self) -> str:
-        from paceline.report.html_table import html_of
+        from paceline.report.tables import html_of
 
-        return html_of(lambda _columns: self.table())
+        return html_of(self.table())
 
 
 def memory(

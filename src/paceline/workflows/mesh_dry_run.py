@@ -60,9 +60,9 @@ class MeshDryRun:
         )
 
     def _repr_html_(self) -> str:
-        from paceline.report.html_table import html_of
+        from paceline.report.tables import html_of
 
-        return html_of(lambda _columns: self.table())
+        return html_of(self.table())
 
 
 def dry_run_mesh(

@@ -37,10 +37,10 @@ class PlannedJob:
         return render_plan_page(self.forecast)
 
     def _repr_html_(self) -> str:
-        from paceline.report.html_table import html_of
         from paceline.report.plan_table import plan_table
+        from paceline.report.tables import html_of
 
-        return html_of(lambda columns: plan_table(self.forecast, columns))
+        return html_of(plan_table(self.forecast))
 
 
 def plan(

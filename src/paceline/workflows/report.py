@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from paceline.workflows.jobs import check_amounts
 
 if TYPE_CHECKING:
-    from paceline.report import Study
+    from paceline.report.study import Study
 
 
 def report(
@@ -33,7 +33,8 @@ def report(
         PacelineError: a folder without a record, or with a damaged one; records that are not of one study.
     """
     check_amounts(tolerance=tolerance, efficiency_floor=efficiency_floor)
-    from paceline.report import analyse, detect_grow, load_records, write_study
+    from paceline.report.files import load_records, write_study
+    from paceline.report.study import analyse, detect_grow
 
     records = load_records(map(Path, [runs] if isinstance(runs, Path | str) else runs))
     study = analyse(records, grow=detect_grow(records), tolerance=tolerance, efficiency_floor=efficiency_floor)

@@ -25,7 +25,7 @@ from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, Where
 
 if TYPE_CHECKING:
-    from paceline.report import Study
+    from paceline.report.study import Study
 
 OnFailure = Callable[[str, WorkerFailed], None]
 
@@ -121,7 +121,8 @@ def failed_runs(failures: Sequence[str], num_runs: int) -> str:
 def _written(
     records: Sequence[RunRecord], study_dir: Path, grow: Grow, tolerance: float, efficiency_floor: float
 ) -> Study:
-    from paceline.report import analyse, write_study  # a template engine and a plotting library
+    from paceline.report.files import write_study  # loads a template engine
+    from paceline.report.study import analyse
 
     study = analyse(records, grow=grow, tolerance=tolerance, efficiency_floor=efficiency_floor)
     write_study(study, study_dir)

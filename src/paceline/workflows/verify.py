@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline import env
 from paceline.errors import LaunchError
@@ -13,14 +13,12 @@ from paceline.hardware import detect
 from paceline.launch.run_workers import run_workers
 from paceline.launch.team import LaunchOptions
 from paceline.plan import spread
+from paceline.report.parity import ParityVerdict, compare, load_trace
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.mesh_name import check_strategy
 from paceline.workflows.jobs import Say, check_counts, check_words, read_counts, resolve_job, silent
 from paceline.workflows.run_folder import write_run
 from paceline.workflows.strategy import Strategy
-
-if TYPE_CHECKING:
-    from paceline.report.parity import ParityVerdict
 
 
 def verify(
@@ -57,8 +55,6 @@ def verify(
         PacelineError: an invalid argument, a mistake in the job, a script that takes no step.
         WorkerFailed: a worker failed; says which rank, and why.
     """
-    from paceline.report.parity import compare, load_trace  # a template engine and a plotting library
-
     cluster = detect()
     is_script = str(job).endswith(".py") and not isinstance(job, Job)
     check_counts(steps=steps)

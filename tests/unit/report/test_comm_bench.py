@@ -13,8 +13,7 @@ from rich.console import Console
 
 from paceline.errors import PacelineError
 from paceline.report.comm_bench import BASELINE, comm_mapping, comm_rows, left_out_sentences, minimum_s, verdict
-from paceline.report.comm_files import load_timings, write_comm_bench
-from paceline.report.comm_page import render_comm_page
+from paceline.report.comm_page import load_timings, render_comm_page, write_comm_bench
 from paceline.report.comm_plots import comm_plots
 from paceline.report.comm_table import comm_markdown, comm_table
 from paceline.report.formats import rate_text, size_text, time_text

@@ -21,13 +21,13 @@ def test_a_run_is_read_as_it_trains(tmp_path: Path) -> None:
     follower = RunFollower(folder)
     run = follower.read()
     assert (run.name, run.state, run.step) == ("run", "training", 120)
-    assert len(run.steps) == len(run.losses) == 120
-    assert run.samples_per_s == (1500.0, 1600.0)
-    assert run.step_time == StepTime(0.04, 0.004, 0.03, 0.006)
-    assert run.evaluations == ((120, {"accuracy": 0.91, "loss": 0.4}),)
+    assert len(run.metrics.steps) == len(run.metrics.losses) == 120
+    assert run.metrics.samples_per_s == [1500.0, 1600.0]
+    assert run.metrics.step_time == StepTime(0.04, 0.004, 0.03, 0.006)
+    assert run.metrics.evaluations == [(120, {"accuracy": 0.91, "loss": 0.4})]
     assert [worker.node for worker in run.workers] == ["node0", "node1"]
     write_lines(folder, [{"step": 121, "loss": 0.25, "samples_seen": 7744}])
-    assert follower.read().losses[-1] == 0.25
+    assert follower.read().metrics.losses[-1] == 0.25
 
 
 def test_gpus_are_those_of_workers_on_this_machine(tmp_path: Path) -> None:
@@ -43,13 +43,13 @@ def test_gpus_are_those_of_workers_on_this_machine(tmp_path: Path) -> None:
 def test_a_line_that_is_half_written_waits_for_its_end(tmp_path: Path) -> None:
     folder = make_live_run(tmp_path / "run", num_steps=2)
     follower = RunFollower(folder)
-    before = follower.read().losses
+    before = follower.read().metrics.losses
     with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write('{"step": 3, "lo')
         file.flush()
-        assert follower.read().losses == before
+        assert follower.read().metrics.losses == before
         file.write('ss": 0.125}\n')
-    assert follower.read().losses == (*before, 0.125)
+    assert follower.read().metrics.losses == [*before, 0.125]
 
 
 def test_a_file_in_the_place_of_the_metrics_is_read_from_its_beginning(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_a_file_in_the_place_of_the_metrics_is_read_from_its_beginning(tmp_path:
     draft = folder / "metrics.jsonl.tmp"  # as a run that is resumed does
     draft.write_text('{"step": 1, "loss": 9.0}\n', encoding="utf-8")
     draft.replace(folder / "metrics.jsonl")
-    assert follower.read().losses == (9.0,)
+    assert follower.read().metrics.losses == [9.0]
 
 
 def test_losses_that_are_not_finite_and_lines_that_are_none_break_nothing(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_losses_that_are_not_finite_and_lines_that_are_none_break_nothing(tmp_pa
     with open(folder / "metrics.jsonl", "a", encoding="utf-8") as file:
         file.write('{"step": 3, "loss": NaN}\n[1]\nno json\n{"step": "x", "loss": 1}\n{"step": 4, "loss": Infinity}\n')
     run = RunFollower(folder).read()
-    assert run.losses[-2:] == (None, None)
+    assert run.metrics.losses[-2:] == [None, None]
     json.dumps(live_update([run]), allow_nan=False)
 
 
@@ -103,7 +103,7 @@ def test_strange_files_are_not_waited_for(tmp_path: Path) -> None:
     for name in ("record.json", "failure.json", "workers.json", "metrics.jsonl", "job.json"):
         (folder / name).unlink(missing_ok=True)
         os.mkfifo(folder / name)
-    assert RunFollower(folder).read().losses == ()
+    assert RunFollower(folder).read().metrics.losses == []
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.spec import Job, OptimSpec
-from paceline.train.schedule import describe_scaling, lr_factor, scaling_factor
+from paceline.spec import Job
+from paceline.train.schedule import describe_scaling, lr_factor
 
 
 def _job(**optim: object) -> Job:
@@ -17,12 +17,12 @@ def _job(**optim: object) -> Job:
 @pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0), ("none", 1.0)])
 def test_scaling_rules(rule: str, factor: float) -> None:
     job = _job(base_batch_size=256, lr_scaling=rule)
-    assert scaling_factor(job.optim, job.global_batch_size) == factor
+    assert job.lr_scale == factor
     assert (describe_scaling(job) is None) == (factor == 1.0)
 
 
 def test_no_stated_base_no_scaling() -> None:
-    assert scaling_factor(OptimSpec(), 10**6) == 1.0
+    assert Job(global_batch_size=10**6).lr_scale == 1.0
 
 
 def test_warmup_starts_at_the_unscaled_rate_and_ends_at_the_scaled() -> None:
