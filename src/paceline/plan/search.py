@@ -100,6 +100,8 @@ class SearchResult:
 
     candidates: tuple[MeshCandidate, ...]
     too_large: tuple[tuple[Mesh, DeviceMemory], ...]
+    memory_bytes: float
+    """Memory of one device."""
 
     @property
     def winner(self) -> MeshCandidate:
@@ -131,7 +133,7 @@ def search(workload: Workload, num_workers: int, devices_per_node: int, network:
     candidates.sort(key=lambda candidate: candidate.step_s)
     close = [one for one in candidates if one.step_s <= _CLOSE * candidates[0].step_s]
     close.sort(key=lambda one: _complexity(one.mesh))
-    return SearchResult((*close, *candidates[len(close) :]), tuple(too_large))
+    return SearchResult((*close, *candidates[len(close) :]), tuple(too_large), workload.memory_bytes)
 
 
 def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Network) -> MeshCandidate | DeviceMemory:
