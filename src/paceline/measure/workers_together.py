@@ -52,11 +52,6 @@ class TogetherTiming:
     """What else the processors did meanwhile; on rank 0 only."""
 
 
-def _sums_every_step(job: Job) -> bool:
-    """Whether the job's gradients are summed in every step, while backward goes on."""
-    return job.parity == "numeric" and job.aggregation.method == "every_step"
-
-
 def time_together(subject: Subject, world: World, job: Job, plan: Plan, wanted: Together) -> TogetherTiming:
     """Median seconds of a step without sums, and what each sensible algorithm adds to it; a collective of all workers.
 
@@ -90,7 +85,8 @@ class _Switch:
 @contextmanager
 def _steps(subject: Subject, world: World, job: Job, plan: Plan, size: int) -> Iterator[Steps]:
     """A step without sums, and one for each algorithm that training would consider."""
-    if world.group is None or not _sums_every_step(job):
+    sums_every_step = job.parity == "numeric" and job.aggregation.method == "every_step"
+    if world.group is None or not sums_every_step:
         yield {None: step_of(subject, subject.run.engine, size, with_updates=True)}
         return
     model = subject.run.model
