@@ -61,11 +61,11 @@ def with_gpus(node: Node, found: nvml.Gpus, root: Path) -> Node:
         for label, place in places.items()
         if place.lanes and place.missing_lanes
     )
-    attached = [*sysfs.nics(root), *sysfs.disks(root)]
-    peripherals = tuple(card.peripheral for card in attached)
+    attached = sysfs.nics(root) | sysfs.disks(root)
+    peripherals = tuple(attached)
     if matrix and not any(card.kind == "nic" for card in peripherals):
         peripherals += matrix.peripherals  # a container may hide the cards from sysfs
-    places |= {card.peripheral.label: card.pci for card in attached}
+    places |= {card.label: place for card, place in attached.items()}
     return dataclasses.replace(
         node,
         devices=tuple(_placed(gpu, places.get(gpu.label), matrix) for gpu in gpus),
@@ -132,9 +132,8 @@ def _drawn(gpu: Device | Peripheral, other: Device | Peripheral, matrix: Node | 
 
 
 def _with_cpus(node: Node) -> Node:
-    attached = [*sysfs.nics(), *sysfs.disks()]
     devices = (Device("cpu", i, node.cpu_name, node.memory_bytes // node.num_cores) for i in range(node.num_cores))
-    return dataclasses.replace(node, devices=tuple(devices), peripherals=tuple(a.peripheral for a in attached))
+    return dataclasses.replace(node, devices=tuple(devices), peripherals=(*sysfs.nics(), *sysfs.disks()))
 
 
 def _cpu_name() -> str:
