@@ -67,7 +67,6 @@ class GpusFacts:
 
 
 _QUESTIONS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "name": ("nvmlDeviceGetName", lambda name: name.decode() if isinstance(name, bytes) else str(name)),
     "ecc": ("nvmlDeviceGetEccMode", lambda modes: bool(modes[0])),
     "throttle_reasons": ("nvmlDeviceGetCurrentClocksThrottleReasons", int),
     "power_limit_w": ("nvmlDeviceGetPowerManagementLimit", lambda milliwatts: milliwatts / 1000),
@@ -112,6 +111,7 @@ def _gpu(nvml: Nvml, index: int, gpu: Any) -> GpuFacts:
     pending = [bool(answer) for answer in (pages_pending, rows_pending) if answer is not None]
     return GpuFacts(
         index,
+        nvml.text("nvmlDeviceGetName", gpu),
         uncorrected_errors=nvml.ask("nvmlDeviceGetTotalEccErrors", gpu, UNCORRECTED, VOLATILE),
         retired_pages=sum(num_retired) if num_retired else None,
         is_repair_pending=any(pending) if pending else None,
