@@ -39,15 +39,15 @@ class PcieFacts:
         return "amd" if any("ivhd" in name or name.startswith("amd") for name in self.iommus) else "intel"
 
 
-def collect_pcie(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> PcieFacts:
-    gpus = nvidia_gpus(sys / "bus/pci/devices")
-    iommus = sys / "class/iommu"
+def collect_pcie() -> PcieFacts:
+    gpus = nvidia_gpus(Path("/sys/bus/pci/devices"))
+    iommus = Path("/sys/class/iommu")
     return PcieFacts(
         acs_bridges=acs_bridges(output_of(["lspci", "-vvv"], timeout_s=30)),
-        kernel_arguments=read_text(proc / "cmdline"),
+        kernel_arguments=read_text(Path("/proc/cmdline")),
         iommus=tuple(sorted(entry.name for entry in iommus.iterdir())) if iommus.is_dir() else (),
         gpu_domains={gpu.name: kind for gpu in gpus if (kind := read_text(gpu / "iommu_group/type"))},
-        is_virtual=bool(re.search(r"^flags\s*:.*\bhypervisor\b", read_text(proc / "cpuinfo"), re.MULTILINE)),
+        is_virtual=bool(re.search(r"^flags\s*:.*\bhypervisor\b", read_text(Path("/proc/cpuinfo")), re.MULTILINE)),
         num_gpus=len(gpus),
     )
 
