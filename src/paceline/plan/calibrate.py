@@ -184,11 +184,11 @@ class _Rows:
         return np.concatenate([found, np.broadcast_to(scale, (len(found), 1))], axis=1)
 
 
-def from_priors(placements: Sequence[Placement], step_time_s: float = 0.1) -> Calibration:
-    """The constants from the priors only, for a job whose largest micro-batch takes `step_time_s` on one device."""
+def from_priors(placements: Sequence[Placement]) -> Calibration:
+    """The constants from the priors only, for a job whose largest micro-batch takes a tenth of a second."""
     largest = max(placement.micro_batch_size for placement in placements)
     gradient_bytes, link = usual_sizes(placements)
-    priors = priors_of(step_time_s, largest, gradient_bytes, link)
+    priors = priors_of(0.1, largest, gradient_bytes, link)
     coordinates = np.random.default_rng(0).normal(size=(_NUM_SAMPLES, len(priors) + 1))
     return Calibration.at(coordinates, priors, gradient_bytes or UNKNOWN_GRADIENT_BYTES, link)
 
