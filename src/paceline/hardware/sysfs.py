@@ -15,7 +15,7 @@ from pathlib import Path
 from paceline.hardware.cpu_list import parse_cpus
 from paceline.hardware.datasheet import PcieLanes
 from paceline.hardware.pci_path import PciPath
-from paceline.hardware.sources import read_integer, read_text
+from paceline.hardware.sources import entries, read_integer, read_text
 from paceline.spec import Peripheral
 
 SYS = Path("/sys")
@@ -137,8 +137,4 @@ def _gt_per_s(path: Path) -> float | None:
 
 def _folders(path: Path) -> list[Path]:
     """Entries of a folder sorted by name, mlx5_2 before mlx5_10; none if there is no such folder."""
-    try:
-        found = list(path.iterdir())
-    except OSError:
-        return []
-    return sorted(found, key=lambda folder: [(len(word), word) for word in re.split(r"(\d+)", folder.name)])
+    return sorted(entries(path), key=lambda folder: [(len(word), word) for word in re.split(r"(\d+)", folder.name)])

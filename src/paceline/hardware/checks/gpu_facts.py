@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from paceline.hardware.nvml import DriverProblem, Nvml, open_nvml
@@ -123,8 +124,7 @@ def _gpu(nvml: Nvml, index: int, gpu: Any) -> GpuFacts:
 def _p2p(nvml: Nvml, handles: Sequence[Any]) -> dict[str, int] | None:
     answers = {
         f"{one}-{other}": nvml.ask("nvmlDeviceGetP2PStatus", handles[one], handles[other], READ)
-        for one in range(len(handles))
-        for other in range(one + 1, len(handles))
+        for one, other in combinations(range(len(handles)), 2)
     }
     return None if None in answers.values() else {pair: int(status) for pair, status in answers.items()}
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from paceline.hardware.sources import read_integer, read_text
+from paceline.hardware.sources import entries, read_integer, read_text
 
 T = TypeVar("T")
 
@@ -80,12 +80,10 @@ def collect_network(
         variables: those of the environment that name interfaces.
         peers: names or addresses of the other nodes.
     """
-    folder = Path("/sys/class/net")
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
     lookups = tuple(look_up(peer) for peer in peers)
     low, _, high = read_text(Path("/proc/sys/net/ipv4/ip_local_port_range")).replace("\t", " ").partition(" ")
     return NetworkFacts(
-        interfaces=tuple(_interface(folder / name, addresses) for name in names),
+        interfaces=tuple(_interface(entry, addresses) for entry in entries(Path("/sys/class/net")) if entry.is_dir()),
         variables=dict(variables),
         own_name=look_up(socket.gethostname()),
         peers=lookups,
@@ -108,7 +106,7 @@ def _interface(folder: Path, addresses: Sequence[tuple[str, str]]) -> Interface:
 
 def _rdma_ports(folder: Path) -> dict[str, str]:
     """The state of each RDMA port, from files with texts such as "4: ACTIVE"."""
-    ports = sorted(folder.glob("*/ports/*")) if folder.is_dir() else []
+    ports = sorted(folder.glob("*/ports/*"))
     return {f"{port.parts[-3]}/{port.name}": read_text(port / "state").rpartition(": ")[2] for port in ports}
 
 

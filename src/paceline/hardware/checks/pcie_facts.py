@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.hardware.sources import output_of, read_text
+from paceline.hardware.sources import entries, output_of, read_text
 
 NVIDIA = "0x10de"
 
@@ -41,11 +41,10 @@ class PcieFacts:
 
 def collect_pcie() -> PcieFacts:
     gpus = nvidia_gpus(Path("/sys/bus/pci/devices"))
-    iommus = Path("/sys/class/iommu")
     return PcieFacts(
         acs_bridges=acs_bridges(output_of(["lspci", "-vvv"], timeout_s=30)),
         kernel_arguments=read_text(Path("/proc/cmdline")),
-        iommus=tuple(sorted(entry.name for entry in iommus.iterdir())) if iommus.is_dir() else (),
+        iommus=tuple(entry.name for entry in entries(Path("/sys/class/iommu"))),
         gpu_domains={gpu.name: kind for gpu in gpus if (kind := read_text(gpu / "iommu_group/type"))},
         is_virtual=bool(re.search(r"^flags\s*:.*\bhypervisor\b", read_text(Path("/proc/cpuinfo")), re.MULTILINE)),
         num_gpus=len(gpus),
@@ -54,13 +53,11 @@ def collect_pcie() -> PcieFacts:
 
 def nvidia_gpus(devices: Path) -> list[Path]:
     """The folders of NVIDIA's display (class 03) controllers."""
-    if not devices.is_dir():
-        return []
-    return sorted(
+    return [
         device
-        for device in devices.iterdir()
+        for device in entries(devices)
         if read_text(device / "vendor") == NVIDIA and read_text(device / "class").startswith("0x03")
-    )
+    ]
 
 
 def acs_bridges(listing: str | None) -> tuple[str, ...] | None:
