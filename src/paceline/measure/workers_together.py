@@ -116,14 +116,9 @@ def _take_turns(steps: Steps, world: World, budget_s: float) -> dict[AlgorithmNa
     for _ in range(_NUM_WARMUP_STEPS):
         steps[None]()
     for _ in range(_MOST_ROUNDS):
-        num_taken = 0
         for name, step in steps.items():
-            if not _all_agree(world, not periods[name] or periods[name][-1] < stopwatch.left_s):
-                continue
-            periods[name].append(seconds_of(partial(_finish_together, step, world)))
-            num_taken += 1
-        if num_taken == 0:
-            break
+            if _all_agree(world, not periods[name] or periods[name][-1] < stopwatch.left_s):
+                periods[name].append(seconds_of(partial(_finish_together, step, world)))
     return periods
 
 
