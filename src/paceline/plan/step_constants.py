@@ -282,17 +282,14 @@ class StepArrays:
             sum_of=np.array([place_of[key] for key in keys], dtype=np.intp),
         )
 
-    def communication_s(self, constants: Constants) -> Array:
-        """[num_samples, num_steps]."""
+    def parts(self, constants: Constants) -> StepParts:
+        """[num_samples, num_steps] of each part."""
         shape = np.shape(constants.per_sample_s) or (1, 1)
         sums = [
             np.broadcast_to(cost_of(algorithm)(size_bytes, layout, constants.network(layout, link_ratio)), shape)
             for layout, algorithm, size_bytes, link_ratio in self.sums
         ]
-        return np.concatenate(sums, axis=1)[:, self.sum_of]
-
-    def parts(self, constants: Constants) -> StepParts:
-        communication = self.communication_s(constants)
+        communication = np.concatenate(sums, axis=1)[:, self.sum_of]
         sizes, on_node = self.micro_batch_sizes, self.num_on_fullest
         pass_s = constants.fixed_s + constants.per_sample_s * sizes
         pass_s = pass_s * neighbours_factor(constants.neighbour_slowdown, on_node)
