@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.errors import ClusterError, JobError
 from paceline.plan.forecast_row import search_meshes
-from paceline.plan.inputs import ForecastRequest, needs_replicas, plan_inputs
+from paceline.plan.inputs import ForecastRequest, largest_assignment, needs_replicas, plan_inputs
 from paceline.plan.memory import (
     USABLE_FRACTION,
     device_memory,
@@ -148,8 +148,7 @@ def _replica(job: Job, model: ModelCost, num_workers: int) -> DeviceMemory:
 
 def _micro_batch(job: Job, model: ModelCost, plain: Mesh, room: float) -> int | None:
     """None: a worker's whole assignment fits, or each shard makes a pass of its own anyway."""
-    shard = job.shard_size
-    share = shard * -(-job.virtual_shards // plain.num_assignments)
+    share, shard, _ = largest_assignment(job, plain.num_workers)
     fitting = largest_micro_batch(model.num_parameters, state_bytes(job), plain, model.activations, room, share)
     return None if fitting >= share or job.parity == "bitwise" else max(shard, fitting // shard * shard)
 

@@ -114,6 +114,9 @@ def test_one_worker_has_nothing_to_choose() -> None:
     # 64 samples of 1e8 bytes do not go through 2 GiB at once: five shards of four do.
     wide = dataclasses.replace(SMALL, activations=Activations(1e8))
     assert choose_mesh(JOB, wide, cpu_cluster(), 1, memory_bytes=2 * GIB).micro_batch_size == 16
+    # Ten samples in four shards are not four times the three of the largest: where ten fit, they make one pass.
+    uneven = Job(global_batch_size=10, virtual_shards=4)
+    assert choose_mesh(uneven, wide, cpu_cluster(), 1, memory_bytes=1.25e9).micro_batch_size is None
 
 
 def test_workers_share_the_memory_of_their_node() -> None:
