@@ -104,31 +104,20 @@ def _links(
     told: Mapping[tuple[int, int], str],
 ) -> tuple[Link, ...]:
     """Links from each GPU to the GPUs after it and to every card and disk, as far as any source knows them."""
-    ends: dict[str, Device | Peripheral] = {gpu.label: gpu for gpu in gpus}
-    ends |= {card.label: card for card in peripherals}
+    numbers = {gpu.label: gpu.index for gpu in gpus}
+    # The matrix orders cards in its own way, so that they are found by name.
+    cards = {card.name: card.label for card in reversed(matrix.peripherals)} if matrix else {}
+    in_matrix = {gpu.label: gpu.label for gpu in gpus} | {card.label: cards.get(card.name, "") for card in peripherals}
 
     def label_of(one: str, other: str) -> str:
-        gpu, end = ends[one], ends[other]
-        drawn = _drawn(gpu, end, matrix)
-        if isinstance(gpu, Device) and isinstance(end, Device):
-            drawn = drawn or told.get((gpu.index, end.index), "")
-        if drawn or one not in places or other not in places:
-            return drawn
+        link = matrix.link(one, in_matrix[other]) if matrix else None
+        label = link.label if link else told.get((numbers[one], numbers.get(other, -1)), "")
+        if label or one not in places or other not in places:
+            return label
         return distance(places[one].path, places[other].path, sysfs.PORTS_PER_SWITCH)
 
     lanes = {label: place.lanes for label, place in places.items() if place.lanes}
     return links_of_pairs(gpus, peripherals, label_of, {gpu.label: gpu.name for gpu in gpus}, lanes)
-
-
-def _drawn(gpu: Device | Peripheral, other: Device | Peripheral, matrix: Node | None) -> str:
-    """The label in the matrix, which orders cards in its own way, so that they are found by name; empty if unknown."""
-    if not matrix:
-        return ""
-    end = other.label
-    if isinstance(other, Peripheral):
-        end = next((card.label for card in matrix.peripherals if card.name == other.name), "")
-    link = matrix.link(gpu.label, end)
-    return link.label if link else ""
 
 
 def _with_cpus(node: Node) -> Node:
