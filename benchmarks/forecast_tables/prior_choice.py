@@ -18,8 +18,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
+from scipy.stats import t
 
-from paceline.plan.calibrate import fit, log_density
+from paceline.plan.calibrate import FREEDOM, fit, log_steps
 from paceline.plan.step_constants import USUAL, Observation, Prior
 
 Array = NDArray[np.float64]
@@ -78,7 +79,9 @@ def evidence_of(family: str, table: str, known: Sequence[Observation], wanted: S
         if priors[name].times:
             value = value / sum(getattr(calibration.constants, other) for other in priors[name].times)
         logs.append(np.log(value / priors[name].median))
-    return Evidence(family, table, np.concatenate(logs, axis=1), log_density(calibration, wanted).T)
+    misses = log_steps(calibration, [row.placement for row in wanted]) - np.log([row.step_time_s for row in wanted])
+    densities = t.logpdf(misses, FREEDOM, scale=calibration.unseen_errors)
+    return Evidence(family, table, np.concatenate(logs, axis=1), densities.T)
 
 
 _SCALES = np.array([START[name].deviation for name in CHOSEN])

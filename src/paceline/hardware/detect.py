@@ -61,11 +61,11 @@ def with_gpus(node: Node, found: nvml.Gpus, root: Path) -> Node:
         for label, place in places.items()
         if place.lanes and place.missing_lanes
     )
-    attached = [*sysfs.nics(root), *sysfs.disks(root)]
-    peripherals = tuple(card.peripheral for card in attached)
+    attached = sysfs.nics(root) | sysfs.disks(root)
+    peripherals = tuple(attached)
     if matrix and not any(card.kind == "nic" for card in peripherals):
         peripherals += matrix.peripherals  # a container may hide the cards from sysfs
-    places |= {card.peripheral.label: card.pci for card in attached}
+    places |= {card.label: place for card, place in attached.items()}
     return dataclasses.replace(
         node,
         devices=tuple(_placed(gpu, places.get(gpu.label), matrix) for gpu in gpus),
@@ -104,37 +104,25 @@ def _links(
     told: Mapping[tuple[int, int], str],
 ) -> tuple[Link, ...]:
     """Links from each GPU to the GPUs after it and to every card and disk, as far as any source knows them."""
-    ends: dict[str, Device | Peripheral] = {gpu.label: gpu for gpu in gpus}
-    ends |= {card.label: card for card in peripherals}
+    numbers = {gpu.label: gpu.index for gpu in gpus}
+    # The matrix orders cards in its own way, so that they are found by name.
+    cards = {card.name: card.label for card in reversed(matrix.peripherals)} if matrix else {}
+    in_matrix = {gpu.label: gpu.label for gpu in gpus} | {card.label: cards.get(card.name, "") for card in peripherals}
 
     def label_of(one: str, other: str) -> str:
-        gpu, end = ends[one], ends[other]
-        drawn = _drawn(gpu, end, matrix)
-        if isinstance(gpu, Device) and isinstance(end, Device):
-            drawn = drawn or told.get((gpu.index, end.index), "")
-        if drawn or one not in places or other not in places:
-            return drawn
+        link = matrix.link(one, in_matrix[other]) if matrix else None
+        label = link.label if link else told.get((numbers[one], numbers.get(other, -1)), "")
+        if label or one not in places or other not in places:
+            return label
         return distance(places[one].path, places[other].path, sysfs.PORTS_PER_SWITCH)
 
     lanes = {label: place.lanes for label, place in places.items() if place.lanes}
     return links_of_pairs(gpus, peripherals, label_of, {gpu.label: gpu.name for gpu in gpus}, lanes)
 
 
-def _drawn(gpu: Device | Peripheral, other: Device | Peripheral, matrix: Node | None) -> str:
-    """The label in the matrix, which orders cards in its own way, so that they are found by name; empty if unknown."""
-    if not matrix:
-        return ""
-    end = other.label
-    if isinstance(other, Peripheral):
-        end = next((card.label for card in matrix.peripherals if card.name == other.name), "")
-    link = matrix.link(gpu.label, end)
-    return link.label if link else ""
-
-
 def _with_cpus(node: Node) -> Node:
-    attached = [*sysfs.nics(), *sysfs.disks()]
     devices = (Device("cpu", i, node.cpu_name, node.memory_bytes // node.num_cores) for i in range(node.num_cores))
-    return dataclasses.replace(node, devices=tuple(devices), peripherals=tuple(a.peripheral for a in attached))
+    return dataclasses.replace(node, devices=tuple(devices), peripherals=(*sysfs.nics(), *sysfs.disks()))
 
 
 def _cpu_name() -> str:

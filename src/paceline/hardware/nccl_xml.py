@@ -54,24 +54,30 @@ def parse_nccl_xml(text: str) -> Node:
     nets = [one for one in found if one.element.tag == "net"]
     if not gpus:
         raise ClusterError("This NCCL topology has no <gpu>; dump it with NCCL_TOPO_DUMP_FILE from a run on all GPUs.")
-    devices = [_device(gpu) for gpu in gpus]
+    devices = [
+        Device(
+            "cuda",
+            _number(gpu.element, "dev"),
+            "",
+            0,
+            pci_bus_id=gpu.bus_id,
+            numa_node=gpu.path.numa_node,
+            cpus=gpu.cpus,
+        )
+        for gpu in gpus
+    ]
     for one, other in itertools.pairwise(devices):
         if one.index == other.index:
             raise ClusterError(f"This NCCL topology has two <gpu dev={one.index}>; give the dump of one node alone.")
     nics = [_nic(number, net) for number, net in enumerate(nets)]
-    found_by_label = {
-        **{device.label: gpu for device, gpu in zip(devices, gpus, strict=True)},
-        **{nic.label: net for nic, net in zip(nics, nets, strict=True)},
-    }
+    labels = [device.label for device in devices] + [nic.label for nic in nics]
+    ends = dict(zip(labels, [*gpus, *nets], strict=True))
 
     def label_of(one: str, other: str) -> str:
-        ends = (found_by_label[one], found_by_label[other])
-        return _fabric_label(*ends) or distance(ends[0].path, ends[1].path)
+        return _fabric_label(ends[one], ends[other]) or distance(ends[one].path, ends[other].path)
 
-    models = {
-        device.label: SM_NAMES.get(_optional(gpu.element, "sm"), "") for device, gpu in zip(devices, gpus, strict=True)
-    }
-    lanes = {label: end.lanes for label, end in found_by_label.items() if end.lanes}
+    models = {device.label: SM_NAMES.get(_optional(ends[device.label].element, "sm"), "") for device in devices}
+    lanes = {label: end.lanes for label, end in ends.items() if end.lanes}
     links = links_of_pairs(devices, nics, label_of, models, lanes)
     return Node("", num_cores(devices), 0, "", tuple(devices), tuple(nics), links)
 
@@ -107,18 +113,6 @@ def _found(root: ElementTree.Element) -> Iterator[_Found]:
         elif element.tag in ("gpu", "net"):
             yield _Found(element, path, lanes, cpus)
         stack += [(child, _Found(child, path, lanes, cpus)) for child in reversed(element)]
-
-
-def _device(gpu: _Found) -> Device:
-    return Device(
-        "cuda",
-        _number(gpu.element, "dev"),
-        "",
-        0,
-        pci_bus_id=gpu.bus_id,
-        numa_node=gpu.path.numa_node,
-        cpus=gpu.cpus,
-    )
 
 
 def _nic(number: int, net: _Found) -> Peripheral:

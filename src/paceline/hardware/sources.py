@@ -22,6 +22,14 @@ def read_integer(path: Path) -> int | None:
     return int(text) if re.fullmatch(r"-?[0-9]{1,9}", text) else None
 
 
+def entries(folder: Path) -> list[Path]:
+    """What is in a folder, by name; nothing where there is no such folder."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
 def output_of(command: Sequence[str], timeout_s: float) -> str | None:
     """What a command prints; None where it is missing, fails or hangs."""
     try:

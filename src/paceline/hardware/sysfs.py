@@ -15,7 +15,7 @@ from pathlib import Path
 from paceline.hardware.cpu_list import parse_cpus
 from paceline.hardware.datasheet import PcieLanes
 from paceline.hardware.pci_path import PciPath
-from paceline.hardware.sources import read_integer, read_text
+from paceline.hardware.sources import entries, read_integer, read_text
 from paceline.spec import Peripheral
 
 SYS = Path("/sys")
@@ -41,47 +41,37 @@ class PciDevice:
         return self.path.bridges[-1]
 
 
-@dataclass(frozen=True)
-class Attached:
-    """A network card or disk and its PCI device."""
-
-    peripheral: Peripheral
-    pci: PciDevice
-
-
 def pci_device(bus_id: str, root: Path = SYS) -> PciDevice | None:
     """The device "0000:3d:00.0"; None if it is not there."""
     folder = root / "bus" / "pci" / "devices" / bus_id
     return _pci_device(folder) if folder.exists() else None
 
 
-def nics(root: Path = SYS) -> list[Attached]:
+def nics(root: Path = SYS) -> dict[Peripheral, PciDevice]:
     """Network cards with a place on PCI, those for RDMA first as nvidia-smi does, by name; each card's port once."""
     ports = [(f, _rdma_bytes_per_s(f)) for f in _folders(root / "class" / "infiniband")]
     ports += [(f, _ethernet_bytes_per_s(f)) for f in _folders(root / "class" / "net")]
-    found: list[Attached] = []
+    found: dict[Peripheral, PciDevice] = {}
     for folder, bytes_per_s in ports:
         pci = _pci_device(folder / "device")
-        if pci is None or any(pci.bus_id == other.pci.bus_id for other in found):
+        if pci is None or any(pci.bus_id == other.pci_bus_id for other in found):
             continue  # virtual, or the Ethernet side of a card that is already there
-        label = f"NIC{len(found)}"
-        nic = Peripheral("nic", label, folder.name, pci.bus_id, pci.path.numa_node, bytes_per_s)
-        found.append(Attached(nic, pci))
+        nic = Peripheral("nic", f"NIC{len(found)}", folder.name, pci.bus_id, pci.path.numa_node, bytes_per_s)
+        found[nic] = pci
     return found
 
 
-def disks(root: Path = SYS) -> list[Attached]:
+def disks(root: Path = SYS) -> dict[Peripheral, PciDevice]:
     """NVMe disks, by name; their bytes_per_s is what their PCIe lanes carry."""
-    found: list[Attached] = []
+    found: dict[Peripheral, PciDevice] = {}
     for folder in _folders(root / "class" / "nvme"):
         pci = _pci_device(folder / "device")
         if pci is None:
             continue
-        spaces = sorted(space.name for space in (root / "block").glob(f"{folder.name}n*"))
+        name = min((space.name for space in (root / "block").glob(f"{folder.name}n*")), default=folder.name)
         bytes_per_s = pci.lanes.bytes_per_s if pci.lanes else None
-        name = spaces[0] if spaces else folder.name
         disk = Peripheral("disk", f"DISK{len(found)}", name, pci.bus_id, pci.path.numa_node, bytes_per_s)
-        found.append(Attached(disk, pci))
+        found[disk] = pci
     return found
 
 
@@ -147,8 +137,4 @@ def _gt_per_s(path: Path) -> float | None:
 
 def _folders(path: Path) -> list[Path]:
     """Entries of a folder sorted by name, mlx5_2 before mlx5_10; none if there is no such folder."""
-    try:
-        found = list(path.iterdir())
-    except OSError:
-        return []
-    return sorted(found, key=lambda folder: [(len(word), word) for word in re.split(r"(\d+)", folder.name)])
+    return sorted(entries(path), key=lambda folder: [(len(word), word) for word in re.split(r"(\d+)", folder.name)])

@@ -27,15 +27,16 @@ from paceline import data, env, models
 from paceline.checkpoint import save_weights
 from paceline.data import ArraySet
 from paceline.data.order import ShuffledOrder
-from paceline.measure.load import LoadMeter, most_disturbed
+from paceline.hardware.checks.load_facts import most_disturbed
+from paceline.measure.load import LoadMeter
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.steps import StepTiming, Subject, num_passes, time_steps
 from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.measure.values import JOB_FILE, JobProbe, JobRequest
 from paceline.measure.workers import free_bytes
-from paceline.measure.workers_together import Together, TogetherTiming, time_together
+from paceline.measure.workers_together import Together, time_together
 from paceline.parallel.micro_batch import is_out_of_memory
-from paceline.spec import JobTiming, MachineLoad, MicroBatchTiming, Plan
+from paceline.spec import JobTiming, MicroBatchTiming, Plan
 from paceline.train.loop import data_facts
 from paceline.train.objective import training_loss
 from paceline.train.optim import build_optimizer
@@ -87,14 +88,22 @@ def probe_job(request: JobRequest, report: Report = unreported) -> JobProbe | No
         while not all((folder / READY_FILE.format(rank=rank)).exists() for rank in range(1, facts.world_size)):
             time.sleep(_LOOK_S)  # workers that still prepare would disturb the one that is timed alone
         first = FirstWorker(subject, request, facts, report)
-        alone = first.time_alone()
-        together = first.what_fits_together(alone.step, alone.peak_bytes)
+        timing, step, peak_bytes = first.time_alone()
+        together = first.what_fits_together(step, peak_bytes)
         together.save(orders)
-        timed = None
-        if alone.step is not None and together.micro_batch_size:
+        if step is not None and together.micro_batch_size:
             report(f"{facts.world_size} workers at the same time", 1.0 - _TOGETHER_SHARE)
             timed = time_together(subject, join(facts, plan), job, plan, together)
-        return JobProbe(_timing(first, alone, together, timed), tuple(first.not_measured))
+            timing = dataclasses.replace(
+                timing,
+                workers_together=facts.world_size,
+                workers_together_on_node=request.workers_on_node,
+                together_micro_batch_size=together.micro_batch_size,
+                together_slowdown=timed.step_s / step.seconds,
+                sums=timed.sums,
+                load=most_disturbed([timing.load, timed.load]),
+            )
+        return JobProbe(timing, tuple(first.not_measured))
 
 
 def _wait_for_orders(path: Path) -> Together:
@@ -102,21 +111,6 @@ def _wait_for_orders(path: Path) -> Together:
     while not path.exists():
         time.sleep(_LOOK_S)
     return Together.load(path)
-
-
-@dataclass(frozen=True)
-class AloneTiming:
-    """What the first worker measured while all others waited; None: not measured."""
-
-    loader_samples_per_s: float | None
-    checkpoint_bytes_per_s: float
-    micro_batches: tuple[MicroBatchTiming, ...]
-    step: StepTiming | None
-    """A step of one worker among all those of the plan, with the passes that were timed."""
-    peak_bytes: float
-    """The most that the process held until it had timed the passes of `step`."""
-    load: MachineLoad | None = None
-    """What else the processors did during the passes."""
 
 
 @dataclass
@@ -133,22 +127,40 @@ class FirstWorker:
     def __post_init__(self) -> None:
         self.budget = Stopwatch(self.request.budget_s)
 
-    def time_alone(self) -> AloneTiming:
-        """The loader, checkpoints, passes size by size, and an update."""
-        run, budget_s = self.subject.run, self.request.budget_s
+    def time_alone(self) -> tuple[JobTiming, StepTiming | None, float]:
+        """The loader, checkpoints, passes size by size, and an update, while all other workers wait.
+
+        Returns:
+            The timing of the job by this worker alone; a step of one worker among all those of the plan, None if it was
+            not measured; and the most that the process held until it had timed the passes of that step, in bytes.
+        """
+        run, train_set, request = self.subject.run, self.subject.train_set, self.request
         self.report("the loader", 0.0)
-        samples_per_s = time_loader(run, self.subject.train_set, min(_LOADER_S, budget_s * _LOADER_SHARE))
+        samples_per_s = time_loader(run, train_set, min(_LOADER_S, request.budget_s * _LOADER_SHARE))
         if samples_per_s is None:
             self.not_measured.append("the loader: the training set is a single sample")
         self.report("checkpoints", _LOADER_SHARE)
-        checkpoint_rate = time_checkpoint(run, Path(self.request.folder), budget_s * _CHECKPOINT_SHARE)
-        kept_s = budget_s * _TOGETHER_SHARE if self.facts.world_size > 1 else 0.0
+        checkpoint_rate = time_checkpoint(run, Path(request.folder), request.budget_s * _CHECKPOINT_SHARE)
+        kept_s = request.budget_s * _TOGETHER_SHARE if self.facts.world_size > 1 else 0.0
         meter = LoadMeter(run.device)
         timings, peaks = self.time_micro_batches(kept_s)
         self.report("the optimizer", 1.0 - _TOGETHER_SHARE)
         step = self.time_step(timings)
-        peak_bytes = 0.0 if step is None else peaks[step.micro_batch_size]
-        return AloneTiming(samples_per_s, checkpoint_rate, tuple(timings), step, peak_bytes, meter.load())
+        timing = JobTiming(
+            job=run.job.name,
+            device=request.device,
+            num_parameters=sum(parameter.numel() for parameter in run.model.parameters()),
+            threads_per_worker=request.threads_per_worker,
+            micro_batches=tuple(timings),
+            largest_micro_batch_size=timings[-1].micro_batch_size if timings else None,
+            loader_samples_per_s=samples_per_s,
+            checkpoint_bytes_per_s=checkpoint_rate,
+            loads_between_passes=_loads_between_passes(run, train_set),
+            update_s=None if step is None else step.update_s,
+            load=meter.load(),
+            num_samples=len(train_set) or None,
+        )
+        return timing, step, 0.0 if step is None else peaks[step.micro_batch_size]
 
     def time_micro_batches(self, kept_s: float = 0.0) -> tuple[list[MicroBatchTiming], dict[int, float]]:
         """Median seconds of a forward and backward pass, size by size, until one does not fit into memory or budget.
@@ -232,30 +244,6 @@ class FirstWorker:
     def _leave_out(self, reason: str) -> bool:
         self.not_measured.append(reason)
         return False
-
-
-def _timing(first: FirstWorker, alone: AloneTiming, together: Together, timed: TogetherTiming | None) -> JobTiming:
-    run, request = first.subject.run, first.request
-    sizes = [timing.micro_batch_size for timing in alone.micro_batches]
-    return JobTiming(
-        job=run.job.name,
-        device=request.device,
-        num_parameters=sum(parameter.numel() for parameter in run.model.parameters()),
-        threads_per_worker=request.threads_per_worker,
-        micro_batches=alone.micro_batches,
-        largest_micro_batch_size=sizes[-1] if sizes else None,
-        loader_samples_per_s=alone.loader_samples_per_s,
-        checkpoint_bytes_per_s=alone.checkpoint_bytes_per_s,
-        loads_between_passes=_loads_between_passes(run, first.subject.train_set),
-        update_s=None if alone.step is None else alone.step.update_s,
-        workers_together=first.facts.world_size if timed else 1,
-        workers_together_on_node=request.workers_on_node if timed else 1,
-        together_micro_batch_size=together.micro_batch_size,
-        together_slowdown=timed.step_s / alone.step.seconds if timed and alone.step else 1.0,
-        sums=timed.sums if timed else (),
-        load=most_disturbed([alone.load, timed.load if timed else None]),
-        num_samples=len(first.subject.train_set) or None,
-    )
 
 
 def _loads_between_passes(run: Run, train_set: Any) -> bool:

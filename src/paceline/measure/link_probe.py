@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from paceline import env
 from paceline.measure.program import Report, run_program, unreported
@@ -123,19 +123,16 @@ def time_shared_memory() -> LinkTimes:
         raise RuntimeError(
             f"it needs a processor that keeps the order of stores, which {platform.machine()} does not promise"
         )
-    with (
-        mmap.mmap(-1, mmap.PAGESIZE + _NUM_SLOTS * _SLOT_BYTES) as shared,
-        _partner(_send_through_memory, shared),
-        _Ring(shared) as ring,
-    ):
+    ring = _Ring(mmap.mmap(-1, mmap.PAGESIZE + _NUM_SLOTS * _SLOT_BYTES))
+    with _partner(_send_through_memory, ring):
         arrived = memoryview(bytearray(_STREAM_BYTES))
 
         def ping() -> None:
-            ring.mine.value += 1
-            ring.theirs.wait_for(ring.mine.value)
+            ring.counters[_MINE] += 1
+            ring.wait_for(_THEIRS, ring.counters[_MINE])
 
         def stream() -> None:
-            ring.start.value += 1
+            ring.counters[_START] += 1
             ring.receive(arrived)
 
         ping_s = median_s(ping, _NUM_PINGS, num_warmup=0)
@@ -143,76 +140,55 @@ def time_shared_memory() -> LinkTimes:
     return LinkTimes(_STREAM_BYTES / stream_s, ping_s / 2)
 
 
-def _send_through_memory(shared: mmap.mmap) -> None:
-    with _Ring(shared) as ring:
-        for number in range(1, _NUM_PINGS + 1):
-            ring.mine.wait_for(number)
-            ring.theirs.value = number
-        stream = memoryview(bytes(_STREAM_BYTES))
-        for number in range(_NUM_STREAMS + 1):
-            ring.start.wait_for(number + 1)
-            ring.send(stream)
+def _send_through_memory(ring: _Ring) -> None:
+    for number in range(1, _NUM_PINGS + 1):
+        ring.wait_for(_MINE, number)
+        ring.counters[_THEIRS] = number
+    stream = memoryview(bytes(_STREAM_BYTES))
+    for number in range(1, _NUM_STREAMS + 2):
+        ring.wait_for(_START, number)
+        ring.send(stream)
 
 
-class _Counter:
-    """Eight aligned bytes of shared memory in a cache line of their own; only grows, written by one process alone."""
+_MINE, _THEIRS, _START, _FILLED, _TAKEN = range(0, 80, 16)
+"""Places of the counters: each in a cache line of its own."""
 
-    def __init__(self, numbers: memoryview, place: int) -> None:
-        self._numbers = numbers
-        self._place = place * 16
 
-    @property
-    def value(self) -> int:
-        return int(self._numbers[self._place])
+class _Ring:
+    """Slots under way between two processes, and counters that say whose they are.
 
-    @value.setter
-    def value(self, number: int) -> None:
-        self._numbers[self._place] = number
+    A counter is eight aligned bytes of shared memory; it only grows, and one process alone writes it.
+    """
 
-    def wait_for(self, number: int) -> None:
+    def __init__(self, shared: mmap.mmap) -> None:
+        whole = memoryview(shared)
+        self.counters = whole[: mmap.PAGESIZE].cast("q")
+        self._slots = whole[mmap.PAGESIZE :]
+
+    def wait_for(self, counter: int, number: int) -> None:
         deadline = time.monotonic() + LIMIT_S
-        while self._numbers[self._place] < number:
+        while self.counters[counter] < number:
             os.sched_yield()
             if time.monotonic() > deadline:
                 raise RuntimeError("the other process does not answer")
 
-
-class _Ring:
-    """Slots under way between two processes, and the counters that say whose they are."""
-
-    def __init__(self, shared: mmap.mmap) -> None:
-        self._whole = memoryview(shared)
-        self._numbers = self._whole[: mmap.PAGESIZE].cast("q")
-        self._slots = self._whole[mmap.PAGESIZE :]
-        self.mine, self.theirs, self.start, self._filled, self._taken = (
-            _Counter(self._numbers, place) for place in range(5)
-        )
-
     def send(self, stream: memoryview) -> None:
         for at in range(0, len(stream), _SLOT_BYTES):
-            number = self._filled.value
-            self._taken.wait_for(number + 1 - _NUM_SLOTS)
+            number = self.counters[_FILLED]
+            self.wait_for(_TAKEN, number + 1 - _NUM_SLOTS)
             self._slot(number)[:] = stream[at : at + _SLOT_BYTES]
-            self._filled.value = number + 1
+            self.counters[_FILLED] = number + 1
 
     def receive(self, into: memoryview) -> None:
         for at in range(0, len(into), _SLOT_BYTES):
-            number = self._taken.value
-            self._filled.wait_for(number + 1)
+            number = self.counters[_TAKEN]
+            self.wait_for(_FILLED, number + 1)
             into[at : at + _SLOT_BYTES] = self._slot(number)
-            self._taken.value = number + 1
+            self.counters[_TAKEN] = number + 1
 
     def _slot(self, number: int) -> memoryview:
         begin = number % _NUM_SLOTS * _SLOT_BYTES
         return self._slots[begin : begin + _SLOT_BYTES]
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        # The mapping cannot be unmapped while a view of it exists.
-        for view in (self._numbers, self._slots, self._whole):
-            view.release()
 
 
 @contextmanager

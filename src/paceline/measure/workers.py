@@ -1,4 +1,4 @@
-"""What measuring programs do with other workers: join them, agree on a number, look at the memory they share."""
+"""What measuring programs do with other workers: join them, look at the memory they share."""
 
 from __future__ import annotations
 

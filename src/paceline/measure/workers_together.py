@@ -52,11 +52,6 @@ class TogetherTiming:
     """What else the processors did meanwhile; on rank 0 only."""
 
 
-def _sums_every_step(job: Job) -> bool:
-    """Whether the job's gradients are summed in every step, while backward goes on."""
-    return job.parity == "numeric" and job.aggregation.method == "every_step"
-
-
 def time_together(subject: Subject, world: World, job: Job, plan: Plan, wanted: Together) -> TogetherTiming:
     """Median seconds of a step without sums, and what each sensible algorithm adds to it; a collective of all workers.
 
@@ -90,7 +85,8 @@ class _Switch:
 @contextmanager
 def _steps(subject: Subject, world: World, job: Job, plan: Plan, size: int) -> Iterator[Steps]:
     """A step without sums, and one for each algorithm that training would consider."""
-    if world.group is None or not _sums_every_step(job):
+    sums_every_step = job.parity == "numeric" and job.aggregation.method == "every_step"
+    if world.group is None or not sums_every_step:
         yield {None: step_of(subject, subject.run.engine, size, with_updates=True)}
         return
     model = subject.run.model
@@ -120,14 +116,9 @@ def _take_turns(steps: Steps, world: World, budget_s: float) -> dict[AlgorithmNa
     for _ in range(_NUM_WARMUP_STEPS):
         steps[None]()
     for _ in range(_MOST_ROUNDS):
-        num_taken = 0
         for name, step in steps.items():
-            if not _all_agree(world, not periods[name] or periods[name][-1] < stopwatch.left_s):
-                continue
-            periods[name].append(seconds_of(partial(_finish_together, step, world)))
-            num_taken += 1
-        if num_taken == 0:
-            break
+            if _all_agree(world, not periods[name] or periods[name][-1] < stopwatch.left_s):
+                periods[name].append(seconds_of(partial(_finish_together, step, world)))
     return periods
 
 

@@ -28,6 +28,7 @@ from paceline.plan.step_constants import (
     Placement,
     Prior,
     StepArrays,
+    StepParts,
     priors_of,
     usual_sizes,
 )
@@ -38,12 +39,10 @@ _ROW_ERROR, _ROW_ERROR_DEVIATION = 0.012, 0.6
 _UNSEEN_ERROR = 0.025
 """The model error on placements that were not measured, however well the fit is on those that were: a few per cent,
 as on published tables. It only widens intervals."""
-_FREEDOM = 4.0
+FREEDOM = 4.0
 """Degrees of freedom of errors: one row in a hundred misses by more than five times their scale."""
 _T_MEDIAN = 0.741
 """The median of the absolute value of a number that follows that distribution."""
-_LOG_T = math.log(3 / 8)
-"""The logarithm of that distribution's density at 0."""
 _T_QUANTILES = (-1.96, -1.12, -0.72, -0.41, -0.13, 0.13, 0.41, 0.72, 1.12, 1.96)
 """Ten equally likely errors: the quantiles 0.05, 0.15, … 0.95 of that distribution, the ends drawn in to -1.96 so that
 ten values have the spread of all."""
@@ -84,9 +83,18 @@ class Calibration:
         return float(np.median(self.errors))
 
     @property
+    def unseen_errors(self) -> Array:
+        """[num_samples, 1]: the same of rows that were not measured."""
+        return np.asarray(np.hypot(self.errors, _UNSEEN_ERROR))
+
+    @property
     def unseen_error(self) -> float:
         """The usual error of a row that was not measured, if the constants were known."""
-        return float(np.median(_scales(self)))
+        return float(np.median(self.unseen_errors))
+
+    def parts(self, placements: Sequence[Placement]) -> StepParts:
+        """The steps that each sample of the constants makes of the placements."""
+        return StepArrays.of(placements, self.gradient_bytes, self.link_bytes_per_s).parts(self.constants)
 
     def medians(self) -> dict[str, float]:
         """The median of each constant."""
@@ -157,7 +165,8 @@ class _Rows:
 
     def log_likelihood(self, coordinates: Array) -> Array:
         """[num_points], but for a constant."""
-        return np.asarray(_log_density(self.errors(coordinates), _errors_at(coordinates)).sum(axis=1))
+        densities = -(FREEDOM + 1) / 2 * np.log1p(np.square(self.errors(coordinates)) / FREEDOM)
+        return np.asarray((densities - np.log(_errors_at(coordinates))).sum(axis=1))
 
     def samples_near(self, start: Array) -> Array:
         """Samples around the most probable constants, found from `start`; all with the usual error of a row."""
@@ -167,7 +176,7 @@ class _Rows:
                 lambda point: self.errors(np.concatenate([point, scale])[None])[0],  # noqa: B023 - called in this round
                 start[:-1],
                 _NUM_SAMPLES_OF_MANY,
-                _FREEDOM,
+                FREEDOM,
             )
             start = np.concatenate([found.mean(axis=0), scale])
             usual = float(np.median(np.abs(self.errors(start[None])))) / _T_MEDIAN
@@ -175,11 +184,11 @@ class _Rows:
         return np.concatenate([found, np.broadcast_to(scale, (len(found), 1))], axis=1)
 
 
-def from_priors(placements: Sequence[Placement], step_time_s: float = 0.1) -> Calibration:
-    """The constants from the priors only, for a job whose largest micro-batch takes `step_time_s` on one device."""
+def from_priors(placements: Sequence[Placement]) -> Calibration:
+    """The constants from the priors only, for a job whose largest micro-batch takes a tenth of a second."""
     largest = max(placement.micro_batch_size for placement in placements)
     gradient_bytes, link = usual_sizes(placements)
-    priors = priors_of(step_time_s, largest, gradient_bytes, link)
+    priors = priors_of(0.1, largest, gradient_bytes, link)
     coordinates = np.random.default_rng(0).normal(size=(_NUM_SAMPLES, len(priors) + 1))
     return Calibration.at(coordinates, priors, gradient_bytes or UNKNOWN_GRADIENT_BYTES, link)
 
@@ -188,9 +197,11 @@ def predict(calibration: Calibration, placements: Sequence[Placement]) -> list[S
     """A forecast for each placement: the middle of the samples, and the 90 % interval of a measurement."""
     if not placements:
         return []
-    parts = _steps(calibration, placements).parts(calibration.constants)
+    parts = calibration.parts(placements)
     totals = _middle(parts.total_s)
-    lows, highs = np.quantile(_measurements(calibration, parts.total_s), (0.05, 0.95), axis=0)
+    factors = np.exp(calibration.unseen_errors * np.array(_T_QUANTILES))  # [num_samples, 10]
+    measurements = (parts.total_s[:, None, :] * factors[:, :, None]).reshape(-1, len(placements))
+    lows, highs = np.quantile(measurements, (0.05, 0.95), axis=0)
     # The parts of a forecast are mean fractions of its samples, so that they add up.
     compute, communication = (
         (seconds / parts.total_s).mean(axis=0) * totals for seconds in (parts.compute_s, parts.communication_s)
@@ -216,28 +227,7 @@ def predict(calibration: Calibration, placements: Sequence[Placement]) -> list[S
 
 def log_steps(calibration: Calibration, placements: Sequence[Placement]) -> Array:
     """[num_samples, num_placements]: the logarithm of the step that each sample of the constants makes."""
-    return np.log(_steps(calibration, placements).parts(calibration.constants).total_s)
-
-
-def log_density(calibration: Calibration, rows: Sequence[Observation]) -> Array:
-    """[num_samples, num_rows]: the logarithm of the density of log(step_time_s) that each sample gives to a row."""
-    misses = log_steps(calibration, [row.placement for row in rows]) - np.log([row.step_time_s for row in rows])
-    scales = _scales(calibration)
-    return _LOG_T + _log_density(misses / scales, scales)
-
-
-def _log_density(errors: Array, scales: Array) -> Array:
-    """The log density of misses that are `errors` times their scale, up to a constant."""
-    return np.asarray(-(_FREEDOM + 1) / 2 * np.log1p(np.square(errors) / _FREEDOM) - np.log(scales))
-
-
-def _scales(calibration: Calibration) -> Array:
-    """[num_samples, 1]: of the errors of rows that were not measured."""
-    return np.asarray(np.hypot(calibration.errors, _UNSEEN_ERROR))
-
-
-def _steps(calibration: Calibration, placements: Sequence[Placement]) -> StepArrays:
-    return StepArrays.of(placements, calibration.gradient_bytes, calibration.link_bytes_per_s)
+    return np.log(calibration.parts(placements).total_s)
 
 
 def _middle(totals: Array) -> Array:
@@ -252,12 +242,6 @@ def _middle(totals: Array) -> Array:
     shares = (np.cumsum(weights, axis=0) - weights / 2) / weights.sum(axis=0)
     weights[np.abs(shares - 0.5) > 0.25] = 0.0
     return np.asarray(np.exp((weights * np.log(totals)).sum(axis=0) / weights.sum(axis=0)))
-
-
-def _measurements(calibration: Calibration, totals: Array) -> Array:
-    """[many, num_steps]: what may be measured, where samples of the constants make `totals`."""
-    factors = np.exp(_scales(calibration) * np.array(_T_QUANTILES))  # [num_samples, 10]
-    return np.asarray((totals[:, None, :] * factors[:, :, None]).reshape(-1, totals.shape[1]))
 
 
 def _errors_at(coordinates: Array) -> Array:

@@ -40,24 +40,28 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES, NUM_CHUNKS = 256 * 1024, 2 * 1024 * 1024, 16
 def cost_s(
     algorithm: AlgorithmName, size_bytes: float, layout: Layout, network: Network, *, wire: str = "float32"
 ) -> float:
-    """Seconds of one sum of `size_bytes` of float32 with messages in a wire format.
+    """Seconds of one sum of `size_bytes` of float32 with messages in a wire format; one without a price counts as
+    float32, the most it costs.
 
     Raises:
-        JobError: an algorithm or a wire format without a price.
+        JobError: an algorithm without a price.
     """
-    if algorithm not in COSTS:
-        raise JobError(f"The algorithm {algorithm} has no cost formula; there are formulas for {', '.join(COSTS)}.")
-    if wire not in WIRE_FACTORS:
-        raise JobError(f"The wire format {wire} has no cost formula; there are formulas for {', '.join(WIRE_FACTORS)}.")
-    factor = WIRE_FACTORS[wire]
+    cost, factor = cost_of(algorithm), WIRE_FACTORS.get(wire, 1.0)
     if factor == 1.0 or ALGORITHM_FACTS[algorithm].ignores_wire:
-        return COSTS[algorithm](size_bytes, layout, network)
+        return cost(size_bytes, layout, network)
     if ALGORITHM_FACTS[algorithm].has_levels:  # inside a node values stay as they are
         between = dataclasses.replace(network.between, beta_s_per_byte=factor * network.between.beta_s_per_byte)
-        return COSTS[algorithm](size_bytes, layout, dataclasses.replace(network, between=between))
+        return cost(size_bytes, layout, dataclasses.replace(network, between=between))
     if algorithm == "all_reduce":  # the backend would add in the wire format, so it is done by direct messages
         return 2 * _gather_s(factor * size_bytes, layout.workers_per_node, layout.workers_per_node, network)
-    return COSTS[algorithm](factor * size_bytes, layout, network)
+    return cost(factor * size_bytes, layout, network)
+
+
+def cost_of(algorithm: AlgorithmName) -> Cost:
+    """What prices an algorithm's sums. Raises `JobError` if nothing does."""
+    if algorithm not in COSTS:
+        raise JobError(f"The algorithm {algorithm} has no cost formula; there are formulas for {', '.join(COSTS)}.")
+    return COSTS[algorithm]
 
 
 def ring(size_bytes: float, layout: Layout, network: Network) -> float:

@@ -16,7 +16,7 @@ from paceline.noise import efficiency as statistical_efficiency
 from paceline.plan.assumptions import DEVICE_MTBF_S, RESTART_S, assumptions, past_error
 from paceline.plan.buckets import num_buckets
 from paceline.plan.collectives import WIRE_FACTORS
-from paceline.plan.forecast_row import forecast_row, overhead_beside_passes_s, search_meshes, workload_on
+from paceline.plan.forecast_row import forecast_row, overhead_beside_passes_s, search_meshes
 from paceline.plan.gradient_sums import STRAGGLER_SPREAD
 from paceline.plan.inputs import ForecastRequest, PlanInputs, needs_replicas, plan_inputs
 from paceline.plan.memory import state_bytes
@@ -165,7 +165,7 @@ def _mesh_words(inputs: PlanInputs, count: int) -> tuple[str, ...]:
     if count == 1 or needs_replicas(inputs.job):
         return ()
     try:
-        return explain(search_meshes(inputs, count), workload_on(inputs, count))
+        return explain(search_meshes(inputs, count))
     except JobError as problem:
         return (str(problem),)
 

@@ -26,7 +26,10 @@ def cheapest_algorithm(inputs: PlanInputs, job: Job, layout: Layout) -> tuple[Al
     """The algorithm and its seconds for all gradients of a step, by the rules of `algorithm = "auto"`."""
     if layout.num_workers == 1:
         return "all_reduce", 0.0
-    candidates, factors = _candidates(inputs, job, layout), _measured_factors(inputs, layout)
+    candidates: list[AlgorithmName] = ["tree_exact"]
+    if job.parity == "numeric":
+        candidates = automatic_candidates(layout.workers_per_node, shares_memory=inputs.cluster.device_kind == "cpu")
+    factors = _measured_factors(inputs, layout)
     # An algorithm that was not timed does not replace one that was.
     names = [name for name in candidates if name in factors] or candidates
     # Workers that synchronise every k-th step pay the k-th part.
@@ -77,20 +80,13 @@ def exposed_sums_s(inputs: PlanInputs, compute_s: float, communication_s: float,
     return exposed_s(compute_s, 4.0 * inputs.timing.num_parameters, communication_s)
 
 
-def _candidates(inputs: PlanInputs, job: Job, layout: Layout) -> list[AlgorithmName]:
-    if job.parity == "bitwise":
-        return ["tree_exact"]
-    return automatic_candidates(layout.workers_per_node, shares_memory=inputs.cluster.device_kind == "cpu")
-
-
 def _price_s(inputs: PlanInputs, name: AlgorithmName, layout: Layout, wire: str) -> float:
-    """The price in seconds from link costs; a wire format without a price counts as float32."""
+    """The price in seconds from link costs."""
     # The two-level sum moves data inside a CPU node through memory that its workers share.
     label = SHARED_MEMORY if name == "hierarchical" and inputs.cluster.device_kind == "cpu" else None
     network = inputs.network(layout, label)
-    priced = wire if wire in WIRE_FACTS else "float32"
     return sums_s(
-        4.0 * inputs.timing.num_parameters, lambda size_bytes: cost_s(name, size_bytes, layout, network, wire=priced)
+        4.0 * inputs.timing.num_parameters, lambda size_bytes: cost_s(name, size_bytes, layout, network, wire=wire)
     )
 
 

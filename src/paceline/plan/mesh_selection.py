@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 
 from paceline.errors import ClusterError, JobError
 from paceline.plan.forecast_row import search_meshes
-from paceline.plan.inputs import ForecastRequest, needs_replicas, plan_inputs
+from paceline.plan.inputs import ForecastRequest, largest_assignment, needs_replicas, plan_inputs
 from paceline.plan.memory import (
     USABLE_FRACTION,
     device_memory,
@@ -82,9 +81,8 @@ def choose_mesh(
     """
     plain = Mesh(dp=num_workers)
     room = memory_bytes or worker_memory_bytes(cluster, workers_on_fullest_node(cluster, num_workers))
-    needed = _replica(job, model, plain)
     if num_workers == 1 or needs_replicas(job):
-        check_fits(job, model, plain, room)
+        check_fits(job, model, num_workers, room)
         reason = "a single worker needs no mesh" if num_workers == 1 else "this job needs whole replicas"
         return MeshChoice(plain, f"{plain}: {reason}.", _micro_batch(job, model, plain, room))
     try:
@@ -93,7 +91,7 @@ def choose_mesh(
         is_timed = True
     except ClusterError:  # not enough was measured
         found, is_timed = _by_assumption(job, model, cluster, num_workers, room, link_bytes_per_s), False
-    winner = found.winner
+    winner, needed = found.winner, _replica(job, model, num_workers)
     replicas = next((one for one in found.candidates if one.mesh.is_plain), None)
     if replicas is not None and (not is_timed or winner.step_s > _CLEARLY_FASTER * replicas.step_s):
         why = f"a replica needs {size(needed.total_bytes)} of {size(room)}"
@@ -115,49 +113,42 @@ def measured_model_cost(job: Job, cluster: Cluster) -> ModelCost:
     return ModelCost(known.timing.num_parameters, known.activations or Activations(0.0), known.layers)
 
 
-def check_fits(job: Job, model: ModelCost, mesh: Mesh, memory_bytes: float, *, recompute: bool = False) -> None:
-    """Check that one virtual shard fits on each worker of a mesh.
+def check_fits(job: Job, model: ModelCost, num_workers: int, memory_bytes: float) -> None:
+    """Check that one virtual shard fits on each worker with the whole model.
 
     Raises:
         JobError: it does not; the message gives the needed and the available memory.
     """
-    needed = _replica(job, model, mesh, recompute, memory_bytes)
+    needed = _replica(job, model, num_workers)
     if fits(needed, memory_bytes):
         return
-    what = "whole replicas need" if mesh.is_plain else f"{mesh} needs"
     parts = (
         f"{size(needed.parameter_bytes)} parameters, {size(needed.gradient_bytes)} gradients, "
         f"{size(needed.optimizer_bytes)} optimizer state, {size(needed.activation_bytes)} activations"
     )
     raise JobError(
-        f"This job does not fit: {what} {size(needed.total_bytes)} on each worker ({parts}), where "
+        f"This job does not fit: whole replicas need {size(needed.total_bytes)} on each worker ({parts}), where "
         f"{size(USABLE_FRACTION * memory_bytes)} can be used; let strategy = 'auto' choose, name fsdp, pp or a mesh of "
         "more workers, or set virtual_shards higher."
     )
 
 
-def _replica(
-    job: Job, model: ModelCost, mesh: Mesh, recompute: bool = False, memory_bytes: float = math.inf
-) -> DeviceMemory:
-    """The memory of a device with one virtual shard at a time; stages are cut so that they fit, if they can."""
-    num_shards = -(-job.virtual_shards // mesh.num_assignments)
+def _replica(job: Job, model: ModelCost, num_workers: int) -> DeviceMemory:
+    """The memory of a device with the whole model and one virtual shard at a time."""
     return device_memory(
         model.num_parameters,
         state_bytes(job),
-        mesh,
+        Mesh(dp=num_workers),
         model.activations,
         job.shard_size,
-        num_micro_batches=num_shards,
+        num_micro_batches=-(-job.virtual_shards // num_workers),
         layers=model.layers,
-        recompute=recompute,
-        memory_bytes=memory_bytes,
     )
 
 
 def _micro_batch(job: Job, model: ModelCost, plain: Mesh, room: float) -> int | None:
     """None: a worker's whole assignment fits, or each shard makes a pass of its own anyway."""
-    shard = job.shard_size
-    share = shard * -(-job.virtual_shards // plain.num_assignments)
+    share, shard, _ = largest_assignment(job, plain.num_workers)
     fitting = largest_micro_batch(model.num_parameters, state_bytes(job), plain, model.activations, room, share)
     return None if fitting >= share or job.parity == "bitwise" else max(shard, fitting // shard * shard)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from paceline.plan.search import MeshCandidate, SearchResult, Workload
+from paceline.plan.search import MeshCandidate, SearchResult
 from paceline.plan.words import duration, size
 
 
-def explain(result: SearchResult, workload: Workload) -> tuple[str, ...]:
+def explain(result: SearchResult) -> tuple[str, ...]:
     """Two lines about the winner and two about the runner-up: how fast, and why."""
     winner = result.winner
-    lines = [f"{winner.mesh}: {duration(winner.step_s)} a step, {_batches(winner)}.", _why(result, winner, workload)]
+    lines = [f"{winner.mesh}: {duration(winner.step_s)} a step, {_batches(winner)}.", _why(result)]
     other = result.runner_up
     if other is not None:
         slower = other.step_s / winner.step_s - 1
@@ -26,12 +26,12 @@ def _batches(candidate: MeshCandidate) -> str:
     return f"{m} micro-batch{'es' * (m > 1)} of {candidate.micro_batch_size}{again}"
 
 
-def _why(result: SearchResult, winner: MeshCandidate, workload: Workload) -> str:
-    held = f"It holds {size(winner.memory.total_bytes)} of {size(workload.memory_bytes)}"
+def _why(result: SearchResult) -> str:
+    held = f"It holds {size(result.winner.memory.total_bytes)} of {size(result.memory_bytes)}"
     plain = next((memory for mesh, memory in result.too_large if mesh.is_plain), None)
     if plain is not None:
-        return f"{held}, where whole replicas would need {size(plain.total_bytes)}; {_longest_part(winner)}."
-    return f"{held}; {_longest_part(winner)}."
+        held += f", where whole replicas would need {size(plain.total_bytes)}"
+    return f"{held}; {_longest_part(result.winner)}."
 
 
 def _longest_part(candidate: MeshCandidate) -> str:

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from paceline.errors import ClusterError
-from paceline.plan import ring_climb
 from paceline.spec import Node
 from paceline.spec.cluster import Link
 from paceline.spec.device_choice import DeviceChoice, DeviceRing
@@ -52,16 +51,13 @@ def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> 
     if not 1 <= num_devices <= present:
         some = f"{present} device{'s' * (present != 1)} to choose from"
         raise ClusterError(f"{num_devices} devices cannot be chosen: {node.hostname or 'the node'} has {some}.")
-    is_exact = True
+    is_exact = num_devices <= 2 or present <= MOST_EXACT or graph.is_uniform
     if num_devices == 1 or graph.is_uniform:
         ring = _lowest(graph, num_devices)
     elif num_devices == 2:
         ring = max(combinations(range(present), 2), key=graph.rank)
-    elif present <= MOST_EXACT:
-        ring = _best_ring(graph, num_devices)
     else:
-        is_exact = False
-        ring = ring_climb.good_ring(graph.weights, num_devices, graph.rank)
+        ring = _best_ring(graph, num_devices)
     return DeviceChoice(graph.ring(ring), graph.ring(range(num_devices)), is_exact)
 
 
@@ -179,10 +175,12 @@ def _lowest(graph: _Graph, num_devices: int) -> tuple[int, ...]:
 
 
 def _best_ring(graph: _Graph, num_devices: int) -> tuple[int, ...]:
-    """The best ring over three or more of at most `MOST_EXACT` devices."""
+    """The best ring over three or more devices; of more than `MOST_EXACT` a good one."""
     # It stands on numpy, which takes its time to load: not for `paceline --help`.
     from paceline.plan import ring_search
 
+    if len(graph.devices) > MOST_EXACT:
+        return ring_search.good_ring(graph.weights, num_devices, graph.rank)
     within_sockets = [
         [ring_search.NO_EDGE if graph.crosses(place, other) else weight for other, weight in enumerate(row)]
         for place, row in enumerate(graph.weights)

@@ -20,7 +20,7 @@ from paceline.plan.memory import MIN_BLOCK_BYTES, USABLE_FRACTION, StateBytes, d
 from paceline.plan.model import Layout, Network
 from paceline.plan.words import size
 from paceline.spec import Mesh, PipelineSpec
-from paceline.spec.model_cost import Activations, DeviceMemory, Layers
+from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
 
 Backend = Literal["nccl", "gloo"]
 
@@ -100,6 +100,8 @@ class SearchResult:
 
     candidates: tuple[MeshCandidate, ...]
     too_large: tuple[tuple[Mesh, DeviceMemory], ...]
+    memory_bytes: float
+    """Memory of one device."""
 
     @property
     def winner(self) -> MeshCandidate:
@@ -131,7 +133,7 @@ def search(workload: Workload, num_workers: int, devices_per_node: int, network:
     candidates.sort(key=lambda candidate: candidate.step_s)
     close = [one for one in candidates if one.step_s <= _CLOSE * candidates[0].step_s]
     close.sort(key=lambda one: _complexity(one.mesh))
-    return SearchResult((*close, *candidates[len(close) :]), tuple(too_large))
+    return SearchResult((*close, *candidates[len(close) :]), tuple(too_large), workload.memory_bytes)
 
 
 def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Network) -> MeshCandidate | DeviceMemory:
@@ -229,21 +231,16 @@ def _complexity(mesh: Mesh) -> tuple[int, ...]:
     return mesh.pp, mesh.tp, mesh.fsdp, mesh.zero_stage if mesh.fsdp > 1 else 0
 
 
-def _most(of_stages: Sequence[float], mesh: Mesh) -> float:
-    """The most that a worker has of something, of which each stage has so much; every pp-th stage is on one worker."""
+def _most(stages: Sequence[Layers], mesh: Mesh, of: Callable[[LayerCost], float]) -> float:
+    """The most that a worker has of something, of which a layer has so much; every pp-th stage is on one worker."""
+    of_stages = [sum(map(of, stage)) for stage in stages]
     return max(sum(of_stages[worker :: mesh.pp]) for worker in range(mesh.pp))
 
 
-def _busiest(stages: Sequence[Layers], mesh: Mesh) -> float:
-    """The fraction of a pass that the busiest worker computes."""
-    times = [sum(layer.time_s / layer.tensor_shards(mesh.tp) for layer in stage) for stage in stages]
-    return _most(times, mesh) / sum(layer.time_s for stage in stages for layer in stage)
-
-
-def _largest_part(stages: Sequence[Layers], mesh: Mesh) -> float:
-    """The fraction of all parameters that the worker with most holds before they are sharded."""
-    held = [sum(layer.parameter_bytes / layer.tensor_shards(mesh.tp) for layer in stage) for stage in stages]
-    return _most(held, mesh) / (sum(layer.parameter_bytes for stage in stages for layer in stage) or 1.0)
+def _largest_part(stages: Sequence[Layers], mesh: Mesh, of: Callable[[LayerCost], float]) -> float:
+    """The same as a fraction of what all layers have; tensor groups divide it."""
+    most = _most(stages, mesh, lambda layer: of(layer) / layer.tensor_shards(mesh.tp))
+    return most / (sum(of(layer) for stage in stages for layer in stage) or 1.0)
 
 
 def num_gathers_and_scatters(zero_stage: int, num_passes: int, is_bitwise: bool = False) -> tuple[int, int]:
@@ -286,10 +283,10 @@ class MeshPrices:
         m = -(-share // micro_batch_size)
         last = share - (m - 1) * micro_batch_size
         v = pipeline.stages_per_worker
-        busiest = _busiest(stages, mesh) * (_RECOMPUTE_FACTOR if recompute else 1.0)
+        busiest = _largest_part(stages, mesh, lambda layer: layer.time_s) * (_RECOMPUTE_FACTOR if recompute else 1.0)
         turn_s, last_s = workload.compute_s(micro_batch_size) * busiest, workload.compute_s(last) * busiest
         compute_s = (m - 1) * turn_s + last_s
-        held = _largest_part(stages, mesh)
+        held = _largest_part(stages, mesh, lambda layer: layer.parameter_bytes)
         own_bytes = workload.num_parameters * workload.state.gradient * held
         return MeshCandidate(
             mesh,
@@ -316,7 +313,7 @@ class MeshPrices:
                 for layer in set(self.workload.layers)
                 if layer.is_sharded_by(mesh.tp)
             }
-            seconds += _most([sum(layer_s.get(layer, 0.0) for layer in stage) for stage in stages], mesh)
+            seconds += _most(stages, mesh, lambda layer: layer_s.get(layer, 0.0))
         if mesh.pp > 1:
             message_bytes = max(stage[-1].output_bytes for stage in stages[:-1]) * micro_batch_size
             level = network.inside

@@ -87,7 +87,7 @@ def simulate_steps(
     num_slow = round(jitter.slow_fraction * machine.num_nodes)
     slow = rng.permutation(machine.num_nodes)[:num_slow]
     stretch[:, slow] *= jitter.slow_factor
-    links = np.exp(jitter.link_spread * rng.standard_normal(shape)) if jitter.link_spread else np.ones(shape)
+    links = np.exp(jitter.link_spread * rng.standard_normal(shape))
     bucket_bytes = gradient_bytes / num_buckets
     inside_s = _inside_s(machine, bucket_bytes)
     exchange = _ring if pattern == "ring" else _halving_doubling
@@ -103,8 +103,6 @@ def simulate_steps(
 
 def _slowest_of(num_devices: int, spread: float, uniform: Array) -> Array:
     """The maximum of `num_devices` normal numbers around 1: F^-1(u^(1/n)), exact and as cheap as one number."""
-    if spread == 0:
-        return np.ones_like(uniform)
     # 1 - u^(1/n) keeps its digits where u^(1/n) is almost 1.
     upper = -np.expm1(np.log(np.maximum(uniform, 1e-300)) / num_devices)
     deviations = np.fromiter(map(NormalDist().inv_cdf, upper.ravel()), float, upper.size)

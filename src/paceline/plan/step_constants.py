@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.errors import JobError
-from paceline.plan.collectives import COSTS
+from paceline.plan.collectives import cost_of
 from paceline.plan.model import AlphaBeta, Layout, Network
 from paceline.plan.step_time import (
     expected_maximum,
@@ -131,8 +130,8 @@ class Constants:
         values: dict[str, Array] = {}
         for place, (name, prior) in enumerate(priors.items()):
             value = prior.median * np.exp(prior.deviation * coordinates[:, place : place + 1])
-            for other in prior.times[:1]:
-                value = value * sum((values[one] for one in prior.times[1:]), values[other])
+            if prior.times:
+                value = value * sum(values[other] for other in prior.times)
             values[name] = value + prior.least
         return cls(**values)
 
@@ -147,9 +146,6 @@ class Prior:
     least: float = 0.0
     times: tuple[str, ...] = ()
     """Earlier constants; the value is that many times their sum."""
-
-    def times_median(self, factor: float) -> Prior:
-        return replace(self, median=factor * self.median)
 
 
 CONSTANT_NAMES: tuple[str, ...] = tuple(field.name for field in fields(Constants))
@@ -210,7 +206,7 @@ def priors_of(
         "between_alpha_s": of_step,
         "several_nodes_s": of_step,
     }
-    priors = {name: usual[name].times_median(scales.get(name, 1.0)) for name in CONSTANT_NAMES}
+    priors = {name: replace(usual[name], median=scales.get(name, 1.0) * usual[name].median) for name in CONSTANT_NAMES}
     if gradient_bytes is not None:
         # Between PCIe 3.0 x16, whose 10 GB/s devices may share, and NVLink with ten times as much.
         priors |= {"inside_beta_s_per_byte": Prior(1 / 30e9, 1.5), "shared_beta_s_per_byte": Prior(0.05 / 30e9, 2.3)}
@@ -275,11 +271,6 @@ class StepArrays:
         ]
         sums = tuple(dict.fromkeys(keys))
         place_of = {key: place for place, key in enumerate(sums)}
-        for _, algorithm, _, _ in sums:
-            if algorithm not in COSTS:
-                raise JobError(
-                    f"The algorithm {algorithm} has no cost formula; there are formulas for {', '.join(COSTS)}."
-                )
         layouts = [placement.layout for placement in placements]
         return cls(
             micro_batch_sizes=np.array([placement.micro_batch_size for placement in placements], float),
@@ -291,17 +282,14 @@ class StepArrays:
             sum_of=np.array([place_of[key] for key in keys], dtype=np.intp),
         )
 
-    def communication_s(self, constants: Constants) -> Array:
-        """[num_samples, num_steps]."""
+    def parts(self, constants: Constants) -> StepParts:
+        """[num_samples, num_steps] of each part."""
         shape = np.shape(constants.per_sample_s) or (1, 1)
         sums = [
-            np.broadcast_to(COSTS[algorithm](size_bytes, layout, constants.network(layout, link_ratio)), shape)
+            np.broadcast_to(cost_of(algorithm)(size_bytes, layout, constants.network(layout, link_ratio)), shape)
             for layout, algorithm, size_bytes, link_ratio in self.sums
         ]
-        return np.concatenate(sums, axis=1)[:, self.sum_of]
-
-    def parts(self, constants: Constants) -> StepParts:
-        communication = self.communication_s(constants)
+        communication = np.concatenate(sums, axis=1)[:, self.sum_of]
         sizes, on_node = self.micro_batch_sizes, self.num_on_fullest
         pass_s = constants.fixed_s + constants.per_sample_s * sizes
         pass_s = pass_s * neighbours_factor(constants.neighbour_slowdown, on_node)

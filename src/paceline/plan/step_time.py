@@ -23,8 +23,6 @@ INTERVAL_SIGMAS = 1.645
 
 def smooth_max(one: Any, other: Any, exponent: float) -> Any:
     """(one^e + other^e)^(1/e): the sum for e = 1, the maximum for e -> infinity (Qiao et al. 2021, "Pollux", 3.2)."""
-    if np.ndim(exponent) == 0 and math.isinf(exponent):
-        return np.maximum(one, other)
     top = np.maximum(np.maximum(one, other), 1e-300)  # divided out, so that no power overflows
     return top * ((one / top) ** exponent + (other / top) ** exponent) ** (1 / exponent)
 

@@ -112,7 +112,7 @@ class Strategy:
     def _check_replicas_fit(job: Job, cluster: Cluster, num_devices: int) -> None:
         from paceline.plan.mesh_selection import check_fits
 
-        check_fits(job, trace_model(job), Mesh(dp=num_devices), worker_memory_bytes(cluster, num_devices))
+        check_fits(job, trace_model(job), num_devices, worker_memory_bytes(cluster, num_devices))
 
     def _check_options(self, mesh: Mesh | None) -> None:
         if mesh is None or mesh.num_workers > 1:  # one worker shares nothing under any strategy

@@ -111,9 +111,9 @@ def test_the_load_is_what_the_kernel_counts_meanwhile(tmp_path: Path) -> None:
         stat.write_text("\n".join(rows) + "\n", encoding="utf-8")
 
     write(10, 5)
-    before = load_facts.processor_times(stat)
+    before = load_facts.cpu_times(stat)
     write(13, 6)
-    after = load_facts.processor_times(stat)
+    after = load_facts.cpu_times(stat)
     assert before is not None and after is not None
     assert after.busy_s - before.busy_s == pytest.approx(3 * len(cores))
     assert after.stolen_s - before.stolen_s == pytest.approx(len(cores))

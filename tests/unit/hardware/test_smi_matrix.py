@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ClusterError
-from paceline.hardware import parse_topology
+from paceline.hardware.smi_matrix import parse_topology
 from paceline.spec import Node
 from tests.topologies import load, names, text_of
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from paceline.hardware.checks.gpu_facts import GpuFacts, GpusFacts
-from paceline.measure.load import CpuTimes, LoadMeter, cpu_times, load_of
+from paceline.hardware.checks.load_facts import CpuTimes, cpu_times, load_of
+from paceline.measure.load import LoadMeter
 from paceline.measure.steps import spread_of
 from paceline.spec import MachineLoad
 

@@ -64,7 +64,7 @@ def test_a_model_that_fits_is_replicated() -> None:
     result = search(SMALL, 8, 8, FAST)
     assert result.winner.mesh == Mesh(dp=8)
     assert result.too_large == ()
-    lines = explain(result, SMALL)
+    lines = explain(result)
     assert len(lines) == 4
     assert lines[0].startswith("dp8: ")
     assert "GiB" in lines[1]
@@ -76,7 +76,7 @@ def test_a_model_that_does_not_fit_is_sharded_and_the_reason_says_so() -> None:
     assert result.winner.mesh != Mesh(dp=16)
     assert fits(result.winner.memory, GPT_6B.memory_bytes)
     assert Mesh(dp=16) in dict(result.too_large)
-    assert "where whole replicas would need 1" in explain(result, GPT_6B)[1]  # 16 bytes x 6.7e9 and activations
+    assert "where whole replicas would need 1" in explain(result)[1]  # 16 bytes x 6.7e9 and activations
 
 
 def test_a_slow_network_prefers_less_traffic_between_nodes() -> None:
@@ -131,7 +131,7 @@ def test_more_workers_than_samples() -> None:
 def test_one_device_has_nothing_to_choose() -> None:
     result = search(SMALL, 1, 8, FAST)
     assert result.runner_up is None
-    assert explain(result, SMALL)[0].startswith("one device: ")
+    assert explain(result)[0].startswith("one device: ")
 
 
 def _convolution(

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from paceline.hardware.nvml import DriverProblem, Nvml, open_nvml
@@ -67,7 +68,6 @@ class GpusFacts:
 
 
 _QUESTIONS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "name": ("nvmlDeviceGetName", lambda name: name.decode() if isinstance(name, bytes) else str(name)),
     "ecc": ("nvmlDeviceGetEccMode", lambda modes: bool(modes[0])),
     "throttle_reasons": ("nvmlDeviceGetCurrentClocksThrottleReasons", int),
     "power_limit_w": ("nvmlDeviceGetPowerManagementLimit", lambda milliwatts: milliwatts / 1000),
@@ -112,6 +112,7 @@ def _gpu(nvml: Nvml, index: int, gpu: Any) -> GpuFacts:
     pending = [bool(answer) for answer in (pages_pending, rows_pending) if answer is not None]
     return GpuFacts(
         index,
+        nvml.text("nvmlDeviceGetName", gpu),
         uncorrected_errors=nvml.ask("nvmlDeviceGetTotalEccErrors", gpu, UNCORRECTED, VOLATILE),
         retired_pages=sum(num_retired) if num_retired else None,
         is_repair_pending=any(pending) if pending else None,
@@ -123,8 +124,7 @@ def _gpu(nvml: Nvml, index: int, gpu: Any) -> GpuFacts:
 def _p2p(nvml: Nvml, handles: Sequence[Any]) -> dict[str, int] | None:
     answers = {
         f"{one}-{other}": nvml.ask("nvmlDeviceGetP2PStatus", handles[one], handles[other], READ)
-        for one in range(len(handles))
-        for other in range(one + 1, len(handles))
+        for one, other in combinations(range(len(handles)), 2)
     }
     return None if None in answers.values() else {pair: int(status) for pair, status in answers.items()}
 

@@ -168,14 +168,13 @@ GPU_CHECKS: tuple[Check[NodeFacts, Any], ...] = (
             else "One GPU has no peers on this node."
         ),
         warning(
-            lambda found: not found.are_all,
+            bool,
             "The GPUs {pairs} cannot reach each other's memory: {why}; what they send goes through the node's memory.",
-            "Choose devices that can: paceline topo --pick 2",
-        ),
-        warning(
-            lambda found: found.are_all,
-            "The GPUs {pairs} cannot reach each other's memory: {why}; what they send goes through the node's memory.",
-            "Nothing to set where the GPU model has no such ability; else update driver and BIOS.",
+            lambda found: (
+                "Nothing to set where the GPU model has no such ability; else update driver and BIOS."
+                if found.are_all
+                else "Choose devices that can: paceline topo --pick 2"
+            ),
         ),
     ),
     Check[NodeFacts, str](

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from paceline.hardware.sources import read_integer, read_text
+from paceline.hardware.sources import entries, read_integer, read_text
 
 T = TypeVar("T")
 
@@ -71,11 +71,7 @@ class NetworkFacts:
 
 
 def collect_network(
-    addresses: Sequence[tuple[str, str]],
-    variables: Mapping[str, str],
-    peers: Sequence[str] = (),
-    sys: Path = Path("/sys"),
-    proc: Path = Path("/proc"),
+    addresses: Sequence[tuple[str, str]], variables: Mapping[str, str], peers: Sequence[str]
 ) -> NetworkFacts:
     """Collect the facts of this node.
 
@@ -84,17 +80,15 @@ def collect_network(
         variables: those of the environment that name interfaces.
         peers: names or addresses of the other nodes.
     """
-    folder = sys / "class/net"
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir()) if folder.is_dir() else []
     lookups = tuple(look_up(peer) for peer in peers)
-    low, _, high = read_text(proc / "sys/net/ipv4/ip_local_port_range").replace("\t", " ").partition(" ")
+    low, _, high = read_text(Path("/proc/sys/net/ipv4/ip_local_port_range")).replace("\t", " ").partition(" ")
     return NetworkFacts(
-        interfaces=tuple(_interface(folder / name, addresses) for name in names),
+        interfaces=tuple(_interface(entry, addresses) for entry in entries(Path("/sys/class/net")) if entry.is_dir()),
         variables=dict(variables),
         own_name=look_up(socket.gethostname()),
         peers=lookups,
         routes={lookup.name: route(lookup.addresses, addresses) for lookup in lookups},
-        rdma_ports=_rdma_ports(sys / "class/infiniband"),
+        rdma_ports=_rdma_ports(Path("/sys/class/infiniband")),
         num_ports=int(high) - int(low) + 1 if low.strip().isdigit() and high.strip().isdigit() else None,
         is_torchrun_port_free=is_free(TORCHRUN_PORT),
     )
@@ -112,22 +106,22 @@ def _interface(folder: Path, addresses: Sequence[tuple[str, str]]) -> Interface:
 
 def _rdma_ports(folder: Path) -> dict[str, str]:
     """The state of each RDMA port, from files with texts such as "4: ACTIVE"."""
-    ports = sorted(folder.glob("*/ports/*")) if folder.is_dir() else []
+    ports = sorted(folder.glob("*/ports/*"))
     return {f"{port.parts[-3]}/{port.name}": read_text(port / "state").rpartition(": ")[2] for port in ports}
 
 
-def look_up(name: str, limit_s: float = LOOKUP_LIMIT_S) -> Lookup:
+def look_up(name: str) -> Lookup:
     """Ask for the addresses of `name` and for the name of the first of them, and time both."""
     hostname = name.rpartition("@")[2]
-    forward_s, answer = _timed(lambda: socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM), limit_s)
+    forward_s, answer = _timed(lambda: socket.getaddrinfo(hostname, None, type=socket.SOCK_STREAM))
     if not isinstance(answer, list):
         return Lookup(name, forward_s=forward_s, problem=str(answer))
     sockaddrs = [entry[4] for entry in answer]
-    reverse_s, _ = _timed(lambda: socket.getnameinfo(sockaddrs[0], 0), limit_s)
+    reverse_s, _ = _timed(lambda: socket.getnameinfo(sockaddrs[0], 0))
     return Lookup(name, tuple(dict.fromkeys(str(sockaddr[0]) for sockaddr in sockaddrs)), forward_s, reverse_s)
 
 
-def _timed(action: Callable[[], T], limit_s: float) -> tuple[float, T | OSError]:
+def _timed(action: Callable[[], T], limit_s: float = LOOKUP_LIMIT_S) -> tuple[float, T | OSError]:
     """Seconds and the answer, or the error. A name server's silence cannot be interrupted, only left behind."""
     answers: list[T | OSError] = []
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.hardware.sources import output_of, read_text
+from paceline.hardware.sources import entries, output_of, read_text
 
 NVIDIA = "0x10de"
 
@@ -39,28 +39,25 @@ class PcieFacts:
         return "amd" if any("ivhd" in name or name.startswith("amd") for name in self.iommus) else "intel"
 
 
-def collect_pcie(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> PcieFacts:
-    gpus = nvidia_gpus(sys / "bus/pci/devices")
-    iommus = sys / "class/iommu"
+def collect_pcie() -> PcieFacts:
+    gpus = nvidia_gpus(Path("/sys/bus/pci/devices"))
     return PcieFacts(
         acs_bridges=acs_bridges(output_of(["lspci", "-vvv"], timeout_s=30)),
-        kernel_arguments=read_text(proc / "cmdline"),
-        iommus=tuple(sorted(entry.name for entry in iommus.iterdir())) if iommus.is_dir() else (),
+        kernel_arguments=read_text(Path("/proc/cmdline")),
+        iommus=tuple(entry.name for entry in entries(Path("/sys/class/iommu"))),
         gpu_domains={gpu.name: kind for gpu in gpus if (kind := read_text(gpu / "iommu_group/type"))},
-        is_virtual=bool(re.search(r"^flags\s*:.*\bhypervisor\b", read_text(proc / "cpuinfo"), re.MULTILINE)),
+        is_virtual=bool(re.search(r"^flags\s*:.*\bhypervisor\b", read_text(Path("/proc/cpuinfo")), re.MULTILINE)),
         num_gpus=len(gpus),
     )
 
 
 def nvidia_gpus(devices: Path) -> list[Path]:
     """The folders of NVIDIA's display (class 03) controllers."""
-    if not devices.is_dir():
-        return []
-    return sorted(
+    return [
         device
-        for device in devices.iterdir()
+        for device in entries(devices)
         if read_text(device / "vendor") == NVIDIA and read_text(device / "class").startswith("0x03")
-    )
+    ]
 
 
 def acs_bridges(listing: str | None) -> tuple[str, ...] | None:

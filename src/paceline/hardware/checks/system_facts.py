@@ -53,13 +53,13 @@ class SystemFacts:
         return max(1, int(self.quota_cores or 0))
 
 
-def collect_system(proc: Path = Path("/proc"), sys: Path = Path("/sys")) -> SystemFacts:
+def collect_system() -> SystemFacts:
     """Read what there is; what cannot be read keeps its default."""
-    cpu = sys / "devices/system/cpu/cpu0"
+    cpu = Path("/sys/devices/system/cpu/cpu0")
     return SystemFacts(
         versions=collect_versions(),
         num_cores=len(os.sched_getaffinity(0)),
-        quota_cores=quota_cores(read_text(proc / "self/cgroup"), sys / "fs/cgroup"),
+        quota_cores=quota_cores(read_text(Path("/proc/self/cgroup")), Path("/sys/fs/cgroup")),
         threads_per_core=count_cpus(read_text(cpu / "topology/thread_siblings_list")) or 1,
         governor=read_text(cpu / "cpufreq/scaling_governor"),
         scaling_driver=read_text(cpu / "cpufreq/scaling_driver"),

@@ -26,16 +26,22 @@ def _limit(name: str, node: NodeFacts) -> list[ProcessLimit]:
     return [] if limit is None or limit.soft is None else [limit]
 
 
-def _number(name: str, node: NodeFacts) -> str:
-    return next((str(limit.soft) for limit in _limit(name, node)), "any number of")
+def _limit_check(name: str, flag: str, enough: int, fine: str, what: str) -> Check[NodeFacts, ProcessLimit]:
+    """The check of a limit that is a number; `fine` has a place for it."""
 
+    def advice(limit: ProcessLimit) -> str:
+        if limit.hard is None or limit.hard >= enough:
+            return f"ulimit -{flag} {enough if limit.hard is None else limit.hard}"
+        return (
+            f"As root put '* - {name} 65536' into /etc/security/limits.conf and log in again; in a container: "
+            f"--ulimit {name}=65536."
+        )
 
-def _raise_limit(flag: str, name: str, limit: ProcessLimit, enough: int) -> str:
-    if limit.hard is None or limit.hard >= enough:
-        return f"ulimit -{flag} {enough if limit.hard is None else limit.hard}"
-    return (
-        f"As root put '* - {name} 65536' into /etc/security/limits.conf and log in again; in a container: "
-        f"--ulimit {name}=65536."
+    return Check[NodeFacts, ProcessLimit](
+        f"ulimit {name}",
+        lambda node: _limit(name, node),
+        lambda node: fine.format(*(limit.soft for limit in _limit(name, node)), "any number of"),
+        warning(lambda limit: (limit.soft or 0) < enough, what, advice),
     )
 
 
@@ -111,25 +117,19 @@ SYSTEM_CHECKS: tuple[Check[NodeFacts, Any], ...] = (
             "See which they are: top -o %CPU",
         ),
     ),
-    Check[NodeFacts, ProcessLimit](
-        "ulimit nofile",
-        lambda node: _limit("nofile", node),
-        lambda node: f"A process may open {_number('nofile', node)} files.",
-        warning(
-            lambda limit: (limit.soft or 0) < MIN_OPEN_FILES,
-            f"A process may open only {{soft}} files; data loaders and sockets run out of them below {MIN_OPEN_FILES}.",
-            lambda limit: _raise_limit("n", "nofile", limit, MIN_OPEN_FILES),
-        ),
+    _limit_check(
+        "nofile",
+        "n",
+        MIN_OPEN_FILES,
+        "A process may open {} files.",
+        f"A process may open only {{soft}} files; data loaders and sockets run out of them below {MIN_OPEN_FILES}.",
     ),
-    Check[NodeFacts, ProcessLimit](
-        "ulimit nproc",
-        lambda node: _limit("nproc", node),
-        lambda node: f"A user may have {_number('nproc', node)} processes and threads.",
-        warning(
-            lambda limit: (limit.soft or 0) < MIN_PROCESSES,
-            "A user may have only {soft} processes and threads; workers start hundreds each.",
-            lambda limit: _raise_limit("u", "nproc", limit, MIN_PROCESSES),
-        ),
+    _limit_check(
+        "nproc",
+        "u",
+        MIN_PROCESSES,
+        "A user may have {} processes and threads.",
+        "A user may have only {soft} processes and threads; workers start hundreds each.",
     ),
     # RDMA cards pin the memory they read; without them nothing large is locked.
     Check[NodeFacts, ProcessLimit](
