@@ -40,6 +40,7 @@ from paceline.train.session import Kept, RunState, Session, Stateful
 from paceline.train.state import Trained
 from paceline.train.step import Stepper
 from paceline.train.stopping import Stopping
+from paceline.train.stream_batches import StreamBatches
 from paceline.train.timing import StepTimer
 from paceline.train.torch_settings import TorchSettings, decide_precision, has_tf32
 from paceline.train.trace import ParityTracer
@@ -94,7 +95,8 @@ class Run(RunView):
         self.say: Callable[[str], None] = self.display.say
         self.timer = StepTimer()
         self.stopping = Stopping(world, progress, env.launched_at(), max_minutes)
-        self._batches = GlobalBatches(job, progress, self.reader, world, plan.timeout_s)
+        streams = StreamBatches(job, progress, self.reader, world, plan.timeout_s)
+        self._batches = GlobalBatches(job, progress, self.reader, world, streams)
         self._evaluator = Evaluator(job, self.mesh, self.world, self.reader, self.precision)
         self._kept = Kept()
         self._resume_from: dict[str, Any] = {"checkpoint_address": checkpoint_address, "force": force}
