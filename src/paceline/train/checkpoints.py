@@ -33,8 +33,7 @@ class Checkpoints:
         take: Callable[[bool], Snapshot | None],
         say: Callable[[str], None],
         saved_step: int | None,
-        was_saved: Callable[[int], None] = lambda _step: None,
-        will_save: Callable[[], None] = lambda: None,
+        will_save: Callable[[], None],
     ) -> None:
         """A collective of all workers of `group`, which uses CPU memory; None: there is one worker.
 
@@ -43,7 +42,6 @@ class Checkpoints:
                 argument is true.
             say: receives messages for the user, on rank 0.
             saved_step: the step that the run was resumed from.
-            was_saved: receives the step of each checkpoint that is complete, on all workers after the same step.
             will_save: called in a signal handler when this worker was asked to save and to end.
         """
         self._spec = spec
@@ -59,7 +57,9 @@ class Checkpoints:
         self._handlers: dict[int, Any] = {}
         self._saver = Saver(storage, spec, group, say)
         self._saver.last_step = saved_step
-        self._was_saved, self._will_save = was_saved, will_save
+        self._will_save = will_save
+        self.was_saved: Callable[[int], None] = lambda _step: None
+        """Receives the step of each complete checkpoint, on all workers after the same step; may be replaced."""
         self._in_writing: int | None = None
         """The step of a checkpoint that is not known to be complete."""
         self._handle_signals()
@@ -119,7 +119,7 @@ class Checkpoints:
     def _report_saved(self) -> None:
         step, self._in_writing = self._in_writing, None
         if step is not None:
-            self._was_saved(step)
+            self.was_saved(step)
 
     def rescue(self, *, is_whole: bool) -> None:
         """After an error: save this worker's state, without the others, which may be gone, if it is the whole state.

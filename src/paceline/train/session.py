@@ -226,8 +226,6 @@ class Session:
         """Whether some worker has found late that its shards must go through the model one by one."""
         self._notes = notes
         self._stopping = stopping
-        self.was_saved: Callable[[int], None] = lambda _step: None
-        """Receives the step of each complete checkpoint, on all workers after the same step; may be replaced."""
         self._status_exchange = StatusExchange(group)
         self._stragglers = Stragglers(_worker_names(plan))
         self._group = group
@@ -262,14 +260,9 @@ class Session:
             step = state.progress.steps
             self.heartbeat.step(step)
             self._notes.append(f"resumed at step {step} from {found.name} in {checkpoint_address}")
-
-        def was_saved(step: int) -> None:
-            self.was_saved(step)  # whatever it is then
-
-        spec = state.job.kept_checkpoints
         # The launcher waits for a worker that says it will save.
-        told = self.say, step, was_saved, self.heartbeat.save
-        self._checkpoints = Checkpoints(storage, spec, self._group, state.snapshot, *told)
+        told = self.say, step, self.heartbeat.save
+        self._checkpoints = Checkpoints(storage, state.job.kept_checkpoints, self._group, state.snapshot, *told)
         return found is not None
 
     def add(self, name: str) -> bool:
@@ -369,6 +362,11 @@ class Session:
         """Note that an epoch has ended: the run is saved at the next opportunity."""
         if self._checkpoints is not None:
             self._checkpoints.epoch_ended()
+
+    def when_saved(self, tell: Callable[[int], None]) -> None:
+        """Have `tell` called with the step of each complete checkpoint, on all workers after the same step."""
+        if self._checkpoints is not None:
+            self._checkpoints.was_saved = tell
 
     def save(self) -> None:
         """Save the state as it is now, unless that is done. A collective."""

@@ -79,8 +79,8 @@ class Training:
 
     def begin(self) -> None:
         """Before the first step of this start."""
-        self.run.stepper.session.was_saved = lambda step: self._tell(
-            lambda callback: callback.checkpoint_saved(self, step)
+        self.run.stepper.session.when_saved(
+            lambda step: self._tell(lambda callback: callback.checkpoint_saved(self, step))
         )
         self._tell(lambda callback: callback.run_began(self))
         steps = self.run.steps
