@@ -92,7 +92,9 @@ class NonFiniteGuard:
             PeerLost: a worker is gone, so that the gradients may mean nothing.
         """
         is_ignored = self._reaction == "ignore"
-        is_good = is_ignored or is_finite(torch.stack([loss, *self._looked_at(norms)]))
+        # The scaler skips a step that overflows under its loss scale, and scales less.
+        loss_alone = self._trained.precision.scaler.is_enabled()
+        is_good = is_ignored or is_finite(torch.stack([loss] if loss_alone else [loss, *norms()]))
         self._session.check_peers(has_waited=not is_ignored)
         if is_good:
             self._num_in_a_row = 0
@@ -137,11 +139,6 @@ class NonFiniteGuard:
             loss, *norms = late.found
             culprits = [name for name, norm in zip(late.names, norms, strict=True) if not norm.isfinite()]
             self._session.say(f"{_describe(late.step, loss, culprits, late.samples)}. The step is skipped.")
-
-    def _looked_at(self, norms: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Scalars whose norm is that of the whole model's gradient."""
-        # The scaler skips a step that overflows under its loss scale, and scales less.
-        return [] if self._trained.precision.scaler.is_enabled() else norms()
 
     def _culprits(self) -> list[str]:
         """The parameters whose gradients are not finite. A collective where the model is spread."""

@@ -94,7 +94,7 @@ class Stepper:
     def catch_up(self) -> None:
         """Have all that the device knows of the steps so far known to the host, and said; waits for the device."""
         for stepper in self._steppers.values():
-            stepper.catch_up()
+            stepper.guard.catch_up()
 
     def begin_epoch(self) -> None:
         """Before the first batch of an epoch: all models of the run are known."""
