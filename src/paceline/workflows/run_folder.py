@@ -63,22 +63,6 @@ def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool)
     Raises:
         PacelineError: the folder holds a finished run of another job, or of more epochs or steps.
     """
-    record = check_finished(run_dir, job, max_steps, force=force)
-    return record if record is not None and _is_all(record, run_dir, job, max_steps) else None
-
-
-def put_record_aside(run_dir: Path) -> None:
-    """Give the record of a finished run, of which more is wanted, the number of its steps as a name.
-
-    The caller must hold the folder: a run that is about to end there looks for its own record.
-    """
-    file = run_dir / RECORD_FILE
-    if file.exists():
-        file.rename(run_dir / f"record-{RunRecord.load(file).steps}-steps.json")
-
-
-def check_finished(run_dir: Path, job: Job, max_steps: int | None, *, force: bool) -> RunRecord | None:
-    """The record of the run in `run_dir`, if one has finished there; changes nothing, and raises as `finished_run`."""
     file = run_dir / RECORD_FILE
     if not file.exists():
         return None
@@ -92,7 +76,17 @@ def check_finished(run_dir: Path, job: Job, max_steps: int | None, *, force: boo
             f"{run_dir} already holds a finished run of another job ({'; '.join(changes)}); name another folder, or "
             "remove the folder."
         )
-    return record
+    return record if _is_all(record, run_dir, job, max_steps) else None
+
+
+def put_record_aside(run_dir: Path) -> None:
+    """Give the record of a finished run, of which more is wanted, the number of its steps as a name.
+
+    The caller must hold the folder: a run that is about to end there looks for its own record.
+    """
+    file = run_dir / RECORD_FILE
+    if file.exists():
+        file.rename(run_dir / f"record-{RunRecord.load(file).steps}-steps.json")
 
 
 def _is_all(record: RunRecord, run_dir: Path, job: Job, max_steps: int | None) -> bool:

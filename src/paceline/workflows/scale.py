@@ -150,5 +150,5 @@ class _Run:
         environ = env.import_note(import_folders(self.job))
         allocation.run(self.plan, program, run_dir=self.run_dir, environ=environ, save_s=SAVE_S)
         record = finished_record(self.run_dir, started, was_elsewhere=bool(allocation.teams))
-        feed_back([record], cluster)
+        feed_back(record, cluster)
         return record
