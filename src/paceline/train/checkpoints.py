@@ -78,7 +78,9 @@ class Checkpoints:
             self._saver.give_up()
             self._in_writing = None
         if Request.BUSY not in received:
-            self._report_saved()
+            saved, self._in_writing = self._in_writing, None
+            if saved is not None:
+                self.was_saved(saved)
         self._is_due |= Request.SAVE in received or Request.LEAVE in received or step == self.next_save(step - 1)
         if self._is_due and Request.BUSY not in received:
             self._save()
@@ -105,21 +107,11 @@ class Checkpoints:
             self._is_due = True
             self._save()
 
-    def run_ended(self, step: int) -> None:
-        """Save any unsaved state, and wait until it is written. A collective."""
-        self.save(step)
-        self.wait()
-
     @property
     def newest(self) -> tuple[int, str] | None:
         """Step and address of the newest checkpoint that was begun; None: there is none, or it could not be written."""
         step = self._saver.last_step
         return None if step is None or self._saver.failed else (step, f"{self._address}/{folder_name(step)}")
-
-    def _report_saved(self) -> None:
-        step, self._in_writing = self._in_writing, None
-        if step is not None:
-            self.was_saved(step)
 
     def rescue(self, *, is_whole: bool) -> None:
         """After an error: save this worker's state, without the others, which may be gone, if it is the whole state.

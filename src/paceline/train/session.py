@@ -384,7 +384,8 @@ class Session:
         self._status_exchange.received()  # no message stays in flight
         if self._checkpoints is not None:
             self.state.progress.leave_epoch()
-            self._checkpoints.run_ended(self.state.progress.steps)
+            self._checkpoints.save(self.state.progress.steps)
+            self._checkpoints.wait()
         if self.peers is not None:
             self.peers.close()
 
