@@ -113,12 +113,9 @@ class _Launching:
             parse_micro_batch(str(self.micro_batch_size))
         check_words(arguments=self.arguments)
         if not self.module and not Path(self.script).is_file():
-            raise LaunchError(f"There is no script '{self.script}'{self._hint}.")
-
-    @property
-    def _hint(self) -> str:
-        is_module = all(part.isidentifier() for part in self.script.split("."))
-        return f"; if it is a module, add -m: -m {self.script}" if is_module else ""
+            may_be_module = all(part.isidentifier() for part in self.script.split("."))
+            hint = f"; if it is a module, add -m: -m {self.script}" if may_be_module else ""
+            raise LaunchError(f"There is no script '{self.script}'{hint}.")
 
     @property
     def name(self) -> str:
