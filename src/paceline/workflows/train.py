@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline import env
 from paceline.spec import AlgorithmName, CallbackSpec, Cluster, Job, Plan, RunRecord
-from paceline.spec.micro_batch import MicroBatchSize
+from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
 from paceline.spec.plan import RunLimit
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.dry_run import dry_run
@@ -167,8 +167,8 @@ class _Training:
         check_counts(max_steps=self.max_steps, workers=self.workers, threads=self.threads, servers=self.servers)
         RunLimit.from_mapping({"max_minutes": self.max_minutes})
         check_trackers(self.track)
-        if self.micro_batch_size not in (None, "auto"):
-            check_counts(micro_batch_size=int(self.micro_batch_size or 0))
+        if self.micro_batch_size is not None:
+            parse_micro_batch(str(self.micro_batch_size))
 
     def finished(self, run_dir: Path) -> RunRecord | None:
         """The record of the run in `run_dir` if nothing is left to do of it; raises as `finished_run`."""
