@@ -115,12 +115,6 @@ def check_folder(folder: Path) -> None:
     check_free(folder)
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder that only its owner can read. Raises `PacelineError` where that is not possible."""
-    with file_problems(f"The run folder {folder} cannot be made"):
-        make_run_folder(folder)
-
-
 def write_run(
     job: Job,
     plan: Plan,
@@ -132,7 +126,8 @@ def write_run(
     force: bool = False,
 ) -> list[str]:
     """Write job, plan and limit into the run folder; return the program that trains them, as python's arguments."""
-    make_folder(run_dir)
+    with file_problems(f"The run folder {run_dir} cannot be made"):
+        make_run_folder(run_dir)  # that only its owner can read
     values = {JOB_FILE: job, PLAN_FILE: plan, LIMIT_FILE: limit}
     with file_problems(f"The run folder {run_dir} cannot be written to"):
         for name, value in values.items():
