@@ -23,7 +23,7 @@ from paceline.spec import Job, Mesh, Plan
 from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256
 from paceline.train.end_table import end_rows
-from paceline.train.evaluate import Evaluator, Measure
+from paceline.train.evaluate import Measure, evaluate_between_steps
 from paceline.train.memory_limit import memory_limit
 from paceline.train.model_step import Pending
 from paceline.train.noise_meter import NoiseMeter
@@ -96,7 +96,6 @@ class Run(RunView):
         self.stopping = Stopping(world, progress, env.launched_at(), max_minutes)
         streams = StreamBatches(job, progress, self.reader, world, plan.timeout_s)
         self._batches = GlobalBatches(job, progress, self.reader, world, streams)
-        self._evaluator = Evaluator(job, self.mesh, self.world, self.reader, self.precision)
         self._kept = Kept()
         self._resume_from: dict[str, Any] = {"checkpoint_address": checkpoint_address, "force": force}
         self._prepared: Stepper | None = None
@@ -401,7 +400,7 @@ class Run(RunView):
         loading = loading_of(self.job, dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
         companions = Companions(list(self._models.companions.values()))
         model = model or self.model
-        results = self._evaluator.evaluate(loading, measure, metrics, model, companions, self.engine, self.steps)
+        results = evaluate_between_steps(self, loading, measure, metrics, model, companions)
         self.timer.resume()
         self.metrics.clear()
         self.metrics.update(results)
