@@ -66,9 +66,7 @@ def verify(
     check_words(arguments=arguments)
     if strategy not in (None, "auto", "dp_one_process"):  # which ones there are does not depend on the counts
         check_strategy(strategy)
-    resolved = None if is_script else resolve_job(job, settings, data, model)
-    if resolved is not None and resolved.parity == "numeric":
-        resolved = resolved.with_values(precision="float64")
+    resolved = None if is_script else _in_float64(resolve_job(job, settings, data, model))
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as scratch:
         traces = []
         for number, count in enumerate([counts[0], *counts]):
@@ -87,6 +85,10 @@ def verify(
             run_workers(plan, program, LaunchOptions(run_dir, environ=environ))
             traces.append(load_trace(run_dir / "trace", count))
         return tuple(compare(traces[0], traces[1], traces[2:]))
+
+
+def _in_float64(job: Job) -> Job:
+    return job.with_values(precision="float64") if job.parity == "numeric" else job
 
 
 def _script(script: Path, arguments: Sequence[str], count: int, cluster: Cluster) -> tuple[list[str], Plan]:
