@@ -82,6 +82,7 @@ def scale(
     jobs = {count: base.grown(count) if grow == "batch" else base for count in counts}
     records: list[RunRecord] = []
     failures: list[str] = []
+    tell = on_failure or (lambda name, failure: failures.append(f"{name}: {failure}"))
     with open_allocation(where, study_dir) as allocation:
         # A CPU device is a fixed number of threads, or two devices would be no more than one.
         threads = threads or spread(allocation.cluster, counts[-1]).threads_per_worker
@@ -100,17 +101,15 @@ def scale(
                 try:
                     records.append(_record(seeded, plan, run_dir, max_steps, allocation, cluster_file, quiet))
                 except WorkerFailed as failure:
-                    failures.append(f"{name}: {failure}")
-                    if on_failure is not None:
-                        on_failure(name, failure)
+                    tell(name, failure)
     if not records:
-        told = "the first reason stands above" if on_failure is not None else "; ".join(failures)
+        told = "; ".join(failures) or "the first reason stands above"
         raise WorkerFailed(f"Every run of the study failed; {told.removesuffix('.')}.")
     from paceline.report import analyse, write_study  # a template engine and a plotting library
 
     study = analyse(records, grow=grow, tolerance=tolerance, efficiency_floor=efficiency_floor)
     write_study(study, study_dir)
-    if failures and on_failure is None:
+    if failures:
         raise WorkerFailed(failed_runs(failures, len(records) + len(failures)))
     return study
 
