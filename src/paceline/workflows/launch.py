@@ -89,7 +89,7 @@ def launch_commands(
     allocation = allocation_on_paper(where)
     plan = allocation.first_plan(launching.num_workers_on(allocation), elastic, launching.plan_for)
     if out is not None:
-        check_folder(new_run_dir(out, launching.name))
+        check_folder(out)
     run_dir = out or Path("runs") / launching.name
     return dry_run(plan, launching.program, run_dir, allocation.where, launching.notes)
 
