@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,18 +56,8 @@ class ModelStepper:
     """Makes the steps of one prepared model."""
 
     def __init__(
-        self,
-        prepared: Prepared,
-        session: Session,
-        mesh: Mesh,
-        reader: DatasetReader,
-        tracer: ParityTracer,
-        begin_change: Callable[[], None],
+        self, prepared: Prepared, session: Session, mesh: Mesh, reader: DatasetReader, tracer: ParityTracer
     ) -> None:
-        """
-        Args:
-            begin_change: called when a step begins to change what is not restored after an error.
-        """
         self.session = session
         self.trained = prepared.trained
         self._state = session.state
@@ -79,8 +68,7 @@ class ModelStepper:
         self._counts_samples = mesh.leads_assignment(session.world.rank)
         self._reader = reader
         self._tracer = tracer
-        self._begin_change = begin_change
-        self.guard = NonFiniteGuard(session, self.trained, begin_change)
+        self.guard = NonFiniteGuard(session, self.trained)
         self._takes_closure = takes_closure(self.trained.optimizer, self.trained.engine, session.state.job)
         self._readings: Readings = {}
 
@@ -97,7 +85,7 @@ class ModelStepper:
         trained, batch = self.trained, pending.batch
         engine = trained.engine
         if engine.changes_state:
-            self._begin_change()
+            self.session.is_consistent = False
         engine.forward_buffers.begin_step()
         if engine.reads_assignment:
             num_samples = sum(batch.assignment.sizes) or 1  # a stand-in
@@ -140,7 +128,7 @@ class ModelStepper:
         try:
             self.trained.engine.forward_buffers.start_over()
         except RuntimeError:  # the device is of no more use
-            self._begin_change()
+            self.session.is_consistent = False
 
     def _out_of_memory(self, pending: Pending, problem: BaseException) -> str:
         job, found = self._state.job, self.trained.engine.micro_batch
@@ -196,7 +184,7 @@ class ModelStepper:
             clip(optim, trained.model.parameters(), lambda: whole)
             if not engine.holds_all and not self.guard.needs_norm:
                 self.session.check_peers()  # the norm was a sum of all workers' too
-        self._begin_change()
+        self.session.is_consistent = False
         idle = not batch.assignment.sizes or not self._counts_samples
         self._tracer.before_update(pending.index, trained.model, engine.whole, loss, content, idle=idle)
         if not is_made:

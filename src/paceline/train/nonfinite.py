@@ -47,14 +47,9 @@ class _OnItsWay:
 class NonFiniteGuard:
     """Looks at the loss and gradients of every step before they become an update."""
 
-    def __init__(self, session: Session, trained: Trained, begin_change: Callable[[], None]) -> None:
-        """
-        Args:
-            begin_change: called before anything is changed that is not restored after an error.
-        """
+    def __init__(self, session: Session, trained: Trained) -> None:
         self._session = session
         self._trained = trained
-        self._begin_change = begin_change
         self._reaction = session.state.job.nonfinite
         self._num_in_a_row = 0
         self._late: _OnItsWay | None = None
@@ -108,7 +103,7 @@ class NonFiniteGuard:
         if self._reaction == "skip":
             self._session.say(f"{wrong}. The step is skipped.")
             return False
-        checkpoint = self._session.roll_back(self._begin_change)
+        checkpoint = self._session.roll_back()
         if checkpoint is None:
             raise ModelError(f"{wrong}. There is no checkpoint yet to go back to; lower optim.lr or look at the data.")
         self._session.say(f"{wrong}. Weights and optimizer are again those of {checkpoint}; the data goes on.")

@@ -222,6 +222,9 @@ class Session:
         self.world = world
         self.heartbeat = heartbeat
         self.say = say
+        self.is_consistent = True
+        """Whether weights, optimizers, buffers and progress all belong to the same step: not while a step changes what
+        is not restored after an error."""
         self._is_split = False
         """Whether some worker has found late that its shards must go through the model one by one."""
         self._notes = notes
@@ -285,19 +288,15 @@ class Session:
             self.state.models.check_complete(self._resumed[0])
         self._resumed = None
 
-    def roll_back(self, begin_change: Callable[[], None]) -> str | None:
-        """Put weights and optimizer back to the newest good checkpoint; its name, None if there is none.
-
-        Args:
-            begin_change: called before anything is put back.
-        """
+    def roll_back(self) -> str | None:
+        """Put weights and optimizer back to the newest good checkpoint; its name, None if there is none."""
         if self._reader is None or self._checkpoints is None:
             return None
         self._checkpoints.wait()
         found = self._reader.newest()
         if found is None:
             return None
-        begin_change()
+        self.is_consistent = False
         self.state.models.put(found.shared, found.own, hyper=True)
         return found.name
 
