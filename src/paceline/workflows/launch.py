@@ -61,7 +61,7 @@ def launch(
         WorkerFailed: a worker failed; says which rank, and why.
     """
     launching = _Launching(str(script), arguments, module, workers, threads, strategy, micro_batch_size, debug_comm)
-    run_dir = Path(out) if out else new_run_dir(None, launching.name)
+    run_dir = new_run_dir(out, launching.name)
     with open_allocation(where, run_dir, None if module else Path(script)) as allocation:
         allocation.run_job(
             launching.num_workers_on(allocation),

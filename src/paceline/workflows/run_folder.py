@@ -28,18 +28,9 @@ _MOST_NAME_CHARACTERS = 50
 """What a folder's name keeps of its job's: 200 bytes at most in UTF-8, and file systems take 255."""
 
 
-def new_run_dir(out: Path | str | None, name: str, *, may_be_finished: bool = False) -> Path:
-    """The folder of a new run: `out`, or a fresh one under runs/.
-
-    Args:
-        may_be_finished: whether `out` may hold a finished run: see `finished_run`.
-
-    Raises:
-        PacelineError: `out` holds a finished run, which would be lost.
-    """
-    if out is not None:
-        if not may_be_finished and (Path(out) / RECORD_FILE).exists():
-            raise PacelineError(f"{out} already holds a finished run; name another folder, or remove this one.")
+def new_run_dir(out: Path | str | None, name: str) -> Path:
+    """The folder of a run: `out`, or a fresh one under runs/. Raises `PacelineError` where none can be made there."""
+    if out:
         return Path(out)
     # Whatever a job is called, its folder lies below runs/, and its name is one that file systems take.
     safe = re.sub(r"[^\w.+=@ -]", "-", name)[:_MOST_NAME_CHARACTERS].strip(". ") or "run"

@@ -77,7 +77,7 @@ def scale(
     check_amounts(tolerance=tolerance, efficiency_floor=efficiency_floor)
     strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
     base = resolve_job(job, settings, data, model)
-    study_dir = Path(out) if out else new_run_dir(None, f"{base.name}-scaling")
+    study_dir = new_run_dir(out, f"{base.name}-scaling")
     cluster_file = Path(cluster)
     jobs = {count: base.grown(count) if grow == "batch" else base for count in counts}
     records: list[RunRecord] = []

@@ -120,7 +120,7 @@ def train(
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan)),
         say=say,
     )
-    run_dir = new_run_dir(out, training.job.name, may_be_finished=True)
+    run_dir = new_run_dir(out, training.job.name)
     if record := training.finished(run_dir):
         return record
     with open_allocation(where, run_dir) as allocation:
