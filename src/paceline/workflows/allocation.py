@@ -158,7 +158,7 @@ class Allocation:
 
 
 @contextlib.contextmanager
-def open_allocation(where: Where, run_dir: Path | None = None, script: Path | None = None) -> Iterator[Allocation]:
+def open_allocation(where: Where, run_dir: Path, script: Path | None = None) -> Iterator[Allocation]:
     """Open the nodes that `where` names; agents on other nodes run until the block ends.
 
     Args:
@@ -174,10 +174,9 @@ def open_allocation(where: Where, run_dir: Path | None = None, script: Path | No
     where = replace(where, launcher=chosen_launcher(where.launcher, slots))
     shown = [path.absolute() for path in (run_dir, script and script.parent) if path is not None]
     with contextlib.ExitStack() as held:
-        if run_dir is not None:
-            with file_problems(f"The run folder {run_dir} cannot be used", LaunchError):
-                make_run_folder(run_dir)
-                held.enter_context(hold_folder(run_dir, say=lambda line: print(f"paceline: {line}", file=sys.stderr)))
+        with file_problems(f"The run folder {run_dir} cannot be used", LaunchError):
+            make_run_folder(run_dir)
+            held.enter_context(hold_folder(run_dir, say=lambda line: print(f"paceline: {line}", file=sys.stderr)))
         yield held.enter_context(_opened(where, slots, shown))
 
 
