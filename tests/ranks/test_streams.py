@@ -125,7 +125,7 @@ def _leg(
         progress.load_state_dict(state)
     reader = DatasetReader(job, world.device)
     streams = StreamBatches(job, progress, reader, world, 60)
-    streams._group = world.group
+    streams.group = world.group
     seen: list[int] = []
     done = 0
     for epoch in progress.epochs():

@@ -25,7 +25,7 @@ def scale(as_json: AsJson = False, **options: Any) -> None:
     from rich.console import Console
 
     job = resolve_job(options.pop("job"), options.pop("settings", ()), options.pop("data", None))
-    study_dir = options.pop("out", None) or new_run_dir(None, f"{job.name}-scaling")
+    study_dir = new_run_dir(options.pop("out", None), f"{job.name}-scaling")
     failures: list[str] = []
 
     def on_failure(name: str, failure: WorkerFailed) -> None:

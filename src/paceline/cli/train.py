@@ -40,7 +40,7 @@ def train(
         return
     job = resolve_job(options.pop("job"), options.pop("settings", ()), options.pop("data", None))
     out = options.pop("out", None)
-    run_dir = new_run_dir(out, job.name, may_be_finished=True)
+    run_dir = new_run_dir(out, job.name)
     try:
         record = workflow.train(job, out=run_dir, **options)
     except (KeyboardInterrupt, SystemExit):

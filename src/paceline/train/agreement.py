@@ -32,16 +32,21 @@ def check_same_order(digest: str, epoch: int | None, group: dist.ProcessGroup | 
         )
 
 
-def check_same_state(run_state: tuple[list[float], list[float]], group: dist.ProcessGroup | None) -> None:
+def check_same_state(
+    model: nn.Module, optimizer: Optimizer, group: dist.ProcessGroup | None, *, holds_all: bool
+) -> None:
     """A collective after what may have changed weights or learning rates on one worker only.
 
     Args:
-        run_state: what `fingerprint` returns.
+        holds_all: whether every worker holds all weights, so that sums of them are alike where they are.
 
     Raises:
         DivergenceError: on all workers, if these differ.
     """
-    weights, rates = run_state
+    parameters = [parameter.detach() for parameter in model.parameters()] if holds_all else []
+    sums = [torch.stack([one.double().sum(), one.double().square().sum()]) for one in parameters]
+    weights = torch.stack(sums).flatten().tolist() if sums else []
+    rates = [float(one["lr"]) for one in optimizer.param_groups]
     states = all_gather_objects([repr(weights), repr(rates)], group)
     for rank, state in enumerate(states):
         for what, mine, theirs in zip(("weights", "learning rates"), states[0], state, strict=True):
@@ -50,13 +55,3 @@ def check_same_state(run_state: tuple[list[float], list[float]], group: dist.Pro
                     f"Worker {rank} has other {what} than rank 0: something, such as a callback, changed them on some "
                     "workers only; do the same on every worker."
                 )
-
-
-def fingerprint(model: nn.Module, optimizer: Optimizer, *, holds_all: bool) -> tuple[list[float], list[float]]:
-    """Sums of the weights, where workers hold all of them, and the learning rates: alike where workers are."""
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    parameters = [parameter.detach() for parameter in model.parameters()] if holds_all else []
-    if not parameters:
-        return [], rates
-    sums = [torch.stack([one.double().sum(), one.double().square().sum()]) for one in parameters]
-    return torch.stack(sums).flatten().tolist(), rates

@@ -33,8 +33,7 @@ class Checkpoints:
         take: Callable[[bool], Snapshot | None],
         say: Callable[[str], None],
         saved_step: int | None,
-        was_saved: Callable[[int], None] = lambda _step: None,
-        will_save: Callable[[], None] = lambda: None,
+        will_save: Callable[[], None],
     ) -> None:
         """A collective of all workers of `group`, which uses CPU memory; None: there is one worker.
 
@@ -43,7 +42,6 @@ class Checkpoints:
                 argument is true.
             say: receives messages for the user, on rank 0.
             saved_step: the step that the run was resumed from.
-            was_saved: receives the step of each checkpoint that is complete, on all workers after the same step.
             will_save: called in a signal handler when this worker was asked to save and to end.
         """
         self._spec = spec
@@ -59,7 +57,9 @@ class Checkpoints:
         self._handlers: dict[int, Any] = {}
         self._saver = Saver(storage, spec, group, say)
         self._saver.last_step = saved_step
-        self._was_saved, self._will_save = was_saved, will_save
+        self._will_save = will_save
+        self.was_saved: Callable[[int], None] = lambda _step: None
+        """Receives the step of each complete checkpoint, on all workers after the same step; may be replaced."""
         self._in_writing: int | None = None
         """The step of a checkpoint that is not known to be complete."""
         self._handle_signals()
@@ -78,7 +78,9 @@ class Checkpoints:
             self._saver.give_up()
             self._in_writing = None
         if Request.BUSY not in received:
-            self._report_saved()
+            saved, self._in_writing = self._in_writing, None
+            if saved is not None:
+                self.was_saved(saved)
         self._is_due |= Request.SAVE in received or Request.LEAVE in received or step == self.next_save(step - 1)
         if self._is_due and Request.BUSY not in received:
             self._save()
@@ -105,21 +107,11 @@ class Checkpoints:
             self._is_due = True
             self._save()
 
-    def run_ended(self, step: int) -> None:
-        """Save any unsaved state, and wait until it is written. A collective."""
-        self.save(step)
-        self.wait()
-
     @property
     def newest(self) -> tuple[int, str] | None:
         """Step and address of the newest checkpoint that was begun; None: there is none, or it could not be written."""
         step = self._saver.last_step
         return None if step is None or self._saver.failed else (step, f"{self._address}/{folder_name(step)}")
-
-    def _report_saved(self) -> None:
-        step, self._in_writing = self._in_writing, None
-        if step is not None:
-            self._was_saved(step)
 
     def rescue(self, *, is_whole: bool) -> None:
         """After an error: save this worker's state, without the others, which may be gone, if it is the whole state.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -66,8 +67,8 @@ class DataProgress:
         self._max_steps = max_steps
         self._set_size: int | None = None
         """The number of samples in the training set."""
-        self._epoch = 0
-        """The epoch that the next batch belongs to."""
+        self.epoch = 0
+        """The epoch that the last batch belongs to; the next one once that is left."""
         self._next = 0
         """The number of the next batch in its epoch."""
         self._digest: str | None = None
@@ -76,8 +77,7 @@ class DataProgress:
         self._is_resumed = False
         """Whether the position comes from a checkpoint, and the run has not reached it yet."""
         self._orders: Orders | None = None
-        self._order: tuple[int, EpochOrder] | None = None
-        """The most recently used epoch, and its order."""
+        """That of the most recently used epoch is kept."""
         self._one_by_one = False
         self._position: StreamPosition | None = None
         """How far the stream of this epoch has been trained on; its states are those that this worker knows."""
@@ -93,16 +93,11 @@ class DataProgress:
 
     def epochs(self) -> range:
         """The numbers of the remaining epochs."""
-        return range(self._epoch if self._is_resumed else 0, self._job.epochs)
+        return range(self.epoch if self._is_resumed else 0, self._job.epochs)
 
     def is_over(self, epoch: int) -> bool:
         """Whether no batch of an epoch is left: it had ended before the run resumed, or all steps have been made."""
-        return (self._is_resumed and epoch < self._epoch) or self.steps_left == 0
-
-    @property
-    def epoch(self) -> int:
-        """The epoch that the last batch belongs to."""
-        return self._epoch
+        return (self._is_resumed and epoch < self.epoch) or self.steps_left == 0
 
     @property
     def num_epochs(self) -> int:
@@ -113,7 +108,7 @@ class DataProgress:
         """The number of the run's last step, if all epochs are as long as this one; None: not known, of a stream."""
         if self._orders is None:
             return self._max_steps
-        steps = self._job.epochs * self._order_of(self._epoch).num_batches
+        steps = self._job.epochs * self._order_of(self.epoch).num_batches
         return steps if self._max_steps is None else min(steps, self._max_steps)
 
     def enter(self, epoch: int, orders: Orders, set_size: int, *, one_by_one: bool = False) -> range:
@@ -132,7 +127,7 @@ class DataProgress:
                 f"The training set has {set_size:,} samples, but {self._set_size:,} when this run was saved; "
                 "resume with the same data, or begin in another folder."
             )
-        self._set_size, self._orders, self._order, self._one_by_one = set_size, orders, None, one_by_one
+        self._set_size, self._orders, self._one_by_one = set_size, functools.lru_cache(1)(orders), one_by_one
         self._position = None
         self._begin(epoch, self._order_of(epoch).digest())
         num_batches = self._order_of(epoch).num_batches
@@ -141,8 +136,8 @@ class DataProgress:
 
     def _begin(self, epoch: int, digest: str) -> None:
         """Go to the beginning of an epoch, or to the place in it where the run was saved."""
-        if not (self._is_resumed and epoch == self._epoch):
-            self._epoch, self._next = epoch, 0
+        if not (self._is_resumed and epoch == self.epoch):
+            self.epoch, self._next = epoch, 0
         elif self._next > 0 and self._checks_order and digest != self._digest:
             raise DataError(_other_order(epoch, is_known=self._digest is not None))
         self._digest = digest
@@ -162,7 +157,7 @@ class DataProgress:
                 f"The training set has no length, but {self._set_size:,} samples when this run was saved; resume with "
                 "the same data, or begin in another folder."
             )
-        self._set_size = self._orders = self._order = None
+        self._set_size = self._orders = None
         self._begin(epoch, digest)
         position = self._position
         if self._next == 0 or position is None:
@@ -193,17 +188,17 @@ class DataProgress:
         taken = tuple(had + more for had, more in zip(position.taken, sizes, strict=True))
         after = StreamPosition(position.step + 1, taken, states)
         samples = np.arange(before, before + sum(sizes))
-        return Batch(self._epoch, position.step, position.step, 1, samples, assignment, samples_per_epoch, after)
+        return Batch(self.epoch, position.step, position.step, 1, samples, assignment, samples_per_epoch, after)
 
     def batch(self, number: int, stop: int) -> Batch:
         """A batch of the current epoch, of which those before `stop` are trained on."""
-        order = self._order_of(self._epoch)
-        index = self._epoch * order.num_batches + number
+        order = self._order_of(self.epoch)
+        index = self.epoch * order.num_batches + number
         samples = order.batch(number)
         assignment = Assignment.of(
             len(samples), self._job.virtual_shards, self._rank, self._num_assignments, one_by_one=self._one_by_one
         )
-        return Batch(self._epoch, number, index, stop - number, samples, assignment, order.num_samples)
+        return Batch(self.epoch, number, index, stop - number, samples, assignment, order.num_samples)
 
     @property
     def steps_left(self) -> int | None:
@@ -217,16 +212,12 @@ class DataProgress:
         return self._digest
 
     def _order_of(self, epoch: int) -> EpochOrder:
-        order = self._order  # asynchronous servers ask from threads of their own
-        if order is None or order[0] != epoch:
-            assert self._orders is not None
-            order = epoch, self._orders(epoch)
-            self._order = order
-        return order[1]
+        assert self._orders is not None
+        return self._orders(epoch)
 
     def place(self, index: int) -> tuple[int, int]:
         """The epoch of a global batch and its number in it, by its number in a job whose epochs are equally long."""
-        return divmod(index, self._order_of(self._epoch).num_batches)
+        return divmod(index, self._order_of(self.epoch).num_batches)
 
     def samples(self, index: int) -> NDArray[np.int64]:
         """The numbers of the samples, 1-D, of a global batch, by its number in a job whose epochs are equally long."""
@@ -237,7 +228,7 @@ class DataProgress:
         """Note that an update by `batch` has been made, by this worker or a server."""
         self.steps += 1
         self.samples_seen += batch.assignment.global_size
-        self._epoch, self._next = batch.epoch, batch.number + 1
+        self.epoch, self._next = batch.epoch, batch.number + 1
         if batch.position is not None:
             self._position = batch.position
 
@@ -258,20 +249,20 @@ class DataProgress:
     def _is_epoch_complete(self) -> bool:
         """Whether all batches of the current epoch have been trained on."""
         if self._orders is not None:
-            return self._next == self._order_of(self._epoch).num_batches
+            return self._next == self._order_of(self.epoch).num_batches
         return self._has_ended
 
     @property
     def epochs_done(self) -> int | None:
         """How many epochs have been trained on; None in the middle of one."""
         if self._is_epoch_complete:
-            return self._epoch + 1
-        return self._epoch if self._next == 0 else None
+            return self.epoch + 1
+        return self.epoch if self._next == 0 else None
 
     def leave_epoch(self) -> None:
         """Note that the epoch is complete, including its evaluation, if all its batches have been trained on."""
         if self._is_epoch_complete:
-            self._epoch, self._next, self._position, self._has_ended = self._epoch + 1, 0, None, False
+            self.epoch, self._next, self._position, self._has_ended = self.epoch + 1, 0, None, False
 
     def state_dict(self, *, collective: bool = False) -> dict[str, Any]:
         """What a checkpoint keeps.
@@ -281,7 +272,7 @@ class DataProgress:
                 resumed run reads again what it had read.
         """
         course: dict[str, Any] = {
-            "epoch": self._epoch,
+            "epoch": self.epoch,
             "next": self._next,
             "num_samples": self._set_size,
             "order": self._digest,
@@ -297,12 +288,8 @@ class DataProgress:
         """Continue from `state`; `check_order`: whether the order of samples has to be the same as then."""
         saved = from_mapping(_Saved, state)
         self.steps, self.samples_seen, course = saved.steps, saved.samples_seen, saved.course
-        self._epoch, self._next, self._set_size, self._digest = (
-            course.epoch,
-            course.next,
-            course.num_samples,
-            course.order,
-        )
+        self.epoch, self._next = course.epoch, course.next
+        self._set_size, self._digest = course.num_samples, course.order
         if course.stream is not None:
             states = json.loads(course.stream.states)
             self._position = StreamPosition(self._next, course.stream.taken, states)

@@ -6,8 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,76 +16,64 @@ from paceline.data import Loading
 from paceline.data.substreams import is_stream
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
-from paceline.parallel import Companions, Engine
+from paceline.parallel import Companions
 from paceline.parallel.losses import Mean
 from paceline.spec import Job, Mesh
 from paceline.train.agreement import check_same_order
 from paceline.train.metric_states import Merge, MergeTree, compute_metrics, metric_functions, update_trees
-from paceline.train.numerics import Precision
 from paceline.train.process_group import World
 from paceline.train.reading import DatasetReader, num_samples
 from paceline.train.seeding import seed_between_steps, seed_evaluation
 from paceline.train.stream_evaluation import StreamChunks
 from paceline.train.torch_settings import explaining_refusals
 
+if TYPE_CHECKING:
+    from paceline.train.run import Run
+
 Measure = Callable[[nn.Module, Any], Mapping[str, Any]]
 """measure(model, batch): for every metric one value per sample, of shape (samples in batch,), or a `Mean`; for one that
 is given to `evaluate` what its `update` takes."""
 
 
-@dataclass(frozen=True)
-class Evaluator:
-    """Evaluates models between the steps of a run.
+def evaluate_between_steps(
+    run: Run,
+    loading: Loading,
+    measure: Measure,
+    metrics: Mapping[str, Any] | None,
+    model: nn.Module,
+    prepared: Companions,
+) -> dict[str, float]:
+    """Every metric over a data set, each sample counted exactly once on any number of workers. A collective.
 
     Training goes on as if nothing had happened: the modes of modules, their buffers and the generators are put back,
     and where weights differ between workers, a model has its own again.
+
+    Args:
+        loading: how the data set is read.
+        measure, metrics: as `Run.evaluate` takes them.
+        model: what `measure` is called with.
+        prepared: all models of the run, which `measure` may call; they all are spread alike.
     """
+    seed, step, device = run.job.seed, run.steps, run.device
+    kind: type[SetChunks | StreamChunks] = StreamChunks if is_stream(loading.dataset) else SetChunks
+    chunks = kind(loading, run.reader, run.job, run.mesh, run.world, in_step=not run.engine.holds_all)
 
-    job: Job
-    mesh: Mesh
-    world: World
-    reader: DatasetReader
-    precision: Precision
+    def before_chunk(number: int) -> None:
+        seed_evaluation(seed, step, number, device)
+        prepared.begin_pass()
 
-    def evaluate(
-        self,
-        loading: Loading,
-        measure: Measure,
-        metrics: Mapping[str, Any] | None,
-        model: nn.Module,
-        prepared: Companions,
-        engine: Engine,
-        step: int,
-    ) -> dict[str, float]:
-        """Every metric over a data set, each sample counted exactly once on any number of workers. A collective.
-
-        Args:
-            loading: how the data set is read.
-            measure, metrics: as `Run.evaluate` takes them.
-            model: what `measure` is called with.
-            prepared: all models of the run, which `measure` may call.
-            engine: trains one of them; they all are spread alike.
-            step: the number of updates made; what the model draws in evaluation depends on it.
-        """
-        kind: type[SetChunks | StreamChunks] = StreamChunks if is_stream(loading.dataset) else SetChunks
-        chunks = kind(loading, self.reader, self.job, self.mesh, self.world, in_step=not engine.holds_all)
-
-        def before_chunk(number: int) -> None:
-            seed_evaluation(self.job.seed, step, number, self.world.device)
-            prepared.begin_pass()
-
-        try:
-            with (
-                explaining_refusals(),
-                evaluation_mode(model, *(one.model for one in prepared.models)),
-                engine.consensus(),
-                prepared.untouched(),
-                torch.no_grad(),
-                self.precision.autocast(),
-            ):
-                return evaluate(chunks, before_chunk, model, measure, self.world, metrics)
-        finally:
-            seed_between_steps(self.job.seed, step, self.world.device)
+    try:
+        with (
+            explaining_refusals(),
+            evaluation_mode(model, *(one.model for one in prepared.models)),
+            run.consensus(),
+            prepared.untouched(),
+            torch.no_grad(),
+            run.precision.autocast(),
+        ):
+            return evaluate(chunks, before_chunk, model, measure, run.world, metrics)
+    finally:
+        seed_between_steps(seed, step, device)
 
 
 @contextmanager

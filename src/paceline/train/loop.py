@@ -20,9 +20,8 @@ from paceline.train.final_save import save_at_the_end
 from paceline.train.initialize import init
 from paceline.train.journal import Journal, RunOutput
 from paceline.train.objective import METRICS, accuracy_and_loss, training_loss
-from paceline.train.optim import build_optimizer
+from paceline.train.optim import Scheduling, build_optimizer
 from paceline.train.run import Run
-from paceline.train.scheduling import Scheduling
 from paceline.train.training import Training
 
 __all__ = ["RunOutput", "data_facts", "train"]

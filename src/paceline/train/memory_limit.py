@@ -7,6 +7,7 @@ a full GPU does. Also for workers that share a machine with others.
 from __future__ import annotations
 
 import re
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +17,6 @@ from torch import nn
 
 from paceline.errors import LaunchError
 from paceline.train.allocator import give_back_freed_memory
-
-try:
-    import resource
-except ImportError:  # not on this system
-    resource = None  # type: ignore[assignment]
 
 _STATUS = Path("/proc/self/status")
 
@@ -44,7 +40,9 @@ def memory_limit(limit_bytes: int | None, device: torch.device, model: nn.Module
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, device)
     else:
-        soft, hard = _data_limits()
+        if not _STATUS.exists():
+            raise LaunchError("PACELINE_MEMORY_LIMIT needs Linux on a worker without a GPU; unset it.")
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         give_back_freed_memory()  # the kernel counts what the allocator keeps
         weights_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
         resource.setrlimit(resource.RLIMIT_DATA, (_held_bytes() - weights_bytes + limit_bytes, hard))
@@ -52,12 +50,6 @@ def memory_limit(limit_bytes: int | None, device: torch.device, model: nn.Module
             yield
         finally:
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def _data_limits() -> tuple[int, int]:
-    if resource is None or not _STATUS.exists():
-        raise LaunchError("PACELINE_MEMORY_LIMIT needs Linux on a worker without a GPU; unset it.")
-    return resource.getrlimit(resource.RLIMIT_DATA)
 
 
 def _held_bytes() -> int:

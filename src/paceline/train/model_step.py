@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,18 +56,8 @@ class ModelStepper:
     """Makes the steps of one prepared model."""
 
     def __init__(
-        self,
-        prepared: Prepared,
-        session: Session,
-        mesh: Mesh,
-        reader: DatasetReader,
-        tracer: ParityTracer,
-        begin_change: Callable[[], None],
+        self, prepared: Prepared, session: Session, mesh: Mesh, reader: DatasetReader, tracer: ParityTracer
     ) -> None:
-        """
-        Args:
-            begin_change: called when a step begins to change what is not restored after an error.
-        """
         self.session = session
         self.trained = prepared.trained
         self._state = session.state
@@ -79,8 +68,7 @@ class ModelStepper:
         self._counts_samples = mesh.leads_assignment(session.world.rank)
         self._reader = reader
         self._tracer = tracer
-        self._begin_change = begin_change
-        self._guard = NonFiniteGuard(session, self.trained, begin_change)
+        self.guard = NonFiniteGuard(session, self.trained)
         self._takes_closure = takes_closure(self.trained.optimizer, self.trained.engine, session.state.job)
         self._readings: Readings = {}
 
@@ -97,7 +85,7 @@ class ModelStepper:
         trained, batch = self.trained, pending.batch
         engine = trained.engine
         if engine.changes_state:
-            self._begin_change()
+            self.session.is_consistent = False
         engine.forward_buffers.begin_step()
         if engine.reads_assignment:
             num_samples = sum(batch.assignment.sizes) or 1  # a stand-in
@@ -140,7 +128,7 @@ class ModelStepper:
         try:
             self.trained.engine.forward_buffers.start_over()
         except RuntimeError:  # the device is of no more use
-            self._begin_change()
+            self.session.is_consistent = False
 
     def _out_of_memory(self, pending: Pending, problem: BaseException) -> str:
         job, found = self._state.job, self.trained.engine.micro_batch
@@ -177,26 +165,26 @@ class ModelStepper:
         # that holds only a stage of the model may have no parameter, and continues with the others.
         has_gradient = not engine.holds_all or any(p.grad is not None for p in trained.model.parameters())
         norms = functools.cache(engine.gradient_norms)  # computed at most once per step
-        self._guard.catch_up()
+        self.guard.catch_up()
         left_out: AbstractContextManager[None] = nullcontext()
         is_made = has_gradient
         if not has_gradient:
             self.session.check_peers()
         elif self._knows_late(optimizer):
-            is_bad = self._guard.judge_on_device(pending.index, loss, batch.samples)
+            is_bad = self.guard.judge_on_device(pending.index, loss, batch.samples)
             if scaler.is_enabled():
                 spoil_gradients_where(optimizer, is_bad)
             else:
                 left_out = left_out_where(optimizer, is_bad)
         else:
-            is_made = self._guard.allows_update(pending.index, loss, norms, batch.samples)
+            is_made = self.guard.allows_update(pending.index, loss, norms, batch.samples)
         if is_made and optim.clips:
             whole = norm_of_norms(norms()) / scaler.scale(torch.ones((), device=self._device))
             scaler.unscale_(optimizer)
             clip(optim, trained.model.parameters(), lambda: whole)
-            if not engine.holds_all and not self._guard.needs_norm:
+            if not engine.holds_all and not self.guard.needs_norm:
                 self.session.check_peers()  # the norm was a sum of all workers' too
-        self._begin_change()
+        self.session.is_consistent = False
         idle = not batch.assignment.sizes or not self._counts_samples
         self._tracer.before_update(pending.index, trained.model, engine.whole, loss, content, idle=idle)
         if not is_made:
@@ -223,12 +211,8 @@ class ModelStepper:
     def _knows_late(self, optimizer: Optimizer) -> bool:
         """Whether the device alone decides on this update; the host learns it a step later. Schedulers of the script
         move only after an update that was made."""
-        is_possible = self._device.type == "cuda" and self._guard.may_be_late and not self._takes_closure
+        is_possible = self._device.type == "cuda" and self.guard.may_be_late and not self._takes_closure
         return is_possible and not self._schedulers and skips_on_device(optimizer)
-
-    def catch_up(self) -> None:
-        """Have the last step's verdict known to the host, and said."""
-        self._guard.catch_up()
 
     def _forget_others(self, optimizer: Optimizer) -> None:
         """Leave gradients only where `optimizer`, one of several, updates."""

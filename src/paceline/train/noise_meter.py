@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,24 +21,24 @@ _EVERY_STEPS = 2
 _READ_STEPS = 50
 
 
+@dataclass
 class NoiseMeter:
     """Takes gradient norms step by step; knows the smoothed noise."""
 
-    def __init__(self, job: Job, scaler: torch.amp.GradScaler, device: torch.device) -> None:
-        self._job = job
-        self._scaler = scaler
-        self._device = device
-        self._smoothed = SmoothedNoise()
-        self._unread: list[GradientNorms] = []
+    job: Job
+    scaler: torch.amp.GradScaler
+    device: torch.device
+    _smoothed: SmoothedNoise = field(default_factory=SmoothedNoise)
+    _unread: list[GradientNorms] = field(default_factory=list)
 
     def for_step(self, step: int, assignment: Assignment) -> TakeNorms | None:
         """The function that takes the gradient norms of a step; None if they are not needed."""
-        is_short = 2 * assignment.global_size < self._job.global_batch_size  # its norms are too noisy to use
-        if not self._job.measure_noise or is_short or step % _EVERY_STEPS:
+        is_short = 2 * assignment.global_size < self.job.global_batch_size  # its norms are too noisy to use
+        if not self.job.measure_noise or is_short or step % _EVERY_STEPS:
             return None
-        if not self._scaler.is_enabled():
+        if not self.scaler.is_enabled():
             return self.take
-        square = self._scaler.scale(torch.ones((), device=self._device)).square()
+        square = self.scaler.scale(torch.ones((), device=self.device)).square()
         return lambda norms: self.take(
             replace(norms, small_sqr=norms.small_sqr / square, large_sqr=norms.large_sqr / square)
         )
@@ -68,5 +68,5 @@ class NoiseMeter:
         return to_mapping(self.read())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self._job.measure_noise:
+        if self.job.measure_noise:
             self._smoothed = from_mapping(SmoothedNoise, state)

@@ -47,14 +47,9 @@ class _OnItsWay:
 class NonFiniteGuard:
     """Looks at the loss and gradients of every step before they become an update."""
 
-    def __init__(self, session: Session, trained: Trained, begin_change: Callable[[], None]) -> None:
-        """
-        Args:
-            begin_change: called before anything is changed that is not restored after an error.
-        """
+    def __init__(self, session: Session, trained: Trained) -> None:
         self._session = session
         self._trained = trained
-        self._begin_change = begin_change
         self._reaction = session.state.job.nonfinite
         self._num_in_a_row = 0
         self._late: _OnItsWay | None = None
@@ -92,7 +87,9 @@ class NonFiniteGuard:
             PeerLost: a worker is gone, so that the gradients may mean nothing.
         """
         is_ignored = self._reaction == "ignore"
-        is_good = is_ignored or is_finite(torch.stack([loss, *self._looked_at(norms)]))
+        # The scaler skips a step that overflows under its loss scale, and scales less.
+        loss_alone = self._trained.precision.scaler.is_enabled()
+        is_good = is_ignored or is_finite(torch.stack([loss] if loss_alone else [loss, *norms()]))
         self._session.check_peers(has_waited=not is_ignored)
         if is_good:
             self._num_in_a_row = 0
@@ -106,7 +103,7 @@ class NonFiniteGuard:
         if self._reaction == "skip":
             self._session.say(f"{wrong}. The step is skipped.")
             return False
-        checkpoint = self._session.roll_back(self._begin_change)
+        checkpoint = self._session.roll_back()
         if checkpoint is None:
             raise ModelError(f"{wrong}. There is no checkpoint yet to go back to; lower optim.lr or look at the data.")
         self._session.say(f"{wrong}. Weights and optimizer are again those of {checkpoint}; the data goes on.")
@@ -137,11 +134,6 @@ class NonFiniteGuard:
             loss, *norms = late.found
             culprits = [name for name, norm in zip(late.names, norms, strict=True) if not norm.isfinite()]
             self._session.say(f"{_describe(late.step, loss, culprits, late.samples)}. The step is skipped.")
-
-    def _looked_at(self, norms: Callable[[], list[Tensor]]) -> list[Tensor]:
-        """Scalars whose norm is that of the whole model's gradient."""
-        # The scaler skips a step that overflows under its loss scale, and scales less.
-        return [] if self._trained.precision.scaler.is_enabled() else norms()
 
     def _culprits(self) -> list[str]:
         """The parameters whose gradients are not finite. A collective where the model is spread."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,12 @@ from paceline.import_path import checked_options, imported, takes
 from paceline.parallel.dtensor import clip_gradients
 from paceline.spec import Job, Mesh, OptimSpec
 from paceline.spec.optim import SchedulerSpec
+from paceline.train.callbacks import Callback
 from paceline.train.joint_optimizer import parts_of
+
+if TYPE_CHECKING:
+    from paceline.train.run import Run
+    from paceline.train.training import Training
 
 _OF_SGD = ("momentum", "nesterov")
 _OF_ADAM = ("betas", "eps")
@@ -163,6 +168,26 @@ def build_scheduler(spec: SchedulerSpec, optimizer: Optimizer, total_steps: int)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise JobError("optim.scheduler: ReduceLROnPlateau needs a metric; write a callback, or a script of your own.")
     return scheduler
+
+
+class Scheduling(Callback):
+    """Moves the scheduler of a job that has one."""
+
+    def __init__(self, run: Run, steps_per_epoch: int) -> None:
+        spec = run.job.optim.scheduler
+        self._steps_per_epoch, self._every = steps_per_epoch, spec.every
+        # Of the whole job: max_steps ends a run early and leaves its schedule alone, as that in samples.
+        times = run.job.epochs * (1 if spec.every == "epoch" else steps_per_epoch)
+        self._scheduler = build_scheduler(spec, run.optimizer, times)
+        run.keep("scheduler", self._scheduler)
+
+    def step_made(self, training: Training, loss: Tensor) -> None:  # noqa: ARG002 - an event's arguments
+        if self._every == "step":
+            self._scheduler.step()
+
+    def epoch_ended(self, training: Training) -> None:
+        if self._every == "epoch" and training.run.steps % self._steps_per_epoch == 0:  # the epoch is complete
+            self._scheduler.step()
 
 
 def ends_with_epochs(job: Job) -> bool:

@@ -8,10 +8,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import torch
 from torch import Tensor
+
+from paceline.train.data_progress import DataProgress
 
 _LIVE_S = 0.2
 """Seconds between two updates of the line on a terminal."""
@@ -19,21 +21,6 @@ _PLAIN_S, _LATER_S = 10.0, 60.0
 """Seconds between two plain lines: in the first minute, and later."""
 _PLAIN_COLUMNS = 80
 _CLEAR = "\r\x1b[2K"
-
-
-class StepPosition(Protocol):
-    """Where a run is."""
-
-    @property
-    def steps(self) -> int: ...
-    @property
-    def samples_seen(self) -> int: ...
-    @property
-    def epoch(self) -> int: ...
-    @property
-    def num_epochs(self) -> int: ...
-    @property
-    def last_step(self) -> int | None: ...
 
 
 class Progress:
@@ -57,36 +44,36 @@ class Progress:
         """Whether the line that stays in its place is on the terminal."""
         self._redirected = contextlib.ExitStack()
 
-    def step(self, position: StepPosition, loss: Tensor) -> None:
+    def step(self, progress: DataProgress, loss: Tensor) -> None:
         """Note a step and its loss, a scalar, which is read only when a line is due: on a GPU that waits."""
         if not self.is_shown:
             return
         now = time.perf_counter()
         if self._begun is None:
-            self._begun = now, position.steps, position.samples_seen
+            self._begun = now, progress.steps, progress.samples_seen
             self._shown_at = now
         elif now - self._shown_at >= self._interval_s(now - self._begun[0]):
             self._shown_at = now
-            self._show(self._line(position, loss, now))
+            self._show(self._line(progress, loss, now))
 
     def _interval_s(self, elapsed_s: float) -> float:
         if self._is_live:
             return _LIVE_S
         return _PLAIN_S if elapsed_s <= 60 else _LATER_S
 
-    def _line(self, position: StepPosition, loss: Tensor, now: float) -> str:
+    def _line(self, progress: DataProgress, loss: Tensor, now: float) -> str:
         assert self._begun is not None
         begun_at, first_step, first_samples = self._begun
         elapsed_s = now - begun_at
-        last = position.last_step
+        last = progress.last_step
         parts = [
-            f"step {position.steps}" + ("" if last is None else f"/{last}"),
-            f"epoch {position.epoch + 1}/{position.num_epochs}",
+            f"step {progress.steps}" + ("" if last is None else f"/{last}"),
+            f"epoch {progress.epoch + 1}/{progress.num_epochs}",
             f"loss {float(loss):.4f}",
-            f"{rate((position.samples_seen - first_samples) / elapsed_s)} samples/s",
+            f"{rate((progress.samples_seen - first_samples) / elapsed_s)} samples/s",
         ]
         if last is not None:
-            parts.append(f"{_clock(elapsed_s / (position.steps - first_step) * (last - position.steps))} left")
+            parts.append(f"{_clock(elapsed_s / (progress.steps - first_step) * (last - progress.steps))} left")
         if torch.cuda.is_initialized():
             parts.append(f"GPU {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
         width = shutil.get_terminal_size().columns - 1 if self._is_live else _PLAIN_COLUMNS

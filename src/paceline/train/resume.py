@@ -28,27 +28,18 @@ class Found:
     """The per-worker state, redistributed among the workers of this run."""
 
 
+@dataclass(frozen=True)
 class CheckpointReader:
     """Finds the checkpoint to resume from."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        group: dist.ProcessGroup | None,
-        say: Callable[[str], None],
-        wanted: Callable[[dict[str, Any]], dict[str, Any]] | None,
-    ) -> None:
-        """
-        Args:
-            group: all workers, using CPU memory; None: there is one worker.
-            say: receives, on rank 0, messages about unusable checkpoints.
-            wanted: maps the common state, not read yet, to the slices that this worker reads
-                (`Trained.own_shards`); None: every worker holds all of it.
-        """
-        self._storage = storage
-        self._group = group
-        self._say = say
-        self._wanted = wanted
+    storage: Storage
+    group: dist.ProcessGroup | None
+    """All workers, using CPU memory; None: there is one worker."""
+    say: Callable[[str], None]
+    """Receives, on rank 0, messages about unusable checkpoints."""
+    wanted: Callable[[dict[str, Any]], dict[str, Any]] | None
+    """Maps the common state, not read yet, to the slices that this worker reads (`Trained.own_shards`); None: every
+    worker holds all of it."""
 
     def newest(self) -> Found | None:
         """The newest good checkpoint. A collective.
@@ -56,19 +47,19 @@ class CheckpointReader:
         Raises:
             CheckpointError: there are checkpoints, and none is good.
         """
-        if self._group is None or self._wanted is None:
+        if self.group is None or self.wanted is None:
             return self._read_on_rank_0()
-        return self._read_shards(self._group, self._wanted)
+        return self._read_shards(self.group, self.wanted)
 
     def _read_on_rank_0(self) -> Found | None:
         """Read and check the checkpoint on rank 0, and broadcast it."""
         name = why_not = shared = None
         owns: list[dict[str, Any]] = []
-        if self._group is None or dist.get_rank(self._group) == 0:
+        if self.group is None or dist.get_rank(self.group) == 0:
             try:
-                checkpoint, problems = newest_good(self._storage)
+                checkpoint, problems = newest_good(self.storage)
                 for problem in problems:
-                    self._say(problem)
+                    self.say(problem)
                 if checkpoint is not None:
                     self._check_is_run(checkpoint.name, checkpoint.manifest)
                     name = checkpoint.name
@@ -76,13 +67,13 @@ class CheckpointReader:
                     owns = [checkpoint.own(rank) for rank in range(checkpoint.manifest.world_size)]
             except (CheckpointError, OSError) as problem:
                 name, why_not = None, str(problem)
-        name, why_not, shared = broadcast_object((name, why_not, shared), self._group)
+        name, why_not, shared = broadcast_object((name, why_not, shared), self.group)
         if why_not is not None:
             raise CheckpointError(why_not)
         if name is None:
             return None
-        num_workers = 1 if self._group is None else dist.get_world_size(self._group)
-        return Found(name, shared, scatter_objects(redistribute(owns, num_workers), self._group))
+        num_workers = 1 if self.group is None else dist.get_world_size(self.group)
+        return Found(name, shared, scatter_objects(redistribute(owns, num_workers), self.group))
 
     def _read_shards(
         self, group: dist.ProcessGroup, wanted: Callable[[dict[str, Any]], dict[str, Any]]
@@ -91,29 +82,29 @@ class CheckpointReader:
 
         def read(name: str) -> tuple[str, Manifest, dict[str, Any]]:
             return name, *read_together(
-                self._storage, name, group, lambda shared: wanted(shared) if _is_run(shared) else {}
+                self.storage, name, group, lambda shared: wanted(shared) if _is_run(shared) else {}
             )
 
         try:
-            found, problems = newest_that(read, SharedCatalogue(self._storage, group))
+            found, problems = newest_that(read, SharedCatalogue(self.storage, group))
         except OSError as failure:
             raise CheckpointError(str(failure)) from None
         for problem in problems:
-            self._say(problem)
+            self.say(problem)
         if found is None:
             return None
         name, manifest, shared = found
         self._check_is_run(name, manifest)
         if any(manifest.workers):
             raise CheckpointError(
-                f"{name} in {self._storage.address} holds state of each worker's own (means of weights that differed, "
+                f"{name} in {self.storage.address} holds state of each worker's own (means of weights that differed, "
                 "or gradients not sent yet), from which a sharded model cannot resume; resume it with strategy = 'dp'."
             )
         return Found(name, {"job": manifest.job, **shared}, {})
 
     def _check_is_run(self, name: str, manifest: Manifest) -> None:
         if not _is_run(manifest.values):
-            raise CheckpointError(f"{name} in {self._storage.address} was not saved by a run; begin in another folder.")
+            raise CheckpointError(f"{name} in {self.storage.address} was not saved by a run; begin in another folder.")
 
 
 def _is_run(shared: Mapping[str, Any]) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar, overload
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from paceline import env
 from paceline.data import Loading
@@ -20,11 +20,10 @@ from paceline.heartbeat import Heartbeat
 from paceline.parallel import Companions, Engine, check_shards
 from paceline.parallel.generators import seed_generators
 from paceline.spec import Job, Mesh, Plan
-from paceline.train.averaging import averaged
 from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256
 from paceline.train.end_table import end_rows
-from paceline.train.evaluate import Evaluator, Measure
+from paceline.train.evaluate import Measure, evaluate_between_steps
 from paceline.train.memory_limit import memory_limit
 from paceline.train.model_step import Pending
 from paceline.train.noise_meter import NoiseMeter
@@ -40,6 +39,7 @@ from paceline.train.session import Kept, RunState, Session, Stateful
 from paceline.train.state import Trained
 from paceline.train.step import Stepper
 from paceline.train.stopping import Stopping
+from paceline.train.stream_batches import StreamBatches
 from paceline.train.timing import StepTimer
 from paceline.train.torch_settings import TorchSettings, decide_precision, has_tf32
 from paceline.train.trace import ParityTracer
@@ -94,8 +94,8 @@ class Run(RunView):
         self.say: Callable[[str], None] = self.display.say
         self.timer = StepTimer()
         self.stopping = Stopping(world, progress, env.launched_at(), max_minutes)
-        self._batches = GlobalBatches(job, progress, self.reader, world, plan.timeout_s)
-        self._evaluator = Evaluator(job, self.mesh, self.world, self.reader, self.precision)
+        streams = StreamBatches(job, progress, self.reader, world, plan.timeout_s)
+        self._batches = GlobalBatches(job, progress, self.reader, world, streams)
         self._kept = Kept()
         self._resume_from: dict[str, Any] = {"checkpoint_address": checkpoint_address, "force": force}
         self._prepared: Stepper | None = None
@@ -224,15 +224,28 @@ class Run(RunView):
         self._kept.add(name, thing)
 
     def average(self, decay: float = 0.999, model: nn.Module | None = None) -> AveragedModel:
-        """An exponential moving average of the weights, moved after every step and kept with checkpoints.
+        """An exponential moving average of the weights, moved after every step and kept with checkpoints (Polyak and
+        Juditsky 1992; Tarvainen and Valpola 2017); its buffers are the model's.
 
         Call it after `prepare`; give it to `evaluate(..., model=average)`, and save its `module.state_dict()`.
 
         Args:
+            decay: the average moves by 1 - decay towards the weights with every step.
             model: which of several models that are trained; None: the first.
+
+        Raises:
+            JobError: a decay outside of [0, 1), or workers that do not all hold the same whole model.
         """
-        trained = self._models.of(self.model if model is None else model)
-        average = averaged(trained.model, trained.engine, decay)
+        trained = self._trained(model)
+        if not 0 <= decay < 1:
+            raise JobError(f"run.average({decay!r}) should have a decay of at least 0 and below 1, such as 0.999.")
+        if not trained.engine.holds_all or trained.engine.weights_diverge:
+            raise JobError(
+                "run.average needs the whole model, the same on every worker after every step: the strategy dp and "
+                "aggregation.method = 'every_step'."
+            )
+        average = AveragedModel(trained.model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        average.requires_grad_(False)
         self._kept.add(f"average {len(self._averages)}", average, in_step=True)
         self._averages.append((average, trained))
         return average
@@ -387,7 +400,7 @@ class Run(RunView):
         loading = loading_of(self.job, dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
         companions = Companions(list(self._models.companions.values()))
         model = model or self.model
-        results = self._evaluator.evaluate(loading, measure, metrics, model, companions, self.engine, self.steps)
+        results = evaluate_between_steps(self, loading, measure, metrics, model, companions)
         self.timer.resume()
         self.metrics.clear()
         self.metrics.update(results)

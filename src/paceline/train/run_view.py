@@ -51,7 +51,7 @@ class RunView:
         Args:
             model: which of several models that are trained; None: the first.
         """
-        trained = self._models.of(self.model if model is None else model)
+        trained = self._trained(model)
         return trained.engine.whole(trained.model.state_dict(keep_vars=True))
 
     def weights_sha256(self, model: nn.Module | None = None) -> str:
@@ -68,8 +68,10 @@ class RunView:
         digest: str = broadcast_object(weights_sha256(state) if self.rank == 0 else None, self.world.group)
         return digest
 
-    @property
-    def _first(self) -> Trained:
+    def _trained(self, model: nn.Module | None = None) -> Trained:
+        """The prepared model; of several, the first, or the one that is named."""
+        if model is not None:
+            return self._models.of(model)
         if not self._models.by_name:
             raise JobError("Call run.prepare(model, optimizer) first.")
         return self._models.first
@@ -77,17 +79,17 @@ class RunView:
     @property
     def engine(self) -> Engine:
         """What the prepared model, the first if there are several, is trained by."""
-        return self._first.engine
+        return self._trained().engine
 
     @property
     def model(self) -> nn.Module:
         """The prepared model, the first if there are several."""
-        return self._first.model
+        return self._trained().model
 
     @property
     def optimizer(self) -> Optimizer:
         """The prepared optimizer, of the first model if there are several."""
-        return self._first.optimizer
+        return self._trained().optimizer
 
     @property
     def steps(self) -> int:

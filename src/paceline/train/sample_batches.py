@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.data import Loading, SampleRequest
@@ -18,15 +19,15 @@ from paceline.train.reading import DatasetReader, num_samples
 from paceline.train.stream_batches import StreamBatches
 
 
+@dataclass(frozen=True)
 class GlobalBatches:
     """The global batches of one run with this worker's content of each: of data sets and of streams."""
 
-    def __init__(self, job: Job, progress: DataProgress, reader: DatasetReader, world: World, timeout_s: float) -> None:
-        self._job = job
-        self._progress = progress
-        self._reader = reader
-        self._world = world
-        self._streams = StreamBatches(job, progress, reader, world, timeout_s)
+    job: Job
+    progress: DataProgress
+    reader: DatasetReader
+    world: World
+    streams: StreamBatches
 
     def of_epoch(
         self, loading: Loading, epoch: int, samples_per_epoch: int | None, *, reads_assignment: bool
@@ -41,18 +42,18 @@ class GlobalBatches:
         Raises:
             DataError: what the data set, the loader or the sampler says cannot be done.
         """
-        job, progress = self._job, self._progress
+        job, progress = self.job, self.progress
         if not reads_assignment and (loading.sampler is not None or is_stream(loading.dataset)):
             raise DataError(
                 "With aggregation.method = 'parameter_server_async' samples come in the job's own order; give a "
                 "map-style data set without a sampler, or aggregate in another way."
             )
         if is_stream(loading.dataset):
-            return self._streams.batches(loading, epoch, samples_per_epoch)
+            return self.streams.batches(loading, epoch, samples_per_epoch)
         set_size = num_samples(loading.dataset, "training")
         orders = functools.partial(loading.order, set_size, job.global_batch_size, job.seed)
         numbers = progress.enter(epoch, orders, set_size, one_by_one=loading.collate_fn is not None)
-        check_same_order(progress.digest, epoch, self._world.group)
+        check_same_order(progress.digest, epoch, self.world.group)
         read = (progress.batch(number, numbers.stop) for number in (numbers if reads_assignment else numbers[:1]))
         requests = (
             SampleRequest(
@@ -60,6 +61,6 @@ class GlobalBatches:
             )
             for batch in read
         )
-        contents = self._reader.read_shards(loading, epoch, requests)
+        contents = self.reader.read_shards(loading, epoch, requests)
         batches = (progress.batch(number, numbers.stop) for number in numbers)
         return zip(batches, contents if reads_assignment else itertools.cycle(contents), strict=False)

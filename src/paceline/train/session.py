@@ -222,12 +222,13 @@ class Session:
         self.world = world
         self.heartbeat = heartbeat
         self.say = say
+        self.is_consistent = True
+        """Whether weights, optimizers, buffers and progress all belong to the same step: not while a step changes what
+        is not restored after an error."""
         self._is_split = False
         """Whether some worker has found late that its shards must go through the model one by one."""
         self._notes = notes
         self._stopping = stopping
-        self.was_saved: Callable[[int], None] = lambda _step: None
-        """Receives the step of each complete checkpoint, on all workers after the same step; may be replaced."""
         self._status_exchange = StatusExchange(group)
         self._stragglers = Stragglers(_worker_names(plan))
         self._group = group
@@ -262,14 +263,9 @@ class Session:
             step = state.progress.steps
             self.heartbeat.step(step)
             self._notes.append(f"resumed at step {step} from {found.name} in {checkpoint_address}")
-
-        def was_saved(step: int) -> None:
-            self.was_saved(step)  # whatever it is then
-
-        spec = state.job.kept_checkpoints
         # The launcher waits for a worker that says it will save.
-        told = self.say, step, was_saved, self.heartbeat.save
-        self._checkpoints = Checkpoints(storage, spec, self._group, state.snapshot, *told)
+        told = self.say, step, self.heartbeat.save
+        self._checkpoints = Checkpoints(storage, state.job.kept_checkpoints, self._group, state.snapshot, *told)
         return found is not None
 
     def add(self, name: str) -> bool:
@@ -292,19 +288,15 @@ class Session:
             self.state.models.check_complete(self._resumed[0])
         self._resumed = None
 
-    def roll_back(self, begin_change: Callable[[], None]) -> str | None:
-        """Put weights and optimizer back to the newest good checkpoint; its name, None if there is none.
-
-        Args:
-            begin_change: called before anything is put back.
-        """
+    def roll_back(self) -> str | None:
+        """Put weights and optimizer back to the newest good checkpoint; its name, None if there is none."""
         if self._reader is None or self._checkpoints is None:
             return None
         self._checkpoints.wait()
         found = self._reader.newest()
         if found is None:
             return None
-        begin_change()
+        self.is_consistent = False
         self.state.models.put(found.shared, found.own, hyper=True)
         return found.name
 
@@ -370,6 +362,11 @@ class Session:
         if self._checkpoints is not None:
             self._checkpoints.epoch_ended()
 
+    def when_saved(self, tell: Callable[[int], None]) -> None:
+        """Have `tell` called with the step of each complete checkpoint, on all workers after the same step."""
+        if self._checkpoints is not None:
+            self._checkpoints.was_saved = tell
+
     def save(self) -> None:
         """Save the state as it is now, unless that is done. A collective."""
         if self._checkpoints is not None:
@@ -386,7 +383,8 @@ class Session:
         self._status_exchange.received()  # no message stays in flight
         if self._checkpoints is not None:
             self.state.progress.leave_epoch()
-            self._checkpoints.run_ended(self.state.progress.steps)
+            self._checkpoints.save(self.state.progress.steps)
+            self._checkpoints.wait()
         if self.peers is not None:
             self.peers.close()
 

@@ -12,7 +12,7 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -20,12 +20,13 @@ from paceline import env
 from paceline.comm.links import group_by_node, node_identity
 from paceline.errors import LaunchError
 from paceline.network_addresses import addresses
+from paceline.spec.codec import JsonValue
 
 TRY_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
-class _Reception:
+class _Reception(JsonValue):
     """Where a worker can be reached, one address and port for each interface."""
 
     node: str
@@ -44,8 +45,9 @@ def check_interfaces(names: Sequence[str], store: Store, facts: env.WorkerFacts)
     """
     with ExitStack() as open_sockets:
         mine = _listen(names, open_sockets)
-        store.set(f"interfaces{facts.rank}", json.dumps(asdict(mine)))
-        everybody = [_read(store, rank) for rank in range(facts.world_size)]
+        store.set(f"interfaces{facts.rank}", json.dumps(mine.to_mapping()))
+        texts = [bytes(store.get(f"interfaces{rank}")) for rank in range(facts.world_size)]
+        everybody = [_Reception.from_mapping(json.loads(text)) for text in texts]
         problem = next((one.problem for one in everybody if one.problem), "")
         leaders = [ranks[0] for ranks in group_by_node([one.node for one in everybody])]
         if not problem and facts.rank in leaders:
@@ -71,11 +73,6 @@ def _listen(names: Sequence[str], open_sockets: ExitStack) -> _Reception:
             return _Reception(node_identity(), hostname, problem=f"{said}; {_advice(names)}")
         ports.append((name, address, listening.getsockname()[1]))
     return _Reception(node_identity(), hostname, tuple(ports))
-
-
-def _read(store: Store, rank: int) -> _Reception:
-    values = json.loads(bytes(store.get(f"interfaces{rank}")))
-    return _Reception(**values | {"ports": tuple(tuple(one) for one in values["ports"])})
 
 
 def _try_to_reach(other: _Reception, mine: _Reception) -> str:

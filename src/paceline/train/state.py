@@ -11,7 +11,7 @@ never had a gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -55,18 +55,6 @@ class Trained:
             "scaler": self.precision.scaler.state_dict(),
         }
         return shared, own
-
-    def hyperparameters(self) -> Callable[[], None]:
-        """A function that puts the optimizer's learning rates and the like back to what they are now."""
-        kept = [
-            {key: value for key, value in group.items() if key != "params"} for group in self.optimizer.param_groups
-        ]
-
-        def put_back() -> None:
-            for group, values in zip(self.optimizer.param_groups, kept, strict=False):
-                group.update(values)
-
-        return put_back
 
     def own_shards(self, shared: dict[str, Any]) -> dict[str, Any]:
         """This worker's shards of a checkpoint's `shared` that is not read yet.

@@ -42,16 +42,10 @@ class Stepper:
         """Whether the script has done what belongs to the last batch."""
         self._may_go_on = False
         """Whether the script may make more steps on the last batch."""
-        self._is_consistent = True
-        """Whether weights, optimizers, buffers and progress all belong to the same step."""
 
     def add(self, name: str, prepared: Prepared, mesh: Mesh, reader: DatasetReader, tracer: ParityTracer) -> None:
         """Have a model trained."""
-        self._steppers[name] = ModelStepper(prepared, self.session, mesh, reader, tracer, self._begin_change)
-
-    def _begin_change(self) -> None:
-        """Note that something of the run begins to change."""
-        self._is_consistent = False
+        self._steppers[name] = ModelStepper(prepared, self.session, mesh, reader, tracer)
 
     def _trained_by(self, model: nn.Module | None, optimizer: Optimizer | None) -> tuple[str, Optimizer]:
         """The name of the model that a step trains, and the optimizer that updates it."""
@@ -88,13 +82,13 @@ class Stepper:
         seed = self._state.job.seed
         seed_between_steps(seed, progress.steps, self._device, pending.num_steps if self._may_go_on else 0)
         self._timer.step_ended(stepper.trained.engine.communication)
-        self._is_consistent, self._is_finished = True, False
+        self.session.is_consistent, self._is_finished = True, False
         return result, stepper.trained
 
     def catch_up(self) -> None:
         """Have all that the device knows of the steps so far known to the host, and said; waits for the device."""
         for stepper in self._steppers.values():
-            stepper.catch_up()
+            stepper.guard.catch_up()
 
     def begin_epoch(self) -> None:
         """Before the first batch of an epoch: all models of the run are known."""
@@ -131,7 +125,7 @@ class Stepper:
         lost = None if self.session.peers is None else self.session.peers.cause_of(error)
         # Whether all of the state, the script's own included, is of one batch.
         may_miss_some = self._may_go_on or self._state.kept.moves_between_steps
-        self.session.rescue(is_whole=self._is_consistent and (self._is_finished or not may_miss_some))
+        self.session.rescue(is_whole=self.session.is_consistent and (self._is_finished or not may_miss_some))
         return lost
 
     @contextlib.contextmanager

@@ -4,44 +4,35 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from paceline.object_collectives import all_gather_objects
 from paceline.train.data_progress import DataProgress
 from paceline.train.process_group import World
 
 
+@dataclass
 class Stopping:
     """Whether the run ends early. Any worker may ask for it; all workers agree on when, and on why."""
 
-    def __init__(
-        self,
-        world: World,
-        progress: DataProgress,
-        begun_at: float,
-        max_minutes: float | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """
-        Args:
-            begun_at: when the run was launched, in seconds since the epoch.
-            max_minutes: how long it may take, by the clock of rank 0.
-        """
-        self._world = world
-        self._progress = progress
-        self._clock = clock
-        self._max_minutes = max_minutes if world.rank == 0 else None
-        self._ends_at = begun_at + 60 * (max_minutes or 0.0)
-        self._own: str | None = None
-        self._is_late = False
-        self.reason: str | None = None
-        """Why the run ends early, once all workers agree that it does."""
-        self.is_out_of_time = False
-        """Whether it ends because of `max_minutes`, so that there is more to train."""
+    world: World
+    progress: DataProgress
+    begun_at: float
+    """When the run was launched, in seconds since the epoch."""
+    max_minutes: float | None = None
+    """How long it may take, by the clock of rank 0."""
+    clock: Callable[[], float] = time.time
+    reason: str | None = None
+    """Why the run ends early, once all workers agree that it does."""
+    is_out_of_time: bool = False
+    """Whether it ends because of `max_minutes`, so that there is more to train."""
+    _own: str | None = None
+    _is_late: bool = False
 
     @property
     def is_over(self) -> bool:
         """Whether no step is left, because of `max_steps`, or because the run was stopped."""
-        return self._progress.steps_left == 0
+        return self.progress.steps_left == 0
 
     def ask(self, reason: str) -> None:
         """Ask for the end of the run; no collective. The first reason of the lowest rank counts."""
@@ -54,16 +45,17 @@ class Stopping:
         """
         if self.reason is not None:
             return False
-        self._is_late |= self._max_minutes is not None and self._clock() >= self._ends_at
+        if self.max_minutes is not None and self.world.rank == 0:
+            self._is_late |= self.clock() >= self.begun_at + 60 * self.max_minutes
         return self._is_late or self._own is not None
 
     def agree(self) -> None:
         """End the run if any worker has asked for it. A collective of all workers."""
         if self.reason is not None:
             return
-        late = f"max_minutes = {self._max_minutes:g} are over" if self._is_late and self._own is None else None
-        asked = all_gather_objects([self._own or late, late is not None], self._world.group)
+        late = f"max_minutes = {self.max_minutes:g} are over" if self._is_late and self._own is None else None
+        asked = all_gather_objects([self._own or late, late is not None], self.world.group)
         reasons = [(reason, is_late) for reason, is_late in asked if reason is not None]
         if reasons:
             self.reason, self.is_out_of_time = reasons[0]
-            self._progress.end_here()
+            self.progress.end_here()

@@ -6,7 +6,9 @@ for them, all divide a short batch by the same number of samples, and all know t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,7 +21,6 @@ from paceline.data.stream_reader import StreamStep, stand_in
 from paceline.data.substreams import check_stream, is_split
 from paceline.errors import DataError
 from paceline.object_collectives import all_gather_objects
-from paceline.parallel.assignment import Assignment
 from paceline.private_groups import private_group
 from paceline.process_groups import device_of
 from paceline.sharded_batch import ShardedBatch
@@ -31,48 +32,42 @@ from paceline.train.reading import DatasetReader
 from paceline.train.schedule import counts_epochs
 
 
+@dataclass
 class StreamBatches:
     """Reads the streams of one run."""
 
-    def __init__(
-        self,
-        job: Job,
-        progress: DataProgress,
-        reader: DatasetReader,
-        world: World,
-        timeout_s: float,
-    ) -> None:
-        self._job = job
-        self._progress = progress
-        self._reader = reader
-        self._world = world
-        self._timeout_s = timeout_s
-        self._group: dist.ProcessGroup | None = None
+    job: Job
+    progress: DataProgress
+    reader: DatasetReader
+    world: World
+    timeout_s: float
+    group: dist.ProcessGroup | None = None
+    """Of its own, in CPU memory: sizes travel while others communicate. It is opened for the first stream."""
 
     def batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[tuple[Batch, Any]]:
         """The remaining global batches of an epoch with this worker's content of each. A collective. Raises `DataError`
         where workers cannot share the stream, or read other samples of it."""
-        job, progress, stream = self._job, self._progress, loading.dataset
+        job, progress, stream = self.job, self.progress, loading.dataset
         check_stream(stream)
         samples_per_epoch = _epoch_length(job, stream, samples_per_epoch)
-        if self._world.group is not None and self._group is None:
-            # A group of its own, in CPU memory: sizes travel while others communicate.
+        if self.world.group is not None and self.group is None:
             with private_group():
-                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
-        progress.gather = lambda value: all_gather_objects(value, self._group)
+                self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+        progress.gather = lambda value: all_gather_objects(value, self.group)
         digest = _digest(stream, job)
         position = progress.enter_stream(epoch, digest)
-        steps = self._reader.read_stream(loading, epoch, progress.own_substreams, position)
+        steps = self.reader.read_stream(loading, epoch, progress.own_substreams, position)
         first = next(steps)
-        check_same_order(f"{digest} {first.fingerprint}", epoch, self._group)
+        check_same_order(f"{digest} {first.fingerprint}", epoch, self.group)
         return self._train_on(loading, first, steps, samples_per_epoch)
 
     def _train_on(
         self, loading: Loading, first: StreamStep, steps: Iterator[StreamStep], samples_per_epoch: int
     ) -> Iterator[tuple[Batch, Any]]:
-        progress, job = self._progress, self._job
-        ahead, exchange = first, SizeExchange(first.sizes, job.virtual_shards, self._group)
-        contents = _Contents(loading, self._reader)
+        progress, job = self.progress, self.job
+        ahead, exchange = first, SizeExchange(first.sizes, job.virtual_shards, self.group)
+        one_by_one = loading.collate_fn is not None
+        instead = functools.cache(lambda: self.reader.on_device(stand_in(loading)))
         while progress.steps_left != 0:
             step, sizes = ahead, exchange.received()
             if not any(sizes) or (loading.drop_last and sum(sizes) < job.global_batch_size):
@@ -80,28 +75,12 @@ class StreamBatches:
                 return
             if progress.steps_left != 1:
                 ahead = next(steps)
-                exchange = SizeExchange(ahead.sizes, job.virtual_shards, self._group)
-            one_by_one = loading.collate_fn is not None
+                exchange = SizeExchange(ahead.sizes, job.virtual_shards, self.group)
             batch = progress.stream_batch(sizes, step.states, samples_per_epoch, one_by_one=one_by_one)
-            yield batch, contents.of(step, batch.assignment)
-
-
-class _Contents:
-    """What a worker trains on; a stand-in where its substreams have ended before others'."""
-
-    def __init__(self, loading: Loading, reader: DatasetReader) -> None:
-        self._loading = loading
-        self._reader = reader
-        self._stand_in: Any = None
-
-    def of(self, step: StreamStep, assignment: Assignment) -> Any:
-        sizes = assignment.sizes
-        contents = step.contents
-        if not sizes:
-            if self._stand_in is None:
-                self._stand_in = self._reader.on_device(stand_in(self._loading))
-            sizes, contents = (1,), [self._stand_in]
-        return contents[0] if self._loading.collate_fn is None else ShardedBatch(tuple(contents), sizes)
+            own_sizes, contents = batch.assignment.sizes, step.contents
+            if not own_sizes:  # this worker's substreams have ended before others'
+                own_sizes, contents = (1,), [instead()]
+            yield batch, ShardedBatch(tuple(contents), own_sizes) if one_by_one else contents[0]
 
 
 class SizeExchange:

@@ -85,6 +85,9 @@ class TorchSettings:
                 (matmul, "allow_fp16_reduced_precision_reduction", self.reduced_sums),
                 (matmul, "allow_bf16_reduced_precision_reduction", self.reduced_sums),
             ]
+            if self.deterministic:
+                # Memory that nobody has written is read by nobody: filling it only takes time.
+                wanted.append((torch.utils.deterministic, "fill_uninitialized_memory", False))
             if self.deterministic or self.tf32:
                 # Their former values are read by the newer name, which never refuses to answer.
                 before.callback(setattr, matmul, "allow_tf32", matmul.fp32_precision == "tf32")
@@ -98,10 +101,6 @@ class TorchSettings:
                 # Not use_deterministic_algorithms, which loads torch's whole compiler: seconds at the end of every run.
                 before.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
                 torch.set_deterministic_debug_mode("error")
-                # Memory that nobody has written is read by nobody: filling it only takes time.
-                filling: Any = torch.utils.deterministic
-                before.callback(setattr, filling, "fill_uninitialized_memory", filling.fill_uninitialized_memory)
-                filling.fill_uninitialized_memory = False
             yield
 
 

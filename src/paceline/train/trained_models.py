@@ -134,10 +134,15 @@ class TrainedModels:
 
     def hyperparameters(self) -> Callable[[], None]:
         """A function that puts the optimizers' learning rates and the like back to what they are now."""
-        of_models = [trained.hyperparameters() for trained in self.by_name.values()]
+        optimizers = [trained.optimizer for trained in self.by_name.values()]
+        kept = [
+            [{key: value for key, value in group.items() if key != "params"} for group in one.param_groups]
+            for one in optimizers
+        ]
 
         def put_back() -> None:
-            for one in of_models:
-                one()
+            for one, groups in zip(optimizers, kept, strict=True):
+                for group, values in zip(one.param_groups, groups, strict=False):
+                    group.update(values)
 
         return put_back

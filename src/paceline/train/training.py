@@ -10,7 +10,7 @@ from torch import Tensor
 
 from paceline.spec import EvaluationRecord
 from paceline.spec.codec import NOT_NEGATIVE, from_mapping, to_mapping
-from paceline.train.agreement import check_same_state, fingerprint
+from paceline.train.agreement import check_same_state
 from paceline.train.callbacks import Callback
 from paceline.train.run import Run
 from paceline.train.session import Stateful
@@ -79,8 +79,8 @@ class Training:
 
     def begin(self) -> None:
         """Before the first step of this start."""
-        self.run.stepper.session.was_saved = lambda step: self._tell(
-            lambda callback: callback.checkpoint_saved(self, step)
+        self.run.stepper.session.when_saved(
+            lambda step: self._tell(lambda callback: callback.checkpoint_saved(self, step))
         )
         self._tell(lambda callback: callback.run_began(self))
         steps = self.run.steps
@@ -148,7 +148,7 @@ class Training:
         run = self.run
         if self._compares_workers:
             holds_all = run.engine.holds_all and not run.engine.weights_diverge
-            check_same_state(fingerprint(run.model, run.optimizer, holds_all=holds_all), run.world.group)
+            check_same_state(run.model, run.optimizer, run.world.group, holds_all=holds_all)
         run.stopping.agree()
         if self._wants_save:
             self._save()

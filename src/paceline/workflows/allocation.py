@@ -158,7 +158,7 @@ class Allocation:
 
 
 @contextlib.contextmanager
-def open_allocation(where: Where, run_dir: Path | None = None, script: Path | None = None) -> Iterator[Allocation]:
+def open_allocation(where: Where, run_dir: Path, script: Path | None = None) -> Iterator[Allocation]:
     """Open the nodes that `where` names; agents on other nodes run until the block ends.
 
     Args:
@@ -173,18 +173,11 @@ def open_allocation(where: Where, run_dir: Path | None = None, script: Path | No
     slots = where.named_hosts()
     where = replace(where, launcher=chosen_launcher(where.launcher, slots))
     shown = [path.absolute() for path in (run_dir, script and script.parent) if path is not None]
-    with contextlib.nullcontext() if run_dir is None else _held(run_dir), _opened(where, slots, shown) as allocation:
-        yield allocation
-
-
-@contextlib.contextmanager
-def _held(run_dir: Path) -> Iterator[None]:
-    """Keep other runs out of the run folder."""
     with contextlib.ExitStack() as held:
         with file_problems(f"The run folder {run_dir} cannot be used", LaunchError):
             make_run_folder(run_dir)
             held.enter_context(hold_folder(run_dir, say=lambda line: print(f"paceline: {line}", file=sys.stderr)))
-        yield
+        yield held.enter_context(_opened(where, slots, shown))
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from paceline.spec.comm_timing import (
     CommTimings,
     message_sizes,
 )
+from paceline.spec.record import RECORD_FILE
 from paceline.spec.wire import WireName
 from paceline.workflows.allocation import open_allocation
 from paceline.workflows.jobs import check_amounts, check_counts, check_words
@@ -145,10 +146,11 @@ def checkpoint(
 
 
 def results_folder(out: Path | str | None, name: str) -> Path:
-    """The folder of a new benchmark: `out` or a fresh one. Raises `PacelineError` where it already holds one."""
+    """The folder of a new benchmark: `out` or a fresh one. Raises `PacelineError` where it already holds results."""
     folder = new_run_dir(out, name)
-    if (folder / TIMINGS_FILE).exists():
-        raise PacelineError(f"{folder} already holds a benchmark; name another folder, or remove this one.")
+    for file, what in ((RECORD_FILE, "finished run"), (TIMINGS_FILE, "benchmark")):
+        if (folder / file).exists():
+            raise PacelineError(f"{folder} already holds a {what}; name another folder, or remove this one.")
     return folder
 
 

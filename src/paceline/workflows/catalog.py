@@ -8,13 +8,12 @@ import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import JobError
 from paceline.report.job_text import toml_value
-from paceline.spec import Job, load_job
-from paceline.workflows.jobs import recipe_names
+from paceline.spec import Job
+from paceline.workflows.jobs import recipe, recipe_names
 
 _KIND_WORDS: Mapping[Any, str] = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 
@@ -69,8 +68,7 @@ def recipes() -> list[CatalogEntry]:
     """
     entries = []
     for name in recipe_names():
-        with resources.as_file(resources.files("paceline") / "recipes" / f"{name}.toml") as path:
-            job = load_job(path)
+        job = recipe(name)
         epochs = "1 epoch" if job.epochs == 1 else f"{job.epochs} epochs"
         meaning = f"{job.model.name} on {job.data.name}, {epochs}, global batch {job.global_batch_size}"
         entries.append(CatalogEntry(name, meaning))

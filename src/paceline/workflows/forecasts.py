@@ -41,23 +41,13 @@ def without_forecasts(plan: Plan) -> Plan:
     return dataclasses.replace(plan, forecast_samples_per_s=None)
 
 
-def feed_back(records: Sequence[RunRecord], cluster_file: Path) -> None:
-    """Write the errors of these runs' forecasts to cluster.json."""
-    runs = [record for record in records if record.plan.forecast_samples_per_s]
-    if not runs:
+def feed_back(record: RunRecord, cluster_file: Path) -> None:
+    """Write the error of this run's forecast, if it had one, to cluster.json."""
+    forecast = record.plan.forecast_samples_per_s
+    if not forecast:
         return
     try:
-        _feed_back(runs, cluster_file)
+        check = ForecastCheck(record.job.name, record.world_size, forecast, record.samples_per_s)
+        Cluster.load(cluster_file).checked(check).save(cluster_file)
     except (OSError, ClusterError) as problem:  # the run is good nevertheless
         print(f"paceline: The forecast's error cannot be noted in {cluster_file}: {problem}", file=sys.stderr)
-
-
-def _feed_back(runs: Sequence[RunRecord], cluster_file: Path) -> None:
-    cluster = Cluster.load(cluster_file)
-    for record in runs:
-        assert record.plan.forecast_samples_per_s is not None
-        check = ForecastCheck(
-            record.job.name, record.world_size, record.plan.forecast_samples_per_s, record.samples_per_s
-        )
-        cluster = cluster.checked(check)
-    cluster.save(cluster_file)

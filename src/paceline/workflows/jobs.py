@@ -31,6 +31,12 @@ def recipe_names() -> list[str]:
     return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
 
 
+def recipe(name: str) -> Job:
+    """The recipe of this name."""
+    with resources.as_file(resources.files("paceline") / "recipes" / f"{name}.toml") as path:
+        return load_job(path)
+
+
 def check_counts(**counts: int | Sequence[int] | None) -> None:
     """Check numbers that have to be 1 or more; None is left to the program.
 
@@ -188,8 +194,7 @@ def with_callbacks(
 def _named(job: str) -> Job:
     names = recipe_names()
     if job in names:
-        with resources.as_file(resources.files("paceline") / "recipes" / f"{job}.toml") as path:
-            return load_job(path)
+        return recipe(job)
     if job.endswith(".toml") or _is_file(job):
         return load_job(job)
     hint = did_you_mean(job, names, " ({})")

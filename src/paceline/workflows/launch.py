@@ -61,7 +61,7 @@ def launch(
         WorkerFailed: a worker failed; says which rank, and why.
     """
     launching = _Launching(str(script), arguments, module, workers, threads, strategy, micro_batch_size, debug_comm)
-    run_dir = Path(out) if out else new_run_dir(None, launching.name)
+    run_dir = new_run_dir(out, launching.name)
     with open_allocation(where, run_dir, None if module else Path(script)) as allocation:
         allocation.run_job(
             launching.num_workers_on(allocation),
@@ -89,7 +89,7 @@ def launch_commands(
     allocation = allocation_on_paper(where)
     plan = allocation.first_plan(launching.num_workers_on(allocation), elastic, launching.plan_for)
     if out is not None:
-        check_folder(new_run_dir(out, launching.name))
+        check_folder(out)
     run_dir = out or Path("runs") / launching.name
     return dry_run(plan, launching.program, run_dir, allocation.where, launching.notes)
 
@@ -113,12 +113,9 @@ class _Launching:
             parse_micro_batch(str(self.micro_batch_size))
         check_words(arguments=self.arguments)
         if not self.module and not Path(self.script).is_file():
-            raise LaunchError(f"There is no script '{self.script}'{self._hint}.")
-
-    @property
-    def _hint(self) -> str:
-        is_module = all(part.isidentifier() for part in self.script.split("."))
-        return f"; if it is a module, add -m: -m {self.script}" if is_module else ""
+            may_be_module = all(part.isidentifier() for part in self.script.split("."))
+            hint = f"; if it is a module, add -m: -m {self.script}" if may_be_module else ""
+            raise LaunchError(f"There is no script '{self.script}'{hint}.")
 
     @property
     def name(self) -> str:

@@ -97,8 +97,7 @@ def dry_run_mesh(
         )
     from paceline.parallel.dry_run import dry_run
 
-    shard_size = -(-resolved.global_batch_size // resolved.virtual_shards)
-    module, arguments = model_on_paper(resolved, shard_size)
+    module, arguments = model_on_paper(resolved, resolved.shard_size)
     found = dry_run(
         module,
         arguments,
@@ -108,4 +107,4 @@ def dry_run_mesh(
         sequence_parallel=sequence_parallel,
         is_bitwise=resolved.parity == "bitwise",
     )
-    return MeshDryRun(degrees, shard_size, found)
+    return MeshDryRun(degrees, resolved.shard_size, found)

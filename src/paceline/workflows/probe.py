@@ -93,7 +93,10 @@ def probe(
     before = Cluster.load(file) if file.exists() else None
     timings: tuple[JobTiming, ...] = ()
     with _scratch(Path(folder)) as scratch, open_allocation(where, scratch) as allocation:
-        plan = None if resolved is None else _plan(resolved, allocation.cluster, workers, threads)
+        plan = None
+        if resolved is not None:
+            most = min(len(allocation.cluster.devices), resolved.virtual_shards)
+            plan = place(resolved, allocation.cluster, workers or most, threads_per_worker=threads)
         nodes, reasons = _measure_links(allocation, scratch, quiet=quiet)
         network, more = _measure_network(allocation, scratch, quiet=quiet)
         reasons += more
@@ -117,11 +120,6 @@ def merge(before: Cluster | None, measured: Cluster) -> Cluster:
         for timing in (*before.timings, *measured.timings)
     }
     return Cluster(tuple(nodes.values()), tuple(network.values()), tuple(timings.values()), before.checks)
-
-
-def _plan(job: Job, cluster: Cluster, num_workers: int | None, threads: int | None) -> Plan:
-    most = min(len(cluster.devices), job.virtual_shards)
-    return place(job, cluster, num_workers or most, threads_per_worker=threads)
 
 
 @contextmanager

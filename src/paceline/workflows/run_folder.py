@@ -28,18 +28,9 @@ _MOST_NAME_CHARACTERS = 50
 """What a folder's name keeps of its job's: 200 bytes at most in UTF-8, and file systems take 255."""
 
 
-def new_run_dir(out: Path | str | None, name: str, *, may_be_finished: bool = False) -> Path:
-    """The folder of a new run: `out`, or a fresh one under runs/.
-
-    Args:
-        may_be_finished: whether `out` may hold a finished run: see `finished_run`.
-
-    Raises:
-        PacelineError: `out` holds a finished run, which would be lost.
-    """
-    if out is not None:
-        if not may_be_finished and (Path(out) / RECORD_FILE).exists():
-            raise PacelineError(f"{out} already holds a finished run; name another folder, or remove this one.")
+def new_run_dir(out: Path | str | None, name: str) -> Path:
+    """The folder of a run: `out`, or a fresh one under runs/. Raises `PacelineError` where none can be made there."""
+    if out:
         return Path(out)
     # Whatever a job is called, its folder lies below runs/, and its name is one that file systems take.
     safe = re.sub(r"[^\w.+=@ -]", "-", name)[:_MOST_NAME_CHARACTERS].strip(". ") or "run"
@@ -63,22 +54,6 @@ def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool)
     Raises:
         PacelineError: the folder holds a finished run of another job, or of more epochs or steps.
     """
-    record = check_finished(run_dir, job, max_steps, force=force)
-    return record if record is not None and _is_all(record, run_dir, job, max_steps) else None
-
-
-def put_record_aside(run_dir: Path) -> None:
-    """Give the record of a finished run, of which more is wanted, the number of its steps as a name.
-
-    The caller must hold the folder: a run that is about to end there looks for its own record.
-    """
-    file = run_dir / RECORD_FILE
-    if file.exists():
-        file.rename(run_dir / f"record-{RunRecord.load(file).steps}-steps.json")
-
-
-def check_finished(run_dir: Path, job: Job, max_steps: int | None, *, force: bool) -> RunRecord | None:
-    """The record of the run in `run_dir`, if one has finished there; changes nothing, and raises as `finished_run`."""
     file = run_dir / RECORD_FILE
     if not file.exists():
         return None
@@ -92,7 +67,17 @@ def check_finished(run_dir: Path, job: Job, max_steps: int | None, *, force: boo
             f"{run_dir} already holds a finished run of another job ({'; '.join(changes)}); name another folder, or "
             "remove the folder."
         )
-    return record
+    return record if _is_all(record, run_dir, job, max_steps) else None
+
+
+def put_record_aside(run_dir: Path) -> None:
+    """Give the record of a finished run, of which more is wanted, the number of its steps as a name.
+
+    The caller must hold the folder: a run that is about to end there looks for its own record.
+    """
+    file = run_dir / RECORD_FILE
+    if file.exists():
+        file.rename(run_dir / f"record-{RunRecord.load(file).steps}-steps.json")
 
 
 def _is_all(record: RunRecord, run_dir: Path, job: Job, max_steps: int | None) -> bool:
@@ -121,12 +106,6 @@ def check_folder(folder: Path) -> None:
     check_free(folder)
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder that only its owner can read. Raises `PacelineError` where that is not possible."""
-    with file_problems(f"The run folder {folder} cannot be made"):
-        make_run_folder(folder)
-
-
 def write_run(
     job: Job,
     plan: Plan,
@@ -138,7 +117,8 @@ def write_run(
     force: bool = False,
 ) -> list[str]:
     """Write job, plan and limit into the run folder; return the program that trains them, as python's arguments."""
-    make_folder(run_dir)
+    with file_problems(f"The run folder {run_dir} cannot be made"):
+        make_run_folder(run_dir)  # that only its owner can read
     values = {JOB_FILE: job, PLAN_FILE: plan, LIMIT_FILE: limit}
     with file_problems(f"The run folder {run_dir} cannot be written to"):
         for name, value in values.items():

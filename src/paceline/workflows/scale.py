@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,11 +77,12 @@ def scale(
     check_amounts(tolerance=tolerance, efficiency_floor=efficiency_floor)
     strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
     base = resolve_job(job, settings, data, model)
-    study_dir = Path(out) if out else new_run_dir(None, f"{base.name}-scaling")
+    study_dir = new_run_dir(out, f"{base.name}-scaling")
     cluster_file = Path(cluster)
     jobs = {count: base.grown(count) if grow == "batch" else base for count in counts}
     records: list[RunRecord] = []
     failures: list[str] = []
+    tell = on_failure or (lambda name, failure: failures.append(f"{name}: {failure}"))
     with open_allocation(where, study_dir) as allocation:
         # A CPU device is a fixed number of threads, or two devices would be no more than one.
         threads = threads or spread(allocation.cluster, counts[-1]).threads_per_worker
@@ -97,18 +97,20 @@ def scale(
         for seed in range(base.seed, base.seed + seeds):
             for count, plan in zip(counts, plans, strict=True):
                 name = f"devices{count}-seed{seed}"
-                run = _Run(dataclasses.replace(jobs[count], seed=seed), plan, study_dir / "runs" / name, max_steps)
+                seeded, run_dir = dataclasses.replace(jobs[count], seed=seed), study_dir / "runs" / name
                 try:
-                    records.append(run.record(allocation, cluster_file, quiet))
+                    records.append(_record(seeded, plan, run_dir, max_steps, allocation, cluster_file, quiet))
                 except WorkerFailed as failure:
-                    failures.append(f"{name}: {failure}")
-                    if on_failure is not None:
-                        on_failure(name, failure)
+                    tell(name, failure)
     if not records:
-        told = "the first reason stands above" if on_failure is not None else "; ".join(failures)
+        told = "; ".join(failures) or "the first reason stands above"
         raise WorkerFailed(f"Every run of the study failed; {told.removesuffix('.')}.")
-    study = _written(records, study_dir, grow, tolerance, efficiency_floor)
-    if failures and on_failure is None:
+    from paceline.report.files import write_study  # loads a template engine and a plotting library
+    from paceline.report.study import analyse
+
+    study = analyse(records, grow=grow, tolerance=tolerance, efficiency_floor=efficiency_floor)
+    write_study(study, study_dir)
+    if failures:
         raise WorkerFailed(failed_runs(failures, len(records) + len(failures)))
     return study
 
@@ -118,38 +120,19 @@ def failed_runs(failures: Sequence[str], num_runs: int) -> str:
     return f"{len(failures)} of {num_runs} runs failed: {'; '.join(failures)}"
 
 
-def _written(
-    records: Sequence[RunRecord], study_dir: Path, grow: Grow, tolerance: float, efficiency_floor: float
-) -> Study:
-    from paceline.report.files import write_study  # loads a template engine
-    from paceline.report.study import analyse
-
-    study = analyse(records, grow=grow, tolerance=tolerance, efficiency_floor=efficiency_floor)
-    write_study(study, study_dir)
-    return study
-
-
-@dataclass(frozen=True)
-class _Run:
-    """One run of a study."""
-
-    job: Job
-    plan: Plan
-    run_dir: Path
-    max_steps: int | None
-
-    def record(self, allocation: Allocation, cluster: Path, quiet: bool) -> RunRecord:
-        """The record of this very run where the study was begun before, else of a new one."""
-        if (self.run_dir / RECORD_FILE).exists():
-            job, plan, max_steps = begun_with(self.run_dir)
-            wanted = (self.job, without_forecasts(self.plan), self.max_steps)
-            if (job, without_forecasts(plan), max_steps) == wanted:
-                return RunRecord.load(self.run_dir / RECORD_FILE)
-            raise JobError(f"{self.run_dir} holds a run of another job; name another folder for this study.")
-        started = time.monotonic()
-        program = write_run(self.job, self.plan, self.run_dir, RunLimit(self.max_steps), quiet=quiet)
-        environ = env.import_note(import_folders(self.job))
-        allocation.run(self.plan, program, run_dir=self.run_dir, environ=environ, save_s=SAVE_S)
-        record = finished_record(self.run_dir, started, was_elsewhere=bool(allocation.teams))
-        feed_back([record], cluster)
-        return record
+def _record(
+    job: Job, plan: Plan, run_dir: Path, max_steps: int | None, allocation: Allocation, cluster: Path, quiet: bool
+) -> RunRecord:
+    """The record of this very run where the study was begun before, else of a new one."""
+    if (run_dir / RECORD_FILE).exists():
+        before, planned, limit = begun_with(run_dir)
+        if (before, without_forecasts(planned), limit) == (job, without_forecasts(plan), max_steps):
+            return RunRecord.load(run_dir / RECORD_FILE)
+        raise JobError(f"{run_dir} holds a run of another job; name another folder for this study.")
+    started = time.monotonic()
+    program = write_run(job, plan, run_dir, RunLimit(max_steps), quiet=quiet)
+    environ = env.import_note(import_folders(job))
+    allocation.run(plan, program, run_dir=run_dir, environ=environ, save_s=SAVE_S)
+    record = finished_record(run_dir, started, was_elsewhere=bool(allocation.teams))
+    feed_back(record, cluster)
+    return record

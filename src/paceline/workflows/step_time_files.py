@@ -28,32 +28,20 @@ _TINY = 1e-12
 
 def read_observations(path: Path) -> tuple[list[tuple[int, Observation]], list[Placement]]:
     """The measured rows of a file, each with its line, and the placements of rows without a time."""
-    from paceline.plan.step_constants import Observation
-
     rows = _read(path)
-    measured = [
-        (row.line, Observation(row.placement, row.step_time_s, row.sync_time_s))
-        for row in rows
-        if row.step_time_s is not None
-    ]
-    return measured, [row.placement for row in rows if row.step_time_s is None]
-
-
-@dataclass(frozen=True)
-class _Row:
-    line: int
-    placement: Placement
-    step_time_s: float | None
-    sync_time_s: float | None
+    measured = [(line, observation) for line, _, observation in rows if observation is not None]
+    return measured, [placement for _, placement, observation in rows if observation is None]
 
 
 def read_placements(path: Path) -> list[Placement]:
     """The placements of all rows of a file."""
-    return [row.placement for row in _read(path)]
+    return [placement for _, placement, _ in _read(path)]
 
 
-def _read(path: Path) -> list[_Row]:
-    """The rows of a file of placements; empty lines are skipped, columns of other names are ignored.
+def _read(path: Path) -> list[tuple[int, Placement, Observation | None]]:
+    """The line, the placement and, where there is one, the measurement of every row of a file.
+
+    Empty lines are skipped, columns of other names are ignored.
 
     Raises:
         InvalidFileError: the file cannot be read, a column is missing or there twice, or a value is invalid; the
@@ -100,8 +88,8 @@ class _Line:
     def _has_more_cells(self) -> bool:
         return any(cell.strip() for cell in self.cells.get(None, ()))
 
-    def row(self) -> _Row:
-        from paceline.plan.step_constants import Placement
+    def row(self) -> tuple[int, Placement, Observation | None]:
+        from paceline.plan.step_constants import Observation, Placement
 
         if self._has_more_cells():  # a decimal comma divides a number into two cells, of which one would be read
             raise InvalidFileError(
@@ -124,7 +112,8 @@ class _Line:
             self._number("link_bytes_per_s", float, 1, "number of bytes a second"),
             self._num_passes(layout.num_workers * micro_batch_size),
         )
-        return _Row(self.line, placement, step_time_s, sync_time_s)
+        observation = None if step_time_s is None else Observation(placement, step_time_s, sync_time_s)
+        return self.line, placement, observation
 
     def _layout(self) -> Layout:
         """The layout from devices_on_node ("2+4") if it is given, else num_nodes nodes of devices_per_node."""

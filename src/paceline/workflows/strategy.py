@@ -86,7 +86,9 @@ class Strategy:
         plan = place(job, cluster, num_devices, mesh=mesh, **options)
         self._check_options(mesh)
         if self.strategy == "dp":  # who says nothing gets it unasked, at once
-            self._check_replicas_fit(job, cluster, num_devices)
+            from paceline.plan.mesh_selection import check_fits
+
+            check_fits(job, trace_model(job), num_devices, worker_memory_bytes(cluster, num_devices))
         return dataclasses.replace(
             plan,
             pipeline=PipelineSpec(self.schedule, self.stages_per_worker, tuple(self.cut or ())),
@@ -104,31 +106,24 @@ class Strategy:
         )
         say(f"strategy {choice.reason}")
         plan = place(job, cluster, num_devices, mesh=choice.mesh, **options)
-        micro_batch_size = plan.micro_batch_size
-        chosen = choice.applied(plan)
-        return chosen if micro_batch_size is None else dataclasses.replace(chosen, micro_batch_size=micro_batch_size)
-
-    @staticmethod
-    def _check_replicas_fit(job: Job, cluster: Cluster, num_devices: int) -> None:
-        from paceline.plan.mesh_selection import check_fits
-
-        check_fits(job, trace_model(job), num_devices, worker_memory_bytes(cluster, num_devices))
+        size = plan.micro_batch_size or choice.micro_batch_size
+        return dataclasses.replace(choice.applied(plan), micro_batch_size=size)
 
     def _check_options(self, mesh: Mesh | None) -> None:
-        if mesh is None or mesh.num_workers > 1:  # one worker shares nothing under any strategy
-            has_pp, has_fsdp = mesh is not None and mesh.pp > 1, mesh is not None and mesh.fsdp > 1
-            has_tp = mesh is not None and mesh.tp > 1
-            needs = (
-                ("schedule", "a pipeline, such as strategy = 'pp'", self.schedule != "1f1b", has_pp),
-                ("stages_per_worker", "a pipeline, such as strategy = 'pp'", self.stages_per_worker > 1, has_pp),
-                ("cut", "a pipeline, such as strategy = 'pp'", bool(self.cut), has_pp),
-                ("cpu_offload", "sharded parameters, such as strategy = 'fsdp'", self.cpu_offload, has_fsdp),
-                ("sequence_parallel", "shared layers, such as strategy = 'tp'", self.sequence_parallel, has_tp),
-                ("recompute", "a mesh, such as strategy = 'fsdp'", self.recompute, mesh is not None),
-            )
-            for option, what, is_set, is_there in needs:
-                if is_set and not is_there:
-                    raise JobError(f"{option} goes with {what}; name such a strategy or leave it out.")
+        if mesh is not None and mesh.num_workers == 1:
+            return  # one worker shares nothing under any strategy
+        axes = mesh or Mesh()
+        needs = (
+            ("schedule", "a pipeline, such as strategy = 'pp'", self.schedule != "1f1b", axes.pp > 1),
+            ("stages_per_worker", "a pipeline, such as strategy = 'pp'", self.stages_per_worker > 1, axes.pp > 1),
+            ("cut", "a pipeline, such as strategy = 'pp'", bool(self.cut), axes.pp > 1),
+            ("cpu_offload", "sharded parameters, such as strategy = 'fsdp'", self.cpu_offload, axes.fsdp > 1),
+            ("sequence_parallel", "shared layers, such as strategy = 'tp'", self.sequence_parallel, axes.tp > 1),
+            ("recompute", "a mesh, such as strategy = 'fsdp'", self.recompute, mesh is not None),
+        )
+        for option, what, is_set, is_there in needs:
+            if is_set and not is_there:
+                raise JobError(f"{option} goes with {what}; name such a strategy or leave it out.")
 
 
 PLAIN = Strategy()

@@ -74,7 +74,7 @@ def slurm(
     check_counts(nodes=nodes, workers=workers, cpus=cpus)
     if command not in COMMANDS:
         raise LaunchError(f"paceline submit slurm {command!r} is not possible; submit {', '.join(COMMANDS)}.")
-    run_dir = Path(out) if out else (Path("runs") / command if dry_run else new_run_dir(None, command))
+    run_dir = Path("runs") / command if dry_run and not out else new_run_dir(out, command)
     name_of_benchmark = 1 if command == "bench" else 0  # options follow it
     options = ["--launcher", "slurm", "--out", str(run_dir.absolute())]
     program = [command, *arguments[:name_of_benchmark], *options, *arguments[name_of_benchmark:]]

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline import env
 from paceline.spec import AlgorithmName, CallbackSpec, Cluster, Job, Plan, RunRecord
-from paceline.spec.micro_batch import MicroBatchSize
+from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
 from paceline.spec.plan import RunLimit
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.dry_run import dry_run
@@ -27,7 +27,6 @@ from paceline.workflows.jobs import (
     with_callbacks,
 )
 from paceline.workflows.run_folder import (
-    check_finished,
     check_folder,
     finished_record,
     finished_run,
@@ -102,17 +101,18 @@ def train(
         PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
         WorkerFailed: a worker failed; says which rank, and why.
     """
-    check_counts(max_steps=max_steps)
-    RunLimit.from_mapping({"max_minutes": max_minutes})
-    check_trackers(track)
-    resolved = with_callbacks(resolve_job(job, settings, data, model), callbacks)
-    spread = _Spread(
-        resolved,
+    training = _Training(
+        with_callbacks(resolve_job(job, settings, data, model), callbacks),
         workers=workers,
+        max_steps=max_steps,
+        max_minutes=max_minutes,
+        force=force,
         threads=threads,
         micro_batch_size=micro_batch_size,
         algorithm=algorithm,
         servers=servers,
+        track=track,
+        quiet=quiet,
         elastic=elastic,
         strategy=Strategy(strategy) if isinstance(strategy, str) else strategy,
         debug_comm=debug_comm,
@@ -120,45 +120,42 @@ def train(
         plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan)),
         say=say,
     )
-    run_dir = new_run_dir(out, resolved.name, may_be_finished=True)
-
-    def finished() -> RunRecord | None:
-        record = finished_run(run_dir, resolved, max_steps, force=force)
-        if record is not None:
-            say(f"{run_dir} holds this run, finished; this is its result")
+    run_dir = new_run_dir(out, training.job.name)
+    if record := training.finished(run_dir):
         return record
-
-    if record := finished():
-        return record
-    limit = RunLimit(max_steps, max_minutes)
     with open_allocation(where, run_dir) as allocation:
-        if record := finished():  # by another run, which held the folder until now
+        if record := training.finished(run_dir):  # by another run, which held the folder until now
             return record
         put_record_aside(run_dir)
         started = time.monotonic()
         allocation.run_job(
-            spread.num_workers_on(allocation),
+            training.num_workers_on(allocation),
             elastic,
-            spread.plan_for,
-            lambda placed: write_run(resolved, placed, run_dir, limit, quiet=quiet, trackers=track, force=force),
+            training.plan_for,
+            lambda placed: training.write(placed, run_dir),
             run_dir=run_dir,
-            environ=env.import_note(import_folders(resolved)),
+            environ=env.import_note(import_folders(training.job)),
         )
         record = finished_record(run_dir, started, was_elsewhere=bool(allocation.teams))
-    feed_back([record], Path(cluster))
+    feed_back(record, Path(cluster))
     return record
 
 
 @dataclass(frozen=True)
-class _Spread:
-    """How `train` was asked to spread a job over workers; the fields are arguments of `train`."""
+class _Training:
+    """A job, and the arguments of `train` that say how far it is trained, and how it is spread over workers."""
 
     job: Job
     workers: int | None = None
+    max_steps: int | None = None
+    max_minutes: float | None = None
+    force: bool = False
     threads: int | None = None
     micro_batch_size: MicroBatchSize | None = None
     algorithm: AlgorithmName = "auto"
     servers: int = 1
+    track: Sequence[str] = ()
+    quiet: bool = True
     elastic: Elastic = RIGID
     strategy: Strategy = PLAIN
     debug_comm: bool = False
@@ -167,9 +164,23 @@ class _Spread:
     say: Say = silent
 
     def __post_init__(self) -> None:
-        check_counts(workers=self.workers, threads=self.threads, servers=self.servers)
-        if self.micro_batch_size not in (None, "auto"):
-            check_counts(micro_batch_size=int(self.micro_batch_size or 0))
+        check_counts(max_steps=self.max_steps, workers=self.workers, threads=self.threads, servers=self.servers)
+        RunLimit.from_mapping({"max_minutes": self.max_minutes})
+        check_trackers(self.track)
+        if self.micro_batch_size is not None:
+            parse_micro_batch(str(self.micro_batch_size))
+
+    def finished(self, run_dir: Path) -> RunRecord | None:
+        """The record of the run in `run_dir` if nothing is left to do of it; raises as `finished_run`."""
+        record = finished_run(run_dir, self.job, self.max_steps, force=self.force)
+        if record is not None:
+            self.say(f"{run_dir} holds this run, finished; this is its result")
+        return record
+
+    def write(self, plan: Plan, run_dir: Path) -> list[str]:
+        """Write the run into its folder; returns the program of its workers."""
+        limit = RunLimit(self.max_steps, self.max_minutes)
+        return write_run(self.job, plan, run_dir, limit, quiet=self.quiet, trackers=self.track, force=self.force)
 
     def num_workers_on(self, allocation: Allocation) -> int:
         """The number of workers that is asked for, or what the plan, the nodes and the job allow."""
@@ -204,28 +215,19 @@ def train_commands(
     *,
     data: str | Path | None = None,
     settings: Sequence[str] = (),
-    max_steps: int | None = None,
-    max_minutes: float | None = None,
     out: Path | None = None,
-    force: bool = False,
-    track: Sequence[str] = (),
-    quiet: bool = True,
     where: Where = HERE,
     plan: Path | None = None,
-    **spread: Any,
+    **options: Any,
 ) -> str:
     """The commands that `train` would start, with the same arguments; starts nothing and opens no connection."""
-    check_counts(max_steps=max_steps)  # a file in the run folder says it to the workers
-    RunLimit.from_mapping({"max_minutes": max_minutes})
-    check_trackers(track)
-    resolved = resolve_job(job, settings, data)
-    options = _Spread(resolved, plan=None if plan is None else Plan.load(plan), **spread)
-    check_names(resolved)
+    training = _Training(resolve_job(job, settings, data), plan=None if plan is None else Plan.load(plan), **options)
+    check_names(training.job)
     if out is not None:
         check_folder(out)
-        check_finished(out, resolved, max_steps, force=force)
-    run_dir = (out or Path("runs") / resolved.name).absolute()
-    program = training_program(run_dir, quiet, track, force)
+        finished_run(out, training.job, training.max_steps, force=training.force)
+    run_dir = (out or Path("runs") / training.job.name).absolute()
+    program = training_program(run_dir, training.quiet, training.track, training.force)
     allocation = allocation_on_paper(where)
-    planned = allocation.first_plan(options.num_workers_on(allocation), options.elastic, options.plan_for)
+    planned = allocation.first_plan(training.num_workers_on(allocation), training.elastic, training.plan_for)
     return dry_run(planned, program, run_dir, allocation.where)

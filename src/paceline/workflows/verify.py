@@ -67,7 +67,6 @@ def verify(
         traces = []
         for number, count in enumerate([counts[0], *counts]):
             run_dir = Path(scratch) / str(number)
-            run_dir.mkdir()
             shared = strategy if count > 1 else None  # one worker has nobody to share with
             if resolved is None:
                 program, plan = _script(Path(str(job)), arguments, count, cluster)

@@ -77,6 +77,13 @@ def test_a_dry_run_refuses_a_folder_of_a_finished_run_of_another_job_and_leaves_
     assert said[0] == said[1] and "already holds a finished run of another job" in said[0]
 
 
+def test_a_dry_run_of_a_script_takes_any_folder_that_its_run_takes() -> None:
+    with in_scratch_folder():
+        Path("done").mkdir()
+        sample_record().save(Path("done") / RECORD_FILE)
+        assert _said(("launch", "--out", "done", "-n", "2", "--dry-run", "script.py")) == ""
+
+
 @pytest.mark.parametrize(
     ("setting", "words"),
     [

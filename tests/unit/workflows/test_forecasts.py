@@ -59,13 +59,14 @@ def test_experience_is_kept_with_the_cluster(cluster_file: Path) -> None:
     wrong = dataclasses.replace(
         done, plan=dataclasses.replace(done.plan, forecast_samples_per_s=1.2 * done.samples_per_s)
     )
-    feed_back([plain], cluster_file)
+    feed_back(plain, cluster_file)
     assert Cluster.load(cluster_file).checks == ()
-    feed_back([right] * 9, cluster_file)
-    feed_back([wrong], cluster_file)
+    for _ in range(9):
+        feed_back(right, cluster_file)
+    feed_back(wrong, cluster_file)
     known = Cluster.load(cluster_file)
     assert past_error(known.checks) == "within 0 % on the last 10 runs"  # the 90th percentile
-    feed_back([wrong], cluster_file)
+    feed_back(wrong, cluster_file)
     assert past_error(Cluster.load(cluster_file).checks) == "within 20 % on the last 11 runs"
 
 

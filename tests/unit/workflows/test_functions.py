@@ -116,6 +116,10 @@ def test_this_node_is_checked() -> None:
         (lambda: paceline.verify("train.py", "--x 1"), "arguments = '--x 1' should be a list of words"),
         (lambda: paceline.train("digits-lenet", max_steps=0), "max_steps = 0 should be"),
         (lambda: paceline.train("digits-lenet", threads=-3), "threads = -3 should be"),
+        (
+            lambda: paceline.train("digits-lenet", micro_batch_size=cast(Any, "half")),
+            "A micro-batch of 'half' is not possible; write a number of samples",
+        ),
         (lambda: paceline.scale("digits-lenet", devices=[]), r"devices = \[\] should be whole numbers"),
         (lambda: paceline.verify("digits-lenet", workers=[]), r"workers = \[\] should be whole numbers"),
         (lambda: paceline.train("digits-lenet", where=paceline.Where(launcher=cast(Any, "foo"))), "no launcher 'foo'"),

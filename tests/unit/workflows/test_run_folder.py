@@ -12,6 +12,7 @@ from paceline.errors import LaunchError, PacelineError
 from paceline.run_lease import hold_folder
 from paceline.spec import Job, Plan
 from paceline.spec.plan import RunLimit
+from paceline.workflows.bench import results_folder
 from paceline.workflows.run_folder import (
     begun_with,
     finished_record,
@@ -38,15 +39,17 @@ def test_new_folders_differ_even_within_a_second() -> None:
         assert folder.stat().st_mode & 0o077 == 0  # a run may hold what only its owner should see
 
 
-def test_a_finished_run_is_never_lost(tmp_path: Path) -> None:
+def test_results_are_never_lost(tmp_path: Path) -> None:
     out = tmp_path / "mine"
-    assert new_run_dir(out, "digits") == out
+    assert results_folder(out, "digits") == out
     out.mkdir()
     (out / "job.json").write_text("{}")  # begun and given up: may be begun again
-    assert new_run_dir(out, "digits") == out
-    (out / "record.json").write_text("{}")
-    with pytest.raises(PacelineError, match="already holds a finished run; name another folder"):
-        new_run_dir(out, "digits")
+    assert results_folder(out, "digits") == out
+    for file, what in (("record.json", "finished run"), ("timings.json", "benchmark")):
+        (out / file).write_text("{}")
+        with pytest.raises(PacelineError, match=f"already holds a {what}; name another folder"):
+            results_folder(out, "digits")
+        (out / file).unlink()
 
 
 def test_a_run_in_the_precision_that_was_left_to_it_is_finished(tmp_path: Path) -> None:
