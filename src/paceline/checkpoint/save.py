@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -28,13 +28,11 @@ from paceline.checkpoint.manifest import MANIFEST_FILE, DataFile, Manifest
 from paceline.checkpoint.retention import discard, prune
 from paceline.checkpoint.state_tree import flatten_state
 from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.write_plan import WritePlan, plan_writes
 from paceline.errors import PacelineError
 from paceline.object_collectives import broadcast_object
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.job import CheckpointSpec
-
-if TYPE_CHECKING:
-    from paceline.checkpoint.write_plan import WritePlan
 
 LATEST_FILE = "latest"
 """Names the newest checkpoint, for people and scripts; nothing here relies on it."""
@@ -179,9 +177,6 @@ class Saver:
         """Copy `snapshot`, and write it in the background. A collective of all workers; none of them may be busy.
         Raises `CheckpointError` for something that a checkpoint cannot hold."""
         began = time.perf_counter()
-        # Torch's planning takes long to load, and the first step need not wait for it.
-        from paceline.checkpoint.write_plan import plan_writes
-
         self.last_step = snapshot.step
         values, tensors = flatten_state(snapshot.shared)
         own_values, own_tensors = flatten_state(snapshot.own, worker_prefix(self._rank))
