@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -86,30 +86,26 @@ class _Receipt:
     """This worker's entries of the shared state, where workers have different ones (stages of a pipeline)."""
 
 
+@dataclass(eq=False)
 class _Writing:
     """The writing of one worker's data file of one checkpoint."""
 
-    def __init__(
-        self,
-        attempt: str,
-        step: int,
-        manifest: Manifest | None,
-        own_values: dict[str, Any],
-        shared: dict[str, Any] | None,
-    ) -> None:
-        self.attempt = attempt
-        """Names this checkpoint on all workers; the same step may be saved twice."""
-        self.step = step
-        self.folder = folder_name(step)
-        self.manifest = manifest
-        """Only on rank 0, which completes the checkpoint."""
-        self.own_values = own_values
-        self.shared = shared
-        """This worker's entries of the shared state, where workers have different ones."""
-        self.thread: threading.Thread | None = None
-        self.given_up = threading.Event()
-        self.problem: str | None = None
-        self.moved_at_s = time.monotonic()
+    attempt: str
+    """Names this checkpoint on all workers; the same step may be saved twice."""
+    step: int
+    manifest: Manifest | None
+    """Only on rank 0, which completes the checkpoint."""
+    own_values: dict[str, Any]
+    shared: dict[str, Any] | None
+    """This worker's entries of the shared state, where workers have different ones."""
+    thread: threading.Thread | None = None
+    given_up: threading.Event = field(default_factory=threading.Event)
+    problem: str | None = None
+    moved_at_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def folder(self) -> str:
+        return folder_name(self.step)
 
     def moving(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
         """Passes bytes on and notes the time."""

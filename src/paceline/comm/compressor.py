@@ -8,6 +8,7 @@ gradients so far.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -96,3 +97,9 @@ class Compressor:
 def poison_of(values: Tensor) -> Tensor:
     """A scalar that is 0, or NaN if any value is NaN or infinite. On its device: to read it would be to wait for it."""
     return torch.linalg.vector_norm(values, math.inf) * 0 if values.numel() else values.new_zeros(())
+
+
+def shared_generator(*key: int | str) -> torch.Generator:
+    """A fresh generator that depends on its key alone; on the CPU, so that workers on any device draw the same."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

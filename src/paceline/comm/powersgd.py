@@ -11,8 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.comm.compressor import OWED, Bucket, Compressor, Sum, poison_of
-from paceline.comm.shared_generator import shared_generator
+from paceline.comm.compressor import OWED, Bucket, Compressor, Sum, poison_of, shared_generator
 from paceline.errors import JobError
 
 _FACTOR = "factor/"
