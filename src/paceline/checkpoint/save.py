@@ -15,10 +15,10 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -28,13 +28,11 @@ from paceline.checkpoint.manifest import MANIFEST_FILE, DataFile, Manifest
 from paceline.checkpoint.retention import discard, prune
 from paceline.checkpoint.state_tree import flatten_state
 from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.write_plan import WritePlan, plan_writes
 from paceline.errors import PacelineError
 from paceline.object_collectives import broadcast_object
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.job import CheckpointSpec
-
-if TYPE_CHECKING:
-    from paceline.checkpoint.write_plan import WritePlan
 
 LATEST_FILE = "latest"
 """Names the newest checkpoint, for people and scripts; nothing here relies on it."""
@@ -88,30 +86,26 @@ class _Receipt:
     """This worker's entries of the shared state, where workers have different ones (stages of a pipeline)."""
 
 
+@dataclass(eq=False)
 class _Writing:
     """The writing of one worker's data file of one checkpoint."""
 
-    def __init__(
-        self,
-        attempt: str,
-        step: int,
-        manifest: Manifest | None,
-        own_values: dict[str, Any],
-        shared: dict[str, Any] | None,
-    ) -> None:
-        self.attempt = attempt
-        """Names this checkpoint on all workers; the same step may be saved twice."""
-        self.step = step
-        self.folder = folder_name(step)
-        self.manifest = manifest
-        """Only on rank 0, which completes the checkpoint."""
-        self.own_values = own_values
-        self.shared = shared
-        """This worker's entries of the shared state, where workers have different ones."""
-        self.thread: threading.Thread | None = None
-        self.given_up = threading.Event()
-        self.problem: str | None = None
-        self.moved_at_s = time.monotonic()
+    attempt: str
+    """Names this checkpoint on all workers; the same step may be saved twice."""
+    step: int
+    manifest: Manifest | None
+    """Only on rank 0, which completes the checkpoint."""
+    own_values: dict[str, Any]
+    shared: dict[str, Any] | None
+    """This worker's entries of the shared state, where workers have different ones."""
+    thread: threading.Thread | None = None
+    given_up: threading.Event = field(default_factory=threading.Event)
+    problem: str | None = None
+    moved_at_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def folder(self) -> str:
+        return folder_name(self.step)
 
     def moving(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
         """Passes bytes on and notes the time."""
@@ -179,9 +173,6 @@ class Saver:
         """Copy `snapshot`, and write it in the background. A collective of all workers; none of them may be busy.
         Raises `CheckpointError` for something that a checkpoint cannot hold."""
         began = time.perf_counter()
-        # Torch's planning takes long to load, and the first step need not wait for it.
-        from paceline.checkpoint.write_plan import plan_writes
-
         self.last_step = snapshot.step
         values, tensors = flatten_state(snapshot.shared)
         own_values, own_tensors = flatten_state(snapshot.own, worker_prefix(self._rank))

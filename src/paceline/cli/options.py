@@ -21,7 +21,7 @@ import typer
 
 from paceline.errors import InvalidFileError, JobError, LaunchError, PacelineError, WorkerFailed, shortened
 from paceline.spec import Job
-from paceline.spec.micro_batch import parse_micro_batch
+from paceline.spec.job import parse_micro_batch
 from paceline.workflows.catalog import field_meanings
 from paceline.workflows.strategy import Strategy
 from paceline.workflows.where import Elastic, Where

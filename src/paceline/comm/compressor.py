@@ -8,6 +8,7 @@ gradients so far.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ Sum = Callable[[Tensor], None]
 """Adds a 1-D contiguous vector of one length over all workers, in place; any algorithm in any wire format."""
 
 OWED = "owed/"
-"""The prefix of these keys in a compressor's state; the parameter's name follows."""
+"""How the key of what is owed to a parameter begins in a compressor's state; the parameter's name follows."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,11 @@ class Compressor:
     goes on with other workers may hand it out anew as long as the sum stays.
     """
 
+    kept: tuple[str, ...] = (OWED,)
+    """What is remembered from step to step, as the beginnings of the keys of its state."""
+
     def __init__(self) -> None:
-        self._owed: dict[str, Tensor] = {}
+        self._state: dict[str, Tensor] = {}
 
     def aggregate(self, bucket: Bucket, total: Sum) -> None:
         """Replace the bucket's values by (about) their sum over all workers, bit for bit the same on each of them.
@@ -57,14 +61,14 @@ class Compressor:
     def add_to(self, parts: Iterable[tuple[str, Tensor]]) -> None:
         """Add to each named gradient what is owed to it, in place."""
         for name, part in parts:
-            if name in self._owed:
+            if OWED + name in self._state:
                 # `to` moves what was loaded from a file; otherwise it does nothing.
-                self._owed[name] = self._owed[name].to(part)
-                part.add_(self._owed[name])
+                owed = self._state[OWED + name] = self._state[OWED + name].to(part)
+                part.add_(owed)
 
     def remember(self, name: str, left_out: Tensor, poison: Tensor) -> None:
         """From now on this, and no more, is owed to parameter `name`, unless `poison` is NaN."""
-        owed = self._owed.setdefault(name, torch.zeros_like(left_out))
+        owed = self._state.setdefault(OWED + name, torch.zeros_like(left_out))
         torch.where(poison == 0, left_out, owed, out=owed)
 
     def settle(self, bucket: Bucket, chosen: Tensor, sums: Tensor) -> None:
@@ -84,14 +88,18 @@ class Compressor:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What is remembered from step to step, by parameter and kind."""
-        return {OWED + name: owed for name, owed in self._owed.items()}
+        return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        self._owed = {
-            key.removeprefix(OWED): owed.detach().clone() for key, owed in state.items() if key.startswith(OWED)
-        }
+        self._state = {key: value.detach().clone() for key, value in state.items() if key.startswith(self.kept)}
 
 
 def poison_of(values: Tensor) -> Tensor:
     """A scalar that is 0, or NaN if any value is NaN or infinite. On its device: to read it would be to wait for it."""
     return torch.linalg.vector_norm(values, math.inf) * 0 if values.numel() else values.new_zeros(())
+
+
+def shared_generator(*key: int | str) -> torch.Generator:
+    """A fresh generator that depends on its key alone; on the CPU, so that workers on any device draw the same."""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)

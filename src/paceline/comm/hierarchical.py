@@ -16,6 +16,7 @@ from torch import Tensor
 
 from paceline.comm.chunks import chunk_length, in_turns
 from paceline.comm.links import Links
+from paceline.comm.servers import stages_at_servers
 
 
 def hierarchical(values: Tensor, links: Links) -> None:
@@ -37,32 +38,10 @@ def _sum(chunk: Tensor, links: Links) -> Iterator[None]:
     links.reduce_in_node(chunk)
     yield
     if links.rank in links.leaders:
-        yield from _sum_between_leaders(chunk, links)
+        # Each leader adds to what it has itself.
+        own_first = sorted(links.leaders, key=lambda leader: leader != links.rank)
+        yield from stages_at_servers(chunk, links, workers=own_first, servers=links.leaders)
     else:
         yield
         yield
     links.broadcast_in_node(chunk)
-
-
-def _sum_between_leaders(chunk: Tensor, links: Links) -> Iterator[None]:
-    """Each leader sums one part of the chunk, its own first and the others' in the order of their nodes."""
-    wire = links.wire
-    parts = dict(zip(links.leaders, chunk.tensor_split(len(links.leaders)), strict=True))
-    mine = parts.pop(links.rank)
-
-    summands = {leader: wire.message_for(mine) for leader in parts}
-    transfer = links.exchange({leader: wire.encode(part) for leader, part in parts.items()}, summands)
-    yield
-    transfer.wait()
-    for summand in summands.values():
-        wire.add(summand, mine)
-
-    message = wire.encode(mine)
-    sums = {leader: wire.message_for(part) for leader, part in parts.items()}
-    transfer = links.exchange(dict.fromkeys(parts, message), sums)
-    if not wire.is_exact:
-        wire.decode(message, mine)  # as all others see it
-    yield
-    transfer.wait()
-    for leader, part in parts.items():
-        wire.decode(sums[leader], part)

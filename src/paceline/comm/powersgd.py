@@ -11,11 +11,11 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.comm.compressor import Bucket, Compressor, Sum, poison_of
-from paceline.comm.shared_generator import shared_generator
+from paceline.comm.compressor import OWED, Bucket, Compressor, Sum, poison_of, shared_generator
 from paceline.errors import JobError
 
 _FACTOR = "factor/"
+"""Q' of the last step by parameter, the same on all workers."""
 
 
 class PowerSGD(Compressor):
@@ -35,14 +35,14 @@ class PowerSGD(Compressor):
     P and the product are computed by every worker for itself from equal numbers: equal bits need workers of one kind.
     """
 
+    kept = (OWED, _FACTOR)
+
     def __init__(self, rank: int, seed: int) -> None:
         if rank < 1:
             raise JobError(f"The rank of PowerSGD is {rank}; it needs to be at least 1.")
         super().__init__()
         self._rank = rank
         self._seed = seed
-        self._factors: dict[str, Tensor] = {}
-        """Q' of the last step by parameter, the same on all workers."""
 
     def aggregate(self, bucket: Bucket, total: Sum) -> None:
         compressed = [(name, part) for name, part in bucket.parts if self._pays(part)]
@@ -68,8 +68,8 @@ class PowerSGD(Compressor):
             part.copy_(summed)
         for (name, part), m, p, own, before, q in zip(compressed, matrices, left, mine, factors, right, strict=True):
             self.remember(name, m.addmm_(p, own.T, alpha=-1).view(part.shape), poison)
-            self._factors[name] = torch.where(poison == 0, q, before)
-            part.copy_((p @ self._factors[name].T).view(part.shape))
+            factor = self._state[_FACTOR + name] = torch.where(poison == 0, q, before)
+            part.copy_((p @ factor.T).view(part.shape))
         bucket.values.add_(poison)
 
     def _pays(self, part: Tensor) -> bool:
@@ -79,21 +79,10 @@ class PowerSGD(Compressor):
     def _factor(self, name: str, matrix: Tensor) -> Tensor:
         """Where the iteration of this parameter goes on. To be made orthonormal, so that M Q is no larger than M is."""
         shape = (matrix.shape[1], self._rank)
-        factor = self._factors.get(name)
+        factor = self._state.get(_FACTOR + name)
         if factor is None or factor.shape != shape:
             factor = torch.randn(shape, generator=shared_generator(self._seed, name), dtype=torch.float64)
         return factor.to(matrix)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return super().state_dict() | {_FACTOR + name: factor for name, factor in self._factors.items()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        super().load_state_dict(state)
-        self._factors = {
-            key.removeprefix(_FACTOR): factor.detach().clone()
-            for key, factor in state.items()
-            if key.startswith(_FACTOR)
-        }
 
 
 def _orthonormal(columns: Tensor) -> Tensor:

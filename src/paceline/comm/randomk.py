@@ -7,12 +7,12 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.comm.compressor import Bucket, Compressor, Sum, poison_of
-from paceline.comm.shared_generator import shared_generator
+from paceline.comm.compressor import OWED, Bucket, Compressor, Sum, poison_of, shared_generator
 from paceline.containers import on_device
 from paceline.errors import JobError
 
 _DRAWS = "draws/"
+"""How often a bucket was drawn from, by the name of its first parameter."""
 
 
 class RandomK(Compressor):
@@ -26,14 +26,14 @@ class RandomK(Compressor):
     staying bounded (Stich et al. 2018, Karimireddy et al. 2019; both in `compressor`).
     """
 
+    kept = (OWED, _DRAWS)
+
     def __init__(self, density: float, seed: int) -> None:
         if not 0 < density <= 1:
             raise JobError(f"The density of random-k is {density}; it needs to be above 0 and at most 1.")
         super().__init__()
         self._density = density
         self._seed = seed
-        self._num_draws: dict[str, int] = {}
-        """How often a bucket was drawn from, by the name of its first parameter."""
 
     def aggregate(self, bucket: Bucket, total: Sum) -> None:
         values = bucket.values
@@ -50,19 +50,9 @@ class RandomK(Compressor):
         Every value has the same chance (but for the runs' lengths, which differ by one at most), as in a draw of k out
         of all, which is what the proofs need; but nothing as long as the bucket has to be drawn or permuted.
         """
-        number = self._num_draws.get(name, 0)
-        self._num_draws[name] = number + 1
+        number = int(self._state.get(_DRAWS + name, 0))
+        self._state[_DRAWS + name] = torch.tensor(number + 1)
         k = math.ceil(self._density * num_values)
         ends = torch.arange(k + 1) * num_values // max(k, 1)
         lots = torch.rand(k, generator=shared_generator(self._seed, number, name), dtype=torch.float64)
         return ends[:-1] + (lots * ends.diff()).long()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        counts = {_DRAWS + name: torch.tensor(number) for name, number in self._num_draws.items()}
-        return super().state_dict() | counts
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        super().load_state_dict(state)
-        self._num_draws = {
-            key.removeprefix(_DRAWS): int(number) for key, number in state.items() if key.startswith(_DRAWS)
-        }

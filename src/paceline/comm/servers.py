@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -19,25 +19,35 @@ def sum_at_servers(values: Tensor, links: Links, *, workers: Sequence[int], serv
         servers: those of the workers that own a part, as even as can be. With all workers as servers this is a
             reduce-scatter and an all-gather by direct messages: 2 (n - 1) / n of the vector each way, two rounds.
     """
+    for _ in stages_at_servers(values, links, workers=workers, servers=servers):
+        pass
+
+
+def stages_at_servers(
+    values: Tensor, links: Links, *, workers: Sequence[int], servers: Sequence[int]
+) -> Iterator[None]:
+    """The two stages of `sum_at_servers`: yields where each of them has begun to send."""
     rank, wire = links.rank, links.wire
     parts = dict(zip(servers, values.tensor_split(len(servers)), strict=True))
     others = [worker for worker in workers if worker != rank]
-    mine = parts.get(rank)
+    mine = parts.pop(rank, None)
 
     arriving = {} if mine is None else {worker: wire.message_for(mine) for worker in others}
-    leaving = {server: wire.encode(part) for server, part in parts.items() if server != rank}
-    gathering = links.exchange(leaving, arriving)
-    gathering.wait()
+    transfer = links.exchange({server: wire.encode(part) for server, part in parts.items()}, arriving)
+    yield
+    transfer.wait()
     if mine is not None:
         own = mine.clone()
         mine.zero_()
         for worker in workers:
             mine.add_(own) if worker == rank else wire.add(arriving[worker], mine)
 
-    answers = {server: wire.message_for(part) for server, part in parts.items() if server != rank}
+    answers = {server: wire.message_for(part) for server, part in parts.items()}
     answer = None if mine is None else wire.encode(mine)
-    links.exchange({} if answer is None else dict.fromkeys(others, answer), answers).wait()
-    for server, message in answers.items():
-        wire.decode(message, parts[server])
+    transfer = links.exchange({} if answer is None else dict.fromkeys(others, answer), answers)
     if mine is not None and answer is not None and not wire.is_exact:
         wire.decode(answer, mine)  # what everybody else sees of it
+    yield
+    transfer.wait()
+    for server, message in answers.items():
+        wire.decode(message, parts[server])

@@ -30,7 +30,6 @@ import time
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,24 +116,26 @@ class SharedMemory:
         node = next(ranks for ranks in nodes if rank in ranks)
         num_workers = len(node)
         slot_bytes = -(-(slot_bytes or slot_bytes_for(num_workers)) // 64) * 64
-        path = FOLDER / f"paceline-{uuid.uuid4().hex}"
-        opened = _Opened()
+        own_path = path = FOLDER / f"paceline-{uuid.uuid4().hex}"
+        descriptor = None
         try:
-            if num_workers > 1 and rank == node[0]:
-                opened = _try_to_open(path, node, rank, _total_bytes(num_workers, slot_bytes))
-            paths = _agree(path, opened.problem, group)
-            if num_workers > 1 and rank != node[0]:
-                opened = _try_to_open(paths[node[0]], node, rank)
-            # Once all have answered, all have the file open and nobody needs its name.
-            _agree(path, opened.problem, group)
+            # The leader makes the file, then the others open it; once all have, nobody needs its name.
+            for opens in (rank == node[0], rank != node[0]):
+                problem = ""
+                if opens and num_workers > 1:
+                    new_bytes = _total_bytes(num_workers, slot_bytes) if rank == node[0] else 0
+                    try:
+                        descriptor = _open(path, node.index(rank), new_bytes)
+                    except OSError as error:
+                        problem = _problem(error, node, rank, new_bytes)
+                path = _agree(path, problem, group)[node[0]]
         except BaseException:
-            if opened.descriptor is not None:
-                os.close(opened.descriptor)
+            if descriptor is not None:
+                os.close(descriptor)
             raise
         finally:
-            if opened.is_new:
-                path.unlink(missing_ok=True)
-        return None if opened.descriptor is None else SharedMemory(opened.descriptor, node, rank, slot_bytes, timeout_s)
+            own_path.unlink(missing_ok=True)
+        return None if descriptor is None else SharedMemory(descriptor, node, rank, slot_bytes, timeout_s)
 
     @property
     def num_workers(self) -> int:
@@ -285,39 +286,30 @@ def _total_bytes(num_workers: int, slot_bytes: int) -> int:
     return _counter_bytes(num_workers) + DEPTH * num_workers * slot_bytes
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """A file this worker has opened, or a sentence that says why it could not."""
-
-    descriptor: int | None = None
-    problem: str = ""
-    is_new: bool = False
-
-
-def _try_to_open(path: Path, node: Sequence[int], rank: int, new_bytes: int = 0) -> _Opened:
-    """Open the node's file and hold this worker's place in it; with `new_bytes`, make the file."""
-    descriptor = None
+def _open(path: Path, place: int, new_bytes: int) -> int:
+    """Open the node's file and hold the worker's place in it; with `new_bytes`, make the file."""
+    flags = os.O_CREAT | os.O_EXCL if new_bytes else 0
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     try:
-        flags = os.O_CREAT | os.O_EXCL if new_bytes else 0
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
         if new_bytes:
             # Not ftruncate: memory that is only promised kills whoever touches it when there is none left.
             os.posix_fallocate(descriptor, 0, new_bytes)
         # The kernel lets go of this lock however the process ends; so the others notice.
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, node.index(rank))
-    except OSError as error:
-        if descriptor is not None:
-            os.close(descriptor)
-        if error.errno == errno.ENOSPC:
-            megabytes = -(-new_bytes // 1_000_000)
-            problem = (
-                f"{FOLDER} on the node of rank {rank} has no room for the {megabytes} MB that its {len(node)} workers "
-                f"share; make it larger (docker run --shm-size=64m, or mount -o remount,size=64m {FOLDER})."
-            )
-        else:
-            problem = f"Rank {rank} cannot use {FOLDER} to share memory with the workers of its node: {error.strerror}."
-        return _Opened(problem=problem, is_new=bool(new_bytes))
-    return _Opened(descriptor, is_new=bool(new_bytes))
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _problem(error: OSError, node: Sequence[int], rank: int, new_bytes: int) -> str:
+    """A sentence that says why a worker could not open the node's file."""
+    if error.errno != errno.ENOSPC:
+        return f"Rank {rank} cannot use {FOLDER} to share memory with the workers of its node: {error.strerror}."
+    return (
+        f"{FOLDER} on the node of rank {rank} has no room for the {-(-new_bytes // 1_000_000)} MB that its {len(node)} "
+        f"workers share; make it larger (docker run --shm-size=64m, or mount -o remount,size=64m {FOLDER})."
+    )
 
 
 def _agree(path: Path, problem: str, group: dist.ProcessGroup) -> list[Path]:

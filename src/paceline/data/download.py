@@ -6,8 +6,7 @@ import hashlib
 import http.client
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,30 +114,24 @@ def _fetch_one(file: RemoteFile, directory: Path) -> None:
 
 
 def _download(url: str, part: Path) -> str:
-    """Copy what is at `url` into the file `part`; returns its MD5."""
+    """Copy what is at `url` into the file `part`, with a bar on a terminal that shows errors; returns its MD5."""
+    from rich.console import Console
+    from rich.progress import wrap_file
+
     digest = hashlib.md5(usedforsecurity=False)
     with (
         urllib.request.urlopen(url, timeout=30) as response,
         open(part, "wb") as out,
-        _progress(part.stem, int(response.headers.get("Content-Length") or 0)) as advance,
+        wrap_file(
+            response,
+            int(response.headers.get("Content-Length") or 0),
+            description=part.stem,
+            console=Console(stderr=True),
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        ) as content,
     ):
-        while chunk := response.read(_CHUNK_BYTES):
+        while chunk := content.read(_CHUNK_BYTES):
             digest.update(chunk)
             out.write(chunk)
-            advance(len(chunk))
     return digest.hexdigest()
-
-
-@contextmanager
-def _progress(name: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on the terminal that shows errors; nothing where there is no terminal."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(name, total=total_bytes or None)
-        yield lambda num_bytes: progress.update(task, advance=num_bytes)

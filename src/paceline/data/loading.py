@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
+import numpy as np
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
 
-from paceline.data.order import EpochOrder, SequentialOrder, ShuffledOrder
+from paceline.data.order import EpochOrder, ListedOrder, ShuffledOrder
 from paceline.data.samplers import check_sampler, listed_order
 from paceline.data.substreams import is_stream
 from paceline.errors import DataError
@@ -110,9 +111,10 @@ class Loading:
             DataError: some samples would be left out.
         """
         self.check_whole()
+        batch_size = self.batch_size or batch_size
         if self.sampler is None or type(self.sampler) is SequentialSampler:
-            return SequentialOrder(set_size, self.batch_size or batch_size)
-        return listed_order(self.sampler, set_size, self.batch_size or batch_size, seed, 0)
+            return ListedOrder.of_size(np.arange(set_size), batch_size)
+        return listed_order(self.sampler, set_size, batch_size, seed, 0)
 
     def check_whole(self) -> None:
         """Raises `DataError` where the last samples of an evaluation would be left out."""

@@ -67,22 +67,6 @@ class ShuffledOrder:
         return digest_of(f"shuffled: {self._set_size} samples, {self.num_samples} of them, seed {seed}, epoch {epoch}")
 
 
-class SequentialOrder:
-    """All samples in the order of their numbers, in batches of one size; the last may be short."""
-
-    def __init__(self, set_size: int, batch_size: int) -> None:
-        self._batch_size = batch_size
-        self.num_samples = set_size
-        self.num_batches = -(-set_size // batch_size)
-
-    def batch(self, number: int) -> NDArray[np.int64]:
-        start = number * self._batch_size
-        return np.arange(start, min(start + self._batch_size, self.num_samples))
-
-    def digest(self) -> str:
-        return digest_of(f"sequential: {self.num_samples} samples, {self._batch_size} a batch")
-
-
 class ListedOrder:
     """Batches of listed samples: what a sampler gave, or a function of seed and epoch."""
 

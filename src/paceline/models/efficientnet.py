@@ -22,20 +22,18 @@ class Variant:
 
     width: float
     depth: float
-    resolution: int
-    """Side of the images, in pixels, that it was designed for; it takes any other."""
     dropout: float
 
 
 VARIANTS: Final = {
-    "efficientnet-b0": Variant(width=1.0, depth=1.0, resolution=224, dropout=0.2),
-    "efficientnet-b1": Variant(width=1.0, depth=1.1, resolution=240, dropout=0.2),
-    "efficientnet-b2": Variant(width=1.1, depth=1.2, resolution=260, dropout=0.3),
-    "efficientnet-b3": Variant(width=1.2, depth=1.4, resolution=300, dropout=0.3),
-    "efficientnet-b4": Variant(width=1.4, depth=1.8, resolution=380, dropout=0.4),
-    "efficientnet-b5": Variant(width=1.6, depth=2.2, resolution=456, dropout=0.4),
-    "efficientnet-b6": Variant(width=1.8, depth=2.6, resolution=528, dropout=0.5),
-    "efficientnet-b7": Variant(width=2.0, depth=3.1, resolution=600, dropout=0.5),
+    "efficientnet-b0": Variant(width=1.0, depth=1.0, dropout=0.2),
+    "efficientnet-b1": Variant(width=1.0, depth=1.1, dropout=0.2),
+    "efficientnet-b2": Variant(width=1.1, depth=1.2, dropout=0.3),
+    "efficientnet-b3": Variant(width=1.2, depth=1.4, dropout=0.3),
+    "efficientnet-b4": Variant(width=1.4, depth=1.8, dropout=0.4),
+    "efficientnet-b5": Variant(width=1.6, depth=2.2, dropout=0.4),
+    "efficientnet-b6": Variant(width=1.8, depth=2.6, dropout=0.5),
+    "efficientnet-b7": Variant(width=2.0, depth=3.1, dropout=0.5),
 }
 
 

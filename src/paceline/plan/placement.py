@@ -8,7 +8,7 @@ from paceline.errors import JobError
 from paceline.plan.mesh_order import mesh_order
 from paceline.plan.pick import pick
 from paceline.spec import AlgorithmName, Cluster, DeviceKind, Job, Mesh, Node, NodePlacement, Plan, check_mesh
-from paceline.spec.micro_batch import MicroBatchSize
+from paceline.spec.job import MicroBatchSize
 
 
 def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = None, mesh: Mesh | None = None) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from paceline.errors import JobError, shortened, shown
 from paceline.regular_files import read_text
 from paceline.spec.codec import PLAIN, JsonValue, above, at_least, between
 from paceline.spec.evaluation import EarlyStoppingSpec, Mode
-from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
 from paceline.spec.optim import OptimSpec
 from paceline.spec.wire import CompressorName, WireName
 
@@ -23,6 +23,8 @@ Precision = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Norm = Literal["shard", "local", "sync"]
 Reaction = Literal["skip", "rollback", "stop", "ignore"]
 Augmentation = Literal["crop", "flip", "cutout"]
+MicroBatchSize = int | Literal["auto"]
+"""A number of samples, or as many as memory has room for."""
 
 TRACKER_NAMES = ("tensorboard", "wandb", "mlflow")
 """Where measured values can be logged besides the run folder."""
@@ -350,6 +352,17 @@ class Job(JsonValue):
             virtual_shards=self.virtual_shards * factor,
             optim=dataclasses.replace(self.optim, base_batch_size=self.optim.base_batch_size or self.global_batch_size),
         )
+
+
+def parse_micro_batch(text: str) -> MicroBatchSize:
+    """The size that a command line or an environment variable names. Raises `JobError` for anything else."""
+    if text == "auto":
+        return "auto"
+    if not re.fullmatch("0*[1-9][0-9]{0,8}", text):
+        raise JobError(
+            f"A micro-batch of '{shortened(text)}' is not possible; write a number of samples, 1 or more, or auto."
+        )
+    return int(text)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:

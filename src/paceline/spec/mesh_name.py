@@ -90,19 +90,13 @@ def check_mesh(job: Job, mesh: Mesh | None) -> None:
         ("precision = 'float16'", "precision = 'bfloat16'", job.precision == "float16"),
         (f"aggregation.wire = '{spec.wire}'", "a wire format of fixed size", spec.compresses),
     )
-    if job.parity == "bitwise":
-        _check_bitwise(job, mesh)
+    if job.parity == "bitwise" and job.channels_last:
+        raise JobError(
+            f"parity = 'bitwise' needs channels_last = false with {mesh}: shards have the plain format, whose kernels "
+            "may round differently; use channels_last = false, or the strategy dp."
+        )
     for setting, remedy, is_set in wrong:
         if is_set:
             raise JobError(
                 f"{setting} needs the whole model on every worker; use {remedy}, or the strategy dp, not {mesh}."
             )
-
-
-def _check_bitwise(job: Job, mesh: Mesh) -> None:
-    """Raises `JobError` for what a mesh computes with other bits than one worker."""
-    if job.channels_last:
-        raise JobError(
-            f"parity = 'bitwise' needs channels_last = false with {mesh}: shards have the plain format, whose kernels "
-            "may round differently; use channels_last = false, or the strategy dp."
-        )

@@ -12,8 +12,8 @@ import torch
 from paceline import env
 from paceline.errors import JobError
 from paceline.spec import Job, Plan, parse_mesh
+from paceline.spec.job import MicroBatchSize, parse_micro_batch
 from paceline.spec.mesh_name import check_strategy
-from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
 from paceline.spec.plan import RunLimit
 from paceline.train.progress import Progress
 from paceline.train.run import Run

@@ -12,8 +12,8 @@ from paceline import env
 from paceline.errors import LaunchError
 from paceline.plan import spread
 from paceline.spec import Cluster, Plan, parse_mesh
+from paceline.spec.job import MicroBatchSize, parse_micro_batch
 from paceline.spec.mesh_name import check_strategy
-from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.jobs import check_counts, check_words

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline import env
 from paceline.spec import AlgorithmName, CallbackSpec, Cluster, Job, Plan, RunRecord
-from paceline.spec.micro_batch import MicroBatchSize, parse_micro_batch
+from paceline.spec.job import MicroBatchSize, parse_micro_batch
 from paceline.spec.plan import RunLimit
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.dry_run import dry_run

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from paceline.data import Loading
-from paceline.data.order import SequentialOrder
+from paceline.data.order import ListedOrder
 from paceline.env import WorkerFacts
 from paceline.errors import ModelError
 from paceline.parallel.losses import Mean
@@ -28,7 +29,7 @@ ALONE = World(WorkerFacts(), torch.device("cpu"), None)
 
 @given(st.integers(0, 500), st.integers(1, 300), st.integers(1, 12))
 def test_every_sample_belongs_to_one_chunk_and_every_chunk_to_one_worker(samples: int, size: int, workers: int) -> None:
-    order = SequentialOrder(samples, size)
+    order = ListedOrder.of_size(np.arange(samples), size)
     chunks = [order.batch(number) for number in range(order.num_batches)]
     assert [i for chunk in chunks for i in chunk] == list(range(samples))
     assert all(0 < len(chunk) <= size for chunk in chunks)
