@@ -154,7 +154,7 @@ def test_what_an_agent_refuses_to_start_is_told_with_its_node(stage: Stage) -> N
     with contextlib.closing(RemoteTeam(refuses)) as team:
         team.hello()
         with pytest.raises(LaunchError, match=r"odd: there is no room\."):
-            team.begin_run(0, [], LaunchOptions(stage.run_dir), lambda _event: None, marker="", port=None)
+            team.begin_run([], LaunchOptions(stage.run_dir), lambda _event: None, marker="", port=None)
 
 
 def test_a_run_folder_that_a_node_does_not_see(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,11 +26,10 @@ from paceline.errors import LaunchError
 from paceline.launch import messages
 from paceline.launch.commands import WorkerCommand
 from paceline.launch.endpoints import Endpoint, OpenEndpoint, open_endpoints, try_endpoints
-from paceline.launch.events import WorkerExited
 from paceline.launch.forking import ForkServer
 from paceline.launch.hang import WatchClock, interval_s
 from paceline.launch.messages import AgentMessage
-from paceline.launch.team import LaunchOptions, LocalTeam, with_age
+from paceline.launch.team import LaunchOptions, LocalTeam, WorkerExited, with_age
 
 MARKER_WAIT_S = 5.0
 """How long a new file on a network file system may stay invisible: clients cache its absence for some seconds."""
@@ -158,7 +157,7 @@ class _Agent:
             is_elastic=bool(preload),
             restart=start.restart,
         )
-        self._team = LocalTeam(0, options, self._inbox.put, self._fork_server if preload else None)
+        self._team = LocalTeam(options, self._inbox.put, self._fork_server if preload else None)
         self._team.start(
             commands,
             sockets=sockets,

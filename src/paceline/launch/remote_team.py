@@ -19,12 +19,11 @@ from paceline.errors import LaunchError
 from paceline.launch import messages
 from paceline.launch.commands import Rendezvous, WorkerCommand
 from paceline.launch.endpoints import TRY_TIMEOUT_S, Endpoint
-from paceline.launch.events import Event, TeamLost, WorkerExited
 from paceline.launch.failures import Ending
 from paceline.launch.hang import WatchClock, WorkerState, interval_s
 from paceline.launch.messages import AgentMessage
 from paceline.launch.output import show_here
-from paceline.launch.team import STACKS_WAIT_S, LaunchOptions, with_age
+from paceline.launch.team import STACKS_WAIT_S, Event, LaunchOptions, TeamLost, WorkerExited, with_age
 from paceline.spec.codec import from_mapping
 
 OPEN_TIMEOUT_S = 60.0
@@ -63,7 +62,6 @@ class RemoteTeam:
         self.access = access
         self.versions: dict[str, str] = {}
         """The versions in the agent's first message; empty before it."""
-        self._number = 0
         self._notify: Callable[[Event], None] | None = None
         self._running: set[int] = set()
         self._endings: dict[int, Ending] = {}
@@ -134,7 +132,6 @@ class RemoteTeam:
 
     def begin_run(
         self,
-        number: int,
         commands: Sequence[WorkerCommand],
         options: LaunchOptions,
         notify: Callable[[Event], None],
@@ -145,7 +142,6 @@ class RemoteTeam:
         """Start the node's workers.
 
         Args:
-            number: the index of the team in its events.
             notify: receives events; called from any thread.
             marker: a file in the run folder, by which the node recognises the folder.
             port: the port of the rendezvous if it is on this node.
@@ -153,7 +149,6 @@ class RemoteTeam:
         Raises:
             LaunchError: the agent cannot start them, or does not see the run folder.
         """
-        self._number = number
         self._endings.clear()
         self._states = []
         self._has_ended.clear()
@@ -270,7 +265,7 @@ class RemoteTeam:
         self._has_ended.set()
         self._answers.put(None)
         if self._notify is not None and not self._closing.is_set():
-            self._notify(TeamLost(self._number))
+            self._notify(TeamLost(self))
 
     def _take(self, message: AgentMessage) -> None:
         match message:
@@ -282,7 +277,7 @@ class RemoteTeam:
                 ending = with_age(from_mapping(Ending, mapping), time.time())
                 self._endings[ending.rank] = ending
                 if self._notify is not None:
-                    self._notify(WorkerExited(self._number, ending.rank))
+                    self._notify(WorkerExited(self, ending.rank))
             case messages.RunEnded():
                 self._has_ended.set()
             case _:

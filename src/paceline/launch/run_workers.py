@@ -19,12 +19,11 @@ from paceline import env
 from paceline.errors import LaunchError, PacelineError, WorkerFailed, file_problems
 from paceline.launch.commands import Rendezvous, WorkerCommand, rendezvous_on_one_node, worker_commands
 from paceline.launch.endpoints import listen
-from paceline.launch.events import Events, Signalled
 from paceline.launch.failure_report import FailureReport, clear_report, describe_failure, user_mistake
 from paceline.launch.forking import ForkServer
 from paceline.launch.remote_team import RemoteTeam, arrange_rendezvous
 from paceline.launch.supervise import Outcome, Supervisor
-from paceline.launch.team import LaunchOptions, LocalTeam, Team
+from paceline.launch.team import Events, LaunchOptions, LocalTeam, Signalled, Team
 from paceline.launch.workers_file import WorkersFile
 from paceline.regular_files import make_run_folder
 from paceline.run_lease import temporary_folder
@@ -135,7 +134,7 @@ class _Start:
             if fork_server is not None and not self.options.is_elastic:  # which prepares it beside the training
                 fork_server.prepare(commands[0].variables, is_awaited=True)
                 fork_server.wait(is_interrupted=lambda: not self.events.empty())
-            team = LocalTeam(0, self.options, self.events.put, fork_server)
+            team = LocalTeam(self.options, self.events.put, fork_server)
             self.at_end.enter_context(contextlib.closing(team))
             team.start(commands, sockets={env.TORCH_STORE_FD: torch_store.fileno()})
         return [team]
@@ -148,7 +147,6 @@ class _Start:
         for number, team in enumerate(teams):
             self.at_end.callback(team.end_run)
             team.begin_run(
-                number,
                 [command for command in commands if command.node == number],
                 self.options,
                 self.events.put,

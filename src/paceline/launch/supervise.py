@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.launch.events import Events, Signalled, TeamLost, WorkerExited
 from paceline.launch.failures import Ending, is_consequence
 from paceline.launch.hang import Hang, WorkerState, find_hang, interval_s
-from paceline.launch.team import LaunchOptions, Team
+from paceline.launch.team import Events, LaunchOptions, Signalled, Team, TeamLost, WorkerExited
 
 CULPRIT_WAIT_S = 1.0
 """How long to wait for the cause: a worker may report that it lost a peer before the peer reports why it ended."""
@@ -85,7 +84,8 @@ class Supervisor:
             could_grow: whether there is a reason to start again with more workers.
             publish: receives the states of all workers every time they are checked.
         """
-        self._teams = teams
+        self._teams = list(teams)
+        """Those that are not lost."""
         self._events = events
         self._grace_s = options.grace_s
         self._save_s = options.grace_s if options.save_s is None else options.save_s
@@ -99,7 +99,6 @@ class Supervisor:
         # Heartbeat, agent and launcher each see a state up to one interval late, but a hang must be reported within
         # its bound.
         self._bound_s = options.hang_timeout_s - 4 * self._interval_s
-        self._lost: set[int] = set()
         self._deadline: float | None = None
         """On the monotonic clock: when to send SIGTERM, or after it SIGKILL."""
         self._next_look = time.monotonic() + self._interval_s
@@ -108,7 +107,7 @@ class Supervisor:
 
     def wait(self) -> Outcome:
         """Return when every worker has ended, or is lost with its node."""
-        while any(team.running for number, team in enumerate(self._teams) if number not in self._lost):
+        while any(team.running for team in self._teams):
             try:
                 event = self._events.get(timeout=self._seconds_left())
             except queue.Empty:
@@ -169,13 +168,12 @@ class Supervisor:
             self._look()
 
     def _look(self) -> None:
-        for number, team in enumerate(self._teams):
+        for team in tuple(self._teams):
             silent_s = team.silent_s()
-            if number not in self._lost and silent_s > self._bound_s:
-                self._lose(number, silent_s)
-        for number, team in enumerate(self._teams):
-            if number not in self._lost:
-                team.prepare_standby()
+            if silent_s > self._bound_s:
+                self._lose(team, silent_s)
+        for team in self._teams:
+            team.prepare_standby()
         by_node = self._states_by_node()
         self._publish(by_node)
         if self._is_stopping or self._deadline is not None:
@@ -198,12 +196,10 @@ class Supervisor:
         return _by_rank(self._states_by_node())
 
     def _states_by_node(self) -> StatesByNode:
-        teams = [team for number, team in enumerate(self._teams) if number not in self._lost]
-        return [(team.hostname, team.states()) for team in teams]
+        return [(team.hostname, team.states()) for team in self._teams]
 
-    def _note_exit(self, number: int, rank: int) -> None:
-        team = self._teams[number]
-        if number in self._lost:
+    def _note_exit(self, team: Team, rank: int) -> None:
+        if team not in self._teams:
             return
         ending = replace(team.collect(rank), hostname=team.hostname)
         if ending.failed and not self._outcome.states:
@@ -232,11 +228,10 @@ class Supervisor:
         if trained_s is not None:
             self._note(trained_at=min(time.time() - trained_s, self._outcome.trained_at or float("inf")))
 
-    def _lose(self, number: int, silent_s: float | None) -> None:
-        team = self._teams[number]
-        if number in self._lost:
+    def _lose(self, team: Team, silent_s: float | None) -> None:
+        if team not in self._teams:
             return
-        self._lost.add(number)
+        self._teams.remove(team)
         ranks = tuple(team.running)
         loss = NodeLoss(team.hostname, ranks, time.time(), silent_s, self._is_stopping)
         self._note(losses=(*self._outcome.losses, loss))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import subprocess
 import threading
@@ -17,7 +18,6 @@ from paceline import env
 from paceline.errors import LaunchError
 from paceline.heartbeat import read_vitals
 from paceline.launch.commands import WorkerCommand
-from paceline.launch.events import Event, WorkerExited
 from paceline.launch.failures import Ending, Failure, failure_path, log_path, spare_failure_path, stack_path
 from paceline.launch.forking import ForkServer, Process
 from paceline.launch.hang import WatchClock, WorkerState, interval_s
@@ -96,6 +96,33 @@ class Team(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class WorkerExited:
+    """A worker has ended; its team gives its ending."""
+
+    team: Team
+    rank: int
+
+
+@dataclass(frozen=True)
+class TeamLost:
+    """The connection to a node's agent has ended without being closed by the launcher."""
+
+    team: Team
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """This process got a signal that asks it to end, or to have a checkpoint saved."""
+
+    number: int
+
+
+Event = WorkerExited | TeamLost | Signalled
+Events = queue.SimpleQueue[Event]
+"""Events of a run, as its supervisor receives them."""
+
+
 class LocalTeam:
     """Starts and watches the workers of this node."""
 
@@ -103,7 +130,6 @@ class LocalTeam:
 
     def __init__(
         self,
-        number: int,
         options: LaunchOptions,
         notify: Callable[[Event], None],
         fork_server: ForkServer | None = None,
@@ -111,14 +137,12 @@ class LocalTeam:
         """Prepare a team; starts no worker.
 
         Args:
-            number: the index of the team in its events.
             notify: receives events; called from any thread.
             fork_server: forks the workers if it can, and is prepared for the next start of an elastic run.
         """
         self._notify = notify
         self._fork_server = fork_server
         self._variables: list[dict[str, str]] = []
-        self._number = number
         self._options = options
         self._run_dir = options.run_dir
         self._running: dict[int, Process] = {}
@@ -359,7 +383,7 @@ class LocalTeam:
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # leaves it to be reaped
         except ChildProcessError:
             return  # `close` has reaped it
-        self._notify(WorkerExited(self._number, rank))
+        self._notify(WorkerExited(self, rank))
 
 
 def with_age(ending: Ending, now: float) -> Ending:

@@ -13,14 +13,13 @@ import pytest
 
 from paceline.launch import supervise
 from paceline.launch.elastic import describe_end
-from paceline.launch.events import Events, TeamLost
 from paceline.launch.failure_report import FailureReport, describe_failure
 from paceline.launch.failures import Ending
 from paceline.launch.faults import FAULTS, fault_of
 from paceline.launch.fleet import WorkerSlot
 from paceline.launch.hang import WorkerState
 from paceline.launch.supervise import Outcome, Supervisor
-from paceline.launch.team import LaunchOptions
+from paceline.launch.team import Events, LaunchOptions, TeamLost
 from paceline.spec import NodePlacement, Plan
 from paceline.spec.plan import EXCLUDED
 from tests.unit.launch.test_supervise import NEVER_S, FakeTeam, ending, lost_peer, raised
@@ -47,7 +46,7 @@ def is_in(**state: float | None) -> Happens:
 
 
 def is_cut(team: FakeTeam, _rank: int) -> None:
-    team.events.put(TeamLost(team.number))
+    team.events.put(TeamLost(team))
 
 
 def is_silent(team: FakeTeam, _rank: int) -> None:
@@ -117,7 +116,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def outcome_of(row: Row, place: str, rank: int, *, is_elastic: bool) -> Outcome:
     events: Events = queue.SimpleQueue()
-    teams = [FakeTeam(n, events, ranks, hostname, does=waits) for n, (hostname, ranks) in enumerate(PLANS[place][1])]
+    teams = [FakeTeam(events, ranks, hostname, does=waits) for hostname, ranks in PLANS[place][1]]
     for team in teams:
         team.on_ask = lambda team=team: team.all_end(143)  # type: ignore[misc]
     row.happens(next(team for team in teams if rank in team.ranks), rank)
