@@ -162,11 +162,10 @@ def _of_loss(loss: NodeLoss, outcome: Outcome, answers: bool | None) -> FailureR
 def _of_hang(hang: Hang, outcome: Outcome, world_size: int) -> FailureReport:
     first = next(state for state in outcome.states if state.rank == hang.culprits[0])
     culprits = [_line_of_running(state) for state in outcome.states if state.rank in hang.culprits]
-    hostname = next((ending.hostname for ending in outcome.endings if ending.rank == first.rank), "")
     waiting = name_ranks(hang.waiting) if hang.waiting else ""
     is_one = len(hang.waiting) == 1
     facts = {
-        "who": _who(first.rank, first.pid, hostname, world_size),
+        "who": _who(first.rank, first.pid, first.hostname, world_size),
         "everybody": f"All {world_size} workers" if len(hang.waiting) == world_size else f"R{waiting[1:]}",
         "doing": first.doing,
         "seconds": hang.seconds,
@@ -180,7 +179,7 @@ def _of_hang(hang: Hang, outcome: Outcome, world_size: int) -> FailureReport:
         hang.kind,
         facts,
         ranks=hang.culprits,
-        hostname=hostname,
+        hostname=first.hostname,
         pid=first.pid,
         step=first.step,
         noticed_at=outcome.hang_at,

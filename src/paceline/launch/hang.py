@@ -61,6 +61,8 @@ class WorkerState:
 
     rank: int
     pid: int
+    hostname: str = ""
+    """The name of the worker's node; empty: this node."""
     step: int | None = None
     collective: str = ""
     """The collective that the worker is in, else its last one."""

@@ -24,7 +24,6 @@ from paceline.launch.forking import ForkServer
 from paceline.launch.remote_team import RemoteTeam, arrange_rendezvous
 from paceline.launch.supervise import Outcome, Supervisor
 from paceline.launch.team import Events, LaunchOptions, LocalTeam, Signalled, Team
-from paceline.launch.workers_file import WorkersFile
 from paceline.regular_files import make_run_folder
 from paceline.run_lease import temporary_folder
 
@@ -107,12 +106,11 @@ def run_once(
             teams = start.on(_chosen(nodes, plan))
         else:
             teams = start.here(fork_server)
-        publish = WorkersFile(options.run_dir).write
-        supervisor = Supervisor(teams, events, options, could_grow=could_grow, publish=publish)
+        supervisor = Supervisor(teams, events, options, could_grow=could_grow)
         supervisor.wait()
         at_end.close()
         supervisor.drain()
-    return supervisor.outcome()
+    return supervisor.outcome
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any
 from paceline.launch.failures import Ending, is_consequence
 from paceline.launch.hang import Hang, WorkerState, find_hang, interval_s
 from paceline.launch.team import Events, LaunchOptions, Signalled, Team, TeamLost, WorkerExited
+from paceline.launch.workers_file import write_status
 
 CULPRIT_WAIT_S = 1.0
 """How long to wait for the cause: a worker may report that it lost a peer before the peer reports why it ended."""
@@ -22,10 +23,6 @@ OTHERS_WAIT_S = 3.0
 SETTLE_S = 0.5
 """How long workers of an elastic run may take to notice that a peer is gone. Most do in milliseconds, and save a
 checkpoint; workers that still wait then would wait for ever."""
-
-
-StatesByNode = Sequence[tuple[str, Sequence[WorkerState]]]
-"""(hostname, states of its workers); "" is the node of the launcher where no other takes part."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +73,11 @@ class Supervisor:
         options: LaunchOptions,
         *,
         could_grow: Callable[[], bool] = lambda: False,
-        publish: Callable[[StatesByNode], object] = lambda _states: None,
     ) -> None:
         """Watch workers that have been started.
 
         Args:
             could_grow: whether there is a reason to start again with more workers.
-            publish: receives the states of all workers every time they are checked.
         """
         self._teams = list(teams)
         """Those that are not lost."""
@@ -91,8 +86,8 @@ class Supervisor:
         self._save_s = options.grace_s if options.save_s is None else options.save_s
         self._is_elastic = options.is_elastic
         self._could_grow = could_grow
-        self._publish = publish
-        self._outcome = Outcome()
+        self._run_dir = options.run_dir
+        self.outcome = Outcome()
         self._stopped_at = float("inf")
         """When the run was stopped, in seconds on the monotonic clock; infinite before."""
         self._interval_s = interval_s(options.hang_timeout_s)
@@ -105,7 +100,7 @@ class Supervisor:
         # What workers of other nodes do is known some intervals later.
         self._settle_s = SETTLE_S + (2 * self._interval_s if any(team.hostname for team in teams) else 0.0)
 
-    def wait(self) -> Outcome:
+    def wait(self) -> None:
         """Return when every worker has ended, or is lost with its node."""
         while any(team.running for team in self._teams):
             try:
@@ -121,13 +116,12 @@ class Supervisor:
                 case Signalled(signal.SIGUSR1):
                     self._signal(signal.SIGUSR1)
                 case Signalled(number):
-                    hurries = self._outcome.signalled is not None or (self._is_stopping and not self._is_elastic)
+                    hurries = self.outcome.signalled is not None or (self._is_stopping and not self._is_elastic)
                     self._note_signal(number)
                     if hurries:
                         self._kill()
                     elif not self._is_stopping:
                         self._ask_to_end(self._grace_s if number == signal.SIGINT else self._save_s)
-        return self.outcome()
 
     def drain(self) -> None:
         """Note the remaining events: too late to end workers, but not to act on or to report."""
@@ -136,15 +130,12 @@ class Supervisor:
             if isinstance(event, Signalled) and event.number != signal.SIGUSR1:
                 self._note_signal(event.number)
 
-    def outcome(self) -> Outcome:
-        return self._outcome
-
     def _note(self, **changes: Any) -> None:
-        self._outcome = replace(self._outcome, **changes)
+        self.outcome = replace(self.outcome, **changes)
 
     @property
     def _is_stopping(self) -> bool:
-        return self._outcome.stopped_at != float("inf")
+        return self.outcome.stopped_at != float("inf")
 
     @property
     def _has_time_to_save(self) -> bool:
@@ -174,11 +165,10 @@ class Supervisor:
                 self._lose(team, silent_s)
         for team in self._teams:
             team.prepare_standby()
-        by_node = self._states_by_node()
-        self._publish(by_node)
+        states = self._all_states()
+        write_status(self._run_dir, states)
         if self._is_stopping or self._deadline is not None:
             return
-        states = _by_rank(by_node)
         for state in states:
             self._note_training(state.trained_s)
         hang = find_hang(states, self._bound_s)
@@ -193,18 +183,16 @@ class Supervisor:
             self._ask_to_end(self._save_s)
 
     def _all_states(self) -> list[WorkerState]:
-        return _by_rank(self._states_by_node())
-
-    def _states_by_node(self) -> StatesByNode:
-        return [(team.hostname, team.states()) for team in self._teams]
+        states = [replace(state, hostname=team.hostname) for team in self._teams for state in team.states()]
+        return sorted(states, key=lambda state: state.rank)
 
     def _note_exit(self, team: Team, rank: int) -> None:
         if team not in self._teams:
             return
         ending = replace(team.collect(rank), hostname=team.hostname)
-        if ending.failed and not self._outcome.states:
+        if ending.failed and not self.outcome.states:
             self._note(states=tuple(self._all_states()))
-        self._note(endings=(*self._outcome.endings, ending))
+        self._note(endings=(*self.outcome.endings, ending))
         self._note_training(ending.trained_s)
         if not ending.failed or self._is_stopping:
             return
@@ -226,7 +214,7 @@ class Supervisor:
 
     def _note_training(self, trained_s: float | None) -> None:
         if trained_s is not None:
-            self._note(trained_at=min(time.time() - trained_s, self._outcome.trained_at or float("inf")))
+            self._note(trained_at=min(time.time() - trained_s, self.outcome.trained_at or float("inf")))
 
     def _lose(self, team: Team, silent_s: float | None) -> None:
         if team not in self._teams:
@@ -234,14 +222,14 @@ class Supervisor:
         self._teams.remove(team)
         ranks = tuple(team.running)
         loss = NodeLoss(team.hostname, ranks, time.time(), silent_s, self._is_stopping)
-        self._note(losses=(*self._outcome.losses, loss))
+        self._note(losses=(*self.outcome.losses, loss))
         if ranks and not self._is_stopping:
             self._note(states=tuple(self._all_states()))
             self._end()
 
     def _note_signal(self, number: int) -> None:
         # A failure before the signal explains better why the run ended.
-        so_far = self._outcome
+        so_far = self.outcome
         has_failed = any(ending.failed for ending in so_far.endings) or so_far.losses or so_far.hang
         self._note(signalled=so_far.signalled or number)
         if so_far.interrupted_by is None and not has_failed:
@@ -276,7 +264,3 @@ class Supervisor:
     def _signal(self, number: int) -> None:
         for team in self._teams:
             team.signal(number)
-
-
-def _by_rank(states: StatesByNode) -> list[WorkerState]:
-    return sorted((state for _, found in states for state in found), key=lambda state: state.rank)

@@ -49,11 +49,13 @@ def asked(rank: int) -> Ending:
 
 
 def waits(rank: int) -> WorkerState:
-    return WorkerState(rank, 100 + rank, step=4, collective="all_reduce number 9", inside_s=3.0, heartbeat_age_s=0.1)
+    return WorkerState(
+        rank, 100 + rank, "n1", step=4, collective="all_reduce number 9", inside_s=3.0, heartbeat_age_s=0.1
+    )
 
 
 def computes(rank: int) -> WorkerState:
-    return WorkerState(rank, 100 + rank, step=4, collective="all_reduce number 8", heartbeat_age_s=0.1)
+    return WorkerState(rank, 100 + rank, "n1", step=4, collective="all_reduce number 8", heartbeat_age_s=0.1)
 
 
 HUNG = Outcome(

@@ -121,8 +121,10 @@ def outcome_of(row: Row, place: str, rank: int, *, is_elastic: bool) -> Outcome:
         team.on_ask = lambda team=team: team.all_end(143)  # type: ignore[misc]
     row.happens(next(team for team in teams if rank in team.ranks), rank)
     timeout_s = 0.2 if row.exit_code is None else NEVER_S
-    options = LaunchOptions(Path(), grace_s=NEVER_S, hang_timeout_s=timeout_s, is_elastic=is_elastic)
-    return Supervisor(teams, events, options).wait()
+    options = LaunchOptions(Path("no-run-folder"), grace_s=NEVER_S, hang_timeout_s=timeout_s, is_elastic=is_elastic)
+    supervisor = Supervisor(teams, events, options)
+    supervisor.wait()
+    return supervisor.outcome
 
 
 @pytest.mark.parametrize(("fault", "place", "rank"), CASES)

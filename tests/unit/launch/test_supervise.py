@@ -120,7 +120,8 @@ def watch(
 ) -> tuple[Supervisor, Outcome]:
     members: Sequence[Team] = teams
     supervisor = Supervisor(members, events, LaunchOptions(NOWHERE, grace_s=grace_s, hang_timeout_s=hang_timeout_s))
-    return supervisor, supervisor.wait()
+    supervisor.wait()
+    return supervisor, supervisor.outcome
 
 
 def ends_when_asked(team: FakeTeam) -> FakeTeam:
@@ -352,7 +353,7 @@ def test_a_signal_after_the_last_worker_is_still_noted(events: Events) -> None:
     events.put(Signalled(signal.SIGTERM))
     supervisor.drain()
     assert events.empty()
-    assert supervisor.outcome().interrupted_by == signal.SIGTERM
+    assert supervisor.outcome.interrupted_by == signal.SIGTERM
     assert team.calls == []
 
 
@@ -364,7 +365,9 @@ def test_the_bound_leaves_room_for_every_look(hang_timeout_s: float) -> None:
 def is_elastic(events: Events, *teams: FakeTeam, could_grow: Callable[[], bool] = lambda: False) -> Outcome:
     members: Sequence[Team] = teams
     options = LaunchOptions(NOWHERE, grace_s=NEVER_S, hang_timeout_s=0.1, is_elastic=True)
-    return Supervisor(members, events, options, could_grow=could_grow).wait()
+    supervisor = Supervisor(members, events, options, could_grow=could_grow)
+    supervisor.wait()
+    return supervisor.outcome
 
 
 @pytest.fixture
