@@ -210,7 +210,8 @@ def test_workers_do_not_outlive_launcher_or_agent(stage: Stage, ending: str) -> 
         command = _command(stage.script("tell('ready')\npark()"), stage)
         # Only silence ends it within two seconds; a busy machine may take longer to start a worker.
         hang_timeout_s = 2.0 if ending == "silence" else 600.0
-        bare.send(messages.Start([command], str(stage.run_dir), "marker", None, False, hang_timeout_s, 0, []))
+        options = {"run_dir": str(stage.run_dir), "hang_timeout_s": hang_timeout_s}
+        bare.send(messages.Start([command], options, "marker", None))
         bare.receive(messages.Started)
         if ending == "end of input":
             stage.await_marks("ready")

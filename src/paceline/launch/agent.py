@@ -133,8 +133,8 @@ class _Agent:
     def _start(self, start: messages.Start) -> None:
         if self._team is not None:
             raise LaunchError("An earlier run still has workers on this node; wait for it to end.")
-        run_dir = Path(start.run_dir)
-        await_marker(run_dir, start.marker)
+        options = LaunchOptions(**start.options | {"run_dir": Path(start.options["run_dir"])})
+        await_marker(options.run_dir, start.marker)
         # The launcher's interpreter may lie elsewhere here, or in no container.
         commands = [
             replace(WorkerCommand(**command), argv=(sys.executable, *command["argv"][1:])) for command in start.commands
@@ -144,20 +144,12 @@ class _Agent:
         if chosen is not None:
             _forget_callers(chosen.store)
             sockets = {env.STORE_FD: chosen.store.fileno(), env.TORCH_STORE_FD: chosen.torch_store.fileno()}
-        self._silence_s = start.hang_timeout_s
-        self._interval_s = interval_s(start.hang_timeout_s)
+        self._silence_s = options.hang_timeout_s
+        self._interval_s = interval_s(options.hang_timeout_s)
         self._clock = WatchClock(self._interval_s)
-        preload = tuple(start.preload)
-        if preload and self._fork_server is None:
-            self._fork_server = ForkServer(preload)
-        options = LaunchOptions(
-            run_dir,
-            output="all" if start.show_all else "rank0",
-            hang_timeout_s=start.hang_timeout_s,
-            is_elastic=bool(preload),
-            restart=start.restart,
-        )
-        self._team = LocalTeam(options, self._inbox.put, self._fork_server if preload else None)
+        if options.preload and self._fork_server is None:
+            self._fork_server = ForkServer(options.preload)
+        self._team = LocalTeam(options, self._inbox.put, self._fork_server if options.preload else None)
         self._team.start(
             commands,
             sockets=sockets,

@@ -157,13 +157,9 @@ class RemoteTeam:
         self._notify = notify
         start = messages.Start(
             commands=[asdict(command) for command in commands],
-            run_dir=str(options.run_dir.absolute()),
+            options=asdict(options) | {"run_dir": str(options.run_dir.absolute())},
             marker=marker,
             port=port,
-            show_all=options.output == "all",
-            hang_timeout_s=options.hang_timeout_s,
-            restart=options.restart,
-            preload=list(options.preload),
         )
         started = self.ask(start, messages.Started)
         self._running = set(started.ranks)
