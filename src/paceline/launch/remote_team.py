@@ -53,6 +53,13 @@ class NodeAccess:
             self.argv(program), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
         )
 
+    def succeeds(self, program: Sequence[str], timeout_s: float) -> bool:
+        """Whether a program can be run on the node and ends without an error."""
+        try:
+            return self.run(program, timeout_s).returncode == 0
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+
 
 class RemoteTeam:
     """The connection to one node's agent; it may serve several runs."""
@@ -202,13 +209,6 @@ class RemoteTeam:
 
     def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
         self.send(messages.SignalWorkers(number, None if ranks is None else list(ranks)))
-
-    def answers(self) -> bool:
-        """Whether the node itself still answers."""
-        try:
-            return self.access.run(["true"], ANSWER_TIMEOUT_S).returncode == 0
-        except (OSError, subprocess.TimeoutExpired):
-            return False
 
     @property
     def is_gone(self) -> bool:

@@ -21,7 +21,7 @@ from paceline.launch.commands import Rendezvous, WorkerCommand, rendezvous_on_on
 from paceline.launch.endpoints import listen
 from paceline.launch.failure_report import FailureReport, clear_report, describe_failure, user_mistake
 from paceline.launch.forking import ForkServer
-from paceline.launch.remote_team import RemoteTeam, arrange_rendezvous
+from paceline.launch.remote_team import ANSWER_TIMEOUT_S, RemoteTeam, arrange_rendezvous
 from paceline.launch.supervise import Outcome, Supervisor
 from paceline.launch.team import Events, LaunchOptions, LocalTeam, Signalled, Team
 from paceline.regular_files import make_run_folder
@@ -254,7 +254,7 @@ def raise_interruption(number: int | None) -> None:
 def _still_answers(outcome: Outcome, nodes: Sequence[RemoteTeam]) -> bool:
     """Whether a node whose agent ended still answers, so that only the agent ended."""
     lost = {loss.hostname for loss in outcome.losses if loss.silent_s is None}
-    return any(node.answers() for node in nodes if node.hostname in lost)
+    return any(node.access.succeeds(["true"], ANSWER_TIMEOUT_S) for node in nodes if node.hostname in lost)
 
 
 def prepare(run_dir: Path) -> None:

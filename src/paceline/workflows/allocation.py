@@ -12,7 +12,7 @@ from typing import Any
 from paceline import env
 from paceline.errors import LaunchError, file_problems
 from paceline.hardware import detect
-from paceline.launch.contained import contained
+from paceline.launch.containers import contained
 from paceline.launch.elastic import run_elastic
 from paceline.launch.fleet import Describe, Fleet
 from paceline.launch.forking import ForkServer
