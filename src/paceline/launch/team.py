@@ -231,27 +231,21 @@ class LocalTeam:
     def _state(self, rank: int, pid: int) -> WorkerState:
         now = time.monotonic()
         is_stopped, memory_bytes, processor_s = _read_process(pid)
-        if is_stopped:
-            self._stopped_since.setdefault(rank, now)
-        else:
+        if not is_stopped:
             self._stopped_since.pop(rank, None)
         if self._awaits_reader(rank):
             self._blocked_at[rank] = now
-        vitals, since = read_vitals(self._heartbeat(rank)), self._stopped_since.get(rank)
 
         def watched_s(seconds: float | None) -> float | None:
             return None if seconds is None else self._clock.watched_s(seconds)
 
+        vitals = vars(read_vitals(self._heartbeat(rank)))
+        watched = {name: watched_s(vitals[name]) for name in ("inside_s", "heartbeat_age_s")}
         return WorkerState(
+            **vitals | watched,
             rank=rank,
             pid=pid,
-            step=vitals.step,
-            collective=vitals.collective,
-            inside_s=watched_s(vitals.inside_s),
-            heartbeat_age_s=watched_s(vitals.heartbeat_age_s),
-            stopped_s=watched_s(None if since is None else now - since),
-            trained_s=vitals.trained_s,
-            is_saving=vitals.is_saving,
+            stopped_s=watched_s(now - self._stopped_since.setdefault(rank, now)) if is_stopped else None,
             output_blocked_s=None if rank not in self._blocked_at else now - self._blocked_at[rank],
             memory_bytes=memory_bytes,
             processor_s=processor_s,

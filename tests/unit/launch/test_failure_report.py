@@ -50,12 +50,20 @@ def asked(rank: int) -> Ending:
 
 def waits(rank: int) -> WorkerState:
     return WorkerState(
-        rank, 100 + rank, "n1", step=4, collective="all_reduce number 9", inside_s=3.0, heartbeat_age_s=0.1
+        rank=rank,
+        pid=100 + rank,
+        hostname="n1",
+        step=4,
+        collective="all_reduce number 9",
+        inside_s=3.0,
+        heartbeat_age_s=0.1,
     )
 
 
 def computes(rank: int) -> WorkerState:
-    return WorkerState(rank, 100 + rank, "n1", step=4, collective="all_reduce number 8", heartbeat_age_s=0.1)
+    return WorkerState(
+        rank=rank, pid=100 + rank, hostname="n1", step=4, collective="all_reduce number 8", heartbeat_age_s=0.1
+    )
 
 
 HUNG = Outcome(

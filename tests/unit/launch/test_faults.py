@@ -32,7 +32,7 @@ def ends(one: Callable[[int], Ending]) -> Happens:
 
 
 def waits(rank: int) -> WorkerState:
-    return WorkerState(rank, 100 + rank, step=4, collective="all_reduce", inside_s=5.0, heartbeat_age_s=0.1)
+    return WorkerState(rank=rank, pid=100 + rank, step=4, collective="all_reduce", inside_s=5.0, heartbeat_age_s=0.1)
 
 
 def is_in(**state: float | None) -> Happens:

@@ -51,7 +51,7 @@ class FakeTeam:
     on_ask: Callable[[], None] = lambda: None
     on_kill: Callable[[], None] | None = None
     on_collect: Callable[[int], None] = lambda _rank: None
-    does: Callable[[int], WorkerState] = lambda rank: WorkerState(rank, 100 + rank, step=4)
+    does: Callable[[int], WorkerState] = lambda rank: WorkerState(rank=rank, pid=100 + rank, step=4)
     silent: float = 0.0
     calls: list[str] = field(default_factory=list)
     num_prepared: int = 0
@@ -200,7 +200,7 @@ def test_a_consequence_without_a_culprit_ends_the_run_too(events: Events, monkey
 
 def holds_up(culprit: int) -> Callable[[int], WorkerState]:
     """Everybody waits but one."""
-    waiting = WorkerState(0, 0, step=4, collective="all_reduce", inside_s=5.0, heartbeat_age_s=0.1)
+    waiting = WorkerState(rank=0, pid=0, step=4, collective="all_reduce", inside_s=5.0, heartbeat_age_s=0.1)
     return lambda rank: replace(waiting, rank=rank, pid=100 + rank, inside_s=None if rank == culprit else 5.0)
 
 
@@ -218,7 +218,7 @@ def test_a_hang_is_found_and_its_stack_is_asked_for_before_the_end(events: Event
 
 def test_one_that_is_stopped_is_not_asked_for_its_stack(events: Events) -> None:
     team = ends_when_asked(FakeTeam(events, [0, 1]))
-    team.does = lambda rank: WorkerState(rank, 100 + rank, stopped_s=5.0 if rank == 1 else None)
+    team.does = lambda rank: WorkerState(rank=rank, pid=100 + rank, stopped_s=5.0 if rank == 1 else None)
     _, outcome = watch(events, team, hang_timeout_s=0.1)
     assert outcome.hang == Hang("stopped", (1,), (), 5.0)
     assert (team.calls, outcome.stacks) == (["ask"], ())
@@ -239,7 +239,7 @@ def test_workers_that_end_one_by_one_are_no_hang(events: Events) -> None:
         looks.append(rank)
         if len(looks) == 6:  # computing for many intervals, then done
             team.all_end(0)
-        return WorkerState(rank, 100 + rank)
+        return WorkerState(rank=rank, pid=100 + rank)
 
     team.does = does
     _, outcome = watch(events, team, hang_timeout_s=0.1)
@@ -400,7 +400,7 @@ def test_who_notices_and_ends_is_not_killed(events: Events, monkeypatch: pytest.
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("saves_in_time", [True, False])
 def test_who_saves_what_it_has_gets_the_time_for_that(events: Events, saves_in_time: bool) -> None:
-    team = FakeTeam(events, [0, 1], does=lambda rank: WorkerState(rank, 100 + rank, is_saving=True))
+    team = FakeTeam(events, [0, 1], does=lambda rank: WorkerState(rank=rank, pid=100 + rank, is_saving=True))
     ends_later = threading.Timer(0.3, lambda: team.exits(lost_peer(0)))
     team.on_collect = lambda rank: ends_later.start() if rank == 1 else None
     team.exits(ending(1, -signal.SIGKILL))
@@ -432,7 +432,7 @@ def test_a_run_that_goes_on_listens_whether_all_raise_the_same(events: Events, m
 def test_who_waits_for_others_will_raise_nothing_of_its_own(events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "OTHERS_WAIT_S", NEVER_S)
     monkeypatch.setattr(supervise, "SETTLE_S", SOON_S)
-    team = FakeTeam(events, [0, 1, 2], does=lambda rank: WorkerState(rank, 100 + rank, inside_s=0.01))
+    team = FakeTeam(events, [0, 1, 2], does=lambda rank: WorkerState(rank=rank, pid=100 + rank, inside_s=0.01))
     team.exits(raised(0))
     is_elastic(events, team)
     assert team.calls == ["kill"]
@@ -445,7 +445,7 @@ def test_a_run_is_ended_to_grow_once_all_have_trained(events: Events) -> None:
     def has_trained(rank: int) -> bool:
         return rank == 0 or team.num_prepared >= looks
 
-    team.does = lambda rank: WorkerState(rank, 100 + rank, trained_s=9.0 if has_trained(rank) else None)
+    team.does = lambda rank: WorkerState(rank=rank, pid=100 + rank, trained_s=9.0 if has_trained(rank) else None)
     outcome = is_elastic(events, team, could_grow=lambda: has_trained(1) or pytest.fail("one has not trained"))
     assert (team.calls, outcome.ended_to_grow, outcome.hang) == (["ask"], True, None)
     assert outcome.trained_at is not None and 8.5 < time.time() - outcome.trained_at < 60
@@ -453,7 +453,7 @@ def test_a_run_is_ended_to_grow_once_all_have_trained(events: Events) -> None:
 
 
 def test_a_signal_while_a_run_ends_to_grow_does_not_hurry_it(events: Events) -> None:
-    team = FakeTeam(events, [0], does=lambda rank: WorkerState(rank, 100 + rank, trained_s=1.0))
+    team = FakeTeam(events, [0], does=lambda rank: WorkerState(rank=rank, pid=100 + rank, trained_s=1.0))
 
     def interrupted() -> None:
         events.put(Signalled(signal.SIGTERM))
