@@ -17,7 +17,7 @@ from typing import Literal
 
 from paceline.errors import LaunchError, PacelineError
 from paceline.launch.failure_report import FailureReport, describe_failure, in_short, user_mistake
-from paceline.launch.failures import is_consequence, signal_name
+from paceline.launch.failures import signal_name
 from paceline.launch.faults import ENDED_BY_SIGTERM, fault_of
 from paceline.launch.fleet import LOOK_S, Fleet, WorkerSlot, slots
 from paceline.launch.forking import ForkServer
@@ -333,7 +333,7 @@ def _is_everybodys(outcome: Outcome, plan: Plan) -> bool:
     endings = outcome.endings
     if len(endings) < plan.world_size or any(ending.exit_code <= 0 for ending in endings):
         return False
-    if any(ending.failure is not None and is_consequence(ending.failure) for ending in endings):
+    if any(ending.is_consequence for ending in endings):
         return False
     kinds = {(ending.exit_code, ending.failure and ending.failure.type) for ending in endings}
     return len(kinds) == 1 and kinds != {(ENDED_BY_SIGTERM, None)}  # a node that shuts down asks its workers to leave

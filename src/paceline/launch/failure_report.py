@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 
 from paceline.launch.failures import (
     Ending,
-    is_consequence,
+    Failure,
     log_path,
     name_ranks,
     one_line,
@@ -99,16 +99,28 @@ def clear_report(run_dir: Path) -> None:
             path.unlink()
 
 
+def cause_of(outcome: Outcome) -> NodeLoss | Hang | Ending | None:
+    """What made a run fail; None for a run without a failure.
+
+    A lost node and a hang take precedence over the errors they cause in other workers, and an earlier error of a worker
+    takes precedence over both.
+    """
+    has_failed = any(ending.failed for ending in outcome.endings)
+    root = root_cause(outcome.endings, stopped_at=outcome.stopped_at) if has_failed else None
+    on_its_own_at = float("inf") if root is None or root.is_consequence else root.time
+    loss = next((loss for loss in outcome.losses if loss.ranks and not loss.was_stopping), None)
+    if loss is not None and loss.time <= on_its_own_at:
+        return loss
+    if outcome.hang is not None and outcome.hang_at <= on_its_own_at:
+        return outcome.hang
+    return root
+
+
 def user_mistake(outcome: Outcome) -> str | None:
     """The message of the `PacelineError` that ended a worker, if a user's mistake ended the run."""
-    if _first_loss(outcome) is not None or not _failed(outcome):
-        return None
-    root = root_cause(outcome.endings, stopped_at=outcome.stopped_at)
-    if outcome.hang is not None and not _came_first(root, outcome.hang_at):
-        return None
-    failure = root.failure
-    if failure is not None and failure.is_user_error and not is_consequence(failure):
-        return failure.message
+    match cause_of(outcome):
+        case Ending(failure=Failure(is_user_error=True) as failure, is_consequence=False):
+            return failure.message
     return None
 
 
@@ -117,29 +129,16 @@ def describe_failure(
 ) -> FailureReport | None:
     """Diagnose why a run failed; None for a run without a failure.
 
-    A lost node and a hang take precedence over the errors they cause in other workers, and an earlier error of a worker
-    takes precedence over both. `answers` says whether a lost node still answers; None: not checked.
+    `answers` says whether a lost node still answers; None: not checked.
     """
-    root = root_cause(outcome.endings, stopped_at=outcome.stopped_at) if _failed(outcome) else None
-    loss = _first_loss(outcome)
-    if loss is not None and not (root and _came_first(root, loss.time)):
-        return _of_loss(loss, outcome, answers)
-    if outcome.hang is not None and not (root and _came_first(root, outcome.hang_at)):
-        return _of_hang(outcome.hang, outcome, world_size)
-    return None if root is None else _of_ending(root, outcome, world_size, run_dir)
-
-
-def _failed(outcome: Outcome) -> bool:
-    return any(ending.failed for ending in outcome.endings)
-
-
-def _first_loss(outcome: Outcome) -> NodeLoss | None:
-    return next((loss for loss in outcome.losses if loss.ranks and not loss.was_stopping), None)
-
-
-def _came_first(ending: Ending, time: float) -> bool:
-    """Whether the worker failed on its own before that time."""
-    return ending.time < time and not (ending.failure is not None and is_consequence(ending.failure))
+    match cause_of(outcome):
+        case NodeLoss() as loss:
+            return _of_loss(loss, outcome, answers)
+        case Hang() as hang:
+            return _of_hang(hang, outcome, world_size)
+        case Ending() as root:
+            return _of_ending(root, outcome, world_size, run_dir)
+    return None
 
 
 def _of_loss(loss: NodeLoss, outcome: Outcome, answers: bool | None) -> FailureReport:
@@ -201,7 +200,7 @@ def _of_ending(root: Ending, outcome: Outcome, world_size: int, run_dir: Path) -
     cause: Cause = "signal" if root.exit_code < 0 else "exit"
     what = ""
     if root.failure is not None:
-        cause = "lost_touch" if is_consequence(root.failure) else "exception"
+        cause = "lost_touch" if root.is_consequence else "exception"
         what = ": ".join(filter(None, (root.failure.type, one_line(root.failure.message))))
     elif root.out_of_memory:
         cause = "out_of_memory"

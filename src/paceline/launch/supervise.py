@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from paceline.launch.failures import Ending, is_consequence
+from paceline.launch.failures import Ending
 from paceline.launch.hang import Hang, WorkerState, find_hang, interval_s
 from paceline.launch.team import Events, LaunchOptions, Signalled, Team, TeamLost, WorkerExited
 from paceline.launch.workers_file import write_status
@@ -196,7 +196,7 @@ class Supervisor:
         self._note_training(ending.trained_s)
         if not ending.failed or self._is_stopping:
             return
-        if ending.failure is not None and is_consequence(ending.failure):
+        if ending.is_consequence:
             self._wait_at_most(CULPRIT_WAIT_S)
         elif ending.exit_code > 0 and self._is_elastic and not self._all_wait():
             self._wait_at_most(OTHERS_WAIT_S)

@@ -251,7 +251,9 @@ def test_a_mistake_of_the_user_needs_no_report() -> None:
     outcome = Outcome((mistake, lost_peer(1, 5.1)), STOPPED_AT)
     assert user_mistake(outcome) == "There is no key 'lr'."
     assert user_mistake(replace(outcome, endings=(raised(0, 5.0),))) is None
-    assert user_mistake(replace(outcome, losses=(LOSS,))) is None
+    assert user_mistake(replace(outcome, losses=(replace(LOSS, time=4.0),))) is None
+    # A node that is lost later, as one that hangs later, is not why the run failed.
+    assert user_mistake(replace(outcome, losses=(LOSS,))) == "There is no key 'lr'."
     assert user_mistake(replace(outcome, hang=HUNG.hang, hang_at=4.0)) is None
     assert user_mistake(replace(outcome, endings=(ending(0, 5.0, 0),))) is None
 
