@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -101,11 +100,15 @@ def run_once(
     with contextlib.ExitStack() as at_end:
         signals = signals or at_end.enter_context(catch_signals())
         at_end.enter_context(signals.into(events))
-        start = _Start(plan, program, options, events, at_end)
+
+        def commands(rendezvous: Rendezvous) -> list[WorkerCommand]:
+            return worker_commands(plan, program, options, rendezvous, launched_at=time.time())
+
+        teams: Sequence[Team]
         if any(placement.hostname for placement in plan.nodes):
-            teams = start.on(_chosen(nodes, plan))
+            teams = _start_on(_chosen(nodes, plan), commands, options, events, at_end)
         else:
-            teams = start.here(fork_server)
+            teams = [_start_here(fork_server, commands, options, events, at_end)]
         supervisor = Supervisor(teams, events, options, could_grow=could_grow)
         supervisor.wait()
         at_end.close()
@@ -113,56 +116,49 @@ def run_once(
     return supervisor.outcome
 
 
-@dataclass(frozen=True)
-class _Start:
-    """Starts the workers of a run; `at_end` releases what they need until its end."""
+Commands = Callable[[Rendezvous], Sequence[WorkerCommand]]
 
-    plan: Plan
-    program: Sequence[str]
-    options: LaunchOptions
-    events: Events
-    at_end: contextlib.ExitStack
 
-    def here(self, fork_server: ForkServer | None) -> Sequence[Team]:
-        """Start the workers on this node."""
-        folder = temporary_folder("paceline-")
-        with listen("127.0.0.1") as torch_store:  # rank 0 has inherited it
-            rendezvous = rendezvous_on_one_node(Path(self.at_end.enter_context(folder)), torch_store.getsockname())
-            commands = self._commands(rendezvous)
-            if fork_server is not None and not self.options.is_elastic:  # which prepares it beside the training
-                fork_server.prepare(commands[0].variables, is_awaited=True)
-                fork_server.wait(is_interrupted=lambda: not self.events.empty())
-            team = LocalTeam(self.options, self.events.put, fork_server)
-            self.at_end.enter_context(contextlib.closing(team))
-            team.start(commands, sockets={env.TORCH_STORE_FD: torch_store.fileno()})
-        return [team]
+def _start_here(
+    fork_server: ForkServer | None,
+    commands_for: Commands,
+    options: LaunchOptions,
+    events: Events,
+    at_end: contextlib.ExitStack,
+) -> LocalTeam:
+    """Start the workers on this node; `at_end` releases what they need until its end."""
+    folder = at_end.enter_context(temporary_folder("paceline-"))
+    with listen("127.0.0.1") as torch_store:  # rank 0 has inherited it
+        commands = commands_for(rendezvous_on_one_node(Path(folder), torch_store.getsockname()))
+        if fork_server is not None and not options.is_elastic:  # which prepares it beside the training
+            fork_server.prepare(commands[0].variables, is_awaited=True)
+            fork_server.wait(is_interrupted=lambda: not events.empty())
+        team = at_end.enter_context(contextlib.closing(LocalTeam(options, events.put, fork_server)))
+        team.start(commands, sockets={env.TORCH_STORE_FD: torch_store.fileno()})
+    return team
 
-    def on(self, teams: Sequence[RemoteTeam]) -> Sequence[Team]:
-        """Start the workers on the nodes of these agents."""
-        rendezvous = arrange_rendezvous(teams, self.options.interface)
-        commands = self._commands(rendezvous)
-        marker = self.at_end.enter_context(_marker_in(self.options.run_dir))
-        for number, team in enumerate(teams):
-            self.at_end.callback(team.end_run)
-            team.begin_run(
-                [command for command in commands if command.node == number],
-                self.options,
-                self.events.put,
-                marker=marker,
-                port=rendezvous.port if number == 0 else None,
-            )
-        return teams
 
-    def _commands(self, rendezvous: Rendezvous) -> list[WorkerCommand]:
-        return worker_commands(
-            self.plan,
-            self.program,
-            run_dir=self.options.run_dir,
-            rendezvous=rendezvous,
-            launched_at=time.time(),
-            environ=self.options.environ,
-            restart=self.options.restart,
+def _start_on(
+    teams: Sequence[RemoteTeam],
+    commands_for: Commands,
+    options: LaunchOptions,
+    events: Events,
+    at_end: contextlib.ExitStack,
+) -> Sequence[RemoteTeam]:
+    """Start the workers on the nodes of these agents; `at_end` has them end."""
+    rendezvous = arrange_rendezvous(teams, options.interface)
+    commands = commands_for(rendezvous)
+    marker = at_end.enter_context(_marker_in(options.run_dir))
+    for number, team in enumerate(teams):
+        at_end.callback(team.end_run)
+        team.begin_run(
+            [command for command in commands if command.node == number],
+            options,
+            events.put,
+            marker=marker,
+            port=rendezvous.port if number == 0 else None,
         )
+    return teams
 
 
 def _chosen(nodes: Sequence[RemoteTeam], plan: Plan) -> list[RemoteTeam]:

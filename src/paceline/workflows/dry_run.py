@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.launch.commands import Rendezvous, rendezvous_on_one_node, worker_commands
+from paceline.launch.team import LaunchOptions
 from paceline.spec import Plan
 from paceline.workflows.launchers import node_access
 from paceline.workflows.where import Where
@@ -22,7 +23,8 @@ def dry_run(
         rendezvous = Rendezvous(place, tuple(where.interface or "INTERFACE_THAT_REACHES_IT" for _ in plan.nodes))
     else:
         rendezvous = rendezvous_on_one_node(Path("NEW_FOLDER"))
-    commands = worker_commands(plan, program, run_dir=run_dir, rendezvous=rendezvous, launched_at=0.0, environ=environ)
+    options = LaunchOptions(run_dir, environ=environ or {})
+    commands = worker_commands(plan, program, options, rendezvous, launched_at=0.0)
     for number, placement in enumerate(plan.placements):
         if node := placement.hostname:
             access = node_access(where, node)
