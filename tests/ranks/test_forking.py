@@ -15,7 +15,7 @@ import pytest
 
 from paceline import env
 from paceline.launch.commands import WORKER
-from paceline.launch.forking import ForkServer, Process
+from paceline.launch.forking import Adopted, ForkServer
 from paceline.launch.run_workers import run_workers
 from paceline.launch.team import LaunchOptions
 from paceline.spec import Plan
@@ -68,7 +68,7 @@ def load(server: ForkServer, variables: Mapping[str, str] = VARIABLES) -> None:
     wait_until(lambda: server.has_loaded, 60.0)
 
 
-def fork(server: ForkServer, script: Path) -> Process | None:
+def fork(server: ForkServer, script: Path) -> Adopted | None:
     return server.fork([*WORKER, str(script)], VARIABLES, (0, 1, 2), {})
 
 
@@ -78,7 +78,7 @@ def _looks_around(server: ForkServer | None, script: Path, store: socket.socket)
     out, err = script.with_suffix(".out"), script.with_suffix(".err")
     argv, fd = (*WORKER, str(script), "--flag"), store.fileno()
     variables = {**VARIABLES, "PACELINE_LAUNCHED_AT": "1.5", "PACELINE_STORE_FD": str(fd)}
-    process: Process | None
+    process: Adopted | subprocess.Popen[bytes] | None
     try:
         with out.open("wb") as stdout, err.open("wb") as stderr:
             if server is not None:

@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from paceline import env
 from paceline.launch.commands import WORKER
@@ -41,23 +40,14 @@ NUMBER = struct.Struct("!I")
 """The encoding of a request's length, and of the pid in the answer."""
 
 
-class Process(Protocol):
-    """A child of this process, started by it or by the fork server."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def wait(self) -> int:
-        """The exit code once the process has ended; negative for a signal."""
-
-
 @dataclass(frozen=True)
 class Adopted:
-    """A child that the fork server forked."""
+    """A child of this process that the fork server forked."""
 
     pid: int
 
     def wait(self) -> int:
+        """The exit code once the process has ended; negative for a signal."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
@@ -134,7 +124,7 @@ class ForkServer:
         variables: Mapping[str, str],
         streams: tuple[int, int, int],
         sockets: Mapping[str, int],
-    ) -> Process | None:
+    ) -> Adopted | None:
         """Fork a worker with these arguments and variables over our own; None if the server cannot do it now.
 
         Args:

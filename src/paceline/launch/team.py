@@ -19,7 +19,7 @@ from paceline.errors import LaunchError
 from paceline.heartbeat import read_vitals
 from paceline.launch.commands import WorkerCommand
 from paceline.launch.failures import Ending, Failure, failure_path, log_path, spare_failure_path, stack_path
-from paceline.launch.forking import ForkServer, Process
+from paceline.launch.forking import Adopted, ForkServer
 from paceline.launch.hang import WatchClock, WorkerState, interval_s
 from paceline.launch.out_of_memory import count_oom_kills, kernel_log_names
 from paceline.launch.output import LinePump, Show, is_behind, show_here
@@ -27,6 +27,7 @@ from paceline.regular_files import open_regular
 from paceline.run_lease import temporary_folder
 
 Output = Literal["rank0", "all"]
+Process = subprocess.Popen[bytes] | Adopted
 
 STACKS_WAIT_S = 1.0
 """How long a worker may take to dump its stacks; Python's own handler needs milliseconds."""
