@@ -66,7 +66,8 @@ def run_workers(
         SystemExit: SIGTERM or SIGHUP came; the code is 128 + the number of the signal.
     """
     prepare(options.run_dir)
-    outcome = run_once(plan, program, nodes, options, fork_server=fork_server)
+    with catch_signals() as events:
+        outcome = run_once(plan, program, nodes, options, events, fork_server=fork_server)
     raise_interruption(outcome.interrupted_by)
     mistake = user_mistake(outcome)
     if mistake is not None:
@@ -81,25 +82,22 @@ def run_once(
     program: Sequence[str],
     nodes: Sequence[RemoteTeam],
     options: LaunchOptions,
+    events: Events,
     *,
-    signals: Signals | None = None,
     fork_server: ForkServer | None = None,
     could_grow: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Start the workers of `plan` and watch them until the last one has ended.
 
     Args:
-        signals: the caller's signal handling; None: signals are caught while workers run.
+        events: brings the signals of `catch_signals`.
         fork_server: the fork server of this node; agents have their own.
         could_grow: whether there is a reason to end the run and start it with more workers.
 
     Raises:
         LaunchError: a worker cannot be started, or the nodes do not reach each other.
     """
-    events: Events = queue.SimpleQueue()
     with contextlib.ExitStack() as at_end:
-        signals = signals or at_end.enter_context(catch_signals())
-        at_end.enter_context(signals.into(events))
 
         def commands(rendezvous: Rendezvous) -> list[WorkerCommand]:
             return worker_commands(plan, program, options, rendezvous, launched_at=time.time())
@@ -187,56 +185,38 @@ def _marker_in(run_dir: Path) -> Iterator[str]:
             Path(name).unlink()
 
 
-class Signals:
-    """Turns signals to this process into events of the current run; a signal between two runs waits for the next."""
-
-    def __init__(self) -> None:
-        self._waiting: Events = queue.SimpleQueue()
-        self._events = self._waiting
-
-    def note(self, number: int, _frame: FrameType | None) -> None:
-        self._events.put(Signalled(number))  # SimpleQueue.put may interrupt a get, and itself
-
-    @contextlib.contextmanager
-    def into(self, events: Events) -> Iterator[None]:
-        """While the block is open, signals go to `events`."""
-        self._events = events
-        try:
-            while not self._waiting.empty():
-                events.put(self._waiting.get())
-            yield
-        finally:
-            self._events = self._waiting
-
-    @property
-    def are_waiting(self) -> bool:
-        return not self._waiting.empty()
-
-    def end_wanted(self) -> int | None:
-        """Take the number of a signal that came between two runs and asks for the end; the next run does not get it."""
-        while not self._waiting.empty():
-            event = self._waiting.get()
-            if isinstance(event, Signalled) and event.number in _ENDINGS:
-                return event.number
-        return None
-
-
 @contextlib.contextmanager
-def catch_signals() -> Iterator[Signals]:
-    """While the block is open, signals do not end this process; outside of the main thread it does nothing."""
-    signals = Signals()
+def catch_signals() -> Iterator[Events]:
+    """While the block is open, signals do not end this process but are events; outside of the main thread, none come.
+
+    A signal between two runs of the block waits for the next.
+    """
+    events: Events = queue.SimpleQueue()
     if threading.current_thread() is not threading.main_thread():
-        yield signals
+        yield events
         return
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        events.put(Signalled(number))  # SimpleQueue.put may interrupt a get, and itself
+
     # Signals that the caller ignores (nohup, a shell's background job) stay ignored.
     wanted = (*_ENDINGS, signal.SIGUSR1)
     heeded = [number for number in wanted if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    before = {number: signal.signal(number, signals.note) for number in heeded}
+    before = {number: signal.signal(number, note) for number in heeded}
     try:
-        yield signals
+        yield events
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end_wanted(events: Events) -> int | None:
+    """Take the number of a signal that came between two runs and asks for the end; the next run does not get it."""
+    while not events.empty():
+        event = events.get()
+        if isinstance(event, Signalled) and event.number in _ENDINGS:
+            return event.number
+    return None
 
 
 def raise_interruption(number: int | None) -> None:
