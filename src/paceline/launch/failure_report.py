@@ -92,13 +92,6 @@ class FailureReport:
             replace_text(folder / f"{name}.{suffix}", text, 0o600)
 
 
-def clear_report(run_dir: Path) -> None:
-    """Delete the reports of an earlier run in the same folder."""
-    for pattern in ("failure.json", "failure.txt", "failure-*.json", "failure-*.txt"):
-        for path in run_dir.glob(pattern):
-            path.unlink()
-
-
 def cause_of(outcome: Outcome) -> NodeLoss | Hang | Ending | None:
     """What made a run fail; None for a run without a failure.
 

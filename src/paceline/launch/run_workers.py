@@ -18,7 +18,7 @@ from paceline import env
 from paceline.errors import LaunchError, PacelineError, WorkerFailed, file_problems
 from paceline.launch.commands import Rendezvous, WorkerCommand, rendezvous_on_one_node, worker_commands
 from paceline.launch.endpoints import listen
-from paceline.launch.failure_report import FailureReport, clear_report, describe_failure, user_mistake
+from paceline.launch.failure_report import FailureReport, describe_failure, user_mistake
 from paceline.launch.forking import ForkServer
 from paceline.launch.remote_team import ANSWER_TIMEOUT_S, RemoteTeam, arrange_rendezvous
 from paceline.launch.supervise import Outcome, Supervisor
@@ -238,9 +238,10 @@ def prepare(run_dir: Path) -> None:
     with file_problems(f"The run folder {run_dir} cannot be used", LaunchError):
         for folder in (run_dir, run_dir / "logs", run_dir / "failures"):
             make_run_folder(folder)
-        for note in (*run_dir.glob("failures/rank*"), *run_dir.glob("logs/rank*")):
-            note.unlink()
-        clear_report(run_dir)
+        reports = "failure.json", "failure.txt", "failure-*.json", "failure-*.txt"
+        for pattern in ("failures/rank*", "logs/rank*", *reports):
+            for note in run_dir.glob(pattern):
+                note.unlink()
 
 
 def worker_failed(report: FailureReport, file: Path | None, more: str = "") -> WorkerFailed:

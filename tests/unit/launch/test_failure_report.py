@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.failure_report import FailureReport, clear_report, describe_failure, user_mistake
+from paceline.launch.failure_report import FailureReport, describe_failure, user_mistake
 from paceline.launch.failures import Ending, Failure, log_path, stack_path
 from paceline.launch.hang import Hang, WorkerState
-from paceline.launch.run_workers import worker_failed
+from paceline.launch.run_workers import prepare, worker_failed
 from paceline.launch.supervise import NodeLoss, Outcome
 
 LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:18315"
@@ -321,9 +321,10 @@ def test_a_shorter_report_leaves_nothing_of_a_longer_one(tmp_path: Path) -> None
     replace(report, evidence="x" * 10_000).save(tmp_path)
     report.save(tmp_path)
     assert (tmp_path / "failure.txt").read_text() == report.text()
-    clear_report(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    clear_report(tmp_path)
+    report.save(tmp_path, "failure-1")
+    for _ in range(2):
+        prepare(tmp_path)
+        assert {path.name for path in tmp_path.iterdir()} == {"logs", "failures"}
 
 
 ends = st.builds(
