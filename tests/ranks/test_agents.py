@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -228,5 +228,4 @@ def test_workers_do_not_outlive_launcher_or_agent(stage: Stage, ending: str) -> 
 
 def _command(script: str, stage: Stage) -> dict[str, Any]:
     variables = {"RANK": "0", "WORLD_SIZE": "1", "PACELINE_RUN_DIR": str(stage.run_dir)}
-    argv: Sequence[str] = [sys.executable, "-m", "paceline.launch.worker", script]
-    return {"rank": 0, "node": 0, "argv": argv, "variables": variables}
+    return {"rank": 0, "node": 0, "program": [script], "variables": variables}

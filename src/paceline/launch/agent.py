@@ -14,10 +14,9 @@ import platform
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -135,10 +134,7 @@ class _Agent:
             raise LaunchError("An earlier run still has workers on this node; wait for it to end.")
         options = LaunchOptions(**start.options | {"run_dir": Path(start.options["run_dir"])})
         await_marker(options.run_dir, start.marker)
-        # The launcher's interpreter may lie elsewhere here, or in no container.
-        commands = [
-            replace(WorkerCommand(**command), argv=(sys.executable, *command["argv"][1:])) for command in start.commands
-        ]
+        commands = [WorkerCommand(**command) for command in start.commands]
         chosen = next((each for each in self._endpoints if each.endpoint.port == start.port), None)
         sockets = {}
         if chosen is not None:

@@ -27,7 +27,8 @@ class WorkerCommand:
     rank: int
     node: int
     """The index of the worker's node in the plan."""
-    argv: tuple[str, ...]
+    program: tuple[str, ...]
+    """What follows `WORKER` on its command line."""
     variables: dict[str, str]
     """Environment variables that the worker gets in addition to those of its node."""
 
@@ -70,7 +71,6 @@ def worker_commands(
     """
     if not program or tuple(program) == ("-m",):
         raise LaunchError("There is nothing to launch: name a script (train.py) or a module (-m package.module).")
-    argv = (*WORKER, *program)
     commands: list[WorkerCommand] = []
     for node, (share, interface) in enumerate(zip(plan.placements, rendezvous.interfaces, strict=True)):
         if share.devices and len(share.devices) < share.num_workers:
@@ -101,5 +101,5 @@ def worker_commands(
                 cpus=share.cpus[local_rank] if share.cpus else (),
                 debug_comm=plan.debug_comm,
             )
-            commands.append(WorkerCommand(len(commands), node, argv, variables | dict(options.environ)))
+            commands.append(WorkerCommand(len(commands), node, tuple(program), variables | dict(options.environ)))
     return commands

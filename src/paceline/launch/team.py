@@ -17,7 +17,7 @@ from typing import IO, Literal, Protocol
 from paceline import env
 from paceline.errors import LaunchError
 from paceline.heartbeat import read_vitals
-from paceline.launch.commands import WorkerCommand
+from paceline.launch.commands import WORKER, WorkerCommand
 from paceline.launch.failures import Ending, Failure, failure_path, log_path, spare_failure_path, stack_path
 from paceline.launch.forking import Adopted, ForkServer
 from paceline.launch.hang import WatchClock, WorkerState, interval_s
@@ -359,12 +359,12 @@ class LocalTeam:
         variables = command.variables | env.node_variables(self._heartbeat(command.rank), sockets)
         if self._fork_server is not None:
             streams = (self._lifeline_read, 1 if stdout is None else stdout, 2 if stderr is None else stderr)
-            process = self._fork_server.fork(command.argv, variables, streams, sockets)
+            process = self._fork_server.fork(command.program, variables, streams, sockets)
             if process is not None:
                 return process
         # The kernel ties a worker's life to the thread that starts it: this one, which stays to the end.
         return subprocess.Popen(
-            command.argv,
+            [*WORKER, *command.program],
             env=env.everything() | variables,
             stdin=self._lifeline_read,
             stdout=stdout,

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.launch.commands import Rendezvous, rendezvous_on_one_node, worker_commands
+from paceline.launch.commands import WORKER, Rendezvous, rendezvous_on_one_node, worker_commands
 from paceline.launch.team import LaunchOptions
 from paceline.spec import Plan
 from paceline.workflows.launchers import node_access
@@ -31,6 +31,6 @@ def dry_run(
             lines += ["", f"# node {node}: {shlex.join(access.argv([access.python, '-m', 'paceline', 'agent']))}"]
         for command in (command for command in commands if command.node == number):
             variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(command.variables.items()))
-            argv = [where.python or command.argv[0], *command.argv[1:]]
+            argv = [where.python or WORKER[0], *WORKER[1:], *command.program]
             lines += [f"# rank {command.rank}", f"{variables} {shlex.join(argv)}"]
     return "\n".join(lines)
