@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.errors import LaunchError
-from paceline.launch.messages import Hello
 from paceline.launch.remote_team import RemoteTeam, check_versions
 from paceline.spec import Cluster, Node, Plan
 
@@ -24,8 +23,8 @@ LONGEST_LEFT_OUT_S = 3600.0
 LOOK_S = 0.05
 """How often to check the results of other threads."""
 
-Describe = Callable[[str, Hello], Node]
-"""Makes the part of a node that the run may use from the node's name and its agent's first message."""
+Describe = Callable[[RemoteTeam], Node]
+"""Makes the part of a node that the run may use from its agent's first message."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Fleet:
         self._lock = threading.Lock()
         self._first_retries: set[str] = set()
         """Lost nodes whose first probe has not ended."""
-        self._returned: list[tuple[RemoteTeam, Hello]] = []
+        self._returned: list[RemoteTeam] = []
         self._reopened: set[RemoteTeam] = set()
         """Agents that answer, or may, on nodes that were lost."""
         self._threads: list[threading.Thread] = []
@@ -89,7 +88,7 @@ class Fleet:
         if any(until <= time.monotonic() for _, until in self._left_out):
             return True
         with self._lock:
-            return any(not team.is_gone for team, _ in self._returned)
+            return any(not team.is_gone for team in self._returned)
 
     @property
     def awaits_first_retry(self) -> bool:
@@ -136,13 +135,13 @@ class Fleet:
         with self._lock:
             returned, self._returned = self._returned, []
         names = []
-        for team, hello in returned:
+        for team in returned:
             if team.is_gone:
                 self._try_again(team)
                 continue
             assert self._describe is not None
             self._teams[team.hostname] = team
-            self._nodes[team.hostname] = self._describe(team.hostname, hello)
+            self._nodes[team.hostname] = self._describe(team)
             names.append(team.hostname)
         return names
 
@@ -187,7 +186,7 @@ class Fleet:
             if reached is not None or self._is_closing.wait(pause_s):
                 return
 
-    def _reached(self, lost: RemoteTeam) -> tuple[RemoteTeam, Hello] | None:
+    def _reached(self, lost: RemoteTeam) -> RemoteTeam | None:
         """A new agent on the node of `lost`; None if there can be none now."""
         try:
             team = RemoteTeam(lost.access)
@@ -197,9 +196,9 @@ class Fleet:
             self._reopened.add(team)
         if not self._is_closing.is_set():
             with contextlib.suppress(LaunchError):
-                hello = team.hello()
+                team.greet()
                 check_versions(lost, team)
-                return team, hello
+                return team
         team.close()
         with self._lock:
             self._reopened.discard(team)

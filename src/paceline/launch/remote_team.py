@@ -67,8 +67,8 @@ class RemoteTeam:
     def __init__(self, access: NodeAccess) -> None:
         self.hostname = access.hostname
         self.access = access
-        self.versions: dict[str, str] = {}
-        """The versions in the agent's first message; empty before it."""
+        self.hello: messages.Hello
+        """The agent's first message, once `greet` has read it."""
         self._notify: Callable[[Event], None] | None = None
         self._running: set[int] = set()
         self._endings: dict[int, Ending] = {}
@@ -97,11 +97,9 @@ class RemoteTeam:
         for thread in self._threads:
             thread.start()
 
-    def hello(self) -> messages.Hello:
-        """The agent's first message, read once; raises as `answer` does."""
-        hello = self.answer(messages.Hello, OPEN_TIMEOUT_S)
-        self.versions = hello.versions
-        return hello
+    def greet(self) -> None:
+        """Read the agent's first message; raises as `answer` does."""
+        self.hello = self.answer(messages.Hello, OPEN_TIMEOUT_S)
 
     def send(self, message: AgentMessage) -> None:
         """Send a message; a message on a closed connection is dropped."""
@@ -293,7 +291,7 @@ class RemoteTeam:
 
 
 @contextlib.contextmanager
-def open_nodes(accesses: Sequence[NodeAccess]) -> Iterator[tuple[list[RemoteTeam], list[messages.Hello]]]:
+def open_nodes(accesses: Sequence[NodeAccess]) -> Iterator[list[RemoteTeam]]:
     """Start agents on all nodes and read their first messages; the agents end with the block.
 
     Raises:
@@ -303,18 +301,18 @@ def open_nodes(accesses: Sequence[NodeAccess]) -> Iterator[tuple[list[RemoteTeam
         teams = []
         for access in accesses:
             teams.append(at_end.enter_context(contextlib.closing(RemoteTeam(access))))
-        hellos = [team.hello() for team in teams]  # after all have been started
-        for team in teams:
+        for team in teams:  # after all have been started
+            team.greet()
             check_versions(teams[0], team)
-        yield teams, hellos
+        yield teams
 
 
 def check_versions(first: RemoteTeam, other: RemoteTeam) -> None:
     """Compare the versions in two first messages; raises `LaunchError` if one differs."""
-    for name, version in first.versions.items():
-        if other.versions.get(name) != version:
+    for name, version in first.hello.versions.items():
+        if other.hello.versions.get(name) != version:
             raise LaunchError(
-                f"{other.hostname} has {name} {other.versions.get(name, '(none)')}, but {first.hostname} has "
+                f"{other.hostname} has {name} {other.hello.versions.get(name, '(none)')}, but {first.hostname} has "
                 f"{version}; install the same version on all nodes, or use one container image."
             )
 
