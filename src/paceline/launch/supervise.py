@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import queue
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from paceline.launch.failures import Ending
 from paceline.launch.hang import Hang, WorkerState, find_hang, interval_s
 from paceline.launch.team import Events, LaunchOptions, Signalled, Team, TeamLost, WorkerExited
-from paceline.launch.workers_file import write_status
+from paceline.regular_files import replace_text, run_file_mode
+from paceline.spec.codec import to_mapping
+from paceline.spec.run_status import STATUS_FILE, RunStatus, WorkerStatus
 
 CULPRIT_WAIT_S = 1.0
 """How long to wait for the cause: a worker may report that it lost a peer before the peer reports why it ended."""
@@ -166,7 +171,7 @@ class Supervisor:
         for team in self._teams:
             team.prepare_standby()
         states = self._all_states()
-        write_status(self._run_dir, states)
+        _write_status(self._run_dir, states)
         if self._is_stopping or self._deadline is not None:
             return
         for state in states:
@@ -264,3 +269,23 @@ class Supervisor:
     def _signal(self, number: int) -> None:
         for team in self._teams:
             team.signal(number)
+
+
+def _write_status(run_dir: Path, states: Sequence[WorkerState]) -> None:
+    """Write workers.json, for those who watch a run; a file that cannot be written is left as it is."""
+    workers = (
+        WorkerStatus(
+            rank=state.rank,
+            node=state.hostname,
+            pid=state.pid,
+            step=state.step,
+            doing=state.doing,
+            is_waiting=state.inside_s is not None,
+            memory_bytes=state.memory_bytes,
+            processor_s=state.processor_s,
+        )
+        for state in states
+    )
+    text = json.dumps(to_mapping(RunStatus(time.time(), tuple(workers))))
+    with contextlib.suppress(OSError):
+        replace_text(run_dir / STATUS_FILE, text + "\n", run_file_mode())
