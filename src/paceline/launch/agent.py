@@ -26,9 +26,9 @@ from paceline.launch import messages
 from paceline.launch.commands import WorkerCommand
 from paceline.launch.endpoints import Endpoint, OpenEndpoint, open_endpoints, try_endpoints
 from paceline.launch.forking import ForkServer
-from paceline.launch.hang import WatchClock, interval_s
+from paceline.launch.hang import WatchClock
 from paceline.launch.messages import AgentMessage
-from paceline.launch.team import LaunchOptions, LocalTeam, WorkerExited, with_age
+from paceline.launch.team import HANG_TIMEOUT_S, LaunchOptions, LocalTeam, WorkerExited, with_age
 
 MARKER_WAIT_S = 5.0
 """How long a new file on a network file system may stay invisible: clients cache its absence for some seconds."""
@@ -63,8 +63,7 @@ class _Agent:
         self._endpoints: list[OpenEndpoint] = []
         self._last_message_at = time.monotonic()
         self._silence_s = float("inf")
-        self._interval_s = interval_s(60.0)
-        self._clock = WatchClock(self._interval_s)
+        self._clock = WatchClock(HANG_TIMEOUT_S)
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def send(self, message: AgentMessage) -> None:
@@ -78,7 +77,7 @@ class _Agent:
             try:
                 item = self._inbox.get(timeout=max(0.0, next_report - time.monotonic()))
             except queue.Empty:
-                next_report = time.monotonic() + self._interval_s
+                next_report = time.monotonic() + self._clock.interval_s
                 workers = [] if self._team is None else [asdict(state) for state in self._team.states()]
                 self.send(messages.WorkerStates(workers))
                 if self._team is not None:
@@ -141,8 +140,7 @@ class _Agent:
             _forget_callers(chosen.store)
             sockets = {env.STORE_FD: chosen.store.fileno(), env.TORCH_STORE_FD: chosen.torch_store.fileno()}
         self._silence_s = options.hang_timeout_s
-        self._interval_s = interval_s(options.hang_timeout_s)
-        self._clock = WatchClock(self._interval_s)
+        self._clock = WatchClock(options.hang_timeout_s)
         if options.preload and self._fork_server is None:
             self._fork_server = ForkServer(options.preload)
         self._team = LocalTeam(options, self._inbox.put, self._fork_server if options.preload else None)

@@ -34,10 +34,10 @@ class WatchClock:
     report the pause as a hang afterwards.
     """
 
-    def __init__(self, interval_s: float, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, hang_timeout_s: float, now: Callable[[], float] = time.monotonic) -> None:
         """Start measuring; `look` must be called every `interval_s` seconds, from any thread."""
         self._now = now
-        self._interval_s = interval_s
+        self.interval_s = interval_s(hang_timeout_s)
         self._looked_at = now()
         self._pauses: deque[tuple[float, float]] = deque(maxlen=100)
         self._lock = threading.Lock()
@@ -45,8 +45,8 @@ class WatchClock:
     def look(self) -> None:
         with self._lock:
             looked_at, self._looked_at = self._looked_at, self._now()
-            if self._looked_at - looked_at > 2 * self._interval_s:
-                self._pauses.append((looked_at + self._interval_s, self._looked_at))
+            if self._looked_at - looked_at > 2 * self.interval_s:
+                self._pauses.append((looked_at + self.interval_s, self._looked_at))
 
     def watched_s(self, seconds: float) -> float:
         """The number of the last `seconds` in which this process ran."""

@@ -20,10 +20,10 @@ from paceline.launch import messages
 from paceline.launch.commands import Rendezvous, WorkerCommand
 from paceline.launch.endpoints import TRY_TIMEOUT_S, Endpoint
 from paceline.launch.failures import Ending
-from paceline.launch.hang import WatchClock, WorkerState, interval_s
+from paceline.launch.hang import WatchClock, WorkerState
 from paceline.launch.messages import AgentMessage
 from paceline.launch.output import show_here
-from paceline.launch.team import STACKS_WAIT_S, Event, LaunchOptions, TeamLost, WorkerExited, with_age
+from paceline.launch.team import HANG_TIMEOUT_S, STACKS_WAIT_S, Event, LaunchOptions, TeamLost, WorkerExited, with_age
 from paceline.spec.codec import from_mapping
 
 OPEN_TIMEOUT_S = 60.0
@@ -79,8 +79,7 @@ class RemoteTeam:
         self._has_refused = False
         self._has_ended = threading.Event()
         self._last_message_at = time.monotonic()
-        self._interval_s = interval_s(60.0)
-        self._clock = WatchClock(self._interval_s)
+        self._clock = WatchClock(HANG_TIMEOUT_S)
         self._send_lock = threading.Lock()
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
         argv = access.argv([access.python, "-m", "paceline", "agent"])
@@ -157,8 +156,7 @@ class RemoteTeam:
         self._endings.clear()
         self._states = []
         self._has_ended.clear()
-        self._interval_s = interval_s(options.hang_timeout_s)
-        self._clock = WatchClock(self._interval_s)
+        self._clock = WatchClock(options.hang_timeout_s)
         self._notify = notify
         start = messages.Start(
             commands=[asdict(command) for command in commands],
@@ -174,7 +172,7 @@ class RemoteTeam:
         if self._notify is None:
             return
         self.send(messages.SignalWorkers(signal.SIGKILL))
-        self._has_ended.wait(self._last_word_timeout_s())
+        self._has_ended.wait(self._last_word_timeout_s)
         self._notify = None
         self._running.clear()
 
@@ -211,7 +209,7 @@ class RemoteTeam:
     @property
     def is_gone(self) -> bool:
         """Whether the connection is closed, has been silent for several heartbeats, or brought only a refusal."""
-        return self._is_disconnected or self._has_refused or self.silent_s() >= 4 * self._interval_s
+        return self._is_disconnected or self._has_refused or self._is_silent
 
     def close(self) -> None:
         if self._closing.is_set():
@@ -221,7 +219,7 @@ class RemoteTeam:
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # ends the agent, which ends its workers
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(self._last_word_timeout_s())
+            self._process.wait(self._last_word_timeout_s)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -231,9 +229,13 @@ class RemoteTeam:
             assert stream is not None
             stream.close()
 
+    @property
+    def _is_silent(self) -> bool:
+        return self.silent_s() >= 4 * self._clock.interval_s
+
+    @property
     def _last_word_timeout_s(self) -> float:
-        """How long to wait for a last message: 0 if the node has been silent for several heartbeats."""
-        return CLOSE_TIMEOUT_S if self.silent_s() < 4 * self._interval_s else 0.0
+        return 0.0 if self._is_silent else CLOSE_TIMEOUT_S
 
     def _end_sentence(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -286,7 +288,7 @@ class RemoteTeam:
         while self._process.poll() is None:
             self._clock.look()
             self.send(messages.Ping())
-            if self._closing.wait(self._interval_s):
+            if self._closing.wait(self._clock.interval_s):
                 return
 
 

@@ -20,7 +20,7 @@ from paceline.heartbeat import read_vitals
 from paceline.launch.commands import WORKER, WorkerCommand
 from paceline.launch.failures import Ending, Failure, failure_path, log_path, spare_failure_path, stack_path
 from paceline.launch.forking import Adopted, ForkServer
-from paceline.launch.hang import WatchClock, WorkerState, interval_s
+from paceline.launch.hang import WatchClock, WorkerState
 from paceline.launch.out_of_memory import count_oom_kills, kernel_log_names
 from paceline.launch.output import LinePump, Show, is_behind, show_here
 from paceline.regular_files import open_regular
@@ -147,7 +147,7 @@ class LocalTeam:
         self._options = options
         self._run_dir = options.run_dir
         self._running: dict[int, Process] = {}
-        self._clock = WatchClock(interval_s(options.hang_timeout_s))
+        self._clock = WatchClock(options.hang_timeout_s)
         self._stopped_since: dict[int, float] = {}
         self._blocked_at: dict[int, float] = {}
         self._inherits: set[int] = set()

@@ -82,7 +82,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.time_s = 100.0
-        self.watch = WatchClock(1.0, lambda: self.time_s)
+        self.watch = WatchClock(10.0, lambda: self.time_s)
 
     def run(self, seconds: int) -> None:
         for _ in range(seconds):
