@@ -329,17 +329,13 @@ class LocalTeam:
         if inherits:
             self._inherits.add(command.rank)
             return self._spawn(command, sockets)  # a terminal stays a terminal
-        with contextlib.ExitStack() as on_error:
-            log = on_error.enter_context(self._open_log(command.rank))
-            if self._pump is None:
+        log = self._open_log(command.rank)
+        if self._pump is None:
+            with log:
                 return self._spawn(command, sockets, log.fileno(), log.fileno())
-            with contextlib.ExitStack() as theirs:
-                (stdout, out), (stderr, err) = _pipe(on_error, theirs), _pipe(on_error, theirs)
-                process = self._spawn(command, sockets, out, err)
-            on_error.pop_all()  # the pump closes them
         prefix = b"" if command.rank == 0 else b"[rank %d] " % command.rank if self._options.output == "all" else None
-        self._pump.add(command.rank, stdout, stderr, prefix=prefix, log=log)
-        return process
+        with self._pump.pipes(command.rank, prefix=prefix, log=log) as (out, err):
+            return self._spawn(command, sockets, out, err)
 
     def _open_log(self, rank: int) -> IO[bytes]:
         restart = self._options.restart
@@ -384,13 +380,6 @@ class LocalTeam:
 def with_age(ending: Ending, now: float) -> Ending:
     """Convert the time to an age for another node, whose clock may differ, and back."""
     return replace(ending, time=now - ending.time)
-
-
-def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[IO[bytes], int]:
-    """Open a pipe; `ours` closes its read end, `theirs` its write end."""
-    read_fd, write_fd = os.pipe()
-    theirs.callback(os.close, write_fd)
-    return ours.enter_context(os.fdopen(read_fd, "rb", buffering=0)), write_fd
 
 
 def _kill_group(process: Process) -> None:
