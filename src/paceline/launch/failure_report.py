@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from paceline.launch.failures import (
     Ending,
@@ -276,16 +276,12 @@ def _evidence(ending: Ending, run_dir: Path) -> str:
     return crash + _tail(log_path(run_dir, ending.rank), LOG_TAIL_LINES)
 
 
-def _last_lines(file: BinaryIO, num_lines: int | None) -> str:
-    """The last lines of a file, which may be one endless line."""
-    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_TAIL_BYTES))
-    text = (file.read(MOST_TAIL_BYTES) or b"").decode("utf-8", "replace")
-    return "".join(deque(text.splitlines(keepends=True), maxlen=num_lines))
-
-
 def _tail(path: Path, num_lines: int | None) -> str:
+    """The last lines of a file, which may be one endless line."""
     try:
         with open_regular(path) as file:
-            return _last_lines(file, num_lines)
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_TAIL_BYTES))
+            text = (file.read(MOST_TAIL_BYTES) or b"").decode("utf-8", "replace")
     except OSError:
         return ""  # rank 0 of a local run has no log: it wrote to the terminal
+    return "".join(deque(text.splitlines(keepends=True), maxlen=num_lines))

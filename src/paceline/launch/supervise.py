@@ -235,10 +235,9 @@ class Supervisor:
     def _note_signal(self, number: int) -> None:
         # A failure before the signal explains better why the run ended.
         so_far = self.outcome
-        has_failed = any(ending.failed for ending in so_far.endings) or so_far.losses or so_far.hang
-        self._note(signalled=so_far.signalled or number)
-        if so_far.interrupted_by is None and not has_failed:
-            self._note(interrupted_by=number)
+        if so_far.signalled is None:
+            has_failed = any(ending.failed for ending in so_far.endings) or so_far.losses or so_far.hang
+            self._note(signalled=number, interrupted_by=None if has_failed else number)
 
     def _end(self, hanging: Sequence[int] = ()) -> None:
         """End the run after a failure; where it will go on, kill only those that hang."""
