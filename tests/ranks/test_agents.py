@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,8 @@ def test_ranks_are_spread_and_meet_at_a_socket_that_listened_before(
     stage: Stage, capfd: pytest.CaptureFixture[str]
 ) -> None:
     script = stage.script(MEET + "\nprint('met', os.environ['LOCAL_RANK'], os.environ['LOCAL_WORLD_SIZE'])")
-    with open_nodes([_here("a"), _here("b")]) as (teams, hellos):
-        assert [hello.versions for hello in hellos] == [hellos[0].versions] * 2
+    with open_nodes([_here("a"), _here("b")]) as teams:
+        assert [team.hello.versions for team in teams] == [teams[0].hello.versions] * 2
         for _ in range(2):  # an agent serves one run after the other
             run_workers(TWO_NODES, [script], LaunchOptions(stage.run_dir, output="all"), nodes=teams)
             lines = sorted(capfd.readouterr().out.splitlines())
@@ -86,7 +86,7 @@ def test_jobs_that_start_in_the_same_instant_do_not_meet_each_other(stage: Stage
 
     def launch(name: str) -> None:
         try:
-            with open_nodes([_here("a"), _here("b")]) as (teams, _):
+            with open_nodes([_here("a"), _here("b")]) as teams:
                 for attempt in range(6):
                     barrier.wait(60)
                     run_workers(TWO_NODES, [script], LaunchOptions(stage.folder / f"{name}{attempt}"), nodes=teams)
@@ -104,7 +104,7 @@ def test_jobs_that_start_in_the_same_instant_do_not_meet_each_other(stage: Stage
 
 def test_workers_that_end_at_once_are_all_counted(stage: Stage) -> None:
     script = stage.script("sys.exit(3 if RANK == 1 else 0)")
-    with open_nodes([_here("a"), _here("b")]) as (teams, _):
+    with open_nodes([_here("a"), _here("b")]) as teams:
         for attempt in range(5):
             with pytest.raises(WorkerFailed, match=r"Rank 1 of 3 .* on a\) ended with exit code 3\."):
                 run_workers(TWO_NODES, [script], LaunchOptions(stage.folder / str(attempt)), nodes=teams)
@@ -112,7 +112,7 @@ def test_workers_that_end_at_once_are_all_counted(stage: Stage) -> None:
 
 def test_a_failure_on_another_node_carries_its_traceback_and_its_node(stage: Stage) -> None:
     script = stage.script("if RANK == 2: raise ValueError('no such label: 11')\npark()")
-    with open_nodes([_here("a"), _here("b")]) as (teams, _), pytest.raises(WorkerFailed) as caught:
+    with open_nodes([_here("a"), _here("b")]) as teams, pytest.raises(WorkerFailed) as caught:
         run_workers(TWO_NODES, [script], LaunchOptions(stage.run_dir), nodes=teams)
     assert "Rank 2 of 3 (pid " in str(caught.value) and " on b) failed with ValueError: no such label: 11" in str(
         caught.value
@@ -124,7 +124,7 @@ def test_a_failure_on_another_node_carries_its_traceback_and_its_node(stage: Sta
 
 def test_a_mistake_of_the_user_stays_one_sentence(stage: Stage) -> None:
     script = stage.script("from paceline.errors import DataError\nraise DataError('train.bin is cut short.')")
-    with open_nodes([_here("a"), _here("b")]) as (teams, _), pytest.raises(PacelineError) as caught:
+    with open_nodes([_here("a"), _here("b")]) as teams, pytest.raises(PacelineError) as caught:
         run_workers(TWO_NODES, [script], LaunchOptions(stage.run_dir), nodes=teams)
     assert (type(caught.value), str(caught.value)) == (PacelineError, "train.bin is cut short.")
 
@@ -152,9 +152,9 @@ def test_a_node_that_cannot_take_part_is_one_sentence(odd: NodeAccess, sentence:
 def test_what_an_agent_refuses_to_start_is_told_with_its_node(stage: Stage) -> None:
     refuses = _answering(_hello(), messages.Listening([]).encode(), messages.Refused("there is no room.").encode())
     with contextlib.closing(RemoteTeam(refuses)) as team:
-        team.hello()
+        team.greet()
         with pytest.raises(LaunchError, match=r"odd: there is no room\."):
-            team.begin_run(0, [], LaunchOptions(stage.run_dir), lambda _event: None, marker="", port=None)
+            team.begin_run([], LaunchOptions(stage.run_dir), lambda _event: None, marker="", port=None)
 
 
 def test_a_run_folder_that_a_node_does_not_see(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,8 @@ def test_workers_do_not_outlive_launcher_or_agent(stage: Stage, ending: str) -> 
         command = _command(stage.script("tell('ready')\npark()"), stage)
         # Only silence ends it within two seconds; a busy machine may take longer to start a worker.
         hang_timeout_s = 2.0 if ending == "silence" else 600.0
-        bare.send(messages.Start([command], str(stage.run_dir), "marker", None, False, hang_timeout_s, 0, []))
+        options = {"run_dir": str(stage.run_dir), "hang_timeout_s": hang_timeout_s}
+        bare.send(messages.Start([command], options, "marker", None))
         bare.receive(messages.Started)
         if ending == "end of input":
             stage.await_marks("ready")
@@ -227,5 +228,4 @@ def test_workers_do_not_outlive_launcher_or_agent(stage: Stage, ending: str) -> 
 
 def _command(script: str, stage: Stage) -> dict[str, Any]:
     variables = {"RANK": "0", "WORLD_SIZE": "1", "PACELINE_RUN_DIR": str(stage.run_dir)}
-    argv: Sequence[str] = [sys.executable, "-m", "paceline.launch.worker", script]
-    return {"rank": 0, "node": 0, "argv": argv, "variables": variables}
+    return {"rank": 0, "node": 0, "program": [script], "variables": variables}

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 
 from paceline.launch.fleet import Fleet
-from paceline.launch.messages import Hello
-from paceline.launch.remote_team import NodeAccess, open_nodes
+from paceline.launch.remote_team import NodeAccess, RemoteTeam, open_nodes
 from paceline.spec import Cluster, Node
 from paceline.spec.codec import from_mapping
 from tests.ranks.launching import (
@@ -250,14 +249,14 @@ def test_nothing_is_left_of_a_launcher_that_is_killed(stage: Stage) -> None:
 
 
 def test_an_agent_that_ended_is_reached_again(stage: Stage) -> None:
-    def describe(hostname: str, hello: Hello) -> Node:
-        return replace(from_mapping(Node, hello.node), hostname=hostname, is_remote=True)
+    def describe(team: RemoteTeam) -> Node:
+        return replace(from_mapping(Node, team.hello.node), hostname=team.hostname, is_remote=True)
 
     reaches = [NodeAccess(hostname, lambda program: program) for hostname in "ab"]
-    with open_nodes(reaches) as (teams, hellos):
-        nodes = tuple(describe(team.hostname, hello) for team, hello in zip(teams, hellos, strict=True))
+    with open_nodes(reaches) as teams:
+        nodes = tuple(map(describe, teams))
         with contextlib.closing(Fleet(Cluster(nodes), teams, describe)) as fleet:
-            os.kill(hellos[0].pid, signal.SIGKILL)
+            os.kill(teams[0].hello.pid, signal.SIGKILL)
             assert fleet.lose_unusable(["b"], PATIENCE_S) == ["a"]
             assert fleet.lose_unusable([], 0.0) == []
             assert [node.hostname for node in fleet.cluster.nodes] == ["b"]
@@ -275,9 +274,9 @@ def test_a_node_that_is_gone_for_good_is_tried_until_the_end(stage: Stage) -> No
     once = (
         f"if [ -e {attempts} ]; then echo again >> {attempts}; exit 1; fi; touch {attempts}; exec {shlex.join(agent)}"
     )
-    with open_nodes([NodeAccess("a", lambda _program: ["sh", "-c", once])]) as (teams, hellos):
-        node = replace(from_mapping(Node, hellos[0].node), hostname="a", is_remote=True)
-        with contextlib.closing(Fleet(Cluster((node,)), teams, lambda _hostname, _hello: node)) as fleet:
+    with open_nodes([NodeAccess("a", lambda _program: ["sh", "-c", once])]) as teams:
+        node = replace(from_mapping(Node, teams[0].hello.node), hostname="a", is_remote=True)
+        with contextlib.closing(Fleet(Cluster((node,)), teams, lambda _team: node)) as fleet:
             fleet.lose("a")
             wait_until(lambda: not fleet.awaits_first_retry)
             assert attempts.read_text() == "again\n"

@@ -15,7 +15,7 @@ import pytest
 
 from paceline import env
 from paceline.launch.commands import WORKER
-from paceline.launch.forking import ForkServer, Process
+from paceline.launch.forking import Adopted, ForkServer
 from paceline.launch.run_workers import run_workers
 from paceline.launch.team import LaunchOptions
 from paceline.spec import Plan
@@ -68,24 +68,26 @@ def load(server: ForkServer, variables: Mapping[str, str] = VARIABLES) -> None:
     wait_until(lambda: server.has_loaded, 60.0)
 
 
-def fork(server: ForkServer, script: Path) -> Process | None:
-    return server.fork([*WORKER, str(script)], VARIABLES, (0, 1, 2), {})
+def fork(server: ForkServer, script: Path) -> Adopted | None:
+    return server.fork([str(script)], VARIABLES, (0, 1, 2), {})
 
 
 def _looks_around(server: ForkServer | None, script: Path, store: socket.socket) -> str:
     """What the script says in a forked process, or in a new one."""
     lifeline, ours = os.pipe()
     out, err = script.with_suffix(".out"), script.with_suffix(".err")
-    argv, fd = (*WORKER, str(script), "--flag"), store.fileno()
+    program, fd = (str(script), "--flag"), store.fileno()
     variables = {**VARIABLES, "PACELINE_LAUNCHED_AT": "1.5", "PACELINE_STORE_FD": str(fd)}
-    process: Process | None
+    process: Adopted | subprocess.Popen[bytes] | None
     try:
         with out.open("wb") as stdout, err.open("wb") as stderr:
             if server is not None:
-                process = server.fork(argv, variables, (lifeline, stdout.fileno(), stderr.fileno()), {env.STORE_FD: fd})
+                process = server.fork(
+                    program, variables, (lifeline, stdout.fileno(), stderr.fileno()), {env.STORE_FD: fd}
+                )
             else:
                 process = subprocess.Popen(
-                    argv,
+                    [*WORKER, *program],
                     env={**os.environ, **variables},
                     stdin=lifeline,
                     stdout=stdout,
@@ -144,13 +146,15 @@ def test_it_trains_like_a_new_process(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(TRAINS)
     variables = {**VARIABLES, "RANK": "0", "WORLD_SIZE": "1"}
-    argv = (*WORKER, str(script))
-    new = subprocess.run(argv, env={**os.environ, **variables}, capture_output=True, text=True, timeout=100)
+    program = [str(script)]
+    new = subprocess.run(
+        [*WORKER, *program], env={**os.environ, **variables}, capture_output=True, text=True, timeout=100
+    )
     assert new.stdout.endswith(" False\n"), new.stderr
     with contextlib.closing(ForkServer(PRELOAD)) as server, (tmp_path / "out").open("w+") as out:
         load(server, variables)
         with open(os.devnull) as nothing:
-            forked = server.fork(argv, variables, (nothing.fileno(), out.fileno(), out.fileno()), {})
+            forked = server.fork(program, variables, (nothing.fileno(), out.fileno(), out.fileno()), {})
         assert forked is not None and forked.wait() == 0
         out.seek(0)
         assert out.read() == new.stdout
@@ -169,7 +173,7 @@ def test_what_was_read_early_cannot_be_changed(server: ForkServer, tmp_path: Pat
     (tmp_path / "x.py").write_text("")
     load(server)
     other = {**VARIABLES, "OMP_NUM_THREADS": "2"}
-    assert server.fork([*WORKER, str(tmp_path / "x.py")], other, (0, 1, 2), {}) is None
+    assert server.fork([str(tmp_path / "x.py")], other, (0, 1, 2), {}) is None
     before = server.pid
     load(server, other)
     assert before is not None and server.pid != before and not is_alive(before)
@@ -210,12 +214,11 @@ def test_nobody_outlives_who_asked(tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text(f"import signal; open({str(tmp_path / 'there')!r}, 'w').close(); signal.pause()")
     asker = (
         "import sys, time\n"
-        "from paceline.launch.commands import WORKER\n"
         "from paceline.launch.forking import ForkServer\n"
         "server = ForkServer(['decimal']); server.prepare({'RANK': '0', 'WORLD_SIZE': '1'})\n"
         "while not server.has_loaded: time.sleep(0.01)\n"
-        f"argv = [*WORKER, {str(tmp_path / 'x.py')!r}]\n"
-        "forked = server.fork(argv, {'RANK': '0', 'WORLD_SIZE': '1'}, (0, 1, 2), {})\n"
+        f"program = [{str(tmp_path / 'x.py')!r}]\n"
+        "forked = server.fork(program, {'RANK': '0', 'WORLD_SIZE': '1'}, (0, 1, 2), {})\n"
         "print(server.pid, forked.pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", asker], stdout=subprocess.PIPE, text=True) as process:

@@ -63,7 +63,7 @@ def test_an_unchanged_program_trains_as_under_torchrun(script: str, tmp_path: Pa
 def test_its_workers_may_be_on_two_nodes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     script = str(SCRIPTS / "ddp.py")
     expected = launched(script, tmp_path)
-    with open_nodes([NodeAccess(hostname, lambda program: program) for hostname in "ab"]) as (teams, _):
+    with open_nodes([NodeAccess(hostname, lambda program: program) for hostname in "ab"]) as teams:
         plan = Plan(world_size=2, nodes=(NodePlacement("a", 1), NodePlacement("b", 1)))
         run_workers(plan, [script], LaunchOptions(tmp_path / "two"), nodes=teams)
     assert weights_in(capfd.readouterr().out) == weights_in(expected)

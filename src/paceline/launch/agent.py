@@ -14,10 +14,9 @@ import platform
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,11 +25,10 @@ from paceline.errors import LaunchError
 from paceline.launch import messages
 from paceline.launch.commands import WorkerCommand
 from paceline.launch.endpoints import Endpoint, OpenEndpoint, open_endpoints, try_endpoints
-from paceline.launch.events import WorkerExited
 from paceline.launch.forking import ForkServer
-from paceline.launch.hang import WatchClock, interval_s
+from paceline.launch.hang import WatchClock
 from paceline.launch.messages import AgentMessage
-from paceline.launch.team import LaunchOptions, LocalTeam, with_age
+from paceline.launch.team import HANG_TIMEOUT_S, LaunchOptions, LocalTeam, WorkerExited, with_age
 
 MARKER_WAIT_S = 5.0
 """How long a new file on a network file system may stay invisible: clients cache its absence for some seconds."""
@@ -65,8 +63,7 @@ class _Agent:
         self._endpoints: list[OpenEndpoint] = []
         self._last_message_at = time.monotonic()
         self._silence_s = float("inf")
-        self._interval_s = interval_s(60.0)
-        self._clock = WatchClock(self._interval_s)
+        self._clock = WatchClock(HANG_TIMEOUT_S)
         threading.Thread(target=self._listen, name="launcher", daemon=True).start()
 
     def send(self, message: AgentMessage) -> None:
@@ -80,7 +77,7 @@ class _Agent:
             try:
                 item = self._inbox.get(timeout=max(0.0, next_report - time.monotonic()))
             except queue.Empty:
-                next_report = time.monotonic() + self._interval_s
+                next_report = time.monotonic() + self._clock.interval_s
                 workers = [] if self._team is None else [asdict(state) for state in self._team.states()]
                 self.send(messages.WorkerStates(workers))
                 if self._team is not None:
@@ -134,31 +131,19 @@ class _Agent:
     def _start(self, start: messages.Start) -> None:
         if self._team is not None:
             raise LaunchError("An earlier run still has workers on this node; wait for it to end.")
-        run_dir = Path(start.run_dir)
-        await_marker(run_dir, start.marker)
-        # The launcher's interpreter may lie elsewhere here, or in no container.
-        commands = [
-            replace(WorkerCommand(**command), argv=(sys.executable, *command["argv"][1:])) for command in start.commands
-        ]
+        options = LaunchOptions(**start.options | {"run_dir": Path(start.options["run_dir"])})
+        await_marker(options.run_dir, start.marker)
+        commands = [WorkerCommand(**command) for command in start.commands]
         chosen = next((each for each in self._endpoints if each.endpoint.port == start.port), None)
         sockets = {}
         if chosen is not None:
             _forget_callers(chosen.store)
             sockets = {env.STORE_FD: chosen.store.fileno(), env.TORCH_STORE_FD: chosen.torch_store.fileno()}
-        self._silence_s = start.hang_timeout_s
-        self._interval_s = interval_s(start.hang_timeout_s)
-        self._clock = WatchClock(self._interval_s)
-        preload = tuple(start.preload)
-        if preload and self._fork_server is None:
-            self._fork_server = ForkServer(preload)
-        options = LaunchOptions(
-            run_dir,
-            output="all" if start.show_all else "rank0",
-            hang_timeout_s=start.hang_timeout_s,
-            is_elastic=bool(preload),
-            restart=start.restart,
-        )
-        self._team = LocalTeam(0, options, self._inbox.put, self._fork_server if preload else None)
+        self._silence_s = options.hang_timeout_s
+        self._clock = WatchClock(options.hang_timeout_s)
+        if options.preload and self._fork_server is None:
+            self._fork_server = ForkServer(options.preload)
+        self._team = LocalTeam(options, self._inbox.put, self._fork_server if options.preload else None)
         self._team.start(
             commands,
             sockets=sockets,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from paceline import env
 from paceline.errors import LaunchError
 
 if TYPE_CHECKING:
+    from paceline.launch.team import LaunchOptions
     from paceline.spec import Plan
 
 
@@ -26,7 +27,8 @@ class WorkerCommand:
     rank: int
     node: int
     """The index of the worker's node in the plan."""
-    argv: tuple[str, ...]
+    program: tuple[str, ...]
+    """What follows `WORKER` on its command line."""
     variables: dict[str, str]
     """Environment variables that the worker gets in addition to those of its node."""
 
@@ -55,25 +57,20 @@ def rendezvous_on_one_node(rendezvous_dir: Path, torch_store: tuple[str, int] | 
 def worker_commands(
     plan: Plan,
     program: Sequence[str],
-    *,
-    run_dir: Path,
+    options: LaunchOptions,
     rendezvous: Rendezvous,
     launched_at: float,
-    environ: Mapping[str, str] | None = None,
-    restart: int = 0,
 ) -> list[WorkerCommand]:
     """One command per rank of `plan`, in rank order; starts nothing and touches no file.
 
     `program` is what would follow `python` on a command line: ("train.py", "--flag") or ("-m", "a.module").
-    `launched_at` is in seconds since the epoch. `environ` holds variables over those that every worker gets.
-    `restart` is the number of earlier starts of the run.
+    `launched_at` is in seconds since the epoch.
 
     Raises:
         LaunchError: `program` names nothing to run, or a node's share does not fit its workers.
     """
     if not program or tuple(program) == ("-m",):
         raise LaunchError("There is nothing to launch: name a script (train.py) or a module (-m package.module).")
-    argv = (*WORKER, *program)
     commands: list[WorkerCommand] = []
     for node, (share, interface) in enumerate(zip(plan.placements, rendezvous.interfaces, strict=True)):
         if share.devices and len(share.devices) < share.num_workers:
@@ -94,9 +91,9 @@ def worker_commands(
                 facts,
                 node=node,
                 num_nodes=len(plan.placements),
-                restart=restart,
+                restart=options.restart,
                 torch_store=rendezvous.torch_store,
-                run_dir=run_dir.absolute(),  # a script may change its working directory
+                run_dir=options.run_dir.absolute(),  # a script may change its working directory
                 threads_per_worker=plan.threads_per_worker,
                 launched_at=launched_at,
                 interface=interface,
@@ -104,5 +101,5 @@ def worker_commands(
                 cpus=share.cpus[local_rank] if share.cpus else (),
                 debug_comm=plan.debug_comm,
             )
-            commands.append(WorkerCommand(len(commands), node, argv, variables | dict(environ or {})))
+            commands.append(WorkerCommand(len(commands), node, tuple(program), variables | dict(options.environ)))
     return commands

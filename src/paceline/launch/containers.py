@@ -10,17 +10,24 @@ through. Podman uses a new PID namespace: all processes that the program started
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from paceline.errors import LaunchError
+from paceline.launch.remote_team import NodeAccess
 from paceline.launch.variables import with_variables
 
 Runtime = Literal["apptainer", "podman"]
 
 DIGEST_TIMEOUT_S = 600.0
 """Timeout for reading a whole image file: 20 GB from a slow network disk."""
+
+NVIDIA_DRIVER = "/dev/nvidiactl"
+"""A file that exists where NVIDIA's driver is loaded."""
 
 # The caller's Python settings mean nothing inside, and Apptainer shows the program the caller's home.
 _PYTHON = {"PYTHONPATH": "", "PYTHONHOME": "", "PYTHONNOUSERSITE": "1"}
@@ -40,6 +47,38 @@ def container_runtime(image: str) -> Runtime:
     if re.fullmatch(r"podman://[^\s-]\S*", image):
         return "podman"
     raise LaunchError(f"The container {image!r} should be image.sif, docker://NAME@sha256:… or podman://NAME:TAG.")
+
+
+def contained(
+    accesses: Sequence[NodeAccess], image: str, *, cwd: Path, binds: Sequence[Path], python: str
+) -> tuple[list[NodeAccess], str]:
+    """Node accesses that run a program in `image`, which sees `cwd` and `binds`; and the image's digest.
+
+    Args:
+        python: the interpreter inside.
+
+    Raises:
+        LaunchError: a node lacks the image, or its image differs from that of the first node.
+    """
+    with ThreadPoolExecutor(max_workers=len(accesses)) as pool:
+        digests = list(pool.map(lambda access: image_digest(image, lambda argv: _output_on(access, argv)), accesses))
+        have_gpus = list(
+            pool.map(lambda access: access.succeeds(["test", "-e", NVIDIA_DRIVER], DIGEST_TIMEOUT_S), accesses)
+        )
+    for access, digest in zip(accesses, digests, strict=True):
+        if digest != digests[0]:
+            raise LaunchError(
+                f"{image} on {access.hostname} is {digest}, but on {accesses[0].hostname} {digests[0]}; copy one image "
+                "to all nodes, or keep it on a file system that they share."
+            )
+
+    def inside(access: NodeAccess, gpus: bool) -> NodeAccess:
+        def argv(program: Sequence[str]) -> Sequence[str]:
+            return access.argv(in_container(program, image, cwd=cwd, binds=binds, gpus=gpus))
+
+        return replace(access, argv=argv, python=python)
+
+    return [inside(access, gpus) for access, gpus in zip(accesses, have_gpus, strict=True)], digests[0]
 
 
 def in_container(
@@ -107,6 +146,17 @@ def image_digest(image: str, run: Callable[[Sequence[str]], str]) -> str:
     if digest is None:
         raise LaunchError(f"{argv[0]} does not say the digest of {image}; is it complete?")
     return f"sha256:{digest.group(1)}"
+
+
+def _output_on(access: NodeAccess, argv: Sequence[str]) -> str:
+    try:
+        done = access.run(argv, DIGEST_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        raise LaunchError(f"The image on {access.hostname} cannot be checked: {problem}.") from None
+    if done.returncode != 0:
+        explained = access.explain(done.returncode, done.stderr)
+        raise LaunchError(explained or f"{access.hostname}: {' '.join(done.stderr.split()) or f'{argv[0]} failed'}")
+    return done.stdout
 
 
 def _bindable(path: Path) -> Path:

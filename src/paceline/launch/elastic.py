@@ -17,20 +17,20 @@ from typing import Literal
 
 from paceline.errors import LaunchError, PacelineError
 from paceline.launch.failure_report import FailureReport, describe_failure, in_short, user_mistake
-from paceline.launch.failures import is_consequence, signal_name
+from paceline.launch.failures import signal_name
 from paceline.launch.faults import ENDED_BY_SIGTERM, fault_of
 from paceline.launch.fleet import LOOK_S, Fleet, WorkerSlot, slots
 from paceline.launch.forking import ForkServer
 from paceline.launch.run_workers import (
-    Signals,
     catch_signals,
+    end_wanted,
     prepare,
     raise_interruption,
     run_once,
     worker_failed,
 )
 from paceline.launch.supervise import Outcome
-from paceline.launch.team import LaunchOptions
+from paceline.launch.team import Events, LaunchOptions
 from paceline.regular_files import replace_text, run_file_mode
 from paceline.spec import Cluster, Plan
 from paceline.spec.plan import EXCLUDED
@@ -172,10 +172,10 @@ def run_elastic(
             "nodes, or lower it."
         )
     prepare(options.run_dir)
-    with catch_signals() as signals, contextlib.closing(ForkServer(options.preload)) as fork_server:
-        run = _ElasticRun(fleet, limits, replace(options, is_elastic=True), signals, fork_server)
+    with catch_signals() as events, contextlib.closing(ForkServer(options.preload)) as fork_server:
+        run = _ElasticRun(fleet, limits, replace(options, is_elastic=True), events, fork_server)
         while True:
-            raise_interruption(signals.end_wanted())
+            raise_interruption(end_wanted(events))
             plan = plan_for(fleet.cluster, run.num_workers)
             end = run.run_generation(plan, program_for)
             if end.kind == "done":
@@ -194,12 +194,12 @@ class _ElasticRun:
     """The state of the run between its generations."""
 
     def __init__(
-        self, fleet: Fleet, limits: ElasticLimits, options: LaunchOptions, signals: Signals, fork_server: ForkServer
+        self, fleet: Fleet, limits: ElasticLimits, options: LaunchOptions, events: Events, fork_server: ForkServer
     ) -> None:
         self.fleet = fleet
         self.limits = limits
         self.options = options
-        self._signals = signals
+        self._events = events
         self._fork_server = fork_server
         self._log = _GenerationLog(options.run_dir / "elastic.json")
         self._history = RestartHistory()
@@ -222,7 +222,7 @@ class _ElasticRun:
                 program_for(plan),
                 self.fleet.teams,
                 replace(self.options, preload=preload),
-                signals=self._signals,
+                self._events,
                 fork_server=self._fork_server if preload else None,
                 could_grow=lambda: can_grow and self.fleet.has_returned,
             )
@@ -273,11 +273,8 @@ class _ElasticRun:
         only its agent have ended.
         """
         names = self.fleet.take_back()
-        while (
-            self.fleet.num_slots < self.limits.min_workers
-            and self.fleet.awaits_first_retry
-            and not self._signals.are_waiting
-        ):
+        while self.fleet.num_slots < self.limits.min_workers and self.fleet.awaits_first_retry:
+            raise_interruption(end_wanted(self._events))
             time.sleep(LOOK_S)
             names += self.fleet.take_back()
         return names
@@ -333,7 +330,7 @@ def _is_everybodys(outcome: Outcome, plan: Plan) -> bool:
     endings = outcome.endings
     if len(endings) < plan.world_size or any(ending.exit_code <= 0 for ending in endings):
         return False
-    if any(ending.failure is not None and is_consequence(ending.failure) for ending in endings):
+    if any(ending.is_consequence for ending in endings):
         return False
     kinds = {(ending.exit_code, ending.failure and ending.failure.type) for ending in endings}
     return len(kinds) == 1 and kinds != {(ENDED_BY_SIGTERM, None)}  # a node that shuts down asks its workers to leave

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 
 PATIENCE_S = 300.0
@@ -24,8 +23,7 @@ def watch_exit_handlers(give_up: Callable[[str], None]) -> None:
         frame = sys._current_frames().get(main_thread or 0)
         where = ""
         if frame is not None:
-            last = traceback.extract_stack(frame)[-1]
-            where = f", and is in {last.name} (line {last.lineno} of {last.filename})"
+            where = f", and is in {frame.f_code.co_name} (line {frame.f_lineno} of {frame.f_code.co_filename})"
         give_up(
             f"The script has ended, but one of its exit handlers (atexit) has not returned within {PATIENCE_S:g} s"
             f"{where}; let it return, or call os._exit at the script's end."

@@ -9,11 +9,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from paceline.launch.failures import (
     Ending,
-    is_consequence,
+    Failure,
     log_path,
     name_ranks,
     one_line,
@@ -92,23 +92,28 @@ class FailureReport:
             replace_text(folder / f"{name}.{suffix}", text, 0o600)
 
 
-def clear_report(run_dir: Path) -> None:
-    """Delete the reports of an earlier run in the same folder."""
-    for pattern in ("failure.json", "failure.txt", "failure-*.json", "failure-*.txt"):
-        for path in run_dir.glob(pattern):
-            path.unlink()
+def cause_of(outcome: Outcome) -> NodeLoss | Hang | Ending | None:
+    """What made a run fail; None for a run without a failure.
+
+    A lost node and a hang take precedence over the errors they cause in other workers, and an earlier error of a worker
+    takes precedence over both.
+    """
+    has_failed = any(ending.failed for ending in outcome.endings)
+    root = root_cause(outcome.endings, stopped_at=outcome.stopped_at) if has_failed else None
+    on_its_own_at = float("inf") if root is None or root.is_consequence else root.time
+    loss = next((loss for loss in outcome.losses if loss.ranks and not loss.was_stopping), None)
+    if loss is not None and loss.time <= on_its_own_at:
+        return loss
+    if outcome.hang is not None and outcome.hang_at <= on_its_own_at:
+        return outcome.hang
+    return root
 
 
 def user_mistake(outcome: Outcome) -> str | None:
     """The message of the `PacelineError` that ended a worker, if a user's mistake ended the run."""
-    if _first_loss(outcome) is not None or not _failed(outcome):
-        return None
-    root = root_cause(outcome.endings, stopped_at=outcome.stopped_at)
-    if outcome.hang is not None and not _came_first(root, outcome.hang_at):
-        return None
-    failure = root.failure
-    if failure is not None and failure.is_user_error and not is_consequence(failure):
-        return failure.message
+    match cause_of(outcome):
+        case Ending(failure=Failure(is_user_error=True) as failure, is_consequence=False):
+            return failure.message
     return None
 
 
@@ -117,29 +122,16 @@ def describe_failure(
 ) -> FailureReport | None:
     """Diagnose why a run failed; None for a run without a failure.
 
-    A lost node and a hang take precedence over the errors they cause in other workers, and an earlier error of a worker
-    takes precedence over both. `answers` says whether a lost node still answers; None: not checked.
+    `answers` says whether a lost node still answers; None: not checked.
     """
-    root = root_cause(outcome.endings, stopped_at=outcome.stopped_at) if _failed(outcome) else None
-    loss = _first_loss(outcome)
-    if loss is not None and not (root and _came_first(root, loss.time)):
-        return _of_loss(loss, outcome, answers)
-    if outcome.hang is not None and not (root and _came_first(root, outcome.hang_at)):
-        return _of_hang(outcome.hang, outcome, world_size)
-    return None if root is None else _of_ending(root, outcome, world_size, run_dir)
-
-
-def _failed(outcome: Outcome) -> bool:
-    return any(ending.failed for ending in outcome.endings)
-
-
-def _first_loss(outcome: Outcome) -> NodeLoss | None:
-    return next((loss for loss in outcome.losses if loss.ranks and not loss.was_stopping), None)
-
-
-def _came_first(ending: Ending, time: float) -> bool:
-    """Whether the worker failed on its own before that time."""
-    return ending.time < time and not (ending.failure is not None and is_consequence(ending.failure))
+    match cause_of(outcome):
+        case NodeLoss() as loss:
+            return _of_loss(loss, outcome, answers)
+        case Hang() as hang:
+            return _of_hang(hang, outcome, world_size)
+        case Ending() as root:
+            return _of_ending(root, outcome, world_size, run_dir)
+    return None
 
 
 def _of_loss(loss: NodeLoss, outcome: Outcome, answers: bool | None) -> FailureReport:
@@ -162,11 +154,10 @@ def _of_loss(loss: NodeLoss, outcome: Outcome, answers: bool | None) -> FailureR
 def _of_hang(hang: Hang, outcome: Outcome, world_size: int) -> FailureReport:
     first = next(state for state in outcome.states if state.rank == hang.culprits[0])
     culprits = [_line_of_running(state) for state in outcome.states if state.rank in hang.culprits]
-    hostname = next((ending.hostname for ending in outcome.endings if ending.rank == first.rank), "")
     waiting = name_ranks(hang.waiting) if hang.waiting else ""
     is_one = len(hang.waiting) == 1
     facts = {
-        "who": _who(first.rank, first.pid, hostname, world_size),
+        "who": _who(first.rank, first.pid, first.hostname, world_size),
         "everybody": f"All {world_size} workers" if len(hang.waiting) == world_size else f"R{waiting[1:]}",
         "doing": first.doing,
         "seconds": hang.seconds,
@@ -180,7 +171,7 @@ def _of_hang(hang: Hang, outcome: Outcome, world_size: int) -> FailureReport:
         hang.kind,
         facts,
         ranks=hang.culprits,
-        hostname=hostname,
+        hostname=first.hostname,
         pid=first.pid,
         step=first.step,
         noticed_at=outcome.hang_at,
@@ -202,7 +193,7 @@ def _of_ending(root: Ending, outcome: Outcome, world_size: int, run_dir: Path) -
     cause: Cause = "signal" if root.exit_code < 0 else "exit"
     what = ""
     if root.failure is not None:
-        cause = "lost_touch" if is_consequence(root.failure) else "exception"
+        cause = "lost_touch" if root.is_consequence else "exception"
         what = ": ".join(filter(None, (root.failure.type, one_line(root.failure.message))))
     elif root.out_of_memory:
         cause = "out_of_memory"
@@ -285,16 +276,12 @@ def _evidence(ending: Ending, run_dir: Path) -> str:
     return crash + _tail(log_path(run_dir, ending.rank), LOG_TAIL_LINES)
 
 
-def _last_lines(file: BinaryIO, num_lines: int | None) -> str:
-    """The last lines of a file, which may be one endless line."""
-    file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_TAIL_BYTES))
-    text = (file.read(MOST_TAIL_BYTES) or b"").decode("utf-8", "replace")
-    return "".join(deque(text.splitlines(keepends=True), maxlen=num_lines))
-
-
 def _tail(path: Path, num_lines: int | None) -> str:
+    """The last lines of a file, which may be one endless line."""
     try:
         with open_regular(path) as file:
-            return _last_lines(file, num_lines)
+            file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_TAIL_BYTES))
+            text = (file.read(MOST_TAIL_BYTES) or b"").decode("utf-8", "replace")
     except OSError:
         return ""  # rank 0 of a local run has no log: it wrote to the terminal
+    return "".join(deque(text.splitlines(keepends=True), maxlen=num_lines))

@@ -108,6 +108,11 @@ class Ending:
     def failed(self) -> bool:
         return self.exit_code != 0
 
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the worker failed only because a peer had gone or fallen silent."""
+        return self.failure is not None and is_consequence(self.failure)
+
 
 def spare_failure_path(heartbeat: Path) -> Path:
     """Where a worker leaves its note if the run folder cannot be written to: beside its heartbeat."""
@@ -127,7 +132,7 @@ def stack_path(run_dir: Path, rank: int) -> Path:
 
 
 def is_consequence(failure: Failure) -> bool:
-    """Whether this worker failed only because a peer had gone or fallen silent."""
+    """Whether the exception tells only that a peer had gone or fallen silent."""
     message = failure.message.lower()
     if failure.type == "PeerLost":
         return True
@@ -143,12 +148,8 @@ def root_cause(endings: Sequence[Ending], *, stopped_at: float) -> Ending:
     Raises:
         ValueError: none of the workers failed.
     """
-
-    def merely_lost_a_peer(ending: Ending) -> bool:
-        return ending.failure is not None and is_consequence(ending.failure)
-
     failed = [ending for ending in endings if ending.failed]
-    return min(failed, key=lambda e: (e.time > stopped_at, merely_lost_a_peer(e), e.time, e.rank))
+    return min(failed, key=lambda e: (e.time > stopped_at, e.is_consequence, e.time, e.rank))
 
 
 def whereabouts(endings: Sequence[Ending], stopped_at: float) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.errors import LaunchError
-from paceline.launch.messages import Hello
 from paceline.launch.remote_team import RemoteTeam, check_versions
 from paceline.spec import Cluster, Node, Plan
 
@@ -24,8 +23,8 @@ LONGEST_LEFT_OUT_S = 3600.0
 LOOK_S = 0.05
 """How often to check the results of other threads."""
 
-Describe = Callable[[str, Hello], Node]
-"""Makes the part of a node that the run may use from the node's name and its agent's first message."""
+Describe = Callable[[RemoteTeam], Node]
+"""Makes the part of a node that the run may use from its agent's first message."""
 
 
 @dataclass(frozen=True)
@@ -55,26 +54,24 @@ class Fleet:
         self._whole = cluster
         self._describe = describe
         self._nodes = {_name(node): node for node in cluster.nodes}
-        self._order = list(self._nodes)
         self._teams = {team.hostname: team for team in teams}
-        self._first = teams[0] if teams else None
         self._num_losses: Counter[str] = Counter()
         self._left_out: list[tuple[WorkerSlot, float]] = []
         """Slots that are not used, and until when, on the monotonic clock in seconds."""
         self._num_left_out: Counter[WorkerSlot] = Counter()
         self._is_closing = threading.Event()
         self._lock = threading.Lock()
-        self._trying: dict[str, RemoteTeam] = {}
         self._first_retries: set[str] = set()
         """Lost nodes whose first probe has not ended."""
-        self._returned: list[tuple[RemoteTeam, Hello]] = []
-        self._mine: list[RemoteTeam] = []
+        self._returned: list[RemoteTeam] = []
+        self._reopened: set[RemoteTeam] = set()
+        """Agents that answer, or may, on nodes that were lost."""
         self._threads: list[threading.Thread] = []
 
     @property
     def cluster(self) -> Cluster:
         """The cluster of usable nodes, in the original order."""
-        there = (self._usable(name) for name in self._order if name in self._nodes)
+        there = (self._usable(name) for name in map(_name, self._whole.nodes) if name in self._nodes)
         return replace(self._whole, nodes=tuple(node for node in there if node.devices))
 
     @property
@@ -91,7 +88,7 @@ class Fleet:
         if any(until <= time.monotonic() for _, until in self._left_out):
             return True
         with self._lock:
-            return any(not team.is_gone for team, _ in self._returned)
+            return any(not team.is_gone for team in self._returned)
 
     @property
     def awaits_first_retry(self) -> bool:
@@ -138,21 +135,21 @@ class Fleet:
         with self._lock:
             returned, self._returned = self._returned, []
         names = []
-        for team, hello in returned:
+        for team in returned:
             if team.is_gone:
                 self._try_again(team)
                 continue
             assert self._describe is not None
             self._teams[team.hostname] = team
-            self._nodes[team.hostname] = self._describe(team.hostname, hello)
+            self._nodes[team.hostname] = self._describe(team)
             names.append(team.hostname)
         return names
 
     def close(self) -> None:
         self._is_closing.set()
         with self._lock:
-            trying = list(self._trying.values())
-        for team in (*trying, *self._mine):
+            reopened = tuple(self._reopened)
+        for team in reopened:
             team.close()  # ends a wait for its answer
         for thread in self._threads:
             thread.join()
@@ -181,34 +178,31 @@ class Fleet:
     def _reach(self, lost: RemoteTeam, pause_s: float) -> None:
         lost.close()
         while not self._is_closing.is_set():
-            try:
-                reached = self._reached(lost)
-            except LaunchError:
-                reached = None
+            reached = self._reached(lost)
             with self._lock:
-                self._trying.pop(lost.hostname, None)
                 if reached is not None:
                     self._returned.append(reached)
                 self._first_retries.discard(lost.hostname)
             if reached is not None or self._is_closing.wait(pause_s):
                 return
 
-    def _reached(self, lost: RemoteTeam) -> tuple[RemoteTeam, Hello]:
-        """A new agent on the node of `lost`; raises `LaunchError` if there can be none."""
-        with contextlib.ExitStack() as on_error:
-            with self._lock:
-                team = RemoteTeam(lost.access)
-                on_error.callback(team.close)
-                self._trying[lost.hostname] = team
-            if self._is_closing.is_set():
-                raise LaunchError("The run is over.")
-            hello = team.hello()
-            if self._first is not None:
-                check_versions(self._first, team)
-            with self._lock:
-                self._mine.append(team)
-            on_error.pop_all()
-        return team, hello
+    def _reached(self, lost: RemoteTeam) -> RemoteTeam | None:
+        """A new agent on the node of `lost`; None if there can be none now."""
+        try:
+            team = RemoteTeam(lost.access)
+        except LaunchError:
+            return None
+        with self._lock:
+            self._reopened.add(team)
+        if not self._is_closing.is_set():
+            with contextlib.suppress(LaunchError):
+                team.greet()
+                check_versions(lost, team)
+                return team
+        team.close()
+        with self._lock:
+            self._reopened.discard(team)
+        return None
 
 
 def _name(node: Node) -> str:

@@ -16,9 +16,9 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from paceline import env
 from paceline.launch.forking import NUMBER, receive
@@ -27,18 +27,6 @@ from paceline.launch.worker import main as work
 
 _CAP_SYS_NICE = 23
 """From <linux/capability.h>."""
-
-
-@dataclass(frozen=True)
-class ForkRequest:
-    """The settings of a forked worker, as a new process would get them."""
-
-    program: list[str]
-    environ: dict[str, str]
-    streams: list[int]
-    """Descriptors of standard input, output and error."""
-    sockets: dict[str, int]
-    """Descriptors of listening sockets, keyed by the variables that name them."""
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -62,20 +50,20 @@ def main(arguments: Sequence[str]) -> None:
     if request is not None:
         if may_return:
             os.setpriority(os.PRIO_PROCESS, 0, niceness)
-        become_worker(request)
+        become_worker(**request)
 
 
-def serve(connection: socket.socket) -> ForkRequest | None:
+def serve(connection: socket.socket) -> dict[str, Any] | None:
     """Fork workers: returns in each of them with its request, and in the server when the socket is closed."""
     connection.sendall(b".")  # ready
     while True:
         header, descriptors, _, _ = socket.recv_fds(connection, NUMBER.size, 8)
         if not header:
             return None
-        request = json.loads(receive(connection, *NUMBER.unpack(header)))
+        request: dict[str, Any] = json.loads(receive(connection, *NUMBER.unpack(header)))
         if _fork(connection):
             sockets = dict(zip(request["sockets"], descriptors[3:], strict=True))
-            return ForkRequest(request["program"], request["environ"], descriptors[:3], sockets)
+            return request | {"streams": descriptors[:3], "sockets": sockets}
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -105,16 +93,23 @@ def _fork(connection: socket.socket) -> bool:
     return False
 
 
-def become_worker(request: ForkRequest) -> None:
-    """Give this process the state of a new process."""
+def become_worker(
+    program: Sequence[str], environ: Mapping[str, str], streams: Sequence[int], sockets: Mapping[str, int]
+) -> None:
+    """Give this process the state of a new process, and run the worker's program.
+
+    Args:
+        streams: descriptors of standard input, output and error.
+        sockets: descriptors of listening sockets, keyed by the variables that name them.
+    """
     os.setsid()
-    for target, descriptor in enumerate(request.streams):
+    for target, descriptor in enumerate(streams):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    env.become(request.environ, request.sockets)
+    env.become(environ, sockets)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()  # workers must draw different numbers, as new processes do
-    work(request.program)
+    work(program)
 
 
 def _is_alone(connection: socket.socket) -> bool:

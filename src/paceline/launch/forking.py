@@ -18,10 +18,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from paceline import env
-from paceline.launch.commands import WORKER
 
 ANSWER_S = 10.0
 """Timeout for an answer of the server."""
@@ -41,23 +39,14 @@ NUMBER = struct.Struct("!I")
 """The encoding of a request's length, and of the pid in the answer."""
 
 
-class Process(Protocol):
-    """A child of this process, started by it or by the fork server."""
-
-    @property
-    def pid(self) -> int: ...
-
-    def wait(self) -> int:
-        """The exit code once the process has ended; negative for a signal."""
-
-
 @dataclass(frozen=True)
 class Adopted:
-    """A child that the fork server forked."""
+    """A child of this process that the fork server forked."""
 
     pid: int
 
     def wait(self) -> int:
+        """The exit code once the process has ended; negative for a signal."""
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
@@ -130,22 +119,22 @@ class ForkServer:
 
     def fork(
         self,
-        argv: Sequence[str],
+        program: Sequence[str],
         variables: Mapping[str, str],
         streams: tuple[int, int, int],
         sockets: Mapping[str, int],
-    ) -> Process | None:
-        """Fork a worker with these arguments and variables over our own; None if the server cannot do it now.
+    ) -> Adopted | None:
+        """Fork a worker with these variables over our own; None if the server cannot do it now.
 
         Args:
+            program: what the worker runs, as on the command line of a new one.
             streams: descriptors for its standard input, output and error.
             sockets: listening sockets, keyed by the variables that name their descriptors.
         """
-        is_worker = tuple(argv[: len(WORKER)]) == WORKER
-        if not (is_worker and self.has_loaded and self._early == env.read_early(variables)):
+        if not (self.has_loaded and self._early == env.read_early(variables)):
             return None
         assert self._connection is not None
-        request = {"program": argv[len(WORKER) :], "environ": env.everything() | dict(variables), "sockets": [*sockets]}
+        request = {"program": [*program], "environ": env.everything() | dict(variables), "sockets": [*sockets]}
         text = json.dumps(request).encode()
         descriptors = [*streams, *sockets.values()]
         try:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.heartbeat import RENDEZVOUS
+from paceline.heartbeat import RENDEZVOUS, Vitals
 
 STALE_S = 2.0
 """A worker without a heartbeat for this long is stuck outside Python, even if its last heartbeat showed progress."""
@@ -34,10 +34,10 @@ class WatchClock:
     report the pause as a hang afterwards.
     """
 
-    def __init__(self, interval_s: float, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, hang_timeout_s: float, now: Callable[[], float] = time.monotonic) -> None:
         """Start measuring; `look` must be called every `interval_s` seconds, from any thread."""
         self._now = now
-        self._interval_s = interval_s
+        self.interval_s = interval_s(hang_timeout_s)
         self._looked_at = now()
         self._pauses: deque[tuple[float, float]] = deque(maxlen=100)
         self._lock = threading.Lock()
@@ -45,8 +45,8 @@ class WatchClock:
     def look(self) -> None:
         with self._lock:
             looked_at, self._looked_at = self._looked_at, self._now()
-            if self._looked_at - looked_at > 2 * self._interval_s:
-                self._pauses.append((looked_at + self._interval_s, self._looked_at))
+            if self._looked_at - looked_at > 2 * self.interval_s:
+                self._pauses.append((looked_at + self.interval_s, self._looked_at))
 
     def watched_s(self, seconds: float) -> float:
         """The number of the last `seconds` in which this process ran."""
@@ -55,24 +55,16 @@ class WatchClock:
         return seconds - sum(end - max(start, began) for start, end in tuple(self._pauses) if end > began)
 
 
-@dataclass(frozen=True)
-class WorkerState:
-    """What a running worker was doing at one moment."""
+@dataclass(frozen=True, kw_only=True)
+class WorkerState(Vitals):
+    """What a running worker was doing at one moment; seconds in which the observer did not run itself do not count."""
 
     rank: int
     pid: int
-    step: int | None = None
-    collective: str = ""
-    """The collective that the worker is in, else its last one."""
-    inside_s: float | None = None
-    """How long it has been in the collective; None: it is in none."""
-    heartbeat_age_s: float | None = None
+    hostname: str = ""
+    """The name of the worker's node; empty: this node."""
     stopped_s: float | None = None
     """How long the process has been stopped (SIGSTOP); None: it is not."""
-    trained_s: float | None = None
-    """Seconds since the end of its first update; None before that."""
-    is_saving: bool = False
-    """Whether it has failed and is saving a checkpoint before it ends."""
     output_blocked_s: float | None = None
     """Seconds since its output was last blocked by a slow reader; None: never."""
     memory_bytes: int | None = None

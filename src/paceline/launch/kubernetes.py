@@ -7,6 +7,7 @@ rest.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -234,9 +235,5 @@ def _yaml(documents: Sequence[dict[str, Any]]) -> str:
         import yaml
     except ImportError:
         raise LaunchError("Manifests need PyYAML; install paceline[kubernetes].") from None
-
-    class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002 - people read manifests: repeat values
-            return True
-
-    return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=120)
+    # Through JSON, which repeats what occurs twice: people read manifests.
+    return yaml.safe_dump_all(json.loads(json.dumps(documents)), sort_keys=False, width=120)

@@ -149,17 +149,12 @@ class Start(AgentMessage):
 
     commands: list[dict[str, Any]]
     """`WorkerCommand`s as mappings."""
-    run_dir: str
+    options: dict[str, Any]
+    """`LaunchOptions` as a mapping."""
     marker: str
     """The path of a file in the run folder that the node must see."""
     port: int | None
     """The port of the rendezvous, on the first node; None on the others."""
-    show_all: bool
-    hang_timeout_s: float
-    restart: int
-    """How often the run has been started before."""
-    preload: list[str]
-    """Modules that fork servers load in advance for the next start; empty: no fork servers."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from pathlib import Path
 from paceline.errors import LaunchError, file_problems, shown
 from paceline.regular_files import read_text
 
-_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _MOST_CHARACTERS = 300
 """The longest entry that is read: names of nodes have up to 253."""
@@ -66,7 +65,9 @@ def _parse_entry(entry: str, where: str) -> NodeSlots:
     if len(entry) > _MOST_CHARACTERS:
         raise LaunchError(f"{where}: {shown(entry)} is not the name of a node; it should look like gpu1 or kim@gpu1:8.")
     host, *settings = entry.split() or [""]
-    host, colon, count = _split_count(host)
+    colon = count = ""
+    if host.count(":") == 1 or "]:" in host:  # else an IPv6 address without its brackets, or one without a count
+        host, colon, count = host.rpartition(":")
     for setting in settings:
         key, _, value = setting.partition("=")
         if key == "port" or key.startswith("-p"):
@@ -79,19 +80,10 @@ def _parse_entry(entry: str, where: str) -> NodeSlots:
     return NodeSlots(_checked(host, where), int(count) if colon else None)
 
 
-def _split_count(word: str) -> tuple[str, str, str]:
-    """Split "name:8" or "[fd00::3]:8" at the colon before the count; without one the last two are empty."""
-    closing = word.rfind("]")
-    colon = word.find(":", closing + 1)
-    if closing < 0 and word.count(":") > 1:  # an address without its brackets
-        colon = -1
-    return (word, "", "") if colon < 0 else (word[:colon], ":", word[colon + 1 :])
-
-
 def _checked(host: str, where: str) -> str:
     """`host` as `ssh` takes it."""
     user, at, name = host.rpartition("@")
-    if at and not _USER.fullmatch(user):
+    if at and not _NAME.fullmatch(user):
         raise LaunchError(f"{where}: {host!r} should have a user's name before the @.")
     if name.startswith("[") and name.endswith("]"):
         name = name[1:-1]

@@ -13,7 +13,7 @@ import selectors
 import struct
 import termios
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO
 
@@ -69,7 +69,7 @@ class _Stream:
 class LinePump:
     """One thread that copies the output of all workers: unchanged to their logs, line by line to `show`.
 
-    It runs from `start` to `close`; `add` is called before `start`.
+    It runs from `start` to `close`; `pipes` is called before `start`.
     """
 
     def __init__(self, show: Show = show_here) -> None:
@@ -81,13 +81,23 @@ class LinePump:
         self._selector.register(self._stop_read, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="worker-output", daemon=True)
 
-    def add(self, rank: int, stdout: IO[bytes], stderr: IO[bytes], *, prefix: bytes | None, log: IO[bytes]) -> None:
-        """Copy both pipes of a worker to `log`, and show them behind `prefix`; this pump will close all three."""
+    @contextlib.contextmanager
+    def pipes(self, rank: int, *, prefix: bytes | None, log: IO[bytes]) -> Iterator[list[int]]:
+        """While the block is open, write ends of pipes for a worker's standard output and error.
+
+        What comes through them is copied to `log`, which this pump will close, and shown behind `prefix`.
+        """
         self._logs.append(log)
-        for source, target_fd in ((stdout, 1), (stderr, 2)):
-            stream = _Stream(source, prefix, target_fd, log, rank)
-            self._streams.append(stream)
-            self._selector.register(source, selectors.EVENT_READ, stream)
+        with contextlib.ExitStack() as at_end:
+            ends = []
+            for target_fd in (1, 2):
+                read_end, write_end = os.pipe()
+                at_end.callback(os.close, write_end)
+                ends.append(write_end)
+                stream = _Stream(os.fdopen(read_end, "rb", buffering=0), prefix, target_fd, log, rank)
+                self._streams.append(stream)
+                self._selector.register(stream.source, selectors.EVENT_READ, stream)
+            yield ends
 
     def start(self) -> None:
         self._thread.start()

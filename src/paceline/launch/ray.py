@@ -119,7 +119,7 @@ class Relay:
 
     def __init__(self, program: Sequence[str], cwd: str) -> None:
         self._process = subprocess.Popen(
-            program, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+            program, cwd=cwd, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         # Bounded, so that a program that writes more than the network carries has to wait.
         self._chunks: queue.Queue[tuple[int, bytes]] = queue.Queue(maxsize=16)
@@ -136,9 +136,8 @@ class Relay:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended; `read` says how
             if data:
-                rest = memoryview(data)
-                while rest:
-                    rest = rest[self._process.stdin.write(rest) :]
+                self._process.stdin.write(data)
+                self._process.stdin.flush()
             else:
                 self._process.stdin.close()
 
@@ -192,7 +191,7 @@ def relay(node: str, program: Sequence[str], *, cwd: str, num_gpus: int, output:
             ray.get(actor.write.options(concurrency_group="input").remote(data))
 
     threading.Thread(target=carry_input, daemon=True).start()
-    targets = {1: output, 2: 2}
+    targets = {1: os.fdopen(output, "wb"), 2: sys.stderr.buffer}
     while True:
         try:
             news = ray.get(actor.read.options(concurrency_group="output").remote())
@@ -200,9 +199,9 @@ def relay(node: str, program: Sequence[str], *, cwd: str, num_gpus: int, output:
             raise LaunchError(f"The Ray node {node} was lost, or Ray ended the program there.") from None
         if isinstance(news, int):
             return news if news >= 0 else 128 - news
-        rest = memoryview(news[1])
-        while rest:
-            rest = rest[os.write(targets[news[0]], rest) :]
+        number, data = news
+        targets[number].write(data)
+        targets[number].flush()
 
 
 def main(arguments: Sequence[str]) -> NoReturn:

@@ -19,12 +19,11 @@ from paceline.errors import LaunchError
 from paceline.launch import messages
 from paceline.launch.commands import Rendezvous, WorkerCommand
 from paceline.launch.endpoints import TRY_TIMEOUT_S, Endpoint
-from paceline.launch.events import Event, TeamLost, WorkerExited
 from paceline.launch.failures import Ending
-from paceline.launch.hang import WatchClock, WorkerState, interval_s
+from paceline.launch.hang import WatchClock, WorkerState
 from paceline.launch.messages import AgentMessage
 from paceline.launch.output import show_here
-from paceline.launch.team import STACKS_WAIT_S, LaunchOptions, with_age
+from paceline.launch.team import HANG_TIMEOUT_S, STACKS_WAIT_S, Event, LaunchOptions, TeamLost, WorkerExited, with_age
 from paceline.spec.codec import from_mapping
 
 OPEN_TIMEOUT_S = 60.0
@@ -54,6 +53,13 @@ class NodeAccess:
             self.argv(program), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
         )
 
+    def succeeds(self, program: Sequence[str], timeout_s: float) -> bool:
+        """Whether a program can be run on the node and ends without an error."""
+        try:
+            return self.run(program, timeout_s).returncode == 0
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+
 
 class RemoteTeam:
     """The connection to one node's agent; it may serve several runs."""
@@ -61,9 +67,8 @@ class RemoteTeam:
     def __init__(self, access: NodeAccess) -> None:
         self.hostname = access.hostname
         self.access = access
-        self.versions: dict[str, str] = {}
-        """The versions in the agent's first message; empty before it."""
-        self._number = 0
+        self.hello: messages.Hello
+        """The agent's first message, once `greet` has read it."""
         self._notify: Callable[[Event], None] | None = None
         self._running: set[int] = set()
         self._endings: dict[int, Ending] = {}
@@ -74,8 +79,7 @@ class RemoteTeam:
         self._has_refused = False
         self._has_ended = threading.Event()
         self._last_message_at = time.monotonic()
-        self._interval_s = interval_s(60.0)
-        self._clock = WatchClock(self._interval_s)
+        self._clock = WatchClock(HANG_TIMEOUT_S)
         self._send_lock = threading.Lock()
         self._stderr_tail: deque[str] = deque(maxlen=STDERR_TAIL_LINES)
         argv = access.argv([access.python, "-m", "paceline", "agent"])
@@ -92,11 +96,9 @@ class RemoteTeam:
         for thread in self._threads:
             thread.start()
 
-    def hello(self) -> messages.Hello:
-        """The agent's first message, read once; raises as `answer` does."""
-        hello = self.answer(messages.Hello, OPEN_TIMEOUT_S)
-        self.versions = hello.versions
-        return hello
+    def greet(self) -> None:
+        """Read the agent's first message; raises as `answer` does."""
+        self.hello = self.answer(messages.Hello, OPEN_TIMEOUT_S)
 
     def send(self, message: AgentMessage) -> None:
         """Send a message; a message on a closed connection is dropped."""
@@ -134,7 +136,6 @@ class RemoteTeam:
 
     def begin_run(
         self,
-        number: int,
         commands: Sequence[WorkerCommand],
         options: LaunchOptions,
         notify: Callable[[Event], None],
@@ -145,7 +146,6 @@ class RemoteTeam:
         """Start the node's workers.
 
         Args:
-            number: the index of the team in its events.
             notify: receives events; called from any thread.
             marker: a file in the run folder, by which the node recognises the folder.
             port: the port of the rendezvous if it is on this node.
@@ -153,22 +153,16 @@ class RemoteTeam:
         Raises:
             LaunchError: the agent cannot start them, or does not see the run folder.
         """
-        self._number = number
         self._endings.clear()
         self._states = []
         self._has_ended.clear()
-        self._interval_s = interval_s(options.hang_timeout_s)
-        self._clock = WatchClock(self._interval_s)
+        self._clock = WatchClock(options.hang_timeout_s)
         self._notify = notify
         start = messages.Start(
             commands=[asdict(command) for command in commands],
-            run_dir=str(options.run_dir.absolute()),
+            options=asdict(options) | {"run_dir": str(options.run_dir.absolute())},
             marker=marker,
             port=port,
-            show_all=options.output == "all",
-            hang_timeout_s=options.hang_timeout_s,
-            restart=options.restart,
-            preload=list(options.preload),
         )
         started = self.ask(start, messages.Started)
         self._running = set(started.ranks)
@@ -178,7 +172,7 @@ class RemoteTeam:
         if self._notify is None:
             return
         self.send(messages.SignalWorkers(signal.SIGKILL))
-        self._has_ended.wait(self._last_word_timeout_s())
+        self._has_ended.wait(self._last_word_timeout_s)
         self._notify = None
         self._running.clear()
 
@@ -212,17 +206,10 @@ class RemoteTeam:
     def signal(self, number: int, ranks: Sequence[int] | None = None) -> None:
         self.send(messages.SignalWorkers(number, None if ranks is None else list(ranks)))
 
-    def answers(self) -> bool:
-        """Whether the node itself still answers."""
-        try:
-            return self.access.run(["true"], ANSWER_TIMEOUT_S).returncode == 0
-        except (OSError, subprocess.TimeoutExpired):
-            return False
-
     @property
     def is_gone(self) -> bool:
         """Whether the connection is closed, has been silent for several heartbeats, or brought only a refusal."""
-        return self._is_disconnected or self._has_refused or self.silent_s() >= 4 * self._interval_s
+        return self._is_disconnected or self._has_refused or self._is_silent
 
     def close(self) -> None:
         if self._closing.is_set():
@@ -232,7 +219,7 @@ class RemoteTeam:
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # ends the agent, which ends its workers
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(self._last_word_timeout_s())
+            self._process.wait(self._last_word_timeout_s)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -242,9 +229,13 @@ class RemoteTeam:
             assert stream is not None
             stream.close()
 
+    @property
+    def _is_silent(self) -> bool:
+        return self.silent_s() >= 4 * self._clock.interval_s
+
+    @property
     def _last_word_timeout_s(self) -> float:
-        """How long to wait for a last message: 0 if the node has been silent for several heartbeats."""
-        return CLOSE_TIMEOUT_S if self.silent_s() < 4 * self._interval_s else 0.0
+        return 0.0 if self._is_silent else CLOSE_TIMEOUT_S
 
     def _end_sentence(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -270,7 +261,7 @@ class RemoteTeam:
         self._has_ended.set()
         self._answers.put(None)
         if self._notify is not None and not self._closing.is_set():
-            self._notify(TeamLost(self._number))
+            self._notify(TeamLost(self))
 
     def _take(self, message: AgentMessage) -> None:
         match message:
@@ -282,7 +273,7 @@ class RemoteTeam:
                 ending = with_age(from_mapping(Ending, mapping), time.time())
                 self._endings[ending.rank] = ending
                 if self._notify is not None:
-                    self._notify(WorkerExited(self._number, ending.rank))
+                    self._notify(WorkerExited(self, ending.rank))
             case messages.RunEnded():
                 self._has_ended.set()
             case _:
@@ -297,12 +288,12 @@ class RemoteTeam:
         while self._process.poll() is None:
             self._clock.look()
             self.send(messages.Ping())
-            if self._closing.wait(self._interval_s):
+            if self._closing.wait(self._clock.interval_s):
                 return
 
 
 @contextlib.contextmanager
-def open_nodes(accesses: Sequence[NodeAccess]) -> Iterator[tuple[list[RemoteTeam], list[messages.Hello]]]:
+def open_nodes(accesses: Sequence[NodeAccess]) -> Iterator[list[RemoteTeam]]:
     """Start agents on all nodes and read their first messages; the agents end with the block.
 
     Raises:
@@ -312,18 +303,18 @@ def open_nodes(accesses: Sequence[NodeAccess]) -> Iterator[tuple[list[RemoteTeam
         teams = []
         for access in accesses:
             teams.append(at_end.enter_context(contextlib.closing(RemoteTeam(access))))
-        hellos = [team.hello() for team in teams]  # after all have been started
-        for team in teams:
+        for team in teams:  # after all have been started
+            team.greet()
             check_versions(teams[0], team)
-        yield teams, hellos
+        yield teams
 
 
 def check_versions(first: RemoteTeam, other: RemoteTeam) -> None:
     """Compare the versions in two first messages; raises `LaunchError` if one differs."""
-    for name, version in first.versions.items():
-        if other.versions.get(name) != version:
+    for name, version in first.hello.versions.items():
+        if other.hello.versions.get(name) != version:
             raise LaunchError(
-                f"{other.hostname} has {name} {other.versions.get(name, '(none)')}, but {first.hostname} has "
+                f"{other.hostname} has {name} {other.hello.versions.get(name, '(none)')}, but {first.hostname} has "
                 f"{version}; install the same version on all nodes, or use one container image."
             )
 

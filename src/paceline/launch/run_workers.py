@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -19,13 +18,11 @@ from paceline import env
 from paceline.errors import LaunchError, PacelineError, WorkerFailed, file_problems
 from paceline.launch.commands import Rendezvous, WorkerCommand, rendezvous_on_one_node, worker_commands
 from paceline.launch.endpoints import listen
-from paceline.launch.events import Events, Signalled
-from paceline.launch.failure_report import FailureReport, clear_report, describe_failure, user_mistake
+from paceline.launch.failure_report import FailureReport, describe_failure, user_mistake
 from paceline.launch.forking import ForkServer
-from paceline.launch.remote_team import RemoteTeam, arrange_rendezvous
+from paceline.launch.remote_team import ANSWER_TIMEOUT_S, RemoteTeam, arrange_rendezvous
 from paceline.launch.supervise import Outcome, Supervisor
-from paceline.launch.team import LaunchOptions, LocalTeam, Team
-from paceline.launch.workers_file import WorkersFile
+from paceline.launch.team import Events, LaunchOptions, LocalTeam, Signalled, Team
 from paceline.regular_files import make_run_folder
 from paceline.run_lease import temporary_folder
 
@@ -69,7 +66,8 @@ def run_workers(
         SystemExit: SIGTERM or SIGHUP came; the code is 128 + the number of the signal.
     """
     prepare(options.run_dir)
-    outcome = run_once(plan, program, nodes, options, fork_server=fork_server)
+    with catch_signals() as events:
+        outcome = run_once(plan, program, nodes, options, events, fork_server=fork_server)
     raise_interruption(outcome.interrupted_by)
     mistake = user_mistake(outcome)
     if mistake is not None:
@@ -84,89 +82,81 @@ def run_once(
     program: Sequence[str],
     nodes: Sequence[RemoteTeam],
     options: LaunchOptions,
+    events: Events,
     *,
-    signals: Signals | None = None,
     fork_server: ForkServer | None = None,
     could_grow: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Start the workers of `plan` and watch them until the last one has ended.
 
     Args:
-        signals: the caller's signal handling; None: signals are caught while workers run.
+        events: brings the signals of `catch_signals`.
         fork_server: the fork server of this node; agents have their own.
         could_grow: whether there is a reason to end the run and start it with more workers.
 
     Raises:
         LaunchError: a worker cannot be started, or the nodes do not reach each other.
     """
-    events: Events = queue.SimpleQueue()
     with contextlib.ExitStack() as at_end:
-        signals = signals or at_end.enter_context(catch_signals())
-        at_end.enter_context(signals.into(events))
-        start = _Start(plan, program, options, events, at_end)
+
+        def commands(rendezvous: Rendezvous) -> list[WorkerCommand]:
+            return worker_commands(plan, program, options, rendezvous, launched_at=time.time())
+
+        teams: Sequence[Team]
         if any(placement.hostname for placement in plan.nodes):
-            teams = start.on(_chosen(nodes, plan))
+            teams = _start_on(_chosen(nodes, plan), commands, options, events, at_end)
         else:
-            teams = start.here(fork_server)
-        publish = WorkersFile(options.run_dir).write
-        supervisor = Supervisor(teams, events, options, could_grow=could_grow, publish=publish)
+            teams = [_start_here(fork_server, commands, options, events, at_end)]
+        supervisor = Supervisor(teams, events, options, could_grow=could_grow)
         supervisor.wait()
         at_end.close()
         supervisor.drain()
-    return supervisor.outcome()
+    return supervisor.outcome
 
 
-@dataclass(frozen=True)
-class _Start:
-    """Starts the workers of a run; `at_end` releases what they need until its end."""
+Commands = Callable[[Rendezvous], Sequence[WorkerCommand]]
 
-    plan: Plan
-    program: Sequence[str]
-    options: LaunchOptions
-    events: Events
-    at_end: contextlib.ExitStack
 
-    def here(self, fork_server: ForkServer | None) -> Sequence[Team]:
-        """Start the workers on this node."""
-        folder = temporary_folder("paceline-")
-        with listen("127.0.0.1") as torch_store:  # rank 0 has inherited it
-            rendezvous = rendezvous_on_one_node(Path(self.at_end.enter_context(folder)), torch_store.getsockname())
-            commands = self._commands(rendezvous)
-            if fork_server is not None and not self.options.is_elastic:  # which prepares it beside the training
-                fork_server.prepare(commands[0].variables, is_awaited=True)
-                fork_server.wait(is_interrupted=lambda: not self.events.empty())
-            team = LocalTeam(0, self.options, self.events.put, fork_server)
-            self.at_end.enter_context(contextlib.closing(team))
-            team.start(commands, sockets={env.TORCH_STORE_FD: torch_store.fileno()})
-        return [team]
+def _start_here(
+    fork_server: ForkServer | None,
+    commands_for: Commands,
+    options: LaunchOptions,
+    events: Events,
+    at_end: contextlib.ExitStack,
+) -> LocalTeam:
+    """Start the workers on this node; `at_end` releases what they need until its end."""
+    folder = at_end.enter_context(temporary_folder("paceline-"))
+    with listen("127.0.0.1") as torch_store:  # rank 0 has inherited it
+        commands = commands_for(rendezvous_on_one_node(Path(folder), torch_store.getsockname()))
+        if fork_server is not None and not options.is_elastic:  # which prepares it beside the training
+            fork_server.prepare(commands[0].variables, is_awaited=True)
+            fork_server.wait(is_interrupted=lambda: not events.empty())
+        team = at_end.enter_context(contextlib.closing(LocalTeam(options, events.put, fork_server)))
+        team.start(commands, sockets={env.TORCH_STORE_FD: torch_store.fileno()})
+    return team
 
-    def on(self, teams: Sequence[RemoteTeam]) -> Sequence[Team]:
-        """Start the workers on the nodes of these agents."""
-        rendezvous = arrange_rendezvous(teams, self.options.interface)
-        commands = self._commands(rendezvous)
-        marker = self.at_end.enter_context(_marker_in(self.options.run_dir))
-        for number, team in enumerate(teams):
-            self.at_end.callback(team.end_run)
-            team.begin_run(
-                number,
-                [command for command in commands if command.node == number],
-                self.options,
-                self.events.put,
-                marker=marker,
-                port=rendezvous.port if number == 0 else None,
-            )
-        return teams
 
-    def _commands(self, rendezvous: Rendezvous) -> list[WorkerCommand]:
-        return worker_commands(
-            self.plan,
-            self.program,
-            run_dir=self.options.run_dir,
-            rendezvous=rendezvous,
-            launched_at=time.time(),
-            environ=self.options.environ,
-            restart=self.options.restart,
+def _start_on(
+    teams: Sequence[RemoteTeam],
+    commands_for: Commands,
+    options: LaunchOptions,
+    events: Events,
+    at_end: contextlib.ExitStack,
+) -> Sequence[RemoteTeam]:
+    """Start the workers on the nodes of these agents; `at_end` has them end."""
+    rendezvous = arrange_rendezvous(teams, options.interface)
+    commands = commands_for(rendezvous)
+    marker = at_end.enter_context(_marker_in(options.run_dir))
+    for number, team in enumerate(teams):
+        at_end.callback(team.end_run)
+        team.begin_run(
+            [command for command in commands if command.node == number],
+            options,
+            events.put,
+            marker=marker,
+            port=rendezvous.port if number == 0 else None,
         )
+    return teams
 
 
 def _chosen(nodes: Sequence[RemoteTeam], plan: Plan) -> list[RemoteTeam]:
@@ -195,56 +185,38 @@ def _marker_in(run_dir: Path) -> Iterator[str]:
             Path(name).unlink()
 
 
-class Signals:
-    """Turns signals to this process into events of the current run; a signal between two runs waits for the next."""
-
-    def __init__(self) -> None:
-        self._waiting: Events = queue.SimpleQueue()
-        self._events = self._waiting
-
-    def note(self, number: int, _frame: FrameType | None) -> None:
-        self._events.put(Signalled(number))  # SimpleQueue.put may interrupt a get, and itself
-
-    @contextlib.contextmanager
-    def into(self, events: Events) -> Iterator[None]:
-        """While the block is open, signals go to `events`."""
-        self._events = events
-        try:
-            while not self._waiting.empty():
-                events.put(self._waiting.get())
-            yield
-        finally:
-            self._events = self._waiting
-
-    @property
-    def are_waiting(self) -> bool:
-        return not self._waiting.empty()
-
-    def end_wanted(self) -> int | None:
-        """Take the number of a signal that came between two runs and asks for the end; the next run does not get it."""
-        while not self._waiting.empty():
-            event = self._waiting.get()
-            if isinstance(event, Signalled) and event.number in _ENDINGS:
-                return event.number
-        return None
-
-
 @contextlib.contextmanager
-def catch_signals() -> Iterator[Signals]:
-    """While the block is open, signals do not end this process; outside of the main thread it does nothing."""
-    signals = Signals()
+def catch_signals() -> Iterator[Events]:
+    """While the block is open, signals do not end this process but are events; outside of the main thread, none come.
+
+    A signal between two runs of the block waits for the next.
+    """
+    events: Events = queue.SimpleQueue()
     if threading.current_thread() is not threading.main_thread():
-        yield signals
+        yield events
         return
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        events.put(Signalled(number))  # SimpleQueue.put may interrupt a get, and itself
+
     # Signals that the caller ignores (nohup, a shell's background job) stay ignored.
     wanted = (*_ENDINGS, signal.SIGUSR1)
     heeded = [number for number in wanted if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    before = {number: signal.signal(number, signals.note) for number in heeded}
+    before = {number: signal.signal(number, note) for number in heeded}
     try:
-        yield signals
+        yield events
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def end_wanted(events: Events) -> int | None:
+    """Take the number of a signal that came between two runs and asks for the end; the next run does not get it."""
+    while not events.empty():
+        event = events.get()
+        if isinstance(event, Signalled) and event.number in _ENDINGS:
+            return event.number
+    return None
 
 
 def raise_interruption(number: int | None) -> None:
@@ -258,7 +230,7 @@ def raise_interruption(number: int | None) -> None:
 def _still_answers(outcome: Outcome, nodes: Sequence[RemoteTeam]) -> bool:
     """Whether a node whose agent ended still answers, so that only the agent ended."""
     lost = {loss.hostname for loss in outcome.losses if loss.silent_s is None}
-    return any(node.answers() for node in nodes if node.hostname in lost)
+    return any(node.access.succeeds(["true"], ANSWER_TIMEOUT_S) for node in nodes if node.hostname in lost)
 
 
 def prepare(run_dir: Path) -> None:
@@ -266,9 +238,10 @@ def prepare(run_dir: Path) -> None:
     with file_problems(f"The run folder {run_dir} cannot be used", LaunchError):
         for folder in (run_dir, run_dir / "logs", run_dir / "failures"):
             make_run_folder(folder)
-        for note in (*run_dir.glob("failures/rank*"), *run_dir.glob("logs/rank*")):
-            note.unlink()
-        clear_report(run_dir)
+        reports = "failure.json", "failure.txt", "failure-*.json", "failure-*.txt"
+        for pattern in ("failures/rank*", "logs/rank*", *reports):
+            for note in run_dir.glob(pattern):
+                note.unlink()
 
 
 def worker_failed(report: FailureReport, file: Path | None, more: str = "") -> WorkerFailed:

@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.errors import LaunchError
@@ -21,9 +21,6 @@ ASK_TIMEOUT_S = 30.0
 """Timeout for scontrol and sbatch; a busy controller needs some seconds."""
 
 _WORD = re.compile(r"[A-Za-z0-9_.:@,+-]+")
-
-Run = Callable[[Sequence[str], str], str]
-"""Runs a command with a standard input and returns its standard output; raises `LaunchError` if it fails."""
 
 
 def srun_argv(node: str, program: Sequence[str], *, cwd: Path, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -52,7 +49,7 @@ def srun_argv(node: str, program: Sequence[str], *, cwd: Path, environ: Mapping[
     )
 
 
-def allocation(environ: Mapping[str, str], run: Run | None = None) -> tuple[NodeSlots, ...]:
+def allocation(environ: Mapping[str, str]) -> tuple[NodeSlots, ...]:
     """The nodes of the current allocation, with as many workers as GPUs were asked for there, else as tasks.
 
     Raises:
@@ -63,7 +60,7 @@ def allocation(environ: Mapping[str, str], run: Run | None = None) -> tuple[Node
         raise LaunchError(
             "This is not a Slurm allocation; get one with salloc or sbatch, or let paceline submit a job."
         )
-    names = (run or _here)(["scontrol", "show", "hostnames", nodelist], "").split()
+    names = _ask(["scontrol", "show", "hostnames", nodelist]).split()
     counts = _workers_per_node(environ, len(names))
     return tuple(NodeSlots(name, count) for name, count in zip(names, counts, strict=True))
 
@@ -127,13 +124,13 @@ def batch_script(
     return "\n".join(lines) + "\n"
 
 
-def submit(script: str, run: Run | None = None) -> str:
+def submit(script: str) -> str:
     """Hand a job script to sbatch; its job id.
 
     Raises:
         LaunchError: sbatch is missing or refuses; the sentence holds its reason.
     """
-    answer = (run or _here)(["sbatch", "--parsable"], script).strip()
+    answer = _ask(["sbatch", "--parsable"], script).strip()
     job_id = answer.partition(";")[0]  # "7;cluster" where there are several clusters
     if not re.fullmatch(r"[0-9]+", job_id):
         raise LaunchError(f"sbatch answered {answer!r}, which is not a job id.")
@@ -162,7 +159,8 @@ def _clock(seconds: float) -> str:
     return f"{days}-{hour:02}:{minute:02}:{second:02}"
 
 
-def _here(argv: Sequence[str], stdin: str) -> str:
+def _ask(argv: Sequence[str], stdin: str = "") -> str:
+    """The answer of a command of Slurm on this machine."""
     try:
         done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
     except FileNotFoundError:

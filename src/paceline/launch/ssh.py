@@ -51,17 +51,9 @@ def ssh_argv(
     if not host or host.startswith("-") or "\0" in host:
         raise LaunchError(f"{host!r} is not the name of a node; it should look like gpu1, kim@gpu1 or 10.0.0.7.")
     fixed = [word for option in _OPTIONS for word in ("-o", option)]
-    return ("ssh", "-T", *fixed, *options, "--", host, remote_command(program, cwd=cwd, environ=environ))
-
-
-def remote_command(program: Sequence[str], *, cwd: Path, environ: Mapping[str, str]) -> str:
-    """One line for a POSIX shell that executes `program` with `environ` in `cwd`, replacing the shell.
-
-    Raises:
-        LaunchError: `environ` holds what looks like a secret.
-    """
-    words = with_variables(program, environ)
-    return f"cd -- {shlex.quote(str(cwd))} && exec {shlex.join(words)}"
+    # The shell is replaced by the program.
+    command = f"cd -- {shlex.quote(str(cwd))} && exec {shlex.join(with_variables(program, environ))}"
+    return ("ssh", "-T", *fixed, *options, "--", host, command)
 
 
 _FIX_KEY = "run ssh-copy-id {host} once, or name the right key in ~/.ssh/config"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import queue
 import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from paceline.launch.events import Events, Signalled, TeamLost, WorkerExited
-from paceline.launch.failures import Ending, is_consequence
+from paceline.launch.failures import Ending
 from paceline.launch.hang import Hang, WorkerState, find_hang, interval_s
-from paceline.launch.team import LaunchOptions, Team
+from paceline.launch.team import Events, LaunchOptions, Signalled, Team, TeamLost, WorkerExited
+from paceline.regular_files import replace_text, run_file_mode
+from paceline.spec.codec import to_mapping
+from paceline.spec.run_status import STATUS_FILE, RunStatus, WorkerStatus
 
 CULPRIT_WAIT_S = 1.0
 """How long to wait for the cause: a worker may report that it lost a peer before the peer reports why it ended."""
@@ -23,10 +28,6 @@ OTHERS_WAIT_S = 3.0
 SETTLE_S = 0.5
 """How long workers of an elastic run may take to notice that a peer is gone. Most do in milliseconds, and save a
 checkpoint; workers that still wait then would wait for ever."""
-
-
-StatesByNode = Sequence[tuple[str, Sequence[WorkerState]]]
-"""(hostname, states of its workers); "" is the node of the launcher where no other takes part."""
 
 
 @dataclass(frozen=True)
@@ -77,38 +78,36 @@ class Supervisor:
         options: LaunchOptions,
         *,
         could_grow: Callable[[], bool] = lambda: False,
-        publish: Callable[[StatesByNode], object] = lambda _states: None,
     ) -> None:
         """Watch workers that have been started.
 
         Args:
             could_grow: whether there is a reason to start again with more workers.
-            publish: receives the states of all workers every time they are checked.
         """
-        self._teams = teams
+        self._teams = list(teams)
+        """Those that are not lost."""
         self._events = events
         self._grace_s = options.grace_s
         self._save_s = options.grace_s if options.save_s is None else options.save_s
         self._is_elastic = options.is_elastic
         self._could_grow = could_grow
-        self._publish = publish
-        self._outcome = Outcome()
+        self._run_dir = options.run_dir
+        self.outcome = Outcome()
         self._stopped_at = float("inf")
         """When the run was stopped, in seconds on the monotonic clock; infinite before."""
         self._interval_s = interval_s(options.hang_timeout_s)
         # Heartbeat, agent and launcher each see a state up to one interval late, but a hang must be reported within
         # its bound.
         self._bound_s = options.hang_timeout_s - 4 * self._interval_s
-        self._lost: set[int] = set()
         self._deadline: float | None = None
         """On the monotonic clock: when to send SIGTERM, or after it SIGKILL."""
         self._next_look = time.monotonic() + self._interval_s
         # What workers of other nodes do is known some intervals later.
         self._settle_s = SETTLE_S + (2 * self._interval_s if any(team.hostname for team in teams) else 0.0)
 
-    def wait(self) -> Outcome:
+    def wait(self) -> None:
         """Return when every worker has ended, or is lost with its node."""
-        while any(team.running for number, team in enumerate(self._teams) if number not in self._lost):
+        while any(team.running for team in self._teams):
             try:
                 event = self._events.get(timeout=self._seconds_left())
             except queue.Empty:
@@ -122,13 +121,12 @@ class Supervisor:
                 case Signalled(signal.SIGUSR1):
                     self._signal(signal.SIGUSR1)
                 case Signalled(number):
-                    hurries = self._outcome.signalled is not None or (self._is_stopping and not self._is_elastic)
+                    hurries = self.outcome.signalled is not None or (self._is_stopping and not self._is_elastic)
                     self._note_signal(number)
                     if hurries:
                         self._kill()
                     elif not self._is_stopping:
                         self._ask_to_end(self._grace_s if number == signal.SIGINT else self._save_s)
-        return self.outcome()
 
     def drain(self) -> None:
         """Note the remaining events: too late to end workers, but not to act on or to report."""
@@ -137,15 +135,12 @@ class Supervisor:
             if isinstance(event, Signalled) and event.number != signal.SIGUSR1:
                 self._note_signal(event.number)
 
-    def outcome(self) -> Outcome:
-        return self._outcome
-
     def _note(self, **changes: Any) -> None:
-        self._outcome = replace(self._outcome, **changes)
+        self.outcome = replace(self.outcome, **changes)
 
     @property
     def _is_stopping(self) -> bool:
-        return self._outcome.stopped_at != float("inf")
+        return self.outcome.stopped_at != float("inf")
 
     @property
     def _has_time_to_save(self) -> bool:
@@ -169,18 +164,16 @@ class Supervisor:
             self._look()
 
     def _look(self) -> None:
-        for number, team in enumerate(self._teams):
+        for team in tuple(self._teams):
             silent_s = team.silent_s()
-            if number not in self._lost and silent_s > self._bound_s:
-                self._lose(number, silent_s)
-        for number, team in enumerate(self._teams):
-            if number not in self._lost:
-                team.prepare_standby()
-        by_node = self._states_by_node()
-        self._publish(by_node)
+            if silent_s > self._bound_s:
+                self._lose(team, silent_s)
+        for team in self._teams:
+            team.prepare_standby()
+        states = self._all_states()
+        _write_status(self._run_dir, states)
         if self._is_stopping or self._deadline is not None:
             return
-        states = _by_rank(by_node)
         for state in states:
             self._note_training(state.trained_s)
         hang = find_hang(states, self._bound_s)
@@ -195,24 +188,20 @@ class Supervisor:
             self._ask_to_end(self._save_s)
 
     def _all_states(self) -> list[WorkerState]:
-        return _by_rank(self._states_by_node())
+        states = [replace(state, hostname=team.hostname) for team in self._teams for state in team.states()]
+        return sorted(states, key=lambda state: state.rank)
 
-    def _states_by_node(self) -> StatesByNode:
-        teams = [team for number, team in enumerate(self._teams) if number not in self._lost]
-        return [(team.hostname, team.states()) for team in teams]
-
-    def _note_exit(self, number: int, rank: int) -> None:
-        team = self._teams[number]
-        if number in self._lost:
+    def _note_exit(self, team: Team, rank: int) -> None:
+        if team not in self._teams:
             return
         ending = replace(team.collect(rank), hostname=team.hostname)
-        if ending.failed and not self._outcome.states:
+        if ending.failed and not self.outcome.states:
             self._note(states=tuple(self._all_states()))
-        self._note(endings=(*self._outcome.endings, ending))
+        self._note(endings=(*self.outcome.endings, ending))
         self._note_training(ending.trained_s)
         if not ending.failed or self._is_stopping:
             return
-        if ending.failure is not None and is_consequence(ending.failure):
+        if ending.is_consequence:
             self._wait_at_most(CULPRIT_WAIT_S)
         elif ending.exit_code > 0 and self._is_elastic and not self._all_wait():
             self._wait_at_most(OTHERS_WAIT_S)
@@ -230,27 +219,25 @@ class Supervisor:
 
     def _note_training(self, trained_s: float | None) -> None:
         if trained_s is not None:
-            self._note(trained_at=min(time.time() - trained_s, self._outcome.trained_at or float("inf")))
+            self._note(trained_at=min(time.time() - trained_s, self.outcome.trained_at or float("inf")))
 
-    def _lose(self, number: int, silent_s: float | None) -> None:
-        team = self._teams[number]
-        if number in self._lost:
+    def _lose(self, team: Team, silent_s: float | None) -> None:
+        if team not in self._teams:
             return
-        self._lost.add(number)
+        self._teams.remove(team)
         ranks = tuple(team.running)
         loss = NodeLoss(team.hostname, ranks, time.time(), silent_s, self._is_stopping)
-        self._note(losses=(*self._outcome.losses, loss))
+        self._note(losses=(*self.outcome.losses, loss))
         if ranks and not self._is_stopping:
             self._note(states=tuple(self._all_states()))
             self._end()
 
     def _note_signal(self, number: int) -> None:
         # A failure before the signal explains better why the run ended.
-        so_far = self._outcome
-        has_failed = any(ending.failed for ending in so_far.endings) or so_far.losses or so_far.hang
-        self._note(signalled=so_far.signalled or number)
-        if so_far.interrupted_by is None and not has_failed:
-            self._note(interrupted_by=number)
+        so_far = self.outcome
+        if so_far.signalled is None:
+            has_failed = any(ending.failed for ending in so_far.endings) or so_far.losses or so_far.hang
+            self._note(signalled=number, interrupted_by=None if has_failed else number)
 
     def _end(self, hanging: Sequence[int] = ()) -> None:
         """End the run after a failure; where it will go on, kill only those that hang."""
@@ -283,5 +270,21 @@ class Supervisor:
             team.signal(number)
 
 
-def _by_rank(states: StatesByNode) -> list[WorkerState]:
-    return sorted((state for _, found in states for state in found), key=lambda state: state.rank)
+def _write_status(run_dir: Path, states: Sequence[WorkerState]) -> None:
+    """Write workers.json, for those who watch a run; a file that cannot be written is left as it is."""
+    workers = (
+        WorkerStatus(
+            rank=state.rank,
+            node=state.hostname,
+            pid=state.pid,
+            step=state.step,
+            doing=state.doing,
+            is_waiting=state.inside_s is not None,
+            memory_bytes=state.memory_bytes,
+            processor_s=state.processor_s,
+        )
+        for state in states
+    )
+    text = json.dumps(to_mapping(RunStatus(time.time(), tuple(workers))))
+    with contextlib.suppress(OSError):
+        replace_text(run_dir / STATUS_FILE, text + "\n", run_file_mode())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 import subprocess
 import threading
@@ -16,17 +17,17 @@ from typing import IO, Literal, Protocol
 from paceline import env
 from paceline.errors import LaunchError
 from paceline.heartbeat import read_vitals
-from paceline.launch.commands import WorkerCommand
-from paceline.launch.events import Event, WorkerExited
+from paceline.launch.commands import WORKER, WorkerCommand
 from paceline.launch.failures import Ending, Failure, failure_path, log_path, spare_failure_path, stack_path
-from paceline.launch.forking import ForkServer, Process
-from paceline.launch.hang import WatchClock, WorkerState, interval_s
+from paceline.launch.forking import Adopted, ForkServer
+from paceline.launch.hang import WatchClock, WorkerState
 from paceline.launch.out_of_memory import count_oom_kills, kernel_log_names
 from paceline.launch.output import LinePump, Show, is_behind, show_here
 from paceline.regular_files import open_regular
 from paceline.run_lease import temporary_folder
 
 Output = Literal["rank0", "all"]
+Process = subprocess.Popen[bytes] | Adopted
 
 STACKS_WAIT_S = 1.0
 """How long a worker may take to dump its stacks; Python's own handler needs milliseconds."""
@@ -96,6 +97,33 @@ class Team(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class WorkerExited:
+    """A worker has ended; its team gives its ending."""
+
+    team: Team
+    rank: int
+
+
+@dataclass(frozen=True)
+class TeamLost:
+    """The connection to a node's agent has ended without being closed by the launcher."""
+
+    team: Team
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """This process got a signal that asks it to end, or to have a checkpoint saved."""
+
+    number: int
+
+
+Event = WorkerExited | TeamLost | Signalled
+Events = queue.SimpleQueue[Event]
+"""Events of a run, as its supervisor receives them."""
+
+
 class LocalTeam:
     """Starts and watches the workers of this node."""
 
@@ -103,7 +131,6 @@ class LocalTeam:
 
     def __init__(
         self,
-        number: int,
         options: LaunchOptions,
         notify: Callable[[Event], None],
         fork_server: ForkServer | None = None,
@@ -111,18 +138,16 @@ class LocalTeam:
         """Prepare a team; starts no worker.
 
         Args:
-            number: the index of the team in its events.
             notify: receives events; called from any thread.
             fork_server: forks the workers if it can, and is prepared for the next start of an elastic run.
         """
         self._notify = notify
         self._fork_server = fork_server
         self._variables: list[dict[str, str]] = []
-        self._number = number
         self._options = options
         self._run_dir = options.run_dir
         self._running: dict[int, Process] = {}
-        self._clock = WatchClock(interval_s(options.hang_timeout_s))
+        self._clock = WatchClock(options.hang_timeout_s)
         self._stopped_since: dict[int, float] = {}
         self._blocked_at: dict[int, float] = {}
         self._inherits: set[int] = set()
@@ -207,27 +232,21 @@ class LocalTeam:
     def _state(self, rank: int, pid: int) -> WorkerState:
         now = time.monotonic()
         is_stopped, memory_bytes, processor_s = _read_process(pid)
-        if is_stopped:
-            self._stopped_since.setdefault(rank, now)
-        else:
+        if not is_stopped:
             self._stopped_since.pop(rank, None)
         if self._awaits_reader(rank):
             self._blocked_at[rank] = now
-        vitals, since = read_vitals(self._heartbeat(rank)), self._stopped_since.get(rank)
 
         def watched_s(seconds: float | None) -> float | None:
             return None if seconds is None else self._clock.watched_s(seconds)
 
+        vitals = vars(read_vitals(self._heartbeat(rank)))
+        watched = {name: watched_s(vitals[name]) for name in ("inside_s", "heartbeat_age_s")}
         return WorkerState(
+            **vitals | watched,
             rank=rank,
             pid=pid,
-            step=vitals.step,
-            collective=vitals.collective,
-            inside_s=watched_s(vitals.inside_s),
-            heartbeat_age_s=watched_s(vitals.heartbeat_age_s),
-            stopped_s=watched_s(None if since is None else now - since),
-            trained_s=vitals.trained_s,
-            is_saving=vitals.is_saving,
+            stopped_s=watched_s(now - self._stopped_since.setdefault(rank, now)) if is_stopped else None,
             output_blocked_s=None if rank not in self._blocked_at else now - self._blocked_at[rank],
             memory_bytes=memory_bytes,
             processor_s=processor_s,
@@ -310,17 +329,13 @@ class LocalTeam:
         if inherits:
             self._inherits.add(command.rank)
             return self._spawn(command, sockets)  # a terminal stays a terminal
-        with contextlib.ExitStack() as on_error:
-            log = on_error.enter_context(self._open_log(command.rank))
-            if self._pump is None:
+        log = self._open_log(command.rank)
+        if self._pump is None:
+            with log:
                 return self._spawn(command, sockets, log.fileno(), log.fileno())
-            with contextlib.ExitStack() as theirs:
-                (stdout, out), (stderr, err) = _pipe(on_error, theirs), _pipe(on_error, theirs)
-                process = self._spawn(command, sockets, out, err)
-            on_error.pop_all()  # the pump closes them
         prefix = b"" if command.rank == 0 else b"[rank %d] " % command.rank if self._options.output == "all" else None
-        self._pump.add(command.rank, stdout, stderr, prefix=prefix, log=log)
-        return process
+        with self._pump.pipes(command.rank, prefix=prefix, log=log) as (out, err):
+            return self._spawn(command, sockets, out, err)
 
     def _open_log(self, rank: int) -> IO[bytes]:
         restart = self._options.restart
@@ -340,12 +355,12 @@ class LocalTeam:
         variables = command.variables | env.node_variables(self._heartbeat(command.rank), sockets)
         if self._fork_server is not None:
             streams = (self._lifeline_read, 1 if stdout is None else stdout, 2 if stderr is None else stderr)
-            process = self._fork_server.fork(command.argv, variables, streams, sockets)
+            process = self._fork_server.fork(command.program, variables, streams, sockets)
             if process is not None:
                 return process
         # The kernel ties a worker's life to the thread that starts it: this one, which stays to the end.
         return subprocess.Popen(
-            command.argv,
+            [*WORKER, *command.program],
             env=env.everything() | variables,
             stdin=self._lifeline_read,
             stdout=stdout,
@@ -359,19 +374,12 @@ class LocalTeam:
             os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # leaves it to be reaped
         except ChildProcessError:
             return  # `close` has reaped it
-        self._notify(WorkerExited(self._number, rank))
+        self._notify(WorkerExited(self, rank))
 
 
 def with_age(ending: Ending, now: float) -> Ending:
     """Convert the time to an age for another node, whose clock may differ, and back."""
     return replace(ending, time=now - ending.time)
-
-
-def _pipe(ours: contextlib.ExitStack, theirs: contextlib.ExitStack) -> tuple[IO[bytes], int]:
-    """Open a pipe; `ours` closes its read end, `theirs` its write end."""
-    read_fd, write_fd = os.pipe()
-    theirs.callback(os.close, write_fd)
-    return ours.enter_context(os.fdopen(read_fd, "rb", buffering=0)), write_fd
 
 
 def _kill_group(process: Process) -> None:

@@ -17,8 +17,8 @@ def looks_secret(name: str) -> bool:
     return _SECRET.search(name) is not None
 
 
-def check_variables(environ: Mapping[str, str]) -> None:
-    """Check variables that are to be written to a command line or a manifest.
+def with_variables(program: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
+    """`program` behind `env`, which sets `environ` for it: ("env", "A=1", "python", …).
 
     Raises:
         LaunchError: a variable looks like a secret, or its name is invalid.
@@ -31,15 +31,6 @@ def check_variables(environ: Mapping[str, str]) -> None:
                 f"{name} looks like a secret, and a command line can be read by everybody on the node; let the node "
                 "itself set it: in ~/.profile, in ~/.ssh/environment, or from a Kubernetes Secret."
             )
-
-
-def with_variables(program: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
-    """`program` behind `env`, which sets `environ` for it: ("env", "A=1", "python", …).
-
-    Raises:
-        LaunchError: a variable looks like a secret, or its name is invalid.
-    """
-    check_variables(environ)
     if not environ:
         return tuple(program)
     return ("env", *(f"{name}={value}" for name, value in environ.items()), *program)

@@ -148,13 +148,18 @@ def report(error: BaseException, rank: int, run_dir: Path | None) -> None:
         pid=os.getpid(),
         time=time.time(),
         type=type(error).__name__,
-        message=shortened(_message(error), MOST_MESSAGE_CHARACTERS),
-        traceback=shortened(text, MOST_TRACEBACK_CHARACTERS),
+        message=_legible(_message(error), MOST_MESSAGE_CHARACTERS),
+        traceback=_legible(text, MOST_TRACEBACK_CHARACTERS),
         is_user_error=is_user_error,
     )
     if not _leave_note(note, rank, run_dir):
         with contextlib.suppress(OSError, ValueError):
             print(text or note.message, file=sys.stderr)
+
+
+def _legible(text: str, most_characters: int) -> str:
+    """What a note keeps of `text`, with what none may hold in words: null characters, halves of pairs."""
+    return shortened(text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00"), most_characters)
 
 
 def _leave_note(note: Failure, rank: int, run_dir: Path | None) -> bool:

@@ -12,11 +12,10 @@ from typing import Any
 from paceline import env
 from paceline.errors import LaunchError, file_problems
 from paceline.hardware import detect
-from paceline.launch.contained import contained
+from paceline.launch.containers import contained
 from paceline.launch.elastic import run_elastic
 from paceline.launch.fleet import Describe, Fleet
 from paceline.launch.forking import ForkServer
-from paceline.launch.messages import Hello
 from paceline.launch.node_list import NodeSlots
 from paceline.launch.remote_team import RemoteTeam, open_nodes
 from paceline.launch.run_workers import SAVE_S, run_workers
@@ -199,13 +198,12 @@ def _opened(where: Where, slots: Sequence[NodeSlots], shown: Sequence[Path]) -> 
         image = f"{where.container} {digest}"
     by_name = {node.address: node for node in slots}
 
-    def describe(hostname: str, hello: Hello) -> Node:
-        node = replace(from_mapping(Node, hello.node), hostname=hostname, is_remote=True)
-        return with_num_workers(node, by_name[hostname])
+    def describe(team: RemoteTeam) -> Node:
+        node = replace(from_mapping(Node, team.hello.node), hostname=team.hostname, is_remote=True)
+        return with_num_workers(node, by_name[team.hostname])
 
-    with open_nodes(accesses) as (teams, hellos):
-        nodes = tuple(describe(team.hostname, hello) for team, hello in zip(teams, hellos, strict=True))
-        yield Allocation(where, Cluster(nodes), teams, image, describe)
+    with open_nodes(accesses) as teams:
+        yield Allocation(where, Cluster(tuple(map(describe, teams))), teams, image, describe)
 
 
 def allocation_on_paper(where: Where) -> Allocation:

@@ -11,6 +11,7 @@ import pytest
 from paceline import env
 from paceline.errors import LaunchError
 from paceline.launch.commands import Rendezvous, WorkerCommand, rendezvous_on_one_node, worker_commands
+from paceline.launch.team import LaunchOptions
 from paceline.spec import NodePlacement, Plan
 
 
@@ -18,8 +19,8 @@ def commands(world_size: int, *program: str, run_dir: Path = Path("/runs/1")) ->
     return worker_commands(
         Plan(world_size=world_size, threads_per_worker=2),
         program,
-        run_dir=run_dir,
-        rendezvous=rendezvous_on_one_node(Path("/tmp/rendezvous")),
+        LaunchOptions(run_dir),
+        rendezvous_on_one_node(Path("/tmp/rendezvous")),
         launched_at=12.5,
     )
 
@@ -27,9 +28,7 @@ def commands(world_size: int, *program: str, run_dir: Path = Path("/runs/1")) ->
 def test_every_rank_runs_the_program_behind_the_shim() -> None:
     found = commands(3, "train.py", "--flag")
     assert [command.rank for command in found] == [0, 1, 2]
-    assert {command.argv for command in found} == {
-        (sys.executable, "-m", "paceline.launch.worker", "train.py", "--flag")
-    }
+    assert {command.program for command in found} == {("train.py", "--flag")}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 5])
@@ -56,7 +55,7 @@ def test_the_ranks_of_a_node_stand_together_and_know_their_devices() -> None:
     shares = (NodePlacement("a", 2, devices=(3, 0), cpus=((0, 1), (2, 3))), NodePlacement("b", 1, devices=(5,)))
     plan = Plan(world_size=3, nodes=shares, debug_comm=True)
     rendezvous = Rendezvous("tcp://10.0.0.1:4321", ("eth0", "ib0"))
-    found = worker_commands(plan, ["t.py"], run_dir=Path("/runs/1"), rendezvous=rendezvous, launched_at=0.0)
+    found = worker_commands(plan, ["t.py"], LaunchOptions(Path("/runs/1")), rendezvous, launched_at=0.0)
     assert [(command.node, command.rank) for command in found] == [(0, 0), (0, 1), (1, 2)]
     assert [command.variables["LOCAL_RANK"] for command in found] == ["0", "1", "0"]
     assert [command.variables["LOCAL_WORLD_SIZE"] for command in found] == ["2", "2", "1"]
@@ -70,9 +69,7 @@ def test_the_ranks_of_a_node_stand_together_and_know_their_devices() -> None:
 def test_more_workers_than_devices_of_a_node_are_refused() -> None:
     plan = Plan(world_size=2, nodes=(NodePlacement("a", 2, devices=(0,)),))
     with pytest.raises(LaunchError, match="2 workers cannot share 1 GPUs of a"):
-        worker_commands(
-            plan, ["t.py"], run_dir=Path("/r"), rendezvous=Rendezvous("tcp://a:1", ("eth0",)), launched_at=0.0
-        )
+        worker_commands(plan, ["t.py"], LaunchOptions(Path("/r")), Rendezvous("tcp://a:1", ("eth0",)), launched_at=0.0)
 
 
 def test_one_node_talks_over_loopback_alone() -> None:

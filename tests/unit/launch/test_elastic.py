@@ -199,9 +199,12 @@ BY_CAUSE: dict[str, tuple[Outcome, str, str, list[int]]] = {
 def test_what_an_end_means(case: str) -> None:
     outcome, kind, words, ranks = BY_CAUSE[case]
     if outcome.hang is not None or outcome.losses:
-        outcome = replace(outcome, states=tuple(WorkerState(rank, 100 + rank, step=6) for rank in range(3)))
+        outcome = replace(
+            outcome,
+            states=tuple(WorkerState(rank=rank, pid=100 + rank, hostname="aab"[rank], step=6) for rank in range(3)),
+        )
     elif kind != "done" or outcome.ended_to_grow:
-        outcome = replace(outcome, states=(WorkerState(2, 102, step=6),))
+        outcome = replace(outcome, states=(WorkerState(rank=2, pid=102, step=6),))
     end = describe_end(outcome, PLAN, NOWHERE)
     assert (end.kind, end.why) == (kind, words)
     assert end.step == (6 if outcome.states else max((one.step for one in outcome.endings if one.step), default=None))

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.failure_report import FailureReport, clear_report, describe_failure, user_mistake
+from paceline.launch.failure_report import FailureReport, describe_failure, user_mistake
 from paceline.launch.failures import Ending, Failure, log_path, stack_path
 from paceline.launch.hang import Hang, WorkerState
-from paceline.launch.run_workers import worker_failed
+from paceline.launch.run_workers import prepare, worker_failed
 from paceline.launch.supervise import NodeLoss, Outcome
 
 LOST = "[pair.cc:553] Connection closed by peer [127.0.0.1]:18315"
@@ -49,11 +49,21 @@ def asked(rank: int) -> Ending:
 
 
 def waits(rank: int) -> WorkerState:
-    return WorkerState(rank, 100 + rank, step=4, collective="all_reduce number 9", inside_s=3.0, heartbeat_age_s=0.1)
+    return WorkerState(
+        rank=rank,
+        pid=100 + rank,
+        hostname="n1",
+        step=4,
+        collective="all_reduce number 9",
+        inside_s=3.0,
+        heartbeat_age_s=0.1,
+    )
 
 
 def computes(rank: int) -> WorkerState:
-    return WorkerState(rank, 100 + rank, step=4, collective="all_reduce number 8", heartbeat_age_s=0.1)
+    return WorkerState(
+        rank=rank, pid=100 + rank, hostname="n1", step=4, collective="all_reduce number 8", heartbeat_age_s=0.1
+    )
 
 
 HUNG = Outcome(
@@ -241,7 +251,9 @@ def test_a_mistake_of_the_user_needs_no_report() -> None:
     outcome = Outcome((mistake, lost_peer(1, 5.1)), STOPPED_AT)
     assert user_mistake(outcome) == "There is no key 'lr'."
     assert user_mistake(replace(outcome, endings=(raised(0, 5.0),))) is None
-    assert user_mistake(replace(outcome, losses=(LOSS,))) is None
+    assert user_mistake(replace(outcome, losses=(replace(LOSS, time=4.0),))) is None
+    # A node that is lost later, as one that hangs later, is not why the run failed.
+    assert user_mistake(replace(outcome, losses=(LOSS,))) == "There is no key 'lr'."
     assert user_mistake(replace(outcome, hang=HUNG.hang, hang_at=4.0)) is None
     assert user_mistake(replace(outcome, endings=(ending(0, 5.0, 0),))) is None
 
@@ -309,9 +321,10 @@ def test_a_shorter_report_leaves_nothing_of_a_longer_one(tmp_path: Path) -> None
     replace(report, evidence="x" * 10_000).save(tmp_path)
     report.save(tmp_path)
     assert (tmp_path / "failure.txt").read_text() == report.text()
-    clear_report(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    clear_report(tmp_path)
+    report.save(tmp_path, "failure-1")
+    for _ in range(2):
+        prepare(tmp_path)
+        assert {path.name for path in tmp_path.iterdir()} == {"logs", "failures"}
 
 
 ends = st.builds(

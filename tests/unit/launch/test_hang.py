@@ -15,11 +15,11 @@ BOUND_S = 3.0
 
 
 def waits(rank: int, inside_s: float = 5.0, collective: str = "all_reduce number 4") -> WorkerState:
-    return WorkerState(rank, 100 + rank, step=4, collective=collective, inside_s=inside_s, heartbeat_age_s=0.1)
+    return WorkerState(rank=rank, pid=100 + rank, step=4, collective=collective, inside_s=inside_s, heartbeat_age_s=0.1)
 
 
 def computes(rank: int) -> WorkerState:
-    return WorkerState(rank, 100 + rank, step=4, collective="all_reduce number 3", heartbeat_age_s=0.1)
+    return WorkerState(rank=rank, pid=100 + rank, step=4, collective="all_reduce number 3", heartbeat_age_s=0.1)
 
 
 def stopped(rank: int, stopped_s: float = 5.0) -> WorkerState:
@@ -56,7 +56,7 @@ def test_a_stopped_worker_is_named_whether_or_not_somebody_waits() -> None:
 
 def test_a_slow_start_is_no_hang_but_one_without_end_is() -> None:
     def states(seconds: float) -> list[WorkerState]:
-        return [waits(0, seconds, RENDEZVOUS), WorkerState(1, 101)]
+        return [waits(0, seconds, RENDEZVOUS), WorkerState(rank=1, pid=101)]
 
     assert find_hang(states(RENDEZVOUS_TIMEOUT_S - 1), BOUND_S) is None
     assert find_hang(states(RENDEZVOUS_TIMEOUT_S), BOUND_S) == Hang("hung", (1,), (0,), RENDEZVOUS_TIMEOUT_S)
@@ -82,7 +82,7 @@ class Clock:
 
     def __init__(self) -> None:
         self.time_s = 100.0
-        self.watch = WatchClock(1.0, lambda: self.time_s)
+        self.watch = WatchClock(10.0, lambda: self.time_s)
 
     def run(self, seconds: int) -> None:
         for _ in range(seconds):
@@ -120,7 +120,7 @@ def test_a_look_that_is_a_little_late_is_no_pause() -> None:
     [
         (waits(0), "in all_reduce number 4 for 5.0 s"),
         (computes(0), "in no collective; its last was all_reduce number 3"),
-        (WorkerState(0, 1), "in no collective so far"),
+        (WorkerState(rank=0, pid=1), "in no collective so far"),
         (stopped(0), "stopped for 5.0 s"),
     ],
 )

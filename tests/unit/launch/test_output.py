@@ -30,11 +30,10 @@ def pumped(log: Path, prefix: bytes | None, *writes: bytes) -> Shown:
     """The worker of rank 1 writes this to its standard output, and ends."""
     shown = Shown()
     pump = LinePump(shown)
-    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-    os.close(err_end)
-    pump.add(1, os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0), prefix=prefix, log=log.open("wb", 0))
+    with pump.pipes(1, prefix=prefix, log=log.open("wb", 0)) as (out, _):
+        worker = os.fdopen(os.dup(out), "wb", 0)
     pump.start()
-    with os.fdopen(out_end, "wb", 0) as worker:
+    with worker:
         for data in writes:
             worker.write(data)
     pump.close()
@@ -88,11 +87,10 @@ def test_a_pump_that_cannot_show_is_behind(tmp_path: Path) -> None:
         may_show.wait(30)
 
     pump = LinePump(show)
-    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-    os.close(err_end)
-    pump.add(3, os.fdopen(out, "rb", 0), os.fdopen(err, "rb", 0), prefix=b"", log=(tmp_path / "log").open("wb", 0))
+    with pump.pipes(3, prefix=b"", log=(tmp_path / "log").open("wb", 0)) as (out, _):
+        worker = os.fdopen(os.dup(out), "wb", 0)
     pump.start()
-    with os.fdopen(out_end, "wb", 0) as worker:
+    with worker:
         worker.write(b"one line\n" + bytes(100_000))
         assert pump.is_behind(3) and not pump.is_behind(2)
         may_show.set()

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import LaunchError
+from paceline.launch import slurm
 from paceline.launch.node_list import NodeSlots
 from paceline.launch.slurm import allocation, batch_script, srun_argv, submit
 
 
-def _scontrol(argv: Sequence[str], text: str) -> str:
+def _scontrol(argv: Sequence[str]) -> str:
     assert argv == ["scontrol", "show", "hostnames", "gpu[1-3]"]
     return "gpu1\ngpu2\ngpu3\n"
 
@@ -28,8 +29,9 @@ def _scontrol(argv: Sequence[str], text: str) -> str:
         ({}, [1, 1, 1]),
     ],
 )
-def test_an_allocation(variables: dict[str, str], counts: list[int]) -> None:
-    found = allocation({"SLURM_JOB_NODELIST": "gpu[1-3]"} | variables, _scontrol)
+def test_an_allocation(variables: dict[str, str], counts: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "_ask", _scontrol)
+    found = allocation({"SLURM_JOB_NODELIST": "gpu[1-3]"} | variables)
     assert found == tuple(NodeSlots(f"gpu{number}", count) for number, count in enumerate(counts, 1))
 
 
@@ -41,9 +43,10 @@ def test_an_allocation(variables: dict[str, str], counts: list[int]) -> None:
         ({"SLURM_JOB_NODELIST": "gpu[1-3]", "SLURM_TASKS_PER_NODE": "many"}, "cannot be read"),
     ],
 )
-def test_no_allocation(variables: dict[str, str], words: str) -> None:
+def test_no_allocation(variables: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "_ask", _scontrol)
     with pytest.raises(LaunchError, match=words):
-        allocation(variables, _scontrol)
+        allocation(variables)
 
 
 def test_a_task_on_one_node() -> None:
@@ -109,21 +112,18 @@ def test_names_that_would_be_options(values: dict[str, object]) -> None:
         _script(**values)
 
 
-def test_submitting() -> None:
-    asked: list[tuple[Sequence[str], str]] = []
+def test_submitting(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = ["17\n", "18;other\n", "Submitted"]
 
-    def answers(answer: str) -> object:
-        def sbatch(argv: Sequence[str], text: str) -> str:
-            asked.append((argv, text))
-            return answer
+    def sbatch(argv: Sequence[str], text: str) -> str:
+        assert (argv, text) == (["sbatch", "--parsable"], "#!/bin/sh\n")
+        return answers.pop(0)
 
-        return sbatch
-
-    assert submit("#!/bin/sh\n", answers("17\n")) == "17"  # type: ignore[arg-type]
-    assert submit("#!/bin/sh\n", answers("18;other\n")) == "18"  # type: ignore[arg-type]
-    assert asked[0] == (["sbatch", "--parsable"], "#!/bin/sh\n")
+    monkeypatch.setattr(slurm, "_ask", sbatch)
+    assert submit("#!/bin/sh\n") == "17"
+    assert submit("#!/bin/sh\n") == "18"
     with pytest.raises(LaunchError, match="not a job id"):
-        submit("", answers("Submitted"))  # type: ignore[arg-type]
+        submit("#!/bin/sh\n")
 
 
 def test_where_there_is_no_slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

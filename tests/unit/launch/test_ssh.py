@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import LaunchError
-from paceline.launch.ssh import explain_ssh_failure, remote_command, ssh_argv
+from paceline.launch.ssh import explain_ssh_failure, ssh_argv
 from paceline.launch.variables import looks_secret, with_variables
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=20)
@@ -22,7 +22,7 @@ SHOW = "import os, sys; print(ascii((os.getcwd(), os.environ.get('VALUE'), sys.a
 @given(st.lists(WORDS, max_size=4), WORDS)
 def test_a_shell_reads_back_exactly_the_words(words: list[str], value: str) -> None:
     program = [sys.executable, "-S", "-c", SHOW, *words]
-    command = remote_command(program, cwd=Path("/usr"), environ={"VALUE": value})
+    command = ssh_argv("a", program, cwd=Path("/usr"), environ={"VALUE": value})[-1]
     shell = subprocess.run(["sh", "-c", command], capture_output=True, timeout=20, env={"LC_ALL": "C.UTF-8"})
     assert shell.stdout.decode().strip() == ascii(("/usr", value, words)), shell.stderr
 
@@ -30,7 +30,7 @@ def test_a_shell_reads_back_exactly_the_words(words: list[str], value: str) -> N
 def test_a_folder_of_any_name(tmp_path: Path) -> None:
     folder = tmp_path / "-it's $HOME\n"
     folder.mkdir()
-    command = remote_command([sys.executable, "-S", "-c", SHOW], cwd=folder, environ={})
+    command = ssh_argv("a", [sys.executable, "-S", "-c", SHOW], cwd=folder, environ={})[-1]
     shell = subprocess.run(["sh", "-c", command], capture_output=True, timeout=20)
     assert shell.stdout.decode().strip() == ascii((str(folder), None, [])), shell.stderr
 

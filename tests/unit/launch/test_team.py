@@ -30,10 +30,10 @@ def test_only_a_run_that_restarts_prepares_its_next_start(
 ) -> None:
     server = CountedForkServer()
     options = LaunchOptions(tmp_path, preload=("torch",), is_elastic=is_elastic)
-    workers = LocalTeam(0, options, lambda _event: None, cast(ForkServer, server))
+    workers = LocalTeam(options, lambda _event: None, cast(ForkServer, server))
     workers._variables.append({})
     monkeypatch.setattr(workers, "_running", {0: None})
-    monkeypatch.setattr(workers, "states", lambda: [WorkerState(0, 100, trained_s=1.0)])
+    monkeypatch.setattr(workers, "states", lambda: [WorkerState(rank=0, pid=100, trained_s=1.0)])
     workers.prepare_standby()
     monkeypatch.undo()
     workers.close()

@@ -12,7 +12,7 @@ from paceline import env
 from paceline.errors import LaunchError
 from paceline.launch import worker
 from paceline.launch.failure_report import FailureReport
-from paceline.launch.failures import Failure, spare_failure_path
+from paceline.launch.failures import Failure, failure_path, spare_failure_path
 from paceline.launch.run_workers import _marker_in, worker_failed
 
 
@@ -39,6 +39,13 @@ def test_an_exception_s_text_has_a_bound(tmp_path: Path) -> None:
     note = Failure.read(tmp_path / "failures" / "rank1.json")
     assert note is not None and note.message.startswith("begin") and note.message.endswith("end")
     assert len(note.message) <= worker.MOST_MESSAGE_CHARACTERS and len(note.traceback) < 200_000
+
+
+def test_a_note_of_text_that_no_file_name_could_hold_is_read(tmp_path: Path) -> None:
+    worker.report(ValueError("null \0 and half \ud800"), 1, tmp_path)
+    note = Failure.read(failure_path(tmp_path, 1))
+    assert note is not None and note.message == "null \\x00 and half \\ud800"
+    assert note.traceback.endswith("ValueError: null \\x00 and half \\ud800\n")
 
 
 def test_a_report_goes_to_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
