@@ -262,8 +262,7 @@ class BitwiseDataParallel(Engine):
         torch._foreach_copy_(places, written)
         if wants_norm:
             # The vector holds the shard's gradient times its weight, so this is its squared norm times its weight.
-            weight, whole = shard.weight, squared_norm([vector.flat])
-            vector.small_sqr.copy_(mean_of_squares(whole, weight) if isinstance(weight, Tensor) else whole / weight)
+            vector.small_sqr.copy_(mean_of_squares(squared_norm([vector.flat]), shard.weight))
 
     def _users(self, usage: Sequence[bool]) -> Tensor:
         """For each parameter whether a shard used it, as a number."""

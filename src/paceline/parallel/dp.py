@@ -186,10 +186,11 @@ class DataParallel(Engine):
         result = replace(StepLoss.of(losses, sums.layout, notes), own_notes=self.functions.take_found_late())
         rescale_gradients(self.module.parameters(), result.rescale)
         self.communication = self._last_gradient, self._clock.mark()
-        own_weight = sums.own[1] if sums.layout.is_weighted else None
+        size = step.assignment.global_size
+        own_weight = sums.own[1] if sums.layout.is_weighted else sum(step.assignment.sizes) / size
         self._worker_norms.end(small_sqr, own_weight, result.rescale)
         if sums.first is not None and step.take_norms is not None:
-            step.take_norms(GradientNorms(*sums.first, self._squared_norm(), step.assignment.global_size))
+            step.take_norms(GradientNorms(*sums.first, self._squared_norm(), size))
         self._has_stepped = True
         return result
 

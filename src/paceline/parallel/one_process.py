@@ -141,18 +141,24 @@ class OneProcessDataParallel(Engine):
         small_sqrs = [replica.squared_norm() for replica in busy] if step.take_norms is not None else []
         for replica in busy[1:]:
             replica.add_gradients_to(self.module)
-        summed = torch.stack([one.to(statistics[0].device) for one in statistics]).sum(0)
+        every = torch.stack([one.to(self._device) for one in statistics])
         layout, num_buffers = self.functions.layout(step.loss_name), len(self.forward_buffers)
         norm = busy[0].passes.norm
-        losses, values, weights, changed = summed.split([layout.length, *norm.lengths, num_buffers])
+        losses, values, weights, changed = every.sum(0).split([layout.length, *norm.lengths, num_buffers])
         norm.apply(values, weights)
         self.forward_buffers.combine(changed, functools.partial(_sum_moves, busy), lambda _values: None)
         result = StepLoss.of(losses, layout, [*notes, *self.functions.take_found_late()])
         rescale_gradients(self.module.parameters(), result.rescale)
         self.communication = last_gradient, self._clock.mark()
         if step.take_norms is not None and len(busy) > 1:
-            weights = [one[1] for one in statistics] if layout.is_weighted else None
-            step.take_norms(self._norms(step.assignment, assignments, small_sqrs, weights, result.rescale))
+            size = step.assignment.global_size
+            parts = [*every[:, 1]] if layout.is_weighted else [sum(one.sizes) / size for one in assignments]
+            means = [
+                mean_of_squares(squared.to(self._device), part, result.rescale)
+                for squared, part in zip(small_sqrs, parts, strict=True)
+            ]
+            large_sqr = self._replicas[0].squared_norm()
+            step.take_norms(GradientNorms(torch.stack(means).sum(), size / len(busy), large_sqr, size))
         return result
 
     def _find_coupling(self, step: StepInput) -> tuple[str, ...]:
@@ -189,27 +195,6 @@ class OneProcessDataParallel(Engine):
                 )
             assert losses is not None  # a busy device has a shard
             return torch.cat([losses, *passes.norm.collect(losses), *passes.buffers.changed(losses)])
-
-    def _norms(
-        self,
-        whole: Assignment,
-        assignments: Sequence[Assignment],
-        small_sqrs: Sequence[Tensor],
-        weights: Sequence[Tensor] | None,
-        rescale: Tensor | None,
-    ) -> GradientNorms:
-        """Norms of the devices' gradients and of their sum; the replicas held weight * gradient."""
-        first = small_sqrs[0].device
-        if weights is None or rescale is None:
-            fractions = [sum(assignment.sizes) / whole.global_size for assignment in assignments]
-            means = [sqr.to(first) / fraction for sqr, fraction in zip(small_sqrs, fractions, strict=True)]
-        else:
-            pairs = zip(small_sqrs, weights, strict=True)
-            means = [mean_of_squares(sqr.to(first), weight.to(first)) * rescale for sqr, weight in pairs]
-        large_sqr = self._replicas[0].squared_norm()
-        return GradientNorms(
-            torch.stack(means).sum(), whole.global_size / len(assignments), large_sqr, whole.global_size
-        )
 
 
 @dataclass(frozen=True)
