@@ -31,7 +31,6 @@ from paceline.parallel.micro_batch import MicroBatchLimit, free_memory, is_out_o
 from paceline.parallel.norm import NormStatistics, has_other_norms, standing_in
 from paceline.parallel.novelty import MOST_LOOKS, Novelty
 from paceline.parallel.shard_draws import ShardDraws
-from paceline.samples import Turns
 
 Result = TypeVar("Result")
 
@@ -121,7 +120,6 @@ class Passes:
         # Shards that take turns are one batch of more channels, which in this format would be a copy to begin with. On
         # a CPU a kernel for each shard costs little.
         self._norms_rows = device.type == "cpu" and _has_channels_last(model)
-        self._turns = Turns()
 
     # --- which shards go together ---
 
@@ -313,7 +311,7 @@ class Passes:
                 since it may be needed again in a step that starts over.
         """
         if shards.are_interleaved:
-            return step.batch.interleaved(shards.start, shards.stop, len(shards.sizes), self._turns)
+            return step.batch.interleaved(shards.start, shards.stop, len(shards.sizes))
         content = step.batch.cut(shards.start, shards.stop)
         return copied(content) if copies or self.functions.changes_batch.get(step.loss_name, True) else content
 
