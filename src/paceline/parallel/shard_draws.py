@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -229,7 +229,7 @@ class SharedPass(_Draws):
             given = fill.probabilities
             if takes_turns:  # back into one part after the other
                 given = given.index_select(dim, taking_turns(sizes[0], len(sizes), rows, values.device))
-            fills = [fill.of_part(part) for part in given.split(lengths, dim)]
+            fills = [replace(fill, probabilities=part) for part in given.split(lengths, dim)]
         apart = torch.empty_like(values) if takes_turns else values
         for number, part in enumerate(apart.split(lengths, dim)):
             # A tensor that lies in memory as that of a single shard does: the order of its numbers may depend on it.
