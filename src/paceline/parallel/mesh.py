@@ -44,6 +44,8 @@ class MeshParallel(Engine):
     step: the first step goes shard by shard, and a step in which shards that went together drew any is made again.
     """
 
+    holds_all = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -316,10 +318,6 @@ class MeshParallel(Engine):
         return self._spread.whole(tensors)
 
     # --- the rest of the contract ---
-
-    @property
-    def holds_all(self) -> bool:
-        return False
 
     def sync_buffers(self) -> bool:
         broadcast(unknown_buffers(self.module), self._axes.data)
