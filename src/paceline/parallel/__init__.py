@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from paceline.parallel.assignment import Assignment, check_shards
 from paceline.parallel.bitwise import BitwiseDataParallel
-from paceline.parallel.clock import Clock, Mark
 from paceline.parallel.companions import Companion, Companions
 from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import AnyShard, Engine, StepInput
@@ -15,13 +14,11 @@ __all__ = [
     "AnyShard",
     "Assignment",
     "BitwiseDataParallel",
-    "Clock",
     "Companion",
     "Companions",
     "DataParallel",
     "Engine",
     "LocalSGD",
-    "Mark",
     "StepInput",
     "check_shards",
     "parallelize",

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.comm import Aggregator, Bucket
 from paceline.errors import ModelError
 from paceline.parallel.aggregation import compressor_state, load_compressor_state
+from paceline.parallel.clock import mark
 from paceline.parallel.dtensor import rescale_gradients
 from paceline.parallel.engine import Engine, StepInput, broadcast, statistics_dtype
 from paceline.parallel.gradient_norms import GradientNorms, WorkerNorms, squared_norm
@@ -140,7 +141,7 @@ class DataParallel(Engine):
         assert self._aggregator is not None
         if bucket.is_last():
             self._hook_called = True
-            self._last_gradient = self._clock.mark()
+            self._last_gradient = mark(self._device)
         values = bucket.buffer()
         self._worker_norms.bucket_filled(values)
         if self._is_idle:
@@ -175,7 +176,7 @@ class DataParallel(Engine):
         if self._aggregator is not None:
             self._aggregator.scheduler.raise_error()
         if self._group is None:
-            self._last_gradient = self._clock.mark()
+            self._last_gradient = mark(self._device)
         elif not self._hook_called:
             raise ModelError(self._why_nothing_was_aggregated())
         losses, values, weights, small_sqr, changed = sums.summed.split(
@@ -185,7 +186,7 @@ class DataParallel(Engine):
         self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._group))
         result = replace(StepLoss.of(losses, sums.layout, notes), own_notes=self.functions.take_found_late())
         rescale_gradients(self.module.parameters(), result.rescale)
-        self.communication = self._last_gradient, self._clock.mark()
+        self.communication = self._last_gradient, mark(self._device)
         size = step.assignment.global_size
         own_weight = sums.own[1] if sums.layout.is_weighted else sum(step.assignment.sizes) / size
         self._worker_norms.end(small_sqr, own_weight, result.rescale)

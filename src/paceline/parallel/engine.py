@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import buckets
-from paceline.parallel.clock import Clock, Mark
+from paceline.parallel.clock import Mark, mark
 from paceline.parallel.companions import ALONE, Companions
 from paceline.parallel.forward_buffers import ForwardBuffers
 from paceline.parallel.gradient_norms import TakeNorms, norm_of_each, norm_of_norms
@@ -112,8 +112,7 @@ class Engine:
         self.module = module
         self.functions = functions
         self._device = device
-        self._clock = Clock(device)
-        now = self._clock.mark()
+        now = mark(device)
         self.communication: tuple[Mark, Mark] = now, now
         """The interval of the last step's exposed communication: last gradient computed to last gradient aggregated."""
 

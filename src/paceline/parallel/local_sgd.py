@@ -45,6 +45,7 @@ from paceline.errors import JobError
 from paceline.object_collectives import all_gather_objects
 from paceline.parallel.aggregation import compressor_state, load_compressor_state
 from paceline.parallel.buckets import buckets
+from paceline.parallel.clock import mark
 from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import Engine, StepInput, Update, broadcast
 from paceline.parallel.losses import StepLoss
@@ -141,9 +142,9 @@ class LocalSGD(Engine):
         if self._num_steps == self._spec.sync_every:
             self._begin_outer_step()
         if self._under_way is not None and self._num_steps == self._spec.overlap_steps:
-            begin = self._clock.mark()
+            begin = mark(self._device)
             self._finish_outer_step(self._under_way)
-            self.communication = begin, self._clock.mark()
+            self.communication = begin, mark(self._device)
         return result
 
     def _gradients(self, step: StepInput) -> StepLoss:
@@ -157,7 +158,7 @@ class LocalSGD(Engine):
         self._all_samples += step.assignment.global_size
         mine = _among(step, self._ranks or (step.assignment.rank,))
         if not mine.assignment.shard_sizes:
-            now = self._clock.mark()
+            now = mark(self._device)
             self.communication = now, now
             return StepLoss(torch.full((), torch.nan, device=self._device))
         result = self._every_step.gradients(mine)

@@ -19,6 +19,7 @@ from paceline.comm import Aggregator
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.axes import Axes
+from paceline.parallel.clock import mark
 from paceline.parallel.dtensor import local_shard, rescale_gradients
 from paceline.parallel.engine import Engine, StepInput, broadcast
 from paceline.parallel.forward_buffers import refused_in_pipeline
@@ -132,7 +133,7 @@ class MeshParallel(Engine):
         layout = self.functions.layout(step.loss_name)
         sums, weights = self._sum_what_is_known(step, layout, passed, notes)
         result = StepLoss.of(sums, layout, notes)
-        last_gradient = self._clock.mark()
+        last_gradient = mark(self._device)
         num_replicas = sum(self._samples_of_replica(assignment, one) > 0 for one in range(self._axes.mesh.dp))
         replicas_sqr: Tensor | None = None
         if step.take_norms is not None and num_replicas > 1:  # one alone shows no noise
@@ -149,7 +150,7 @@ class MeshParallel(Engine):
         elif step.take_norms is not None and passed.first_sqr is not None:
             first_sqr = passed.first_sqr / weights[-1] ** 2
             step.take_norms(GradientNorms(first_sqr, passed.first_samples, self._spread.squared_norm(), size))
-        self.communication = last_gradient, self._clock.mark()
+        self.communication = last_gradient, mark(self._device)
         return result
 
     def _sum_what_is_known(

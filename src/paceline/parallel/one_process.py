@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from paceline.containers import to_device
 from paceline.errors import JobError, ModelError
 from paceline.parallel.assignment import Assignment, shards_of_rank
+from paceline.parallel.clock import mark
 from paceline.parallel.dtensor import rescale_gradients
 from paceline.parallel.engine import Engine, StepInput
 from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, squared_norm
@@ -137,7 +138,7 @@ class OneProcessDataParallel(Engine):
             for replica, assignment in zip(busy, assignments, strict=True)
         ]
         statistics = self._run(computing)
-        last_gradient = self._clock.mark()
+        last_gradient = mark(self._device)
         small_sqrs = [replica.squared_norm() for replica in busy] if step.take_norms is not None else []
         for replica in busy[1:]:
             replica.add_gradients_to(self.module)
@@ -149,7 +150,7 @@ class OneProcessDataParallel(Engine):
         self.forward_buffers.combine(changed, functools.partial(_sum_moves, busy), lambda _values: None)
         result = StepLoss.of(losses, layout, [*notes, *self.functions.take_found_late()])
         rescale_gradients(self.module.parameters(), result.rescale)
-        self.communication = last_gradient, self._clock.mark()
+        self.communication = last_gradient, mark(self._device)
         if step.take_norms is not None and len(busy) > 1:
             size = step.assignment.global_size
             parts = [*every[:, 1]] if layout.is_weighted else [sum(one.sizes) / size for one in assignments]
