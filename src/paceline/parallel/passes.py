@@ -365,14 +365,14 @@ class Passes:
         """
         self.num_shards_in_pass = 1
         with standing_in(self.model), step.companions.standing_in():
-            yield step.scale(self.loss_of_nothing(step, module))
+            yield step.scale(self.loss_of_nothing(step, module).weighted)
 
-    def loss_of_nothing(self, step: StepInput, module: nn.Module) -> Tensor:
-        """The loss of the first sample times 0, through which nothing flows back."""
+    def loss_of_nothing(self, step: StepInput, module: nn.Module) -> ShardLoss:
+        """The loss of the first sample with the weight 0, through which nothing flows back."""
         with watching_outputs(module) as outputs:
-            loss = read_loss(step.loss_of(module, copied(step.batch.cut(0, 1))), 0.0, 1, self.like).mean
+            loss = read_loss(step.loss_of(module, copied(step.batch.cut(0, 1))), 0.0, 1, self.like)
         ignore_unless(False, outputs)
-        return loss * 0.0
+        return replace(loss, weight=0.0)
 
     def tells_noise(self, step: StepInput) -> bool:
         """Whether the first of a step's passes may be compared with all of them to measure gradient noise.
