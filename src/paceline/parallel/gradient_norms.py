@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.dtensor import alike
@@ -42,6 +42,11 @@ def squared_norm(tensors: Iterable[Tensor]) -> Tensor:
         wide = flat if flat.dtype == torch.float64 else flat.float()
         sums += [torch.dot(chunk, chunk) for chunk in wide.split(_CHUNK)]
     return torch.stack(sums).sum()
+
+
+def squared_gradient_norm(module: nn.Module) -> Tensor:
+    """The squared norm of what is in `.grad` of a module's parameters, plain tensors."""
+    return squared_norm(parameter.grad for parameter in module.parameters() if parameter.grad is not None)
 
 
 def norm_of_each(gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -29,12 +29,12 @@ from paceline.parallel.assignment import Assignment, shards_of_rank
 from paceline.parallel.clock import mark
 from paceline.parallel.dtensor import rescale_gradients
 from paceline.parallel.engine import Engine, StepInput
-from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, squared_norm
+from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, squared_gradient_norm
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import MicroBatchLimit, is_out_of_memory
 from paceline.parallel.norm import ShardBatchNorm, has_other_norms, replace_batch_norm
-from paceline.parallel.passes import Passes, StartOverError
+from paceline.parallel.passes import Passed, Passes, StartOverError
 from paceline.spec import Job, Plan
 
 
@@ -139,7 +139,7 @@ class OneProcessDataParallel(Engine):
         ]
         statistics = self._run(computing)
         last_gradient = mark(self._device)
-        small_sqrs = [replica.squared_norm() for replica in busy] if step.take_norms is not None else []
+        small_sqrs = [squared_gradient_norm(replica.module) for replica in busy] if step.take_norms is not None else []
         for replica in busy[1:]:
             replica.add_gradients_to(self.module)
         every = torch.stack([one.to(self._device) for one in statistics])
@@ -158,7 +158,7 @@ class OneProcessDataParallel(Engine):
                 mean_of_squares(squared.to(self._device), part, result.rescale)
                 for squared, part in zip(small_sqrs, parts, strict=True)
             ]
-            large_sqr = self._replicas[0].squared_norm()
+            large_sqr = squared_gradient_norm(self.module)
             step.take_norms(GradientNorms(torch.stack(means).sum(), size / len(busy), large_sqr, size))
         return result
 
@@ -185,15 +185,16 @@ class OneProcessDataParallel(Engine):
         with the replica."""
         passes = replica.passes
         with torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext():
-            losses: Tensor | None = None
+            passed = Passed()
             for _, loss in passes.losses(_on_device(step, assignment, replica.device), replica.module):
-                losses = loss.sums if losses is None else losses + loss.sums
+                passed.add(loss)
                 passes.backward(step, loss)
             if all(parameter.grad is None for parameter in replica.module.parameters()):
                 raise ModelError(
                     "The loss did not go through the model that the loss function is given, which is another one on "
                     "each device of dp_one_process; call that model."
                 )
+            losses = passed.losses
             assert losses is not None  # a busy device has a shard
             return torch.cat([losses, *passes.norm.collect(losses), *passes.buffers.changed(losses)])
 
@@ -229,9 +230,6 @@ class _Replica:
             gradient = own.grad.to(sum_.device, non_blocking=True)
             sum_.grad = gradient if sum_.grad is None else sum_.grad.add_(gradient)
             own.grad = None
-
-    def squared_norm(self) -> Tensor:
-        return squared_norm(p.grad for p in self.module.parameters() if p.grad is not None)
 
 
 def _sum_moves(replicas: Sequence[_Replica], numbers: list[int]) -> Tensor:
