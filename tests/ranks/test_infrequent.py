@@ -22,7 +22,7 @@ import paceline
 from paceline.comm import Aggregator
 from paceline.env import worker_facts
 from paceline.errors import JobError
-from paceline.parallel import LocalSGD
+from paceline.parallel.local_sgd import LocalSGD
 from paceline.spec import Job, Plan, RunRecord
 from paceline.train import Run
 from paceline.train.digest import weights_sha256
