@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from paceline.containers import copied, tensors
+from paceline.containers import copied, tensors, versions
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.engine import StepInput, statistics_dtype
@@ -332,10 +332,10 @@ class Passes:
             are_copies: whether the samples are copies in any case.
         """
         watch = self.functions.may_be_weighted(step.loss_name)
-        versions = _versions(samples)
+        before = versions(tensors(samples))
         with watching_outputs(module) if watch else nullcontext() as outputs, within or nullcontext():
             returned = step.loss_of(module, samples)
-        changes = versions != _versions(samples)
+        changes = before != versions(tensors(samples))
         self.functions.has_used_samples(step.loss_name, changes=changes, are_copies=are_copies)
         loss = read_loss(returned, shards.weight, step.assignment.global_size, self.like)
         self.functions.has_returned(step.loss_name, loss.layout)
@@ -422,11 +422,6 @@ class Passes:
         assert self._micro_batch is not None
         free_memory(self.device)
         self._micro_batch.halve(assignment)
-
-
-def _versions(samples: Any) -> list[int]:
-    """How often each tensor has been changed in place."""
-    return [one._version for one in tensors(samples) if not one.is_inference()]
 
 
 def _has_channels_last(model: nn.Module) -> bool:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from paceline.containers import map_tensors, open_object, tensors
+from paceline.containers import map_tensors, open_object, tensors, versions
 from paceline.errors import ModelError
 
 MIN_BLOCK_BYTES = 1 << 20
@@ -168,9 +168,9 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        versions = [tensor._version for tensor in given]
+        before = versions(given)
         output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        if versions != [tensor._version for tensor in given]:
+        if before != versions(given):
             raise ModelError(
                 "A block of the model changes its input in place, from which its activations would be computed again; "
                 "let its first operation make a new tensor (inplace=False, x = x + y), or leave out recompute."
