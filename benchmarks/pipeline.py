@@ -21,10 +21,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.unit.parallel.pipeline.simulation import simulate
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 
-from paceline.parallel.pipeline import Action, MicroBatch, ModelCall, Pipeline, make_schedule, simulate
+from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline
+from paceline.parallel.pipeline.schedules import Action, make_schedule
 from paceline.spec import PipelineSpec
 
 TIMEOUT_S = 60.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +134,11 @@ def map_tensors(value: Any, convert: Callable[[Tensor], Any], opened: Open = ope
         )
         return PackedSequence(data, value.batch_sizes, order, back)
     return _map(value, lambda one: map_tensors(one, convert, opened), opened)
+
+
+def versions(some: Iterable[Tensor]) -> list[int]:
+    """How often each tensor has been changed in place, 0 where that is not counted."""
+    return [0 if one.is_inference() else one._version for one in some]
 
 
 def tensors(value: Any, opened: Open = open_container) -> Iterator[Tensor]:

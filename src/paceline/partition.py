@@ -70,7 +70,7 @@ class InFlight:
     """What a worker keeps when backward begins in one of its stages."""
 
     place: int
-    """Of that stage among the worker's."""
+    """Which of the worker's stages it is, counted from 0."""
     micro_batches: tuple[float, ...]
     """[place]: micro-batches whose activations the stage keeps, with the one that backward goes through."""
 

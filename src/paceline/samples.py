@@ -80,26 +80,23 @@ class Samples:
         """Whether there is an `interleaved` content."""
         return self._root.picked is not None
 
-    def interleaved(self, start: int, stop: int, num_parts: int, turns: Turns) -> Any:
+    def interleaved(self, start: int, stop: int, num_parts: int) -> Any:
         """As `cut`, with so many equal parts taking turns: the first sample of each part, then the second of each."""
         assert self._root.picked is not None
-        return self._root.picked(functools.partial(turns.order, self._first + start, self._first + stop, num_parts))
+        first, length = self._first + start, (stop - start) // num_parts
+        return self._root.picked(lambda device: taking_turns(num_parts, length, 1, device, first))
 
     def beyond(self, start: int) -> Samples:
         """The samples from `start` on."""
         return Samples(self._root, self._first + start)
 
 
-class Turns:
-    """Orders in which equal parts of some samples take turns; kept, for a GPU would be waited for to make one."""
-
-    def __init__(self) -> None:
-        self.order = functools.lru_cache(maxsize=16)(_turns)
-
-
-def _turns(start: int, stop: int, num_parts: int, device: torch.device) -> Tensor:
-    by_part = torch.arange(start, stop, device=device).view(num_parts, -1)
-    return by_part.t().reshape(-1)
+@functools.lru_cache(maxsize=64)  # a GPU would be waited for to make one
+def taking_turns(num_parts: int, length: int, rows: int, device: torch.device, first: int = 0) -> Tensor:
+    """The positions, from `first` on, of `num_parts` parts of `length` samples of so many rows, in the order in which
+    the parts take turns: the first sample of each part, then the second of each; 1-D."""
+    positions = torch.arange(first, first + num_parts * length * rows, device=device)
+    return positions.view(num_parts, length, rows).transpose(0, 1).reshape(-1)
 
 
 class _Reader:

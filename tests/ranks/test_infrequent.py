@@ -22,7 +22,7 @@ import paceline
 from paceline.comm import Aggregator
 from paceline.env import worker_facts
 from paceline.errors import JobError
-from paceline.parallel import LocalSGD
+from paceline.parallel.local_sgd import LocalSGD
 from paceline.spec import Job, Plan, RunRecord
 from paceline.train import Run
 from paceline.train.digest import weights_sha256
@@ -351,11 +351,11 @@ def _three_epochs(job: Job, interrupted: bool) -> Weights:
             if saved:
                 run.model.load_state_dict(saved[0])
                 run.optimizer.load_state_dict(saved[1])
-                _engine(run).load_state_dict(saved[2])
+                _engine(run).load_state(saved[2], {})
             for epoch in epochs:
                 for batch in run.batches(images(9), epoch):
                     run.step(batch, loss_fn)
-            parts = run.model.state_dict(), run.optimizer.state_dict(), _engine(run).state_dict()
+            parts = run.model.state_dict(), run.optimizer.state_dict(), _engine(run).shared_state()
             saved = [copy.deepcopy(part) for part in parts]
             weights = _weights(run)
     return weights

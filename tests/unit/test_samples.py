@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from paceline.containers import copied, tensors, to_device
 from paceline.errors import ModelError
-from paceline.samples import Readings, Samples, Turns
+from paceline.samples import Readings, Samples
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -352,7 +352,7 @@ def test_parts_of_a_batch_take_turns_where_everything_in_it_can() -> None:
     batch = {"x": torch.arange(6), "pair": (torch.arange(12).view(6, 2), torch.tensor(0.5)), "name": "a"}
     samples = Samples.of(batch, 6)
     assert samples.can_interleave
-    taken = samples.beyond(2).interleaved(0, 4, 2, Turns())
+    taken = samples.beyond(2).interleaved(0, 4, 2)
     assert taken["x"].tolist() == [2, 4, 3, 5]
     assert taken["pair"][0].tolist() == [[4, 5], [8, 9], [6, 7], [10, 11]]
     assert (taken["pair"][1], taken["name"]) == (torch.tensor(0.5), "a")

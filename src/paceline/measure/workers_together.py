@@ -19,8 +19,8 @@ from paceline.comm.timing import largest
 from paceline.measure.load import LoadMeter
 from paceline.measure.steps import Subject, step_of
 from paceline.measure.stopwatch import Stopwatch, seconds_of
-from paceline.parallel import DataParallel
 from paceline.parallel.aggregation import candidates, set_up_aggregation
+from paceline.parallel.dp import DataParallel
 from paceline.spec import AlgorithmName, Job, MachineLoad, Plan, SumTiming
 from paceline.spec.codec import JsonValue, at_least
 from paceline.train.process_group import World

@@ -2,27 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.parallel.assignment import Assignment, check_shards
-from paceline.parallel.bitwise import BitwiseDataParallel
-from paceline.parallel.clock import Clock, Mark
+from paceline.parallel.assignment import Assignment
 from paceline.parallel.companions import Companion, Companions
-from paceline.parallel.dp import DataParallel
-from paceline.parallel.engine import AnyShard, Engine, StepInput
-from paceline.parallel.local_sgd import LocalSGD
+from paceline.parallel.engine import Engine, StepInput
 from paceline.parallel.parallelize import parallelize
 
-__all__ = [
-    "AnyShard",
-    "Assignment",
-    "BitwiseDataParallel",
-    "Clock",
-    "Companion",
-    "Companions",
-    "DataParallel",
-    "Engine",
-    "LocalSGD",
-    "Mark",
-    "StepInput",
-    "check_shards",
-    "parallelize",
-]
+__all__ = ["Assignment", "Companion", "Companions", "Engine", "StepInput", "parallelize"]

@@ -18,6 +18,7 @@ from paceline.comm.tree_exact import tree_all_reduce
 from paceline.containers import on_device
 from paceline.heartbeat import Heartbeat
 from paceline.parallel.assignment import Assignment
+from paceline.parallel.clock import mark
 from paceline.parallel.engine import Engine, StepInput, broadcast
 from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, norm_of_each, squared_norm
 from paceline.parallel.loss_functions import LossFunctions
@@ -146,12 +147,12 @@ class BitwiseDataParallel(Engine):
         if self._device.type != "cpu":
             self._free.clear()  # memory for the sum over workers
         vectors = {partial: vectors[partial] for partial in tree.partials}
-        last_gradient = self._clock.mark()
+        last_gradient = mark(self._device)
         layout = self.functions.layout(step.loss_name)
         lengths = self._lengths(self._num_statistics(layout))
         empty = torch.empty(sum(lengths), dtype=self._shards.dtype, device=self._device)
         values = self._sum_over_workers(tree.partials, assignment, empty)
-        self.communication = last_gradient, self._clock.mark()
+        self.communication = last_gradient, mark(self._device)
 
         total = vectors.pop(values, None) or _Vector.of(values, self._forms, lengths)
         if self._device.type == "cpu":
@@ -262,8 +263,7 @@ class BitwiseDataParallel(Engine):
         torch._foreach_copy_(places, written)
         if wants_norm:
             # The vector holds the shard's gradient times its weight, so this is its squared norm times its weight.
-            weight, whole = shard.weight, squared_norm([vector.flat])
-            vector.small_sqr.copy_(mean_of_squares(whole, weight) if isinstance(weight, Tensor) else whole / weight)
+            vector.small_sqr.copy_(mean_of_squares(squared_norm([vector.flat]), shard.weight))
 
     def _users(self, usage: Sequence[bool]) -> Tensor:
         """For each parameter whether a shard used it, as a number."""

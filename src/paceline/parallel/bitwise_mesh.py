@@ -46,6 +46,8 @@ from paceline.spec import Job, Plan
 class BitwiseMesh(BitwiseDataParallel):
     """The engine of meshes whose results are equal, bit for bit, to those of one worker, or of one tp group."""
 
+    holds_all = False
+
     def __init__(
         self,
         model: nn.Module,
@@ -211,10 +213,6 @@ class BitwiseMesh(BitwiseDataParallel):
         return torch.where(on_device(are_divided, self._device), total.sqrt(), norms)
 
     # --- the whole model ---
-
-    @property
-    def holds_all(self) -> bool:
-        return False
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return self._spread.whole(tensors)

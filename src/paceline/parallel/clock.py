@@ -9,24 +9,19 @@ import torch
 Mark = float | torch.cuda.Event
 
 
-class Clock:
-    """Records timestamps: CUDA events on a GPU, the wall clock on CPU."""
+def mark(device: torch.device) -> Mark:
+    """Now, as a CUDA event on a GPU, else by the wall clock."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_cuda = device.type == "cuda"
 
-    def mark(self) -> Mark:
-        if not self._on_cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    @staticmethod
-    def seconds(begin: Mark, end: Mark) -> float:
-        """Seconds between two marks; on CUDA waits until the device has passed `end`."""
-        if isinstance(begin, float) and isinstance(end, float):
-            return end - begin
-        assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
+def seconds(begin: Mark, end: Mark) -> float:
+    """Seconds between two marks; on CUDA waits until the device has passed `end`."""
+    if isinstance(begin, float) and isinstance(end, float):
+        return end - begin
+    assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -18,14 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.comm import Aggregator, Bucket
 from paceline.errors import ModelError
 from paceline.parallel.aggregation import compressor_state, load_compressor_state
+from paceline.parallel.clock import mark
 from paceline.parallel.dtensor import rescale_gradients
 from paceline.parallel.engine import Engine, StepInput, broadcast, statistics_dtype
-from paceline.parallel.gradient_norms import GradientNorms, WorkerNorms, squared_norm
+from paceline.parallel.gradient_norms import GradientNorms, WorkerNorms, squared_gradient_norm
 from paceline.parallel.loss_functions import LossFunctions
-from paceline.parallel.losses import LossLayout, StepLoss
+from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import MicroBatchLimit, free_memory, is_out_of_memory, nothing_of
 from paceline.parallel.norm import ShardBatchNorm, has_other_norms, replace_batch_norm, unknown_buffers
-from paceline.parallel.passes import Passes, StartOverError
+from paceline.parallel.passes import Passed, Passes, StartOverError
 from paceline.parallel.sync_norm import SyncBatchNorm
 from paceline.private_groups import private_group
 from paceline.process_groups import open_group
@@ -140,7 +141,7 @@ class DataParallel(Engine):
         assert self._aggregator is not None
         if bucket.is_last():
             self._hook_called = True
-            self._last_gradient = self._clock.mark()
+            self._last_gradient = mark(self._device)
         values = bucket.buffer()
         self._worker_norms.bucket_filled(values)
         if self._is_idle:
@@ -169,27 +170,32 @@ class DataParallel(Engine):
         if self._ddp is not None:
             self._ddp.reducer._rebuild_buckets()  # a collective after the first backward pass, then nothing
         if step.assignment.sizes or self.micro_batch.is_automatic:
-            sums = self._passes.starting_over(lambda: self._attempt(step))
+            summed, passed = self._passes.starting_over(lambda: self._attempt(step))
         else:
-            sums = self._idle(step)
+            summed, passed = self._idle(step)
         if self._aggregator is not None:
             self._aggregator.scheduler.raise_error()
         if self._group is None:
-            self._last_gradient = self._clock.mark()
+            self._last_gradient = mark(self._device)
         elif not self._hook_called:
             raise ModelError(self._why_nothing_was_aggregated())
-        losses, values, weights, small_sqr, changed = sums.summed.split(
-            [sums.layout.length, *self._passes.norm.lengths, 1, len(self.forward_buffers)]
+        layout = self.functions.layout(step.loss_name)
+        losses, values, weights, small_sqr, changed = summed.split(
+            [layout.length, *self._passes.norm.lengths, 1, len(self.forward_buffers)]
         )
         self._passes.norm.apply(values, weights)
         self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._group))
-        result = replace(StepLoss.of(losses, sums.layout, notes), own_notes=self.functions.take_found_late())
+        result = replace(StepLoss.of(losses, layout, notes), own_notes=self.functions.take_found_late())
         rescale_gradients(self.module.parameters(), result.rescale)
-        self.communication = self._last_gradient, self._clock.mark()
-        own_weight = sums.own[1] if sums.layout.is_weighted else None
+        self.communication = self._last_gradient, mark(self._device)
+        size = step.assignment.global_size
+        own_weight: float | Tensor = sum(step.assignment.sizes) / size
+        if layout.is_weighted and passed.losses is not None:
+            own_weight = passed.losses[1]
         self._worker_norms.end(small_sqr, own_weight, result.rescale)
-        if sums.first is not None and step.take_norms is not None:
-            step.take_norms(GradientNorms(*sums.first, self._squared_norm(), step.assignment.global_size))
+        if passed.first_sqr is not None and step.take_norms is not None:
+            first_sqr, large_sqr = passed.first_sqr / passed.first_weight**2, squared_gradient_norm(self.module)
+            step.take_norms(GradientNorms(first_sqr, passed.first_samples, large_sqr, size))
         self._has_stepped = True
         return result
 
@@ -199,7 +205,7 @@ class DataParallel(Engine):
             self._aggregator.sum_now(total, "buffers")
         return total
 
-    def _attempt(self, step: StepInput) -> _Sums:
+    def _attempt(self, step: StepInput) -> tuple[Tensor, Passed]:
         """`_train`, or `_idle` without samples; with micro_batch_size = "auto" all workers end it alike.
 
         Raises:
@@ -240,8 +246,7 @@ class DataParallel(Engine):
             missing = [parameter for parameter in self._trained if parameter not in self._in_buckets]
             if missing:
                 nothing_of(missing).backward()
-        if self._arrived is not None:
-            self._arrived()
+        self._await_sum()
 
     def _num_workers_out_of_memory(self, num_shards: int) -> tuple[int, int]:
         """The number of workers that ran out of memory with several shards in the model, and with one.
@@ -255,8 +260,8 @@ class DataParallel(Engine):
         several, one = counts.tolist()
         return int(several), int(one)
 
-    def _train(self, step: StepInput) -> _Sums:
-        """Compute and aggregate the gradient."""
+    def _train(self, step: StepInput) -> tuple[Tensor, Passed]:
+        """Compute and aggregate the gradient; returns what `_start_sum` does, and what came of the passes."""
         assignment = step.assignment
         self._begin_norms(step)
         if self._is_sync and len(self._passes.ranges(step, assignment.rank)) > 1:
@@ -265,31 +270,30 @@ class DataParallel(Engine):
                 f"micro-batches of {self._plan.micro_batch_size}; leave micro_batch_size out or use norm = 'shard'."
             )
         wants_norms = self._group is None and self._passes.tells_noise(step)
-        losses: Tensor | None = None
-        first: tuple[Tensor, int] | None = None
+        passed = Passed()
         for shards, loss in self._passes.losses(step, self.module):
-            losses = loss.sums if losses is None else losses + loss.sums
+            passed.add(loss)
             is_last = shards.stop_shard == assignment.own[1]
             if is_last:
                 # The step's loss and norm statistics are known: they are summed while backward computes.
-                sums, arrived = self._start_sum(step, losses)
+                summed = self._start_sum(step, passed.losses)
                 self._aggregate_next(loss.mean)
             self._passes.backward(step, loss)
-            if wants_norms and first is None and not is_last:
-                first = self._squared_norm() / loss.weight**2, sum(shards.sizes)
-        arrived()
-        return replace(sums, first=first)
+            if wants_norms and passed.first_sqr is None and not is_last:
+                passed.first_sqr, passed.first_samples = squared_gradient_norm(self.module), sum(shards.sizes)
+        self._await_sum()
+        return summed, passed
 
-    def _idle(self, step: StepInput) -> _Sums:
+    def _idle(self, step: StepInput) -> tuple[Tensor, Passed]:
         """`_train` for a worker without samples: a stand-in sample lets it take part in all collectives."""
         self.forward_buffers.begin_step()
         self._begin_norms(step)
         with self._idling(), self._passes.stand_in(step, self.module) as loss:
-            sums, arrived = self._start_sum(step, None)
+            summed = self._start_sum(step, None)
             self._aggregate_next(loss)
             loss.backward()
-        arrived()
-        return sums
+        self._await_sum()
+        return summed, Passed()
 
     def _begin_norms(self, step: StepInput) -> None:
         # The output of a compressor is not the sum of its inputs.
@@ -302,29 +306,31 @@ class DataParallel(Engine):
         if self._ddp is not None:
             self._ddp.reducer.prepare_for_backward([loss] if self._ddp.find_unused_parameters else [])
 
-    def _start_sum(self, step: StepInput, losses: Tensor | None) -> tuple[_Sums, Callable[[], object]]:
-        """Begin adding up what all workers know of a step; the second value waits for the sum.
+    def _start_sum(self, step: StepInput, losses: Tensor | None) -> Tensor:
+        """Begin adding up what all workers know of a step besides their gradients.
 
         Args:
             losses: this worker's sums; None where it has no sample.
+
+        Returns:
+            [losses, norm statistics, gradient norm, which buffers were changed]; of all workers after `_await_sum`.
         """
         layout = self.functions.layout(step.loss_name)
         own = self._zero.new_zeros(layout.length) if losses is None else losses
         norms = self._worker_norms.to_be_summed
         mine = torch.cat([own, *self._passes.norm.collect(own), norms, *self.forward_buffers.changed(own)])
-        sums = _Sums(mine, own, layout)
-        if self._aggregator is None:
-            return sums, lambda: None
-        self._arrived = self._aggregator.sum_exactly(mine, "loss and norm statistics").wait
-        return sums, self._arrived
+        if self._aggregator is not None:
+            self._arrived = self._aggregator.sum_exactly(mine, "loss and norm statistics").wait
+        return mine
+
+    def _await_sum(self) -> None:
+        if self._arrived is not None:
+            self._arrived()
 
     def gradient_norms(self) -> list[Tensor]:
         if self._ddp is None or any(parameter.grad is None for parameter in self._trained):
             return super().gradient_norms()
         return [self._worker_norms.squared_sum().sqrt()]  # one pass over the buckets, which hold all gradients
-
-    def _squared_norm(self) -> Tensor:
-        return squared_norm(parameter.grad for parameter in self.module.parameters() if parameter.grad is not None)
 
     def _why_nothing_was_aggregated(self) -> str:
         trained = [(name, p.grad) for name, p in self.module.named_parameters() if p.requires_grad]
@@ -354,19 +360,6 @@ class DataParallel(Engine):
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         super().load_state(shared, own)
         load_compressor_state(self._aggregator, own)
-
-
-@dataclass(frozen=True)
-class _Sums:
-    """What the workers add up in a step besides their gradients."""
-
-    summed: Tensor
-    """[losses, norm statistics, gradient norm, which buffers were changed]; of all workers once it has arrived."""
-    own: Tensor
-    """The losses of this worker."""
-    layout: LossLayout
-    first: tuple[Tensor, int] | None = None
-    """On a single worker: the squared norm of the gradient of its first pass, and the number of samples in it."""
 
 
 def _group_of_uses(group: dist.ProcessGroup | None, plan: Plan) -> dist.ProcessGroup | None:

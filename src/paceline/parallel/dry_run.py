@@ -230,29 +230,27 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
     degrees = _largest_degrees(model)
     plan = find_plan(model, 2) if degrees else TensorPlan(2, {})
     itemsize = max((p.element_size() for p in model.parameters()), default=4)
-    groups: list[list[int]] = []
-    for number, cost in enumerate(costs):
-        if cost.may_begin or not groups:
-            groups.append([])
-        groups[-1].append(number)
+    starts = [number for number, cost in enumerate(costs) if cost.may_begin or not number]
+    groups = [slice(start, stop) for start, stop in zip(starts, (*starts[1:], len(costs)), strict=True)]
     total_s = sum(cost.time_s for cost in costs) or 1.0
-    modules = [[recording.name(n) for n in group if recording.layers[n].function is None] for group in groups]
+    modules = [[layer.name for layer in recording.layers[group] if layer.function is None] for group in groups]
     layers = []
     num_slices = 1
     for group, names, begins_divided in zip(groups, modules, begin_divided(plan, modules), strict=True):
         own = [layer for layer in plan.layers if any(layer == name or layer.startswith(f"{name}.") for name in names)]
         num_slices = min((degrees.get(layer, 1) for layer in own), default=num_slices if begins_divided else 1)
         sent_bytes = sum(bytes_per_sample(plan.of_layer(layer), sizes, itemsize) for layer in own)
+        together = costs[group]
         layers.append(
             LayerCost(
-                name=recording.name(group[0]),
-                time_s=sum(costs[number].time_s for number in group) / total_s,
-                parameter_bytes=sum(costs[number].parameter_bytes for number in group),
-                activation_bytes=sum(costs[number].activation_bytes for number in group) / num_samples,
-                moment_bytes=max(costs[number].moment_bytes for number in group) / num_samples,
-                waiting_bytes=sum(costs[number].waiting_bytes for number in group) / num_samples,
-                largest_parameter_bytes=max(costs[number].largest_parameter_bytes for number in group),
-                output_bytes=costs[group[-1]].output_bytes / num_samples,
+                name=together[0].name,
+                time_s=sum(cost.time_s for cost in together) / total_s,
+                parameter_bytes=sum(cost.parameter_bytes for cost in together),
+                activation_bytes=sum(cost.activation_bytes for cost in together) / num_samples,
+                moment_bytes=max(cost.moment_bytes for cost in together) / num_samples,
+                waiting_bytes=sum(cost.waiting_bytes for cost in together) / num_samples,
+                largest_parameter_bytes=max(cost.largest_parameter_bytes for cost in together),
+                output_bytes=together[-1].output_bytes / num_samples,
                 num_tensor_slices=num_slices,
                 num_all_reduces=len(own),
                 # Two workers send S bytes each for a sum of S.

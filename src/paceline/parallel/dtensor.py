@@ -5,7 +5,7 @@ Plain tensors load nothing of DTensors, which takes long.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -18,7 +18,7 @@ from paceline.spec import Mesh
 from paceline.spec.mesh import AXES
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor, Placement
+    from torch.distributed.tensor import DTensor
 
 
 def device_mesh_of(mesh: Mesh, device_kind: str) -> DeviceMesh:
@@ -51,16 +51,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 def shard_slice(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The offsets of this worker's shard in the full tensor, and its sizes, along each dimension."""
-    return _own_slice(like.shape, like.device_mesh, like.placements)
-
-
-def _own_slice(
-    shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """As `shard_slice`, for a tensor of that shape."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
+    sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     return tuple(offsets), tuple(sizes)
 
 
@@ -79,9 +72,11 @@ def part(like: Tensor) -> Tensor:
     if not is_sharded(like, "tp"):
         return torch.empty_strided(like.shape, like.stride(), device="meta")
     assert is_dtensor(like)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
     names = like.device_mesh.mesh_dim_names or ()
     placement = like.placements[names.index("tp")]
-    _, sizes = _own_slice(like.shape, like.device_mesh["tp"], (placement,))
+    sizes, _ = compute_local_shape_and_global_offset(like.shape, like.device_mesh["tp"], (placement,))
     return torch.empty(sizes, device="meta")
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import buckets
-from paceline.parallel.clock import Clock, Mark
+from paceline.parallel.clock import Mark, mark
 from paceline.parallel.companions import ALONE, Companions
 from paceline.parallel.forward_buffers import ForwardBuffers
 from paceline.parallel.gradient_norms import TakeNorms, norm_of_each, norm_of_norms
@@ -98,6 +98,10 @@ class Engine:
     """How gradients are summed, where that was chosen here; None: as the plan says."""
     notes: Sequence[str] = ()
     """Notes for the run's log and report."""
+    reads_assignment = True
+    """Whether a worker computes the samples assigned to it. If not, they need not be read: see `AnyShard`."""
+    holds_all = True
+    """Whether every worker holds the whole model and its optimizer."""
 
     def __init__(self, module: nn.Module, device: torch.device, functions: LossFunctions) -> None:
         """
@@ -108,8 +112,7 @@ class Engine:
         self.module = module
         self.functions = functions
         self._device = device
-        self._clock = Clock(device)
-        now = self._clock.mark()
+        now = mark(device)
         self.communication: tuple[Mark, Mark] = now, now
         """The interval of the last step's exposed communication: last gradient computed to last gradient aggregated."""
 
@@ -138,11 +141,6 @@ class Engine:
         raise NotImplementedError
 
     @property
-    def reads_assignment(self) -> bool:
-        """Whether a worker computes the samples assigned to it. If not, they need not be read: see `AnyShard`."""
-        return True
-
-    @property
     def is_synchronised(self) -> bool:
         """Whether the last step synchronised all workers, so that they can exchange their status."""
         return True
@@ -157,11 +155,6 @@ class Engine:
         return norm_of_each([p.grad for p in self.module.parameters() if p.grad is not None])
 
     # --- the whole model ---
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether every worker holds the whole model and its optimizer."""
-        return True
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All parameters, or tensors sharded like them, of the whole model by name, in full; a collective.

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from paceline.containers import copied
 from paceline.parallel.assignment import ShardRange
 from paceline.parallel.coupling import AUX_LOSS, describe_coupling, leaving_no_trace, returns_aux_loss, tolerance
 from paceline.parallel.engine import StepInput
@@ -64,7 +63,7 @@ def examine(
     for number in range(3 if is_coarse else 1):
         if shards is None:
             for _ in range(1 + most_shards):
-                _pass_of_stand_in(passes, step, module)
+                loss_of_stand_in(passes, step, module)
             all_found.append(Examined())
         else:
             all_found.append(_Examination(passes, step, module, draws, number).run(shards, most_shards))
@@ -167,10 +166,10 @@ def _are_finite(losses: Sequence[ShardLoss]) -> bool:
     return all(math.isfinite(float(one.mean)) and float(one.weight) > 0 for one in losses)
 
 
-def _pass_of_stand_in(passes: Passes, step: StepInput, module: nn.Module) -> None:
-    """A pass of a sample that counts for nothing, for a worker that takes part in collectives."""
+def loss_of_stand_in(passes: Passes, step: StepInput, module: nn.Module) -> ShardLoss:
+    """The loss of a sample that counts for nothing, by a pass without a trace."""
     with _leaving_no_trace(passes, step), standing_in(passes.model), step.companions.standing_in():
-        step.loss_of(module, copied(step.batch.cut(0, 1)))
+        return passes.loss_of_nothing(step, module)
 
 
 @contextmanager

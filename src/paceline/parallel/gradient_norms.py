@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.dtensor import alike
@@ -42,6 +42,11 @@ def squared_norm(tensors: Iterable[Tensor]) -> Tensor:
         wide = flat if flat.dtype == torch.float64 else flat.float()
         sums += [torch.dot(chunk, chunk) for chunk in wide.split(_CHUNK)]
     return torch.stack(sums).sum()
+
+
+def squared_gradient_norm(module: nn.Module) -> Tensor:
+    """The squared norm of what is in `.grad` of a module's parameters, plain tensors."""
+    return squared_norm(parameter.grad for parameter in module.parameters() if parameter.grad is not None)
 
 
 def norm_of_each(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -109,41 +114,35 @@ class WorkerNorms:
         """The number, [1], to add over all workers before this step ends, whether or not norms are wanted."""
         return self._nothing if self._last is None else self._last[0].small_sqr.view(1)
 
-    def end(self, small_sqr: Tensor, weight: Tensor | None = None, rescale: Tensor | None = None) -> None:
+    def end(self, small_sqr: Tensor, weight: float | Tensor, rescale: Tensor | None) -> None:
         """Report the last step's norms, which this sum completes, and keep those of the current step.
 
         Args:
-            weight, rescale: this worker's weight in the step's loss, and the factor by which the gradient has just been
-                multiplied; None: its part of the samples, and 1.
+            weight, rescale: as of `mean_of_squares`; with a stand-in this worker has the weight 0.
         """
         if self._last is not None:
             norms, take = self._last
             take(replace(norms, small_sqr=small_sqr.view(())))
         self._last = None
         if self._take is not None and self._assignment is not None:
-            assignment = self._assignment
-            # The weighted mean of |g|^2, where buckets held weight * g; a worker with a stand-in contributes nothing.
-            fraction = sum(assignment.sizes) / assignment.global_size
-            own = self._own_sqr / fraction if assignment.sizes else self._zero
-            if weight is not None and rescale is not None:
-                own = mean_of_squares(self._own_sqr, weight) * rescale
-            num_samples = assignment.global_size
-            norms = GradientNorms(own, num_samples / _num_busy_workers(assignment), self.squared_sum(), num_samples)
+            own = mean_of_squares(self._own_sqr, weight, rescale)
+            num_samples, num_busy = self._assignment.global_size, _num_busy_workers(self._assignment)
+            norms = GradientNorms(own, num_samples / num_busy, self.squared_sum(), num_samples)
             self._last = norms, self._take
 
 
-@dataclass(frozen=True)
-class PartWeights:
-    """Weights in the sum of all losses, by which the norms of gradients are divided."""
+def mean_of_squares(squared: Tensor, weight: float | Tensor, rescale: Tensor | None = None) -> Tensor:
+    """What a part of the global batch adds to the weighted mean of |g|^2, a scalar; 0 where it has no weight.
 
-    replicas: Sequence[float] | Tensor
-    first_pass: float | Tensor
-    """The weight of all workers' first passes together."""
-
-
-def mean_of_squares(squared: Tensor, weight: Tensor) -> Tensor:
-    """The scalar weight * |g|^2 from the squared norm of weight * g; 0 where there is no weight."""
-    return torch.where(weight > 0, squared / weight, torch.zeros_like(squared))
+    Args:
+        squared: the squared norm of weight * g.
+        weight: of the part in the step's loss: of its samples, or of the units of a `Mean`.
+        rescale: the factor from the sum of weighted parts to the gradient; None: 1.
+    """
+    if not isinstance(weight, Tensor):
+        return squared / weight if weight else torch.zeros_like(squared)
+    mean = torch.where(weight > 0, squared / weight, torch.zeros_like(squared))
+    return mean if rescale is None else mean * rescale
 
 
 def _num_busy_workers(assignment: Assignment) -> int:

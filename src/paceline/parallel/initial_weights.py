@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,10 +52,10 @@ def align(model: nn.Module) -> None:
 def _draw(shapes: nn.Module, mine: nn.Module, device: torch.device) -> None:
     """Raises `ModelError` for a layer that cannot draw its own weights."""
     allocate(mine, device)
-    targets = dict(_named(mine))
+    targets = dict(_tensors(mine, remove_duplicate=False))
     drawn: set[int] = set()
     for path, layer in shapes.named_modules():
-        own = {name: value for name, value in _direct(layer) if id(value) not in drawn}
+        own = {name: value for name, value in _tensors(layer, recurse=False) if id(value) not in drawn}
         drawn |= {id(value) for value in own.values()}
         if not own:
             continue
@@ -69,19 +70,14 @@ def _draw(shapes: nn.Module, mine: nn.Module, device: torch.device) -> None:
         for name in own:
             key = f"{path}.{name}" if path else name
             if key in targets:
-                fresh = dict(_direct(layer))[name].detach()
+                fresh = dict(_tensors(layer, recurse=False))[name].detach()
                 local_shard(targets[key]).copy_(local_shard(shard_like(fresh, targets[key])))
         layer.to_empty(device="meta", recurse=False)
 
 
-def _direct(layer: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from layer.named_parameters(recurse=False)
-    yield from layer.named_buffers(recurse=False)
-
-
-def _named(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+def _tensors(module: nn.Module, **which: Any) -> Iterable[tuple[str, Tensor]]:
+    yield from module.named_parameters(**which)
+    yield from module.named_buffers(**which)
 
 
 def allocate(mine: nn.Module, device: torch.device) -> None:

@@ -19,10 +19,11 @@ from paceline.comm import Aggregator
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.axes import Axes
+from paceline.parallel.clock import mark
 from paceline.parallel.dtensor import local_shard, rescale_gradients
 from paceline.parallel.engine import Engine, StepInput, broadcast
 from paceline.parallel.forward_buffers import refused_in_pipeline
-from paceline.parallel.gradient_norms import GradientNorms, PartWeights, mean_of_squares
+from paceline.parallel.gradient_norms import GradientNorms
 from paceline.parallel.host_facts import HostFacts
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import LossLayout, StepLoss
@@ -43,6 +44,8 @@ class MeshParallel(Engine):
     computes stand-in samples that count for nothing. Whether the model draws random numbers is agreed at the end of a
     step: the first step goes shard by shard, and a step in which shards that went together drew any is made again.
     """
+
+    holds_all = False
 
     def __init__(
         self,
@@ -130,11 +133,13 @@ class MeshParallel(Engine):
         layout = self.functions.layout(step.loss_name)
         sums, weights = self._sum_what_is_known(step, layout, passed, notes)
         result = StepLoss.of(sums, layout, notes)
-        last_gradient = self._clock.mark()
+        last_gradient = mark(self._device)
         num_replicas = sum(self._samples_of_replica(assignment, one) > 0 for one in range(self._axes.mesh.dp))
         replicas_sqr: Tensor | None = None
         if step.take_norms is not None and num_replicas > 1:  # one alone shows no noise
-            replicas_sqr = self._squared_norm_of_replicas(weights.replicas, result.rescale)
+            own_weight = weights[self._axes.mesh.place(dist.get_rank(self._axes.world))["dp"]]
+            # Of the replicas' own gradients before they are added up; each counts as one of dp copies there.
+            replicas_sqr = self._spread.squared_norm(own_weight, result.rescale) * self._axes.mesh.dp
         if self._replica_sums is not None:
             self._replica_sums.finish()
         self._spread.sum_whole_gradients()
@@ -143,15 +148,16 @@ class MeshParallel(Engine):
         if step.take_norms is not None and replicas_sqr is not None:
             step.take_norms(GradientNorms(replicas_sqr, size / num_replicas, self._spread.squared_norm(), size))
         elif step.take_norms is not None and passed.first_sqr is not None:
-            first_sqr = passed.first_sqr / weights.first_pass**2
+            first_sqr = passed.first_sqr / weights[-1] ** 2
             step.take_norms(GradientNorms(first_sqr, passed.first_samples, self._spread.squared_norm(), size))
-        self.communication = last_gradient, self._clock.mark()
+        self.communication = last_gradient, mark(self._device)
         return result
 
     def _sum_what_is_known(
         self, step: StepInput, layout: LossLayout, passed: Passed, notes: list[str]
-    ) -> tuple[Tensor, PartWeights]:
-        """The sums over workers that a step needs besides its gradients, in one message; returns those of the loss."""
+    ) -> tuple[Tensor, Sequence[float] | Tensor]:
+        """The sums over workers that a step needs besides its gradients, in one message; returns those of the loss, and
+        the weight in it of each replica and, last, of all workers' first passes together."""
         trained = [p for p in self.module.parameters() if p.requires_grad] if self._gradients_may_differ else []
         zero, norm = self._zero, self._passes.norm
         changed_in_pipeline = None if self._pipeline is None else self.forward_buffers.changed_now()
@@ -191,8 +197,9 @@ class MeshParallel(Engine):
         self.forward_buffers.combine(changed, self._sum_moves, lambda values: broadcast(values, self._axes.data))
         _agree_on_gradients(trained, uses)
         if layout.is_weighted:
-            return losses, PartWeights(weights[:-1], weights[-1])
-        return losses, self._weights_of_samples(step.assignment, passed)
+            return losses, weights
+        num_samples = [self._samples_of_replica(step.assignment, one) for one in range(self._axes.mesh.dp)]
+        return losses, [num / step.assignment.global_size for num in (*num_samples, passed.first_samples)]
 
     def _examine_again(self, step: StepInput, suspect: ShardRange | None, notes: list[str], *, draws: bool) -> None:
         """Examine shards that look new on any worker; a collective.
@@ -209,12 +216,6 @@ class MeshParallel(Engine):
         weights[assignment.rank // self._axes.mesh.fsdp] = losses[1]
         weights[-1] = passed.first_weight
         return weights
-
-    def _weights_of_samples(self, assignment: Assignment, passed: Passed) -> PartWeights:
-        replicas = [self._samples_of_replica(assignment, one) for one in range(self._axes.mesh.dp)]
-        return PartWeights(
-            [num / assignment.global_size for num in replicas], passed.first_samples / assignment.global_size
-        )
 
     def _sum_moves(self, numbers: list[int]) -> Tensor:
         total = self.forward_buffers.moves(numbers)
@@ -241,16 +242,6 @@ class MeshParallel(Engine):
         degree = self._axes.mesh.fsdp
         of_workers = assignment.shards_of_rank[replica * degree :][:degree]
         return sum(sum(assignment.shard_sizes[start:stop]) for start, stop in of_workers)
-
-    def _squared_norm_of_replicas(self, weights: Sequence[float] | Tensor, rescale: Tensor | None) -> Tensor:
-        """The mean, by their weights, of the replicas' squared gradient norms before they are added up."""
-        mesh = self._axes.mesh
-        weight = weights[mesh.place(dist.get_rank(self._axes.world))["dp"]]
-        # A replica holds weight * g, and is one of dp copies in the whole model's norm.
-        if isinstance(weight, Tensor) and rescale is not None:
-            one = torch.ones_like(weight)
-            return self._spread.squared_norm(mean_of_squares(one, weight) * mesh.dp * rescale)
-        return self._spread.squared_norm(mesh.dp / weight if weight else 0.0)
 
     def _has_to_split(self, somebody_draws: bool) -> bool:
         """Whether the step has to start over because of random numbers."""
@@ -328,10 +319,6 @@ class MeshParallel(Engine):
         return self._spread.whole(tensors)
 
     # --- the rest of the contract ---
-
-    @property
-    def holds_all(self) -> bool:
-        return False
 
     def sync_buffers(self) -> bool:
         broadcast(unknown_buffers(self.module), self._axes.data)

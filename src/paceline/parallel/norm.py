@@ -26,7 +26,7 @@ from paceline.containers import on_device
 from paceline.errors import ModelError
 from paceline.parallel.assignment import ShardRange
 from paceline.parallel.normalise_apart import Moved, normalise_apart
-from paceline.parallel.repeated import RepeatedParameter, RepeatedParameters, shard_by_shard
+from paceline.parallel.repeated import Repeated, RepeatedParameters, shard_by_shard, source_of
 from paceline.parallel.sync_norm import BatchNorm, SyncBatchNorm
 
 
@@ -40,7 +40,7 @@ class CurrentPass:
         """Whether the pass trains the model, so that its statistics count."""
         self.in_backward = False
         """Set while gradients are computed: activation checkpointing runs layers again, which says nothing new."""
-        self.repeated: Mapping[Tensor, RepeatedParameter] = {}
+        self.repeated: Mapping[Tensor, Repeated] = {}
         """Parameters of the layers, repeated for these shards."""
 
 
@@ -142,9 +142,9 @@ class ShardBatchNorm(BatchNorm):
         known = self.current.repeated.get(parameter)
         # Sharded parameters, and what a loss function puts in their place, are known only now. A layer that runs again
         # in backward may do so in a graph of its own, which must not reach into that of the others.
-        if known is None or not known.is_of(parameter) or self.current.in_backward:
+        if known is None or known[1] != source_of(parameter) or self.current.in_backward:
             return parameter.repeat(count)
-        return known.values
+        return known[0]
 
 
 def _dtype_of(layer: ShardBatchNorm) -> torch.dtype:

@@ -26,14 +26,15 @@ from torch import Tensor, nn
 from paceline.containers import to_device
 from paceline.errors import JobError, ModelError
 from paceline.parallel.assignment import Assignment, shards_of_rank
+from paceline.parallel.clock import mark
 from paceline.parallel.dtensor import rescale_gradients
 from paceline.parallel.engine import Engine, StepInput
-from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, squared_norm
+from paceline.parallel.gradient_norms import GradientNorms, mean_of_squares, squared_gradient_norm
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import MicroBatchLimit, is_out_of_memory
 from paceline.parallel.norm import ShardBatchNorm, has_other_norms, replace_batch_norm
-from paceline.parallel.passes import Passes, StartOverError
+from paceline.parallel.passes import Passed, Passes, StartOverError
 from paceline.spec import Job, Plan
 
 
@@ -137,22 +138,28 @@ class OneProcessDataParallel(Engine):
             for replica, assignment in zip(busy, assignments, strict=True)
         ]
         statistics = self._run(computing)
-        last_gradient = self._clock.mark()
-        small_sqrs = [replica.squared_norm() for replica in busy] if step.take_norms is not None else []
+        last_gradient = mark(self._device)
+        small_sqrs = [squared_gradient_norm(replica.module) for replica in busy] if step.take_norms is not None else []
         for replica in busy[1:]:
             replica.add_gradients_to(self.module)
-        summed = torch.stack([one.to(statistics[0].device) for one in statistics]).sum(0)
+        every = torch.stack([one.to(self._device) for one in statistics])
         layout, num_buffers = self.functions.layout(step.loss_name), len(self.forward_buffers)
         norm = busy[0].passes.norm
-        losses, values, weights, changed = summed.split([layout.length, *norm.lengths, num_buffers])
+        losses, values, weights, changed = every.sum(0).split([layout.length, *norm.lengths, num_buffers])
         norm.apply(values, weights)
         self.forward_buffers.combine(changed, functools.partial(_sum_moves, busy), lambda _values: None)
         result = StepLoss.of(losses, layout, [*notes, *self.functions.take_found_late()])
         rescale_gradients(self.module.parameters(), result.rescale)
-        self.communication = last_gradient, self._clock.mark()
+        self.communication = last_gradient, mark(self._device)
         if step.take_norms is not None and len(busy) > 1:
-            weights = [one[1] for one in statistics] if layout.is_weighted else None
-            step.take_norms(self._norms(step.assignment, assignments, small_sqrs, weights, result.rescale))
+            size = step.assignment.global_size
+            parts = [*every[:, 1]] if layout.is_weighted else [sum(one.sizes) / size for one in assignments]
+            means = [
+                mean_of_squares(squared.to(self._device), part, result.rescale)
+                for squared, part in zip(small_sqrs, parts, strict=True)
+            ]
+            large_sqr = squared_gradient_norm(self.module)
+            step.take_norms(GradientNorms(torch.stack(means).sum(), size / len(busy), large_sqr, size))
         return result
 
     def _find_coupling(self, step: StepInput) -> tuple[str, ...]:
@@ -178,38 +185,18 @@ class OneProcessDataParallel(Engine):
         with the replica."""
         passes = replica.passes
         with torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext():
-            losses: Tensor | None = None
+            passed = Passed()
             for _, loss in passes.losses(_on_device(step, assignment, replica.device), replica.module):
-                losses = loss.sums if losses is None else losses + loss.sums
+                passed.add(loss)
                 passes.backward(step, loss)
             if all(parameter.grad is None for parameter in replica.module.parameters()):
                 raise ModelError(
                     "The loss did not go through the model that the loss function is given, which is another one on "
                     "each device of dp_one_process; call that model."
                 )
+            losses = passed.losses
             assert losses is not None  # a busy device has a shard
             return torch.cat([losses, *passes.norm.collect(losses), *passes.buffers.changed(losses)])
-
-    def _norms(
-        self,
-        whole: Assignment,
-        assignments: Sequence[Assignment],
-        small_sqrs: Sequence[Tensor],
-        weights: Sequence[Tensor] | None,
-        rescale: Tensor | None,
-    ) -> GradientNorms:
-        """Norms of the devices' gradients and of their sum; the replicas held weight * gradient."""
-        first = small_sqrs[0].device
-        if weights is None or rescale is None:
-            fractions = [sum(assignment.sizes) / whole.global_size for assignment in assignments]
-            means = [sqr.to(first) / fraction for sqr, fraction in zip(small_sqrs, fractions, strict=True)]
-        else:
-            pairs = zip(small_sqrs, weights, strict=True)
-            means = [mean_of_squares(sqr.to(first), weight.to(first)) * rescale for sqr, weight in pairs]
-        large_sqr = self._replicas[0].squared_norm()
-        return GradientNorms(
-            torch.stack(means).sum(), whole.global_size / len(assignments), large_sqr, whole.global_size
-        )
 
 
 @dataclass(frozen=True)
@@ -243,9 +230,6 @@ class _Replica:
             gradient = own.grad.to(sum_.device, non_blocking=True)
             sum_.grad = gradient if sum_.grad is None else sum_.grad.add_(gradient)
             own.grad = None
-
-    def squared_norm(self) -> Tensor:
-        return squared_norm(p.grad for p in self.module.parameters() if p.grad is not None)
 
 
 def _sum_moves(replicas: Sequence[_Replica], numbers: list[int]) -> Tensor:

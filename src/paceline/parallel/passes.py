@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from paceline.containers import copied, tensors
+from paceline.containers import copied, tensors, versions
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.engine import StepInput, statistics_dtype
@@ -31,7 +31,6 @@ from paceline.parallel.micro_batch import MicroBatchLimit, free_memory, is_out_o
 from paceline.parallel.norm import NormStatistics, has_other_norms, standing_in
 from paceline.parallel.novelty import MOST_LOOKS, Novelty
 from paceline.parallel.shard_draws import ShardDraws
-from paceline.samples import Turns
 
 Result = TypeVar("Result")
 
@@ -121,7 +120,6 @@ class Passes:
         # Shards that take turns are one batch of more channels, which in this format would be a copy to begin with. On
         # a CPU a kernel for each shard costs little.
         self._norms_rows = device.type == "cpu" and _has_channels_last(model)
-        self._turns = Turns()
 
     # --- which shards go together ---
 
@@ -313,7 +311,7 @@ class Passes:
                 since it may be needed again in a step that starts over.
         """
         if shards.are_interleaved:
-            return step.batch.interleaved(shards.start, shards.stop, len(shards.sizes), self._turns)
+            return step.batch.interleaved(shards.start, shards.stop, len(shards.sizes))
         content = step.batch.cut(shards.start, shards.stop)
         return copied(content) if copies or self.functions.changes_batch.get(step.loss_name, True) else content
 
@@ -334,10 +332,10 @@ class Passes:
             are_copies: whether the samples are copies in any case.
         """
         watch = self.functions.may_be_weighted(step.loss_name)
-        versions = _versions(samples)
+        before = versions(tensors(samples))
         with watching_outputs(module) if watch else nullcontext() as outputs, within or nullcontext():
             returned = step.loss_of(module, samples)
-        changes = versions != _versions(samples)
+        changes = before != versions(tensors(samples))
         self.functions.has_used_samples(step.loss_name, changes=changes, are_copies=are_copies)
         loss = read_loss(returned, shards.weight, step.assignment.global_size, self.like)
         self.functions.has_returned(step.loss_name, loss.layout)
@@ -367,14 +365,14 @@ class Passes:
         """
         self.num_shards_in_pass = 1
         with standing_in(self.model), step.companions.standing_in():
-            yield step.scale(self.loss_of_nothing(step, module))
+            yield step.scale(self.loss_of_nothing(step, module).weighted)
 
-    def loss_of_nothing(self, step: StepInput, module: nn.Module) -> Tensor:
-        """The loss of the first sample times 0, through which nothing flows back."""
+    def loss_of_nothing(self, step: StepInput, module: nn.Module) -> ShardLoss:
+        """The loss of the first sample with the weight 0, through which nothing flows back."""
         with watching_outputs(module) as outputs:
-            loss = read_loss(step.loss_of(module, copied(step.batch.cut(0, 1))), 0.0, 1, self.like).mean
+            loss = read_loss(step.loss_of(module, copied(step.batch.cut(0, 1))), 0.0, 1, self.like)
         ignore_unless(False, outputs)
-        return loss * 0.0
+        return replace(loss, weight=0.0)
 
     def tells_noise(self, step: StepInput) -> bool:
         """Whether the first of a step's passes may be compared with all of them to measure gradient noise.
@@ -424,11 +422,6 @@ class Passes:
         assert self._micro_batch is not None
         free_memory(self.device)
         self._micro_batch.halve(assignment)
-
-
-def _versions(samples: Any) -> list[int]:
-    """How often each tensor has been changed in place."""
-    return [one._version for one in tensors(samples) if not one.is_inference()]
 
 
 def _has_channels_last(model: nn.Module) -> bool:

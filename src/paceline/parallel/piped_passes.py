@@ -60,7 +60,7 @@ def stand_in_batch(passes: Passes, step: StepInput, module: nn.Module) -> MicroB
             yield
 
     return MicroBatch(
-        loss_of=lambda model: passes.loss_of_nothing(step, model),
+        loss_of=lambda model: passes.loss_of_nothing(step, model).weighted,
         within=within,
         backward=passes.norm.backward,
         scale=step.scale,

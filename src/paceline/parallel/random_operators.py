@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,10 +35,6 @@ class Fill:
     """Whether all numbers are 0 or 1."""
     probabilities: Tensor | None = None
     """Those of ones, of the shape of the tensor, where each element has its own."""
-
-    def of_part(self, probabilities: Tensor) -> Fill:
-        """For a part of the tensor, with the probabilities of this part."""
-        return replace(self, probabilities=probabilities)
 
     def __call__(self, values: Tensor, generator: torch.Generator | None = None) -> None:
         """Fill `values`; without a generator from torch's own."""
@@ -134,18 +131,6 @@ def _uniform(lowest: float = 0.0, highest: float = 1.0) -> Fill:
     return _filling(_aten.uniform_.default, lowest, highest, limits=(lowest, highest))
 
 
-def _normal(mean: float = 0.0, std: float = 1.0) -> Fill:
-    return _filling(_aten.normal_.default, mean, std)
-
-
-def _exponential(rate: float = 1.0) -> Fill:
-    return _filling(_aten.exponential_.default, rate)
-
-
-def _integers(lowest: int, beyond: int | None) -> Fill:
-    return _filling(getattr(_aten.random_, "from"), lowest, beyond)
-
-
 def _bernoulli(probability: float = 0.5) -> Fill:
     return _filling(_aten.bernoulli_.float, probability, is_of_two=0 < probability < 1)
 
@@ -158,50 +143,50 @@ def _bernoulli_each(probabilities: Tensor) -> Fill:
     return Fill(call, is_of_two=True, probabilities=probabilities)
 
 
-def _new_uniform(size: Any, **options: Any) -> tuple[Tensor, Fill]:
-    return torch.empty(size, **options), _uniform()
+def _new(form: Any, fill: Fill, **options: Any) -> tuple[Tensor, Fill]:
+    """A tensor like another one, or of a size, and what fills it."""
+    return (torch.empty_like if isinstance(form, Tensor) else torch.empty)(form, **options), fill
 
 
-def _new_normal(size: Any, **options: Any) -> tuple[Tensor, Fill]:
-    return torch.empty(size, **options), _normal()
+def _integers(size: Any, lowest: int, beyond: int, **options: Any) -> tuple[Tensor, Fill]:
+    return _new(size, _filling(_random_from, lowest, beyond), **({"dtype": torch.int64} | options))
 
 
-def _new_integers(lowest: int, beyond: int, size: Any, **options: Any) -> tuple[Tensor, Fill]:
-    return torch.empty(size, **({"dtype": torch.int64} | options)), _integers(lowest, beyond)
-
-
-def _new_integers_below(beyond: int, size: Any, **options: Any) -> tuple[Tensor, Fill]:
-    return _new_integers(0, beyond, size, **options)
-
+_random_from = getattr(_aten.random_, "from")
 
 _IN_PLACE: dict[Any, Callable[..., Fill]] = {
     _aten.uniform_.default: _uniform,
-    _aten.normal_.default: _normal,
-    _aten.exponential_.default: _exponential,
-    _aten.random_.default: lambda: _filling(_aten.random_.default),
-    _aten.random_.to: lambda beyond: _filling(_aten.random_.to, beyond),
-    getattr(_aten.random_, "from"): _integers,
+    _aten.normal_.default: partial(_filling, _aten.normal_.default),
+    _aten.exponential_.default: partial(_filling, _aten.exponential_.default),
+    _aten.random_.default: partial(_filling, _aten.random_.default),
+    _aten.random_.to: partial(_filling, _aten.random_.to),
+    _random_from: partial(_filling, _random_from),
     _aten.bernoulli_.float: _bernoulli,
     _aten.bernoulli_.Tensor: _bernoulli_each,
 }
 """Operators that fill their first argument, by what they are called with besides."""
 
 _NEW: dict[Any, Callable[..., tuple[Tensor, Fill]]] = {
-    _aten.rand.default: _new_uniform,
-    _aten.rand.generator: _new_uniform,
-    _aten.rand_like.default: lambda like, **options: (torch.empty_like(like, **options), _uniform()),
-    _aten.randn.default: _new_normal,
-    _aten.randn.generator: _new_normal,
-    _aten.randn_like.default: lambda like, **options: (torch.empty_like(like, **options), _normal()),
-    _aten.randint.default: _new_integers_below,
-    _aten.randint.generator: _new_integers_below,
-    _aten.randint.low: _new_integers,
-    _aten.randint.low_generator: _new_integers,
-    _aten.randint_like.default: lambda like, beyond, **options: (
-        torch.empty_like(like, **options),
-        _integers(0, beyond),
+    **dict.fromkeys(
+        (_aten.rand.default, _aten.rand.generator, _aten.rand_like.default),
+        lambda form, **options: _new(form, _uniform(), **options),
     ),
-    _aten.bernoulli.p: lambda like, probability: (torch.empty_like(like), _bernoulli(probability)),
-    _aten.bernoulli.default: lambda probabilities: (torch.empty_like(probabilities), _bernoulli_each(probabilities)),
+    **dict.fromkeys(
+        (_aten.randn.default, _aten.randn.generator, _aten.randn_like.default),
+        lambda form, **options: _new(form, _filling(_aten.normal_.default), **options),
+    ),
+    **dict.fromkeys(
+        (_aten.randint.low, _aten.randint.low_generator),
+        lambda lowest, beyond, size, **options: _integers(size, lowest, beyond, **options),
+    ),
+    **dict.fromkeys(
+        (_aten.randint.default, _aten.randint.generator),
+        lambda beyond, size, **options: _integers(size, 0, beyond, **options),
+    ),
+    _aten.randint_like.default: lambda like, beyond, **options: _new(
+        like, _filling(_random_from, 0, beyond), **options
+    ),
+    _aten.bernoulli.p: lambda like, probability: _new(like, _bernoulli(probability)),
+    _aten.bernoulli.default: lambda probabilities: _new(probabilities, _bernoulli_each(probabilities)),
 }
 """Operators that make a tensor and fill it. Those that are named for a generator are called with none too."""

@@ -8,8 +8,7 @@ gradients of the shards up again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,23 +24,11 @@ def shard_by_shard(widths: Sequence[int], num_shards: int) -> Tensor:
     return torch.cat([place.view(num_shards, -1) for place in places], dim=1)
 
 
-@dataclass(frozen=True)
-class RepeatedParameter:
-    """The values of a parameter, once for each shard, as they were at the beginning of a pass."""
-
-    values: Tensor
-    _source: tuple[Any, int]
-
-    @classmethod
-    def of(cls, parameter: Tensor, values: Tensor) -> Self:
-        return cls(values, _source_of(parameter))
-
-    def is_of(self, parameter: Tensor) -> bool:
-        """Whether the parameter still has these values."""
-        return self._source == _source_of(parameter)
+Repeated = tuple[Tensor, tuple[Any, int]]
+"""The values of a parameter, once for each shard, and its `source_of` when they were made."""
 
 
-def _source_of(parameter: Tensor) -> tuple[Any, int]:
+def source_of(parameter: Tensor) -> tuple[Any, int]:
     """Another one as soon as the parameter has other values."""
     return parameter.untyped_storage()._cdata, parameter._version
 
@@ -54,20 +41,17 @@ class RepeatedParameters:
         self._layers = [one for one in layers if not any(is_dtensor(p) for p in one.parameters())]
         self._orders: dict[Any, Tensor] = {}
 
-    def repeated(self, num_shards: int) -> dict[Tensor, RepeatedParameter]:
+    def repeated(self, num_shards: int) -> dict[Tensor, Repeated]:
         """Each trained parameter, so many times; autograd adds the gradients up when it has those of all layers."""
         if not torch.is_grad_enabled():
             return {}
         own = dict.fromkeys(one for layer in self._layers for one in layer.parameters(recurse=False))
         trained = [one for one in own if type(one) is nn.Parameter and one.requires_grad]
-        found: dict[Tensor, RepeatedParameter] = {}
+        found: dict[Tensor, Repeated] = {}
         for parameters in alike(trained).values():
             order = self._order(tuple(one.numel() for one in parameters), num_shards, parameters[0].device)
             repeated = _Repeat.apply(order, *parameters)  # type: ignore[no-untyped-call]
-            found |= {
-                parameter: RepeatedParameter.of(parameter, one)
-                for parameter, one in zip(parameters, repeated, strict=True)
-            }
+            found |= {one: (values, source_of(one)) for one, values in zip(parameters, repeated, strict=True)}
         return found
 
     def _order(self, widths: tuple[int, ...], num_shards: int, device: torch.device) -> Tensor:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from paceline.containers import copied
-from paceline.parallel.coupling import leaving_no_trace
 from paceline.parallel.engine import StepInput
+from paceline.parallel.examination import loss_of_stand_in
 from paceline.parallel.loss_functions import LossFunctions
-from paceline.parallel.losses import LossLayout, ShardLoss, StepLoss, read_loss
-from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm, standing_in
+from paceline.parallel.losses import LossLayout, ShardLoss, StepLoss
+from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm
 from paceline.parallel.passes import Passes
 
 
@@ -39,13 +38,7 @@ class ShardByShard:
 
     def layout_of_stand_in(self, step: StepInput) -> LossLayout:
         """Which numbers the loss function returns, by a sample that leaves no trace."""
-        with (
-            self.buffers.untouched(),
-            leaving_no_trace(self.module, self.passes.like.device),
-            standing_in(self.module),
-            step.companions.standing_in(),
-        ):
-            layout = read_loss(step.loss_of(self.module, copied(step.batch.cut(0, 1))), 0.0, 1, self.passes.like).layout
+        layout = loss_of_stand_in(self.passes, step, self.module).layout
         self._functions.has_returned(step.loss_name, layout)
         return layout
 

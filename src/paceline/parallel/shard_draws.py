@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.parallel.assignment import ShardRange
 from paceline.parallel.random_operators import Fill, UnknownOperatorError, call_filled_by, draws_random_numbers
+from paceline.samples import taking_turns
 
 SeedOfShard = Callable[[int], int]
 """The seed of a virtual shard's generators."""
@@ -61,10 +62,6 @@ Generators = Sequence[tuple[torch.Generator, int]]
 
 FindSampleDim = Callable[[Pattern, str, Tensor], int | None]
 """find(before, operator, values): the dimension of samples in what this operator fills after these draws, if known."""
-
-
-Swapped = Callable[[int, int, int, torch.device], Tensor]
-"""As `_swapped`."""
 
 
 class WatchedFunctions:
@@ -191,13 +188,11 @@ class SharedPass(_Draws):
         generators: Generators,
         functions: WatchedFunctions,
         find_sample_dim: FindSampleDim,
-        swapped: Swapped,
         *,
         is_rehearsal: bool = False,
     ) -> None:
         super().__init__(generators, functions, is_rehearsal=is_rehearsal)
         self._shards = shards
-        self._swapped = swapped
         self._find_sample_dim = find_sample_dim
         self._has_read_number = False
         self.pattern: Pattern = ()
@@ -232,9 +227,9 @@ class SharedPass(_Draws):
         takes_turns = self._shards.are_interleaved
         if fill.probabilities is not None:
             given = fill.probabilities
-            if takes_turns:
-                given = given.index_select(dim, self._swapped(sizes[0], len(sizes), rows, values.device))
-            fills = [fill.of_part(part) for part in given.split(lengths, dim)]
+            if takes_turns:  # back into one part after the other
+                given = given.index_select(dim, taking_turns(sizes[0], len(sizes), rows, values.device))
+            fills = [replace(fill, probabilities=part) for part in given.split(lengths, dim)]
         apart = torch.empty_like(values) if takes_turns else values
         for number, part in enumerate(apart.split(lengths, dim)):
             # A tensor that lies in memory as that of a single shard does: the order of its numbers may depend on it.
@@ -243,7 +238,7 @@ class SharedPass(_Draws):
             if own is not part:
                 part.copy_(own)
         if takes_turns:
-            order = self._swapped(len(sizes), sizes[0], rows, values.device)
+            order = taking_turns(len(sizes), sizes[0], rows, values.device)
             torch.index_select(apart, dim, order, out=values)
 
 
@@ -277,12 +272,11 @@ class ShardDraws:
         self._generators: list[torch.Generator] = []
         self._functions = WatchedFunctions()
         self._patterns: set[Pattern] = set()
-        self._swapped = functools.lru_cache(maxsize=64)(_swapped)  # a GPU would be waited for to make one
 
     def shared_pass(self, shards: ShardRange, seed_of: SeedOfShard) -> SharedPass:
         """A context for the forward pass of several shards."""
         generators = self._generators_of(shards, seed_of)
-        return SharedPass(shards, generators, self._functions, self._find_sample_dim, self._swapped)
+        return SharedPass(shards, generators, self._functions, self._find_sample_dim)
 
     def knows(self, made: SharedPass) -> bool:
         """Whether the draws of a pass have been learned; one without draws needs none."""
@@ -309,7 +303,7 @@ class ShardDraws:
         """
         find = functools.partial(_rehearsed_sample_dim, [one.draws for one in singles], shards.sizes)
         generators = self._generators_of(shards, seed_of)
-        return SharedPass(shards, generators, self._functions, find, self._swapped, is_rehearsal=True)
+        return SharedPass(shards, generators, self._functions, find, is_rehearsal=True)
 
     def _generators_of(self, shards: ShardRange, seed_of: SeedOfShard) -> Generators:
         while len(self._generators) < len(shards.sizes):
@@ -341,12 +335,6 @@ def _rehearsed_sample_dim(
         if rows * sum(sizes) == length and along == [rows * size for size in sizes] and len(across) == 1:
             found.append(dim)
     return found[0] if len(found) == 1 else None
-
-
-def _swapped(first: int, second: int, rows: int, device: torch.device) -> Tensor:
-    """The positions in a dimension of length (first * second * rows) in the order of (second, first, rows)."""
-    positions = torch.arange(first * second * rows, device=device)
-    return positions.view(first, second, rows).transpose(0, 1).reshape(-1)
 
 
 def _has_saved_tensor_hooks() -> bool:

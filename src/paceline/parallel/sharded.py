@@ -7,7 +7,7 @@ module chooses the blocks, and has sums in place of means, because losses are we
 from __future__ import annotations
 
 import functools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from paceline.containers import map_tensors, open_object, tensors
+from paceline.containers import map_tensors, open_object, tensors, versions
 from paceline.errors import ModelError
 
 MIN_BLOCK_BYTES = 1 << 20
@@ -54,18 +54,12 @@ def block_groups(found: list[nn.Module], min_bytes: int = MIN_BLOCK_BYTES) -> It
 
 def independent_blocks(model: nn.Module, found: list[nn.Module]) -> list[nn.Module]:
     """The blocks that share no parameter with any other module; the model itself gathers the rest."""
-    holders: Counter[nn.Parameter] = Counter()
+    holders: defaultdict[nn.Parameter, set[nn.Module]] = defaultdict(set)
     for module in model.modules():
-        holders.update(set(module.parameters(recurse=False)))
-    inside = [Counter[nn.Parameter]() for _ in found]
-    for block, counts in zip(found, inside, strict=True):
-        for module in block.modules():
-            counts.update(set(module.parameters(recurse=False)))
-    return [
-        block
-        for block, counts in zip(found, inside, strict=True)
-        if all(holders[parameter] == count for parameter, count in counts.items())
-    ]
+        for parameter in module.parameters(recurse=False):
+            holders[parameter].add(module)
+    inside = {block: set(block.modules()) for block in found}
+    return [block for block in found if all(holders[one] <= inside[block] for one in block.parameters())]
 
 
 def shard(
@@ -174,9 +168,9 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        versions = [tensor._version for tensor in given]
+        before = versions(given)
         output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        if versions != [tensor._version for tensor in given]:
+        if before != versions(given):
             raise ModelError(
                 "A block of the model changes its input in place, from which its activations would be computed again; "
                 "let its first operation make a new tensor (inplace=False, x = x + y), or leave out recompute."

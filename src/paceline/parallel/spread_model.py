@@ -18,7 +18,7 @@ from paceline.parallel.axes import Axes
 from paceline.parallel.dtensor import full_tensor, is_sharded, local_shard
 from paceline.parallel.engine import statistics_dtype
 from paceline.parallel.forward_buffers import looking_at, refused_in_pipeline
-from paceline.parallel.gradient_norms import squared_norm
+from paceline.parallel.gradient_norms import mean_of_squares, squared_norm
 from paceline.parallel.initial_weights import initial_weights
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.parallel.pipeline import ModelCall, Pipeline, stage_limits
@@ -224,18 +224,18 @@ class SpreadModel:
                 for grad, summed in zip(whole, total.unbind(), strict=True):
                     local_shard(grad).copy_(summed)
 
-    def squared_norm(self, factor: float | Tensor = 1.0) -> Tensor:
+    def squared_norm(self, weight: float | Tensor = 1.0, rescale: Tensor | None = None) -> Tensor:
         """The squared norm of the whole model's gradient; shards that several workers hold count once. A collective.
 
         Args:
-            factor: multiplies what this worker adds to the sum.
+            weight, rescale: as of `mean_of_squares`, where this worker's replica holds a part of the sum only.
         """
         shards: dict[int, list[Tensor]] = {}
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
                 shards.setdefault(self._num_copies(name, parameter), []).append(local_shard(parameter.grad))
         total = sum((squared_norm(tensors).to(self.zero) / copies for copies, tensors in shards.items()), self.zero)
-        total = total * factor
+        total = mean_of_squares(total, weight, rescale)
         dist.all_reduce(total, group=self._axes.world)
         return total
 

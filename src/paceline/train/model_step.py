@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from paceline.containers import tensors
 from paceline.data import Loading, SampleRequest
 from paceline.errors import JobError, ModelError
-from paceline.parallel import AnyShard, Assignment, Companions, StepInput
+from paceline.parallel import Assignment, Companions, StepInput
 from paceline.parallel.assignment import shard_sizes
+from paceline.parallel.engine import AnyShard
 from paceline.parallel.gradient_norms import norm_of_norms
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import is_out_of_memory

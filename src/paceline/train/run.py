@@ -17,7 +17,8 @@ from paceline.data import Loading
 from paceline.data.loading import Collate
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
-from paceline.parallel import Companions, Engine, check_shards
+from paceline.parallel import Companions, Engine
+from paceline.parallel.assignment import check_shards
 from paceline.parallel.generators import seed_generators
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.data_progress import DataProgress

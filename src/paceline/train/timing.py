@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import torch
 
-from paceline.parallel import Clock, Mark
+from paceline.parallel.clock import Mark, seconds
 from paceline.spec import StepTime
 
 # The first steps warm caches and allocators; a median over a window of later ones is what lasts.
@@ -60,7 +60,7 @@ class StepTimer:
 
     def _read_oldest(self) -> None:
         total_s, data_s, (begin, end) = self._unread.popleft()
-        exposed_s = max(0.0, Clock.seconds(begin, end))
+        exposed_s = max(0.0, seconds(begin, end))
         self._read.append(StepTime(total_s, data_s, max(0.0, total_s - data_s - exposed_s), exposed_s))
 
     @property

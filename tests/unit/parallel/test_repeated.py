@@ -100,7 +100,7 @@ def test_each_parameter_stands_once_and_only_those_that_are_trained() -> None:
     repeated = RepeatedParameters(model.children()).repeated(4)
     trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
     assert set(repeated) == trained
-    for parameter, one in repeated.items():
-        assert torch.equal(one.values, parameter.repeat(4))
+    for parameter, (values, _) in repeated.items():
+        assert torch.equal(values, parameter.repeat(4))
     with torch.no_grad():
         assert not RepeatedParameters(model.children()).repeated(4)

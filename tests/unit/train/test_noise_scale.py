@@ -99,8 +99,8 @@ def test_workers_norms_come_together_in_the_next_step() -> None:
         total = sum(buckets, torch.zeros(5))
         for bucket in buckets:
             bucket.copy_(total)
-        for worker in workers:
-            worker.end(small_sqr)
+        for worker, weight in zip(workers, weights, strict=True):
+            worker.end(small_sqr, weight, None)
 
     step()
     assert not told

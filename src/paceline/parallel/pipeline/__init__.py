@@ -6,16 +6,5 @@
 from paceline.parallel.pipeline.calls import MicroBatch, ModelCall
 from paceline.parallel.pipeline.cut import stage_limits
 from paceline.parallel.pipeline.pipeline import Pipeline
-from paceline.parallel.pipeline.schedules import Action, Schedule, Simulation, make_schedule, simulate
 
-__all__ = [
-    "Action",
-    "MicroBatch",
-    "ModelCall",
-    "Pipeline",
-    "Schedule",
-    "Simulation",
-    "make_schedule",
-    "simulate",
-    "stage_limits",
-]
+__all__ = ["MicroBatch", "ModelCall", "Pipeline", "stage_limits"]

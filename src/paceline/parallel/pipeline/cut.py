@@ -9,8 +9,7 @@ import torch
 from paceline.errors import ModelError
 from paceline.parallel.pipeline.layer_costs import measure_layers
 from paceline.parallel.pipeline.recording import Recording
-from paceline.parallel.pipeline.schedules import make_schedule, simulate
-from paceline.partition import StageLimits, best_cut
+from paceline.partition import StageLimits, best_cut, micro_batches_in_flight
 from paceline.spec import Mesh, PipelineSpec
 
 
@@ -38,13 +37,15 @@ def stage_limits(
     """
     if math.isinf(memory_bytes) or pipeline.stages_per_worker > 1:  # a worker's stages share what there is
         return StageLimits()
-    schedule = make_schedule(pipeline.schedule, mesh.pp, num_micro_batches)
     copies = (2 + optimizer_copies) / mesh.fsdp + (mesh.fsdp > 1 and mesh.zero_stage < 3)
     share = 0.0 if recomputes else micro_batch_share / mesh.tp
     return StageLimits(
         memory_bytes=memory_bytes,
         copies_of_parameters=copies / mesh.tp,
-        micro_batches_kept=tuple(share * kept for kept in simulate(schedule, lambda _action: 1.0).most_kept),
+        micro_batches_kept=tuple(
+            share * micro_batches_in_flight(mesh.pp, worker, num_micro_batches, pipeline.schedule)
+            for worker in range(mesh.pp)
+        ),
     )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.parallel.clock import Clock
+from paceline.parallel.clock import mark, seconds
 from paceline.parallel.live_bytes import LiveBytes
 from paceline.parallel.pipeline.halves import can_split, first_half, num_bytes
 from paceline.parallel.pipeline.recorder import snapshot, untouched
@@ -124,17 +124,16 @@ def _measure_layer(recording: Recording, number: int, device: torch.device, num_
         args, kwargs = inputs()
         waiting_bytes = _waiting_bytes(tensors_in(function(*args, **kwargs)), leaves, own)
         return _Measured(counter.get_total_flops() / _FLOPS_PER_S, kept_bytes(), moment_bytes, waiting_bytes)
-    clock = Clock(device)
     times_s = []
     for repeat in range(1 + num_repeats):  # the first warms up
         args, kwargs = inputs()
-        begin = clock.mark()
+        begin = mark(device)
         if repeat == 0:
             with counting_kept(own) as kept_bytes:
                 backward(function(*args, **kwargs))
         else:
             backward(function(*args, **kwargs))
-        times_s.append(clock.seconds(begin, clock.mark()))
+        times_s.append(seconds(begin, mark(device)))
     return _Measured(min(times_s[1:]), kept_bytes())
 
 

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
+from paceline.containers import versions
 from paceline.errors import ModelError, PacelineError
 from paceline.parallel.pipeline.calls import ModelCall, generator_state, place_of
 from paceline.parallel.pipeline.recording import Flow, Layer, Recording, TensorSlot
@@ -139,12 +140,12 @@ class Recorder(Watch):
         depends = always or bool(takes or parameters)
         with self.inside():
             arguments = snapshot(given) if depends else given
-        before, versions = generator_state(self._device), [tensor._version for tensor in tensors]
-        with self.inside(), self._inside_layers.layer(len(self.layers)):
-            output = call()
+            generators, before = generator_state(self._device), versions(tensors)
+            with self._inside_layers.layer(len(self.layers)):
+                output = call()
+            changed = [one for one, was, now in zip(tensors, before, versions(tensors), strict=True) if was != now]
         self._look_into(name, output)
-        draws = self._device.type != "meta" and not torch.equal(before, generator_state(self._device))
-        changed = [one for one, version in zip(tensors, versions, strict=True) if one._version != version]
+        draws = self._device.type != "meta" and not torch.equal(generators, generator_state(self._device))
         gives = tensors_in(output)
         if not gives and not changed:
             if always:

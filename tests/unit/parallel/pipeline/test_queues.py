@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel.pipeline import MicroBatch, Schedule, make_schedule
-from paceline.parallel.pipeline.calls import Calls
+from paceline.parallel.pipeline.calls import Calls, MicroBatch
 from paceline.parallel.pipeline.executor import Step
 from paceline.parallel.pipeline.message import MessageForm, TensorForm, to_bytes
 from paceline.parallel.pipeline.queues import Queue, queue_rounds
+from paceline.parallel.pipeline.schedules import Schedule, make_schedule
 from paceline.parallel.pipeline.stage import Stage
 from paceline.parallel.pipeline.transfers import Arrival, Destination, StageLinks
 from paceline.spec.mesh import ScheduleName

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.parallel.pipeline import Action, make_schedule, simulate
+from paceline.parallel.pipeline.schedules import Action, make_schedule
 from paceline.partition import half_passes_in_flight, in_flight_by_stage, micro_batches_in_flight
 from paceline.spec.mesh import ScheduleName
+from tests.unit.parallel.pipeline.simulation import simulate
 
 HALVES = {"input": 1, "weight": -1}
 UNIT_S = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}
