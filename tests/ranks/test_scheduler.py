@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -16,9 +17,11 @@ from paceline.comm import Aggregator, Bucket, Scheduler, open_links
 from paceline.comm.all_reduce import all_reduce
 from paceline.comm.scheduler import CHECKED_STEPS
 from paceline.errors import PacelineError
+from paceline.parallel.live_bytes import LiveBytes
 from paceline.spec import Job, Plan
 from paceline.train.process_group import join, leave
 from tests.ranks.harness import run_ranks
+from tests.ranks.launching import wait_until
 from tests.ranks.training import images, loss_fn
 
 CPU = torch.device("cpu")
@@ -109,6 +112,43 @@ def _fails_on_the_thread() -> tuple[str, bool]:
 
 def test_an_error_on_the_thread_reaches_the_caller_and_nobody_waits_for_ever() -> None:
     assert run_ranks(_fails_on_the_thread, 2) == [("in the algorithm", True)] * 2
+
+
+def _lets_values_go() -> None:
+    aggregator = _aggregator()
+    values = torch.ones(3)
+    found = weakref.ref(values)
+    aggregator.sum_bucket(Bucket(values, (("a", values),))).wait()
+    del values
+    wait_until(lambda: found() is None)
+    leave()
+
+
+def test_what_has_been_summed_is_not_kept_until_the_next_sum() -> None:
+    run_ranks(_lets_values_go, 2)
+
+
+def _most_copies_of_parameters() -> float:
+    """The most that is alive in the second step, in which DDP arranges its buckets anew, beside the parameters,
+    in sizes of the model."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 256), *[nn.Linear(256, 256) for _ in range(16)])
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    plan = Plan(world_size=2, algorithm="all_reduce", timeout_s=20)
+    with (
+        LiveBytes(is_real=True) as live,
+        paceline.init(global_batch_size=6, virtual_shards=3, plan=plan, max_steps=3) as run,
+    ):
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+        for number, batch in enumerate(run.batches(images(18))):
+            if number == 1:
+                live.begin()
+            run.step(batch, loss_fn)
+    peak_bytes: int = live.peak_bytes
+    return peak_bytes / num_bytes
+
+
+def test_replicas_let_old_buckets_go_before_there_are_new_ones() -> None:
+    assert max(run_ranks(_most_copies_of_parameters, 2)) < 2.5
 
 
 class _NamesDependOnTheRank(nn.Module):

@@ -114,6 +114,7 @@ class Scheduler:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             self._finish(task)
+            del task  # or its values would stay in memory until there is another one
 
     def _finish(self, task: _Task) -> None:
         if self._error is None:

@@ -168,6 +168,7 @@ class DataParallel(Engine):
             self.sync_buffers()
         notes = self._passes.find_coupling(step, self.module)
         if self._ddp is not None:
+            self._worker_norms.forget_buckets()
             self._ddp.reducer._rebuild_buckets()  # a collective after the first backward pass, then nothing
         if step.assignment.sizes or self.micro_batch.is_automatic:
             summed, passed = self._passes.starting_over(lambda: self._attempt(step))

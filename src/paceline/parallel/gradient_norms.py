@@ -97,6 +97,10 @@ class WorkerNorms:
         self._buckets = []
         self._summed_sqr = None
 
+    def forget_buckets(self) -> None:
+        """Let the memory of the last step's buckets go, before there are others."""
+        self._buckets = []
+
     def bucket_filled(self, values: Tensor) -> None:
         """Called with this worker's gradients times its weight, before they are replaced by their sum."""
         self._buckets.append(values)
