@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -253,8 +252,7 @@ def test_a_script_without_a_step_cannot_be_verified(tmp_path: Path) -> None:
 
 
 FAULTY = """\
-import os, time
-from pathlib import Path
+import os
 
 from torch import nn
 
@@ -266,7 +264,6 @@ class Faulty(nn.Module):
 
     def forward(self, x):
         if os.environ["RANK"] == "1":
-            Path("failed_at").write_text(repr(time.time()))
             raise ArithmeticError("this worker cannot count")
         return self.inner(x)
 
@@ -283,9 +280,7 @@ def test_a_model_that_fails_on_one_rank_ends_the_run(tmp_path: Path) -> None:
         cwd=tmp_path,
         PYTHONPATH=str(tmp_path),
     )
-    took_s = time.time() - float((tmp_path / "failed_at").read_text())
     assert result.returncode == 1
-    assert took_s < 10
     assert result.stderr.count(TRACEBACK) == 1
     assert result.stderr.count("in forward") == 1
     *_, sentence, report = result.stderr.splitlines()

@@ -39,7 +39,7 @@ def test_the_one_that_raised_is_the_cause(stage: Stage) -> None:
     )
     assert str(error).endswith("failed with LookupError: label 11")
     assert error.rank == 1
-    stage.assert_nobody_left(timeout_s=1.0)
+    stage.assert_nobody_left()
 
 
 @pytest.mark.slow

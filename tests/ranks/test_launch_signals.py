@@ -22,6 +22,8 @@ tell(f"{RANK}.ready")
 park()
 """
 
+ENDLESS_S = 10 * PATIENCE_S
+
 DEAF = """
 signal.signal(signal.SIGTERM, lambda *_: tell(f"{RANK}.asked"))
 tell(f"{RANK}.ready")
@@ -37,14 +39,12 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_everybody(stage: Stage, number: signal.Signals, exit_code: int) -> None:
-    launcher = stage.launch(BUSY, world_size=3)
+    launcher = stage.launch(BUSY, world_size=3, grace_s=ENDLESS_S)  # nobody is deaf: it is not used up
     stage.await_marks("0.ready", "1.ready", "2.ready")
     assert len(stage.pids()) == 6
-    begun = time.monotonic()
     launcher.send_signal(number)
     assert launcher.wait(PATIENCE_S) == exit_code
-    assert time.monotonic() - begun < 3.0  # nobody is deaf: the grace is not used up
-    stage.assert_nobody_left(timeout_s=1.0)
+    stage.assert_nobody_left()
     assert not list(stage.folder.glob("paceline-*"))  # the rendezvous
     assert launcher.communicate() == ("", "")
 
@@ -74,14 +74,14 @@ def test_control_c_in_a_terminal_reaches_the_launcher_alone(stage: Stage) -> Non
     assert [(stage.folder / f"{rank}.end").read_text() for rank in (0, 1)] == ["Terminated", "Terminated"]
 
 
-def test_deaf_workers_end_within_five_seconds(stage: Stage) -> None:
+def test_deaf_workers_end_after_the_grace(stage: Stage) -> None:
     launcher = stage.launch(DEAF, world_size=2)
     stage.await_marks("0.ready", "1.ready")
     begun = time.monotonic()
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(PATIENCE_S) == 143
-    assert 2.9 < time.monotonic() - begun < 5.0
-    stage.assert_nobody_left(timeout_s=0.5)
+    assert time.monotonic() - begun > 2.9
+    stage.assert_nobody_left()
 
 
 def test_what_a_worker_started_lasts_as_long_as_the_worker(stage: Stage) -> None:
@@ -106,7 +106,7 @@ def test_what_a_worker_started_lasts_as_long_as_the_worker(stage: Stage) -> None
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(PATIENCE_S) == 143
     assert [(stage.folder / f"{rank}.child").read_text() for rank in range(2)] == ["None", "None"]
-    stage.assert_nobody_left(timeout_s=1.0)
+    stage.assert_nobody_left()
 
 
 def test_a_wish_to_save_reaches_those_who_can_and_harms_nobody(stage: Stage) -> None:
@@ -130,22 +130,20 @@ def test_a_wish_to_save_reaches_those_who_can_and_harms_nobody(stage: Stage) -> 
 
 
 def test_a_second_interrupt_kills_at_once(stage: Stage) -> None:
-    launcher = stage.launch(DEAF, world_size=2, grace_s=PATIENCE_S)
+    launcher = stage.launch(DEAF, world_size=2, grace_s=ENDLESS_S)
     stage.await_marks("0.ready", "1.ready")
     launcher.send_signal(signal.SIGINT)
     stage.await_marks("0.asked", "1.asked")
-    begun = time.monotonic()
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(PATIENCE_S) == 130
-    assert time.monotonic() - begun < 3.0
-    stage.assert_nobody_left(timeout_s=0.5)
+    stage.assert_nobody_left()
 
 
 def test_workers_die_with_a_killed_launcher(stage: Stage) -> None:
     launcher = stage.launch(DEAF, world_size=2)
     stage.await_marks("0.ready", "1.ready")
     launcher.kill()
-    stage.assert_nobody_left(timeout_s=2.0)
+    stage.assert_nobody_left()
 
 
 def test_a_launcher_killed_while_its_workers_start_leaves_none(stage: Stage) -> None:
@@ -156,7 +154,7 @@ def test_a_launcher_killed_while_its_workers_start_leaves_none(stage: Stage) -> 
         stage.await_marks("run/logs/rank1.log")  # opened just before the process is made
         launcher.kill()
         launcher.wait(PATIENCE_S)
-        stage.assert_nobody_left(timeout_s=2.0)
+        stage.assert_nobody_left()
         (stage.run_dir / "logs" / "rank1.log").unlink()
 
 

@@ -167,7 +167,7 @@ def test_without_failures_everything_is_work() -> None:
 
 
 def test_4096_devices_are_simulated_at_once() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     steps = simulate_steps(machine(512), 0.3, 4e8, jitter=Jitter(0.03, 0.01, 1.1, 0.1))
     simulate_run(steps.total_s, 1_000_000, 512, Faults(6000 * HOUR_S, 30.0, 300.0), 2000.0)
-    assert time.perf_counter() - began < 2.0  # 0.2 s on two cores
+    assert time.process_time() - began < 2.0  # 0.2 s, however many others compute
