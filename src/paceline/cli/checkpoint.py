@@ -80,6 +80,7 @@ def _mapping(one: CheckpointState) -> dict[str, Any]:
 def _show(states: tuple[CheckpointState, ...]) -> None:
     from rich.filesize import decimal
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("checkpoint", box=None, header_style="bold", padding=(0, 2, 0, 0))
     for right in ("step", "saved (UTC)", "workers", "size"):
@@ -87,11 +88,11 @@ def _show(states: tuple[CheckpointState, ...]) -> None:
     table.add_column("metrics")
     table.add_column("state")
     for one in states:
-        if one.state != "complete":
-            table.add_row(one.name, "", "", "", "", "", ": ".join(filter(None, (one.state, one.problem))))
-            continue
-        saved_at = one.saved_at.replace("T", " ").removesuffix("Z")
-        metrics = ", ".join(f"{name} {value:.4g}" for name, value in one.metrics.items())
-        size = decimal(one.num_bytes)
-        table.add_row(one.name, f"{one.step:,}", saved_at, str(one.workers), size, metrics, one.state)
+        known = [""] * 5
+        if one.state == "complete":
+            saved_at = one.saved_at.replace("T", " ").removesuffix("Z")
+            metrics = ", ".join(f"{name} {value:.4g}" for name, value in one.metrics.items())
+            known = [f"{one.step:,}", saved_at, str(one.workers), decimal(one.num_bytes), metrics]
+        state = ": ".join(filter(None, (one.state, one.problem)))
+        table.add_row(*map(Text, (one.name, *known, state)))  # brackets in a cell are no markup
     table_console(pipe_columns=120).print(table)

@@ -176,7 +176,7 @@ def _facts(rows: Sequence[tuple[str, Mapping[str, str]]], otherwise: Sequence[st
         return [Text(line) for line in otherwise]
     found = table("", *columns, left=("", *columns), no_wrap=True)
     for label, facts in rows:
-        found.add_row(label, *(facts[name] or NOTHING for name in columns))
+        found.add_row(label, *(Text(facts[name] or NOTHING) for name in columns))  # brackets are no markup
     return [Text(), found]
 
 

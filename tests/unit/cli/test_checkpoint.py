@@ -54,6 +54,15 @@ def test_ls(run: Run, folder: Path) -> None:
     assert lines[3][1:] == ["unfinished"]
 
 
+def test_ls_shows_names_of_metrics_as_they_are(run: Run, tmp_path: Path) -> None:
+    saver = Saver(Folder(tmp_path / "checkpoints"), CheckpointSpec(), None, pytest.fail)
+    shared = {"model": _model(1).state_dict(), "metrics": {"f1[macro]": 0.5, "f1[/a]": 0.25}}
+    saver.begin(Snapshot(10, {"name": "test"}, shared, {}))
+    saver.wait()
+    code, out, _ = run("checkpoint", "ls", tmp_path)
+    assert code == 0 and "f1[macro] 0.5" in out and "f1[/a] 0.25" in out
+
+
 def test_ls_for_programs(run: Run, folder: Path) -> None:
     code, out, _ = run("checkpoint", "ls", folder / "checkpoints", "--json")
     answer = json.loads(out)

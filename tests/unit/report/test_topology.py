@@ -121,10 +121,10 @@ def test_a_node_without_gpus_is_a_table_of_what_there_is() -> None:
 
 
 def test_what_is_busy_and_what_was_left_out_is_shown() -> None:
-    busy = dataclasses.replace(pair_node("NV4", 1e11).devices[0], busy="62 % busy, 31 GiB in use")
+    busy = dataclasses.replace(pair_node("NV4", 1e11).devices[0], busy="62 % busy [python], 31 GiB in use")
     node = dataclasses.replace(pair_node("NV4", 1e11), notes=("GPU9 is left out: nobody knows.",))
     text = shown(dataclasses.replace(node, devices=(busy, *node.devices[1:])))
-    assert "62 % busy, 31 GiB in use" in text
+    assert "62 % busy [python], 31 GiB in use" in text
     assert "GPU9 is left out: nobody knows." in text
 
 
