@@ -18,7 +18,7 @@ from paceline.parallel import Companion, parallelize
 from paceline.parallel.engine import broadcast
 from paceline.parallel.initial_weights import is_on_meta
 from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm
-from paceline.spec import AlgorithmName, Job, Mesh, Plan
+from paceline.spec import Job, Mesh, Plan
 from paceline.train.compilation import check_can_be_compiled, draws_as_uncompiled, without_compiler
 from paceline.train.joint_optimizer import JointOptimizer, parts_of
 from paceline.train.numerics import Precision
@@ -34,10 +34,6 @@ class Prepared:
 
     trained: Trained
     rates: LearningRates
-    algorithm: AlgorithmName
-    """The plan's algorithm, or the choice of "auto"."""
-    notes: tuple[str, ...]
-    """Notes for the run's log and report."""
     schedulers: tuple[Any, ...]
     """Learning-rate schedulers, moved after each update."""
     background: ExitStack
@@ -96,7 +92,7 @@ def prepare_model(
     choose_kernels(optimizer, world.device, alike_on_shards=job.parity == "bitwise")
     if job.parity == "bitwise" and not trained.engine.holds_all:
         check_updates_by_element(optimizer, plan.mesh or Mesh(), world.device)
-    return Prepared(trained, rates, engine.algorithm or plan.algorithm, tuple(engine.notes), schedulers, background)
+    return Prepared(trained, rates, schedulers, background)
 
 
 def freeze(model: nn.Module, job: Job, plan: Plan, world: World) -> Companion:

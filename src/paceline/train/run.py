@@ -173,7 +173,7 @@ class Run(RunView):
             example=example,
         )
         self._at_close.push(prepared.background)
-        self.notes += prepared.notes
+        self.notes += prepared.trained.engine.notes
         self._add(name, prepared, plan)
         return prepared.trained.engine.module, optimizer
 
@@ -181,7 +181,8 @@ class Run(RunView):
         """Train a prepared model from now on, from the state in a checkpoint if there is one."""
         self._models.add(name, prepared.trained)
         if self._prepared is None:
-            self.plan = dataclasses.replace(plan, algorithm=prepared.algorithm)
+            # What "auto" has chosen.
+            self.plan = dataclasses.replace(plan, algorithm=prepared.trained.engine.algorithm or plan.algorithm)
             self._prepared = Stepper(self._open_session(), self.timer)
             self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, prepared.trained.model))
         else:
