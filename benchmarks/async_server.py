@@ -176,7 +176,7 @@ def opened(
     return ParameterServerAsync(
         optimizer,
         course,
-        ServerSettings(staleness, case.num_servers, TIMEOUT_S, TIMEOUT_S),
+        ServerSettings(staleness, case.num_servers, TIMEOUT_S),
         store=store,
         rank=rank,
         nodes=NODES[case.nodes],

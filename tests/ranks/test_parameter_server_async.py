@@ -30,7 +30,7 @@ from tests.ranks.harness import run_ranks
 pytestmark = pytest.mark.slow
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
-TERMS = ServerSettings(staleness=0, num_servers=1, lease_s=30, timeout_s=20)
+TERMS = ServerSettings(staleness=0, num_servers=1, timeout_s=20)
 NUM_BATCHES = 6
 REST_AT = 2
 """The batch before which all workers rest in `_train`."""

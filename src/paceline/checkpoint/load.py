@@ -57,7 +57,7 @@ class Checkpoint:
     def _tensor(self, entry: TensorEntry) -> Tensor:
         tensor, whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype]), Slice.whole(entry.shape)
         for chunk in entry.chunks:
-            tensor[chunk.slice.slices_in(whole)] = self.parts[chunk.file][chunk.key]
+            tensor[chunk.slices_in(whole)] = self.parts[chunk.file][chunk.key]
         return tensor
 
     def _whole(self, plain: Any) -> Any:
@@ -141,7 +141,7 @@ def _parts(
     for tensor, entry in manifest.tensors.items():
         for chunk in entry.chunks:
             check_stored_slice(tensor, entry, chunk, parts[chunk.file].get(chunk.key))
-        check_cover(tensor, Slice.whole(entry.shape), [chunk.slice for chunk in entry.chunks])
+        check_cover(tensor, Slice.whole(entry.shape), entry.chunks)
     check_manifest(manifest)
     return parts
 
@@ -177,7 +177,7 @@ def check_cover(name: str, whole: Slice, boxes: Sequence[Slice]) -> None:
     Args:
         boxes: known to lie inside of `whole`, and to hold as many numbers as it.
     """
-    if len(boxes) == 1 and boxes[0] == whole:
+    if len(boxes) == 1 and boxes[0].sizes == whole.sizes:
         return
     # There are as many numbers as it needs, so one that is missing lies under another.
     if all(whole.sizes):

@@ -45,18 +45,12 @@ class DataFile:
 
 
 @dataclass(frozen=True)
-class StoredSlice:
-    """A slice of a tensor: where it begins and how large it is along each dimension, and where it is kept."""
+class StoredSlice(Slice):
+    """A slice of a tensor, and where it is kept."""
 
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
     file: str
     key: str
     """Its name in that file."""
-
-    @property
-    def slice(self) -> Slice:
-        return Slice(self.offsets, self.sizes)
 
 
 @dataclass(frozen=True)

@@ -180,7 +180,7 @@ class _Reading:
         for stored in wanted:
             slices = []
             for chunk in self._entries[stored.name].chunks:
-                slice = stored.slice.overlap(chunk.slice)
+                slice = stored.slice.overlap(chunk)
                 if slice is not None:
                     slices.append(slice)
                     start = self.positions(chunk.file)[chunk.key].start
@@ -197,7 +197,7 @@ class _Reading:
     def _numbers(self, file: str, start: int, chunk: StoredSlice, slice: Slice, dtype: torch.dtype) -> Tensor:
         """A slice of a stored slice that begins at byte `start`; read from its first value to its last one."""
         strides = torch.empty(chunk.sizes, device="meta").stride()
-        cut = slice.slices_in(chunk.slice)
+        cut = slice.slices_in(chunk)
         first = sum(one.start * stride for one, stride in zip(cut, strides, strict=True))
         behind = 1 + sum((one.stop - 1) * stride for one, stride in zip(cut, strides, strict=True))
         content = self._reader(file).read(start + first * dtype.itemsize, start + behind * dtype.itemsize)

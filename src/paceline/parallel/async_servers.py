@@ -98,9 +98,7 @@ class AsyncServers(Engine):
         if spec.sync_inside_nodes:
             nodes = node_of_every_rank(self._group)
             node_group = open_node_group(nodes, self._group, plan.timeout_s)
-        terms = ServerSettings(
-            staleness=spec.staleness, num_servers=plan.num_servers, lease_s=plan.timeout_s, timeout_s=plan.timeout_s
-        )
+        terms = ServerSettings(spec.staleness, plan.num_servers, plan.timeout_s)
         course = UpdateSchedule(any_shard.num_shards, any_shard.lr_factor, any_shard.batch)
         store = dist.distributed_c10d._get_default_store()
         with any_shard.at_base_rates() as optimizer:

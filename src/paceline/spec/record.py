@@ -18,6 +18,11 @@ from paceline.spec.plan import Plan
 RECORD_FILE = "record.json"
 """The file name of `RunRecord` in a run folder."""
 
+_SUMMARY = (
+    *("accuracy", "loss", "samples_per_s", "time_to_first_step_s", "wall_s"),
+    *("steps", "samples_seen", "world_size", "weights_sha256"),
+)
+
 
 @dataclass(frozen=True)
 class StepTime:
@@ -120,15 +125,5 @@ class RunRecord(JsonValue):
 
     def summary(self) -> dict[str, Any]:
         """The stable one-line result of `paceline train --json`; null for what diverged, since JSON has no NaN."""
-        values = {
-            "accuracy": self.accuracy,
-            "loss": self.loss,
-            "samples_per_s": self.samples_per_s,
-            "time_to_first_step_s": self.time_to_first_step_s,
-            "wall_s": self.wall_s,
-            "steps": self.steps,
-            "samples_seen": self.samples_seen,
-            "world_size": self.world_size,
-            "weights_sha256": self.weights_sha256,
-        }
+        values = {name: getattr(self, name) for name in _SUMMARY}
         return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}

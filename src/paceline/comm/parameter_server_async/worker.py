@@ -52,10 +52,8 @@ class ServerSettings:
     """A shard of batch k is computed on the parameters after k - staleness updates, but not from before work began."""
     num_servers: int = 1
     """The number of workers (or nodes, where a node acts as one) that also serve: the first ones."""
-    lease_s: float = 60.0
-    """A shard that takes longer than this is given to another worker too."""
     timeout_s: float = 60.0
-    """A worker that does not answer for so long is lost."""
+    """A worker that does not answer for so long is lost, and a shard that takes longer is given to another one too."""
 
 
 class ParameterServerAsync:
@@ -108,7 +106,7 @@ class ParameterServerAsync:
             held = ParameterSlice(optimizer, span, course.num_shards, course.lr_factor, course.first_batch)
             handlers |= {"pull": held.pull, "push": held.push, "state": held.state}
         if rank == leaders[0]:
-            ledger = Ledger(course.num_shards, terms.staleness, terms.lease_s, course.first_batch)
+            ledger = Ledger(course.num_shards, terms.staleness, terms.timeout_s, course.first_batch)
             self._coordinator = Coordinator(ledger, course.num_shards, leaders, self._servers)
             one = self._coordinator
             handlers |= {"ask": one.ask, "barrier": one.barrier, "leave": one.leave}
