@@ -80,7 +80,6 @@ def _mapping(one: CheckpointState) -> dict[str, Any]:
 def _show(states: tuple[CheckpointState, ...]) -> None:
     from rich.filesize import decimal
     from rich.table import Table
-    from rich.text import Text
 
     table = Table("checkpoint", box=None, header_style="bold", padding=(0, 2, 0, 0))
     for right in ("step", "saved (UTC)", "workers", "size"):
@@ -94,5 +93,5 @@ def _show(states: tuple[CheckpointState, ...]) -> None:
             metrics = ", ".join(f"{name} {value:.4g}" for name, value in one.metrics.items())
             known = [f"{one.step:,}", saved_at, str(one.workers), decimal(one.num_bytes), metrics]
         state = ": ".join(filter(None, (one.state, one.problem)))
-        table.add_row(*map(Text, (one.name, *known, state)))  # brackets in a cell are no markup
+        table.add_row(one.name, *known, state)
     table_console(pipe_columns=120).print(table)

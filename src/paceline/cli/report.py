@@ -22,5 +22,5 @@ def report(
 
     from paceline.report.study_table import study_table
 
-    Console().print(study_table(workflow.report(runs, **options)))
+    Console(markup=False).print(study_table(workflow.report(runs, **options)))
     print(options["out"] / "report.html")

@@ -38,7 +38,7 @@ def scale(as_json: AsJson = False, **options: Any) -> None:
     else:
         from paceline.report.study_table import study_table
 
-        Console().print(study_table(study))
+        Console(markup=False).print(study_table(study))
         print(study_dir / "report.html")
     if failures:
         num_runs = len(read_counts("devices", options["devices"])) * options["seeds"]

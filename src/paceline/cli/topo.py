@@ -64,4 +64,4 @@ def _show(found: Topology, *, has_pick: bool) -> None:
     console.print(node_view(found.node, console.width, choice.ring.devices if choice else ()))
     # Whole lines, however narrow the terminal: the last one is there to be copied.
     for line in ["", *choice_lines(found.node, choice)] if choice else []:
-        console.print(line, soft_wrap=True, markup=False)
+        console.print(line, soft_wrap=True)

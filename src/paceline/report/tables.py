@@ -37,6 +37,6 @@ def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> s
 
 def html_of(table: RenderableType) -> str:
     """What a terminal of 160 columns would show, as an HTML fragment for notebooks."""
-    console = Console(file=io.StringIO(), record=True, width=160, highlight=False)
+    console = Console(file=io.StringIO(), record=True, width=160, highlight=False, markup=False)
     console.print(table)
     return console.export_html(inline_styles=True, code_format='<pre style="line-height:normal">{code}</pre>')

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 import paceline
+from paceline.cli.console import table_console
 from paceline.errors import JobError
 from paceline.models import build
+from paceline.workflows.memory import MemoryTable, StrategyMemory
 
 NUM_BYTES = 4 * sum(parameter.numel() for parameter in build("lenet").parameters())
 
@@ -40,3 +42,11 @@ def test_what_cannot_be_done_is_said_in_its_row() -> None:
     assert "pp" in problems and problems["pp"].endswith(".")
     with pytest.raises(JobError, match="devices = 0"):
         paceline.memory("digits-lenet", 0)
+
+
+def test_brackets_in_a_sentence_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    """They are no markup, in a notebook or on a terminal."""
+    found = MemoryTable(4, 8, (StrategyMemory("pp", None, "The layer blocks[bold] cannot be cut."),))
+    assert "blocks[bold]" in found._repr_html_()
+    table_console(120).print(found.table())
+    assert "blocks[bold]" in capsys.readouterr().out
