@@ -262,13 +262,13 @@ DEFECTS = (
     ),
     Defect(
         "root cause: the latest failure",
-        r"merely_lost_a_peer\(e\), e\.time, e\.rank\)",
-        "merely_lost_a_peer(e), -e.time, e.rank)",
+        r"e\.is_consequence, e\.time, e\.rank\)",
+        "e.is_consequence, -e.time, e.rank)",
         ("unit/launch/test_failures.py", "ranks/test_launch_failures.py"),
     ),
     Defect(
         "root cause: lost peers are causes",
-        r"key=lambda e: \(e\.time > stopped_at, merely_lost_a_peer\(e\)",
+        r"key=lambda e: \(e\.time > stopped_at, e\.is_consequence",
         "key=lambda e: (e.time > stopped_at, False",
         ("unit/launch/test_failures.py", "ranks/test_launch_failures.py"),
     ),

@@ -179,12 +179,6 @@ def test_what_was_read_early_cannot_be_changed(server: ForkServer, tmp_path: Pat
     assert before is not None and server.pid != before and not is_alive(before)
 
 
-def test_another_program_is_not_forked(server: ForkServer) -> None:
-    load(server)
-    assert server.fork([sys.executable, "x.py"], VARIABLES, (0, 1, 2), {}) is None
-    assert server.has_loaded
-
-
 def test_a_server_that_died_is_replaced(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text("")
     load(server)

@@ -65,19 +65,18 @@ def _parse_entry(entry: str, where: str) -> NodeSlots:
     if len(entry) > _MOST_CHARACTERS:
         raise LaunchError(f"{where}: {shown(entry)} is not the name of a node; it should look like gpu1 or kim@gpu1:8.")
     host, *settings = entry.split() or [""]
-    colon = count = ""
-    if host.count(":") == 1 or "]:" in host:  # else an IPv6 address without its brackets, or one without a count
-        host, colon, count = host.rpartition(":")
+    counted = re.fullmatch(r"(.*\]|[^:]*):([^:\]]*)", host)  # a colon within an IPv6 address begins no count
+    host, count = counted.groups() if counted else (host, None)
     for setting in settings:
         key, _, value = setting.partition("=")
         if key == "port" or key.startswith("-p"):
             raise LaunchError(f"{where}: {setting!r} has no place here; write the port of {host} to ~/.ssh/config.")
-        if key != "slots" or colon:
+        if key != "slots" or count is not None:
             raise LaunchError(f"{where}: {setting!r} should be slots=N, once, after the node's name.")
-        colon, count = "=", value
-    if colon and not _NUMBER.fullmatch(count):
+        count = value
+    if count is not None and not _NUMBER.fullmatch(count):
         raise LaunchError(f"{where}: {count!r} should be the number of workers on {host}, 1 or more.")
-    return NodeSlots(_checked(host, where), int(count) if colon else None)
+    return NodeSlots(_checked(host, where), None if count is None else int(count))
 
 
 def _checked(host: str, where: str) -> str:
