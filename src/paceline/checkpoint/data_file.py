@@ -39,10 +39,17 @@ DTYPES = {
 }
 """The data types by their names in the safetensors format."""
 
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector of a processor. Copies between places so aligned are the fastest."""
+
+
+def dtype_name(name: str, tensor: Tensor) -> str:
+    """The format's name of a tensor's dtype. Raises `CheckpointError`, which names the tensor, where it has none."""
+    if tensor.dtype not in _NAMES:
+        raise CheckpointError(f"The tensor '{name}' has dtype {tensor.dtype}, which a checkpoint cannot hold.")
+    return _NAMES[tensor.dtype]
 
 
 def data_file_name(writer: int) -> str:
@@ -235,10 +242,8 @@ def _layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
     offset = 0
     starts = {}
     for name, tensor in ordered:
-        if tensor.dtype not in NAMES:
-            raise CheckpointError(f"The tensor '{name}' has dtype {tensor.dtype}, which a checkpoint cannot hold.")
         end = offset + tensor.numel() * tensor.element_size()
-        entries[name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        entries[name] = {"dtype": dtype_name(name, tensor), "shape": list(tensor.shape), "data_offsets": [offset, end]}
         starts[name], offset = offset, end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)

@@ -10,10 +10,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.data_file import DTYPES, NAMES, data_file_name
+from paceline.checkpoint.data_file import DTYPES, data_file_name, dtype_name
 from paceline.checkpoint.manifest import StoredSlice, TensorEntry
 from paceline.dtensor_type import is_dtensor
-from paceline.errors import CheckpointError
 from paceline.object_collectives import all_gather_objects
 
 
@@ -49,9 +48,6 @@ def plan_writes(
     kinds = {name: _kind(tensor) for name, tensor in state.items()}
     if before is not None and not any(all_gather_objects(kinds != before.kinds, group)):
         return before
-    for name, tensor in state.items():
-        if tensor.dtype not in NAMES:
-            raise CheckpointError(f"The tensor '{name}' has dtype {tensor.dtype}, which a checkpoint cannot hold.")
     rank = 0 if group is None else dist.get_rank(group)
     gathered = all_gather_objects([_held(name, tensor) for name, tensor in state.items()], group)
     holders: dict[tuple[Any, ...], list[int]] = {}
@@ -83,7 +79,7 @@ def _held(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], tuple[i
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
         sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return name, NAMES[tensor.dtype], tuple(tensor.shape), tuple(offsets), tuple(sizes)
+    return name, dtype_name(name, tensor), tuple(tensor.shape), tuple(offsets), tuple(sizes)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.data_file import NAMES, ChecksumStream, StagedFile
+from paceline.checkpoint.data_file import ChecksumStream, StagedFile, dtype_name
 from paceline.checkpoint.load import folder_name
 from paceline.checkpoint.manifest import MANIFEST_FILE, Manifest, StoredSlice, TensorEntry
 from paceline.checkpoint.storage import Piece
@@ -84,7 +84,7 @@ def write_checkpoint(storage: Memory, step: int, metrics: Mapping[str, float] | 
     for name, file in (("model/bias", first), ("worker:0/sums", first), ("worker:1/sums", second)):
         shape = tuple(state[name].shape)
         whole = StoredSlice((0,) * len(shape), shape, file, name)
-        tensors[name] = TensorEntry(NAMES[state[name].dtype], shape, (whole,))
+        tensors[name] = TensorEntry(dtype_name(name, state[name]), shape, (whole,))
     model = {"weight": {"tensor": "model/weight"}, "bias": {"tensor": "model/bias"}, "head": {"tensor": "model/weight"}}
     manifest = Manifest(
         step=step,

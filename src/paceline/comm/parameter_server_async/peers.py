@@ -108,7 +108,7 @@ class Peers:
         try:
             connection = self._connection_to(rank)
             connection.settimeout(self.timeout_s)
-            _send(connection, (name, *arguments))
+            _send(connection, *encode((name, *arguments)))
         except OSError as problem:
             self._forget(rank)
             return Call(rank, problem=problem)
@@ -199,7 +199,7 @@ class Peers:
                 answer = encode(("result", self._handlers[name](*arguments)))
             except Exception:
                 answer = encode(("error", traceback.format_exc()))
-            _send_encoded(connection, *answer)
+            _send(connection, *answer)
 
 
 @dataclass
@@ -273,11 +273,7 @@ def _own_address() -> str:
     return others[0] if found.startswith("127.") and others else found
 
 
-def _send(connection: socket.socket, value: Any) -> None:
-    _send_encoded(connection, *encode(value))
-
-
-def _send_encoded(connection: socket.socket, text: bytes, tensors: Sequence[Tensor]) -> None:
+def _send(connection: socket.socket, text: bytes, tensors: Sequence[Tensor]) -> None:
     connection.sendall(len(text).to_bytes(8, "big") + text)
     for tensor in tensors:
         connection.sendall(memory(tensor))
