@@ -12,9 +12,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from statistics import fmean, linear_regression
+from typing import NamedTuple
 
 from paceline.errors import ModelError
 from paceline.partition import InFlight, StageLimits, best_cut, half_passes_in_flight, in_flight_by_stage, split
@@ -194,6 +195,109 @@ def device_memory(
     return memory if stages is None else model.fullest(stages)
 
 
+class _Moment(NamedTuple):
+    """What a worker holds at one moment of backward, beside its state."""
+
+    activation_bytes: float
+    """Less the gradients of its state that are not made yet."""
+    gathered_bytes: float
+    transit_bytes: float
+
+    def without_debts(self) -> _Moment:
+        """The same sum, where what is missing from the state is taken from activations first, and none is negative."""
+        activation_bytes, gathered_bytes, transit_bytes = self
+        transit_bytes += min(0.0, activation_bytes)
+        gathered_bytes += min(0.0, transit_bytes)
+        return _Moment(*(max(0.0, one) for one in (activation_bytes, gathered_bytes, transit_bytes)))
+
+
+class _Block(NamedTuple):
+    """Layers that are gathered together, while backward goes through them; the numbers are of parameters.
+
+    As torch's `fully_shard` does it: before backward comes to a block, its parameters are copied out of the message
+    that brought them; then the message for the block before it is there too. When backward has left the block its
+    parameters go, its gradients are copied into a message, and this one stays until the next block's is made.
+    """
+
+    model: _ModelOnMesh
+    own: float
+    """All of the worker."""
+    previous: float
+    """In the block before it."""
+    size: float
+    following: float
+    """In the block behind it."""
+    behind: float
+    """In all that are behind it."""
+
+    def within(self, layer: LayerCost, activation_bytes: float, done: float) -> _Moment:
+        """While backward goes through one of its layers.
+
+        Args:
+            done: parameters of the layer and of those behind it.
+        """
+        model = self.model
+        if model.gathers_blocks:
+            gathered = self._gathered(self.previous + self.size, gone=self.behind)
+            return self._moment(activation_bytes, self.behind, gathered, done - self.behind + self._arriving)
+        made = self.behind if model.mesh.fsdp > 1 else done  # a shard of it comes when it has been scattered
+        return _Moment(
+            activation_bytes - model.bytes_to_come * (self.own - made),
+            model.gathered_at_the_end(self.own),
+            model.bytes_copied * done + model.added(layer),
+        )
+
+    def at_its_ends(self, bytes_before: float, bytes_behind: float) -> tuple[_Moment, ...]:
+        """When its parameters or gradients are there twice, in messages too.
+
+        Args:
+            bytes_before, bytes_behind: of activations, without it and with it.
+        """
+        previous, size, behind = self.previous, self.size, self.behind
+        # In the forward pass a message stays until the next one has been copied out, and there are no gradients.
+        messages = previous + size
+        entered = self._gathered(size + messages, gone=behind, messages=messages)
+        done = self._gathered(2 * size, gone=behind, messages=size)
+        turned = self._gathered(2 * size, gone=behind)
+        left = self._gathered(previous, gone=behind + size)
+        passing = 2 * size if self.model.scatters_every_pass else size
+        forward = self._moment(bytes_before, 0.0, entered, 0.0), self._moment(bytes_behind, 0.0, done, 0.0)
+        backward = self._moment(bytes_behind, behind, turned, self._arriving)
+        return *forward, backward, self._moment(bytes_before, behind, left, passing)
+
+    @property
+    def _arriving(self) -> float:
+        """Gradients of the block behind it in a message."""
+        return self.following if self.model.scatters_every_pass else 0.0
+
+    def _gathered(self, gathered: float, *, gone: float, messages: float = 0.0) -> float:
+        """Parameters beside those that `DeviceMemory` has among the worker's own.
+
+        Args:
+            gathered: those that stage 3 gathers.
+            gone: those that stages 1 and 2 do not hold whole, whose passes gather and scatter.
+            messages: those that they hold in messages.
+        """
+        model = self.model
+        if model.mesh.zero_stage == 3:
+            return gathered
+        part = self.own / model.mesh.fsdp
+        return part + messages - gone if model.scatters_every_pass else part
+
+    def _moment(self, activation_bytes: float, made: float, gathered: float, passing: float) -> _Moment:
+        """
+        Args:
+            made: parameters whose gradients are among the worker's.
+            passing: parameters whose gradients are on their way.
+        """
+        model, state = self.model, self.model.state
+        return _Moment(
+            activation_bytes - model.bytes_to_come * (self.own - made),
+            gathered * state.parameter,
+            model.bytes_copied * made + passing * state.gradient,
+        )
+
+
 @dataclass(frozen=True)
 class _ModelOnMesh:
     """A model's layers on the devices of a mesh.
@@ -252,30 +356,21 @@ class _ModelOnMesh:
             stages: the worker's.
             arriving_bytes: bytes a sample of messages that arrive while the worker computes another micro-batch.
         """
-        layers = [layer for stage in stages for layer in stage]
-        own, largest = sum(map(self.parameters, layers)), max(map(self.parameters, layers))
-        shards, zero_stage, state = self.mesh.fsdp, self.mesh.zero_stage, self.state
-        block = min(own, max(largest, MIN_BLOCK_BYTES / state.parameter))
-        gathered = own / shards
-        if zero_stage == 3:  # the tree of bitwise parity takes whole gradients, with which parameters are whole
-            gathered = own if state.is_bitwise else min(own, 2 * block)
-        moments = (self.peak_of_backward(worker, stages, one, own, block) for one in self.in_flight[worker])
-        activation_bytes, transit_bytes = max(moments, key=sum)
-        activation_bytes += self.micro_batch_size * arriving_bytes
+        own = sum(self.parameters(layer) for stage in stages for layer in stage)
+        shards, state = self.mesh.fsdp, self.state
+        peak = max((self.peak_of_backward(worker, stages, one, own) for one in self.in_flight[worker]), key=sum)
+        peak = peak.without_debts()
         return DeviceMemory(
-            parameter_bytes=own * state.parameter / (shards if zero_stage == 3 else 1),
+            parameter_bytes=own * state.parameter / (shards if self.mesh.zero_stage == 3 else 1),
             gradient_bytes=own * state.gradient * state.gradient_copies(self.mesh, self.num_micro_batches),
             optimizer_bytes=own * state.optimizer / shards,
-            activation_bytes=activation_bytes,
-            gathered_bytes=gathered * state.parameter if shards > 1 else 0.0,
-            transit_bytes=transit_bytes,
+            activation_bytes=peak.activation_bytes + self.micro_batch_size * arriving_bytes,
+            gathered_bytes=peak.gathered_bytes,
+            transit_bytes=peak.transit_bytes,
         )
 
-    def peak_of_backward(
-        self, worker: int, stages: tuple[Layers, ...], in_flight: InFlight, own: float, block: float
-    ) -> tuple[float, float]:
-        """Bytes of activations, and of gradients on their way, where both together are most while backward goes through
-        one stage of a worker.
+    def peak_of_backward(self, worker: int, stages: tuple[Layers, ...], in_flight: InFlight, own: float) -> _Moment:
+        """The moment at which a worker holds most while backward goes through one of its stages.
 
         While backward goes through a layer, the layers before it keep what they kept, and those behind it nothing.
         """
@@ -288,17 +383,46 @@ class _ModelOnMesh:
             waiting_bytes += self.in_halves[worker] * sum(self.waiting(layer) for one in stages for layer in one)
         before, whole = 0.0, 0.0
         done = own - sum(self.parameters(layer) for one in stages[: in_flight.place] for layer in one)
-        peaks = [(waiting_bytes, self.transit_at_the_end(own, block))]
-        for layer, kept_bytes in zip(stage, kept, strict=True):
-            before, whole = before + kept_bytes, whole + self.kept(layer)
-            at_once = min(whole, before + self.kept(layer)) if self.recompute else before
-            activation_bytes = waiting_bytes + self.micro_batch_size * (at_once + self.moment(layer))
-            # A shard of the layer's own gradient comes when the whole one, which is on its way, has been scattered.
-            made = done - self.parameters(layer) if self.mesh.fsdp > 1 else done
-            peaks.append((activation_bytes - self.gradients_to_come(own - made), self.transit(layer, done, block)))
-            done -= self.parameters(layer)
-        activation_bytes, transit_bytes = max(peaks, key=sum)
-        return max(0.0, activation_bytes), transit_bytes
+        blocks = self.blocks(stage)
+        sizes = [0.0, *(sum(map(self.parameters, block)) for block in blocks), 0.0]
+        moments = [_Moment(waiting_bytes, self.gathered_at_the_end(own), self.transit_at_the_end(own, max(sizes)))]
+        kept_by_layer = iter(kept)
+        for number, layers in enumerate(blocks, 1):
+            size = sizes[number]
+            block = _Block(self, own, sizes[number - 1], size, sizes[number + 1], done - size)
+            bytes_before = waiting_bytes + self.micro_batch_size * before
+            for layer in layers:
+                before, whole = before + next(kept_by_layer), whole + self.kept(layer)
+                at_once = min(whole, before + self.kept(layer))
+                activation_bytes = waiting_bytes + self.micro_batch_size * (at_once + self.moment(layer))
+                moments.append(block.within(layer, activation_bytes, done))
+                done -= self.parameters(layer)
+            if self.gathers_blocks:
+                moments += block.at_its_ends(bytes_before, waiting_bytes + self.micro_batch_size * before)
+        return max(moments, key=sum)
+
+    def blocks(self, stage: Layers) -> list[Layers]:
+        """The layers of a stage that `parallel/sharded.py` gathers together; one by one where none is gathered."""
+        if not self.gathers_blocks:
+            return [(layer,) for layer in stage]
+        found, block, num_bytes = [], [], 0.0
+        for layer in stage:
+            block.append(layer)
+            num_bytes += self.parameters_per_byte * layer.parameter_bytes * self.state.parameter
+            if num_bytes >= MIN_BLOCK_BYTES:
+                found.append(tuple(block))
+                block, num_bytes = [], 0.0
+        return [*found, tuple(block)] if block else found
+
+    @cached_property
+    def gathers_blocks(self) -> bool:
+        """Whether workers gather and scatter one block after the other. The tree of bitwise parity takes whole
+        gradients."""
+        return self.mesh.fsdp > 1 and self.has_layers and not self.state.is_bitwise
+
+    @cached_property
+    def scatters_every_pass(self) -> bool:
+        return _scatters_every_pass(self.mesh, self.num_micro_batches)
 
     def kept_by(self, layers: Layers) -> list[float]:
         """Bytes a sample that each layer keeps until backward comes to it; none needs to keep more than it would
@@ -307,53 +431,55 @@ class _ModelOnMesh:
             return [self.kept(layer) for layer in layers]
         return [min(layer.output_bytes, self.kept(layer)) for layer in layers]
 
-    def gradients_to_come(self, num_parameters: float) -> float:
-        """Bytes that the gradients of so many parameters will take when backward comes to them; 0 where they are there
-        already: those of the pass before, or DistributedDataParallel's buckets."""
+    @cached_property
+    def bytes_to_come(self) -> float:
+        """Bytes that the gradient of a parameter will take when backward comes to it; 0 where it is there already: that
+        of the pass before, or DistributedDataParallel's buckets."""
         mesh, state = self.mesh, self.state
         if self.num_micro_batches > 1 or mesh.pp > 1 or state.is_bitwise or (mesh.is_plain and mesh.dp > 1):
             return 0.0
-        return state.gradient * num_parameters / mesh.fsdp
+        return state.gradient / mesh.fsdp
 
-    def transit(self, layer: LayerCost, done: float, block: float) -> float:
-        """Bytes of gradients on their way while backward goes through `layer`, beside those that stay.
-
-        Replicas that are sharded or cut copy what they sum. A block's gradients are copied to be scattered, while the
-        copy of the block before travels.
-
-        Args:
-            done: parameters of the layer and of those behind it.
-            block: parameters whose gradients are scattered at once.
-        """
+    @cached_property
+    def bytes_copied(self) -> float:
+        """Bytes of a parameter's gradient that replicas which are sharded or cut copy to sum them."""
         mesh, state = self.mesh, self.state
-        if state.is_bitwise:
-            return 0.0
-        copied = done / mesh.fsdp if mesh.dp > 1 and not mesh.is_plain else 0.0
-        if mesh.fsdp > 1:
-            passing = (
-                min(done, 2 * block) if self.has_layers and _scatters_every_pass(mesh, self.num_micro_batches) else 0.0
-            )
-        else:  # added to those of the passes before, or copied into a bucket
-            is_copied = self.num_micro_batches > 1 or (mesh.is_plain and mesh.dp > 1)
-            passing = self.largest_parameter(layer) if is_copied else 0.0
-        return (copied + passing) * state.gradient
+        is_copied = mesh.dp > 1 and not mesh.is_plain and not state.is_bitwise
+        return state.gradient / mesh.fsdp if is_copied else 0.0
 
-    def transit_at_the_end(self, own: float, block: float) -> float:
-        """The same when backward has left the stage: ZeRO 1 scatters whole gradients then."""
-        mesh, state = self.mesh, self.state
-        if state.is_bitwise:
+    def added(self, layer: LayerCost) -> float:
+        """Bytes of one gradient that is added to those of the passes before, or copied into a bucket."""
+        mesh = self.mesh
+        is_added = self.num_micro_batches > 1 or (mesh.is_plain and mesh.dp > 1)
+        if not is_added or self.state.is_bitwise or mesh.fsdp > 1:
             return 0.0
-        copied = own / mesh.fsdp if mesh.dp > 1 and not mesh.is_plain else 0.0
-        scatters_now = self.has_layers and not _scatters_every_pass(mesh, self.num_micro_batches)
-        passing = block if mesh.fsdp > 1 and scatters_now else 0.0
-        return (copied + passing) * state.gradient
+        return self.state.gradient * self.largest_parameter(layer)
 
-    def once(self, layer: LayerCost) -> float:
-        """What one layer of a stage needs for a moment, at least."""
+    def gathered_at_the_end(self, own: float) -> float:
+        """Bytes of parameters beside a worker's own when backward has left the stage. Stages 1 and 2 hold their part
+        beside the whole, and bitwise parity holds all; so does a worker of which the blocks are not known."""
+        mesh = self.mesh
+        if mesh.fsdp == 1 or (mesh.zero_stage == 3 and self.gathers_blocks):
+            return 0.0
+        return own * self.state.parameter / (1 if mesh.zero_stage == 3 else mesh.fsdp)
+
+    def transit_at_the_end(self, own: float, largest_block: float) -> float:
+        """Bytes of gradients on their way when backward has left the stage: ZeRO 1 scatters whole ones then."""
+        is_late = self.gathers_blocks and not self.scatters_every_pass
+        return self.bytes_copied * own + (self.state.gradient * largest_block if is_late else 0.0)
+
+    def once(self, layer: LayerCost, smallest_block: float) -> float:
+        """What one layer of a stage needs for a moment, at least, where blocks have this many parameters or more."""
         own = self.parameters(layer)
-        gathered = 2 * own * self.state.parameter if self.mesh.fsdp > 1 and self.mesh.zero_stage == 3 else 0.0
-        again = self.kept(layer) if self.recompute else 0.0
-        return self.micro_batch_size * (self.moment(layer) + again) + gathered + self.transit(layer, own, own)
+        size = max(own, smallest_block if self.gathers_blocks else 0.0)
+        block = _Block(self, size, 0.0, size, 0.0, 0.0)
+        kept = self.micro_batch_size * self.kept(layer)
+        again = kept if self.recompute else 0.0
+        moments = [block.within(layer, self.micro_batch_size * self.moment(layer) + again, own)]
+        if self.gathers_blocks:
+            moments += block.at_its_ends(-kept, 0.0)
+        # What stages 1 and 2 gather is among the states of layers.
+        return max(sum(one) - (one.gathered_bytes if self.mesh.zero_stage < 3 else 0.0) for one in moments)
 
     def fullest(self, stages: tuple[Layers, ...]) -> DeviceMemory:
         """The fullest worker of a pipeline; each has every pp-th stage."""
@@ -381,9 +507,11 @@ class _ModelOnMesh:
             self.micro_batch_size * (kept_bytes + most_in_halves * self.waiting(layer))
             for layer, kept_bytes in zip(layers, self.kept_by(layers), strict=True)
         ]
+        smallest_block = min(MIN_BLOCK_BYTES / self.state.parameter, sum(map(self.parameters, layers)) / self.mesh.pp)
+        once = [self.once(layer, smallest_block) for layer in layers]
         costs = [
-            dataclasses.replace(layer, parameter_bytes=state, activation_bytes=activation, moment_bytes=once)
-            for layer, state, activation, once in zip(layers, states, kept, map(self.once, layers), strict=True)
+            dataclasses.replace(layer, parameter_bytes=state, activation_bytes=activation, moment_bytes=moment)
+            for layer, state, activation, moment in zip(layers, states, kept, once, strict=True)
         ]
         try:
             return split(layers, best_cut(costs, self.mesh.pp, limits))

@@ -86,7 +86,10 @@ def test_the_stage_with_the_largest_layers_is_the_fullest() -> None:
     found = device_memory(20e6, StateBytes(), Mesh(pp=2), NOTHING, 1, layers=(small, small, large, large))
     assert found.state_bytes == pytest.approx(12 * 18e6)
     gathered = device_memory(20e6, StateBytes(), Mesh(fsdp=2), NOTHING, 1, layers=(small, small, large, large))
-    assert gathered.gathered_bytes == pytest.approx(4 * 18e6)  # a layer, and the next one meanwhile
+    # Backward is in the first of the large ones: its parameters are there, and those of the one before it.
+    assert gathered.gathered_bytes == pytest.approx(4 * 10e6)
+    # Its gradients too, and those of the last one on their way; of 11 million there are none yet.
+    assert gathered.transit_bytes == pytest.approx(4 * (18e6 - 11e6 / 2))
 
 
 def test_a_worker_with_two_stages_has_those_that_are_apart() -> None:
