@@ -1,7 +1,8 @@
 """Examines virtual shards that are to go through the model together: does each get what it would get alone?
 
-The shards go through the model one by one and then together, without gradients and without a trace. Their loss has to
-be the mean of their own losses (`coupling`), and each has to draw its own random numbers (`shard_draws`).
+The shards go through the model one by one and then together, without a trace, and without gradients unless the loss
+function computes some itself. Their loss has to be the mean of their own losses (`coupling`), and each has to draw its
+own random numbers (`shard_draws`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ from torch import nn
 
 from paceline.containers import copied
 from paceline.parallel.assignment import ShardRange
-from paceline.parallel.coupling import AUX_LOSS, describe_coupling, leaving_no_trace, returns_aux_loss, tolerance
+from paceline.parallel.coupling import (
+    AUX_LOSS,
+    describe_coupling,
+    leaving_no_trace,
+    needs_gradients,
+    returns_aux_loss,
+    tolerance,
+)
 from paceline.parallel.engine import StepInput
 from paceline.parallel.generators import generator_states
 from paceline.parallel.loss_functions import DRAWS
@@ -58,6 +66,24 @@ def examine(
         draws: None if shards that draw random numbers have to go one by one in any case.
         most_shards: if given, this is a collective: every worker makes as many passes as one with so many shards.
     """
+    known = passes.functions.differentiates
+    try:
+        return _examine(passes, step, module, shards, draws, most_shards)
+    except RuntimeError as problem:
+        if step.loss_name in known or not needs_gradients(problem):
+            raise
+    known.add(step.loss_name)  # all workers find it in the first of their passes
+    return _examine(passes, step, module, shards, draws, most_shards)
+
+
+def _examine(
+    passes: Passes,
+    step: StepInput,
+    module: nn.Module,
+    shards: ShardRange | None,
+    draws: ShardDraws | None,
+    most_shards: int,
+) -> Examined:
     with step.within():
         is_coarse = tolerance(passes.model, passes.device, torch.float32) >= _COARSE
     all_found = []
@@ -137,7 +163,7 @@ class _Examination:
             before = generator_states(passes.device)
             with watching_outputs(self._module) as outputs:
                 samples = passes.samples(step, shards, copies=True)
-                loss = passes.read(step, self._module, shards, samples, rehearsal, are_copies=True)
+                loss = passes.read(step, self._module, shards, samples, rehearsal, are_copies=True).detached()
             self._draws_alone |= before != generator_states(passes.device)
             self._draws_alone |= passes.buffers.changed_now() is not None or step.companions.have_changed()
             self._draws_alone |= rehearsal is not None and not rehearsal.is_possible
@@ -177,7 +203,7 @@ def _pass_of_stand_in(passes: Passes, step: StepInput, module: nn.Module) -> Non
 def _leaving_no_trace(passes: Passes, step: StepInput) -> Iterator[None]:
     with (
         passes.buffers.untouched(),
-        leaving_no_trace(passes.model, passes.device),
+        leaving_no_trace(passes.model, passes.device, with_gradients=step.loss_name in passes.functions.differentiates),
         passes.norm.forgotten_after_error(),
         passes.norm.backward(),
         step.companions.backward(),

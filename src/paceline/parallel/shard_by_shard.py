@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.containers import copied
-from paceline.parallel.coupling import leaving_no_trace
+from paceline.parallel.coupling import leaving_no_trace, needs_gradients
 from paceline.parallel.engine import StepInput
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import LossLayout, ShardLoss, StepLoss, read_loss
@@ -39,9 +39,20 @@ class ShardByShard:
 
     def layout_of_stand_in(self, step: StepInput) -> LossLayout:
         """Which numbers the loss function returns, by a sample that leaves no trace."""
+        differentiates = self._functions.differentiates
+        try:
+            return self._layout_of_stand_in(step)
+        except RuntimeError as problem:
+            if step.loss_name in differentiates or not needs_gradients(problem):
+                raise
+        differentiates.add(step.loss_name)
+        return self._layout_of_stand_in(step)
+
+    def _layout_of_stand_in(self, step: StepInput) -> LossLayout:
+        with_gradients = step.loss_name in self._functions.differentiates
         with (
             self.buffers.untouched(),
-            leaving_no_trace(self.module, self.passes.like.device),
+            leaving_no_trace(self.module, self.passes.like.device, with_gradients=with_gradients),
             standing_in(self.module),
             step.companions.standing_in(),
         ):
