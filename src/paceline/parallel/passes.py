@@ -30,6 +30,7 @@ from paceline.parallel.losses import ShardLoss, counts, ignore_unless, read_loss
 from paceline.parallel.micro_batch import MicroBatchLimit, free_memory, is_out_of_memory
 from paceline.parallel.norm import NormStatistics, has_other_norms, standing_in
 from paceline.parallel.novelty import MOST_LOOKS, Novelty
+from paceline.parallel.parameter_watch import ParameterWatch
 from paceline.parallel.shard_draws import ShardDraws
 from paceline.samples import Turns
 
@@ -100,6 +101,7 @@ class Passes:
         self.norm = NormStatistics(model)
         self.buffers = ForwardBuffers(model, self.norm)
         self.functions = functions
+        self._watch_parameters = ParameterWatch(model)
         self.like = torch.zeros((), dtype=statistics_dtype(model), device=device)
         """A tensor of the dtype, and on the device, in which losses are added."""
         self.model = model
@@ -335,7 +337,11 @@ class Passes:
         """
         watch = self.functions.may_be_weighted(step.loss_name)
         versions = _versions(samples)
-        with watching_outputs(module) if watch else nullcontext() as outputs, within or nullcontext():
+        with (
+            self._watch_parameters(),
+            watching_outputs(module) if watch else nullcontext() as outputs,
+            within or nullcontext(),
+        ):
             returned = step.loss_of(module, samples)
         changes = versions != _versions(samples)
         self.functions.has_used_samples(step.loss_name, changes=changes, are_copies=are_copies)

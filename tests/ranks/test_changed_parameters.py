@@ -1,0 +1,141 @@
+"""Parameters that a forward pass changes, gradients that a loss function leaves, and embeddings whose updates depend on
+which samples a worker has: each is refused in a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.env import worker_facts
+from paceline.errors import ModelError
+from paceline.spec import Job, Plan
+from tests.ranks.harness import run_ranks
+
+DRAW = torch.Generator().manual_seed(5)
+DATA = TensorDataset(
+    torch.randn(24, 6, generator=DRAW, dtype=torch.float64),
+    torch.randint(3, (24,), generator=DRAW),
+    torch.randint(12, (24, 5), generator=DRAW),
+)
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+class Words(nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(12, 6, **options), nn.Linear(6, 3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        out: Tensor = self.head(self.words(words).mean(1))
+        return out
+
+
+class Momentum(nn.Module):
+    """A second encoder that follows the first, moved in the forward pass."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.first, self.second, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 3)
+        self.second.requires_grad_(False)
+
+    @torch.no_grad()
+    def _follow(self) -> None:
+        for one, other in zip(self.first.parameters(), self.second.parameters(), strict=True):
+            if self.how == "replaced":
+                other.data = other.data * 0.9 + one.data * 0.1
+            elif self.how == "hidden":
+                other.data.mul_(0.9).add_(one.data, alpha=0.1)
+            else:
+                other.mul_(0.9).add_(one, alpha=0.1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self._follow()
+        out: Tensor = self.head(self.first(inputs).tanh() * self.second(inputs))
+        return out
+
+
+def plain(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def of_words(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch[2]), batch[1])
+
+
+def with_backward(model: nn.Module, batch: Any) -> Tensor:
+    """The same by a backward pass, which also leaves gradients of the parameters."""
+    inputs = batch[0].clone().requires_grad_()
+    F.cross_entropy(model(inputs), batch[1], reduction="sum").backward()
+    assert inputs.grad is not None
+    return F.cross_entropy(model((inputs + 0.1 * inputs.grad.sign()).detach()), batch[1])
+
+
+def _train(
+    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], parity: str, *, by: Any = torch.optim.SGD, **values: Any
+) -> list[float]:
+    job = Job().with_values(
+        **{"global_batch_size": 8, "virtual_shards": 4, "precision": "float64", "parity": parity} | values
+    )
+    algorithm: Any = "tree_exact" if parity == "bitwise" else "all_reduce"
+    plan = Plan(world_size=worker_facts().world_size, algorithm=algorithm, timeout_s=60)
+    with paceline.init(job, plan=plan, max_steps=3) as run:
+        run.prepare(model, by(list(model.parameters()), lr=0.1))
+        return [float(run.step(batch, loss)) for batch in run.batches(DATA)]
+
+
+REFUSED: list[tuple[str, Callable[[], nn.Module], Callable[[nn.Module, Any], Tensor], str]] = [
+    ("backward", layers, with_backward, "changed the gradient of the parameter '0.weight' itself"),
+    ("in place", lambda: Momentum("in place"), plain, "changed the parameter 'second.weight'"),
+    ("replaced", lambda: Momentum("replaced"), plain, "changed the parameter 'second.weight'"),
+    ("hidden", lambda: Momentum("hidden"), plain, "changed the parameter 'second.weight'"),
+    ("max_norm", lambda: Words(max_norm=0.5), of_words, "The layer 'words' has max_norm"),
+]
+
+
+def _refusals() -> list[str]:
+    found = []
+    for _, model, loss, _ in REFUSED:
+        for parity in ("numeric", "bitwise"):
+            with pytest.raises(ModelError) as refusal:
+                _train(model(), loss, parity)
+            found.append(str(refusal.value))
+    return found
+
+
+def test_what_changes_parameters_or_their_gradients_is_refused() -> None:
+    (found,) = run_ranks(_refusals, 1)
+    for sentence, expected in zip(found, [words for *_, words in REFUSED for _ in range(2)], strict=True):
+        assert expected in sentence
+
+
+def _sparse() -> list[float]:
+    return _train(Words(sparse=True), of_words, "numeric", by=torch.optim.SparseAdam)
+
+
+def _frequent(**values: Any) -> list[float]:
+    return _train(Words(scale_grad_by_freq=True), of_words, "numeric", **values)
+
+
+def _frequent_by_shards() -> list[float]:
+    return _frequent(shard_by_shard=True)
+
+
+def test_embeddings_that_depend_on_which_samples_a_worker_has() -> None:
+    with pytest.raises(AssertionError, match="'words' makes sparse gradients, which cannot be added up on several"):
+        run_ranks(_sparse, 2)
+    with pytest.raises(AssertionError, match="'words' has scale_grad_by_freq"):
+        run_ranks(_frequent, 1)
+    (alone,) = run_ranks(_frequent_by_shards, 1)
+    for losses in run_ranks(_frequent_by_shards, 2):
+        assert losses == pytest.approx(alone, rel=1e-12)
