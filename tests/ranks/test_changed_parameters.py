@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.env import worker_facts
 from paceline.errors import ModelError
-from paceline.spec import Job, Plan
+from paceline.spec import Job, Plan, parse_mesh
 from tests.ranks.harness import run_ranks
 
 DRAW = torch.Generator().manual_seed(5)
@@ -82,13 +82,21 @@ def with_backward(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _train(
-    model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], parity: str, *, by: Any = torch.optim.SGD, **values: Any
+    model: nn.Module,
+    loss: Callable[[nn.Module, Any], Tensor],
+    parity: str,
+    *,
+    by: Any = torch.optim.SGD,
+    strategy: str = "dp",
+    **values: Any,
 ) -> list[float]:
     job = Job().with_values(
         **{"global_batch_size": 8, "virtual_shards": 4, "precision": "float64", "parity": parity} | values
     )
     algorithm: Any = "tree_exact" if parity == "bitwise" else "all_reduce"
-    plan = Plan(world_size=worker_facts().world_size, algorithm=algorithm, timeout_s=60)
+    num_workers = worker_facts().world_size
+    mesh = parse_mesh(strategy, num_workers) if num_workers > 1 else None
+    plan = Plan(world_size=num_workers, algorithm=algorithm, timeout_s=60, mesh=mesh)
     with paceline.init(job, plan=plan, max_steps=3) as run:
         run.prepare(model, by(list(model.parameters()), lr=0.1))
         return [float(run.step(batch, loss)) for batch in run.batches(DATA)]
@@ -125,6 +133,21 @@ def _sparse() -> list[float]:
 
 def _frequent(**values: Any) -> list[float]:
     return _train(Words(scale_grad_by_freq=True), of_words, "numeric", **values)
+
+
+def penalised(model: nn.Module, batch: Any) -> Tensor:
+    squares: Tensor = 0.01 * torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+    return plain(model, batch) + squares
+
+
+def _penalised(strategy: str) -> list[float]:
+    return _train(layers(), penalised, "numeric", strategy=strategy)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "tp"])
+def test_a_penalty_on_weights_that_are_sharded_is_refused(strategy: str) -> None:
+    with pytest.raises(AssertionError, match="ModelError: The loss function, or a layer, uses a parameter outside"):
+        run_ranks(_penalised, 2, strategy)
 
 
 def _frequent_by_shards() -> list[float]:

@@ -137,10 +137,17 @@ def explaining_refusals() -> Iterator[None]:
 
 
 def _sharding_refusal(problem: BaseException) -> ModelError | None:
-    """The sentence for a block of a sharded model that changes what it is given; None for any other error.
+    """The sentence for a sharded model one of whose blocks changes what it is given, or whose parameters are used
+    outside of their layers; None for any other error.
 
     Torch gives such blocks views of their inputs, to learn when their backward pass is over.
     """
+    if "mixed torch.Tensor and DTensor" in str(problem):
+        return ModelError(
+            "The loss function, or a layer, uses a parameter outside of the layer that has it, and a worker holds a "
+            "part of it only: a penalty on weights is the optimizer's weight_decay; else call the layer itself, or use "
+            "the strategy dp."
+        )
     if "RegisterPostBackwardFunction" not in str(problem):
         return None
     return ModelError(
