@@ -27,7 +27,6 @@ from paceline.parallel.coupling import (
     tolerance,
 )
 from paceline.parallel.engine import StepInput
-from paceline.parallel.generators import generator_states
 from paceline.parallel.loss_functions import DRAWS
 from paceline.parallel.losses import ShardLoss, watching_outputs
 from paceline.parallel.micro_batch import is_out_of_memory
@@ -160,11 +159,11 @@ class _Examination:
         passes, step = self._passes, self._step
         with _leaving_no_trace(passes, step):
             passes.enter(step, shards)
-            before = generator_states(passes.device)
+            before = passes.generator_states(step)
             with watching_outputs(self._module) as outputs:
                 samples = passes.samples(step, shards, copies=True)
                 loss = passes.read(step, self._module, shards, samples, rehearsal, are_copies=True).detached()
-            self._draws_alone |= before != generator_states(passes.device)
+            self._draws_alone |= before != passes.generator_states(step)
             self._draws_alone |= passes.buffers.changed_now() is not None or step.companions.have_changed()
             self._draws_alone |= rehearsal is not None and not rehearsal.is_possible
             self._has_aux_loss |= returns_aux_loss(outputs)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from paceline.containers import copied, tensors
 from paceline.errors import ModelError
+from paceline.own_generators import OwnGenerators
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.engine import StepInput, statistics_dtype
 from paceline.parallel.examination import examine
@@ -101,6 +102,7 @@ class Passes:
         self.norm = NormStatistics(model)
         self.buffers = ForwardBuffers(model, self.norm)
         self.functions = functions
+        self._generators = OwnGenerators(model)
         self._watch_parameters = ParameterWatch(model)
         self.like = torch.zeros((), dtype=statistics_dtype(model), device=device)
         """A tensor of the dtype, and on the device, in which losses are added."""
@@ -292,12 +294,12 @@ class Passes:
         draws = self._draws[step.loss_name]
         shared = draws.shared_pass(shards, step.shard_seed) if self._share_draws(shards) else None
         is_watched = self.functions.draws is None or must_not_draw or shared is not None
-        before = generator_states(self.device) if is_watched else None
+        before = self.generator_states(step) if is_watched else None
         loss = self.read(step, module, shards, samples, shared)
         changed = (self.buffers.end_forward(shards) | step.companions.have_changed()) and not self._refusal
         if before is None:
             return ForwardPass(loss)
-        has_drawn = before != generator_states(self.device)
+        has_drawn = before != self.generator_states(step)
         if shared is None:
             is_unexamined = has_drawn and must_not_draw and self._may_share_draws
         else:
@@ -357,7 +359,14 @@ class Passes:
         self.norm.begin_pass(shards)
         step.companions.enter(shards)
         if not self._must_not_draw(shards):
-            seed_generators(step.shard_seed(shards.first_shard), self.device)
+            seed = step.shard_seed(shards.first_shard)
+            seed_generators(seed, self.device)
+            self._generators.seed(seed)
+            step.generators.seed(seed + 1)
+
+    def generator_states(self, step: StepInput) -> tuple[object, ...]:
+        """The states of all generators that a forward pass may draw from."""
+        return generator_states(self.device), self._generators.states(), step.generators.states()
 
     def backward(self, step: StepInput, loss: ShardLoss) -> None:
         """Add the gradient of some shards' loss, times their weight, to `.grad`."""

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from paceline.containers import tensors
 from paceline.data import Loading, SampleRequest
 from paceline.errors import JobError, ModelError
+from paceline.own_generators import NO_GENERATORS, OwnGenerators
 from paceline.parallel import AnyShard, Assignment, Companions, StepInput
 from paceline.parallel.assignment import shard_sizes
 from paceline.parallel.gradient_norms import norm_of_norms
@@ -83,6 +84,9 @@ class ModelStepper:
         self._guard = NonFiniteGuard(session, self.trained, begin_change)
         self._takes_closure = takes_closure(self.trained.optimizer, self.trained.engine, session.state.job)
         self._readings: Readings = {}
+        self._generators = OwnGenerators(self.trained.model)
+        self._own_of_loss: tuple[object, OwnGenerators] = None, NO_GENERATORS
+        """The last loss function, and the generators that it has of its own."""
 
     def step(
         self, pending: Pending, content: Any, loss_fn: LossFn, companions: Companions, optimizer: Optimizer
@@ -114,7 +118,7 @@ class ModelStepper:
         trained.optimizer.zero_grad(set_to_none=True)
 
         try:
-            with companions.unchanged(), explaining_refusals():
+            with companions.unchanged(), self._generators.kept(), step_input.generators.kept(), explaining_refusals():
                 result = engine.step(
                     step_input, functools.partial(self._update, pending, content, step_input, optimizer)
                 )
@@ -155,6 +159,8 @@ class ModelStepper:
     ) -> StepInput:
         """The step input for an assignment of the global batch with this number, counted over the whole run."""
         precision, seed, nth = self.trained.precision, self._state.job.seed, pending.num_steps
+        if self._own_of_loss[0] is not loss_fn:
+            self._own_of_loss = loss_fn, OwnGenerators(loss_fn)
         return StepInput(
             assignment=assignment,
             batch=Samples.of(content, num_samples, self._readings),
@@ -163,6 +169,7 @@ class ModelStepper:
             scale=precision.scaler.scale,
             within=precision.autocast,
             loss_name=loss_name(loss_fn),
+            generators=self._own_of_loss[1],
         )
 
     def _update(
