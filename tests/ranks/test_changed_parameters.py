@@ -10,11 +10,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.env import worker_facts
 from paceline.errors import ModelError
+from paceline.parallel.one_process import OneProcessDataParallel
+from paceline.parallel.unsuitable_layers import check_layers
 from paceline.spec import Job, Plan, parse_mesh
 from tests.ranks.harness import run_ranks
 
@@ -162,3 +165,55 @@ def test_embeddings_that_depend_on_which_samples_a_worker_has() -> None:
     (alone,) = run_ranks(_frequent_by_shards, 1)
     for losses in run_ranks(_frequent_by_shards, 2):
         assert losses == pytest.approx(alone, rel=1e-12)
+
+
+class Mixed(nn.Module):
+    """One block with parameters of two types, or one of them without elements."""
+
+    def __init__(self, dtype: torch.dtype, *, has_empty: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8, dtype=dtype), nn.Linear(8, 3)
+        self.nothing = nn.Parameter(torch.zeros(0 if has_empty else 1, 4))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs.to(self.first.weight.dtype)).to(self.second.weight.dtype)
+        out: Tensor = self.second(hidden) + self.nothing.sum()
+        return out
+
+
+def _mixed() -> list[float]:
+    return _train(Mixed(torch.bfloat16), plain, "numeric", strategy="fsdp", precision="float32")
+
+
+def _empty() -> list[float]:
+    return _train(Mixed(torch.float64, has_empty=True), plain, "numeric", strategy="fsdp")
+
+
+def test_parameters_that_cannot_be_sharded_get_a_sentence() -> None:
+    with pytest.raises(AssertionError, match=r"ModelError: A block of the model trains parameters of several types"):
+        run_ranks(_mixed, 2)
+    with pytest.raises(AssertionError, match="ModelError: The model has a parameter without elements"):
+        run_ranks(_empty, 2)
+
+
+def hooked() -> nn.Module:
+    model = layers()
+    next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return model
+
+
+def pruned() -> nn.Module:
+    model = layers()
+    prune.l1_unstructured(model.get_submodule("0"), "weight", 0.3)
+    return model
+
+
+def test_models_whose_copies_would_be_others_get_a_sentence() -> None:
+    for model, sentence in ((hooked(), "'0.weight' has a hook on its gradient"), (pruned(), "cannot be copied")):
+        with pytest.raises(ModelError, match=sentence):
+            OneProcessDataParallel(model, Job(), Plan(devices_in_process=2), (torch.device("cpu"),) * 2)
+
+
+def test_a_layer_without_weights_gets_a_sentence() -> None:
+    with pytest.raises(ModelError, match=r"'1.weight' has no shape yet"):
+        check_layers(nn.Sequential(nn.Tanh(), nn.LazyLinear(3)), Job(), is_alone=True)

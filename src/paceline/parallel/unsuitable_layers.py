@@ -1,15 +1,17 @@
-"""Layers of torch whose options make a result depend on which samples a worker has."""
+"""Models that cannot be trained: layers without weights yet, and those of torch whose options make a result depend on
+which samples a worker has."""
 
 from __future__ import annotations
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from paceline.errors import ModelError
 from paceline.spec import Job
 
 
 def check_layers(model: nn.Module, job: Job, *, is_alone: bool) -> None:
-    """Refuse embeddings that would train otherwise on another number of workers.
+    """Refuse lazy layers, and embeddings that would train otherwise on another number of workers.
 
     Args:
         is_alone: whether one worker with one device trains the model.
@@ -17,6 +19,12 @@ def check_layers(model: nn.Module, job: Job, *, is_alone: bool) -> None:
     Raises:
         ModelError: there is one.
     """
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ModelError(
+                f"The parameter '{name}' has no shape yet: its layer is a lazy one; call the model with some samples "
+                "before run.prepare, and build the optimizer after that."
+            )
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             continue
