@@ -386,6 +386,7 @@ class Passes:
 
     def loss_of_nothing(self, step: StepInput, module: nn.Module) -> Tensor:
         """The loss of the first sample times 0, through which nothing flows back."""
+        self.buffers.counters.begin_pass()
         with watching_outputs(module) as outputs:
             loss = read_loss(step.loss_of(module, copied(step.batch.cut(0, 1))), 0.0, 1, self.like).mean
         ignore_unless(False, outputs)

@@ -133,6 +133,7 @@ class ModelStepper:
         for note in result.own_notes:
             self.session.note_of_worker(note)
         self._tracer.after_update(trained.model, engine.whole, result.notes)
+        engine.forward_buffers.counters.end_step()
         moving = engine.forward_buffers.newly_moving()
         if moving:
             names = ", ".join(moving[:3]) + (f" and {len(moving) - 3} more" if len(moving) > 3 else "")
