@@ -196,10 +196,67 @@ def test_parameters_that_cannot_be_sharded_get_a_sentence() -> None:
         run_ranks(_empty, 2)
 
 
-def hooked() -> nn.Module:
+def hooked(how: str = "clamp") -> nn.Module:
     model = layers()
-    next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    weight = next(model.parameters())
+    if how == "clamp":
+        weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    elif how == "mask":
+        weight.register_hook(lambda gradient: gradient * (torch.arange(6) < 3))
+    else:
+        weight.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.mul_(0.5) and None)
     return model
+
+
+def _hooked(how: str, strategy: str = "dp", **values: Any) -> list[float]:
+    return _train(hooked(how), plain, "numeric", strategy=strategy, **values)
+
+
+def _clamped_by_shards() -> list[float]:
+    return _hooked("clamp", shard_by_shard=True)
+
+
+@pytest.mark.timeout(200)
+def test_hooks_on_gradients() -> None:
+    for how in ("clamp", "later"):
+        with pytest.raises(AssertionError, match=r"ModelError: The parameter '0.weight' has a hook that changes parts"):
+            run_ranks(_hooked, 1, how)
+    for strategy in ("fsdp", "tp"):
+        with pytest.raises(AssertionError, match=r"ModelError: The parameter '0.weight' has a hook on its gradient"):
+            run_ranks(_hooked, 2, "mask", strategy)
+    (masked,), (clamped,) = run_ranks(_hooked, 1, "mask"), run_ranks(_clamped_by_shards, 1)
+    assert run_ranks(_hooked, 2, "mask")[1] == pytest.approx(masked, rel=1e-12)
+    assert run_ranks(_clamped_by_shards, 2)[1] == pytest.approx(clamped, rel=1e-12)
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to each update, as Langevin dynamics do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+
+
+def _noisy(strategy: str = "dp") -> list[float]:
+    return _train(layers(), plain, "numeric", by=Noisy, strategy=strategy)
+
+
+def _factored(strategy: str) -> list[float]:
+    return _train(layers(), plain, "numeric", by=torch.optim.Adafactor, strategy=strategy)
+
+
+@pytest.mark.timeout(200)
+def test_optimizers_that_draw_or_cannot_be_sharded() -> None:
+    (alone,) = run_ranks(_noisy, 1)
+    for losses in run_ranks(_noisy, 2):
+        assert losses == pytest.approx(alone, rel=1e-12)
+    with pytest.raises(AssertionError, match="ModelError: Noisy draws random numbers for the update"):
+        run_ranks(_noisy, 2, "fsdp")
+    with pytest.raises(AssertionError, match=r"ModelError: The optimizer, or the model, uses aten.pow_.Scalar"):
+        run_ranks(_factored, 2, "fsdp")
 
 
 def pruned() -> nn.Module:

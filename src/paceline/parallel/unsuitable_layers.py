@@ -3,11 +3,55 @@ which samples a worker has."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from paceline.errors import ModelError
-from paceline.spec import Job
+from paceline.spec import Job, Mesh
+
+
+def check_hooks(model: nn.Module, job: Job, mesh: Mesh | None) -> None:
+    """Refuse hooks on the gradients of parameters that would act otherwise on another number of workers.
+
+    Raises:
+        ModelError: there is one.
+    """
+    mesh = mesh or Mesh()
+    shards_are_alone = job.parity == "bitwise" or job.shard_by_shard
+    for name, parameter in model.named_parameters():
+        hooks = list((parameter._backward_hooks or {}).values())
+        later = parameter._post_accumulate_grad_hooks
+        if (hooks or later) and (mesh.fsdp > 1 or mesh.tp > 1):
+            raise ModelError(
+                f"The parameter '{name}' has a hook on its gradient, which the part of it that a worker holds would "
+                "not have; change gradients in a hook of the optimizer (register_step_pre_hook), or use dp."
+            )
+        if later or (not shards_are_alone and not all(_is_linear(hook, parameter) for hook in hooks)):
+            raise ModelError(
+                f"The parameter '{name}' has a hook that changes parts of its gradient, on each worker those of its "
+                "own samples; change the whole gradient in a hook of the optimizer (register_step_pre_hook)."
+            )
+
+
+def _is_linear(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bool:
+    """Whether a hook makes of a sum of gradients the sum of what it makes of them, as a mask or a factor does."""
+    if parameter.is_meta:
+        return True
+    draws = torch.Generator().manual_seed(0)
+
+    def made_of(gradient: Tensor) -> Tensor:
+        given = gradient.to(parameter)
+        made = hook(given)
+        return (given if made is None else made).to(gradient)
+
+    for scale in (1e-4, 1.0, 1e4):
+        one, other = (torch.randn(parameter.shape, generator=draws) * scale for _ in range(2))
+        if not torch.allclose(made_of(one) + made_of(other), made_of(one + other), rtol=1e-2, atol=1e-2 * scale):
+            return False
+    return True
 
 
 def check_layers(model: nn.Module, job: Job, *, is_alone: bool) -> None:

@@ -18,6 +18,7 @@ from paceline.errors import JobError, ModelError
 from paceline.own_generators import NO_GENERATORS, OwnGenerators
 from paceline.parallel import AnyShard, Assignment, Companions, StepInput
 from paceline.parallel.assignment import shard_sizes
+from paceline.parallel.generators import generator_states
 from paceline.parallel.gradient_norms import norm_of_norms
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import is_out_of_memory
@@ -26,13 +27,14 @@ from paceline.spec import Mesh
 from paceline.train.closures import closure_after, takes_closure
 from paceline.train.data_progress import Batch
 from paceline.train.device_skip import left_out_where, skips_on_device, spoil_gradients_where, tell_scaler
+from paceline.train.joint_optimizer import parts_of
 from paceline.train.nonfinite import NonFiniteGuard
 from paceline.train.numerics import LossFn, loss_name
 from paceline.train.optim import clip
 from paceline.train.preparation import Prepared
 from paceline.train.reading import DatasetReader
 from paceline.train.schedule import lr_factor
-from paceline.train.seeding import shard_seed
+from paceline.train.seeding import seed_update, shard_seed
 from paceline.train.session import Session
 from paceline.train.torch_settings import explaining_refusals
 from paceline.train.trace import ParityTracer
@@ -214,6 +216,10 @@ class ModelStepper:
                 scaler.unscale_(optimizer)
                 scaler.update()
             return
+        may_draw = any(type(one).__module__.partition(".")[0] != "torch" for one in parts_of(optimizer))
+        if may_draw:
+            seed_update(self._state.job.seed, pending.index, self._device, pending.num_steps)
+        before = generator_states(self._device) if may_draw and not engine.holds_all else None
         if self._takes_closure:
             again = functools.partial(self._gradients_again, step_input)
             closure = closure_after(loss, trained.model.parameters(), again)
@@ -224,6 +230,11 @@ class ModelStepper:
             with left_out:
                 scaler.step(optimizer)
             scaler.update()
+        if before is not None and before != generator_states(self._device):
+            raise ModelError(
+                f"{type(optimizer).__name__} draws random numbers for the update, which are others for parts of the "
+                "parameters than for all of them; choose the strategy dp."
+            )
         for scheduler in self._schedulers:
             if scheduler.optimizer is optimizer or optimizer is trained.optimizer:
                 scheduler.step()

@@ -154,6 +154,12 @@ def _sharding_refusal(problem: BaseException) -> ModelError | None:
             f"A block of the model trains parameters of several types ({found}), which torch cannot shard together; "
             "give them one (model.to(torch.bfloat16)), freeze those of the others, or use the strategy dp."
         )
+    if "Sharding propagation failed for" in str(problem):
+        operation = str(problem).partition("Sharding propagation failed for ")[2].partition("(")[0]
+        return ModelError(
+            f"The optimizer, or the model, uses {operation}, which torch cannot compute of parameters that are "
+            "sharded; choose another optimizer (AdamW in place of Adafactor), or the strategy dp."
+        )
     if "_chunk_cat expects non-empty tensor" in str(problem):
         return ModelError(
             "The model has a parameter without elements, which torch cannot shard; leave it out, or use dp or tp."
