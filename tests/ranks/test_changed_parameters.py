@@ -55,12 +55,18 @@ class Momentum(nn.Module):
     @torch.no_grad()
     def _follow(self) -> None:
         for one, other in zip(self.first.parameters(), self.second.parameters(), strict=True):
+            if self.how == "new":
+                continue
             if self.how == "replaced":
                 other.data = other.data * 0.9 + one.data * 0.1
             elif self.how == "hidden":
                 other.data.mul_(0.9).add_(one.data, alpha=0.1)
             else:
                 other.mul_(0.9).add_(one, alpha=0.1)
+
+        if self.how == "new":
+            weight = self.second.weight * 0.9 + self.first.weight * 0.1
+            self.second.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         self._follow()
@@ -110,6 +116,7 @@ REFUSED: list[tuple[str, Callable[[], nn.Module], Callable[[nn.Module, Any], Ten
     ("in place", lambda: Momentum("in place"), plain, "changed the parameter 'second.weight'"),
     ("replaced", lambda: Momentum("replaced"), plain, "changed the parameter 'second.weight'"),
     ("hidden", lambda: Momentum("hidden"), plain, "changed the parameter 'second.weight'"),
+    ("new", lambda: Momentum("new"), plain, "changed the parameter 'second.weight'"),
     ("max_norm", lambda: Words(max_norm=0.5), of_words, "The layer 'words' has max_norm"),
 ]
 
@@ -165,6 +172,29 @@ def test_embeddings_that_depend_on_which_samples_a_worker_has() -> None:
     (alone,) = run_ranks(_frequent_by_shards, 1)
     for losses in run_ranks(_frequent_by_shards, 2):
         assert losses == pytest.approx(alone, rel=1e-12)
+
+
+def _moved_teacher() -> None:
+    job = Job().with_values(global_batch_size=8, virtual_shards=4, precision="float64")
+    with paceline.init(job, plan=Plan(), max_steps=3) as run:
+        student, teacher = layers(), layers()
+        run.prepare(student, torch.optim.SGD(student.parameters(), lr=0.1))
+        teacher = run.prepare(teacher)
+
+        def distilled(model: nn.Module, batch: Any) -> Tensor:
+            with torch.no_grad():
+                for one, other in zip(teacher.parameters(), model.parameters(), strict=True):
+                    one.mul_(0.9).add_(other, alpha=0.1)
+            apart: Tensor = model(batch[0]) - teacher(batch[0])
+            return apart.square().mean()
+
+        for batch in run.batches(DATA):
+            run.step(batch, distilled)
+
+
+def test_a_loss_function_must_not_move_another_model() -> None:
+    with pytest.raises(AssertionError, match=r"ModelError: A forward pass changed the parameter '0.weight'"):
+        run_ranks(_moved_teacher, 1)
 
 
 class Mixed(nn.Module):

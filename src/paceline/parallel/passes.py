@@ -341,6 +341,7 @@ class Passes:
         versions = _versions(samples)
         with (
             self._watch_parameters(),
+            step.companions.watched() if step.companions.models else nullcontext(),
             watching_outputs(module) if watch else nullcontext() as outputs,
             within or nullcontext(),
         ):
