@@ -292,6 +292,20 @@ def never(_model: nn.Module, inputs: Tensor) -> Tensor:
     return inputs.sum()
 
 
+def with_penalty(model: nn.Module, inputs: Tensor) -> Tensor:
+    penalty = torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+    total: Tensor = model(inputs).sum() + penalty
+    return total
+
+
+def with_slope(model: nn.Module, inputs: Tensor) -> Tensor:
+    inputs = inputs.clone().requires_grad_()
+    output = model(inputs)
+    (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+    total: Tensor = output.sum() + slope.square().sum()
+    return total
+
+
 def failing(model: nn.Module, inputs: Tensor) -> Tensor:
     output: Tensor = model(inputs)
     raise ZeroDivisionError(f"in the loss of {len(output)} samples")
@@ -299,7 +313,13 @@ def failing(model: nn.Module, inputs: Tensor) -> Tensor:
 
 def what_is_said(loss: str) -> str:
     """In one worker: the error a loss function ends in."""
-    functions = {"twice": twice, "never": never, "failing": failing}
+    functions = {
+        "twice": twice,
+        "never": never,
+        "failing": failing,
+        "with penalty": with_penalty,
+        "with slope": with_slope,
+    }
     with joined() as group:
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         pipeline = Pipeline(model, group, PipelineSpec(), ModelCall((torch.ones(1, 2),)), torch.device("cpu"))
@@ -327,7 +347,15 @@ def test_a_model_is_cut_where_its_stages_fit() -> None:
     assert [doubts for _, doubts in run_ranks(cut_within, 2, 4 * 2000.0)] == [True] * 2
 
 
-@pytest.mark.parametrize(("loss", "said"), [("twice", "calls the model twice"), ("never", "did not call the model")])
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        ("twice", "calls the model twice"),
+        ("never", "did not call the model"),
+        ("with penalty", "uses the model's modules or parameters, of which a worker of a pipeline has a part"),
+        ("with slope", "computes gradients by what it gives the model"),
+    ],
+)
 def test_a_loss_function_that_does_not_fit_gets_a_sentence(loss: str, said: str) -> None:
     assert run_ranks(what_is_said, 2, loss)[1].startswith(f"ModelError: The loss function {said}")
 

@@ -17,6 +17,7 @@ from paceline.data import counter_random, random_streams
 from paceline.data.generators import global_generators_kept, seed_global_generators
 from paceline.data.loading import Collate, Loading
 from paceline.errors import DataError
+from paceline.own_generators import OwnGenerators
 
 
 class MapDataset(Protocol):
@@ -120,6 +121,7 @@ class _ShardReader:
         self._seed = seed
         self._epoch = epoch
         self._stream = random_streams.COLLATE if train else random_streams.COLLATE_EVALUATION
+        self._own = OwnGenerators(dataset, collate_fn, of_parts=True)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -129,25 +131,33 @@ class _ShardReader:
             if self._collate_fn is None and _is_of_plain_tensors(self._dataset) and any(map(len, request.shards)):
                 rows = torch.from_numpy(np.concatenate(request.shards))
                 return [[tensor.index_select(0, rows) for tensor in self._dataset.tensors]]
-            shards = [[self._sample(index) for index in shard.tolist()] for shard in request.shards]
-            if self._collate_fn is None:
-                return [collated([sample for shard in shards for sample in shard])]
-            return [
-                self._collated_shard(self._collate_fn, samples, request.batch, shard)
-                for shard, samples in enumerate(shards, request.first_shard)
-            ]
+            with self._own.kept():
+                return self._read(request)
         except CARRIED_ERRORS as error:
             return error
         except StopIteration as error:  # a loader would take it for its own end, and the epoch would end with it
             raise RuntimeError("a data set's __getitem__, or a collate function, raised StopIteration") from error
 
+    def _read(self, request: SampleRequest) -> list[Any]:
+        shards = [[self._sample(index) for index in shard.tolist()] for shard in request.shards]
+        if self._collate_fn is None:
+            return [collated([sample for shard in shards for sample in shard])]
+        return [
+            self._collated_shard(self._collate_fn, samples, request.batch, shard)
+            for shard, samples in enumerate(shards, request.first_shard)
+        ]
+
     def _sample(self, index: int) -> Any:
-        seed_global_generators(counter_random.key(self._seed, random_streams.SAMPLE, self._epoch, index))
+        self._seed_generators(counter_random.key(self._seed, random_streams.SAMPLE, self._epoch, index))
         return self._dataset[index]
 
     def _collated_shard(self, collate_fn: Collate, samples: list[Any], batch: int, shard: int) -> Any:
-        seed_global_generators(shard_key(self._seed, self._stream, self._epoch, batch, shard))
+        self._seed_generators(shard_key(self._seed, self._stream, self._epoch, batch, shard))
         return collate_fn(samples)
+
+    def _seed_generators(self, seed: int) -> None:
+        seed_global_generators(seed)
+        self._own.seed(seed)
 
 
 def shard_key(seed: int, stream: int, epoch: int, batch: int, shard: int) -> int:

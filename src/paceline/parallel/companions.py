@@ -16,6 +16,7 @@ from torch import nn
 from paceline.parallel.assignment import ShardRange
 from paceline.parallel.forward_buffers import ForwardBuffers
 from paceline.parallel.norm import NormStatistics, standing_in
+from paceline.parallel.parameter_watch import ParameterWatch
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Companion:
     model: nn.Module
     norm: NormStatistics
     buffers: ForwardBuffers
+    watch: ParameterWatch
 
     @classmethod
     def of(cls, model: nn.Module, buffers: ForwardBuffers | None = None) -> Companion:
@@ -34,7 +36,7 @@ class Companion:
             buffers: those of the engine that trains the model in steps of its own.
         """
         norm = NormStatistics(model)
-        return cls(model, norm, buffers or ForwardBuffers(model, norm))
+        return cls(model, norm, buffers or ForwardBuffers(model, norm), ParameterWatch(model))
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,14 @@ class Companions:
             for parameter in trained:
                 parameter.requires_grad_(True)
                 parameter.grad = None  # of a graph that began before the step
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A context for one call of a loss function. Raises `ModelError` if it changes one of these models."""
+        with ExitStack() as stack:
+            for one in self.models:
+                stack.enter_context(one.watch())
+            yield
 
     @contextmanager
     def untouched(self) -> Iterator[None]:

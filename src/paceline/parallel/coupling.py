@@ -74,11 +74,20 @@ def returns_aux_loss(outputs: Sequence[object]) -> bool:
     return any(getattr(output, "aux_loss", None) is not None for output in outputs)
 
 
+def needs_gradients(problem: BaseException) -> bool:
+    """Whether an error says that a loss function differentiates where autograd records nothing, as a gradient penalty
+    or an adversarial sample does."""
+    return isinstance(problem, RuntimeError) and "not require grad" in str(problem)
+
+
 @contextmanager
-def leaving_no_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
+def leaving_no_trace(model: nn.Module, device: torch.device, *, with_gradients: bool = False) -> Iterator[None]:
     """A context in which the model computes without gradients; random generators are afterwards as before.
 
     A compiled model runs uncompiled, because it would be compiled again for this.
+
+    Args:
+        with_gradients: whether autograd records all the same, for a loss function that differentiates.
     """
     compiled = model.__dict__.get("_compiled_call_impl")
     if compiled is not None:
@@ -86,7 +95,10 @@ def leaving_no_trace(model: nn.Module, device: torch.device) -> Iterator[None]:
     numpy_state, python_state = np.random.get_state(), random.getstate()
     devices = [device] if device.type == "cuda" else []
     try:
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), torch.no_grad():
+        with (
+            torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"),
+            torch.set_grad_enabled(with_gradients),
+        ):
             yield
     finally:
         np.random.set_state(numpy_state)

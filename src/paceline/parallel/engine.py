@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.own_generators import NO_GENERATORS, OwnGenerators
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import Mark, mark
@@ -47,6 +48,8 @@ class StepInput:
     """Names the loss function: what is learned about it in its first step holds for all steps with this name."""
     companions: Companions = ALONE
     """The other models that the loss function may call."""
+    generators: OwnGenerators = NO_GENERATORS
+    """Those that the loss function has of its own."""
     any_shard: AnyShard | None = None
     """Input for an engine that does not compute this worker's own assignment."""
 

@@ -1,24 +1,31 @@
 """Examines virtual shards that are to go through the model together: does each get what it would get alone?
 
-The shards go through the model one by one and then together, without gradients and without a trace. Their loss has to
-be the mean of their own losses (`coupling`), and each has to draw its own random numbers (`shard_draws`).
+The shards go through the model one by one and then together, without a trace, and without gradients unless the loss
+function computes some itself. Their loss has to be the mean of their own losses (`coupling`), and each has to draw its
+own random numbers (`shard_draws`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
 
 from paceline.parallel.assignment import ShardRange
-from paceline.parallel.coupling import AUX_LOSS, describe_coupling, leaving_no_trace, returns_aux_loss, tolerance
+from paceline.parallel.coupling import (
+    AUX_LOSS,
+    describe_coupling,
+    leaving_no_trace,
+    needs_gradients,
+    returns_aux_loss,
+    tolerance,
+)
 from paceline.parallel.engine import StepInput
-from paceline.parallel.generators import generator_states
 from paceline.parallel.loss_functions import DRAWS
 from paceline.parallel.losses import ShardLoss, watching_outputs
 from paceline.parallel.micro_batch import is_out_of_memory
@@ -27,6 +34,8 @@ from paceline.parallel.shard_draws import Pattern, SeedOfShard, ShardDraws, Shar
 
 if TYPE_CHECKING:
     from paceline.parallel.passes import Passes
+
+Result = TypeVar("Result")
 
 _COARSE = 1e-3
 """From this tolerance on, a wrong mask may by chance leave the loss as it is: then three rehearsals have to agree."""
@@ -57,6 +66,17 @@ def examine(
         draws: None if shards that draw random numbers have to go one by one in any case.
         most_shards: if given, this is a collective: every worker makes as many passes as one with so many shards.
     """
+    return _with_gradients_if_needed(passes, step, lambda: _examine(passes, step, module, shards, draws, most_shards))
+
+
+def _examine(
+    passes: Passes,
+    step: StepInput,
+    module: nn.Module,
+    shards: ShardRange | None,
+    draws: ShardDraws | None,
+    most_shards: int,
+) -> Examined:
     with step.within():
         is_coarse = tolerance(passes.model, passes.device, torch.float32) >= _COARSE
     all_found = []
@@ -133,11 +153,11 @@ class _Examination:
         passes, step = self._passes, self._step
         with _leaving_no_trace(passes, step):
             passes.enter(step, shards)
-            before = generator_states(passes.device)
+            before = passes.generator_states(step)
             with watching_outputs(self._module) as outputs:
                 samples = passes.samples(step, shards, copies=True)
-                loss = passes.read(step, self._module, shards, samples, rehearsal, are_copies=True)
-            self._draws_alone |= before != generator_states(passes.device)
+                loss = passes.read(step, self._module, shards, samples, rehearsal, are_copies=True).detached()
+            self._draws_alone |= before != passes.generator_states(step)
             self._draws_alone |= passes.buffers.changed_now() is not None or step.companions.have_changed()
             self._draws_alone |= rehearsal is not None and not rehearsal.is_possible
             self._has_aux_loss |= returns_aux_loss(outputs)
@@ -168,15 +188,32 @@ def _are_finite(losses: Sequence[ShardLoss]) -> bool:
 
 def loss_of_stand_in(passes: Passes, step: StepInput, module: nn.Module) -> ShardLoss:
     """The loss of a sample that counts for nothing, by a pass without a trace."""
-    with _leaving_no_trace(passes, step), standing_in(passes.model), step.companions.standing_in():
-        return passes.loss_of_nothing(step, module)
+
+    def loss() -> ShardLoss:
+        with _leaving_no_trace(passes, step), standing_in(passes.model), step.companions.standing_in():
+            return passes.loss_of_nothing(step, module).detached()
+
+    return _with_gradients_if_needed(passes, step, loss)
+
+
+def _with_gradients_if_needed(passes: Passes, step: StepInput, compute: Callable[[], Result]) -> Result:
+    """What `compute` returns, which calls the loss function without a trace: again with gradients where it computes
+    some itself. All workers find that in the first of their passes."""
+    known = passes.functions.differentiates
+    try:
+        return compute()
+    except RuntimeError as problem:
+        if step.loss_name in known or not needs_gradients(problem):
+            raise
+    known.add(step.loss_name)
+    return compute()
 
 
 @contextmanager
 def _leaving_no_trace(passes: Passes, step: StepInput) -> Iterator[None]:
     with (
         passes.buffers.untouched(),
-        leaving_no_trace(passes.model, passes.device),
+        leaving_no_trace(passes.model, passes.device, with_gradients=step.loss_name in passes.functions.differentiates),
         passes.norm.forgotten_after_error(),
         passes.norm.backward(),
         step.companions.backward(),

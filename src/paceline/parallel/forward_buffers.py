@@ -22,6 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ModelError
 from paceline.parallel.assignment import ShardRange
+from paceline.parallel.counters import Counters
 from paceline.parallel.dtensor import local_shard
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm
 
@@ -116,6 +117,7 @@ class ForwardBuffers:
             norm: moves the buffers of batch norm layers.
         """
         self._norm = norm
+        self.counters = Counters(model)
         found: dict[int, _Buffer] = {}
         for path, module in model.named_modules():
             for name, tensor in module._buffers.items():
@@ -148,6 +150,7 @@ class ForwardBuffers:
     @torch.no_grad()
     def begin_step(self) -> None:
         """Take the present values for those that every pass of this step begins with."""
+        self.counters.begin_step()
         for buffer in self._all:
             buffer.remember()
         for same in self._of_norms:  # the kernels of batch norm write without autograd's notice
@@ -157,10 +160,12 @@ class ForwardBuffers:
 
     def begin_pass(self) -> None:
         """Give the buffers that another pass changed their values before the step."""
+        self.counters.begin_pass()
         _restore(self._combined)
 
     def start_over(self) -> None:
         """Have the model hold the buffers before the step again, and forget its passes."""
+        self.counters.restore()
         _restore(self._all)
         self._norm.undo()
         self._passes = []

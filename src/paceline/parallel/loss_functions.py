@@ -29,6 +29,8 @@ class LossFunctions:
         """Whether shards have to go through the model one by one; saved with checkpoints."""
         self.changes_batch: dict[str, bool] = {}
         """Whether it changes tensors of its batch in place, as far as this worker has seen."""
+        self.differentiates: set[str] = set()
+        """The loss functions that compute gradients themselves, as far as this worker has seen."""
         self.is_batch_spoiled = False
         """Whether it changed samples in this step of which there is no other copy."""
         self.found_late = ""

@@ -16,7 +16,7 @@ import math
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -89,6 +89,11 @@ class ShardLoss:
     def weighted(self) -> Tensor:
         """The loss times its weight, a scalar: the sum of this over all shards is differentiated."""
         return _times(self.mean, self.weight)
+
+    def detached(self) -> ShardLoss:
+        """The same without what autograd keeps for a backward pass."""
+        weight = self.weight.detach() if isinstance(self.weight, Tensor) else self.weight
+        return replace(self, mean=self.mean.detach(), weight=weight, sums=self.sums.detach())
 
 
 @dataclass(frozen=True)

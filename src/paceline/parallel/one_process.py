@@ -93,7 +93,7 @@ class OneProcessDataParallel(Engine):
         self.notes = (describe_one_process(len(devices)),)
         self._one_by_one = job.shard_by_shard
         self.micro_batch: MicroBatchLimit = MicroBatchLimit(plan, job)
-        models = [self.module, *(copy.deepcopy(self.module).to(device) for device in others)]
+        models = [self.module, *(_copied(self.module).to(device) for device in others)]
         self._replicas = [self._replica(model, device) for model, device in zip(models, devices, strict=True)]
         self.forward_buffers = self._replicas[0].passes.buffers
         self._threads = ThreadPoolExecutor(max(1, len(others)), "paceline-device")
@@ -230,6 +230,27 @@ class _Replica:
             gradient = own.grad.to(sum_.device, non_blocking=True)
             sum_.grad = gradient if sum_.grad is None else sum_.grad.add_(gradient)
             own.grad = None
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy of a model for another device.
+
+    Raises:
+        ModelError: the copy would not train as the model does.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ModelError(
+                f"The parameter '{name}' has a hook on its gradient, which its copies on other devices would not have; "
+                "choose the strategy dp."
+            )
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as problem:  # torch copies no tensors that autograd has made
+        raise ModelError(
+            "The model cannot be copied to other devices: it holds a tensor that was computed, as the weight that "
+            "torch.nn.utils.weight_norm or prune makes; use torch.nn.utils.parametrizations, or the strategy dp."
+        ) from problem
 
 
 def _sum_moves(replicas: Sequence[_Replica], numbers: list[int]) -> Tensor:

@@ -18,6 +18,7 @@ from paceline.parallel.initial_weights import align, initial_weights, is_on_meta
 from paceline.parallel.local_sgd import LocalSGD, aggregator_inside_node
 from paceline.parallel.micro_batch import check_automatic
 from paceline.parallel.one_process import OneProcessDataParallel, devices_of_process
+from paceline.parallel.unsuitable_layers import check_hooks, check_layers
 from paceline.process_groups import open_group
 from paceline.spec import Job, Plan, check_mesh
 
@@ -39,7 +40,10 @@ def parallelize(
 
     Raises:
         JobError: a strategy that this job cannot be trained with.
+        ModelError: a layer, or a hook, whose result depends on the number of workers.
     """
+    check_layers(model, job, is_alone=group is None and plan.devices_in_process == 1)
+    check_hooks(model, job, None if group is None else plan.mesh)
     check_automatic(job, plan, 1 if group is None else dist.get_world_size(group), may_skip=find_unused_parameters)
     if plan.mesh is not None and not plan.mesh.is_plain and group is not None:
         # Torch's parts for it take long to load, and most runs need none of them.

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from paceline.containers import copied, tensors, versions
 from paceline.errors import ModelError
+from paceline.own_generators import OwnGenerators
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.engine import StepInput, statistics_dtype
 from paceline.parallel.examination import examine
@@ -30,6 +31,7 @@ from paceline.parallel.losses import ShardLoss, counts, ignore_unless, read_loss
 from paceline.parallel.micro_batch import MicroBatchLimit, free_memory, is_out_of_memory
 from paceline.parallel.norm import NormStatistics, has_other_norms, standing_in
 from paceline.parallel.novelty import MOST_LOOKS, Novelty
+from paceline.parallel.parameter_watch import ParameterWatch
 from paceline.parallel.shard_draws import ShardDraws
 
 Result = TypeVar("Result")
@@ -99,6 +101,8 @@ class Passes:
         self.norm = NormStatistics(model)
         self.buffers = ForwardBuffers(model, self.norm)
         self.functions = functions
+        self._generators = OwnGenerators(model)
+        self._watch_parameters = ParameterWatch(model)
         self.like = torch.zeros((), dtype=statistics_dtype(model), device=device)
         """A tensor of the dtype, and on the device, in which losses are added."""
         self.model = model
@@ -288,12 +292,12 @@ class Passes:
         draws = self._draws[step.loss_name]
         shared = draws.shared_pass(shards, step.shard_seed) if self._share_draws(shards) else None
         is_watched = self.functions.draws is None or must_not_draw or shared is not None
-        before = generator_states(self.device) if is_watched else None
+        before = self.generator_states(step) if is_watched else None
         loss = self.read(step, module, shards, samples, shared)
         changed = (self.buffers.end_forward(shards) | step.companions.have_changed()) and not self._refusal
         if before is None:
             return ForwardPass(loss)
-        has_drawn = before != generator_states(self.device)
+        has_drawn = before != self.generator_states(step)
         if shared is None:
             is_unexamined = has_drawn and must_not_draw and self._may_share_draws
         else:
@@ -333,7 +337,12 @@ class Passes:
         """
         watch = self.functions.may_be_weighted(step.loss_name)
         before = versions(tensors(samples))
-        with watching_outputs(module) if watch else nullcontext() as outputs, within or nullcontext():
+        with (
+            self._watch_parameters(),
+            step.companions.watched() if step.companions.models else nullcontext(),
+            watching_outputs(module) if watch else nullcontext() as outputs,
+            within or nullcontext(),
+        ):
             returned = step.loss_of(module, samples)
         changes = before != versions(tensors(samples))
         self.functions.has_used_samples(step.loss_name, changes=changes, are_copies=are_copies)
@@ -349,7 +358,14 @@ class Passes:
         self.norm.begin_pass(shards)
         step.companions.enter(shards)
         if not self._must_not_draw(shards):
-            seed_generators(step.shard_seed(shards.first_shard), self.device)
+            seed = step.shard_seed(shards.first_shard)
+            seed_generators(seed, self.device)
+            self._generators.seed(seed)
+            step.generators.seed(seed + 1)
+
+    def generator_states(self, step: StepInput) -> tuple[object, ...]:
+        """The states of all generators that a forward pass may draw from."""
+        return generator_states(self.device), self._generators.states(), step.generators.states()
 
     def backward(self, step: StepInput, loss: ShardLoss) -> None:
         """Add the gradient of some shards' loss, times their weight, to `.grad`."""
@@ -369,6 +385,7 @@ class Passes:
 
     def loss_of_nothing(self, step: StepInput, module: nn.Module) -> ShardLoss:
         """The loss of the first sample with the weight 0, through which nothing flows back."""
+        self.buffers.counters.begin_pass()
         with watching_outputs(module) as outputs:
             loss = read_loss(step.loss_of(module, copied(step.batch.cut(0, 1))), 0.0, 1, self.like)
         ignore_unless(False, outputs)

@@ -14,9 +14,11 @@ from torch.optim import Optimizer
 from paceline.containers import tensors
 from paceline.data import Loading, SampleRequest
 from paceline.errors import JobError, ModelError
+from paceline.own_generators import NO_GENERATORS, OwnGenerators
 from paceline.parallel import Assignment, Companions, StepInput
 from paceline.parallel.assignment import shard_sizes
 from paceline.parallel.engine import AnyShard
+from paceline.parallel.generators import generator_states
 from paceline.parallel.gradient_norms import norm_of_norms
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import is_out_of_memory
@@ -25,13 +27,14 @@ from paceline.spec import Mesh
 from paceline.train.closures import closure_after, takes_closure
 from paceline.train.data_progress import Batch
 from paceline.train.device_skip import left_out_where, skips_on_device, spoil_gradients_where, tell_scaler
+from paceline.train.joint_optimizer import parts_of
 from paceline.train.nonfinite import NonFiniteGuard
 from paceline.train.numerics import LossFn, loss_name
 from paceline.train.optim import clip
 from paceline.train.preparation import Prepared
 from paceline.train.reading import DatasetReader
 from paceline.train.schedule import lr_factor
-from paceline.train.seeding import shard_seed
+from paceline.train.seeding import seed_update, shard_seed
 from paceline.train.session import Session
 from paceline.train.torch_settings import explaining_refusals
 from paceline.train.trace import ParityTracer
@@ -72,6 +75,9 @@ class ModelStepper:
         self.guard = NonFiniteGuard(session, self.trained)
         self._takes_closure = takes_closure(self.trained.optimizer, self.trained.engine, session.state.job)
         self._readings: Readings = {}
+        self._generators = OwnGenerators(self.trained.model)
+        self._own_of_loss: tuple[object, OwnGenerators] = None, NO_GENERATORS
+        """The last loss function, and the generators that it has of its own."""
 
     def step(
         self, pending: Pending, content: Any, loss_fn: LossFn, companions: Companions, optimizer: Optimizer
@@ -103,7 +109,7 @@ class ModelStepper:
         trained.optimizer.zero_grad(set_to_none=True)
 
         try:
-            with companions.unchanged(), explaining_refusals():
+            with companions.unchanged(), self._generators.kept(), step_input.generators.kept(), explaining_refusals():
                 result = engine.step(
                     step_input, functools.partial(self._update, pending, content, step_input, optimizer)
                 )
@@ -118,6 +124,7 @@ class ModelStepper:
         for note in result.own_notes:
             self.session.note_of_worker(note)
         self._tracer.after_update(trained.model, engine.whole, result.notes)
+        engine.forward_buffers.counters.end_step()
         moving = engine.forward_buffers.newly_moving()
         if moving:
             names = ", ".join(moving[:3]) + (f" and {len(moving) - 3} more" if len(moving) > 3 else "")
@@ -144,6 +151,8 @@ class ModelStepper:
     ) -> StepInput:
         """The step input for an assignment of the global batch with this number, counted over the whole run."""
         precision, seed, nth = self.trained.precision, self._state.job.seed, pending.num_steps
+        if self._own_of_loss[0] is not loss_fn:
+            self._own_of_loss = loss_fn, OwnGenerators(loss_fn)
         return StepInput(
             assignment=assignment,
             batch=Samples.of(content, num_samples, self._readings),
@@ -152,6 +161,7 @@ class ModelStepper:
             scale=precision.scaler.scale,
             within=precision.autocast,
             loss_name=loss_name(loss_fn),
+            generators=self._own_of_loss[1],
         )
 
     def _update(
@@ -195,6 +205,10 @@ class ModelStepper:
                 scaler.unscale_(optimizer)
                 scaler.update()
             return
+        may_draw = any(type(one).__module__.partition(".")[0] != "torch" for one in parts_of(optimizer))
+        if may_draw:
+            seed_update(self._state.job.seed, pending.index, self._device, pending.num_steps)
+        before = generator_states(self._device) if may_draw and not engine.holds_all else None
         if self._takes_closure:
             again = functools.partial(self._gradients_again, step_input)
             closure = closure_after(loss, trained.model.parameters(), again)
@@ -205,6 +219,11 @@ class ModelStepper:
             with left_out:
                 scaler.step(optimizer)
             scaler.update()
+        if before is not None and before != generator_states(self._device):
+            raise ModelError(
+                f"{type(optimizer).__name__} draws random numbers for the update, which are others for parts of the "
+                "parameters than for all of them; choose the strategy dp."
+            )
         for scheduler in self._schedulers:
             if scheduler.optimizer is optimizer or optimizer is trained.optimizer:
                 scheduler.step()

@@ -30,6 +30,16 @@ def seed_between_steps(seed: int, step: int, device: torch.device, nth: int = 0)
     seed_generators(key(seed, random_streams.BETWEEN_STEPS, nth, step), device)
 
 
+def seed_update(seed: int, index: int, device: torch.device, nth: int) -> None:
+    """Before an optimizer that may draw random numbers: every worker makes the same update.
+
+    Args:
+        index: the number of the global batch.
+        nth: the number of the step on it.
+    """
+    seed_generators(key(seed, random_streams.UPDATE, nth, index), device)
+
+
 def seed_evaluation(seed: int, step: int, chunk: int, device: torch.device) -> None:
     """Before a chunk of an evaluation set is measured."""
     seed_generators(key(seed, random_streams.EVALUATION, step, chunk), device)

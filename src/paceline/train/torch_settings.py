@@ -128,7 +128,7 @@ def explaining_refusals() -> Iterator[None]:
     """A context in which torch's refusal of an operation becomes a sentence. Raises `ModelError`."""
     try:
         yield
-    except RuntimeError as problem:
+    except (RuntimeError, AssertionError) as problem:
         refusal = parity_refusal(problem) or _sharding_refusal(problem)
         if refusal is None:
             raise
@@ -136,10 +136,33 @@ def explaining_refusals() -> Iterator[None]:
 
 
 def _sharding_refusal(problem: BaseException) -> ModelError | None:
-    """The sentence for a block of a sharded model that changes what it is given; None for any other error.
+    """The sentence for a sharded model one of whose blocks changes what it is given, or whose parameters are used
+    outside of their layers or cannot be sharded; None for any other error.
 
     Torch gives such blocks views of their inputs, to learn when their backward pass is over.
     """
+    if "mixed torch.Tensor and DTensor" in str(problem):
+        return ModelError(
+            "The loss function, or a layer, uses a parameter outside of the layer that has it, and a worker holds a "
+            "part of it only: a penalty on weights is the optimizer's weight_decay; else call the layer itself, or use "
+            "the strategy dp."
+        )
+    if "FSDP expects uniform original parameter dtype" in str(problem):
+        found = str(problem).partition("but got ")[2].replace("torch.", "").strip("{}")
+        return ModelError(
+            f"A block of the model trains parameters of several types ({found}), which torch cannot shard together; "
+            "give them one (model.to(torch.bfloat16)), freeze those of the others, or use the strategy dp."
+        )
+    if "Sharding propagation failed for" in str(problem):
+        operation = str(problem).partition("Sharding propagation failed for ")[2].partition("(")[0]
+        return ModelError(
+            f"The optimizer, or the model, uses {operation}, which torch cannot compute of parameters that are "
+            "sharded; choose another optimizer (AdamW in place of Adafactor), or the strategy dp."
+        )
+    if "_chunk_cat expects non-empty tensor" in str(problem):
+        return ModelError(
+            "The model has a parameter without elements, which torch cannot shard; leave it out, or use dp or tp."
+        )
     if "RegisterPostBackwardFunction" not in str(problem):
         return None
     return ModelError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -83,10 +83,7 @@ class Calls:
         """An attribute of the model, such as its configuration; of parts and methods no worker has all."""
         value = getattr(self._model[0], name)
         if callable(value) or isinstance(value, Tensor):
-            raise ModelError(
-                f"The loss function uses model.{name}, of which a worker of a pipeline has a part: call the model "
-                "itself, or choose another strategy."
-            )
+            raise is_in_parts(f"model.{name}")
         return value
 
     def record(self, micro_batch: MicroBatch, training: bool) -> StageCall:
@@ -102,6 +99,14 @@ class Calls:
             except _CalledError as called:
                 return called.call
         raise ModelError("The loss function did not call the model it was given; in a pipeline it has to.")
+
+
+def is_in_parts(what: str) -> ModelError:
+    """The error for a loss function that reaches into the model."""
+    return ModelError(
+        f"The loss function uses {what}, of which a worker of a pipeline has a part: call the model itself (an L2 "
+        "penalty is the optimizer's weight_decay), or choose another strategy."
+    )
 
 
 class StandIn(nn.Module):
@@ -129,6 +134,24 @@ class StandIn(nn.Module):
         except AttributeError:
             calls: Calls = self.__dict__["_calls"]
             return calls.attribute(name)
+
+    # What would look for layers and parameters would find none, and a penalty on them be 0.
+
+    def named_modules(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise is_in_parts("the model's modules or parameters")
+
+    def named_children(self) -> NoReturn:
+        raise is_in_parts("the model's modules")
+
+    def state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise is_in_parts("model.state_dict()")
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise is_in_parts(f"model[{index!r}]")
+
+    def train(self, mode: bool = True) -> Self:
+        self.training = mode
+        return self
 
 
 def _form(value: Any) -> Hashable:

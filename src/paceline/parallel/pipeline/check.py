@@ -57,5 +57,8 @@ def check_stages(recording: Recording, stages: Sequence[Stage], example: ModelCa
 def _is_same(found: Tensor, computed: Tensor) -> bool:
     if found.shape != computed.shape or found.dtype != computed.dtype:
         return False
-    scale = computed.abs().max() if computed.numel() and not computed.dtype.is_complex else 1
-    return torch.allclose(found, computed, rtol=_SAME, atol=_SAME * float(scale), equal_nan=True)
+    if not computed.is_floating_point() and not computed.is_complex():
+        return torch.equal(found, computed)
+    finite = computed.abs().nan_to_num(0.0, 0.0)
+    scale = float(finite.max()) if computed.numel() else 1.0
+    return torch.allclose(found, computed, rtol=_SAME, atol=_SAME * scale, equal_nan=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -48,6 +49,21 @@ class _Arrived:
         inside.register_hook(partial(self.gradients.__setitem__, len(self.tensors)))
         self.tensors.append(leaf)
         return inside
+
+
+@contextmanager
+def _explaining_gradients() -> Iterator[None]:
+    """A context for a loss function, in which torch's error for gradients by what only the first stage has becomes a
+    sentence. Raises `ModelError`."""
+    try:
+        yield
+    except RuntimeError as problem:
+        if "not have been used in the graph" not in str(problem):
+            raise
+        raise ModelError(
+            "The loss function computes gradients by what it gives the model; in a pipeline other workers have the "
+            "model's first layers, so choose the strategy dp."
+        ) from problem
 
 
 @dataclass
@@ -204,7 +220,8 @@ class Step:
                 left = self._send_values(stage + 1, number, run(call))
             else:
                 model = StandIn(self._calls_model, self._training, lambda call: run(call)[0])
-                loss = check_loss(micro_batch.loss_of(model))
+                with _explaining_gradients():
+                    loss = check_loss(micro_batch.loss_of(model))
                 self._losses += loss.detach()
                 left = [micro_batch.scale(loss)]
         self._passes[stage, number] = _Pass(arrived, left)

@@ -1,0 +1,95 @@
+"""Sees to it that a loss function leaves the parameters of a model, and their gradients, as they are.
+
+How often it is called in a step depends on the number of workers. A forward pass that moves a momentum encoder would
+move it that often, and each worker's copy by what its own samples say; a backward pass inside of the loss function
+would add to the gradients of the shards before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from paceline.errors import ModelError
+
+
+class ParameterWatch:
+    """Watches the calls of loss functions for changes of a model's parameters and of their gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = list(model.named_parameters())
+        self._places = [
+            (module._parameters, name, f"{path}.{name}" if path else name, parameter)
+            for path, module in model.named_modules()
+            for name, parameter in module._parameters.items()
+            # FSDP puts whole parameters in the place of shards.
+            if parameter is not None and _local(parameter) is parameter
+        ]
+        self._has_compared_values = False
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """A context for one call of a loss function.
+
+        Raises:
+            ModelError: it changed a parameter, or computed gradients of parameters.
+        """
+        before, gradients = self._own(), self._gradients()
+        # `.data` lets a model write without autograd's notice, so the first time values themselves are compared.
+        norms = [] if self._has_compared_values else self._norms()
+        yield
+        for holder, name, whole_name, parameter in self._places:
+            if holder.get(name) is not parameter:
+                raise _is_changed(whole_name)
+        own = self._own()
+        if own != before:
+            raise _is_changed(self._first_that_differs(before, own))
+        now = self._gradients()
+        if now != gradients:
+            raise ModelError(
+                f"The loss function changed the gradient of the parameter '{self._first_that_differs(gradients, now)}' "
+                "itself, by a backward() or zero_grad() of its own; compute gradients in it by "
+                "torch.autograd.grad(value, inputs), which leaves those of parameters alone."
+            )
+        if norms:
+            self._has_compared_values = True
+            for (name, _), norm, norm_now in zip(self._parameters, norms, self._norms(), strict=True):
+                if norm_now != norm and norm == norm:
+                    raise _is_changed(name)
+
+    def _own(self) -> list[tuple[int, int]]:
+        """Where every parameter lies in memory, and how often it was changed."""
+        own = [_local(parameter) for _, parameter in self._parameters]
+        return [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in own]
+
+    def _gradients(self) -> list[tuple[int, int] | None]:
+        """Which tensor every gradient is, and how often it was changed."""
+        gradients = [parameter.grad for _, parameter in self._parameters]
+        return [None if one is None else (id(one), _local(one)._version) for one in gradients]
+
+    def _first_that_differs(self, before: Sequence[object], now: Sequence[object]) -> str:
+        names = [name for name, _ in self._parameters]
+        return next(name for name, one, other in zip(names, before, now, strict=True) if one != other)
+
+    @torch.no_grad()
+    def _norms(self) -> list[float]:
+        """The norm of every parameter, which tells whether values have changed."""
+        own = [_local(parameter) for _, parameter in self._parameters]
+        return [float(one.norm()) if one.is_floating_point() or one.is_complex() else 0.0 for one in own]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The tensor that counts changes: of a sharded one this worker's part. In every pass, so without a new view."""
+    return (
+        tensor if type(tensor) is nn.Parameter or type(tensor) is Tensor else getattr(tensor, "_local_tensor", tensor)
+    )
+
+
+def _is_changed(name: str) -> ModelError:
+    return ModelError(
+        f"A forward pass changed the parameter '{name}', and how many passes a step takes depends on the number of "
+        "workers; change it after run.step, or hold what forward passes change in a buffer (register_buffer)."
+    )

@@ -1,0 +1,94 @@
+"""Models that cannot be trained: layers without weights yet, and those of torch whose options make a result depend on
+which samples a worker has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from paceline.errors import ModelError
+from paceline.spec import Job, Mesh
+
+
+def check_hooks(model: nn.Module, job: Job, mesh: Mesh | None) -> None:
+    """Refuse hooks on the gradients of parameters that would act otherwise on another number of workers.
+
+    Raises:
+        ModelError: there is one.
+    """
+    mesh = mesh or Mesh()
+    shards_are_alone = job.parity == "bitwise" or job.shard_by_shard
+    for name, parameter in model.named_parameters():
+        hooks = list((parameter._backward_hooks or {}).values())
+        later = parameter._post_accumulate_grad_hooks
+        if (hooks or later) and (mesh.fsdp > 1 or mesh.tp > 1):
+            raise ModelError(
+                f"The parameter '{name}' has a hook on its gradient, which the part of it that a worker holds would "
+                "not have; change gradients in a hook of the optimizer (register_step_pre_hook), or use dp."
+            )
+        if later or (not shards_are_alone and not all(_is_linear(hook, parameter) for hook in hooks)):
+            raise ModelError(
+                f"The parameter '{name}' has a hook that changes parts of its gradient, on each worker those of its "
+                "own samples; change the whole gradient in a hook of the optimizer (register_step_pre_hook)."
+            )
+
+
+def _is_linear(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bool:
+    """Whether a hook makes of a sum of gradients the sum of what it makes of them, as a mask or a factor does."""
+    if parameter.is_meta:
+        return True
+    draws = torch.Generator().manual_seed(0)
+
+    def made_of(gradient: Tensor) -> Tensor:
+        given = gradient.to(parameter, copy=True)
+        made = hook(given)
+        return (given if made is None else made).to(gradient)
+
+    for scale in (1e-4, 1.0, 1e4):
+        one, other = (torch.randn(parameter.shape, generator=draws) * scale for _ in range(2))
+        apart, together = made_of(one) + made_of(other), made_of(one + other)
+        if float((apart - together).norm()) > 2e-2 * float(together.norm()):
+            return False
+    return True
+
+
+def check_layers(model: nn.Module, job: Job, *, is_alone: bool) -> None:
+    """Refuse lazy layers, and embeddings that would train otherwise on another number of workers.
+
+    Args:
+        is_alone: whether one worker with one device trains the model.
+
+    Raises:
+        ModelError: there is one.
+    """
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ModelError(
+                f"The parameter '{name}' has no shape yet: its layer is a lazy one; call the model with some samples "
+                "before run.prepare, and build the optimizer after that."
+            )
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            continue
+        place = f"The layer '{name}'" if name else "The model"
+        if layer.max_norm is not None:
+            raise ModelError(
+                f"{place} has max_norm, by which every forward pass shortens the rows that it looks up, on each worker "
+                "those of its own samples; build it without, and shorten the rows after run.step "
+                "(weight.renorm_(2, 0, max_norm))."
+            )
+        if layer.scale_grad_by_freq and job.parity != "bitwise" and not job.shard_by_shard:
+            raise ModelError(
+                f"{place} has scale_grad_by_freq, which counts words in all samples that go through the model "
+                "together, and these differ with the number of workers; set shard_by_shard = true, which counts those "
+                "of each virtual shard, or build it without."
+            )
+        if layer.sparse and (job.parity == "bitwise" or not is_alone):
+            where = "in bitwise parity" if is_alone else "on several workers"
+            raise ModelError(
+                f"{place} makes sparse gradients, which cannot be added up {where}; build it with sparse=False, and "
+                "take torch.optim.Adam in place of SparseAdam."
+            )
