@@ -66,6 +66,15 @@ class OwnGenerators:
                     one.set_state(state)
 
 
+def is_same_code(one: object, other: object) -> bool:
+    """Whether two functions are the same code with the same variables, as a lambda in a loop is in every round: a
+    search of what they hold takes milliseconds."""
+    if not (isinstance(one, types.FunctionType) and isinstance(other, types.FunctionType)):
+        return one is other
+    held, other_held = ([*(each.__closure__ or ()), *(each.__defaults__ or ())] for each in (one, other))
+    return one.__code__ is other.__code__ and [*map(id, held)] == [*map(id, other_held)]
+
+
 def _generators_in(holders: Iterable[object], depth: int, parts: Callable[[object], Iterator[object]]) -> Iterator[Any]:
     """Those that things are, hold, or can reach by a name in their code."""
     left = [(holder, depth) for holder in holders]

@@ -20,7 +20,10 @@ class ParameterWatch:
     """Watches the calls of loss functions for changes of a model's parameters and of their gradients."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._parameters = list(model.named_parameters())
+        named = [(name, one) for name, one in model.named_parameters() if not one.is_inference()]
+        self._names = [name for name, _ in named]
+        self._parameters: list[Tensor] = [parameter for _, parameter in named]
+        self._are_whole = all(_local(one) is one for one in self._parameters)
         self._places = [
             (module._parameters, name, f"{path}.{name}" if path else name, parameter)
             for path, module in model.named_modules()
@@ -56,36 +59,38 @@ class ParameterWatch:
             )
         if norms:
             self._has_compared_values = True
-            for (name, _), norm, norm_now in zip(self._parameters, norms, self._norms(), strict=True):
+            for name, norm, norm_now in zip(self._names, norms, self._norms(), strict=True):
                 if norm_now != norm and norm == norm:
                     raise _is_changed(name)
 
+    # In every pass, so with few calls for each parameter.
+
     def _own(self) -> list[tuple[int, int]]:
         """Where every parameter lies in memory, and how often it was changed."""
-        own = [_local(parameter) for _, parameter in self._parameters]
-        return [(one.data_ptr(), 0 if one.is_inference() else one._version) for one in own]
+        return [(one.data_ptr(), one._version) for one in self._held()]
 
     def _gradients(self) -> list[tuple[int, int] | None]:
         """Which tensor every gradient is, and how often it was changed."""
-        gradients = [parameter.grad for _, parameter in self._parameters]
+        gradients = [parameter.grad for parameter in self._parameters]
         return [None if one is None else (id(one), _local(one)._version) for one in gradients]
 
+    def _held(self) -> list[Tensor]:
+        """What this worker has of every parameter."""
+        return self._parameters if self._are_whole else [_local(one) for one in self._parameters]
+
     def _first_that_differs(self, before: Sequence[object], now: Sequence[object]) -> str:
-        names = [name for name, _ in self._parameters]
-        return next(name for name, one, other in zip(names, before, now, strict=True) if one != other)
+        return next(name for name, one, other in zip(self._names, before, now, strict=True) if one != other)
 
     @torch.no_grad()
     def _norms(self) -> list[float]:
         """The norm of every parameter, which tells whether values have changed."""
-        own = [_local(parameter) for _, parameter in self._parameters]
-        return [float(one.norm()) if one.is_floating_point() or one.is_complex() else 0.0 for one in own]
+        return [float(one.norm()) if one.is_floating_point() or one.is_complex() else 0.0 for one in self._held()]
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """The tensor that counts changes: of a sharded one this worker's part. In every pass, so without a new view."""
-    return (
-        tensor if type(tensor) is nn.Parameter or type(tensor) is Tensor else getattr(tensor, "_local_tensor", tensor)
-    )
+    """The tensor that counts changes: of a sharded one this worker's part, without a new view."""
+    is_plain = type(tensor) is nn.Parameter or type(tensor) is Tensor
+    return tensor if is_plain else getattr(tensor, "_local_tensor", tensor)
 
 
 def _is_changed(name: str) -> ModelError:

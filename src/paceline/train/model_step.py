@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from paceline.containers import tensors
 from paceline.data import Loading, SampleRequest
 from paceline.errors import JobError, ModelError
-from paceline.own_generators import NO_GENERATORS, OwnGenerators
+from paceline.own_generators import NO_GENERATORS, OwnGenerators, is_same_code
 from paceline.parallel import Assignment, Companions, StepInput
 from paceline.parallel.assignment import shard_sizes
 from paceline.parallel.engine import AnyShard
@@ -151,7 +151,7 @@ class ModelStepper:
     ) -> StepInput:
         """The step input for an assignment of the global batch with this number, counted over the whole run."""
         precision, seed, nth = self.trained.precision, self._state.job.seed, pending.num_steps
-        if self._own_of_loss[0] is not loss_fn:
+        if not is_same_code(self._own_of_loss[0], loss_fn):
             self._own_of_loss = loss_fn, OwnGenerators(loss_fn)
         return StepInput(
             assignment=assignment,
