@@ -86,6 +86,23 @@ class Samples:
         first, length = self._first + start, (stop - start) // num_parts
         return self._root.picked(lambda device: taking_turns(num_parts, length, 1, device, first))
 
+    def reordered(self, start: int, order: Tensor) -> Samples:
+        """These samples with others in the places from `start` on: `can_interleave` has to hold.
+
+        Args:
+            order: the numbers of samples, counted from `start`, for as many places; 1-D.
+        """
+        root, places, first = self._root, order + self._first + start, self._first + start
+
+        def picked(places_of: Order) -> Any:
+            assert root.picked is not None
+            return root.picked(lambda device: places[places_of(places.device) - first].to(device))
+
+        return Samples(
+            _Part(lambda begin, stop: picked(lambda device: torch.arange(begin, stop, device=device)), True, picked),
+            self._first,
+        )
+
     def beyond(self, start: int) -> Samples:
         """The samples from `start` on."""
         return Samples(self._root, self._first + start)

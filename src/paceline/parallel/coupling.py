@@ -44,7 +44,7 @@ def describe_coupling(together: ShardLoss, singles: Sequence[ShardLoss], toleran
         return ""
     mean = sum(weight * loss for weight, loss in zip(weights, losses, strict=True) if weight) / total
     largest = max(abs(whole), *(abs(loss) for loss, weight in zip(losses, weights, strict=True) if weight))
-    if not math.isfinite(largest):
+    if not math.isfinite(whole):
         return ""
     if abs(float(together.weight) - total) > 1e-4 * total:
         return (
@@ -52,7 +52,7 @@ def describe_coupling(together: ShardLoss, singles: Sequence[ShardLoss], toleran
             "sum of their own weights, so every shard goes through the model alone, which gives the same result on any "
             "number of workers: a paceline.Mean over tokens has the number of tokens in its samples as its weight."
         )
-    if abs(whole - mean) <= tolerance * largest:
+    if math.isfinite(mean) and abs(whole - mean) <= tolerance * largest:
         return ""
     return (
         f"The loss of {len(singles)} virtual shards together, {whole:.6g}, is not the mean of their own losses, "

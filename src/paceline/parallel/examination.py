@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ from paceline.parallel.loss_functions import DRAWS
 from paceline.parallel.losses import ShardLoss, watching_outputs
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.parallel.norm import standing_in
+from paceline.parallel.novelty import order_by_values
 from paceline.parallel.shard_draws import Pattern, SeedOfShard, ShardDraws, SharedPass, SingleShardRehearsal
 
 if TYPE_CHECKING:
@@ -109,6 +110,7 @@ class _Examination:
 
     def run(self, shards: ShardRange, most_shards: int) -> Examined:
         is_collective = most_shards > 0
+        self._tell_shards_apart(shards)
         singles = [self._passes.single(self._step, one) for one in range(shards.first_shard, shards.stop_shard)]
         rehearsals = [self._single_rehearsal(one) for one in singles]
         losses = [self._loss(one, rehearsal) for one, rehearsal in zip(singles, rehearsals, strict=True)]
@@ -136,6 +138,15 @@ class _Examination:
         if pattern and (coupling or not _are_finite([loss, *losses])):
             return Examined(DRAWS)
         return Examined(coupling, pattern)
+
+    def _tell_shards_apart(self, shards: ShardRange) -> None:
+        """Divide the samples so that shards differ as much as they can. With as many valid tokens in each by chance, a
+        mean over tokens would be the mean of theirs."""
+        batch = self._step.batch
+        if len(shards.sizes) > 1 and batch.can_interleave:
+            order = order_by_values(batch.cut(shards.start, shards.stop), shards.stop - shards.start)
+            if order is not None:
+                self._step = replace(self._step, batch=batch.reordered(shards.start, order))
 
     def _single_rehearsal(self, shard: ShardRange, *, inverts_answers: bool = False) -> SingleShardRehearsal | None:
         if self._draws is None:

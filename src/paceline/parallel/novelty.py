@@ -92,6 +92,26 @@ def _is_looked_at(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and (tensor.ndim <= 2 or not tensor.is_floating_point())
 
 
+def order_by_values(content: Any, num_samples: int) -> Tensor | None:
+    """The samples of a batch in an order in which neighbours are alike: by classes, numbers of valid tokens, weights.
+
+    Returns:
+        Their numbers, 1-D; None where no values tell them apart.
+    """
+    ranks: Tensor | None = None
+    for tensor in tensors(content):
+        if not _is_looked_at(tensor) or len(tensor) != num_samples:
+            continue
+        sums = tensor.detach().reshape(num_samples, -1).double().nan_to_num().sum(1)
+        distinct, rank = sums.unique(return_inverse=True)
+        if len(distinct) == 1:
+            continue
+        # Two classes say more of what a loss may leave out than as many values as samples.
+        weighted = rank.double() / (len(distinct) * (len(distinct) - 1))
+        ranks = weighted if ranks is None else ranks + weighted.to(ranks.device)
+    return None if ranks is None else ranks.argsort(stable=True)
+
+
 def _facts(tensor: Tensor) -> Iterator[tuple[str, int, Any]]:
     """Name, sign and value of what is to be known of a tensor's values; computed on its device."""
     if not _is_looked_at(tensor):
