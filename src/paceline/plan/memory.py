@@ -279,7 +279,7 @@ class _Block(NamedTuple):
             messages: those that they hold in messages.
         """
         model = self.model
-        if model.mesh.zero_stage == 3:
+        if model.gathers_parameters:
             return gathered
         part = self.own / model.mesh.fsdp
         return part + messages - gone if model.scatters_every_pass else part
@@ -290,11 +290,9 @@ class _Block(NamedTuple):
             made: parameters whose gradients are among the worker's.
             passing: parameters whose gradients are on their way.
         """
-        model, state = self.model, self.model.state
+        to_come, parameter, copied, gradient = self.model.bytes_of_parameter
         return _Moment(
-            activation_bytes - model.bytes_to_come * (self.own - made),
-            gathered * state.parameter,
-            model.bytes_copied * made + passing * state.gradient,
+            activation_bytes - to_come * (self.own - made), gathered * parameter, copied * made + passing * gradient
         )
 
 
@@ -346,6 +344,18 @@ class _ModelOnMesh:
         """Bytes a sample that live only while backward goes through the layer."""
         return self.held(layer, layer.moment_bytes)
 
+    def numbers(self, layer: LayerCost) -> tuple[float, float, float]:
+        """`parameters`, `kept` and `moment`: computed once, as most layers of a large model are the same object."""
+        found = self._numbers.get(id(layer))
+        if found is None:
+            found = self._numbers[id(layer)] = self.parameters(layer), self.kept(layer), self.moment(layer)
+        return found
+
+    @cached_property
+    def _numbers(self) -> dict[int, tuple[float, float, float]]:
+        """By the identity of a layer."""
+        return {}
+
     def waiting(self, layer: LayerCost) -> float:
         """Bytes a sample of gradients between the two halves of a backward pass."""
         return self.held(layer, layer.waiting_bytes)
@@ -356,7 +366,7 @@ class _ModelOnMesh:
             stages: the worker's.
             arriving_bytes: bytes a sample of messages that arrive while the worker computes another micro-batch.
         """
-        own = sum(self.parameters(layer) for stage in stages for layer in stage)
+        own = sum(self.numbers(layer)[0] for stage in stages for layer in stage)
         shards, state = self.mesh.fsdp, self.state
         peak = max((self.peak_of_backward(worker, stages, one, own) for one in self.in_flight[worker]), key=sum)
         peak = peak.without_debts()
@@ -376,29 +386,30 @@ class _ModelOnMesh:
         """
         kept_by_stage = [self.kept_by(stage) for stage in stages]
         stage, kept = stages[in_flight.place], kept_by_stage[in_flight.place]
-        waiting_bytes = self.fixed_bytes + self.samples_bytes - self.micro_batch_size * sum(kept)
+        samples = self.micro_batch_size
+        waiting_bytes = self.fixed_bytes + self.samples_bytes - samples * sum(kept)
         for stage_bytes, micro_batches in zip(kept_by_stage, in_flight.micro_batches, strict=True):
-            waiting_bytes += self.micro_batch_size * micro_batches * sum(stage_bytes)
+            waiting_bytes += samples * micro_batches * sum(stage_bytes)
         if self.in_halves[worker]:
             waiting_bytes += self.in_halves[worker] * sum(self.waiting(layer) for one in stages for layer in one)
         before, whole = 0.0, 0.0
-        done = own - sum(self.parameters(layer) for one in stages[: in_flight.place] for layer in one)
+        done = own - sum(self.numbers(layer)[0] for one in stages[: in_flight.place] for layer in one)
         blocks = self.blocks(stage)
-        sizes = [0.0, *(sum(map(self.parameters, block)) for block in blocks), 0.0]
+        sizes = [0.0, *(sum(self.numbers(layer)[0] for layer in block) for block in blocks), 0.0]
         moments = [_Moment(waiting_bytes, self.gathered_at_the_end(own), self.transit_at_the_end(own, max(sizes)))]
         kept_by_layer = iter(kept)
         for number, layers in enumerate(blocks, 1):
             size = sizes[number]
             block = _Block(self, own, sizes[number - 1], size, sizes[number + 1], done - size)
-            bytes_before = waiting_bytes + self.micro_batch_size * before
+            bytes_before = waiting_bytes + samples * before
             for layer in layers:
-                before, whole = before + next(kept_by_layer), whole + self.kept(layer)
-                at_once = min(whole, before + self.kept(layer))
-                activation_bytes = waiting_bytes + self.micro_batch_size * (at_once + self.moment(layer))
-                moments.append(block.within(layer, activation_bytes, done))
-                done -= self.parameters(layer)
+                parameters, kept_whole, moment = self.numbers(layer)
+                before, whole = before + next(kept_by_layer), whole + kept_whole
+                at_once = min(whole, before + kept_whole)
+                moments.append(block.within(layer, waiting_bytes + samples * (at_once + moment), done))
+                done -= parameters
             if self.gathers_blocks:
-                moments += block.at_its_ends(bytes_before, waiting_bytes + self.micro_batch_size * before)
+                moments += block.at_its_ends(bytes_before, waiting_bytes + samples * before)
         return max(moments, key=sum)
 
     def blocks(self, stage: Layers) -> list[Layers]:
@@ -415,6 +426,15 @@ class _ModelOnMesh:
         return [*found, tuple(block)] if block else found
 
     @cached_property
+    def gathers_parameters(self) -> bool:
+        return self.mesh.zero_stage == 3
+
+    @cached_property
+    def bytes_of_parameter(self) -> tuple[float, float, float, float]:
+        """`bytes_to_come`, of the parameter itself, `bytes_copied`, of its gradient."""
+        return self.bytes_to_come, self.state.parameter, self.bytes_copied, self.state.gradient
+
+    @cached_property
     def gathers_blocks(self) -> bool:
         """Whether workers gather and scatter one block after the other. The tree of bitwise parity takes whole
         gradients."""
@@ -428,8 +448,8 @@ class _ModelOnMesh:
         """Bytes a sample that each layer keeps until backward comes to it; none needs to keep more than it would
         without recomputation."""
         if not self.recompute:
-            return [self.kept(layer) for layer in layers]
-        return [min(layer.output_bytes, self.kept(layer)) for layer in layers]
+            return [self.numbers(layer)[1] for layer in layers]
+        return [min(layer.output_bytes, self.numbers(layer)[1]) for layer in layers]
 
     @cached_property
     def bytes_to_come(self) -> float:
