@@ -14,8 +14,9 @@ import math
 from dataclasses import dataclass, replace
 
 from paceline.plan.assumptions import DEVICE_MTBF_S
-from paceline.plan.memory import StateBytes, TransformerShape, device_memory, transformer_layers
+from paceline.plan.memory import TransformerShape, device_memory, transformer_layers
 from paceline.plan.model import AlphaBeta, Network
+from paceline.plan.peak_memory import StateBytes
 from paceline.plan.reliability import Faults, availability
 from paceline.plan.search import MeshCandidate, MeshPrices, Workload
 from paceline.plan.simulate import Jitter, Machine, Pattern, simulate_steps

@@ -15,8 +15,9 @@ from paceline.plan.gradient_sums import (
     sums_are_hidden,
 )
 from paceline.plan.inputs import PlanInputs, largest_assignment, needs_replicas, pass_s, spread_of_passes
-from paceline.plan.memory import StateBytes, device_memory, largest_micro_batch, state_bytes, worker_memory_bytes
+from paceline.plan.memory import device_memory, largest_micro_batch, state_bytes, worker_memory_bytes
 from paceline.plan.model import Layout
+from paceline.plan.peak_memory import StateBytes
 from paceline.plan.search import SearchResult, Workload, search
 from paceline.plan.step_time import INTERVAL_SIGMAS, bound_by, expected_maximum, slowest_s
 from paceline.spec import Job, Mesh

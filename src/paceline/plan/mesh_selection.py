@@ -9,7 +9,6 @@ from paceline.errors import ClusterError, JobError
 from paceline.plan.forecast_row import search_meshes
 from paceline.plan.inputs import ForecastRequest, largest_assignment, needs_replicas, plan_inputs
 from paceline.plan.memory import (
-    USABLE_FRACTION,
     device_memory,
     fits,
     largest_micro_batch,
@@ -19,6 +18,7 @@ from paceline.plan.memory import (
 )
 from paceline.plan.model import AlphaBeta, Network
 from paceline.plan.network_costs import BETWEEN_ALPHA_S, INSIDE_ALPHA_S, PER_MESSAGE_S, between_link, inside_link
+from paceline.plan.peak_memory import USABLE_FRACTION
 from paceline.plan.search import MeshCandidate, SearchResult, Workload, search
 from paceline.plan.words import duration, size
 from paceline.spec import Cluster, DeviceKind, Job, Mesh, PipelineSpec, Plan

@@ -16,8 +16,9 @@ from typing import Literal
 from paceline.errors import JobError
 from paceline.plan.buckets import exposed_s, num_buckets, sums_s
 from paceline.plan.collectives import halving_doubling, hierarchical, ring, tree_exact
-from paceline.plan.memory import MIN_BLOCK_BYTES, USABLE_FRACTION, StateBytes, device_memory, fits
+from paceline.plan.memory import device_memory, fits
 from paceline.plan.model import Layout, Network
+from paceline.plan.peak_memory import MIN_BLOCK_BYTES, USABLE_FRACTION, StateBytes
 from paceline.plan.words import size
 from paceline.spec import Mesh, PipelineSpec
 from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers

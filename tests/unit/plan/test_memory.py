@@ -9,8 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.plan.memory import (
-    USABLE_FRACTION,
-    StateBytes,
     TransformerShape,
     device_memory,
     fits,
@@ -19,6 +17,7 @@ from paceline.plan.memory import (
     state_bytes,
     transformer_layers,
 )
+from paceline.plan.peak_memory import USABLE_FRACTION, StateBytes
 from paceline.spec import Job, Mesh, MicroBatchTiming, PipelineSpec
 from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
 

@@ -1,0 +1,401 @@
+"""The most that a worker of a mesh holds while backward goes through its part of a model.
+
+A peak has state, what layers keep for backward, what lives for the length of one layer, and parameters and gradients
+that are gathered or on their way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from paceline.errors import ModelError
+from paceline.partition import InFlight, StageLimits, best_cut, split
+from paceline.spec import Mesh
+from paceline.spec.model_cost import DeviceMemory, LayerCost, Layers
+
+MIN_BLOCK_BYTES = 2**20
+"""Blocks of a sharded model with fewer bytes are gathered together."""
+USABLE_FRACTION = 0.92
+"""The rest of a device's memory is the driver's, the communication library's and lost between allocations."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter: the parameter, its gradient and the optimizer state."""
+
+    parameter: float = 4.0
+    gradient: float = 4.0
+    optimizer: float = 4.0
+    is_bitwise: bool = False
+    """Whether gradients are added in the tree of bitwise parity: every worker holds whole ones, in partial sums."""
+
+    @property
+    def total(self) -> float:
+        return self.parameter + self.gradient + self.optimizer
+
+    def gradient_copies(self, mesh: Mesh, num_shards: int) -> float:
+        """How many times a worker holds the gradients of its stage.
+
+        In bitwise parity those of a shard, and a sum for each power of two of the shards before it. ZeRO 1 holds whole
+        ones from the first pass of a step to the last; in a step of one pass each block's are scattered at once.
+        """
+        if self.is_bitwise:
+            return 1.0 + num_shards.bit_length()
+        return 1 / mesh.fsdp if _scatters_every_pass(mesh, num_shards) else 1.0
+
+
+def _scatters_every_pass(mesh: Mesh, num_passes: int) -> bool:
+    """Whether each pass of a step scatters a block's gradients when they are there; ZeRO 1 does so in the last pass."""
+    return mesh.zero_stage > 1 or num_passes == 1
+
+
+class _Moment(NamedTuple):
+    """What a worker holds at one moment of backward, beside its state."""
+
+    activation_bytes: float
+    """Less the gradients of its state that are not made yet."""
+    gathered_bytes: float
+    transit_bytes: float
+
+    def without_debts(self) -> _Moment:
+        """The same sum, where what is missing from the state is taken from activations first, and none is negative."""
+        activation_bytes, gathered_bytes, transit_bytes = self
+        transit_bytes += min(0.0, activation_bytes)
+        gathered_bytes += min(0.0, transit_bytes)
+        return _Moment(*(max(0.0, one) for one in (activation_bytes, gathered_bytes, transit_bytes)))
+
+
+class _Block(NamedTuple):
+    """Layers that are gathered together, while backward goes through them; the numbers are of parameters.
+
+    As torch's `fully_shard` does it: before backward comes to a block, its parameters are copied out of the message
+    that brought them; then the message for the block before it is there too. When backward has left the block its
+    parameters go, its gradients are copied into a message, and this one stays until the next block's is made.
+    """
+
+    model: ModelOnMesh
+    own: float
+    """All of the worker."""
+    previous: float
+    """In the block before it."""
+    size: float
+    following: float
+    """In the block behind it."""
+    behind: float
+    """In all that are behind it."""
+
+    def within(self, layer: LayerCost, activation_bytes: float, done: float) -> _Moment:
+        """While backward goes through one of its layers.
+
+        Args:
+            done: parameters of the layer and of those behind it.
+        """
+        model = self.model
+        if model.gathers_blocks:
+            gathered = self._gathered(self.previous + self.size, gone=self.behind)
+            return self._moment(activation_bytes, self.behind, gathered, done - self.behind + self._arriving)
+        made = self.behind if model.mesh.fsdp > 1 else done  # a shard of it comes when it has been scattered
+        return _Moment(
+            activation_bytes - model.bytes_to_come * (self.own - made),
+            model.gathered_at_the_end(self.own),
+            model.bytes_copied * done + model.added(layer),
+        )
+
+    def at_its_ends(self, bytes_before: float, bytes_behind: float) -> tuple[_Moment, ...]:
+        """When its parameters or gradients are there twice, in messages too.
+
+        Args:
+            bytes_before, bytes_behind: of activations, without it and with it.
+        """
+        previous, size, behind = self.previous, self.size, self.behind
+        # In the forward pass a message stays until the next one has been copied out, and there are no gradients.
+        messages = previous + size
+        entered = self._gathered(size + messages, gone=behind, messages=messages)
+        done = self._gathered(2 * size, gone=behind, messages=size)
+        turned = self._gathered(2 * size, gone=behind)
+        left = self._gathered(previous, gone=behind + size)
+        passing = 2 * size if self.model.scatters_every_pass else size
+        forward = self._moment(bytes_before, 0.0, entered, 0.0), self._moment(bytes_behind, 0.0, done, 0.0)
+        backward = self._moment(bytes_behind, behind, turned, self._arriving)
+        return *forward, backward, self._moment(bytes_before, behind, left, passing)
+
+    @property
+    def _arriving(self) -> float:
+        """Gradients of the block behind it in a message."""
+        return self.following if self.model.scatters_every_pass else 0.0
+
+    def _gathered(self, gathered: float, *, gone: float, messages: float = 0.0) -> float:
+        """Parameters beside those that `DeviceMemory` has among the worker's own.
+
+        Args:
+            gathered: those that stage 3 gathers.
+            gone: those that stages 1 and 2 do not hold whole, whose passes gather and scatter.
+            messages: those that they hold in messages.
+        """
+        model = self.model
+        if model.gathers_parameters:
+            return gathered
+        part = self.own / model.mesh.fsdp
+        return part + messages - gone if model.scatters_every_pass else part
+
+    def _moment(self, activation_bytes: float, made: float, gathered: float, passing: float) -> _Moment:
+        """
+        Args:
+            made: parameters whose gradients are among the worker's.
+            passing: parameters whose gradients are on their way.
+        """
+        to_come, parameter, copied, gradient = self.model.bytes_of_parameter
+        return _Moment(
+            activation_bytes - to_come * (self.own - made), gathered * parameter, copied * made + passing * gradient
+        )
+
+
+@dataclass(frozen=True)
+class ModelOnMesh:
+    """A model's layers on the devices of a mesh.
+
+    Rajbhandari et al. 2020, figure 1, for psi parameters: stage 1 shards the optimizer state, 2 the gradients, 3 the
+    parameters, each by 1/fsdp; replicas shard nothing. Stage 3 gathers a block and fetches the next one meanwhile;
+    stages 1 and 2 hold their part of the parameters beside the whole. A pipeline holds the activations of
+    `micro_batches_in_flight`. Recomputation keeps what layers give each other, and one layer's activations.
+    """
+
+    mesh: Mesh
+    state: StateBytes
+    fixed_bytes: float
+    """Memory of activations that does not depend on the samples."""
+    samples_bytes: float
+    """The samples of all micro-batches, which every worker of a pipeline has."""
+    parameters_per_byte: float
+    """Parameters for each of the layers' `parameter_bytes`."""
+    kept_per_byte: float
+    """Bytes a sample for each of the layers' `activation_bytes` and `moment_bytes`."""
+    micro_batch_size: int
+    in_flight: tuple[tuple[InFlight, ...], ...]
+    """[worker of a pipeline]: what its stages keep."""
+    in_halves: tuple[float, ...]
+    """[worker of a pipeline]: samples of which only the first half of backward is done."""
+    num_micro_batches: int
+    has_layers: bool
+    """Whether the layers are known: else nobody knows how large a block is."""
+    recompute: bool
+
+    def parameters(self, layer: LayerCost) -> float:
+        return self.parameters_per_byte * layer.parameter_bytes / layer.tensor_shards(self.mesh.tp)
+
+    def largest_parameter(self, layer: LayerCost) -> float:
+        return self.parameters_per_byte * layer.largest_parameter_bytes / layer.tensor_shards(self.mesh.tp)
+
+    def held(self, layer: LayerCost, num_bytes: float) -> float:
+        """Bytes a sample on a worker, of which the trace counted `num_bytes` in the whole layer."""
+        return self.kept_per_byte * num_bytes * _kept_fraction(layer, self.mesh.tp)
+
+    def kept(self, layer: LayerCost) -> float:
+        """Bytes of activations a sample."""
+        return self.held(layer, layer.activation_bytes)
+
+    def moment(self, layer: LayerCost) -> float:
+        """Bytes a sample that live only while backward goes through the layer."""
+        return self.held(layer, layer.moment_bytes)
+
+    def numbers(self, layer: LayerCost) -> tuple[float, float, float]:
+        """`parameters`, `kept` and `moment`: computed once, as most layers of a large model are the same object."""
+        found = self._numbers.get(id(layer))
+        if found is None:
+            found = self._numbers[id(layer)] = self.parameters(layer), self.kept(layer), self.moment(layer)
+        return found
+
+    @cached_property
+    def _numbers(self) -> dict[int, tuple[float, float, float]]:
+        """By the identity of a layer."""
+        return {}
+
+    def waiting(self, layer: LayerCost) -> float:
+        """Bytes a sample of gradients between the two halves of a backward pass."""
+        return self.held(layer, layer.waiting_bytes)
+
+    def on_worker(self, worker: int, stages: tuple[Layers, ...], arriving_bytes: float = 0.0) -> DeviceMemory:
+        """
+        Args:
+            stages: the worker's.
+            arriving_bytes: bytes a sample of messages that arrive while the worker computes another micro-batch.
+        """
+        own = sum(self.numbers(layer)[0] for stage in stages for layer in stage)
+        shards, state = self.mesh.fsdp, self.state
+        peak = max((self.peak_of_backward(worker, stages, one, own) for one in self.in_flight[worker]), key=sum)
+        peak = peak.without_debts()
+        return DeviceMemory(
+            parameter_bytes=own * state.parameter / (shards if self.mesh.zero_stage == 3 else 1),
+            gradient_bytes=own * state.gradient * state.gradient_copies(self.mesh, self.num_micro_batches),
+            optimizer_bytes=own * state.optimizer / shards,
+            activation_bytes=peak.activation_bytes + self.micro_batch_size * arriving_bytes,
+            gathered_bytes=peak.gathered_bytes,
+            transit_bytes=peak.transit_bytes,
+        )
+
+    def peak_of_backward(self, worker: int, stages: tuple[Layers, ...], in_flight: InFlight, own: float) -> _Moment:
+        """The moment at which a worker holds most while backward goes through one of its stages.
+
+        While backward goes through a layer, the layers before it keep what they kept, and those behind it nothing.
+        """
+        kept_by_stage = [self.kept_by(stage) for stage in stages]
+        stage, kept = stages[in_flight.place], kept_by_stage[in_flight.place]
+        samples = self.micro_batch_size
+        waiting_bytes = self.fixed_bytes + self.samples_bytes - samples * sum(kept)
+        for stage_bytes, micro_batches in zip(kept_by_stage, in_flight.micro_batches, strict=True):
+            waiting_bytes += samples * micro_batches * sum(stage_bytes)
+        if self.in_halves[worker]:
+            waiting_bytes += self.in_halves[worker] * sum(self.waiting(layer) for one in stages for layer in one)
+        before, whole = 0.0, 0.0
+        done = own - sum(self.numbers(layer)[0] for one in stages[: in_flight.place] for layer in one)
+        blocks = self.blocks(stage)
+        sizes = [0.0, *(sum(self.numbers(layer)[0] for layer in block) for block in blocks), 0.0]
+        moments = [_Moment(waiting_bytes, self.gathered_at_the_end(own), self.transit_at_the_end(own, max(sizes)))]
+        kept_by_layer = iter(kept)
+        for number, layers in enumerate(blocks, 1):
+            size = sizes[number]
+            block = _Block(self, own, sizes[number - 1], size, sizes[number + 1], done - size)
+            bytes_before = waiting_bytes + samples * before
+            for layer in layers:
+                parameters, kept_whole, moment = self.numbers(layer)
+                before, whole = before + next(kept_by_layer), whole + kept_whole
+                at_once = min(whole, before + kept_whole)
+                moments.append(block.within(layer, waiting_bytes + samples * (at_once + moment), done))
+                done -= parameters
+            if self.gathers_blocks:
+                moments += block.at_its_ends(bytes_before, waiting_bytes + samples * before)
+        return max(moments, key=sum)
+
+    def blocks(self, stage: Layers) -> list[Layers]:
+        """The layers of a stage that `parallel/sharded.py` gathers together; one by one where none is gathered."""
+        if not self.gathers_blocks:
+            return [(layer,) for layer in stage]
+        found, block, num_bytes = [], [], 0.0
+        for layer in stage:
+            block.append(layer)
+            num_bytes += self.parameters_per_byte * layer.parameter_bytes * self.state.parameter
+            if num_bytes >= MIN_BLOCK_BYTES:
+                found.append(tuple(block))
+                block, num_bytes = [], 0.0
+        return [*found, tuple(block)] if block else found
+
+    @cached_property
+    def gathers_parameters(self) -> bool:
+        return self.mesh.zero_stage == 3
+
+    @cached_property
+    def bytes_of_parameter(self) -> tuple[float, float, float, float]:
+        """`bytes_to_come`, of the parameter itself, `bytes_copied`, of its gradient."""
+        return self.bytes_to_come, self.state.parameter, self.bytes_copied, self.state.gradient
+
+    @cached_property
+    def gathers_blocks(self) -> bool:
+        """Whether workers gather and scatter one block after the other. The tree of bitwise parity takes whole
+        gradients."""
+        return self.mesh.fsdp > 1 and self.has_layers and not self.state.is_bitwise
+
+    @cached_property
+    def scatters_every_pass(self) -> bool:
+        return _scatters_every_pass(self.mesh, self.num_micro_batches)
+
+    def kept_by(self, layers: Layers) -> list[float]:
+        """Bytes a sample that each layer keeps until backward comes to it; none needs to keep more than it would
+        without recomputation."""
+        if not self.recompute:
+            return [self.numbers(layer)[1] for layer in layers]
+        return [min(layer.output_bytes, self.numbers(layer)[1]) for layer in layers]
+
+    @cached_property
+    def bytes_to_come(self) -> float:
+        """Bytes that the gradient of a parameter will take when backward comes to it; 0 where it is there already: that
+        of the pass before, or DistributedDataParallel's buckets."""
+        mesh, state = self.mesh, self.state
+        if self.num_micro_batches > 1 or mesh.pp > 1 or state.is_bitwise or (mesh.is_plain and mesh.dp > 1):
+            return 0.0
+        return state.gradient / mesh.fsdp
+
+    @cached_property
+    def bytes_copied(self) -> float:
+        """Bytes of a parameter's gradient that replicas which are sharded or cut copy to sum them."""
+        mesh, state = self.mesh, self.state
+        is_copied = mesh.dp > 1 and not mesh.is_plain and not state.is_bitwise
+        return state.gradient / mesh.fsdp if is_copied else 0.0
+
+    def added(self, layer: LayerCost) -> float:
+        """Bytes of one gradient that is added to those of the passes before, or copied into a bucket."""
+        mesh = self.mesh
+        is_added = self.num_micro_batches > 1 or (mesh.is_plain and mesh.dp > 1)
+        if not is_added or self.state.is_bitwise or mesh.fsdp > 1:
+            return 0.0
+        return self.state.gradient * self.largest_parameter(layer)
+
+    def gathered_at_the_end(self, own: float) -> float:
+        """Bytes of parameters beside a worker's own when backward has left the stage. Stages 1 and 2 hold their part
+        beside the whole, and bitwise parity holds all; so does a worker of which the blocks are not known."""
+        mesh = self.mesh
+        if mesh.fsdp == 1 or (mesh.zero_stage == 3 and self.gathers_blocks):
+            return 0.0
+        return own * self.state.parameter / (1 if mesh.zero_stage == 3 else mesh.fsdp)
+
+    def transit_at_the_end(self, own: float, largest_block: float) -> float:
+        """Bytes of gradients on their way when backward has left the stage: ZeRO 1 scatters whole ones then."""
+        is_late = self.gathers_blocks and not self.scatters_every_pass
+        return self.bytes_copied * own + (self.state.gradient * largest_block if is_late else 0.0)
+
+    def once(self, layer: LayerCost, smallest_block: float) -> float:
+        """What one layer of a stage needs for a moment, at least, where blocks have this many parameters or more."""
+        own = self.parameters(layer)
+        size = max(own, smallest_block if self.gathers_blocks else 0.0)
+        block = _Block(self, size, 0.0, size, 0.0, 0.0)
+        kept = self.micro_batch_size * self.kept(layer)
+        again = kept if self.recompute else 0.0
+        moments = [block.within(layer, self.micro_batch_size * self.moment(layer) + again, own)]
+        if self.gathers_blocks:
+            moments += block.at_its_ends(-kept, 0.0)
+        # What stages 1 and 2 gather is among the states of layers.
+        return max(sum(one) - (one.gathered_bytes if self.mesh.zero_stage < 3 else 0.0) for one in moments)
+
+    def fullest(self, stages: tuple[Layers, ...]) -> DeviceMemory:
+        """The fullest worker of a pipeline; each has every pp-th stage."""
+        pp = self.mesh.pp
+        between = [0.0, *(stage[-1].output_bytes for stage in stages[:-1]), 0.0]
+        arriving = [max(between[worker:-1:pp]) + max(between[worker + 1 :: pp]) for worker in range(pp)]
+        found = [self.on_worker(worker, stages[worker::pp], arriving[worker]) for worker in range(pp)]
+        return dataclasses.replace(max(found, key=lambda memory: memory.total_bytes), stages=stages)
+
+    def fitting_stages(self, layers: Layers, memory_bytes: float) -> tuple[Layers, ...] | None:
+        """The fastest stages, one on each worker, of those that fit into a device; None: there are none."""
+        single = [self.on_worker(0, ((layer,),)) for layer in layers]
+        is_gathered = self.mesh.zero_stage == 3
+        states = [one.state_bytes + (not is_gathered) * one.gathered_bytes for one in single]
+        limits = StageLimits(
+            memory_bytes=USABLE_FRACTION * memory_bytes - self.fixed_bytes - self.samples_bytes,
+            copies_of_parameters=1.0,
+            micro_batches_kept=tuple(one.micro_batches[0] for (one,) in self.in_flight),
+            messages_kept=self.micro_batch_size,
+        )
+        if sum(states) > self.mesh.pp * limits.memory_bytes:  # most meshes of a model that is far too large
+            return None
+        most_in_halves = max(self.in_halves) / self.micro_batch_size / max(limits.micro_batches_kept)
+        kept = [
+            self.micro_batch_size * (kept_bytes + most_in_halves * self.waiting(layer))
+            for layer, kept_bytes in zip(layers, self.kept_by(layers), strict=True)
+        ]
+        smallest_block = min(MIN_BLOCK_BYTES / self.state.parameter, sum(map(self.parameters, layers)) / self.mesh.pp)
+        once = [self.once(layer, smallest_block) for layer in layers]
+        costs = [
+            dataclasses.replace(layer, parameter_bytes=state, activation_bytes=activation, moment_bytes=moment)
+            for layer, state, activation, moment in zip(layers, states, kept, once, strict=True)
+        ]
+        try:
+            return split(layers, best_cut(costs, self.mesh.pp, limits))
+        except ModelError:
+            return None
+
+
+def _kept_fraction(layer: LayerCost, tp: int) -> float:
+    """The fraction of a layer's activations that a worker of a tensor group keeps."""
+    return layer.replicated_fraction + (1 - layer.replicated_fraction) / tp if layer.is_sharded_by(tp) else 1.0
