@@ -55,9 +55,11 @@ class Momentum(nn.Module):
     @torch.no_grad()
     def _follow(self) -> None:
         for one, other in zip(self.first.parameters(), self.second.parameters(), strict=True):
-            if self.how == "new":
+            if self.how in ("new", "not at all"):
                 continue
-            if self.how == "replaced":
+            if self.how == "elsewhere":
+                other.data = other.data.clone()
+            elif self.how == "replaced":
                 other.data = other.data * 0.9 + one.data * 0.1
             elif self.how == "hidden":
                 other.data.mul_(0.9).add_(one.data, alpha=0.1)
@@ -135,6 +137,20 @@ def test_what_changes_parameters_or_their_gradients_is_refused() -> None:
     (found,) = run_ranks(_refusals, 1)
     for sentence, expected in zip(found, [words for *_, words in REFUSED for _ in range(2)], strict=True):
         assert expected in sentence
+
+
+def _moved() -> list[list[float]]:
+    found = []
+    for how in ("elsewhere", "not at all"):
+        torch.manual_seed(0)
+        found.append(_train(Momentum(how), plain, "numeric"))
+    return found
+
+
+def test_parameters_may_be_put_elsewhere_with_their_values() -> None:
+    """As a recurrent layer's `flatten_parameters()` does, which people call in forward passes."""
+    ((moved, left),) = run_ranks(_moved, 1)
+    assert len(moved) == 3 and moved == left
 
 
 def _sparse() -> list[float]:

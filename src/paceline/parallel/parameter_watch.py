@@ -20,7 +20,12 @@ class ParameterWatch:
     """Watches the calls of loss functions for changes of a model's parameters and of their gradients."""
 
     def __init__(self, model: nn.Module) -> None:
-        named = [(name, one) for name, one in model.named_parameters() if not one.is_inference()]
+        # Quantized ones are of classes of their own, some of which lie in several places.
+        named = [
+            (name, one)
+            for name, one in model.named_parameters()
+            if type(_local(one)) in (Tensor, nn.Parameter) and not one.is_inference()
+        ]
         self._names = [name for name, _ in named]
         self._parameters: list[Tensor] = [parameter for _, parameter in named]
         self._are_whole = all(_local(one) is one for one in self._parameters)
@@ -32,6 +37,9 @@ class ParameterWatch:
             if parameter is not None and _local(parameter) is parameter
         ]
         self._has_compared_values = False
+        self._may_move = False
+        """Whether a forward pass puts parameters elsewhere with their values, as `flatten_parameters()` of recurrent
+        layers does."""
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -40,34 +48,39 @@ class ParameterWatch:
         Raises:
             ModelError: it changed a parameter, or computed gradients of parameters.
         """
-        before, gradients = self._own(), self._gradients()
+        versions, places, gradients = self._versions(), self._addresses(), self._gradients()
         # `.data` lets a model write without autograd's notice, so the first time values themselves are compared.
         norms = [] if self._has_compared_values else self._norms()
         yield
         for holder, name, whole_name, parameter in self._places:
             if holder.get(name) is not parameter:
                 raise _is_changed(whole_name)
-        own = self._own()
-        if own != before:
-            raise _is_changed(self._first_that_differs(before, own))
-        now = self._gradients()
-        if now != gradients:
+        if name := self._first_that_differs(versions, self._versions()):
+            raise _is_changed(name)
+        if name := self._first_that_differs(gradients, self._gradients()):
             raise ModelError(
-                f"The loss function changed the gradient of the parameter '{self._first_that_differs(gradients, now)}' "
-                "itself, by a backward() or zero_grad() of its own; compute gradients in it by "
-                "torch.autograd.grad(value, inputs), which leaves those of parameters alone."
+                f"The loss function changed the gradient of the parameter '{name}' itself, by a backward() or "
+                "zero_grad() of its own; compute gradients in it by torch.autograd.grad(value, inputs), which leaves "
+                "those of parameters alone."
             )
         if norms:
             self._has_compared_values = True
-            for name, norm, norm_now in zip(self._names, norms, self._norms(), strict=True):
-                if norm_now != norm and norm == norm:
-                    raise _is_changed(name)
+            if name := self._first_that_differs(norms, self._norms()):
+                raise _is_changed(name)
+        if not self._may_move and (name := self._first_that_differs(places, self._addresses())):
+            if not norms:
+                raise _is_changed(name)
+            self._may_move = True
 
     # In every pass, so with few calls for each parameter.
 
-    def _own(self) -> list[tuple[int, int]]:
-        """Where every parameter lies in memory, and how often it was changed."""
-        return [(one.data_ptr(), one._version) for one in self._held()]
+    def _versions(self) -> list[int]:
+        """How often every parameter was changed in place."""
+        return [one._version for one in self._held()]
+
+    def _addresses(self) -> list[int]:
+        """Where every parameter lies in memory."""
+        return [] if self._may_move else [one.data_ptr() for one in self._held()]
 
     def _gradients(self) -> list[tuple[int, int] | None]:
         """Which tensor every gradient is, and how often it was changed."""
@@ -79,12 +92,18 @@ class ParameterWatch:
         return self._parameters if self._are_whole else [_local(one) for one in self._parameters]
 
     def _first_that_differs(self, before: Sequence[object], now: Sequence[object]) -> str:
+        """The name of the first parameter of which something has changed; empty where nothing has."""
+        if before == now:
+            return ""
         return next(name for name, one, other in zip(self._names, before, now, strict=True) if one != other)
 
     @torch.no_grad()
-    def _norms(self) -> list[float]:
-        """The norm of every parameter, which tells whether values have changed."""
-        return [float(one.norm()) if one.is_floating_point() or one.is_complex() else 0.0 for one in self._held()]
+    def _norms(self) -> list[str]:
+        """The norm of every parameter, which tells whether values have changed; NaN is equal to itself."""
+        return [
+            str(float(one.norm())) if one.dtype.itemsize > 1 and (one.is_floating_point() or one.is_complex()) else ""
+            for one in self._held()
+        ]
 
 
 def _local(tensor: Tensor) -> Tensor:
