@@ -15,6 +15,9 @@ from torch import Tensor, nn
 
 from paceline.errors import ModelError
 
+_MOST_COMPARISONS = 2
+"""Calls in which values are compared: the first may end in an error that is answered by another, with gradients."""
+
 
 class ParameterWatch:
     """Watches the calls of loss functions for changes of a model's parameters and of their gradients."""
@@ -36,7 +39,7 @@ class ParameterWatch:
             # FSDP puts whole parameters in the place of shards.
             if parameter is not None and _local(parameter) is parameter
         ]
-        self._has_compared_values = False
+        self._num_comparisons = 0
         self._may_move = False
         """Whether a forward pass puts parameters elsewhere with their values, as `flatten_parameters()` of recurrent
         layers does."""
@@ -49,8 +52,9 @@ class ParameterWatch:
             ModelError: it changed a parameter, or computed gradients of parameters.
         """
         versions, places, gradients = self._versions(), self._addresses(), self._gradients()
-        # `.data` lets a model write without autograd's notice, so the first time values themselves are compared.
-        norms = [] if self._has_compared_values else self._norms()
+        # `.data` lets a model write without autograd's notice, so the first times values themselves are compared.
+        norms = [] if self._num_comparisons == _MOST_COMPARISONS else self._norms()
+        self._num_comparisons += bool(norms)
         yield
         for holder, name, whole_name, parameter in self._places:
             if holder.get(name) is not parameter:
@@ -63,10 +67,8 @@ class ParameterWatch:
                 "zero_grad() of its own; compute gradients in it by torch.autograd.grad(value, inputs), which leaves "
                 "those of parameters alone."
             )
-        if norms:
-            self._has_compared_values = True
-            if name := self._first_that_differs(norms, self._norms()):
-                raise _is_changed(name)
+        if norms and (name := self._first_that_differs(norms, self._norms())):
+            raise _is_changed(name)
         if not self._may_move and (name := self._first_that_differs(places, self._addresses())):
             if not norms:
                 raise _is_changed(name)
