@@ -351,11 +351,11 @@ def _three_epochs(job: Job, interrupted: bool) -> Weights:
             if saved:
                 run.model.load_state_dict(saved[0])
                 run.optimizer.load_state_dict(saved[1])
-                _engine(run).load_state(saved[2], {})
+                _engine(run).load_state_dict(saved[2])
             for epoch in epochs:
                 for batch in run.batches(images(9), epoch):
                     run.step(batch, loss_fn)
-            parts = run.model.state_dict(), run.optimizer.state_dict(), _engine(run).shared_state()
+            parts = run.model.state_dict(), run.optimizer.state_dict(), _engine(run).state_dict()
             saved = [copy.deepcopy(part) for part in parts]
             weights = _weights(run)
     return weights

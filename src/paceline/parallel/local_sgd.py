@@ -237,20 +237,8 @@ class LocalSGD(Engine):
         return self.is_synchronised
 
     def shared_state(self) -> dict[str, Any]:
-        """The state of the steps in between, and of outer steps: values are views of the live state, per parameter.
-
-        Buffers are not included: the mean of their current values does not depend on the reference from which changes
-        are counted, if it is the same for all workers.
-        """
-        outer_steps = {
-            "num_steps": self._num_steps,
-            "own_samples": self._own_samples,
-            "all_samples": self._all_samples,
-            "losses": sorted(self._losses),
-            "agreed": {name: part for weights in self._weights for name, part in weights.named(weights.agreed)},
-            "momentum": {name: part for weights in self._weights for name, part in weights.named(weights.momentum)},
-        }
-        return {"inside": self._every_step.shared_state(), "meetings": outer_steps if self._has_begun else None}
+        inside = self._every_step.shared_state()
+        return {"inside": inside, "meetings": self.state_dict() if self._has_begun else None}
 
     def model_state(self) -> dict[str, Any]:
         state = super().model_state()
@@ -274,15 +262,8 @@ class LocalSGD(Engine):
     @torch.no_grad()
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         self._every_step.load_state(shared.get("inside", {}), {})
-        if (outer_steps := shared.get("meetings")) is not None:
-            self._num_steps, self._all_samples = outer_steps["num_steps"], outer_steps["all_samples"]
-            self._own_samples = outer_steps["own_samples"]
-            self._losses = set(outer_steps.get("losses", ()))
-            for weights in self._weights:
-                for key, vector in (("agreed", weights.agreed), ("momentum", weights.momentum)):
-                    for name, part in weights.named(vector):
-                        part.copy_(outer_steps[key][name])
-            self._has_begun = True
+        if shared.get("meetings") is not None:
+            self.load_state_dict(shared["meetings"])
             self._buffers = _floating_buffers(self.module)
         sums, means = dict(own.get("sums", {})), dict(own.get("means", {}))
         moved = means.pop("weights", {})
@@ -292,6 +273,39 @@ class LocalSGD(Engine):
         self._own_samples = float(sums.pop(_OWN_SAMPLES, self._own_samples))
         self._under_way = None
         load_compressor_state(self._aggregator, {"sums": sums, "means": means})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of outer steps besides model and optimizer; between outer steps all three differ among workers.
+
+        Values are views of the live state, per parameter. Buffers are not included: the mean of their current values
+        does not depend on the reference from which changes are counted, if it is the same for all workers.
+        """
+        return {
+            "num_steps": self._num_steps,
+            "own_samples": self._own_samples,
+            "all_samples": self._all_samples,
+            "losses": sorted(self._losses),
+            "agreed": {name: part for weights in self._weights for name, part in weights.named(weights.agreed)},
+            "momentum": {
+                name: part
+                for weights in self._weights
+                if weights.momentum is not None
+                for name, part in weights.named(weights.momentum)
+            },
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state; the caller loads the model's weights and buffers."""
+        self._num_steps = state["num_steps"]
+        self._own_samples, self._all_samples = state["own_samples"], state["all_samples"]
+        self._losses = set(state.get("losses", ()))
+        for weights in self._weights:
+            for name, part in weights.named(weights.agreed):
+                part.copy_(state["agreed"][name])
+            for name, part in [] if weights.momentum is None else weights.named(weights.momentum):
+                part.copy_(state["momentum"][name])
+        self._has_begun = True
 
     def _own_part(self) -> float:
         """This worker's fraction of the samples since the last outer step, or of the units of `Mean`s; equal fractions
@@ -367,10 +381,8 @@ class _Weights:
     def current(self) -> Tensor:
         return torch.cat([parameter.detach().reshape(-1).to(self._dtype) for _, parameter in self._parameters])
 
-    def named(self, flat: Tensor | None) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's name and its slice of a flat vector, if there is one, in its own shape."""
-        if flat is None:
-            return
+    def named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter's name and its slice of a flat vector, in its own shape."""
         pieces = flat.split([parameter.numel() for _, parameter in self._parameters])
         for (name, parameter), piece in zip(self._parameters, pieces, strict=True):
             yield name, piece.view(parameter.shape)
