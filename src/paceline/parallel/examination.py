@@ -80,6 +80,8 @@ def _examine(
 ) -> Examined:
     with step.within():
         is_coarse = tolerance(passes.model, passes.device, torch.float32) >= _COARSE
+    if shards is not None:
+        step = _with_shards_that_differ(step, shards)
     all_found = []
     for number in range(3 if is_coarse else 1):
         if shards is None:
@@ -91,6 +93,15 @@ def _examine(
         if not most_shards and (all_found[-1].reason or not all_found[-1].pattern):
             break
     return next((found for found in all_found if found.reason), all_found[-1])
+
+
+def _with_shards_that_differ(step: StepInput, shards: ShardRange) -> StepInput:
+    """The step with samples divided so that these shards differ as much as they can. With as many valid tokens in each
+    by chance, a mean over tokens would be the mean of theirs."""
+    if len(shards.sizes) == 1 or not step.batch.can_interleave:
+        return step
+    order = order_by_values(step.batch.cut(shards.start, shards.stop), shards.stop - shards.start)
+    return step if order is None else replace(step, batch=step.batch.reordered(shards.start, order))
 
 
 class _Examination:
@@ -110,7 +121,6 @@ class _Examination:
 
     def run(self, shards: ShardRange, most_shards: int) -> Examined:
         is_collective = most_shards > 0
-        self._tell_shards_apart(shards)
         singles = [self._passes.single(self._step, one) for one in range(shards.first_shard, shards.stop_shard)]
         rehearsals = [self._single_rehearsal(one) for one in singles]
         losses = [self._loss(one, rehearsal) for one, rehearsal in zip(singles, rehearsals, strict=True)]
@@ -138,15 +148,6 @@ class _Examination:
         if pattern and (coupling or not _are_finite([loss, *losses])):
             return Examined(DRAWS)
         return Examined(coupling, pattern)
-
-    def _tell_shards_apart(self, shards: ShardRange) -> None:
-        """Divide the samples so that shards differ as much as they can. With as many valid tokens in each by chance, a
-        mean over tokens would be the mean of theirs."""
-        batch = self._step.batch
-        if len(shards.sizes) > 1 and batch.can_interleave:
-            order = order_by_values(batch.cut(shards.start, shards.stop), shards.stop - shards.start)
-            if order is not None:
-                self._step = replace(self._step, batch=batch.reordered(shards.start, order))
 
     def _single_rehearsal(self, shard: ShardRange, *, inverts_answers: bool = False) -> SingleShardRehearsal | None:
         if self._draws is None:
