@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from paceline.containers import versions
 from paceline.errors import ModelError
 
 _MOST_COMPARISONS = 2
@@ -24,11 +25,7 @@ class ParameterWatch:
 
     def __init__(self, model: nn.Module) -> None:
         # Quantized ones are of classes of their own, some of which lie in several places.
-        named = [
-            (name, one)
-            for name, one in model.named_parameters()
-            if type(_local(one)) in (Tensor, nn.Parameter) and not one.is_inference()
-        ]
+        named = [(name, one) for name, one in model.named_parameters() if type(_local(one)) in (Tensor, nn.Parameter)]
         self._names = [name for name, _ in named]
         self._parameters: list[Tensor] = [parameter for _, parameter in named]
         self._are_whole = all(_local(one) is one for one in self._parameters)
@@ -51,15 +48,17 @@ class ParameterWatch:
         Raises:
             ModelError: it changed a parameter, or computed gradients of parameters.
         """
-        versions, places, gradients = self._versions(), self._addresses(), self._gradients()
+        held = self._held()
+        before, places, gradients = versions(held), self._addresses(held), self._gradients()
         # `.data` lets a model write without autograd's notice, so the first times values themselves are compared.
-        norms = [] if self._num_comparisons == _MOST_COMPARISONS else self._norms()
+        norms = [] if self._num_comparisons == _MOST_COMPARISONS else _norms(held)
         self._num_comparisons += bool(norms)
         yield
         for holder, name, whole_name, parameter in self._places:
             if holder.get(name) is not parameter:
                 raise _is_changed(whole_name)
-        if name := self._first_that_differs(versions, self._versions()):
+        held = self._held()
+        if name := self._first_that_differs(before, versions(held)):
             raise _is_changed(name)
         if name := self._first_that_differs(gradients, self._gradients()):
             raise ModelError(
@@ -67,22 +66,18 @@ class ParameterWatch:
                 "zero_grad() of its own; compute gradients in it by torch.autograd.grad(value, inputs), which leaves "
                 "those of parameters alone."
             )
-        if norms and (name := self._first_that_differs(norms, self._norms())):
+        if norms and (name := self._first_that_differs(norms, _norms(held))):
             raise _is_changed(name)
-        if not self._may_move and (name := self._first_that_differs(places, self._addresses())):
+        if name := self._first_that_differs(places, self._addresses(held)):
             if not norms:
                 raise _is_changed(name)
             self._may_move = True
 
     # In every pass, so with few calls for each parameter.
 
-    def _versions(self) -> list[int]:
-        """How often every parameter was changed in place."""
-        return [one._version for one in self._held()]
-
-    def _addresses(self) -> list[int]:
-        """Where every parameter lies in memory."""
-        return [] if self._may_move else [one.data_ptr() for one in self._held()]
+    def _addresses(self, held: Sequence[Tensor]) -> list[int]:
+        """Where every parameter lies in memory; nothing once they may move."""
+        return [] if self._may_move else [one.data_ptr() for one in held]
 
     def _gradients(self) -> list[tuple[int, int] | None]:
         """Which tensor every gradient is, and how often it was changed."""
@@ -99,13 +94,14 @@ class ParameterWatch:
             return ""
         return next(name for name, one, other in zip(self._names, before, now, strict=True) if one != other)
 
-    @torch.no_grad()
-    def _norms(self) -> list[str]:
-        """The norm of every parameter, which tells whether values have changed; NaN is equal to itself."""
-        return [
-            str(float(one.norm())) if one.dtype.itemsize > 1 and (one.is_floating_point() or one.is_complex()) else ""
-            for one in self._held()
-        ]
+
+@torch.no_grad()
+def _norms(held: Sequence[Tensor]) -> list[str]:
+    """The norm of each, which tells whether values have changed; NaN is equal to itself."""
+    return [
+        str(float(one.norm())) if one.dtype.itemsize > 1 and (one.is_floating_point() or one.is_complex()) else ""
+        for one in held
+    ]
 
 
 def _local(tensor: Tensor) -> Tensor:
