@@ -42,7 +42,7 @@ class StreamBatches:
     world: World
     timeout_s: float
     group: dist.ProcessGroup | None = None
-    """Of its own, in CPU memory: sizes travel while others communicate. It is opened for the first stream."""
+    """For sizes alone, in CPU memory: they travel while others communicate. It is opened for the first stream."""
 
     def batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[tuple[Batch, Any]]:
         """The remaining global batches of an epoch with this worker's content of each. A collective. Raises `DataError`
