@@ -116,7 +116,7 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
 
 
 def num_bytes(tensors: Any) -> int:
-    from paceline.parallel.dtensor import local_shard
+    from paceline.dtensor_type import local_shard
 
     return sum(local_shard(tensor).nbytes for tensor in tensors if isinstance(tensor, Tensor))
 

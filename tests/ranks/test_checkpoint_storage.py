@@ -42,8 +42,9 @@ from paceline.checkpoint import (
 from paceline.checkpoint import save as saving
 from paceline.checkpoint.load import list_checkpoints
 from paceline.checkpoint.storage import Folder, Piece
+from paceline.dtensor_type import local_shard, shard_slice
 from paceline.env import worker_facts
-from paceline.parallel.dtensor import full_tensor, local_shard, shard_slice
+from paceline.parallel.dtensor import full_tensor
 from paceline.regular_files import create
 from paceline.spec import Job, Plan
 from paceline.spec.job import CheckpointSpec

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline
+from paceline.dtensor_type import local_shard
 from paceline.env import worker_facts
 from paceline.errors import PacelineError
-from paceline.parallel.dtensor import local_shard
 from paceline.spec import Job, Plan
 from paceline.train.run import Run
 from tests.ranks.harness import run_ranks

@@ -18,10 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import paceline
+from paceline.dtensor_type import local_shard
 from paceline.env import worker_facts
 from paceline.models import build
 from paceline.parallel.assignment import ShardRange
-from paceline.parallel.dtensor import local_shard
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.sharded import recompute
 from paceline.parallel.tensor import (

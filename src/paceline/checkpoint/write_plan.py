@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.checkpoint.data_file import DTYPES, data_file_name, dtype_name
 from paceline.checkpoint.manifest import StoredSlice, TensorEntry
-from paceline.dtensor_type import is_dtensor
+from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
 from paceline.object_collectives import all_gather_objects
 
 
@@ -29,7 +29,7 @@ class WritePlan:
 
     def tensors_to_write(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tensors of `state` that this worker writes, by their names in its file."""
-        return {key: _local(state[name]) for key, name in self.mine.items()}
+        return {key: local_shard(state[name]) for key, name in self.mine.items()}
 
 
 def plan_writes(
@@ -74,16 +74,9 @@ def plan_writes(
 
 def _held(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """What this worker holds of a tensor: its name, dtype and whole shape; the offsets and sizes of the slice."""
-    offsets, sizes = (0,) * tensor.dim(), tuple(tensor.shape)
-    if is_dtensor(tensor):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return name, dtype_name(name, tensor), tuple(tensor.shape), tuple(offsets), tuple(sizes)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
+    shape = tuple(tensor.shape)
+    offsets, sizes = shard_slice(tensor) if is_dtensor(tensor) else ((0,) * tensor.dim(), shape)
+    return name, dtype_name(name, tensor), shape, offsets, sizes
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:

@@ -23,10 +23,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.containers import on_device
+from paceline.dtensor_type import local_shard
 from paceline.errors import ModelError
 from paceline.parallel.axes import Axes
 from paceline.parallel.bitwise import BitwiseDataParallel, Shard, norms_of
-from paceline.parallel.dtensor import is_sharded, local_shard, part, shard_of_part
+from paceline.parallel.dtensor import is_sharded, part, shard_of_part
 from paceline.parallel.engine import StepInput
 from paceline.parallel.forward_buffers import refused_in_pipeline
 from paceline.parallel.generators import host_states

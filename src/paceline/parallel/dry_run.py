@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from paceline.dtensor_type import local_shard
 from paceline.errors import JobError
 from paceline.parallel.comm_bytes import CommBytes
-from paceline.parallel.dtensor import device_mesh_of, local_bytes, local_shard
+from paceline.parallel.dtensor import device_mesh_of, local_bytes
 from paceline.parallel.initial_weights import allocate
 from paceline.parallel.pipeline.calls import ModelCall, generator_state
 from paceline.parallel.pipeline.layer_costs import backward, counting_kept, measure_layers, tensor_bytes

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from paceline.dtensor_type import is_dtensor
+from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
 from paceline.private_groups import private_group
 from paceline.spec import Mesh
 from paceline.spec.mesh import AXES
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    pass
 
 
 def device_mesh_of(mesh: Mesh, device_kind: str) -> DeviceMesh:
@@ -26,11 +26,6 @@ def device_mesh_of(mesh: Mesh, device_kind: str) -> DeviceMesh:
     degrees = tuple(mesh.degree(axis) for axis in AXES)
     with private_group():
         return init_device_mesh(device_kind, degrees, mesh_dim_names=AXES)
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """This worker's shard of `tensor`, in the shape of the shard, or all of a plain tensor; shares its memory."""
-    return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
 
 
 @torch.no_grad()
@@ -47,14 +42,6 @@ def full_tensor(tensor: Tensor) -> Tensor:
         placements = [Replicate() if one == axis else placed for one, placed in enumerate(gathered.placements)]
         gathered = gathered.redistribute(placements=placements)
     return gathered.to_local().detach()
-
-
-def shard_slice(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The offsets of this worker's shard in the full tensor, and its sizes, along each dimension."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, offsets = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
-    return tuple(offsets), tuple(sizes)
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:

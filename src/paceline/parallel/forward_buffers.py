@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from paceline.dtensor_type import local_shard
 from paceline.errors import ModelError
 from paceline.parallel.assignment import ShardRange
 from paceline.parallel.counters import Counters
-from paceline.parallel.dtensor import local_shard
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm
 
 

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.dtensor_type import local_shard
 from paceline.errors import ModelError
-from paceline.parallel.dtensor import local_shard, shard_like
+from paceline.parallel.dtensor import shard_like
 from paceline.parallel.engine import broadcast
 
 Fill = Callable[[nn.Module, torch.device], None]

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm import Aggregator
+from paceline.dtensor_type import local_shard
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.axes import Axes
 from paceline.parallel.clock import mark
-from paceline.parallel.dtensor import local_shard, rescale_gradients
+from paceline.parallel.dtensor import rescale_gradients
 from paceline.parallel.engine import Engine, StepInput, broadcast
 from paceline.parallel.forward_buffers import refused_in_pipeline
 from paceline.parallel.gradient_norms import GradientNorms

@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.comm import Aggregator
 from paceline.comm.compressor import Bucket
+from paceline.dtensor_type import local_shard
 from paceline.parallel.buckets import FIRST_BUCKET_BYTES, buckets
-from paceline.parallel.dtensor import local_shard
 
 
 class ReplicaSums:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from paceline.dtensor_type import is_dtensor
+from paceline.dtensor_type import is_dtensor, local_shard
 from paceline.errors import JobError, ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.axes import Axes
-from paceline.parallel.dtensor import full_tensor, is_sharded, local_shard
+from paceline.parallel.dtensor import full_tensor, is_sharded
 from paceline.parallel.engine import statistics_dtype
 from paceline.parallel.forward_buffers import looking_at, refused_in_pipeline
 from paceline.parallel.gradient_norms import mean_of_squares, squared_norm

@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from paceline.dtensor_type import local_shard
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
-from paceline.parallel.dtensor import local_shard
 from paceline.parallel.gradient_norms import norm_of_each
 from paceline.train.session import Session
 from paceline.train.state import Trained

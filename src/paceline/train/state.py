@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint import Loaded, Stored
-from paceline.dtensor_type import is_dtensor
+from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
 from paceline.errors import CheckpointError, ModelError, shown
 from paceline.parallel import Engine
-from paceline.parallel.dtensor import local_shard, shard_like, shard_slice
+from paceline.parallel.dtensor import shard_like
 from paceline.train.numerics import Precision
 
 

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from paceline.parallel.dtensor import clip_gradients, full_tensor, is_sharded, local_bytes, local_shard, shard_like
+from paceline.dtensor_type import local_shard
+from paceline.parallel.dtensor import clip_gradients, full_tensor, is_sharded, local_bytes, shard_like
 from paceline.parallel.sharded import block_groups, blocks, independent_blocks
 
 

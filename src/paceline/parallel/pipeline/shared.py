@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from paceline.dtensor_type import local_shard
 from paceline.errors import ModelError
-from paceline.parallel.dtensor import local_shard, with_local
+from paceline.parallel.dtensor import with_local
 from paceline.parallel.pipeline.recording import Layer, Recording
 
 Holders = dict[nn.Parameter, list[tuple[int, str]]]
