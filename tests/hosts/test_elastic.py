@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(why_not_ssh() is not None, reason=why_not_ssh() or ""),
 ]
 
-BOUND_S = 6.0
+BOUND_S = 10.0
 START_S = 300.0
 END_S = 60.0
 WITHOUT_TORCH = COUNTING_WITHOUT_TORCH + TO_THE_END

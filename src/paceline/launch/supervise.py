@@ -178,6 +178,8 @@ class Supervisor:
             self._note_training(state.trained_s)
         hang = find_hang(states, self._bound_s)
         if hang is not None:
+            if self._is_on_silent_node(hang.culprits):
+                return  # it will be lost, or heard from again, within the bound
             self._note(hang=hang, states=tuple(states), hang_at=time.time())
             if hang.kind != "stopped":  # a stopped worker cannot dump its stacks
                 self._note(stacks=tuple(stack for team in self._teams for stack in team.stacks(hang.culprits).items()))
@@ -186,6 +188,10 @@ class Supervisor:
         elif states and all(state.trained_s is not None for state in states) and self._could_grow():
             self._note(ended_to_grow=True)
             self._ask_to_end(self._save_s)
+
+    def _is_on_silent_node(self, ranks: Sequence[int]) -> bool:
+        """Whether one of these workers is on a node that has missed two heartbeats, so that its state is not known."""
+        return any(team.silent_s() > 2 * self._interval_s for team in self._teams if set(team.running) & set(ranks))
 
     def _all_states(self) -> list[WorkerState]:
         states = [replace(state, hostname=team.hostname) for team in self._teams for state in team.states()]

@@ -283,6 +283,23 @@ def test_a_silent_node_is_lost_once(events: Events) -> None:
     assert outcome.hang is None
 
 
+def test_a_silent_node_is_lost_and_its_workers_do_not_hang(events: Events) -> None:
+    """The others may have waited for its workers before it fell silent, and so reach the bound earlier."""
+    here, there = FakeTeam(events, [0], "here"), FakeTeam(events, [1], "there", silent=0.035)
+    looks: list[int] = []
+
+    def does(rank: int) -> WorkerState:
+        looks.append(rank)
+        there.silent = 0.035 if len(looks) < 4 else 9.0  # of the bound of 0.06 s
+        return holds_up(1)(rank)
+
+    here.does = there.does = does
+    here.on_ask = lambda: here.all_end(143)
+    _, outcome = watch(events, here, there, hang_timeout_s=0.1)
+    assert outcome.hang is None
+    assert [(loss.hostname, loss.silent_s) for loss in outcome.losses] == [("there", 9.0)]
+
+
 def test_a_node_that_falls_silent_while_the_run_ends_is_not_waited_for(events: Events) -> None:
     here, there = FakeTeam(events, [0], "here"), FakeTeam(events, [1], "there")
 
