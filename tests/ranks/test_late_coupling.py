@@ -62,7 +62,19 @@ def _by_weights(model: nn.Module, batch: Any, _step: int) -> Tensor:
 
 def _by_classes(model: nn.Module, batch: Any, _step: int) -> Tensor:
     """Each of the first shards has as many samples that count, by chance."""
-    losses, counts = model(batch["tokens"]).square().mean((1, 2)), (batch["classes"] > 0).double()
+    return _mean_over_counted(model, batch["tokens"], batch["classes"] > 0)
+
+
+def _by_classes_in_arrays(model: nn.Module, batch: Any, _step: int) -> Tensor:
+    return _mean_over_counted(model, batch["tokens"], torch.from_numpy(batch["classes"]) > 0)
+
+
+def _by_classes_in_records(model: nn.Module, batch: Any, _step: int) -> Tensor:
+    return _mean_over_counted(model, batch["tokens"], torch.tensor([len(one["boxes"]) > 0 for one in batch["classes"]]))
+
+
+def _mean_over_counted(model: nn.Module, tokens: Tensor, is_counted: Tensor) -> Tensor:
+    losses, counts = model(tokens).square().mean((1, 2)), is_counted.double()
     mean: Tensor = (losses * counts).sum() / counts.sum().clamp(min=1)
     return mean
 
@@ -89,8 +101,16 @@ LOSSES: dict[str, tuple[LossOf, tuple[str, ...]]] = {
     "token": (_by_token, ("tokens",)),
     "weights": (_by_weights, ("tokens", "weights")),
     "classes": (_by_classes, ("tokens", "classes")),
+    "arrays": (_by_classes_in_arrays, ("tokens", "classes")),
+    "records": (_by_classes_in_records, ("tokens", "classes")),
     "term": (_with_a_term_later, ("tokens",)),
     "rate": (_with_a_rate_that_rises, ("tokens",)),
+}
+
+
+CLASSES_AS: dict[str, Callable[[Tensor], Any]] = {
+    "arrays": Tensor.numpy,
+    "records": lambda classes: [{"boxes": torch.ones(int(number), 4)} for number in classes],
 }
 
 
@@ -138,8 +158,11 @@ def _train(name: str, strategy: str, values: dict[str, Any]) -> _Result:
         def loss_fn(model: nn.Module, batch: Any) -> Tensor:
             return loss_of(model, batch, run.steps)
 
+        def content(batch: dict[str, Tensor]) -> dict[str, Any]:
+            return batch | {"classes": CLASSES_AS[name](batch["classes"])} if name in CLASSES_AS else batch
+
         batches = run.batches(_Named(names), sampler=lambda _seed, _epoch: range(NUM_SAMPLES))
-        losses = [float(run.step(batch, loss_fn)) for batch in batches]
+        losses = [float(run.step(content(batch), loss_fn)) for batch in batches]
         weights = {key: value.detach().numpy().copy() for key, value in run.whole_state().items()}
         return _Result(losses, weights, run.notes)
 

@@ -357,3 +357,31 @@ def test_parts_of_a_batch_take_turns_where_everything_in_it_can() -> None:
     assert taken["pair"][0].tolist() == [[4, 5], [8, 9], [6, 7], [10, 11]]
     assert (taken["pair"][1], taken["name"]) == (torch.tensor(0.5), "a")
     assert not Samples.of({"x": torch.arange(6), "texts": list("abcdef")}, 6).can_interleave
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.tensor([0, 1, 0, 1, 0, 1]),
+        np.array([0.0, 1.0, 0.0, 1.0, 0.0, 1.0]),
+        np.array([True, False] * 3) ^ True,
+        np.array([torch.zeros(0), torch.zeros(3)] * 3, dtype=object),
+        [{"boxes": torch.zeros(number % 2, 4)} for number in range(6)],
+        ["short", "longer"] * 3,
+        torch.nested.as_nested_tensor([torch.zeros(1 + number % 2) for number in range(6)], layout=torch.jagged),
+    ],
+    ids=["tensor", "array", "mask", "objects", "records", "texts", "nested"],
+)
+def test_samples_are_sorted_by_whatever_tells_them_apart(values: Any) -> None:
+    numbers = torch.arange(6).view(6, 1, 1).double()  # as images, these do not tell
+    ordered = Samples.of({"number": numbers, "values": values}, 6).sorted_by_values(0, 6).cut(0, 6)
+    assert ordered["number"].flatten().tolist() == [0, 2, 4, 1, 3, 5]
+    assert type(ordered["values"]) is type(values)
+    first, last = ordered["values"][0], ordered["values"][-1]
+    assert str(first) == str(values[0])
+    assert str(last) == str(values[5])
+
+
+def test_samples_that_cannot_be_reordered_stay_as_they_are() -> None:
+    batch = {"number": torch.tensor([1, 0, 1, 0]), "rows": torch.eye(4).to_sparse_coo()}
+    assert Samples.of(batch, 4).sorted_by_values(0, 4).cut(0, 4)["number"].tolist() == [1, 0, 1, 0]

@@ -30,7 +30,6 @@ from paceline.parallel.loss_functions import DRAWS
 from paceline.parallel.losses import ShardLoss, watching_outputs
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.parallel.norm import standing_in
-from paceline.parallel.novelty import order_by_values
 from paceline.parallel.shard_draws import Pattern, SeedOfShard, ShardDraws, SharedPass, SingleShardRehearsal
 
 if TYPE_CHECKING:
@@ -80,8 +79,10 @@ def _examine(
 ) -> Examined:
     with step.within():
         is_coarse = tolerance(passes.model, passes.device, torch.float32) >= _COARSE
-    if shards is not None:
-        step = _with_shards_that_differ(step, shards)
+    if shards is not None and len(shards.sizes) > 1:
+        # Shards that differ as much as they can: with as many valid tokens in each by chance, a mean over tokens would
+        # be the mean of theirs.
+        step = replace(step, batch=step.batch.sorted_by_values(shards.start, shards.stop))
     all_found = []
     for number in range(3 if is_coarse else 1):
         if shards is None:
@@ -93,15 +94,6 @@ def _examine(
         if not most_shards and (all_found[-1].reason or not all_found[-1].pattern):
             break
     return next((found for found in all_found if found.reason), all_found[-1])
-
-
-def _with_shards_that_differ(step: StepInput, shards: ShardRange) -> StepInput:
-    """The step with samples divided so that these shards differ as much as they can. With as many valid tokens in each
-    by chance, a mean over tokens would be the mean of theirs."""
-    if len(shards.sizes) == 1 or not step.batch.can_interleave:
-        return step
-    order = order_by_values(step.batch.cut(shards.start, shards.stop), shards.stop - shards.start)
-    return step if order is None else replace(step, batch=step.batch.reordered(shards.start, order))
 
 
 class _Examination:

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.containers import tensors
+from paceline.containers import tensors, with_tensors
+from paceline.samples import may_show_validity
 
 _MOST_NODES = 24
 """So many operations of the graph are looked at, from the loss downwards."""
@@ -40,7 +41,7 @@ class Novelty:
         found = self._arrived()
         keys: list[tuple[int, str]] = []
         on_gpu: list[Tensor] = []
-        for number, tensor in enumerate(tensors(content)):
+        for number, tensor in enumerate(tensors(with_tensors(content))):
             for name, sign, value in _facts(tensor):
                 if tensor.is_cuda:
                     keys.append((number, name))
@@ -85,36 +86,9 @@ class Novelty:
         return True
 
 
-def _is_looked_at(tensor: Tensor) -> bool:
-    """Whether padding or masks may be seen in it: numbers of tokens or classes, masks, weights; no images."""
-    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_complex():
-        return False
-    return tensor.numel() > 0 and (tensor.ndim <= 2 or not tensor.is_floating_point())
-
-
-def order_by_values(content: Any, num_samples: int) -> Tensor | None:
-    """The samples of a batch in an order in which neighbours are alike: by classes, numbers of valid tokens, weights.
-
-    Returns:
-        Their numbers, 1-D; None where no values tell them apart.
-    """
-    ranks: Tensor | None = None
-    for tensor in tensors(content):
-        if not _is_looked_at(tensor) or len(tensor) != num_samples:
-            continue
-        sums = tensor.detach().reshape(num_samples, -1).double().nan_to_num().sum(1)
-        distinct, rank = sums.unique(return_inverse=True)
-        if len(distinct) == 1:
-            continue
-        # Two classes say more of what a loss may leave out than as many values as samples.
-        weighted = rank.double() / (len(distinct) * (len(distinct) - 1))
-        ranks = weighted if ranks is None else ranks + weighted.to(ranks.device)
-    return None if ranks is None else ranks.argsort(stable=True)
-
-
 def _facts(tensor: Tensor) -> Iterator[tuple[str, int, Any]]:
     """Name, sign and value of what is to be known of a tensor's values; computed on its device."""
-    if not _is_looked_at(tensor):
+    if not may_show_validity(tensor):
         return
     values: Any = tensor.detach() if tensor.requires_grad else tensor
     if not tensor.is_cuda and tensor.dtype != torch.bfloat16:
