@@ -102,7 +102,7 @@ def _parts(thing: Any) -> Iterator[object]:
     elif isinstance(thing, types.MethodType):
         yield from (thing.__self__, thing.__func__)
     elif isinstance(thing, types.FunctionType):
-        yield from _reached_by(thing)
+        yield from reached_by(thing)
     elif hasattr(thing, "__dict__"):
         yield from (value for value in vars(thing).values() if isinstance(value, _KINDS))
         yield from (getattr(type(thing), name, None) for name in ("__call__", "__getitem__", "__getitems__"))
@@ -120,7 +120,7 @@ def _parts_of_data(thing: Any) -> Iterator[object]:
                 yield value
 
 
-def _reached_by(function: types.FunctionType) -> Iterator[object]:
+def reached_by(function: types.FunctionType) -> Iterator[object]:
     """What a function's code, and that of functions inside it, can name."""
     for cell in function.__closure__ or ():
         try:

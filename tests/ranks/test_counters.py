@@ -1,4 +1,5 @@
-"""Models that count their forward passes, or lower a rate in each: a step counts once, on any number of workers."""
+"""Models and loss functions that count their calls, or lower a rate in each: a step counts once, on any number of
+workers."""
 
 from __future__ import annotations
 
@@ -75,3 +76,89 @@ def test_a_step_counts_once() -> None:
             np.testing.assert_allclose(losses, expected[0], rtol=1e-12)
             if cases[number][0] == "bitwise":
                 assert (losses, sha) == (expected[0], expected[2])
+
+
+class _Weighing(nn.Module):
+    """A criterion of a script's own that lowers its weight from call to call, and keeps sums for a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls, self.sum_of_losses = 0, 0.0
+        self.counts = {"calls": 0}
+
+    def forward(self, outputs: Tensor, classes: Tensor) -> Tensor:
+        self.num_calls += 1
+        loss = F.cross_entropy(outputs, classes)
+        self.sum_of_losses += float(loss.detach())
+        return loss / self.num_calls
+
+
+_num_calls = 0
+
+
+def _raise_weight() -> float:
+    global _num_calls
+    _num_calls += 1
+    return 0.1 * _num_calls
+
+
+def _loss_functions() -> dict[str, tuple[Any, Any]]:
+    """Loss functions that count in various places, and how to read the count."""
+    criterion, counts, num_calls = _Weighing(), {"calls": 0}, 0
+
+    def in_variable(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal num_calls
+        num_calls += 1
+        return num_calls * _loss(model, batch)
+
+    def in_dictionary(model: nn.Module, batch: Any) -> Tensor:
+        counts["calls"] += 1
+        return counts["calls"] * _loss(model, batch)
+
+    def in_attribute(model: nn.Module, batch: Any) -> Tensor:
+        in_attribute.calls += 1  # type: ignore[attr-defined]
+        return in_attribute.calls * _loss(model, batch)  # type: ignore[attr-defined, no-any-return]
+
+    in_attribute.calls = 0  # type: ignore[attr-defined]
+    return {
+        "criterion": (lambda model, batch: criterion(model(batch[0]), batch[1]), lambda: criterion.num_calls),
+        "variable": (in_variable, lambda: num_calls),
+        "dictionary": (in_dictionary, lambda: counts["calls"]),
+        "attribute": (in_attribute, lambda: in_attribute.calls),  # type: ignore[attr-defined]
+        "global": (lambda model, batch: _raise_weight() * _loss(model, batch), lambda: _num_calls),
+        "sums": (lambda model, batch: criterion(model(batch[0]), batch[1]), lambda: criterion.sum_of_losses > 0),
+    }
+
+
+def _train_with(name: str, strategy: str, parity: str) -> tuple[list[float], int]:
+    global _num_calls
+    _num_calls = 0
+    loss_fn, count = _loss_functions()[name]
+    num_workers = worker_facts().world_size
+    job = Job().with_values(global_batch_size=8, virtual_shards=4, epochs=2, precision="float64", parity=parity)
+    algorithm: Any = "tree_exact" if parity == "bitwise" else "all_reduce"
+    mesh = parse_mesh(strategy, num_workers) if num_workers > 1 else None
+    with paceline.init(job, plan=Plan(world_size=num_workers, algorithm=algorithm, timeout_s=60, mesh=mesh)) as run:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = run.batches(DATA, sampler=lambda _seed, _epoch: range(27))
+        return [float(run.step(batch, loss_fn)) for batch in batches], count()
+
+
+def _train_with_all(strategies: list[tuple[str, str]]) -> list[tuple[list[float], int]]:
+    return [_train_with(name, *strategy) for strategy in strategies for name in _loss_functions()]
+
+
+@pytest.mark.timeout(300)
+def test_a_step_counts_once_in_a_loss_function() -> None:
+    names = list(_loss_functions())
+    (alone,) = run_ranks(_train_with_all, 1, [("dp", "numeric")])
+    for num_workers, strategies in (1, ["dp"]), (2, ["dp", "fsdp", "pp"]), (3, ["dp"]):
+        cases = [(strategy, parity) for strategy in strategies for parity in ("numeric", "bitwise")]
+        for rank, of_worker in enumerate(run_ranks(_train_with_all, num_workers, cases, timeout_s=200)):
+            for number, (losses, count) in enumerate(of_worker):
+                strategy, name = cases[number // len(names)], names[number % len(names)]
+                expected_losses, expected = alone[number % len(names)]
+                np.testing.assert_allclose(losses, expected_losses, rtol=1e-12, err_msg=f"{strategy} {name}")
+                calls_it = strategy[0] != "pp" or rank == num_workers - 1
+                assert count == expected == (1 if name == "sums" else 8) or not calls_it, (strategy, name)

@@ -117,7 +117,7 @@ class ForwardBuffers:
             norm: moves the buffers of batch norm layers.
         """
         self._norm = norm
-        self.counters = Counters(model)
+        self.counters = Counters.of_model(model)
         found: dict[int, _Buffer] = {}
         for path, module in model.named_modules():
             for name, tensor in module._buffers.items():

@@ -17,6 +17,7 @@ from paceline.errors import JobError, ModelError
 from paceline.own_generators import NO_GENERATORS, OwnGenerators, is_same_code
 from paceline.parallel import Assignment, Companions, StepInput
 from paceline.parallel.assignment import shard_sizes
+from paceline.parallel.counters import Counters
 from paceline.parallel.engine import AnyShard
 from paceline.parallel.generators import generator_states
 from paceline.parallel.gradient_norms import norm_of_norms
@@ -76,8 +77,10 @@ class ModelStepper:
         self._takes_closure = takes_closure(self.trained.optimizer, self.trained.engine, session.state.job)
         self._readings: Readings = {}
         self._generators = OwnGenerators(self.trained.model)
-        self._own_of_loss: tuple[object, OwnGenerators] = None, NO_GENERATORS
-        """The last loss function, and the generators that it has of its own."""
+        self._loss_fn: object = None
+        """The last loss function; what follows is its own."""
+        self._generators_of_loss = NO_GENERATORS
+        self._counters_of_loss = Counters(())
 
     def step(
         self, pending: Pending, content: Any, loss_fn: LossFn, companions: Companions, optimizer: Optimizer
@@ -94,6 +97,7 @@ class ModelStepper:
         if engine.changes_state:
             self.session.is_consistent = False
         engine.forward_buffers.begin_step()
+        self._take(loss_fn)
         if engine.reads_assignment:
             num_samples = sum(batch.assignment.sizes) or 1  # a stand-in
             step_input = self._input(pending, pending.index, batch.assignment, num_samples, content, loss_fn)
@@ -125,6 +129,7 @@ class ModelStepper:
             self.session.note_of_worker(note)
         self._tracer.after_update(trained.model, engine.whole, result.notes)
         engine.forward_buffers.counters.end_step()
+        self._counters_of_loss.end_step()
         moving = engine.forward_buffers.newly_moving()
         if moving:
             names = ", ".join(moving[:3]) + (f" and {len(moving) - 3} more" if len(moving) > 3 else "")
@@ -133,6 +138,7 @@ class ModelStepper:
 
     def _restore_buffers(self) -> None:
         """After an error: the run is whole if it came before the update."""
+        self._counters_of_loss.restore()
         try:
             self.trained.engine.forward_buffers.start_over()
         except RuntimeError:  # the device is of no more use
@@ -146,22 +152,28 @@ class ModelStepper:
         words = str(problem).split(". ")[0].strip() or type(problem).__name__
         return f"Memory ran out in step {pending.index + 1} ({words}); {smaller}."
 
+    def _take(self, loss_fn: LossFn) -> None:
+        """Begin a step with this loss function."""
+        if not is_same_code(self._loss_fn, loss_fn):
+            self._loss_fn = loss_fn
+            self._generators_of_loss = OwnGenerators(loss_fn)
+            self._counters_of_loss = Counters.of_function(loss_fn)
+        self._counters_of_loss.begin_step()
+
     def _input(
         self, pending: Pending, index: int, assignment: Assignment, num_samples: int, content: Any, loss_fn: LossFn
     ) -> StepInput:
         """The step input for an assignment of the global batch with this number, counted over the whole run."""
         precision, seed, nth = self.trained.precision, self._state.job.seed, pending.num_steps
-        if not is_same_code(self._own_of_loss[0], loss_fn):
-            self._own_of_loss = loss_fn, OwnGenerators(loss_fn)
         return StepInput(
             assignment=assignment,
             batch=Samples.of(content, num_samples, self._readings),
-            loss_of=precision.of(loss_fn),
+            loss_of=self._counters_of_loss.around(precision.of(loss_fn)),
             shard_seed=lambda shard: shard_seed(seed, index, shard, nth),
             scale=precision.scaler.scale,
             within=precision.autocast,
             loss_name=loss_name(loss_fn),
-            generators=self._own_of_loss[1],
+            generators=self._generators_of_loss,
         )
 
     def _update(
