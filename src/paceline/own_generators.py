@@ -35,6 +35,11 @@ class OwnGenerators:
         parts = _parts_of_data if of_parts else _parts
         self._all = [one for one in _generators_in(holders, 6 if of_parts else 4, parts) if not _is_global(one)]
 
+    def __add__(self, other: OwnGenerators) -> OwnGenerators:
+        both = OwnGenerators()
+        both._all = [*self._all, *other._all]
+        return both
+
     def seed(self, seed: int) -> None:
         """Seed each with a seed of its own."""
         for number, one in enumerate(self._all, 1):

@@ -49,7 +49,7 @@ class StepInput:
     companions: Companions = ALONE
     """The other models that the loss function may call."""
     generators: OwnGenerators = NO_GENERATORS
-    """Those that the loss function has of its own."""
+    """Those that the loss function and the model have of their own."""
     any_shard: AnyShard | None = None
     """Input for an engine that does not compute this worker's own assignment."""
 

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from paceline.containers import copied, tensors, versions
 from paceline.errors import ModelError
-from paceline.own_generators import OwnGenerators
 from paceline.parallel.assignment import Assignment, ShardRange
 from paceline.parallel.engine import StepInput, statistics_dtype
 from paceline.parallel.examination import examine
@@ -101,7 +100,6 @@ class Passes:
         self.norm = NormStatistics(model)
         self.buffers = ForwardBuffers(model, self.norm)
         self.functions = functions
-        self._generators = OwnGenerators(model)
         self._watch_parameters = ParameterWatch(model)
         self.like = torch.zeros((), dtype=statistics_dtype(model), device=device)
         """A tensor of the dtype, and on the device, in which losses are added."""
@@ -360,12 +358,11 @@ class Passes:
         if not self._must_not_draw(shards):
             seed = step.shard_seed(shards.first_shard)
             seed_generators(seed, self.device)
-            self._generators.seed(seed)
-            step.generators.seed(seed + 1)
+            step.generators.seed(seed)
 
     def generator_states(self, step: StepInput) -> tuple[object, ...]:
         """The states of all generators that a forward pass may draw from."""
-        return generator_states(self.device), self._generators.states(), step.generators.states()
+        return generator_states(self.device), step.generators.states()
 
     def backward(self, step: StepInput, loss: ShardLoss) -> None:
         """Add the gradient of some shards' loss, times their weight, to `.grad`."""

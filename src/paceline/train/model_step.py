@@ -76,10 +76,11 @@ class ModelStepper:
         self.guard = NonFiniteGuard(session, self.trained)
         self._takes_closure = takes_closure(self.trained.optimizer, self.trained.engine, session.state.job)
         self._readings: Readings = {}
-        self._generators = OwnGenerators(self.trained.model)
+        self._generators_of_model = OwnGenerators(self.trained.model)
         self._loss_fn: object = None
-        """The last loss function; what follows is its own."""
-        self._generators_of_loss = NO_GENERATORS
+        """The last loss function."""
+        self._generators = NO_GENERATORS
+        """Those that it and the model have of their own."""
         self._counters_of_loss = Counters(())
 
     def step(
@@ -113,7 +114,7 @@ class ModelStepper:
         trained.optimizer.zero_grad(set_to_none=True)
 
         try:
-            with companions.unchanged(), self._generators.kept(), step_input.generators.kept(), explaining_refusals():
+            with companions.unchanged(), self._generators.kept(), explaining_refusals():
                 result = engine.step(
                     step_input, functools.partial(self._update, pending, content, step_input, optimizer)
                 )
@@ -156,7 +157,7 @@ class ModelStepper:
         """Begin a step with this loss function."""
         if not is_same_code(self._loss_fn, loss_fn):
             self._loss_fn = loss_fn
-            self._generators_of_loss = OwnGenerators(loss_fn)
+            self._generators = self._generators_of_model + OwnGenerators(loss_fn)
             self._counters_of_loss = Counters.of_function(loss_fn)
         self._counters_of_loss.begin_step()
 
@@ -173,7 +174,7 @@ class ModelStepper:
             scale=precision.scaler.scale,
             within=precision.autocast,
             loss_name=loss_name(loss_fn),
-            generators=self._generators_of_loss,
+            generators=self._generators,
         )
 
     def _update(
