@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -181,7 +182,7 @@ class ModelStepper:
         self, pending: Pending, content: Any, step_input: StepInput, optimizer: Optimizer, loss: Tensor
     ) -> None:
         """Make an update by the gradients that are in `.grad`, unless they are not finite."""
-        trained, batch, optim = self.trained, pending.batch, self._state.job.optim
+        trained, optim = self.trained, self._state.job.optim
         engine, scaler = trained.engine, trained.precision.scaler
         if optimizer is not trained.optimizer:
             self._forget_others(optimizer)
@@ -189,19 +190,7 @@ class ModelStepper:
         # that holds only a stage of the model may have no parameter, and continues with the others.
         has_gradient = not engine.holds_all or any(p.grad is not None for p in trained.model.parameters())
         norms = functools.cache(engine.gradient_norms)  # computed at most once per step
-        self.guard.catch_up()
-        left_out: AbstractContextManager[None] = nullcontext()
-        is_made = has_gradient
-        if not has_gradient:
-            self.session.check_peers()
-        elif self._knows_late(optimizer):
-            is_bad = self.guard.judge_on_device(pending.index, loss, batch.samples)
-            if scaler.is_enabled():
-                spoil_gradients_where(optimizer, is_bad)
-            else:
-                left_out = left_out_where(optimizer, is_bad)
-        else:
-            is_made = self.guard.allows_update(pending.index, loss, norms, batch.samples)
+        is_made, left_out = self._judge(pending, optimizer, loss, norms, has_gradient)
         if is_made and optim.clips:
             whole = norm_of_norms(norms()) / scaler.scale(torch.ones((), device=self._device))
             scaler.unscale_(optimizer)
@@ -209,7 +198,7 @@ class ModelStepper:
             if not engine.holds_all and not self.guard.needs_norm:
                 self.session.check_peers()  # the norm was a sum of all workers' too
         self.session.is_consistent = False
-        idle = not batch.assignment.sizes or not self._counts_samples
+        idle = not pending.batch.assignment.sizes or not self._counts_samples
         self._tracer.before_update(pending.index, trained.model, engine.whole, loss, content, idle=idle)
         if not is_made:
             if scaler.is_enabled() and has_gradient and self._state.job.nonfinite == "skip":
@@ -218,6 +207,35 @@ class ModelStepper:
                 scaler.unscale_(optimizer)
                 scaler.update()
             return
+        with left_out:
+            self._make_update(pending, step_input, optimizer, loss)
+
+    def _judge(
+        self,
+        pending: Pending,
+        optimizer: Optimizer,
+        loss: Tensor,
+        norms: Callable[[], list[Tensor]],
+        has_gradient: bool,
+    ) -> tuple[bool, AbstractContextManager[None]]:
+        """Whether the update is made, and a context for it in which the device may still leave it out."""
+        batch, left_out = pending.batch, nullcontext()
+        self.guard.catch_up()
+        if not has_gradient:
+            self.session.check_peers()
+            return False, left_out
+        if not self._knows_late(optimizer):
+            return self.guard.allows_update(pending.index, loss, norms, batch.samples), left_out
+        is_bad = self.guard.judge_on_device(pending.index, loss, batch.samples)
+        if not self.trained.precision.scaler.is_enabled():
+            return True, left_out_where(optimizer, is_bad)
+        spoil_gradients_where(optimizer, is_bad)
+        return True, left_out
+
+    def _make_update(self, pending: Pending, step_input: StepInput, optimizer: Optimizer, loss: Tensor) -> None:
+        """Have the optimizer, and the schedulers after it, make their step."""
+        trained = self.trained
+        engine, scaler = trained.engine, trained.precision.scaler
         may_draw = any(type(one).__module__.partition(".")[0] != "torch" for one in parts_of(optimizer))
         if may_draw:
             seed_update(self._state.job.seed, pending.index, self._device, pending.num_steps)
@@ -229,8 +247,7 @@ class ModelStepper:
         else:
             if scaler.is_enabled():
                 tell_scaler(optimizer)
-            with left_out:
-                scaler.step(optimizer)
+            scaler.step(optimizer)
             scaler.update()
         if before is not None and before != generator_states(self._device):
             raise ModelError(
