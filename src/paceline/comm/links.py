@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -125,15 +126,28 @@ class Transfer:
         self._works, self._messages = (), ()
 
 
-def open_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> Links:
+@overload
+def open_links(group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> Links: ...
+
+
+@overload
+def open_links(group: dist.ProcessGroup | None, device: torch.device, timeout_s: float) -> Links | None: ...
+
+
+def open_links(group: dist.ProcessGroup | None, device: torch.device, timeout_s: float) -> Links | None:
     """Find out which workers share a node, and open memory that they share.
 
-    A collective of all workers of the run, each with the group that it adds up with.
+    A collective of all workers of the run, each with the group that it adds up with; None: it does not.
     """
+    # Asked of all workers of the run: those on different processors must not go different ways.
+    share_memory = all(all_gather_objects(device.type == "cpu" and shared_memory_is_possible(), dist.group.WORLD))
+    if group is None:
+        if not share_memory:
+            open_group([dist.get_rank()], timeout_s)
+        return None
     nodes = node_of_every_rank(group)
     num_interfaces = _num_interfaces(group, nodes)
-    # Asked of all workers of the run: those on different processors must not go different ways.
-    if all(all_gather_objects(device.type == "cpu" and shared_memory_is_possible(), dist.group.WORLD)):
+    if share_memory:
         memory = SharedMemory.open(group, nodes, timeout_s)
         return Links(group, nodes, device, timeout_s, memory, num_interfaces=num_interfaces)
     if len(nodes) == 1:

@@ -14,7 +14,7 @@ from functools import partial
 
 from torch import Tensor
 
-from paceline.comm import ALGORITHMS, Links
+from paceline.comm import ALGORITHMS, Links, open_links
 from paceline.comm.timing import largest
 from paceline.measure.load import LoadMeter
 from paceline.measure.steps import Subject, step_of
@@ -91,7 +91,8 @@ def _steps(subject: Subject, world: World, job: Job, plan: Plan, size: int) -> I
         return
     model = subject.run.model
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    aggregation = set_up_aggregation(job, replace(plan, algorithm="all_reduce"), world.device, world.group, trained)
+    links = open_links(world.group, world.device, plan.timeout_s)
+    aggregation = set_up_aggregation(job, replace(plan, algorithm="all_reduce"), links, trained)
     switch = _Switch()
     aggregator = replace(aggregation.aggregator, algorithm=switch)
     try:

@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, Compressor, Links, Scheduler, open_links
+from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, Compressor, Links, Scheduler
 from paceline.comm.compressor import OWED
 from paceline.comm.powersgd import PowerSGD
 from paceline.comm.randomk import RandomK
@@ -48,11 +46,9 @@ class Aggregation:
     notes: tuple[str, ...]
 
 
-def set_up_aggregation(
-    job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup, parameters: Sequence[Tensor]
-) -> Aggregation:
-    """Open the links between the workers and choose how they sum these parameters' gradients; a collective."""
-    links = replace(open_links(group, device, plan.timeout_s), num_servers=min(plan.num_servers, plan.world_size))
+def set_up_aggregation(job: Job, plan: Plan, links: Links, parameters: Sequence[Tensor]) -> Aggregation:
+    """Choose how workers sum these parameters' gradients over their links; a collective of these workers."""
+    links = replace(links, num_servers=min(plan.num_servers, links.world_size))
     wanted = job.aggregation.wire
     chosen = AlgorithmCandidate(plan.algorithm, WIRE_FORMATS.get(wanted, FLOAT32))
     notes = []
@@ -63,7 +59,7 @@ def set_up_aggregation(
     if wanted in _LOSSES or not chosen.wire.is_exact:
         notes.append(_loss_note(job, wanted if wanted in _LOSSES else chosen.wire.name))
     links = replace(links, wire=chosen.wire)
-    scheduler = Scheduler(group, device, plan.debug_comm)
+    scheduler = Scheduler(links.group, links.device, plan.debug_comm)
     compressor = COMPRESSORS[wanted](job, links) if wanted in COMPRESSORS else None
     aggregator = Aggregator(ALGORITHMS[chosen.algorithm], links, scheduler, compressor)
     return Aggregation(aggregator, chosen.algorithm, tuple(notes))

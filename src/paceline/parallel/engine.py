@@ -82,6 +82,10 @@ Update = Callable[[Tensor], None]
 """Called with the loss when the gradient is in `.grad` of every parameter: makes the optimizer's step."""
 
 
+AS_RANK = "as_rank"
+"""In a worker's own state: the rank of the worker that has the same, and saves it."""
+
+
 class Engine:
     """Trains a model together with the other workers, one global batch at a time.
 

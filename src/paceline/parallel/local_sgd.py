@@ -1,11 +1,12 @@
-"""`aggregation.method = "local_sgd"` and `"diloco"`: workers train separately and synchronise every few steps.
+"""`aggregation.method = "local_sgd"` and `"diloco"`: groups train separately and synchronise every few steps.
 
-Between two outer steps a worker updates its own weights by the gradient of its own samples. With a the weights after
-the last outer step, x_w those of worker w now and n_w the samples it has computed in between, an outer step finds
+A group is a worker, or several that sum their gradients in every step (`worker_groups.py`). Between two outer steps it
+updates its own weights by the gradient of its own samples. With a the weights after the last outer step, x_g those of
+group g now and n_g the samples it has computed in between, an outer step finds
 
-    d = sum over w of n_w / n (x_w - a),    n = sum over w of n_w
+    d = sum over g of n_g / n (x_g - a),    n = sum over g of n_g
 
-the difference between a and the weighted mean of all x_w, and every worker continues from
+the difference between a and the weighted mean of all x_g, and every group continues from
 
     a + d                                       local_sgd
     a + outer_lr (d + outer_momentum v)         diloco, after v <- outer_momentum v + d
@@ -14,10 +15,10 @@ so that local_sgd is diloco with outer_lr = 1 and outer_momentum = 0, and with a
 SGD it is synchronous training: d is then -lr times the mean gradient over all samples. The second line is a step of SGD
 with Nesterov momentum along the pseudo-gradient -d. The optimizer that makes the steps in between keeps its state.
 
-With `overlap_steps` workers train on while d is summed, and then continue from the new common weights plus what they
-have moved since the sum began. That move is part of their next x_w - a, so every step counts in one outer step.
+With `overlap_steps` groups train on while d is summed, and then continue from the new common weights plus what they
+have moved since the sum began. That move is part of their next x_g - a, so every step counts in one outer step.
 
-Where a loss is a `Mean`, n_w counts the units that it is the mean of, such as valid tokens, in place of samples.
+Where a loss is a `Mean`, n_g counts the units that it is the mean of, such as valid tokens, in place of samples.
 
 Stich, "Local SGD Converges Fast and Communicates Little", 2018, arXiv 1805.09767; Lin, Stich, Patel, Jaggi, "Don't
 Use Large Mini-Batches, Use Local SGD", 2018, arXiv 1808.07217; Douillard et al., "DiLoCo: Distributed
@@ -36,29 +37,29 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm import ALGORITHMS, Aggregator, Bucket, Links, Scheduler
-from paceline.comm.links import open_node_group
+from paceline.comm import ALGORITHMS, Aggregator, Bucket, Scheduler, open_links
 from paceline.errors import JobError
 from paceline.object_collectives import all_gather_objects
 from paceline.parallel.aggregation import compressor_state, load_compressor_state
+from paceline.parallel.bitwise import BitwiseDataParallel
 from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import mark
 from paceline.parallel.dp import DataParallel
-from paceline.parallel.engine import Engine, StepInput, Update, broadcast
+from paceline.parallel.engine import AS_RANK, Engine, StepInput, Update, broadcast
 from paceline.parallel.losses import StepLoss
+from paceline.parallel.worker_groups import WorkerGroups
 from paceline.spec import AggregationSpec, Job, Plan
 
 _OWN_SAMPLES = "own_samples"
-"""In a worker's own state: the weight of what it has computed since the last outer step began."""
+"""In a worker's own state: the weight of what its group has computed since the last outer step began."""
 
 
 class LocalSGD(Engine):
-    """The engine of infrequent averaging: every `sync_every` steps an outer step synchronises all workers (or nodes).
+    """The engine of infrequent averaging: every `sync_every` steps an outer step synchronises all groups of workers.
 
-    An outer step sends the weighted moves n_w / n (x_w - a), as gradients would. Running statistics of norm
+    An outer step sends the weighted moves n_g / n (x_g - a), as gradients would. Running statistics of norm
     layers, and other floating-point buffers, are averaged like the weights, exactly and without the outer step (an
     extrapolated variance could be negative); all other buffers become rank 0's.
     """
@@ -69,14 +70,13 @@ class LocalSGD(Engine):
         job: Job,
         plan: Plan,
         device: torch.device,
+        groups: WorkerGroups,
         aggregator: Aggregator | None,
-        inside: Aggregator | None,
         find_unused_parameters: bool,
     ) -> None:
         """
         Args:
-            aggregator: aggregates over all workers; None for a single worker.
-            inside: aggregates over the workers of this node, if they do so every step; see `aggregator_inside_node`.
+            aggregator: aggregates over `groups.across`; None where that is None.
         """
         if job.norm == "sync":
             raise JobError(
@@ -84,13 +84,10 @@ class LocalSGD(Engine):
                 f"{job.aggregation.method!r} they synchronise every few steps; use norm = 'shard' or 'local'."
             )
         self._spec = job.aggregation
+        self._groups = groups
         self._aggregator = aggregator
-        broadcast([*model.parameters(), *model.buffers()], self._group)
-        self._ranks: tuple[int, ...] | None = None
-        if inside is not None and aggregator is not None:
-            self._ranks = aggregator.links.node
-        group = None if inside is None else inside.links.group
-        self._every_step = DataParallel(model, job, plan, device, group, inside, find_unused_parameters)
+        broadcast([*model.parameters(), *model.buffers()], groups.everyone)
+        self._every_step = _engine_inside(model, job, plan, device, groups, find_unused_parameters)
         super().__init__(self._every_step.module, device, self._every_step.functions)
         self.notes = (describe_outer_steps(self._spec),)
         self.forward_buffers = self._every_step.forward_buffers
@@ -110,7 +107,7 @@ class LocalSGD(Engine):
         self._num_steps = 0
         """Counted since the last outer step began, as the next three."""
         self._own_samples: float = 0
-        """The weight of what this worker has computed: samples, or the units of a `Mean`."""
+        """The weight of what this group has computed: samples, or the units of a `Mean`."""
         self._all_samples = 0
         self._losses: set[str] = set()
         """The names of the loss functions."""
@@ -127,12 +124,8 @@ class LocalSGD(Engine):
         if self._aggregator is not None:
             self._aggregator.scheduler.close()
 
-    @property
-    def _group(self) -> dist.ProcessGroup | None:
-        return None if self._aggregator is None else self._aggregator.links.group
-
     def step(self, step: StepInput, update: Update) -> StepLoss:
-        """Train on the samples of this worker, or of its node if the node synchronises every step.
+        """Train on the samples of this worker's group.
 
         Without any such sample, or where their `Mean`s have no weight, no parameter gets a gradient, and the loss is
         NaN.
@@ -156,7 +149,7 @@ class LocalSGD(Engine):
         self._num_steps += 1
         self._losses.add(step.loss_name)
         self._all_samples += step.assignment.global_size
-        mine = _among(step, self._ranks or (step.assignment.rank,))
+        mine = _among(step, self._groups.own)
         if not mine.assignment.shard_sizes:
             now = mark(self._device)
             self.communication = now, now
@@ -164,10 +157,9 @@ class LocalSGD(Engine):
         result = self._every_step.gradients(mine)
         self.communication = self._every_step.communication  # unless an outer step follows
         if result.rescale is None:
-            self._own_samples += sum(step.assignment.sizes)
+            self._own_samples += mine.assignment.global_size
             return result
-        # The workers of a node have the same weights now, so how they divide its units does not matter.
-        weight = mine.assignment.global_size / float(result.rescale) / len(mine.assignment.shards_of_rank)
+        weight = mine.assignment.global_size / float(result.rescale)
         self._own_samples += weight
         if not weight:
             for parameter in self.module.parameters():
@@ -189,8 +181,9 @@ class LocalSGD(Engine):
 
     @torch.no_grad()
     def _finish_outer_step(self, outer: _OuterStep) -> None:
-        for (weights, move, future), begun in zip(outer.moves, outer.begun, strict=True):
+        for number, ((weights, move, future), begun) in enumerate(zip(outer.moves, outer.begun, strict=True)):
             self._wait(future)
+            self._groups.share(move, number)
             weights.step(move, self._outer_lr, self._outer_momentum)
             weights.write(weights.agreed if begun is None else weights.current().sub_(begun).add_(weights.agreed))
         self._average_buffers(outer.own_part)
@@ -211,10 +204,10 @@ class LocalSGD(Engine):
         with torch.no_grad():
             kept = [tensor.detach().clone() for tensor in tensors]
             own_part = self._own_part()
-            for weights, move, future in self._begin_moves(
-                own_part, lambda one, bucket: one.sum_exactly(bucket.values, "weights")
-            ):
+            moves = self._begin_moves(own_part, lambda one, bucket: one.sum_exactly(bucket.values, "weights"))
+            for number, (weights, move, future) in enumerate(moves):
                 self._wait(future)
+                self._groups.share(move, number)
                 weights.write(weights.agreed + move)
             self._average_buffers(own_part)
         self._holds_consensus = True
@@ -249,6 +242,8 @@ class LocalSGD(Engine):
         return state
 
     def own_state(self) -> dict[str, Any]:
+        if self._spec.groups and not self._groups.leads:
+            return {AS_RANK: self._groups.own[0]}
         own = compressor_state(self._aggregator)
         if not self._spec.overlap_steps:
             return own
@@ -308,27 +303,26 @@ class LocalSGD(Engine):
         self._has_begun = True
 
     def _own_part(self) -> float:
-        """This worker's fraction of the samples since the last outer step, or of the units of `Mean`s; equal fractions
+        """This group's fraction of the samples since the last outer step, or of the units of `Mean`s; equal fractions
         if there are none. A collective where a loss function is new or returns a `Mean`."""
         own, total = self._own_samples, float(self._all_samples)
         for name in sorted(self._losses - self._is_weighted.keys()):
-            returned = all_gather_objects(self._every_step.functions.may_be_weighted(name), self._group)
+            returned = all_gather_objects(self._every_step.functions.may_be_weighted(name), self._groups.everyone)
             self._is_weighted[name] = all(returned)
         if any(self._is_weighted[name] for name in self._losses):
-            total = math.fsum(all_gather_objects(own, self._group))
-        if total:
-            return own / total
-        return 1.0 if self._group is None else 1 / dist.get_world_size(self._group)
+            owns = all_gather_objects(own, self._groups.everyone)
+            total = math.fsum(owns[group[0]] for group in self._groups.members)
+        return own / total if total else 1 / len(self._groups.members)
 
     def _begin_moves(
         self, own_part: float, begin_sum: Callable[[Aggregator, Bucket], torch.futures.Future[Tensor]]
     ) -> list[_Move]:
         """Begin to sum the differences from the last common weights to the mean of the current ones."""
         moves: list[_Move] = []
-        for weights in self._weights:
+        for number, weights in enumerate(self._weights):
             move = (weights.current() - weights.agreed).mul_(own_part)
             future = None
-            if self._aggregator is not None:
+            if self._aggregator is not None and self._groups.adds_up(number):
                 future = begin_sum(self._aggregator, Bucket(move, tuple(weights.named(move))))
             moves.append((weights, move, future))
         return moves
@@ -345,12 +339,13 @@ class LocalSGD(Engine):
             # A constant, were it infinite, is not moved at all.
             moves = [torch.where(now == agreed, 0.0, now.double() - agreed.double()) for now, agreed in floating]
             flat = torch.cat([move.reshape(-1) for move in moves]).mul_(own_part)
-            if self._aggregator is not None:
+            if self._aggregator is not None and self._groups.adds_up(0):
                 self._wait(self._aggregator.sum_exactly(flat, "buffers"))
+            self._groups.share(flat, 0)
             pieces = flat.split([move.numel() for move in moves])
             for (buffer, agreed), piece in zip(floating, pieces, strict=True):
                 buffer.copy_(agreed.double() + piece.view(buffer.shape))
-        broadcast(others, self._group)
+        broadcast(others, self._groups.everyone)
 
     def _await_sums(self) -> None:
         """Wait for those of the outer step that is under way, if one is."""
@@ -400,7 +395,7 @@ class _Weights:
 
 
 _Move = tuple[_Weights, Tensor, torch.futures.Future[Tensor] | None]
-"""How far a bucket's weights move, once the future is done; None: there is one worker."""
+"""How far a bucket's weights move, once the future is done; None: other workers of the group add that up, or none."""
 
 
 @dataclass(frozen=True)
@@ -414,22 +409,29 @@ class _OuterStep:
     """This worker's weights when it began; None where no step is made before it ends."""
 
 
-def aggregator_inside_node(links: Links, plan: Plan) -> Aggregator | None:
-    """An exact aggregator over the workers of this node; None if the worker is the only one on its node.
-
-    A collective of all workers of `links`. Memory that the node's workers share is used by both aggregators, one after
-    the other: an outer step begins when the step's gradients have been added.
-    """
-    group = open_node_group(links.nodes, links.group, plan.timeout_s)
-    if group is None:
-        return None
-    inside = Links(group, (tuple(range(len(links.node))),), links.device, links.timeout_s, links.shared_memory)
-    return Aggregator(ALGORITHMS["hierarchical"], inside, Scheduler(group, links.device, check_always=plan.debug_comm))
+def _engine_inside(
+    model: nn.Module,
+    job: Job,
+    plan: Plan,
+    device: torch.device,
+    groups: WorkerGroups,
+    find_unused_parameters: bool,
+) -> DataParallel | BitwiseDataParallel:
+    """The engine by which the workers of each group train together."""
+    if job.parity == "bitwise":
+        return BitwiseDataParallel(model, device, groups.inside, plan.timeout_s)
+    aggregator = None
+    if len(groups.members) < sum(map(len, groups.members)):
+        links = open_links(groups.inside, device, plan.timeout_s)
+        if links is not None:
+            scheduler = Scheduler(links.group, device, check_always=plan.debug_comm)
+            aggregator = Aggregator(ALGORITHMS["hierarchical"], links, scheduler)
+    return DataParallel(model, job, plan, device, groups.inside, aggregator, find_unused_parameters)
 
 
 def describe_outer_steps(spec: AggregationSpec) -> str:
     """Notes for the run's log and report."""
-    who = "nodes" if spec.sync_inside_nodes else "workers"
+    who = "nodes" if spec.sync_inside_nodes else f"{spec.groups} groups of workers" if spec.groups else "workers"
     when = "step" if spec.sync_every == 1 else f"{spec.sync_every} steps"
     details: list[str] = [spec.method]
     if spec.method == "diloco":
@@ -437,7 +439,7 @@ def describe_outer_steps(spec: AggregationSpec) -> str:
     if spec.overlap_steps:
         details.append(f"applied {spec.overlap_steps} steps late")
     return (
-        f"the {who}' weights are averaged every {when} ({', '.join(details)}); in between each trains on its own "
+        f"the weights of the {who} are averaged every {when} ({', '.join(details)}); in between each trains on its own "
         "samples of every batch, so the result depends on their number, and the training loss is that of rank 0"
     )
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm import Aggregator
+from paceline.comm import Aggregator, open_links
 from paceline.dtensor_type import local_shard
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.assignment import Assignment, ShardRange
@@ -97,8 +97,7 @@ class MeshParallel(Engine):
 
     def _aggregate_replicas(self, job: Job, plan: Plan, group: dist.ProcessGroup) -> None:
         trained = [local_shard(parameter) for parameter in self.module.parameters() if parameter.requires_grad]
-        of_axis = replace(plan, world_size=self._axes.mesh.dp)
-        aggregation = set_up_aggregation(job, of_axis, self._device, group, trained)
+        aggregation = set_up_aggregation(job, plan, open_links(group, self._device, plan.timeout_s), trained)
         self._aggregator, self.algorithm = aggregation.aggregator, aggregation.algorithm
         self.notes += aggregation.notes
         shared = () if self._pipeline is None else self._pipeline.shared_parameters

@@ -9,16 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline.comm import open_links
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.async_servers import AsyncServers
 from paceline.parallel.bitwise import BitwiseDataParallel
 from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import Engine
 from paceline.parallel.initial_weights import align, initial_weights, is_on_meta
-from paceline.parallel.local_sgd import LocalSGD, aggregator_inside_node
+from paceline.parallel.local_sgd import LocalSGD
 from paceline.parallel.micro_batch import check_automatic
 from paceline.parallel.one_process import OneProcessDataParallel, devices_of_process
 from paceline.parallel.unsuitable_layers import check_hooks, check_layers
+from paceline.parallel.worker_groups import WorkerGroups
 from paceline.process_groups import open_group
 from paceline.spec import Job, Plan, check_mesh
 
@@ -62,7 +64,7 @@ def parallelize(
         align(model)
     if plan.devices_in_process > 1:
         return OneProcessDataParallel(model, job, plan, devices_of_process(plan, device))
-    if job.parity == "bitwise":
+    if job.parity == "bitwise" and not job.aggregation.is_infrequent:
         return BitwiseDataParallel(model, device, group, plan.timeout_s)
     # One worker alone is its own server: there is nothing asynchronous about it.
     if job.aggregation.method == "parameter_server_async" and group is not None:
@@ -79,26 +81,25 @@ def _with_sums(
     find_unused_parameters: bool,
 ) -> Engine:
     """An engine that sums gradients every step, or weights every few steps."""
+    spec = job.aggregation
+    if group is not None and spec.overlap_steps:
+        # What a script itself sends between two steps must not meet sums that are still under way.
+        group = open_group(range(dist.get_world_size(group)), plan.timeout_s)
+    groups = WorkerGroups.open(spec, group, plan.timeout_s) if spec.is_infrequent else None
     with contextlib.ExitStack() as on_error:
-        aggregation, aggregator = None, None
-        if group is not None and job.aggregation.overlap_steps:
-            # What a script itself sends between two steps must not meet sums that are still under way.
-            group = open_group(range(dist.get_world_size(group)), plan.timeout_s)
-        if group is not None:
+        links = aggregation = aggregator = None
+        if group is not None and (groups is None or len(groups.members) > 1):
+            links = open_links(group if groups is None else groups.across, device, plan.timeout_s)
+        if links is not None:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            aggregation = set_up_aggregation(job, plan, device, group, trained)
+            aggregation = set_up_aggregation(job, plan, links, trained)
             aggregator = aggregation.aggregator
             on_error.callback(aggregator.scheduler.close)
         engine: Engine
-        if job.aggregation.method in ("every_step", "parameter_server_async"):
+        if groups is None:
             engine = DataParallel(model, job, plan, device, group, aggregator, find_unused_parameters)
         else:
-            inside = None
-            if job.aggregation.sync_inside_nodes and aggregator is not None:
-                inside = aggregator_inside_node(aggregator.links, plan)
-            if inside is not None:
-                on_error.callback(inside.scheduler.close)
-            engine = LocalSGD(model, job, plan, device, aggregator, inside, find_unused_parameters)
+            engine = LocalSGD(model, job, plan, device, groups, aggregator, find_unused_parameters)
         if aggregation is not None:
             engine.algorithm, engine.notes = aggregation.algorithm, (*aggregation.notes, *engine.notes)
         on_error.pop_all()

@@ -230,4 +230,6 @@ def _too_many_workers(job: Job, count: int) -> str:
         return f"a global batch of {job.global_batch_size} has no sample for each of {count} devices"
     if count > job.virtual_shards:
         return f"it needs virtual_shards = {count}, which is part of the job"
+    if count % (job.aggregation.groups or 1):
+        return f"it is no multiple of aggregation.groups = {job.aggregation.groups}"
     return ""

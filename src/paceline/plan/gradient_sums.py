@@ -33,7 +33,7 @@ def cheapest_algorithm(inputs: PlanInputs, job: Job, layout: Layout) -> tuple[Al
     # An algorithm that was not timed does not replace one that was.
     names = [name for name in candidates if name in factors] or candidates
     # Workers that synchronise every k-th step pay the k-th part.
-    every = job.aggregation.sync_every if job.aggregation.method in ("local_sgd", "diloco") else 1
+    every = job.aggregation.sync_every if job.aggregation.is_infrequent else 1
     wire = job.aggregation.wire
     prices = {name: _price_s(inputs, name, layout, wire) * factors.get(name, 1.0) / every for name in names}
     best = min(prices, key=lambda name: prices[name])
@@ -75,7 +75,7 @@ def exposed_sums_s(inputs: PlanInputs, compute_s: float, communication_s: float,
     if not sums_are_hidden(inputs, layout):
         return communication_s
     aggregation = inputs.job.aggregation
-    if aggregation.method in ("local_sgd", "diloco"):  # outer steps begin when backward has ended
+    if aggregation.is_infrequent:  # outer steps begin when backward has ended
         return max(0.0, communication_s - aggregation.overlap_steps / aggregation.sync_every * compute_s)
     return exposed_s(compute_s, 4.0 * inputs.timing.num_parameters, communication_s)
 

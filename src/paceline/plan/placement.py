@@ -88,8 +88,8 @@ def place(
             kernel splits its sums among threads may change their last bits.
 
     Raises:
-        JobError: no worker, more workers than GPUs or than virtual shards, more servers than workers, micro-batches
-            smaller than a shard, or an algorithm that bitwise parity cannot use.
+        JobError: no worker, more workers than GPUs or than virtual shards, no multiple of the job's groups, more
+            servers than workers, micro-batches smaller than a shard, or an algorithm that bitwise parity cannot use.
     """
     check_mesh(job, mesh)
     plan = spread(cluster, num_workers, threads_per_worker, mesh)
@@ -100,6 +100,7 @@ def place(
             f"{job.virtual_shards} workers, or virtual_shards = {num_assignments} (it is part of the job: the same "
             "for every worker count)."
         )
+    job.aggregation.check_groups(num_assignments)
     job.check_micro_batch(micro_batch_size)
     if num_servers > num_workers:
         raise JobError(f"{num_servers} servers are more than {num_workers} workers; servers are some of the workers.")

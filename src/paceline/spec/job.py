@@ -96,6 +96,10 @@ class AggregationSpec:
     sync_inside_nodes: bool = False
     """Whether the workers of one node synchronise every step, and nodes every `sync_every` steps, with local_sgd and
     diloco."""
+    groups: int | None = at_least(1, None)
+    """The number of groups of workers that synchronise every step, and each other every `sync_every` steps, with
+    local_sgd and diloco: the same for any number of workers, which then changes nothing; None: every worker is one, or
+    every node."""
     overlap_steps: int = at_least(0, 0)
     """Steps that workers train on while the sums of an outer step are sent, with local_sgd and diloco; 0: they wait."""
     outer_lr: float = above(0, 0.7)
@@ -109,15 +113,34 @@ class AggregationSpec:
     def __post_init__(self) -> None:
         if self.density == 0:
             raise JobError("aggregation.density = 0 would send nothing; it should be greater than 0, such as 0.01.")
-        if self.overlap_steps and self.method not in ("local_sgd", "diloco"):
+        for key, value in ("overlap_steps", self.overlap_steps), ("groups", self.groups):
+            if value and not self.is_infrequent:
+                raise JobError(
+                    f"aggregation.{key} = {value} is for the methods local_sgd and diloco, not {self.method}; leave it "
+                    "out."
+                )
+        if self.groups and self.sync_inside_nodes:
             raise JobError(
-                f"aggregation.overlap_steps = {self.overlap_steps} is for the methods local_sgd and diloco, not "
-                f"{self.method}; leave it out."
+                f"aggregation.groups = {self.groups} says which workers synchronise every step, and so does "
+                "aggregation.sync_inside_nodes; leave one of them out."
             )
-        if self.method in ("local_sgd", "diloco") and self.overlap_steps >= self.sync_every:
+        if self.is_infrequent and self.overlap_steps >= self.sync_every:
             raise JobError(
                 f"aggregation.overlap_steps = {self.overlap_steps} has to be less than aggregation.sync_every = "
                 f"{self.sync_every}: the sums of an outer step arrive before the next one begins."
+            )
+
+    @property
+    def is_infrequent(self) -> bool:
+        """Whether workers, or groups of them, train by themselves between two outer steps."""
+        return self.method in ("local_sgd", "diloco")
+
+    def check_groups(self, num_workers: int) -> None:
+        """Raise `JobError` if so many workers cannot be divided into `groups`."""
+        if self.groups and num_workers % self.groups:
+            raise JobError(
+                f"aggregation.groups = {self.groups} needs a multiple of {self.groups} workers, and there are "
+                f"{num_workers}; the groups are part of the job: as many for every number of workers."
             )
 
     @property
@@ -258,10 +281,11 @@ class Job(JsonValue):
                 f"parity = 'bitwise' needs aggregation.wire = 'float32'; {self.aggregation.wire!r} rounds what workers "
                 "tell each other, so the result would depend on their number."
             )
-        if self.aggregation.method != "every_step":
+        if self.aggregation.method != "every_step" and self.aggregation.groups is None:
+            other = ", or aggregation.groups" if self.aggregation.is_infrequent else ""
             raise JobError(
-                f"parity = 'bitwise' needs aggregation.method = 'every_step'; with {self.aggregation.method!r} the "
-                "result depends on the number of workers."
+                f"parity = 'bitwise' needs aggregation.method = 'every_step'{other}; with "
+                f"{self.aggregation.method!r} the result depends on the number of workers."
             )
 
     def _check_aggregation(self) -> None:

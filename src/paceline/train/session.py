@@ -253,7 +253,7 @@ class Session:
         if self.world.rank == 0:
             self._held.enter_context(held(storage, run_token(env.path(env.RUN_DIR)) or env.scheduler_run(), self.say))
         wanted = None if state.holds_all else state.models.own_shards
-        self._reader = CheckpointReader(storage, self._group, self.say, wanted)
+        self._reader = CheckpointReader(storage, self._group, self.say, state.job.aggregation.groups, wanted)
         found = self._reader.newest()
         step = None
         if found is not None:

@@ -24,6 +24,7 @@ from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
 from paceline.errors import CheckpointError, ModelError, shown
 from paceline.parallel import Engine
 from paceline.parallel.dtensor import shard_like
+from paceline.parallel.engine import AS_RANK
 from paceline.train.numerics import Precision
 
 
@@ -46,7 +47,8 @@ class Trained:
         optimizer = optimizer_state(self.optimizer, self.names, self.model)
         own = self.engine.own_state()
         if self.engine.weights_diverge:
-            own = {**own, "means": own.get("means", {}) | {"optimizer": optimizer["state"]}}
+            if AS_RANK not in own:
+                own = {**own, "means": own.get("means", {}) | {"optimizer": optimizer["state"]}}
             optimizer = optimizer | {"state": {}}
         shared = {
             "model": self.engine.model_state(),
