@@ -21,27 +21,28 @@ def takes_closure(optimizer: Optimizer, engine: Engine, job: Job) -> bool:
     cannot compute a step's gradient again."""
     if isinstance(optimizer, JointOptimizer):
         for one in optimizer.optimizers:
-            if _must_have(one):
+            if must_have_closure(one):
                 raise JobError(
                     f"{type(one).__name__} computes the gradient several times in a step, so it has to be its model's "
                     "only optimizer."
                 )
         return False
     is_possible = engine.holds_all and job.aggregation.method == "every_step" and job.precision != "float16"
-    if _must_have(optimizer) and not is_possible:
+    if must_have_closure(optimizer) and not is_possible:
         raise JobError(
             f"{type(optimizer).__name__} computes the gradient several times in a step, which needs the strategy dp, "
             "aggregation.method = 'every_step' and a precision other than 'float16'; choose these or another optimizer."
         )
     is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-    return _must_have(optimizer) or (is_possible and not is_torchs and _closure(optimizer) is not None)
+    return must_have_closure(optimizer) or (is_possible and not is_torchs and _closure(optimizer) is not None)
 
 
 def _closure(optimizer: Optimizer) -> inspect.Parameter | None:
     return inspect.signature(type(optimizer).step).parameters.get("closure")
 
 
-def _must_have(optimizer: Optimizer) -> bool:
+def must_have_closure(optimizer: Optimizer) -> bool:
+    """Whether `optimizer.step` has a parameter for a closure, without a default."""
     closure = _closure(optimizer)
     return closure is not None and closure.default is inspect.Parameter.empty
 
