@@ -22,6 +22,7 @@ from paceline.parallel.gradient_norms import mean_of_squares, squared_norm
 from paceline.parallel.initial_weights import initial_weights
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.parallel.pipeline import ModelCall, Pipeline, stage_limits
+from paceline.parallel.same_collectives import SameCollectives
 from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.tensor import Applied, TensorPlan, declared_plan, find_plan, tensor_parallel
 from paceline.partition import StageLimits
@@ -90,6 +91,9 @@ class SpreadModel:
             self.pipeline = self._cut(model, job, axes.pp, example, before_last_backward, is_exact=is_exact)
             model = self.pipeline.module
         self.notes: list[str] = [] if self.pipeline is None else list(self.pipeline.notes)
+        self._same_collectives: SameCollectives | None = None
+        if axes.mesh.fsdp > 1 and not may_skip:
+            self._same_collectives = SameCollectives(axes.device_mesh.get_group("fsdp"))
         self.stages: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
         self._shard_stages()
         if self.pipeline is not None:
@@ -167,6 +171,8 @@ class SpreadModel:
             recompute(stage)
         if mesh.fsdp > 1:
             shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=plan.cpu_offload, may_skip=self.may_skip)
+        if self._same_collectives is not None:
+            self._same_collectives.watch(stage)
         _place(stage, self._device, plan)
 
     def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
@@ -211,6 +217,11 @@ class SpreadModel:
             for sharded in sharded_modules(module):
                 sharded.set_requires_gradient_sync(is_last, recurse=False)
                 sharded.set_reshard_after_backward(is_last, recurse=False)
+
+    def end_pass(self) -> None:
+        """After a forward and backward pass: check that all workers that hold shards of it made it alike."""
+        if self._same_collectives is not None:
+            self._same_collectives.end_pass()
 
     # --- the whole model ---
 
