@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ class SameCollectives:
                 module.set_custom_all_gather(_Gather(self, len(self._names)))
                 module.set_custom_reduce_scatter(_Sum(self, len(self._names)))
                 self._names.append(name)
-                self._watch_gathered(name, module)
+                self._watch_gathered(name, cast(nn.Module, module))
 
     def _watch_gathered(self, name: str, module: nn.Module) -> None:
         """Note when the module's gathered parameters get gradients; they are there from its first call on."""
@@ -101,7 +101,7 @@ class _Gather(DefaultAllGather):
     def __init__(self, same: SameCollectives, module: int) -> None:
         self._same, self._module = same, module
 
-    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work:
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None:
         self._same.compare(_GATHER, self._module)
         return super().__call__(*args, **kwargs)
 
