@@ -54,6 +54,29 @@ class NormalisesShards(_Own):
             gradient.mul_(self.most / (local_shard(gradient).norm() + 1e-3))
 
 
+class ClipsBeforeItsClosure(torch.optim.SGD):
+    """As users write it: none of torch's own, so that it gets a closure under dp."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, lr=0.1)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        return super().step(closure)
+
+
+def clips_in_hook(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    held = list(parameters)
+    optimizer = torch.optim.SGD(held, lr=0.1)
+
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.1)
+
+    optimizer.register_step_pre_hook(clip)
+    return optimizer
+
+
 class CannotBeCopied(NormalisesEach):
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters)
@@ -115,3 +138,17 @@ def test_what_cannot_is_refused_before_training(by: Any, strategy: str, why: str
         AssertionError, match=rf"ModelError: {by.__name__} cannot update a model under .*: {why}.* dp\."
     ):
         run_ranks(_learn, 2, by, strategy)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_gradients_that_a_step_has_clipped_stay_so_when_it_calls_its_closure(num_workers: int) -> None:
+    (hooked,) = run_ranks(_learn, 1, clips_in_hook, "dp")
+    for clipped in run_ranks(_learn, num_workers, ClipsBeforeItsClosure, "dp")[:1]:
+        for name, value in hooked.items():
+            np.testing.assert_allclose(clipped[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
+
+
+def test_hooks_of_an_optimizer_see_all_gradients_or_are_refused() -> None:
+    _assert_learns_the_same(clips_in_hook, "fsdp")
+    with pytest.raises(AssertionError, match=r"ModelError: A hook of the optimizer .* one stage of the pipeline only"):
+        run_ranks(_learn, 2, clips_in_hook, "pp")
