@@ -51,7 +51,8 @@ def _learn(
     with paceline.init(job, plan=plan) as run:
         model = Branches(block, head)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
-        run.prepare(model, optimizer, find_unused_parameters=find_unused_parameters)
+        example = inputs[:2].double()
+        run.prepare(model, optimizer, find_unused_parameters=find_unused_parameters, example=example)
         for batch in run.batches(TensorDataset(inputs, torch.arange(24) % 3)):
             run.step(batch, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
         return {name: value.detach().numpy().copy() for name, value in run.whole_state().items()}
@@ -60,6 +61,7 @@ def _learn(
 OTHER_HEAD = (
     r"ModelError: .* depends on the samples.* 'heads\.[01]' got a gradient on some workers only; .*find_unused_"
 )
+OTHER_LAYERS = r"ModelError: The forward pass of Branches calls other layers for this batch than for the example"
 OTHER_BLOCK = (
     r"ModelError: .* depends on the samples.* gathers 'blocks\.[01].0', and another .*; .*find_unused_parameters"
 )
@@ -74,6 +76,8 @@ OTHER_BLOCK = (
         ("zero2", OTHER_BLOCK, None, 0, "numeric"),
         ("dp2 x fsdp2", OTHER_HEAD, 0, None, "numeric"),
         ("fsdp", OTHER_BLOCK, None, 0, "bitwise"),
+        ("pp", OTHER_LAYERS, 0, None, "numeric"),
+        ("pp", OTHER_LAYERS, None, 0, "numeric"),
     ],
 )
 def test_samples_that_decide_what_is_used_get_a_sentence(

@@ -84,7 +84,8 @@ class Stage(nn.Module):
         outline, tensors = (arriving[0], arriving[1:]) if arriving else (Outline([]), ())
         flow = self._flows[self.training]
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        replay = Replay(model, self._opened, flow, run, outline, tensors, device)
+        lent = [one for name in self._lent if isinstance(one := operator.attrgetter(name)(self), nn.Parameter)]
+        replay = Replay(model, self._opened, flow, run, outline, tensors, device, lent)
         for module in self._opened:
             module.training = self.training
         with self._outside_of_layers():
