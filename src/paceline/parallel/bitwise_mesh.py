@@ -114,9 +114,11 @@ class BitwiseMesh(BitwiseDataParallel):
             return
         for number in range(*step.assignment.own):
             loss, statistics = self._shards.compute(step, number)
+            self._spread.end_pass()
             add(Shard(self._take(self.module), statistics, loss.weight))
         for _ in range(num_stand_ins):
             self._shards.stand_in(step)
+            self._spread.end_pass()
             self._take(self.module)
 
     # --- a pipeline ---

@@ -341,6 +341,11 @@ class DataParallel(Engine):
                 f"The parameter '{without[0]}' got no gradient, which other workers wait for; call run.prepare with "
                 "find_unused_parameters=True, or freeze what the loss never uses before run.prepare."
             )
+        if trained and not without:  # earlier passes of this step have left gradients
+            return (
+                "Some parameter got no gradient in this worker's last pass of the step, which other workers wait for; "
+                "call run.prepare with find_unused_parameters=True, or use every parameter in every pass."
+            )
         return (
             "The loss did not go through the prepared model, so no gradient was aggregated; call the model that "
             "run.prepare returned, or the one the loss function is given."

@@ -281,6 +281,7 @@ class MeshParallel(Engine):
             else:
                 with passes.stand_in(step, self.module) as stand_in:
                     stand_in.backward()
+            self._spread.end_pass()
             if wants_norms and number == 0 and num_passes > 1:
                 passed.first_sqr = self._spread.squared_norm()
                 passed.first_samples = sum(sum(of_rank[0].sizes) for of_rank in ranges if of_rank)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from paceline.dtensor_type import is_dtensor, local_shard
@@ -26,6 +27,9 @@ from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.tensor import Applied, TensorPlan, declared_plan, find_plan, tensor_parallel
 from paceline.partition import StageLimits
 from paceline.spec import Job, Mesh, Plan
+
+if TYPE_CHECKING:
+    from paceline.parallel.same_collectives import SameCollectives
 
 LossOf = Callable[[nn.Module, Any], Any]
 """The loss of a batch, as `StepInput` has it."""
@@ -90,6 +94,11 @@ class SpreadModel:
             self.pipeline = self._cut(model, job, axes.pp, example, before_last_backward, is_exact=is_exact)
             model = self.pipeline.module
         self.notes: list[str] = [] if self.pipeline is None else list(self.pipeline.notes)
+        self._same_collectives: SameCollectives | None = None
+        if axes.mesh.fsdp > 1 and not may_skip and hasattr(FSDPModule, "set_custom_all_gather"):
+            from paceline.parallel.same_collectives import SameCollectives  # needs parts that older torch has not
+
+            self._same_collectives = SameCollectives(axes.device_mesh.get_group("fsdp"))
         self.stages: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
         self._shard_stages()
         if self.pipeline is not None:
@@ -167,6 +176,8 @@ class SpreadModel:
             recompute(stage)
         if mesh.fsdp > 1:
             shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=plan.cpu_offload, may_skip=self.may_skip)
+        if self._same_collectives is not None:
+            self._same_collectives.watch(stage)
         _place(stage, self._device, plan)
 
     def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
@@ -211,6 +222,11 @@ class SpreadModel:
             for sharded in sharded_modules(module):
                 sharded.set_requires_gradient_sync(is_last, recurse=False)
                 sharded.set_reshard_after_backward(is_last, recurse=False)
+
+    def end_pass(self) -> None:
+        """After a forward and backward pass: check that all workers that hold shards of it made it alike."""
+        if self._same_collectives is not None:
+            self._same_collectives.end_pass()
 
     # --- the whole model ---
 

@@ -72,6 +72,7 @@ class ModelStepper:
         self._schedulers = prepared.schedulers
         # Workers that compute other layers of a model have the same samples: one of them counts them.
         self._counts_samples = mesh.leads_assignment(session.world.rank)
+        self._is_piped = mesh.pp > 1
         self._reader = reader
         self._tracer = tracer
         self.guard = NonFiniteGuard(session, self.trained)
@@ -236,6 +237,11 @@ class ModelStepper:
         """Have the optimizer, and the schedulers after it, make their step."""
         trained = self.trained
         engine, scaler = trained.engine, trained.precision.scaler
+        if self._is_piped and any(one._optimizer_step_pre_hooks for one in parts_of(optimizer)):
+            raise ModelError(
+                "A hook of the optimizer (register_step_pre_hook) would see the gradients of one stage of the pipeline "
+                "only; clip them by the job's optim.clip_norm, or choose another strategy."
+            )
         may_draw = any(type(one).__module__.partition(".")[0] != "torch" for one in parts_of(optimizer))
         if may_draw:
             seed_update(self._state.job.seed, pending.index, self._device, pending.num_steps)

@@ -35,7 +35,7 @@ _FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
 FUSED = (*_FUSED_ON_SHARDS, torch.optim.SGD)
 """Optimizers that torch has fused kernels for, exactly these and none made from them. The kernels look at
 `found_inf`."""
-_BY_ELEMENT = (
+BY_ELEMENT = (
     *FUSED,
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -136,8 +136,8 @@ def check_updates_by_element(optimizer: Optimizer, mesh: Mesh, device: torch.dev
         name = type(one).__name__
         parameters = [parameter for group in one.param_groups for parameter in group["params"]]
         why = ""
-        if type(one) not in _BY_ELEMENT:
-            why = f"{name} is not known to do so; use one of {', '.join(kind.__name__ for kind in _BY_ELEMENT)}"
+        if type(one) not in BY_ELEMENT:
+            why = f"{name} is not known to do so; use one of {', '.join(kind.__name__ for kind in BY_ELEMENT)}"
         elif device.type == "cpu" and any(group.get("fused") for group in one.param_groups):
             why = "torch's fused kernels for CPUs round the last elements of a tensor in another way; leave fused out"
         elif device.type != "cpu" and any(parameter.dim() == 0 for parameter in parameters):

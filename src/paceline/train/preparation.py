@@ -23,6 +23,7 @@ from paceline.train.compilation import check_can_be_compiled, draws_as_uncompile
 from paceline.train.joint_optimizer import JointOptimizer, parts_of
 from paceline.train.numerics import Precision
 from paceline.train.optim import check_updates_by_element, choose_kernels
+from paceline.train.optimizer_trial import Shape, check_updates_of_parts
 from paceline.train.process_group import World
 from paceline.train.schedule import LearningRates, counts_epochs
 from paceline.train.state import Names, Trained, rebind
@@ -60,7 +61,8 @@ def prepare_model(
     """
     optimizer = optimizer if isinstance(optimizer, Optimizer) else JointOptimizer(optimizer)
     schedulers = _checked_schedulers(scheduler, optimizer, job)
-    is_plain = (plan.mesh or Mesh()).is_plain
+    mesh = plan.mesh or Mesh()
+    is_plain = mesh.is_plain
     model, compile_again = without_compiler(model, job)
     if compile_again is not None:
         check_can_be_compiled(job, plan)
@@ -73,6 +75,7 @@ def prepare_model(
     if job.channels_last and is_plain:  # torch shards parameters of the plain format only
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     model.train()
+    shapes = {name: Shape.of(parameter, mesh) for name, parameter in model.named_parameters()}
     engine = parallelize(
         model,
         job,
@@ -91,7 +94,9 @@ def prepare_model(
     rebind(optimizer, names, trained.model)
     choose_kernels(optimizer, world.device, alike_on_shards=job.parity == "bitwise")
     if job.parity == "bitwise" and not trained.engine.holds_all:
-        check_updates_by_element(optimizer, plan.mesh or Mesh(), world.device)
+        check_updates_by_element(optimizer, mesh, world.device)
+    elif not trained.engine.holds_all:
+        check_updates_of_parts(optimizer, names, shapes, trained.model, mesh, world)
     return Prepared(trained, rates, schedulers, background)
 
 

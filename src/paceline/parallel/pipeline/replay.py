@@ -7,7 +7,7 @@ stops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,9 +38,11 @@ class Replay(Watch):
         outline: Outline,
         arriving: Sequence[Tensor],
         device: torch.device,
+        lent: Collection[nn.Parameter],
     ) -> None:
         """
         Args:
+            lent: the stage's parameters that lie in no layer.
             run: the numbers of the stage's first layer and of the first one behind it.
             outline, arriving: what came from the stage before.
         """
@@ -52,6 +54,8 @@ class Replay(Watch):
         self._drawing = flow.drawing
         self._next = 0
         self._device = device
+        self._lent = frozenset(map(id, lent))
+        self._names_of_stage = {layer.name for layer in flow.layers[self._start : self._stop]}
         self._outputs = list(outline.outputs)
         self._of_slot: dict[int, Tensor] = dict(zip(flow.crossing(self._start), arriving, strict=True))
         """What arrived, what stands in for the rest, and of what is made here what leaves."""
@@ -105,6 +109,7 @@ class Replay(Watch):
     def _call(self, what: Any, module: nn.Module | None, call: Callable[[], Any], given: Any) -> Any:
         number = self._next
         if self._is_last and number >= self._start:  # from here on everything is computed here
+            self._check_has(what, module, given)
             self._next = self._stop
             return call()
         if number == self._stop:
@@ -113,9 +118,18 @@ class Replay(Watch):
         if layer.what != what:
             raise self._another(f"'{layer.name}' was its next layer and now is {_name(what)}")
         self._next += 1
-        return (
-            self._skipped(number, layer, module, given) if number < self._start else self._computed(layer, call, given)
-        )
+        if number < self._start:
+            return self._skipped(number, layer, module, given)
+        self._check_has(what, module, given)
+        return self._computed(layer, call, given)
+
+    def _check_has(self, what: Any, module: nn.Module | None, given: Any) -> None:
+        """Check that the parameters that a call trains are the stage's: those of others have no values."""
+        if not torch.is_grad_enabled():
+            return
+        is_strange = module is not None and what not in self._names_of_stage and any(True for _ in module.parameters())
+        if is_strange or any(isinstance(one, nn.Parameter) and id(one) not in self._lent for one in tensors_in(given)):
+            raise self._another(f"{_name(what)} takes a parameter that was not used there")
 
     def _computed(self, layer: Layer, call: Callable[[], Any], given: Any) -> Any:
         self._emitted = dict.fromkeys(layer.emits)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, fx, nn
@@ -84,7 +84,8 @@ class Stage(nn.Module):
         outline, tensors = (arriving[0], arriving[1:]) if arriving else (Outline([]), ())
         flow = self._flows[self.training]
         device = next((tensor.device for tensor in tensors), torch.device("cpu"))
-        replay = Replay(model, self._opened, flow, run, outline, tensors, device)
+        lent = [one for name in self._lent if isinstance(one := operator.attrgetter(name)(self), nn.Parameter)]
+        replay = Replay(model, self._opened, flow, run, outline, tensors, device, lent)
         for module in self._opened:
             module.training = self.training
         with self._outside_of_layers():
@@ -219,6 +220,12 @@ class Stages(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._whole(*args, **kwargs)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise ModelError(
+            f"The script uses model[{index!r}], and a worker of a pipeline has some layers of the model only; reach "
+            "into it before run.prepare, take run.whole_state() for its weights, or choose another strategy."
+        )
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

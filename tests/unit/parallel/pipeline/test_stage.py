@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from paceline.errors import ModelError
 from paceline.parallel.pipeline.calls import ModelCall
 from paceline.parallel.pipeline.recorder import record
-from paceline.parallel.pipeline.stage import Stage
+from paceline.parallel.pipeline.stage import Stage, Stages
 
 
 def test_parameters_come_in_the_models_order_in_every_process() -> None:
@@ -15,3 +17,8 @@ def test_parameters_come_in_the_models_order_in_every_process() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(12)))
     stage = Stage(record(model, ModelCall((torch.zeros(2, 4),))), 0, 12)
     assert [name for name, _ in stage.named_parameters()] == [name for name, _ in model.named_parameters()]
+
+
+def test_layers_of_a_model_in_stages_are_not_reached_by_number() -> None:
+    with pytest.raises(ModelError, match=r"model\[0\], and a worker of a pipeline has some layers"):
+        Stages([], None)[0]
