@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,14 +43,17 @@ def _measure(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"loss": F.cross_entropy(model(batch[0]), batch[1], reduction="none")}
 
 
-def _train(parity: str, strategy: str = "dp") -> tuple[list[float], int, str]:
+def _train(
+    parity: str, strategy: str = "dp", checkpoint_dir: str | None = None, max_steps: int | None = None
+) -> tuple[list[float], int, str]:
     num_workers = worker_facts().world_size
     job = Job().with_values(
         global_batch_size=8, virtual_shards=4, epochs=2, eval_batch_size=4, precision="float64", parity=parity
     )
     algorithm: Any = "tree_exact" if parity == "bitwise" else "all_reduce"
     mesh = parse_mesh(strategy, num_workers) if num_workers > 1 else None
-    with paceline.init(job, plan=Plan(world_size=num_workers, algorithm=algorithm, timeout_s=60, mesh=mesh)) as run:
+    plan = Plan(world_size=num_workers, algorithm=algorithm, timeout_s=60, mesh=mesh)
+    with paceline.init(job, plan=plan, checkpoint_dir=checkpoint_dir, max_steps=max_steps) as run:
         model = Annealed()
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         found = []
@@ -75,3 +79,12 @@ def test_a_step_counts_once() -> None:
             np.testing.assert_allclose(losses, expected[0], rtol=1e-12)
             if cases[number][0] == "bitwise":
                 assert (losses, sha) == (expected[0], expected[2])
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_a_resumed_run_counts_on(tmp_path: Path, strategy: str) -> None:
+    ((whole, _, sha),) = run_ranks(_train, 1, "bitwise")
+    run_ranks(_train, 2, "bitwise", strategy, str(tmp_path), 5)
+    for losses, num_calls, found in run_ranks(_train, 3, "bitwise", strategy, str(tmp_path)):
+        assert (losses, num_calls, found) == (whole[10:], 8, sha)

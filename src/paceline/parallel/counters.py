@@ -6,6 +6,7 @@ moves them once, by what a pass makes of them. That is the same on all workers w
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,8 @@ _STEPS_TO_LOOK = 2
 
 @dataclass
 class _Number:
+    path: str
+    """The name of its module in the model, and its own."""
     attributes: dict[str, Any]
     """Those of its module."""
     name: str
@@ -35,8 +38,8 @@ class Counters:
 
     def __init__(self, model: nn.Module) -> None:
         self._watched = [
-            _Number(vars(module), name, value)
-            for module in model.modules()
+            _Number(f"{path}.{name}" if path else name, vars(module), name, value)
+            for path, module in model.named_modules()
             for name, value in vars(module).items()
             if type(value) in (int, float)
         ]
@@ -68,3 +71,12 @@ class Counters:
             self._steps_to_look -= 1
             if not self._steps_to_look:
                 self._watched = [number for number in self._watched if number.last_move]
+
+    def state(self) -> dict[str, float]:
+        """The numbers that passes move, by path: a resumed run goes on from them."""
+        return {number.path: number.now for number in self._watched if number.last_move}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        for number in self._watched:
+            if number.path in state:
+                number.attributes[number.name] = state[number.path]

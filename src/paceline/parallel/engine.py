@@ -200,8 +200,8 @@ class Engine:
         known: dict[str, Any] = {}
         if self.micro_batch is not None:
             known = {"draws_randomness": self.functions.draws, "couples_samples": dict(self.functions.couples)}
-        hidden = self.forward_buffers.hidden_state()
-        return known | ({"hidden_buffers": hidden} if hidden else {})
+        hidden, counters = self.forward_buffers.hidden_state(), self.forward_buffers.counters.state()
+        return known | ({"hidden_buffers": hidden} if hidden else {}) | ({"counters": counters} if counters else {})
 
     def model_state(self) -> dict[str, Any]:
         """What a checkpoint holds of the model: what all workers have, or agree on."""
@@ -217,6 +217,7 @@ class Engine:
             self.functions.draws = shared.get("draws_randomness")
             self.functions.couples.update(shared.get("couples_samples", {}))
         self.forward_buffers.load_hidden_state(shared.get("hidden_buffers", {}))
+        self.forward_buffers.counters.load_state(shared.get("counters", {}))
 
 
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
