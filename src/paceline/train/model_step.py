@@ -76,6 +76,7 @@ class ModelStepper:
         self._takes_closure = takes_closure(self.trained.optimizer, self.trained.engine, session.state.job)
         self._readings: Readings = {}
         self._generators = OwnGenerators(self.trained.model)
+        self._own_of_optimizer = OwnGenerators(*parts_of(self.trained.optimizer))
         self._own_of_loss: tuple[object, OwnGenerators] = None, NO_GENERATORS
         """The last loss function, and the generators that it has of its own."""
 
@@ -206,9 +207,10 @@ class ModelStepper:
                 scaler.update()
             return
         may_draw = any(type(one).__module__.partition(".")[0] != "torch" for one in parts_of(optimizer))
+        own = self._own_of_optimizer if may_draw else NO_GENERATORS
         if may_draw:
-            seed_update(self._state.job.seed, pending.index, self._device, pending.num_steps)
-        before = generator_states(self._device) if may_draw and not engine.holds_all else None
+            seed_update(self._state.job.seed, pending.index, self._device, pending.num_steps, own)
+        before = None if engine.holds_all or not may_draw else (generator_states(self._device), own.states())
         if self._takes_closure:
             again = functools.partial(self._gradients_again, step_input)
             closure = closure_after(loss, trained.model.parameters(), again)
@@ -219,7 +221,7 @@ class ModelStepper:
             with left_out:
                 scaler.step(optimizer)
             scaler.update()
-        if before is not None and before != generator_states(self._device):
+        if before is not None and before != (generator_states(self._device), own.states()):
             raise ModelError(
                 f"{type(optimizer).__name__} draws random numbers for the update, which are others for parts of the "
                 "parameters than for all of them; choose the strategy dp."
