@@ -26,12 +26,14 @@ class Annealed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        self.num_calls, self.rate = 0, 1.0
+        self.num_calls, self.rate, self.scale = 0, 1.0, 1.0
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.num_calls += 1
         self.rate *= 0.9
-        out: Tensor = self.layers(inputs * self.rate) * min(1.0, self.num_calls / 10)
+        if self.num_calls % 4 == 0:
+            self.scale *= 0.5
+        out: Tensor = self.layers(inputs * self.rate) * min(1.0, self.num_calls / 10) * self.scale
         return out
 
 
@@ -88,3 +90,18 @@ def test_a_resumed_run_counts_on(tmp_path: Path, strategy: str) -> None:
     run_ranks(_train, 2, "bitwise", strategy, str(tmp_path), 5)
     for losses, num_calls, found in run_ranks(_train, 3, "bitwise", strategy, str(tmp_path)):
         assert (losses, num_calls, found) == (whole[10:], 8, sha)
+
+
+def _notes_of_asynchronous() -> list[str]:
+    values = {"global_batch_size": 8, "virtual_shards": 4, "precision": "float64"}
+    with paceline.init(**values, aggregation={"method": "parameter_server_async"}, max_steps=3, progress=False) as run:
+        model = Annealed()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches(DATA):
+            run.step(batch, _loss)
+        return run.notes
+
+
+def test_asynchronous_workers_say_that_each_counts_for_itself() -> None:
+    for notes in run_ranks(_notes_of_asynchronous, 2):
+        assert any("numbers in attributes (num_calls, rate, scale)" in note for note in notes), notes

@@ -13,7 +13,8 @@ from typing import Any
 from torch import nn
 
 _STEPS_TO_LOOK = 2
-"""After so many steps only numbers that have changed are watched, since a large model has thousands."""
+"""After so many steps only modules in which a number has changed are watched, since a large model has thousands; others
+of theirs may follow later, as a rate that falls every hundred steps."""
 
 
 @dataclass
@@ -27,6 +28,8 @@ class _Number:
     """Its value before the step."""
     last_move: float = 0
     """By how much the last step with a pass moved it."""
+    has_moved: bool = False
+    """Whether any pass has moved it."""
 
     @property
     def now(self) -> Any:
@@ -67,16 +70,27 @@ class Counters:
                 number.attributes[number.name] = number.before + number.last_move
             elif self._has_passed and type(number.now) is type(number.before):
                 number.last_move = number.now - number.before
+        self._note_moves()
         if self._steps_to_look and self._has_passed:
             self._steps_to_look -= 1
             if not self._steps_to_look:
-                self._watched = [number for number in self._watched if number.last_move]
+                moving = {id(number.attributes) for number in self._watched if number.has_moved}
+                self._watched = [number for number in self._watched if id(number.attributes) in moving]
+
+    def let_stand(self) -> None:
+        """Begin the next pass with what the last one has made of the numbers."""
+        self._note_moves()
+        self.begin_step()
+
+    def _note_moves(self) -> None:
+        for number in self._watched:
+            number.has_moved |= number.now != number.before
 
     def state(self) -> dict[str, float]:
-        """The numbers that passes move, by path: a resumed run goes on from them."""
-        return {number.path: number.now for number in self._watched if number.last_move}
+        """The numbers that passes have moved, by path: a resumed run goes on from them."""
+        return {number.path: number.now for number in self._watched if number.has_moved}
 
     def load_state(self, state: Mapping[str, float]) -> None:
         for number in self._watched:
             if number.path in state:
-                number.attributes[number.name] = state[number.path]
+                number.attributes[number.name], number.has_moved = state[number.path], True

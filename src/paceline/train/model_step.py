@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,10 +127,10 @@ class ModelStepper:
             self.session.note_of_worker(note)
         self._tracer.after_update(trained.model, engine.whole, result.notes)
         engine.forward_buffers.counters.end_step()
-        moving = engine.forward_buffers.newly_moving()
-        if moving:
-            names = ", ".join(moving[:3]) + (f" and {len(moving) - 3} more" if len(moving) > 3 else "")
-            self.session.note(f"Forward passes change buffers ({names}): {engine.buffers_rule}.")
+        if moving := engine.forward_buffers.newly_moving():
+            self.session.note(f"Forward passes change buffers ({_some(moving)}): {engine.buffers_rule}.")
+        if engine.counters_rule and (counting := engine.forward_buffers.newly_counting()):
+            self.session.note(f"Forward passes change numbers in attributes ({_some(counting)}): {engine.counters_rule}.")
         return result
 
     def _restore_buffers(self) -> None:
@@ -296,3 +297,8 @@ class ModelStepper:
             wants_rest=self.session.wants_rest,
             at_rest=self.session.at_rest,
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of these names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
