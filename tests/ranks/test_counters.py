@@ -93,8 +93,10 @@ def test_a_resumed_run_counts_on(tmp_path: Path, strategy: str) -> None:
 
 
 def _notes_of_asynchronous() -> list[str]:
-    values = {"global_batch_size": 8, "virtual_shards": 4, "precision": "float64"}
-    with paceline.init(**values, aggregation={"method": "parameter_server_async"}, max_steps=3, progress=False) as run:
+    job = Job().with_values(
+        global_batch_size=8, virtual_shards=4, precision="float64", aggregation={"method": "parameter_server_async"}
+    )
+    with paceline.init(job, max_steps=3, progress=False) as run:
         model = Annealed()
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for batch in run.batches(DATA):

@@ -98,8 +98,8 @@ class Engine:
     )
     """What becomes of them, for the user."""
     counters_rule: str | None = None
-    """What becomes of numbers in attributes that forward passes change, for the user, where a step does not move them once
-    for all workers."""
+    """What becomes of numbers in attributes that forward passes change, for the user; None: a step moves them once,
+    alike on all workers."""
     algorithm: AlgorithmName | None = None
     """How gradients are summed, where that was chosen here; None: as the plan says."""
     notes: Sequence[str] = ()

@@ -130,7 +130,9 @@ class ModelStepper:
         if moving := engine.forward_buffers.newly_moving():
             self.session.note(f"Forward passes change buffers ({_some(moving)}): {engine.buffers_rule}.")
         if engine.counters_rule and (counting := engine.forward_buffers.newly_counting()):
-            self.session.note(f"Forward passes change numbers in attributes ({_some(counting)}): {engine.counters_rule}.")
+            self.session.note(
+                f"Forward passes change numbers in attributes ({_some(counting)}): {engine.counters_rule}."
+            )
         return result
 
     def _restore_buffers(self) -> None:
