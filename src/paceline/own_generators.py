@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,10 @@ _MOST_TRANSFORMS = 64
 """A longer list is one of samples."""
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+_METHODS = ("__call__", "__getitem__", "__getitems__", "__iter__", "step")
+"""Those of a user's objects whose code may draw, of data sets, transforms, samplers, streams and optimizers."""
 
 
 class OwnGenerators:
@@ -55,20 +59,27 @@ class OwnGenerators:
         """Equal where nothing was drawn in between."""
         return tuple(map(_state, self._all))
 
+    def full_states(self) -> list[Any]:
+        """What `set_states` goes back to."""
+        return [_full_state(one) for one in self._all]
+
+    def set_states(self, states: Sequence[Any]) -> None:
+        for one, state in zip(self._all, states, strict=True):
+            if isinstance(one, np.random.Generator):
+                one.bit_generator.state = state
+            elif isinstance(one, random.Random):
+                one.setstate(state)
+            else:
+                one.set_state(state)
+
     @contextmanager
     def kept(self) -> Iterator[None]:
         """A context after which they are as before, so that what the script draws elsewhere is alike on all workers."""
-        before = [_full_state(one) for one in self._all]
+        before = self.full_states()
         try:
             yield
         finally:
-            for one, state in zip(self._all, before, strict=True):
-                if isinstance(one, np.random.Generator):
-                    one.bit_generator.state = state
-                elif isinstance(one, random.Random):
-                    one.setstate(state)
-                else:
-                    one.set_state(state)
+            self.set_states(before)
 
 
 def is_same_code(one: object, other: object) -> bool:
@@ -110,7 +121,7 @@ def _parts(thing: Any) -> Iterator[object]:
         yield from reached_by(thing)
     elif hasattr(thing, "__dict__"):
         yield from (value for value in vars(thing).values() if isinstance(value, _KINDS))
-        yield from (getattr(type(thing), name, None) for name in ("__call__", "__getitem__", "__getitems__"))
+        yield from (getattr(type(thing), name, None) for name in _METHODS)
 
 
 def _parts_of_data(thing: Any) -> Iterator[object]:

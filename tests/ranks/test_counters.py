@@ -3,6 +3,7 @@ workers."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,14 @@ class Annealed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        self.num_calls, self.rate = 0, 1.0
+        self.num_calls, self.rate, self.scale = 0, 1.0, 1.0
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.num_calls += 1
         self.rate *= 0.9
-        out: Tensor = self.layers(inputs * self.rate) * min(1.0, self.num_calls / 10)
+        if self.num_calls % 4 == 0:
+            self.scale *= 0.5
+        out: Tensor = self.layers(inputs * self.rate) * min(1.0, self.num_calls / 10) * self.scale
         return out
 
 
@@ -43,14 +46,17 @@ def _measure(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"loss": F.cross_entropy(model(batch[0]), batch[1], reduction="none")}
 
 
-def _train(parity: str, strategy: str = "dp") -> tuple[list[float], int, str]:
+def _train(
+    parity: str, strategy: str = "dp", checkpoint_dir: str | None = None, max_steps: int | None = None
+) -> tuple[list[float], int, str]:
     num_workers = worker_facts().world_size
     job = Job().with_values(
         global_batch_size=8, virtual_shards=4, epochs=2, eval_batch_size=4, precision="float64", parity=parity
     )
     algorithm: Any = "tree_exact" if parity == "bitwise" else "all_reduce"
     mesh = parse_mesh(strategy, num_workers) if num_workers > 1 else None
-    with paceline.init(job, plan=Plan(world_size=num_workers, algorithm=algorithm, timeout_s=60, mesh=mesh)) as run:
+    plan = Plan(world_size=num_workers, algorithm=algorithm, timeout_s=60, mesh=mesh)
+    with paceline.init(job, plan=plan, checkpoint_dir=checkpoint_dir, max_steps=max_steps) as run:
         model = Annealed()
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         found = []
@@ -76,6 +82,32 @@ def test_a_step_counts_once() -> None:
             np.testing.assert_allclose(losses, expected[0], rtol=1e-12)
             if cases[number][0] == "bitwise":
                 assert (losses, sha) == (expected[0], expected[2])
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_a_resumed_run_counts_on(tmp_path: Path, strategy: str) -> None:
+    ((whole, _, sha),) = run_ranks(_train, 1, "bitwise")
+    run_ranks(_train, 2, "bitwise", strategy, str(tmp_path), 5)
+    for losses, num_calls, found in run_ranks(_train, 3, "bitwise", strategy, str(tmp_path)):
+        assert (losses, num_calls, found) == (whole[10:], 8, sha)
+
+
+def _notes_of_asynchronous() -> list[str]:
+    job = Job().with_values(
+        global_batch_size=8, virtual_shards=4, precision="float64", aggregation={"method": "parameter_server_async"}
+    )
+    with paceline.init(job, max_steps=3, progress=False) as run:
+        model = Annealed()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches(DATA):
+            run.step(batch, _loss)
+        return run.notes
+
+
+def test_asynchronous_workers_say_that_each_counts_for_itself() -> None:
+    for notes in run_ranks(_notes_of_asynchronous, 2):
+        assert any("change numbers in attributes (" in note for note in notes), notes
 
 
 class _Weighing(nn.Module):
@@ -130,7 +162,9 @@ def _loss_functions() -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _train_with(name: str, strategy: str, parity: str) -> tuple[list[float], int]:
+def _train_with(
+    name: str, strategy: str, parity: str, checkpoint_dir: str | None = None, max_steps: int | None = None
+) -> tuple[list[float], int]:
     global _num_calls
     _num_calls = 0
     loss_fn, count = _loss_functions()[name]
@@ -138,7 +172,8 @@ def _train_with(name: str, strategy: str, parity: str) -> tuple[list[float], int
     job = Job().with_values(global_batch_size=8, virtual_shards=4, epochs=2, precision="float64", parity=parity)
     algorithm: Any = "tree_exact" if parity == "bitwise" else "all_reduce"
     mesh = parse_mesh(strategy, num_workers) if num_workers > 1 else None
-    with paceline.init(job, plan=Plan(world_size=num_workers, algorithm=algorithm, timeout_s=60, mesh=mesh)) as run:
+    plan = Plan(world_size=num_workers, algorithm=algorithm, timeout_s=60, mesh=mesh)
+    with paceline.init(job, plan=plan, checkpoint_dir=checkpoint_dir, max_steps=max_steps) as run:
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         batches = run.batches(DATA, sampler=lambda _seed, _epoch: range(27))
@@ -162,3 +197,12 @@ def test_a_step_counts_once_in_a_loss_function() -> None:
                 np.testing.assert_allclose(losses, expected_losses, rtol=1e-12, err_msg=f"{strategy} {name}")
                 calls_it = strategy[0] != "pp" or rank == num_workers - 1
                 assert count == expected == (1 if name == "sums" else 8) or not calls_it, (strategy, name)
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("name", ["criterion", "variable"])
+def test_a_loss_function_of_a_resumed_run_counts_on(tmp_path: Path, name: str) -> None:
+    ((whole, _),) = run_ranks(_train_with, 1, name, "dp", "bitwise")
+    run_ranks(_train_with, 2, name, "dp", "bitwise", str(tmp_path), 5)
+    for losses, count in run_ranks(_train_with, 3, name, "dp", "bitwise", str(tmp_path)):
+        assert (losses, count) == (whole[5:], 8)

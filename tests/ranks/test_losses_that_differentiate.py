@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.env import worker_facts
+from paceline.errors import ModelError
 from paceline.spec import Job, Plan
 from tests.ranks.harness import run_ranks
 
@@ -96,3 +97,20 @@ def test_losses_with_gradients_of_their_own() -> None:
             np.testing.assert_allclose(losses, expected, rtol=rtol)
             for name, value in weights.items():
                 np.testing.assert_allclose(value, expected_weights[name], rtol=rtol, atol=rtol)
+
+
+def _refusals_of_sharded_models() -> list[str]:
+    found = []
+    for strategy in ("fsdp", "zero1"):
+        with paceline.init(global_batch_size=8, virtual_shards=4, strategy=strategy, progress=False) as run:
+            model = layers().double()
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            with pytest.raises(ModelError) as refusal:
+                run.step(next(run.batches(DATA)), penalty)
+            found.append(str(refusal.value))
+    return found
+
+
+def test_a_penalty_on_gradients_of_a_sharded_model_is_refused() -> None:
+    for sentences in run_ranks(_refusals_of_sharded_models, 2):
+        assert all(sentence.endswith("needs the strategy dp.") for sentence in sentences), sentences

@@ -241,3 +241,28 @@ def test_an_average_of_weights_is_evaluated_and_resumed(tmp_path: Path) -> None:
     run_ranks(_train_with_average, 2, _job(), str(tmp_path / "cut"), STOP)
     (resumed,) = run_ranks(_train_with_average, 1, _job(), str(tmp_path / "cut"))
     assert resumed == whole
+
+
+def _train_unfreezing(folder: str, max_steps: int | None = None) -> tuple[str, list[str]]:
+    """Its first layer is frozen at first, and trained from the second epoch on."""
+    job = _job(epochs=3)
+    plan = Plan(world_size=worker_facts().world_size, algorithm="tree_exact", timeout_s=60)
+    with paceline.init(job, plan=plan, max_steps=max_steps, checkpoint_dir=folder) as run:
+        model = models.build(job.model, num_classes=10, in_channels=3, image_size=16)
+        first = next(iter(model.parameters()))
+        first.requires_grad_(False)
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        for epoch in run.epochs():
+            if epoch == 1:
+                first.requires_grad_(True)
+            for batch in run.batches(images(60, (3, 16, 16)), epoch):
+                run.step(batch, loss_fn)
+        return run.weights_sha256(), run.notes
+
+
+def test_what_is_frozen_is_resumed_too(tmp_path: Path) -> None:
+    ((whole, _),) = run_ranks(_train_unfreezing, 1, str(tmp_path / "whole"))
+    run_ranks(_train_unfreezing, 2, str(tmp_path / "parts"), 12)  # in the middle of the third epoch
+    for sha, notes in run_ranks(_train_unfreezing, 3, str(tmp_path / "parts")):
+        assert sha == whole
+        assert any("is trained; to choose otherwise, set requires_grad after run.prepare" in note for note in notes)

@@ -99,10 +99,18 @@ class Loading:
         )
 
     def order(self, set_size: int, global_batch_size: int, seed: int, epoch: int) -> EpochOrder:
-        """The order of an epoch in training."""
+        """The order of an epoch in training. Raises `DataError` where it has no batch."""
+        order: EpochOrder
         if self.sampler is None:
-            return ShuffledOrder(set_size, global_batch_size, seed, epoch, drop_last=self.drop_last)
-        return listed_order(self.sampler, set_size, global_batch_size, seed, epoch, drop_last=self.drop_last)
+            order = ShuffledOrder(set_size, global_batch_size, seed, epoch, drop_last=self.drop_last)
+        else:
+            order = listed_order(self.sampler, set_size, global_batch_size, seed, epoch, drop_last=self.drop_last)
+        if not order.num_batches:
+            raise DataError(
+                f"drop_last=True leaves no batch of epoch {epoch}, which has fewer than global_batch_size = "
+                f"{global_batch_size} samples; give drop_last=False, or a smaller global_batch_size."
+            )
+        return order
 
     def evaluation_order(self, set_size: int, batch_size: int, seed: int) -> EpochOrder:
         """The chunks in which the set is evaluated: all its samples, or those of the sampler.

@@ -19,6 +19,7 @@ from paceline.data import counter_random, random_streams
 from paceline.data.generators import global_generators_kept, seed_global_generators
 from paceline.data.order import ListedOrder
 from paceline.errors import DataError
+from paceline.own_generators import OwnGenerators
 
 _INNER = ("sampler", "batch_sampler")
 """Where samplers keep those that they draw from."""
@@ -47,7 +48,7 @@ def listed_order(
     Raises:
         DataError: no samples, or one that the data set of `set_size` does not have.
     """
-    with global_generators_kept(), _own_generators_seeded(sampler, epoch):
+    with global_generators_kept(), _own_generators_seeded(sampler, seed, epoch):
         seed_global_generators(counter_random.key(seed, random_streams.SAMPLER, epoch, 0))
         for part in _parts(sampler):
             if hasattr(part, "set_epoch"):
@@ -99,18 +100,18 @@ def _parts(sampler: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _own_generators_seeded(sampler: Any, epoch: int) -> Iterator[None]:
-    """A context for an epoch, in which the generators of samplers begin anew from the seed that the script gave them.
+def _own_generators_seeded(sampler: Any, seed: int, epoch: int) -> Iterator[None]:
+    """A context for an epoch, in which the generators of samplers begin anew; those that torch's samplers take from the
+    seed that the script gave them.
 
     They would else continue where the epoch before ended, which a resumed run has not gone through.
     """
-    held = [part.generator for part in _parts(sampler) if isinstance(getattr(part, "generator", None), torch.Generator)]
-    states = [generator.get_state() for generator in held]
-    for generator in held:
-        script_seed = generator.initial_seed() & 0x7FFFFFFFFFFFFFFF
-        generator.manual_seed(counter_random.key(script_seed, random_streams.SAMPLER, epoch, 1))
-    try:
+    parts = list(_parts(sampler))
+    own = OwnGenerators(*parts)
+    given = [part.generator for part in parts if isinstance(getattr(part, "generator", None), torch.Generator)]
+    script_seeds = [generator.initial_seed() & 0x7FFFFFFFFFFFFFFF for generator in given]
+    with own.kept():
+        own.seed(counter_random.key(seed, random_streams.SAMPLER, epoch, 2))
+        for generator, script_seed in zip(given, script_seeds, strict=True):
+            generator.manual_seed(counter_random.key(script_seed, random_streams.SAMPLER, epoch, 1))
         yield
-    finally:
-        for generator, state in zip(held, states, strict=True):
-            generator.set_state(state)

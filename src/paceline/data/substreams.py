@@ -12,6 +12,7 @@ import copy
 import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from paceline.containers import open_container
 from paceline.data import counter_random, random_streams
 from paceline.data.generators import seed_global_generators
 from paceline.errors import DataError
+from paceline.own_generators import OwnGenerators
 
 _WHOLE = "whole"
 """Names the state of a stream that is not split."""
@@ -37,6 +39,8 @@ class StreamPosition:
     """How many samples of each substream came before it."""
     states: Mapping[str, Any] = field(default_factory=dict)
     """States of the stream itself there, by the number of the substream; those that are known on this worker."""
+    fingerprint: int = 0
+    """That of the samples before it, where the stream is read as it comes; 0: not known."""
 
 
 def is_stream(dataset: Any) -> bool:
@@ -94,7 +98,7 @@ class Substreams:
         for name, (part, first_key, count) in parts.items():
             _set_epoch(part, epoch)
             self._sources[name] = _Source(part, seed, epoch, first_key)
-            self._sources[name].go_to(count, position.states.get(name))
+            self._sources[name].go_to(count, position.states.get(name), position.fingerprint)
 
     def read(self, step: int) -> dict[int, list[Any]]:
         """The samples of global batch `step` in each own substream, fewer or none after its end."""
@@ -126,7 +130,8 @@ def _set_epoch(stream: Any, epoch: int) -> None:
 
 
 class _Source:
-    """A stream that is read one by one, each sample with global generators that are its own."""
+    """A stream that is read one by one, each sample with global generators that are its own, an epoch with those that
+    the stream itself holds."""
 
     def __init__(self, stream: Any, seed: int, epoch: int, first_key: int) -> None:
         self._stream = stream
@@ -136,19 +141,49 @@ class _Source:
         self._samples: Iterator[Any] | None = None
         self._is_over = False
         self.fingerprint = 0
+        self._begin()
 
-    def go_to(self, count: int, state: Any) -> None:
-        """Continue after the first `count` samples: by the stream's own state, or by reading them again."""
+    def _begin(self) -> None:
+        """Seed the generators that the stream holds: they would else go on from the epoch before, which a resumed run
+        has not gone through."""
+        self._generators = OwnGenerators(self._stream, of_parts=True)
+        with self._generators.kept():
+            self._generators.seed(counter_random.key(*self._key, self._next))
+            self._generator_states = self._generators.full_states()
+
+    @contextmanager
+    def _own_generators(self) -> Iterator[None]:
+        """A context in which the stream's generators go on from the last one: shards of a stream may share them."""
+        with self._generators.kept():
+            self._generators.set_states(self._generator_states)
+            yield
+            self._generator_states = self._generators.full_states()
+
+    def go_to(self, count: int, state: Any, fingerprint: int) -> None:
+        """Continue after the first `count` samples: by the stream's own state, or by reading them again.
+
+        Args:
+            fingerprint: that of these samples; 0: not known.
+        """
         if count == 0:
             return
         if state is not None and self._has_state:
             self._stream = copy.deepcopy(self._stream)  # the next epoch begins at the beginning
-            self._stream.load_state_dict(copy.deepcopy(state))
+            self._begin()
+            with self._own_generators():
+                self._stream.load_state_dict(copy.deepcopy(state))
             self._next += count
+            self.fingerprint = fingerprint
         elif len(self.take(count)) < count:
             raise DataError(
                 f"The stream ended before the {count:,} samples that it had given when this run was saved; resume with "
                 "the same data."
+            )
+        elif fingerprint not in (0, self.fingerprint):
+            raise DataError(
+                f"The first {count:,} samples of the stream are others than when this run was saved in the middle of "
+                "an epoch; give the same data in an order that depends on the epoch alone (set_epoch), or resume "
+                "nevertheless with force = True."
             )
 
     def take(self, count: int) -> list[Any]:
@@ -156,9 +191,10 @@ class _Source:
         found: list[Any] = []
         while len(found) < count and not self._is_over:
             seed_global_generators(counter_random.key(*self._key, self._next))
-            if self._samples is None:
-                self._samples = iter(self._stream)
-            sample = next(self._samples, _END)
+            with self._own_generators():
+                if self._samples is None:
+                    self._samples = iter(self._stream)
+                sample = next(self._samples, _END)
             if sample is _END:
                 self._is_over, self._samples = True, None
                 break
@@ -171,7 +207,8 @@ class _Source:
         """The stream's own state; None where it has none, or has not begun or has ended."""
         if not self._has_state or self._samples is None:
             return None
-        state = self._stream.state_dict()
+        with self._own_generators():
+            state = self._stream.state_dict()
         try:  # it is kept as JSON, which may not have it all
             return state if json.loads(json.dumps(state)) == state else None
         except (TypeError, ValueError):

@@ -34,6 +34,7 @@ class AsyncServers(Engine):
     is_synchronised = False  # status is exchanged in `AnyShard.at_rest`
     changes_state = True
     buffers_rule = "each worker's are its own, and become the first worker's when all workers rest"
+    counters_rule = "each worker's are its own, so they depend on how many workers there are"
 
     def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
         functions = LossFunctions(None)

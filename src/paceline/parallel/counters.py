@@ -12,7 +12,7 @@ import functools
 import math
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,7 +22,8 @@ from torch import nn
 from paceline.own_generators import reached_by
 
 _STEPS_TO_LOOK = 2
-"""After so many steps only numbers that have changed are watched, since a large model has thousands."""
+"""After so many steps only numbers beside one that has changed are watched, since a large model has thousands. Others of
+its module may follow later, as a rate that falls every hundred steps."""
 _FEW = 64
 """So many are watched in any case."""
 _DEPTH = 4
@@ -42,6 +43,8 @@ class _Place(Protocol):
 
 @dataclass
 class _Number:
+    path: str
+    """Names it, alike in every run of the program."""
     place: _Place
     name: str
     before: Any
@@ -50,6 +53,8 @@ class _Number:
     """By how much each pass of the step moved it."""
     last_move: float = 0
     """By how much the last step with a pass moved it."""
+    has_moved: bool = False
+    """Whether any pass has moved it."""
 
     @property
     def now(self) -> Any:
@@ -64,8 +69,12 @@ class _Number:
 class Counters:
     """Some numbers that forward passes change."""
 
-    def __init__(self, places: Iterable[tuple[_Place, str]]) -> None:
-        self._watched = [_Number(place, name, place.get(name), []) for place, name in places]
+    def __init__(self, places: Mapping[str, tuple[_Place, str]]) -> None:
+        """
+        Args:
+            places: where they are, by path.
+        """
+        self._watched = [_Number(path, place, name, place.get(name), []) for path, (place, name) in places.items()]
         self._steps_to_look = _STEPS_TO_LOOK
         self._is_passing = False
         self._has_passed = False
@@ -73,7 +82,13 @@ class Counters:
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Counters:
-        return cls(place for module in model.modules() for place in _numbers_in(vars(module)))
+        return cls(
+            {
+                f"{path}.{name}" if path else name: (place, name)
+                for path, module in model.named_modules()
+                for place, name in _numbers_in(vars(module))
+            }
+        )
 
     @classmethod
     def of_function(cls, loss_fn: object) -> Counters:
@@ -82,7 +97,7 @@ class Counters:
         What belongs to other packages counts only in modules: a loss of another library.
         """
         found = {(id(place), name): (place, name) for place, name in _numbers_of(loss_fn)}
-        return cls(found.values())
+        return cls({f"{number} {name}": (place, name) for number, (place, name) in enumerate(found.values())})
 
     def begin_step(self) -> None:
         self._has_passed = self._is_passing = False
@@ -130,7 +145,22 @@ class Counters:
         if self._steps_to_look and self._has_passed:
             self._steps_to_look -= 1
             if not self._steps_to_look and len(self._watched) > _FEW:
-                self._watched = [number for number in self._watched if number.last_move]
+                moving = {id(number.place) for number in self._watched if number.has_moved}
+                self._watched = [number for number in self._watched if id(number.place) in moving]
+
+    def let_stand(self) -> None:
+        """Begin the next pass with what the last one has made of the numbers."""
+        self._end_pass()
+        self.begin_step()
+
+    def state(self) -> dict[str, float]:
+        """The numbers that passes have moved, by path: a resumed run goes on from them."""
+        return {number.path: number.now for number in self._watched if number.has_moved}
+
+    def load_state(self, state: Mapping[str, float]) -> None:
+        for number in self._watched:
+            if number.path in state:
+                number.place[number.name], number.has_moved = state[number.path], True
 
     def _end_pass(self) -> None:
         """Note what the pass made of the numbers; those that are no counters are left to the program from now on."""
@@ -140,6 +170,7 @@ class Counters:
         for number in self._watched:
             if type(number.now) is type(number.before) and type(number.before) in (int, float):
                 number.moves.append(number.now - number.before)
+                number.has_moved |= number.now != number.before
                 if not number.is_counter:
                     number.place[number.name] = number.before + sum(number.moves)
         self._watched = [number for number in self._watched if number.is_counter]

@@ -101,6 +101,9 @@ class Engine:
         "samples, and the first shard's of the others"
     )
     """What becomes of them, for the user."""
+    counters_rule: str | None = None
+    """What becomes of numbers in attributes that forward passes change, for the user; None: a step moves them once,
+    alike on all workers."""
     algorithm: AlgorithmName | None = None
     """How gradients are summed, where that was chosen here; None: as the plan says."""
     notes: Sequence[str] = ()
@@ -204,8 +207,10 @@ class Engine:
         known: dict[str, Any] = {}
         if self.micro_batch is not None:
             known = {"draws_randomness": self.functions.draws, "couples_samples": dict(self.functions.couples)}
-        hidden = self.forward_buffers.hidden_state()
-        return known | ({"hidden_buffers": hidden} if hidden else {})
+        hidden, counters = self.forward_buffers.hidden_state(), self.forward_buffers.counters.state()
+        counts = {name: own for name, own in self.functions.counts.items() if own} | self.functions.saved_counts
+        more = {"hidden_buffers": hidden, "counters": counters, "counts_of_losses": counts}
+        return known | {key: value for key, value in more.items() if value}
 
     def model_state(self) -> dict[str, Any]:
         """What a checkpoint holds of the model: what all workers have, or agree on."""
@@ -221,6 +226,8 @@ class Engine:
             self.functions.draws = shared.get("draws_randomness")
             self.functions.couples.update(shared.get("couples_samples", {}))
         self.forward_buffers.load_hidden_state(shared.get("hidden_buffers", {}))
+        self.forward_buffers.counters.load_state(shared.get("counters", {}))
+        self.functions.saved_counts = dict(shared.get("counts_of_losses", {}))
 
 
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:

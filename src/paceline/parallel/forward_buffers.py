@@ -139,7 +139,8 @@ class ForwardBuffers:
         self._passes: list[_Pass] = []
         self._moving: set[int] = set()
         """The numbers of the buffers that passes have changed so far."""
-        self._told: set[int] = set()
+        self._told: set[str] = set()
+        """The names of the buffers and numbers of which the user has been told that passes change them."""
 
     def __len__(self) -> int:
         """The number of those that are combined over shards."""
@@ -250,6 +251,7 @@ class ForwardBuffers:
     def let_stand(self) -> None:
         """Keep what passes have made of this worker's buffers, where no other worker's are combined with them."""
         self._have_moved({number for one in self._passes for number in (*one.moves, *one.values)})
+        self.counters.let_stand()
         self.begin_step()
 
     def _have_moved(self, numbers: Iterable[int]) -> None:
@@ -265,9 +267,16 @@ class ForwardBuffers:
 
     def newly_moving(self) -> list[str]:
         """The names of the buffers that forward passes have begun to change since the last call."""
-        new = sorted(self._moving - self._told)
-        self._told = set(self._moving)
-        return [self._combined[number].name for number in new]
+        return self._untold(self._combined[number].name for number in sorted(self._moving))
+
+    def newly_counting(self) -> list[str]:
+        """The paths of the numbers in attributes that forward passes have begun to change since the last call."""
+        return self._untold(self.counters.state())
+
+    def _untold(self, names: Iterable[str]) -> list[str]:
+        new = [name for name in names if name not in self._told]
+        self._told.update(new)
+        return new
 
     @contextmanager
     def untouched(self) -> Iterator[None]:

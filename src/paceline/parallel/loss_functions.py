@@ -27,6 +27,10 @@ class LossFunctions:
         """Whether the forward pass draws random numbers; None before the first one. Saved with checkpoints."""
         self.couples: dict[str, bool] = {}
         """Whether shards have to go through the model one by one; saved with checkpoints."""
+        self.counts: dict[str, dict[str, float]] = {}
+        """The numbers that each counts from call to call; saved with checkpoints."""
+        self.saved_counts: dict[str, dict[str, float]] = {}
+        """Those of a checkpoint, until the function is called again."""
         self.changes_batch: dict[str, bool] = {}
         """Whether it changes tensors of its batch in place, as far as this worker has seen."""
         self.differentiates: set[str] = set()

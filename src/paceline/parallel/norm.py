@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.containers import on_device
 from paceline.errors import ModelError
 from paceline.parallel.assignment import ShardRange
-from paceline.parallel.normalise_apart import Moved, normalise_apart
+from paceline.parallel.normalise_apart import Moved, is_one_value, norm_of_one_value, normalise_apart
 from paceline.parallel.repeated import Repeated, RepeatedParameters, shard_by_shard, source_of
 from paceline.parallel.sync_norm import BatchNorm, SyncBatchNorm
 
@@ -121,9 +121,12 @@ class ShardBatchNorm(BatchNorm):
         if count > 1 and weight is not None and bias is not None:
             weight, bias = (self._repeated(one, count) for one in (weight, bias))
         moved = self._moved(count, first, seen, seen_weight)
-        return torch.batch_norm(
+        output = torch.batch_norm(
             values, weight, bias, moved.mean, moved.var, True, moved.momentum, self.eps, torch.backends.cudnn.enabled
         )
+        if is_one_value(values):
+            output = output + (norm_of_one_value(values, bias) - output).detach()
+        return output
 
     def _moved(self, count: int, first: int, seen: _Seen | None, seen_weight: float) -> Moved:
         """Note that `count` shards from `first` on are seen in this call, and say where their statistics go."""

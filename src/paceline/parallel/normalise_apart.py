@@ -64,6 +64,8 @@ class _NormaliseApart(torch.autograd.Function):
             torch.native_batch_norm(
                 piece, weight, bias, one.mean, one.var, True, one.momentum, eps, out=(output, mean, inverse_deviation)
             )
+            if is_one_value(piece):
+                output.copy_(norm_of_one_value(piece, bias))
         ctx.save_for_backward(values, weight, bias)
         ctx.rows, ctx.eps, ctx.means, ctx.inverse_deviations = rows, eps, means, inverse_deviations
         return outputs
@@ -104,6 +106,19 @@ class _NormaliseApart(torch.autograd.Function):
             None,
             None,
         )
+
+
+def is_one_value(values: Tensor) -> bool:
+    """Whether each channel has one value, which is its own mean: the norm of it is the bias.
+
+    A kernel gives the bias up to rounding, and on which side of the kink of a ReLU that lies would depend on what it
+    normalises with it.
+    """
+    return values.numel() == values.shape[1]
+
+
+def norm_of_one_value(values: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.zeros_like(values) if bias is None else bias.view(values.shape)
 
 
 def _statistics_dtype(values: Tensor, *parameters: Tensor | None) -> torch.dtype:

@@ -61,6 +61,11 @@ class ParameterWatch:
         if name := self._first_that_differs(before, versions(held)):
             raise _is_changed(name)
         if name := self._first_that_differs(gradients, self._gradients()):
+            if not self._are_whole:
+                raise ModelError(
+                    f"The loss function computes gradients itself, and the parameter '{name}', which is sharded, has "
+                    "got one by that; a loss function that does so needs the strategy dp."
+                )
             raise ModelError(
                 f"The loss function changed the gradient of the parameter '{name}' itself, by a backward() or "
                 "zero_grad() of its own; compute gradients in it by torch.autograd.grad(value, inputs), which leaves "

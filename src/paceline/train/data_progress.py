@@ -171,13 +171,20 @@ class DataProgress:
         return range(*shards_of_rank(self._rank, self._num_assignments, self._job.virtual_shards))
 
     def stream_batch(
-        self, sizes: Sequence[int], states: Mapping[str, Any], samples_per_epoch: int, *, one_by_one: bool
+        self,
+        sizes: Sequence[int],
+        states: Mapping[str, Any],
+        fingerprint: int,
+        samples_per_epoch: int,
+        *,
+        one_by_one: bool,
     ) -> Batch:
         """The next batch of a stream.
 
         Args:
             sizes: how many samples each substream gives.
             states: the stream's own states after it, as far as this worker knows them.
+            fingerprint: that of the stream's samples so far; 0: not known.
         """
         position, job = self._position, self._job
         assert position is not None
@@ -186,7 +193,7 @@ class DataProgress:
         )
         before = sum(position.taken)
         taken = tuple(had + more for had, more in zip(position.taken, sizes, strict=True))
-        after = StreamPosition(position.step + 1, taken, states)
+        after = StreamPosition(position.step + 1, taken, states, fingerprint)
         samples = np.arange(before, before + sum(sizes))
         return Batch(self.epoch, position.step, position.step, 1, samples, assignment, samples_per_epoch, after)
 
@@ -281,7 +288,8 @@ class DataProgress:
             states: dict[str, Any] = {}
             for known in self.gather(dict(self._position.states)) if collective else []:
                 states |= known
-            course["stream"] = {"taken": list(self._position.taken), "states": json.dumps(states)}
+            taken, fingerprint = list(self._position.taken), self._position.fingerprint
+            course["stream"] = {"taken": taken, "states": json.dumps(states), "fingerprint": fingerprint}
         return {"steps": self.steps, "samples_seen": self.samples_seen, "course": course}
 
     def load_state_dict(self, state: dict[str, Any], *, check_order: bool = True) -> None:
@@ -292,7 +300,8 @@ class DataProgress:
         self._set_size, self._digest = course.num_samples, course.order
         if course.stream is not None:
             states = json.loads(course.stream.states)
-            self._position = StreamPosition(self._next, course.stream.taken, states)
+            fingerprint = course.stream.fingerprint if check_order else 0
+            self._position = StreamPosition(self._next, course.stream.taken, states, fingerprint)
         self._is_resumed, self._checks_order = True, check_order
 
 
@@ -304,6 +313,8 @@ class _SavedStream:
     """How many samples of each substream were trained on."""
     states: str
     """The stream's own states, by substream, in JSON."""
+    fingerprint: int = 0
+    """That of the samples that were trained on, where the stream is read as it comes; 0: not known."""
 
 
 @dataclass(frozen=True)

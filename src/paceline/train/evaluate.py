@@ -16,6 +16,7 @@ from paceline.data import Loading
 from paceline.data.substreams import is_stream
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
+from paceline.own_generators import OwnGenerators
 from paceline.parallel import Companions
 from paceline.parallel.losses import Mean
 from paceline.spec import Job, Mesh
@@ -59,15 +60,17 @@ def evaluate_between_steps(
     chunks = kind(loading, run.reader, run.job, run.mesh, run.world, in_step=not run.engine.holds_all)
 
     def before_chunk(number: int) -> None:
-        seed_evaluation(seed, step, number, device)
+        seed_evaluation(seed, step, number, device, own)
         prepared.begin_pass()
 
+    own = OwnGenerators(model, *(one.model for one in prepared.models), measure)
     try:
         with (
             explaining_refusals(),
             evaluation_mode(model, *(one.model for one in prepared.models)),
             run.consensus(),
             prepared.untouched(),
+            own.kept(),
             torch.no_grad(),
             run.precision.autocast(),
         ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,11 +79,12 @@ class ModelStepper:
         self._takes_closure = takes_closure(self.trained.optimizer, self.trained.engine, session.state.job)
         self._readings: Readings = {}
         self._generators_of_model = OwnGenerators(self.trained.model)
+        self._generators_of_optimizer = OwnGenerators(*parts_of(self.trained.optimizer))
         self._loss_fn: object = None
         """The last loss function."""
         self._generators = NO_GENERATORS
         """Those that it and the model have of their own."""
-        self._counters_of_loss = Counters(())
+        self._counters_of_loss = Counters({})
 
     def step(
         self, pending: Pending, content: Any, loss_fn: LossFn, companions: Companions, optimizer: Optimizer
@@ -133,10 +134,13 @@ class ModelStepper:
         self._tracer.after_update(trained.model, engine.whole, result.notes)
         engine.forward_buffers.counters.end_step()
         self._counters_of_loss.end_step()
-        moving = engine.forward_buffers.newly_moving()
-        if moving:
-            names = ", ".join(moving[:3]) + (f" and {len(moving) - 3} more" if len(moving) > 3 else "")
-            self.session.note(f"Forward passes change buffers ({names}): {engine.buffers_rule}.")
+        engine.functions.counts[step_input.loss_name] = self._counters_of_loss.state()
+        if moving := engine.forward_buffers.newly_moving():
+            self.session.note(f"Forward passes change buffers ({_some(moving)}): {engine.buffers_rule}.")
+        if engine.counters_rule and (counting := engine.forward_buffers.newly_counting()):
+            self.session.note(
+                f"Forward passes change numbers in attributes ({_some(counting)}): {engine.counters_rule}."
+            )
         return result
 
     def _restore_buffers(self) -> None:
@@ -161,6 +165,7 @@ class ModelStepper:
             self._loss_fn = loss_fn
             self._generators = self._generators_of_model + OwnGenerators(loss_fn)
             self._counters_of_loss = Counters.of_function(loss_fn)
+            self._counters_of_loss.load_state(self.trained.engine.functions.saved_counts.pop(loss_name(loss_fn), {}))
         self._counters_of_loss.begin_step()
 
     def _input(
@@ -243,9 +248,10 @@ class ModelStepper:
                 "only; clip them by the job's optim.clip_norm, or choose another strategy."
             )
         may_draw = any(type(one).__module__.partition(".")[0] != "torch" for one in parts_of(optimizer))
+        own = self._generators_of_optimizer if may_draw else NO_GENERATORS
         if may_draw:
-            seed_update(self._state.job.seed, pending.index, self._device, pending.num_steps)
-        before = generator_states(self._device) if may_draw and not engine.holds_all else None
+            seed_update(self._state.job.seed, pending.index, self._device, pending.num_steps, own)
+        before = None if engine.holds_all or not may_draw else (generator_states(self._device), own.states())
         if self._takes_closure:
             again = functools.partial(self._gradients_again, step_input)
             closure = closure_after(loss, trained.model.parameters(), again)
@@ -255,7 +261,7 @@ class ModelStepper:
                 tell_scaler(optimizer)
             scaler.step(optimizer)
             scaler.update()
-        if before is not None and before != generator_states(self._device):
+        if before is not None and before != (generator_states(self._device), own.states()):
             raise ModelError(
                 f"{type(optimizer).__name__} draws random numbers for the update, which are others for parts of the "
                 "parameters than for all of them; choose the strategy dp."
@@ -330,3 +336,8 @@ class ModelStepper:
             wants_rest=self.session.wants_rest,
             at_rest=self.session.at_rest,
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of these names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

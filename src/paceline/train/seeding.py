@@ -6,6 +6,7 @@ import torch
 
 from paceline.data import random_streams
 from paceline.data.counter_random import key
+from paceline.own_generators import OwnGenerators
 from paceline.parallel.generators import seed_generators
 
 
@@ -30,16 +31,21 @@ def seed_between_steps(seed: int, step: int, device: torch.device, nth: int = 0)
     seed_generators(key(seed, random_streams.BETWEEN_STEPS, nth, step), device)
 
 
-def seed_update(seed: int, index: int, device: torch.device, nth: int) -> None:
+def seed_update(seed: int, index: int, device: torch.device, nth: int, own: OwnGenerators) -> None:
     """Before an optimizer that may draw random numbers: every worker makes the same update.
 
     Args:
         index: the number of the global batch.
         nth: the number of the step on it.
+        own: those of the optimizer.
     """
-    seed_generators(key(seed, random_streams.UPDATE, nth, index), device)
+    of_update = key(seed, random_streams.UPDATE, nth, index)
+    seed_generators(of_update, device)
+    own.seed(of_update)
 
 
-def seed_evaluation(seed: int, step: int, chunk: int, device: torch.device) -> None:
-    """Before a chunk of an evaluation set is measured."""
-    seed_generators(key(seed, random_streams.EVALUATION, step, chunk), device)
+def seed_evaluation(seed: int, step: int, chunk: int, device: torch.device, own: OwnGenerators) -> None:
+    """Before a chunk of an evaluation set is measured; `own`: those of the models and of what measures them."""
+    of_chunk = key(seed, random_streams.EVALUATION, step, chunk)
+    seed_generators(of_chunk, device)
+    own.seed(of_chunk)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -140,8 +141,8 @@ class RunState:
         """Whether every worker holds all models and their optimizers."""
         return all(trained.engine.holds_all for trained in self.models.by_name.values())
 
-    def restore(self, found: Found, *, force: bool) -> None:
-        """Resume from a checkpoint. Raises `JobError` if it is of another job, unless `force` is set."""
+    def restore(self, found: Found, *, force: bool) -> list[str]:
+        """Resume from a checkpoint; returns notes. Raises `JobError` if it is of another job, unless `force` is set."""
         shared = found.shared
         with _as_saved(found.name):
             before, changes = self._changes(shared)
@@ -156,14 +157,18 @@ class RunState:
             self.metrics.update(from_mapping(_SavedMetrics, {"metrics": shared["metrics"]}).metrics)
             # A new scheduler writes its first learning rate into the optimizer, and loading its state leaves it there.
             self.kept.load_state_dict(shared["kept"], (lambda: None) if changes else self.models.hyperparameters())
+            frozen = [] if changes else [self.models.freeze_as(name, shared) for name in self.models.by_name]
+            return list(itertools.chain.from_iterable(frozen))
 
-    def restore_model(self, name: str, found: Found, *, force: bool) -> None:
+    def restore_model(self, name: str, found: Found, *, force: bool) -> list[str]:
         """Give a model that was prepared after the others its state; with `force` it begins anew if there is none.
-        Raises `CheckpointError` where the checkpoint has no such model."""
+        Returns notes. Raises `CheckpointError` where the checkpoint has no such model."""
         if force and name not in found.shared.get("models", {}):
-            return
+            return []
         with _as_saved(found.name):
-            self.models.put_one(name, found.shared, found.own, hyper=not self._changes(found.shared)[1])
+            changes = self._changes(found.shared)[1]
+            self.models.put_one(name, found.shared, found.own, hyper=not changes)
+            return [] if changes else self.models.freeze_as(name, found.shared)
 
     def _changes(self, shared: dict[str, Any]) -> tuple[Job, list[str]]:
         """The job of a checkpoint, and its differences from this run's job that change the result."""
@@ -257,12 +262,14 @@ class Session:
         found = self._reader.newest()
         step = None
         if found is not None:
-            state.restore(found, force=force)
+            notes = state.restore(found, force=force)
             known = {"models": list(found.shared.get("models", ())), "frozen": dict(found.shared.get("frozen", {}))}
             self._resumed = known, force
             step = state.progress.steps
             self.heartbeat.step(step)
             self._notes.append(f"resumed at step {step} from {found.name} in {checkpoint_address}")
+            for note in notes:
+                self.note(note)
         # The launcher waits for a worker that says it will save.
         told = self.say, step, self.heartbeat.save
         self._checkpoints = Checkpoints(storage, state.job.kept_checkpoints, self._group, state.snapshot, *told)
@@ -275,7 +282,8 @@ class Session:
         if name in self.state.models.by_name:
             found = self._reader.newest()  # the shards of this model were not read before
             assert found is not None
-            self.state.restore_model(name, found, force=self._resumed[1])
+            for note in self.state.restore_model(name, found, force=self._resumed[1]):
+                self.note(note)
         return True
 
     def begin(self) -> None:

@@ -55,6 +55,7 @@ class Trained:
             "optimizer": optimizer,
             "engine": self.engine.shared_state(),
             "scaler": self.precision.scaler.state_dict(),
+            "requires_grad": {name: parameter.requires_grad for name, parameter in self.model.named_parameters()},
         }
         return shared, own
 
@@ -92,6 +93,25 @@ class Trained:
         load_optimizer_state(self.optimizer, self.names, self.model, optimizer, hyper=hyper)
         self.engine.load_state(shared["engine"], own)
         self.precision.scaler.load_state_dict(shared["scaler"])
+
+    def freeze_as(self, shared: Mapping[str, Any]) -> list[str]:
+        """Freeze and unfreeze parameters as they were when `take` was called; returns sentences that say so."""
+        kept, said = shared.get("requires_grad", {}), []
+        for word, is_trained in (("frozen", False), ("trained", True)):
+            others = {
+                name: parameter
+                for name, parameter in self.model.named_parameters()
+                if kept.get(name) is is_trained is not parameter.requires_grad
+            }
+            for parameter in others.values():
+                parameter.requires_grad_(is_trained)
+            if others:
+                more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+                said.append(
+                    f"As when the run was saved, '{next(iter(others))}'{more} is {word}; to choose otherwise, set "
+                    "requires_grad after run.prepare."
+                )
+        return said
 
 
 @dataclass(frozen=True)

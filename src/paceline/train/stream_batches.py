@@ -76,7 +76,9 @@ class StreamBatches:
             if progress.steps_left != 1:
                 ahead = next(steps)
                 exchange = SizeExchange(ahead.sizes, job.virtual_shards, self.group)
-            batch = progress.stream_batch(sizes, step.states, samples_per_epoch, one_by_one=one_by_one)
+            batch = progress.stream_batch(
+                sizes, step.states, step.fingerprint, samples_per_epoch, one_by_one=one_by_one
+            )
             own_sizes, contents = batch.assignment.sizes, step.contents
             if not own_sizes:  # this worker's substreams have ended before others'
                 own_sizes, contents = (1,), [instead()]

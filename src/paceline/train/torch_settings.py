@@ -163,6 +163,11 @@ def _sharding_refusal(problem: BaseException) -> ModelError | None:
         return ModelError(
             "The model has a parameter without elements, which torch cannot shard; leave it out, or use dp or tp."
         )
+    if "out of bounds for storage of size 0" in str(problem):
+        return ModelError(
+            "A backward pass needs parameters that their worker has given up already: a loss function that computes "
+            "gradients itself (torch.autograd.grad) needs the strategy dp."
+        )
     if "RegisterPostBackwardFunction" not in str(problem):
         return None
     return ModelError(

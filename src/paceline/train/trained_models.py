@@ -107,6 +107,11 @@ class TrainedModels:
         of_others = {kind: own[kind]["models"][name] for kind in own if name in own[kind].get("models", {})}
         trained.put(kept[name], of_others, hyper=hyper)
 
+    def freeze_as(self, name: str, shared: Mapping[str, Any]) -> list[str]:
+        """As `Trained.freeze_as` for the model with this name."""
+        trained = self.by_name[name]
+        return trained.freeze_as(shared if trained is self.first else shared["models"][name])
+
     def own_shards(self, shared: dict[str, Any]) -> dict[str, Any]:
         """What `Trained.own_shards` returns, for the models that are known by now."""
         kept = shared.get("models", {})

@@ -158,6 +158,10 @@ def test_variable_batches() -> None:
         ),
         (lambda: Loading.of(Numbers(), 8, sampler=5), "give a torch Sampler or BatchSampler, or a function"),
         (lambda: order_with(lambda *_: []), "The sampler gave no sample for epoch 0"),
+        (
+            lambda: Loading.of(DataLoader(Numbers(), 32, drop_last=True), 32).order(20, 32, 0, 1),
+            "drop_last=True leaves no batch of epoch 1, which has fewer than global_batch_size = 32 samples",
+        ),
         (lambda: order_with(lambda *_: [1, 20]), "The sampler gave the sample 20 for epoch 0; the data set has 20"),
         (lambda: order_with(lambda *_: [[1, "a"]]), "A sampler gave 'a' where the number of a sample"),
         (

@@ -145,6 +145,21 @@ def test_a_shard_with_one_value_says_nothing_about_variance() -> None:
         assert torch.equal(value, before[name])
 
 
+@pytest.mark.parametrize(("sizes", "are_interleaved"), [((1,), False), ((1, 1, 1), True), ((2, 1, 1), False)])
+def test_the_norm_of_one_value_is_the_bias_to_the_bit(sizes: tuple[int, ...], are_interleaved: bool) -> None:
+    """Rounding would decide on which side of a ReLU's kink it lies, and be another with other shards in the pass."""
+    ghost = replace_batch_norm(nn.BatchNorm1d(16).double(), ShardBatchNorm)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(sum(sizes), 16, dtype=torch.float64, generator=generator).requires_grad_()
+    output = _forward(ghost, NormStatistics(ghost), x, sizes, are_interleaved=are_interleaved)
+    alone = output[sum(size for size in sizes if size > 1) :]
+    assert torch.equal(alone, torch.zeros_like(alone))
+    alone.sum().backward()
+    assert x.grad is not None and not x.grad.any()
+    assert isinstance(ghost, ShardBatchNorm) and ghost.bias.grad is not None
+    assert torch.equal(ghost.bias.grad, torch.full_like(ghost.bias, len(alone)))
+
+
 def test_replacing_keeps_parameters_names_and_evaluation() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.BatchNorm2d(4, affine=False)))
     reference = copy.deepcopy(model).eval()
