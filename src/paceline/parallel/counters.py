@@ -22,8 +22,8 @@ from torch import nn
 from paceline.own_generators import reached_by
 
 _STEPS_TO_LOOK = 2
-"""After so many steps only numbers beside one that has changed are watched, since a large model has thousands. Others of
-its module may follow later, as a rate that falls every hundred steps."""
+"""After so many steps only numbers beside one that has changed are watched, since a large model has thousands. They may
+follow later, as a rate that falls every hundred steps does."""
 _FEW = 64
 """So many are watched in any case."""
 _DEPTH = 4
