@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.parallel.dtensor import device_mesh_of
+from paceline.private_groups import private_group
 from paceline.spec import Mesh
 
 
@@ -30,7 +31,8 @@ def open_axes(mesh: Mesh, device: torch.device, world: dist.ProcessGroup) -> Axe
     device_mesh = device_mesh_of(mesh, device.type)
     data = None
     if mesh.num_assignments > 1:
-        data = device_mesh["dp", "fsdp"]._flatten("data").get_group()
+        with private_group():
+            data = device_mesh["dp", "fsdp"]._flatten("data").get_group()
     return Axes(
         mesh,
         device_mesh,

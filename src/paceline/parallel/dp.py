@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from paceline.comm import Aggregator, Bucket
 from paceline.errors import ModelError
@@ -71,7 +73,7 @@ class DataParallel(Engine):
         self._in_buckets: set[Tensor] = set()
         """The parameters whose gradients the last backward pass has computed so far; known for "auto" only."""
         self.micro_batch: MicroBatchLimit = MicroBatchLimit(plan, job)
-        self._watched: set[Tensor] = set()
+        self._hooks: dict[Tensor, RemovableHandle] = {}
         self._has_stepped = False
         self._trained = self._trained_now()
         # It arranges and sends buckets. Its forward pass is never called: the loss function gets the model itself, so
@@ -95,6 +97,8 @@ class DataParallel(Engine):
         self.forward_buffers = self._passes.buffers
 
     def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - whatever it is
+        for hook in self._hooks.values():  # garbage collection does not see what these hold
+            hook.remove()
         if self._aggregator is not None:
             self._aggregator.scheduler.close()
 
@@ -116,14 +120,16 @@ class DataParallel(Engine):
         )
         # `gradients` does it, however many forward passes there are. (The argument has another name since torch 2.13.)
         ddp.broadcast_buffers = False
-        # DDP compares annotations, if there are any, with the classes themselves: a lambda has none.
-        ddp.register_comm_hook(None, lambda _state, bucket: self._aggregate(bucket))
+        # DDP compares annotations, if there are any, with the classes themselves: a lambda has none. Garbage collection
+        # does not see who holds it, so that it would keep the engine, its model and its groups for ever.
+        engine = weakref.proxy(self)
+        ddp.register_comm_hook(None, lambda _state, bucket: engine._aggregate(bucket))
         self._trained = self._trained_now()
         if self.micro_batch.is_automatic:
             for parameter in self._trained:
-                if parameter not in self._watched:
-                    self._watched.add(parameter)
-                    parameter.register_post_accumulate_grad_hook(self._in_buckets.add)
+                if parameter not in self._hooks:
+                    hook = parameter.register_post_accumulate_grad_hook(self._in_buckets.add)
+                    self._hooks[parameter] = hook
 
     def _set_up_again(self) -> None:
         self._trained = self._trained_now()

@@ -104,6 +104,8 @@ class MeshParallel(Engine):
         self._replica_sums = ReplicaSums(self.module, self._spread.stages, shared, aggregation.aggregator, self._device)
 
     def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - whatever it is
+        if self._replica_sums is not None:
+            self._replica_sums.close()
         if self._aggregator is not None:
             self._aggregator.scheduler.close()
 

@@ -118,7 +118,7 @@ def is_one_value(values: Tensor) -> bool:
 
 
 def norm_of_one_value(values: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.zeros_like(values) if bias is None else bias.view(values.shape)
+    return torch.zeros_like(values) if bias is None else bias.view(values.shape).to(values.dtype)
 
 
 def _statistics_dtype(values: Tensor, *parameters: Tensor | None) -> torch.dtype:

@@ -47,6 +47,11 @@ class ReplicaSums:
         self._trained: list[tuple[str, nn.Parameter]] = []
         self._hooks: list[RemovableHandle] = []
 
+    def close(self) -> None:
+        """Leave the parameters alone: garbage collection does not see what a hook on their gradients holds."""
+        for hook in self._hooks:
+            hook.remove()
+
     def begin_step(self) -> None:
         trained = [(name, p) for name, p in self._module.named_parameters() if p.requires_grad]
         if [name for name, _ in trained] != [name for name, _ in self._trained]:
@@ -65,8 +70,7 @@ class ReplicaSums:
             buckets([*early, *late], lambda named: (named[1].dtype, local_shard(named[1]).nbytes), FIRST_BUCKET_BYTES)
         )
         self._bucket_of: dict[Tensor, int] = {p: place for place, bucket in enumerate(self._buckets) for _, p in bucket}
-        for hook in self._hooks:
-            hook.remove()
+        self.close()
         self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for _, p in early]
 
     def await_last(self, stage: nn.Module) -> None:

@@ -160,6 +160,12 @@ def test_the_norm_of_one_value_is_the_bias_to_the_bit(sizes: tuple[int, ...], ar
     assert torch.equal(ghost.bias.grad, torch.full_like(ghost.bias, len(alone)))
 
 
+def test_the_norm_of_one_value_has_the_type_of_the_value() -> None:
+    ghost = replace_batch_norm(nn.BatchNorm1d(16), ShardBatchNorm)
+    values = torch.randn(1, 16, dtype=torch.bfloat16)
+    assert _forward(ghost, NormStatistics(ghost), values, (1,)).dtype == torch.bfloat16
+
+
 def test_replacing_keeps_parameters_names_and_evaluation() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Sequential(nn.BatchNorm2d(4, affine=False)))
     reference = copy.deepcopy(model).eval()
