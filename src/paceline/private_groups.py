@@ -53,8 +53,11 @@ class StrangerError(LaunchError):
 
 
 @contextlib.contextmanager
-def private_group() -> Iterator[None]:
+def private_group(*, outlives_run: bool = False) -> Iterator[None]:
     """While the block is open, all members make one or more groups; then their ports are closed.
+
+    Args:
+        outlives_run: whether they are not of a run's own, and `close_groups_of_ended_runs` leaves them.
 
     Raises:
         StrangerError: a process of another user has connected, perhaps in the place of a member: the groups must
@@ -62,7 +65,8 @@ def private_group() -> Iterator[None]:
     """
     before, known = set(_own_sockets()), _all_groups()
     yield
-    _made.extend(group for group in _all_groups() if group not in known)
+    if not outlives_run:
+        _made.extend(group for group in _all_groups() if group not in known)
     own = _own_sockets()
     table = _tcp_table()
     new = [row for row in table if row.inode in own and row.inode not in before]

@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.parallel.dtensor import device_mesh_of
-from paceline.private_groups import private_group
+from paceline.parallel.dtensor import DATA, device_mesh_of
 from paceline.spec import Mesh
 
 
@@ -31,8 +30,7 @@ def open_axes(mesh: Mesh, device: torch.device, world: dist.ProcessGroup) -> Axe
     device_mesh = device_mesh_of(mesh, device.type)
     data = None
     if mesh.num_assignments > 1:
-        with private_group():
-            data = device_mesh["dp", "fsdp"]._flatten("data").get_group()
+        data = device_mesh[DATA].get_group()
     return Axes(
         mesh,
         device_mesh,

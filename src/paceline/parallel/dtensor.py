@@ -6,9 +6,10 @@ Plain tensors load nothing of DTensors, which takes long.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -17,15 +18,29 @@ from paceline.private_groups import private_group
 from paceline.spec import Mesh
 from paceline.spec.mesh import AXES
 
-if TYPE_CHECKING:
-    pass
+DATA = "data"
+"""Names the axis of a device mesh in which dp and fsdp are one."""
+
+_Degrees = tuple[int, ...]
+_meshes: dict[tuple[str, _Degrees], tuple[dist.ProcessGroup | None, DeviceMesh]] = {}
+"""The meshes of this process, each with the group of all workers that it was made of."""
 
 
 def device_mesh_of(mesh: Mesh, device_kind: str) -> DeviceMesh:
-    """All workers as a torch `DeviceMesh` with an axis of each name; a collective."""
+    """All workers as a torch `DeviceMesh` with an axis of each name; a collective.
+
+    Runs in a process share those that are alike: torch takes them for one, and keeps plans for the first of them.
+    """
     degrees = tuple(mesh.degree(axis) for axis in AXES)
-    with private_group():
-        return init_device_mesh(device_kind, degrees, mesh_dim_names=AXES)
+    world, known = _meshes.get((device_kind, degrees), (None, None))
+    if known is not None and world is dist.group.WORLD:
+        return known
+    with private_group(outlives_run=True):
+        made = init_device_mesh(device_kind, degrees, mesh_dim_names=AXES)
+        if mesh.num_assignments > 1:
+            made["dp", "fsdp"]._flatten(DATA)
+    _meshes[device_kind, degrees] = dist.group.WORLD, made
+    return made
 
 
 @torch.no_grad()
