@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from paceline.plan.buckets import exposed_s, sums_of_exposed_s, sums_s
 from paceline.plan.collectives import cost_s
@@ -18,6 +19,7 @@ ALGORITHM_MARGIN = 0.1
 """An algorithm is chosen only if it is faster than the backend's by this factor, as at the start of a run."""
 STRAGGLER_SPREAD = 0.02
 """Standard deviation over mean of one worker's computing time; the probe does not measure it."""
+_EVERY_STEP: dict[str, Any] = {"method": "every_step", "groups": None, "sync_inside_nodes": False, "overlap_steps": 0}
 _MIN_SUM_FACTOR = 0.25
 """The minimum of a measured cost of a sum as a fraction of its price: links cannot be off by more."""
 
@@ -41,6 +43,20 @@ def cheapest_algorithm(inputs: PlanInputs, job: Job, layout: Layout) -> tuple[Al
     if plain is not None and prices[best] > (1 - ALGORITHM_MARGIN) * plain:
         best = "all_reduce"
     return best, prices[best]
+
+
+def sums_inside_groups(inputs: PlanInputs, job: Job, layout: Layout, compute_s: float) -> tuple[float, float]:
+    """The seconds of the sums that the workers of a group of `local_sgd` or `diloco` make in every step, and what of
+    them a step waits for, whose last pass takes `compute_s`; 0 where each worker trains by itself."""
+    spec, size = job.aggregation, 1
+    if spec.sync_inside_nodes:
+        size = max(layout.workers_per_node)
+    elif spec.groups:
+        size = max(1, layout.num_workers // spec.groups)
+    group = layout.first(size)
+    of_group = replace(inputs, job=replace(job, aggregation=replace(spec, **_EVERY_STEP)))
+    seconds = cheapest_algorithm(of_group, of_group.job, group)[1]
+    return seconds, exposed_sums_s(of_group, compute_s, seconds, group)
 
 
 def neighbours_factor_of(inputs: PlanInputs, layout: Layout) -> float:

@@ -21,6 +21,14 @@ class Layout:
     def num_nodes(self) -> int:
         return len(self.workers_per_node)
 
+    def first(self, num_workers: int) -> Layout:
+        """That of the first `num_workers` of them."""
+        found: list[int] = []
+        for size in self.workers_per_node:
+            if left := num_workers - sum(found):
+                found.append(min(size, left))
+        return Layout(tuple(found))
+
 
 @dataclass(frozen=True)
 class AlphaBeta:

@@ -17,6 +17,7 @@ from paceline.plan.model import AlphaBeta, Layout, Network
 from paceline.plan.network_costs import PER_MESSAGE_S
 from paceline.plan.step_time import expected_maximum, slowest_s
 from paceline.spec import Cluster, Job, JobTiming, MachineLoad, Mesh, MicroBatchTiming, OptimSpec, SumTiming
+from paceline.spec.forecast import ForecastRow
 from tests.sample_clusters import GIB, cpu_cluster, gpu_cluster
 
 JOB = Job(global_batch_size=4096, virtual_shards=4096)
@@ -104,6 +105,20 @@ def test_a_wire_format_and_rare_meetings_cost_less() -> None:
     plain = communication_s()
     assert communication_s(wire="int8") < communication_s(wire="bfloat16") < 0.7 * plain
     assert communication_s(method="local_sgd", sync_every=10) == pytest.approx(plain / 10)
+
+
+def test_groups_pay_for_the_sums_that_they_make_in_every_step() -> None:
+    def row(**aggregation: object) -> ForecastRow:
+        job = SMALL.with_values(aggregation=aggregation)
+        return forecast(job, gpu_cluster(link_bytes_per_s=1e9), [16]).rows[0]
+
+    alone = row(method="diloco", sync_every=10)
+    plain, nodes, one_group = row(), row(method="diloco", sync_every=10, groups=2), row(method="diloco", groups=1)
+    assert alone.communication_s < nodes.communication_s < 0.5 * plain.communication_s  # sums inside a node are fast
+    assert one_group.communication_s > plain.communication_s
+    of_nodes = row(method="diloco", sync_every=10, sync_inside_nodes=True)
+    assert nodes.communication_s == of_nodes.communication_s
+    assert one_group.exposed_s >= plain.exposed_s
 
 
 def test_late_outer_steps_wait_for_less() -> None:
