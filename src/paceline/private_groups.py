@@ -19,9 +19,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
-
 from paceline.errors import LaunchError
 
 _SO_ATTACH_FILTER = 26
@@ -42,31 +39,20 @@ class _Connection:
     inode: str
 
 
-_made: list[dist.ProcessGroup] = []
-"""The groups made here, of runs that have not ended."""
-_left: list[dist.ProcessGroup] = []
-"""Those of runs that have ended."""
-
-
 class StrangerError(LaunchError):
     """A process of another user connected while the members of a group connected to each other."""
 
 
 @contextlib.contextmanager
-def private_group(*, outlives_run: bool = False) -> Iterator[None]:
+def private_group() -> Iterator[None]:
     """While the block is open, all members make one or more groups; then their ports are closed.
-
-    Args:
-        outlives_run: whether they are not of a run's own, and `close_groups_of_ended_runs` leaves them.
 
     Raises:
         StrangerError: a process of another user has connected, perhaps in the place of a member: the groups must
             not be used.
     """
-    before, known = set(_own_sockets()), _all_groups()
+    before = set(_own_sockets())
     yield
-    if not outlives_run:
-        _made.extend(group for group in _all_groups() if group not in known)
     own = _own_sockets()
     table = _tcp_table()
     new = [row for row in table if row.inode in own and row.inode not in before]
@@ -85,31 +71,6 @@ def private_group(*, outlives_run: bool = False) -> Iterator[None]:
             "was exchanged with it: start the run again, in a network namespace of its own if that user goes on (see "
             "docs/security.md)."
         )
-
-
-@contextlib.contextmanager
-def groups_of_run() -> Iterator[None]:
-    """A context for a run, whose groups `close_groups_of_ended_runs` closes if it ends without an error."""
-    first = len(_made)
-    yield
-    _left.extend(_made[first:])
-    del _made[first:]
-
-
-def close_groups_of_ended_runs() -> None:
-    """Close them, when a new run begins: a script may gather a sharded model after its run. A collective.
-
-    Each of Gloo's groups has a thread for every member, and some of these look for messages a hundred times a second.
-    """
-    for group in _left:
-        if group in _all_groups():  # the script has not closed it, or all
-            dist.destroy_process_group(group)
-    _left.clear()
-
-
-def _all_groups() -> list[dist.ProcessGroup]:
-    """All but the one of all workers, in the order in which they were made."""
-    return [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]
 
 
 def refuse_connections(descriptor: int) -> None:

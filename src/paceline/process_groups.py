@@ -50,12 +50,12 @@ def open_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup | No
     timeout = timedelta(seconds=timeout_s)
     if all(len(members) == 1 for members in groups.values()):
         return None
-    with private_group():
-        if world.bound_device_id is not None:
-            # One call for all groups. Workers alone get one, too: torch names groups by how many a worker has.
-            opened = dist.split_group(split_ranks=list(groups.values()), timeout=timeout)
-        else:
-            # Everybody takes part in the making of every group, in one order.
+    if world.bound_device_id is not None:
+        # One call for all groups. Workers alone get one, too: torch names groups by how many a worker has.
+        opened = dist.split_group(split_ranks=list(groups.values()), timeout=timeout)
+    else:
+        # Everybody takes part in the making of every group, in one order.
+        with private_group():
             made = [dist.new_group(members, timeout=timeout) for members in groups.values() if len(members) > 1]
-            opened = next((one for one in made if isinstance(one, dist.ProcessGroup)), None)
+        opened = next((one for one in made if isinstance(one, dist.ProcessGroup)), None)
     return opened if len(own) > 1 else None

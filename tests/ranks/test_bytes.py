@@ -36,6 +36,8 @@ CONTEXT, WIDTH, VOCABULARY = 8, 16, 33
 A_FEW_BYTES = 36
 """Loss, whether norm layers may move, whether shards look new, whether somebody wants to stop: no axis's own, but
 of all workers or stages."""
+COMPARED_BYTES = 24
+"""What workers of an fsdp axis tell each other before each of its collectives, over Gloo: which one it is."""
 CHECKED_STEPS = 3
 """In the first ones workers also compare what they are going to send."""
 
@@ -202,6 +204,9 @@ def _counted(case: Case, cuts: tuple[str, ...]) -> dict[AxisName, float]:
         sent = {axis: here.sent_bytes[axis] + there.sent_bytes[axis] for axis in AXES}
         besides: dict[AxisName, float] = {axis: here.bytes_of_calls[f"{axis} allreduce_"] for axis in ("pp", "fsdp")}
         assert max(besides.values()) <= A_FEW_BYTES
+        compared = here.bytes_of_calls["fsdp allgather_"]
+        assert compared % COMPARED_BYTES == 0 and compared <= 0.01 * sent["fsdp"]
+        besides["fsdp"] += compared
         return {axis: sent[axis] - besides.get(axis, 0.0) for axis in AXES}
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from paceline.parallel.dtensor import device_meshes_of
+from paceline.parallel.dtensor import device_mesh_of
 from paceline.spec import Mesh
 
 
@@ -27,12 +27,15 @@ class Axes:
 
 def open_axes(mesh: Mesh, device: torch.device, world: dist.ProcessGroup) -> Axes:
     """Open the process groups of a mesh; a collective of all workers."""
-    device_mesh, data = device_meshes_of(mesh, device.type)
+    device_mesh = device_mesh_of(mesh, device.type)
+    data = None
+    if mesh.num_assignments > 1:
+        data = device_mesh["dp", "fsdp"]._flatten("data").get_group()
     return Axes(
         mesh,
         device_mesh,
         world,
-        None if data is None else data.get_group(),
+        data,
         device_mesh.get_group("dp") if mesh.dp > 1 else None,
         device_mesh.get_group("pp") if mesh.pp > 1 else None,
     )

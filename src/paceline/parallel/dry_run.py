@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.dtensor_type import local_shard
 from paceline.errors import JobError
 from paceline.parallel.comm_bytes import CommBytes
-from paceline.parallel.dtensor import device_meshes_of, local_bytes
+from paceline.parallel.dtensor import device_mesh_of, local_bytes
 from paceline.parallel.initial_weights import allocate
 from paceline.parallel.pipeline.calls import ModelCall, generator_state
 from paceline.parallel.pipeline.layer_costs import backward, counting_kept, measure_layers, tensor_bytes
@@ -426,6 +426,6 @@ def _fake_workers(mesh: Mesh) -> Iterator[DeviceMesh]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=mesh.num_workers)
     try:
-        yield device_meshes_of(mesh, "cpu")[0]
+        yield device_mesh_of(mesh, "cpu")
     finally:
         dist.destroy_process_group()

@@ -6,11 +6,9 @@ Plain tensors load nothing of DTensors, which takes long.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -19,36 +17,15 @@ from paceline.private_groups import private_group
 from paceline.spec import Mesh
 from paceline.spec.mesh import AXES
 
-
-@dataclass(frozen=True)
-class _Meshes:
-    """A mesh of all workers as torch has it."""
-
-    world: dist.ProcessGroup | None
-    """The group of all workers that it was made of."""
-    whole: DeviceMesh
-    data: DeviceMesh | None
-    """Its axes dp and fsdp as one; None if both have the degree 1."""
+if TYPE_CHECKING:
+    pass
 
 
-_made: dict[tuple[str, tuple[int, ...]], _Meshes] = {}
-"""Those of this process, by kind of device and degrees."""
-
-
-def device_meshes_of(mesh: Mesh, device_kind: str) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """All workers as a torch `DeviceMesh` with an axis of each name, and its axes dp and fsdp as one, which is None if
-    both have the degree 1; a collective.
-
-    Runs in a process share those that are alike: torch takes them for one, and keeps plans for the first of them.
-    """
+def device_mesh_of(mesh: Mesh, device_kind: str) -> DeviceMesh:
+    """All workers as a torch `DeviceMesh` with an axis of each name; a collective."""
     degrees = tuple(mesh.degree(axis) for axis in AXES)
-    known = _made.get((device_kind, degrees))
-    if known is None or known.world is not dist.group.WORLD:
-        with private_group(outlives_run=True):
-            whole = init_device_mesh(device_kind, degrees, mesh_dim_names=AXES)
-            data = whole["dp", "fsdp"]._flatten("data") if mesh.num_assignments > 1 else None
-        known = _made[device_kind, degrees] = _Meshes(dist.group.WORLD, whole, data)
-    return known.whole, known.data
+    with private_group():
+        return init_device_mesh(device_kind, degrees, mesh_dim_names=AXES)
 
 
 @torch.no_grad()

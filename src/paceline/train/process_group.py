@@ -22,7 +22,7 @@ from torch.distributed.rendezvous import rendezvous
 from paceline import env
 from paceline.errors import LaunchError
 from paceline.heartbeat import RENDEZVOUS, Heartbeat
-from paceline.private_groups import StrangerError, close_groups_of_ended_runs, private_group, refuse_connections
+from paceline.private_groups import StrangerError, private_group, refuse_connections
 from paceline.spec import Plan
 from paceline.train.allocator import give_back_freed_memory, keep_freed_memory
 from paceline.train.several_interfaces import check_interfaces
@@ -82,7 +82,6 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
                 f"there, but the environment says rank {facts.rank} of {facts.world_size}; call paceline.init before "
                 "init_process_group, or start both alike."
             )
-        close_groups_of_ended_runs()
         return World(facts, device, dist.group.WORLD if facts.world_size > 1 else None, interfaces)
     if facts.world_size == 1:
         return World(facts, device, None)

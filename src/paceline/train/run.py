@@ -20,7 +20,6 @@ from paceline.heartbeat import Heartbeat
 from paceline.parallel import Companions, Engine
 from paceline.parallel.assignment import check_shards
 from paceline.parallel.generators import seed_generators
-from paceline.private_groups import groups_of_run
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.data_progress import DataProgress
 from paceline.train.digest import weights_sha256
@@ -82,7 +81,6 @@ class Run(RunView):
         job.aggregation.check_groups(self.mesh.num_assignments)
         self._at_close = ExitStack()
         world = join(facts, plan)
-        self._at_close.enter_context(groups_of_run())
         job, notes = decide_precision(job, world)
         self.job = job
         settings = TorchSettings.of(job, plan, has_tf32=has_tf32(world.device))
