@@ -12,7 +12,7 @@ import functools
 import math
 import threading
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from paceline.own_generators import reached_by
+from paceline.parallel.losses import LossOf
 
 _STEPS_TO_LOOK = 2
 """After so many steps only numbers beside one that has changed are watched, since a large model has thousands. They may
@@ -28,9 +29,6 @@ _FEW = 64
 """So many are watched in any case."""
 _DEPTH = 4
 """How far from a loss function its numbers are looked for."""
-
-
-LossOf = Callable[[nn.Module, Any], Any]
 
 
 class _Place(Protocol):

@@ -20,7 +20,7 @@ from paceline.parallel.companions import ALONE, Companions
 from paceline.parallel.forward_buffers import ForwardBuffers
 from paceline.parallel.gradient_norms import TakeNorms, norm_of_each, norm_of_norms
 from paceline.parallel.loss_functions import LossFunctions
-from paceline.parallel.losses import StepLoss
+from paceline.parallel.losses import LossOf, StepLoss
 from paceline.parallel.micro_batch import MicroBatchLimit
 from paceline.process_groups import device_of
 from paceline.samples import Samples
@@ -34,7 +34,7 @@ class StepInput:
     assignment: Assignment
     batch: Samples
     """This worker's samples in order; one stand-in sample if it has none."""
-    loss_of: Callable[[nn.Module, Any], Any]
+    loss_of: LossOf
     """The loss of a batch, as `losses.Loss` says."""
     shard_seed: Callable[[int], int]
     """The seed of torch's, NumPy's and Python's generators for the forward pass of a virtual shard."""
@@ -208,7 +208,8 @@ class Engine:
         if self.micro_batch is not None:
             known = {"draws_randomness": self.functions.draws, "couples_samples": dict(self.functions.couples)}
         hidden, counters = self.forward_buffers.hidden_state(), self.forward_buffers.counters.state()
-        counts = {name: own for name, own in self.functions.counts.items() if own} | self.functions.saved_counts
+        states = {name: one.state() for name, one in self.functions.counters.items()}
+        counts = {name: state for name, state in states.items() if state} | self.functions.saved_counts
         more = {"hidden_buffers": hidden, "counters": counters, "counts_of_losses": counts}
         return known | {key: value for key, value in more.items() if value}
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
+from paceline.parallel.counters import Counters
 from paceline.parallel.losses import LossLayout
 
 DRAWS = "draws random numbers"
@@ -27,8 +28,8 @@ class LossFunctions:
         """Whether the forward pass draws random numbers; None before the first one. Saved with checkpoints."""
         self.couples: dict[str, bool] = {}
         """Whether shards have to go through the model one by one; saved with checkpoints."""
-        self.counts: dict[str, dict[str, float]] = {}
-        """The numbers that each counts from call to call; saved with checkpoints."""
+        self.counters: dict[str, Counters] = {}
+        """The numbers that each keeps from call to call; saved with checkpoints."""
         self.saved_counts: dict[str, dict[str, float]] = {}
         """Those of a checkpoint, until the function is called again."""
         self.changes_batch: dict[str, bool] = {}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,6 +24,9 @@ from torch import Tensor, nn
 
 from paceline.containers import open_container, tensors
 from paceline.errors import ModelError
+
+LossOf = Callable[[nn.Module, Any], Any]
+"""The loss of a batch, as `StepInput` has it."""
 
 
 @dataclass(frozen=True)

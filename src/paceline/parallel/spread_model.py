@@ -21,6 +21,7 @@ from paceline.parallel.engine import statistics_dtype
 from paceline.parallel.forward_buffers import looking_at, refused_in_pipeline
 from paceline.parallel.gradient_norms import mean_of_squares, squared_norm
 from paceline.parallel.initial_weights import initial_weights
+from paceline.parallel.losses import LossOf
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.parallel.pipeline import ModelCall, Pipeline, stage_limits
 from paceline.parallel.sharded import recompute, shard, sharded_modules
@@ -30,9 +31,6 @@ from paceline.spec import Job, Mesh, Plan
 
 if TYPE_CHECKING:
     from paceline.parallel.same_collectives import SameCollectives
-
-LossOf = Callable[[nn.Module, Any], Any]
-"""The loss of a batch, as `StepInput` has it."""
 
 
 def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: ModelCall | None) -> StageLimits:

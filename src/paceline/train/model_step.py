@@ -134,7 +134,6 @@ class ModelStepper:
         self._tracer.after_update(trained.model, engine.whole, result.notes)
         engine.forward_buffers.counters.end_step()
         self._counters_of_loss.end_step()
-        engine.functions.counts[step_input.loss_name] = self._counters_of_loss.state()
         if moving := engine.forward_buffers.newly_moving():
             self.session.note(f"Forward passes change buffers ({_some(moving)}): {engine.buffers_rule}.")
         if engine.counters_rule and (counting := engine.forward_buffers.newly_counting()):
@@ -165,7 +164,9 @@ class ModelStepper:
             self._loss_fn = loss_fn
             self._generators = self._generators_of_model + OwnGenerators(loss_fn)
             self._counters_of_loss = Counters.of_function(loss_fn)
-            self._counters_of_loss.load_state(self.trained.engine.functions.saved_counts.pop(loss_name(loss_fn), {}))
+            functions, name = self.trained.engine.functions, loss_name(loss_fn)
+            functions.counters[name] = self._counters_of_loss
+            self._counters_of_loss.load_state(functions.saved_counts.pop(name, {}))
         self._counters_of_loss.begin_step()
 
     def _input(

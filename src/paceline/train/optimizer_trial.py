@@ -36,7 +36,7 @@ _NUM_STEPS = 6
 _MIN_LR = 0.05
 _LOW = (torch.bfloat16, torch.float16)
 _TOLERANCE = 1e-3
-"""Of the largest update of a parameter; the iterations of Muon amplify rounding in float32 to 1e-4."""
+"""A fraction of the largest update of a parameter; the iterations of Muon amplify rounding in float32 to 1e-4."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def check_updates_of_parts(
 def _tried(
     groups: Sequence[Sequence[str]], shapes: Mapping[str, Shape], held: Mapping[str, Tensor], world: World
 ) -> list[list[str]]:
-    """Of each group the parameters to try: of those that are alike, and held by the same workers, the first."""
+    """The parameters of each group to try: the first of those that are alike and held by the same workers."""
     holders = all_gather_objects(sorted(held), world.group)
     seen = set()
     tried: list[list[str]] = []
@@ -207,7 +207,6 @@ def _copied(optimizer: Optimizer, memo: dict[int, Any] | None = None) -> Optimiz
 
 
 def _words(problem: Exception) -> str:
-    """The first line of an error."""
-    return (
-        f"{type(problem).__name__} ({str(problem).strip().splitlines()[0] if str(problem).strip() else 'no message'})"
-    )
+    """The type of an error and its first line."""
+    first_line, _, _ = str(problem).strip().partition("\n")
+    return f"{type(problem).__name__} ({first_line or 'no message'})"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -157,8 +156,8 @@ class RunState:
             self.metrics.update(from_mapping(_SavedMetrics, {"metrics": shared["metrics"]}).metrics)
             # A new scheduler writes its first learning rate into the optimizer, and loading its state leaves it there.
             self.kept.load_state_dict(shared["kept"], (lambda: None) if changes else self.models.hyperparameters())
-            frozen = [] if changes else [self.models.freeze_as(name, shared) for name in self.models.by_name]
-            return list(itertools.chain.from_iterable(frozen))
+            names = () if changes else self.models.by_name
+            return [note for name in names for note in self.models.freeze_as(name, shared)]
 
     def restore_model(self, name: str, found: Found, *, force: bool) -> list[str]:
         """Give a model that was prepared after the others its state; with `force` it begins anew if there is none.
