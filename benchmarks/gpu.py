@@ -35,7 +35,7 @@ from tests.operations import CASES, our_steps, plain_step
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import images, largest_difference, train
 from tests.sim_gpu.build import build, obstacle
-from tests.sim_gpu.cells import cells, run_cells
+from tests.sim_gpu.cells import Cell, cells, run_cells
 from tests.sim_gpu.workers import run_on_gpus
 
 from paceline.workflows.jobs import resolve_job
@@ -117,11 +117,12 @@ def run_within(
 def run_matrix(num_gpus: int, left_s: float) -> Part:
     """Every way to train on so many real GPUs: the largest relative difference to CPUs, and what is allowed."""
     deadline = time.monotonic() + left_s
-    on_gpus = run_ranks(run_cells_on_gpus, num_gpus, num_gpus, timeout_s=left_s)[0]
-    on_cpus = run_ranks(run_cells, num_gpus, "cpu", num_gpus, timeout_s=max(1.0, deadline - time.monotonic()))[0]
+    chosen = cells(num_gpus)
+    on_gpus = run_ranks(run_cells_on_gpus, num_gpus, chosen, timeout_s=left_s)[0]
+    on_cpus = run_ranks(run_cells, num_gpus, "cpu", chosen, timeout_s=max(1.0, deadline - time.monotonic()))[0]
     found = [
         (cell.name, largest_difference(on_gpus[cell.name], on_cpus[cell.name]), max(1e-3, 5 * cell.tolerance))
-        for cell in cells(num_gpus)
+        for cell in chosen
         if cell.name in on_gpus
     ]
     rows = [[name, f"{difference:.1e}", f"{allowed:.0e}"] for name, difference, allowed in found]
@@ -129,10 +130,10 @@ def run_matrix(num_gpus: int, left_s: float) -> Part:
     return Part(f"Every way to train, {_gpus(num_gpus)}", ("way", "beside CPUs", "allowed"), rows, is_good)
 
 
-def run_cells_on_gpus(num_gpus: int) -> object:
+def run_cells_on_gpus(chosen: Sequence[Cell]) -> object:
     """`run_cells` where the harness of the tests has chosen CPUs."""
     os.environ["PACELINE_DEVICE"] = "cuda"
-    return run_cells("cuda", num_gpus)
+    return run_cells("cuda", chosen)
 
 
 def run_recipe(name: str, num_gpus: int, data: Path | None, out: Path, left_s: float) -> Part:

@@ -101,9 +101,10 @@ class Held:
 
 
 def sample(case: Case, num_samples: int) -> Tensor:
+    draw = torch.Generator().manual_seed(0)  # every worker must hold the same samples
     if len(case.shape) == 1:
-        return torch.randint(0, case.options["vocab_size"], (num_samples, *case.shape))
-    return torch.randn(num_samples, *case.shape)
+        return torch.randint(0, case.options["vocab_size"], (num_samples, *case.shape), generator=draw)
+    return torch.randn(num_samples, *case.shape, generator=draw)
 
 
 def targets(case: Case, num_samples: int) -> Tensor:

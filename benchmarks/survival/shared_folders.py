@@ -1,6 +1,6 @@
 """What becomes of a run on two nodes whose folder lies on a file server that is slow, forgetful, or refuses things.
 
-    python -m benchmarks.survival.shared_folders [--only NAME,…] [--out DIR]
+    python -m benchmarks.survival.shared_folders [--only NAME,…] [--out DIR] [--python PATH]
 
 Each node has a view of the folder of its own (`tests/hosts/folder_view.py`), as clients of NFS have; the launcher is on
 one node, rank 0 on the other. Where the trouble begins in the middle, it does with the first complete checkpoint. Then
@@ -61,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases, separated by commas; all")
     parser.add_argument("--out", type=Path, default=None, help="folder of the runs; a temporary one")
+    parser.add_argument("--python", default=sys.executable, help="of the agents and workers; this one")
     arguments = parser.parse_args()
     out = (arguments.out or Path(tempfile.mkdtemp(prefix="paceline-shared-folders-"))).resolve()
     alone = subprocess.run(_command(out / "alone", "-n", "1"), check=True, capture_output=True, timeout=_END_S)
@@ -71,20 +72,20 @@ def main() -> None:
     (out / "ssh").mkdir()
     with Cluster(num_nodes=2, rate_bits_per_s=1e9) as cluster, ssh_between(cluster.nodes, out / "ssh"):
         for number, name in enumerate([name for name in arguments.only.split(",") if name] or CASES):
-            problems += not _tried(name, CASES[name], cluster, out / str(number), digest)
+            problems += not _tried(name, CASES[name], cluster, out / str(number), digest, arguments.python)
     raise SystemExit(bool(problems))
 
 
-def _tried(name: str, case: Case, cluster: Cluster, folder: Path, digest: str) -> bool:
+def _tried(name: str, case: Case, cluster: Cluster, folder: Path, digest: str, python: str) -> bool:
     """Print a row; whether all is well."""
     server, place = folder / "server", folder / "place"
     server.mkdir(parents=True)
     place.mkdir()
-    exit_code, said = _run(cluster, server, place, *case.options)
+    exit_code, said = _run(cluster, server, place, python, *case.options)
     found, _ = newest_good(open_storage(server / "run" / "checkpoints"))
     record = server / "run" / "record.json"
     has_ended = exit_code == 0 and record.exists()
-    resumed, said_then = (0, "") if has_ended else _run(cluster, server, place)
+    resumed, said_then = (0, "") if has_ended else _run(cluster, server, place, python)
     equal = resumed == 0 and RunRecord.load(record).weights_sha256 == digest
     lines = [line for line in said.splitlines() if "could not" in line or "cannot" in line or "paceline: " in line]
     told = (lines[-1] if lines else "")[:160].replace("|", "/").replace(str(place), "PLACE")
@@ -96,10 +97,10 @@ def _tried(name: str, case: Case, cluster: Cluster, folder: Path, digest: str) -
     return equal and spoke and "Traceback" not in said and (found is not None or not case.keeps)
 
 
-def _run(cluster: Cluster, server: Path, place: Path, *options: str) -> tuple[int, str]:
+def _run(cluster: Cluster, server: Path, place: Path, python: str, *options: str) -> tuple[int, str]:
     launcher, _ = cluster.nodes
     with folder_seen_from(cluster.nodes, server, place, *options):
-        command = _command(place / "run", "--hosts", "node1:1,node0:1")
+        command = _command(place / "run", "--hosts", "node1:1,node0:1", "--python", python)
         # Results that the server does not take go to the working directory.
         training = launcher.exec(command, env=_VARIABLES, cwd=place.parent)
         try:

@@ -15,7 +15,7 @@ import ctypes
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def private_group() -> Iterator[None]:
     before = set(_own_sockets())
     yield
     own = _own_sockets()
-    table = _tcp_table()
+    table = _tcp_table({_family(own[inode]) for inode in own.keys() - before})
     new = [row for row in table if row.inode in own and row.inode not in before]
     listening = [row for row in new if row.state == _LISTENS]
     if not listening:
@@ -93,10 +93,22 @@ def _own_sockets() -> dict[str, int]:
     return found
 
 
-def _tcp_table() -> list[_Connection]:
-    """All TCP sockets of this network namespace."""
+def _family(descriptor: int) -> int | None:
+    """The address family of a socket; None: it is closed by now."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+        return copy.family
+    return None
+
+
+def _tcp_table(families: Set[int | None]) -> list[_Connection]:
+    """All TCP sockets of these address families in this network namespace.
+
+    The kernel goes through all of its hash table for each family, which takes milliseconds.
+    """
     rows = []
-    for name in ("tcp", "tcp6"):
+    for family, name in (socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6"):
+        if family not in families:
+            continue
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/self/net/{name}").read_text().splitlines()[1:]:
                 words = line.split()

@@ -3,10 +3,12 @@
     python -m tests.hosts.apptainer FOLDER
     PATH=FOLDER/bin:$PATH apptainer exec FOLDER/image.sif python3 -c "import torch"
 
-Apptainer lives in a tree of Debian's packages (mmdebstrap). The program in FOLDER/bin enters the tree in a mount
-namespace of its own, where this node's folders lie at their own paths, and runs containers in user namespaces. The
-image is Debian's base, this process's Python, and the packages that training needs, with the modules that were compiled
-here so far: a container cannot keep what it compiles, and would compile torch at every start of a worker.
+Apptainer lives in a tree of Debian's packages (mmdebstrap), which are unpacked and not set up. The program in
+FOLDER/bin enters the tree in a mount namespace of its own, where this node's folders lie at their own paths, and runs
+containers in user namespaces. The image is the libraries of the tree, this process's Python and Paceline. Torch and all
+else that is installed here it finds in a folder that Apptainer binds, as environments often lie beside an image: to
+copy a gigabyte into an image, and to read it again for its digest on every node at every start, would take longer than
+the tests.
 """
 
 from __future__ import annotations
@@ -15,20 +17,17 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
-from importlib.metadata import Distribution, distribution
-from importlib.util import cache_from_source
+import sysconfig
 from pathlib import Path
 
-from packaging.requirements import Requirement
-
 TIMEOUT_S = 900.0
-PACKAGES = ("paceline", "torch", "lightning")
-"""With everything that they need."""
 
 _APPTAINER = ("apptainer", "squashfs-tools", "squashfuse", "fuse2fs", "uidmap")
-_LIBRARIES = ("libffi8", "libssl3", "libstdc++6", "libsqlite3-0")
+_SYSTEM = ("base-files", "coreutils", "dash", "libc-bin", "mount", "util-linux")
+_LIBRARIES = ("libffi8", "libssl3t64", "libstdc++6", "libsqlite3-0")
 """What the interpreter and torch load from the system."""
+_BOUND = "/opt/packages"
+"""Where the packages that are installed here lie in a container."""
 _COMMANDS = ("mmdebstrap", "unshare", "pivot_root", "mount")
 
 # Not chroot: inside of one there can be no user namespace. What this node and the tree both have in / stays the tree's,
@@ -50,8 +49,9 @@ exec unshare --mount --propagation private sh -ec '
         touch "$tree$file"
         mount --bind "$file" "$tree$file"
     done
+    mkdir -p "$tree/mnt"
     cd "$tree"; pivot_root . mnt; umount -l /mnt; cd "$here"
-    APPTAINER_USERNS=1 exec /usr/bin/apptainer "$@"
+    APPTAINER_USERNS=1 APPTAINER_BIND={packages}:{bound}:ro exec /usr/bin/apptainer "$@"
 ' sh {tree} "$@"
 """
 
@@ -72,9 +72,13 @@ def why_not_apptainer() -> str | None:
 def install(folder: Path) -> Path:
     """Make `folder`/bin/apptainer. Raises `ApptainerMissingError`."""
     tree, program = folder / "tree", folder / "bin" / "apptainer"
-    _make_tree("sid", _APPTAINER, tree)
+    # A mirror may have stopped at a day whose list is out of date since; its signature is checked all the same.
+    options = ["--variant=extract", '--aptopt=Acquire::Check-Valid-Until "false"']
+    options += [f"--include={','.join((*_APPTAINER, *_SYSTEM, *_LIBRARIES))}"]
+    _run(["mmdebstrap", "--quiet", *options, "sid", str(tree)])
+    (tree / "etc" / "localtime").touch()  # containers are shown it
     program.parent.mkdir()
-    program.write_text(_ENTER.format(tree=tree))
+    program.write_text(_ENTER.format(tree=tree, packages=sysconfig.get_path("purelib"), bound=_BOUND))
     program.chmod(0o755)
     _run([str(program), "--version"])
     return program
@@ -83,7 +87,8 @@ def install(folder: Path) -> Path:
 def build_image(folder: Path) -> Path:
     """Make `folder`/image.sif, by `folder`/bin/apptainer. Raises `ApptainerMissingError`."""
     tree, image = folder / "base", folder / "image.sif"
-    _make_tree("bookworm", _LIBRARIES, tree)
+    not_needed = shutil.ignore_patterns("apptainer", "cni", "dev", "share", "systemd")
+    shutil.copytree(folder / "tree", tree, symlinks=True, copy_function=_link, ignore=not_needed)
     home, library = tree / "opt" / "python", Path(sys.base_prefix) / "lib"
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     for path in [Path(sys.base_prefix) / "bin" / version, *library.glob("libpython*")]:
@@ -93,23 +98,18 @@ def build_image(folder: Path) -> Path:
         home / "lib" / version,
         symlinks=True,
         copy_function=_link,
-        ignore=shutil.ignore_patterns("site-packages", "test"),
+        ignore=shutil.ignore_patterns("site-packages", "test", "config-*", "ensurepip", "idlelib"),
     )
-    for one in _with_requirements(PACKAGES).values():
-        for file in one.files or ():
-            source = Path(str(file.locate()))
-            if source.is_file() and ".." not in file.parts:
-                _link(source, home / "lib" / version / "site-packages" / file)
-                if file.suffix == ".py" and (compiled := Path(cache_from_source(str(source)))).is_file():
-                    _link(compiled, home / "lib" / version / "site-packages" / cache_from_source(str(file)))
     # However it is installed here, in the image it is this checkout.
-    package = home / "lib" / version / "site-packages" / "paceline"
-    shutil.rmtree(package, ignore_errors=True)
-    shutil.copytree(
-        Path(__file__).parents[2] / "src" / "paceline", package, ignore=shutil.ignore_patterns("__pycache__")
-    )
+    own = home / "lib" / version / "site-packages"
+    shutil.copytree(Path(__file__).parents[2] / "src" / "paceline", own / "paceline")
+    (own / "bound.pth").write_text(f"{_BOUND}\n")
+    (tree / _BOUND.removeprefix("/")).mkdir()
+    (tree / "dev").mkdir()
     (tree / "etc" / "ld.so.conf.d" / "python.conf").write_text("/opt/python/lib\n")
-    (tree / "usr" / "local" / "bin" / "python3").symlink_to(f"/opt/python/bin/{version}")
+    python = tree / "usr" / "local" / "bin" / "python3"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.symlink_to(f"/opt/python/bin/{version}")
     _run(["chroot", str(tree), "ldconfig"])
     recipe = folder / "image.def"
     recipe.write_text(f"Bootstrap: localimage\nFrom: {tree}\n")
@@ -119,30 +119,9 @@ def build_image(folder: Path) -> Path:
     return image
 
 
-def _make_tree(release: str, packages: Iterable[str], tree: Path) -> None:
-    # A mirror may have stopped at a day whose list is out of date since; its signature is checked all the same.
-    options = ["--variant=minbase", '--aptopt=Acquire::Check-Valid-Until "false"', f"--include={','.join(packages)}"]
-    _run(["mmdebstrap", "--quiet", *options, release, str(tree)])
-
-
-def _with_requirements(names: Iterable[str]) -> dict[str, Distribution]:
-    """The installed packages of these names, with all that they require, by name."""
-    found: dict[str, Distribution] = {}
-    waiting = list(names)
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found[name] = distribution(name)
-            needed = map(Requirement, found[name].requires or ())
-            waiting += [one.name for one in needed if one.marker is None or one.marker.evaluate({"extra": ""})]
-    return found
-
-
 def _link(source: str | Path, target: str | Path) -> None:
     """The same file under another name where that is possible: an image copies it soon enough."""
     Path(target).parent.mkdir(parents=True, exist_ok=True)
-    if Path(target).exists():
-        return  # some packages list a file twice
     try:
         os.link(source, target)
     except OSError:

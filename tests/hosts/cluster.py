@@ -557,14 +557,19 @@ def _wait_for_all(workers: Sequence[NodeProcess], hostnames: Sequence[str], dead
             os.close(pidfd)
 
 
-def fork_on(init_pid: int) -> int:
-    """os.fork() whose child lives on the node with this first process; the parent, of one thread, stands there too.
+def move_to(pid: int) -> None:
+    """Have this process, of one thread, and its children live on the node of the process `pid`.
 
-    Only of the node's process ids has the parent none.
+    Only of the node's process ids has this process none.
     """
-    pidfd = os.pidfd_open(init_pid)
+    pidfd = os.pidfd_open(pid)
     _join(pidfd, _CLONE_NEWPID | _CLONE_ALL_BUT_PID)
     os.close(pidfd)
+
+
+def fork_on(init_pid: int) -> int:
+    """os.fork() whose child lives on the node with this first process; the parent stands there too (`move_to`)."""
+    move_to(init_pid)
     child = os.fork()
     if child == 0 and _libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
         os._exit(1)

@@ -11,6 +11,9 @@ import pytest
 
 from paceline.spec import RunRecord
 from tests.hosts.cluster import Cluster, why_not
+from tests.hosts.forked import forked_python
+from tests.ranks.command_line import clean_environ, succeeded
+from tests.ranks.forked_commands import run_forked
 
 TIMEOUT_S = 600.0
 
@@ -18,6 +21,13 @@ TIMEOUT_S = 600.0
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("hosts") and (reason := why_not()):
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def loaded_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """What `--python` may name, so that agents and workers need not load torch."""
+    with forked_python(tmp_path_factory.mktemp("python")) as python:
+        yield python
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +38,12 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def weights_alone(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> str:
-    """The fingerprint of the weights that one process of the first node trains."""
-    run_dir = tmp_path_factory.mktemp("alone") / "run"
-    variables = {"OMP_NUM_THREADS": "1", "PACELINE_DEVICE": "cpu"}
-    training = cluster.nodes[0].exec(request.module.command_alone(run_dir), env=variables)
-    assert training.wait(TIMEOUT_S) == 0, training.output
-    weights = RunRecord.load(run_dir / "record.json").weights_sha256
+def weights_alone(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> str:
+    """The fingerprint of the weights that one process trains, forked from one that has loaded torch."""
+    folder = tmp_path_factory.mktemp("alone")
+    _, *program = request.module.command_alone(folder / "run")
+    environ = clean_environ(OMP_NUM_THREADS="1")
+    succeeded(run_forked(["python", *program], cwd=folder, environ=environ, timeout_s=TIMEOUT_S))
+    weights = RunRecord.load(folder / "run" / "record.json").weights_sha256
     assert weights
     return weights

@@ -37,7 +37,8 @@ def fail(way: str) -> None:
 
 def main() -> None:
     stage, culprit, way = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    data = TensorDataset(torch.randn(64, 8), torch.randn(64, 1))
+    draw = torch.Generator().manual_seed(0)  # every worker must hold the same samples
+    data = TensorDataset(torch.randn(64, 8, generator=draw), torch.randn(64, 1, generator=draw))
     began = time.monotonic()
     plan = Plan(algorithm="ring", timeout_s=120)
     with paceline.init(plan=plan, global_batch_size=8, virtual_shards=8, epochs=1_000_000) as run:

@@ -1,18 +1,45 @@
 """Workers on nodes that are forked from a process that has loaded torch, for tests of what they do and not of how they
-are started."""
+are started.
+
+    with forked_python(folder) as python:
+        cluster.nodes[0].exec([..., "paceline", "launch", "--hosts", "node0,node1", "--python", python, ...])
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
+import struct
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import IO, NoReturn
 
 from paceline.launch.worker import run_program
-from tests.hosts.cluster import Cluster, fork_on, places_of
+from tests.hosts.cluster import Cluster, fork_on, move_to, places_of
+from tests.ranks.forked_commands import paceline_on_path
 from tests.ranks.harness import run_ranks
+
+FORKED = "multiprocessing.forkserver"
+"""What stands in the command of every forked process."""
+
+_CREDENTIALS = struct.Struct("3i")
+"""Of the process at the other end of a socket: its pid as this process counts, user and group (unix(7))."""
+
+
+@contextlib.contextmanager
+def forked_python(folder: Path) -> Iterator[str]:
+    """A Python for the agents of any launcher: it has loaded torch, and so have the workers that agents start."""
+    with paceline_on_path(folder, "python", _beside) as bin_folder:
+        yield str(bin_folder / "python")
+
+
+def _beside(connection: socket.socket) -> None:
+    pid, _, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    move_to(pid)
 
 
 def fork_on_nodes(

@@ -18,7 +18,7 @@ from tests.hosts.cluster import Node, NodeProcess
 from tests.hosts.stdio import wait_until
 
 _PORT = 6379
-_TIMEOUT_S = 90.0
+_TIMEOUT_S = 240.0
 
 RAY_VARIABLES = {
     "RAY_ADDRESS": f"node0:{_PORT}",

@@ -1,4 +1,7 @@
-"""Training in a real Apptainer image of a local tree, on one node and on two, and what happens to workers in it."""
+"""Training in a real Apptainer image of a local tree, on one node and on two, and what happens to workers in it.
+
+What it is compared with is a command without an image, forked from a process that has loaded torch.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from tests.hosts.apptainer import ApptainerMissingError, build_image, install, w
 from tests.hosts.cluster import Cluster
 from tests.hosts.sshd import ssh_between, why_not_ssh
 from tests.hosts.stdio import commands_on, wait_until
+from tests.ranks import command_line
 
 pytestmark = [
     pytest.mark.hosts,
@@ -27,7 +31,7 @@ pytestmark = [
 
 TIMEOUT_S = 300.0
 SCRIPTS = Path(__file__).parents[1] / "plain_scripts"
-VARIABLES = {"PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+VARIABLES: dict[str, Any] = {"PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 ON_ONE = ("-n", "2")
 ON_TWO = ("--hosts", "node0:1,node1:1")
 MARK = "paceline.launch.worker"
@@ -73,30 +77,32 @@ def paceline(cluster: Cluster, cwd: Path, *arguments: str) -> tuple[int, str, st
     return ended
 
 
-def weights_of(cluster: Cluster, cwd: Path, script: str, *where: str) -> str:
-    # How a kernel splits its sums among threads may change their last bits.
-    exit_code, out, err = paceline(cluster, cwd, "launch", "--threads", "1", *where, str(SCRIPTS / script))
-    assert exit_code == 0, out + err
-    (line,) = [line for line in out.splitlines() if line.startswith("weights ")]
+def without_image(cwd: Path, *arguments: str) -> str:
+    return command_line.succeeded(command_line.paceline(*arguments, cwd=cwd, **VARIABLES)).stdout
+
+
+def weights_in(output: str) -> str:
+    (line,) = [line for line in output.splitlines() if line.startswith("weights ")]
     return line
 
 
 def test_a_script_of_another_library(cluster: Cluster, place: Path, tmp_path: Path) -> None:
-    script = "with_fabric.py"
+    # How a kernel splits its sums among threads may change their last bits.
+    launch, script = ("launch", "--threads", "1"), str(SCRIPTS / "with_fabric.py")
     image = ("--container", str(place / "image.sif"))
-    expected = weights_of(cluster, tmp_path, script, *ON_ONE)
-    assert weights_of(cluster, tmp_path, script, *ON_TWO, *image) == expected
+    exit_code, out, err = paceline(cluster, tmp_path, *launch, *ON_TWO, *image, script)
+    assert exit_code == 0, out + err
+    assert weights_in(out) == weights_in(without_image(tmp_path, *launch, *ON_ONE, script))
 
 
 def test_a_job_on_two_nodes(cluster: Cluster, place: Path, tmp_path: Path) -> None:
-    def weights(name: str, *where: str) -> str:
-        job = ("train", "digits-lenet", "--set", "parity=bitwise", "--max-steps", "3", "--quiet", "--out", name)
-        exit_code, out, err = paceline(cluster, tmp_path, *job, *where)
-        assert exit_code == 0, out + err
-        return str(json.loads((tmp_path / name / "record.json").read_text())["weights_sha256"])
-
+    job = ("train", "digits-lenet", "--set", "parity=bitwise", "--max-steps", "3", "--quiet")
     image = ("--container", str(place / "image.sif"))
-    assert weights("two", *ON_TWO, *image) == weights("alone", "-n", "1")
+    exit_code, out, err = paceline(cluster, tmp_path, *job, "--out", "two", *ON_TWO, *image)
+    assert exit_code == 0, out + err
+    without_image(tmp_path, *job, "--out", "alone", "-n", "1")
+    two, alone = (json.loads((tmp_path / name / "record.json").read_text()) for name in ("two", "alone"))
+    assert two["weights_sha256"] == alone["weights_sha256"]
 
 
 @pytest.mark.parametrize(

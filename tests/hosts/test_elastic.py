@@ -1,4 +1,7 @@
-"""A run on several nodes outlives the loss of one, and takes it back."""
+"""A run on several nodes outlives the loss of one, and takes it back.
+
+Where workers need torch, they and the agents of their nodes are forked from a process that has loaded it.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +48,15 @@ def stage(tmp_path: Path, site: Site) -> Iterator[Stage]:
         site.repair()
 
 
-def _begin(site: Site, stage: Stage, body: str, min_workers: int) -> NodeProcess:
+def _begin(
+    site: Site, stage: Stage, body: str, min_workers: int, *options: str, python: str = sys.executable
+) -> NodeProcess:
     hosts = ",".join(f"{node.hostname}:2" for node in site.workers)
     launcher = site.launcher.exec(
         [
             *(sys.executable, "-m", "paceline", "launch", "--hosts", hosts, "--hang-timeout", str(BOUND_S)),
-            *("--min-workers", str(min_workers), "--out", str(stage.run_dir), stage.script(body)),
+            *("--min-workers", str(min_workers), "--python", python, *options),
+            *("--out", str(stage.run_dir), stage.script(body)),
         ]
     )
     _await_training(stage, launcher, 0, 4)
@@ -77,8 +83,8 @@ def _generations(stage: Stage, launcher: NodeProcess) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_node_loses_power_and_comes_back(site: Site, stage: Stage) -> None:
-    launcher = _begin(site, stage, COUNT_TO_THE_END, min_workers=1)
+def test_a_node_loses_power_and_comes_back(site: Site, stage: Stage, loaded_python: str) -> None:
+    launcher = _begin(site, stage, COUNT_TO_THE_END, 1, python=loaded_python)
     first, second = site.workers
     first.power_off()  # the node where the workers met
     _await_training(stage, launcher, 1, 2)
@@ -95,7 +101,7 @@ def test_a_node_loses_power_and_comes_back(site: Site, stage: Stage) -> None:
 
 
 def test_an_agent_that_is_killed_is_started_again(site: Site, stage: Stage) -> None:
-    launcher = _begin(site, stage, WITHOUT_TORCH, min_workers=4)  # so the run waits for it
+    launcher = _begin(site, stage, WITHOUT_TORCH, 4)  # so the run waits for it
     kill_agent(site.workers[1])
     _await_training(stage, launcher, 1, 4)
     lost, _ = _generations(stage, launcher)
@@ -103,7 +109,7 @@ def test_an_agent_that_is_killed_is_started_again(site: Site, stage: Stage) -> N
 
 
 def test_too_few_nodes_are_the_end(site: Site, stage: Stage) -> None:
-    launcher = _begin(site, stage, WITHOUT_TORCH, min_workers=3)
+    launcher = _begin(site, stage, WITHOUT_TORCH, 3, "--no-standby")  # which would load torch for nothing
     site.workers[1].crash()
     assert launcher.wait(END_S) == 1, launcher.output
     assert "went down: its connection was closed" in launcher.stderr

@@ -29,8 +29,9 @@ pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(1500)]
 TIMEOUT_S = 600.0
 PROGRAM = "-m paceline"
 """What stands in the command of every process of a run."""
-MAX_STEPS = 200
-SETTINGS = ("parity=bitwise", "virtual_shards=4", "epochs=10", "checkpoint.every_steps=20")
+MAX_STEPS = 100
+"""The attack on workers that train begins with the first checkpoint."""
+SETTINGS = ("parity=bitwise", "virtual_shards=4", "epochs=10", "checkpoint.every_steps=10")
 VARIABLES = {"PACELINE_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
 
 
@@ -57,14 +58,14 @@ def command_alone(run_dir: Path) -> list[str]:
 
 
 def _mpirun(run_dir: Path) -> list[str]:
-    plan = Plan(world_size=2, threads_per_worker=1, algorithm="tree_exact")
+    plan = Plan(world_size=3, threads_per_worker=1, algorithm="tree_exact")
     program = write_run(resolve_job("digits-lenet", SETTINGS), plan, run_dir, RunLimit(MAX_STEPS), quiet=True)
     variables = [*VARIABLES, "MASTER_ADDR=node0", f"GLOO_SOCKET_IFNAME={INTERFACE}"]
-    return mpirun_argv("node0:1,node1:1", variables, program)
+    return mpirun_argv("node0:2,node1:1", variables, program)
 
 
 LAUNCHERS = {
-    "mpirun": Launcher(why_not_mpirun, ssh_between, _mpirun, num_workers=2),
+    "mpirun": Launcher(why_not_mpirun, ssh_between, _mpirun, num_workers=3),
     "ssh": Launcher(
         why_not_ssh, ssh_between, lambda run_dir: _train(run_dir, "--hosts", "node0:2,node1:1"), num_workers=3
     ),
@@ -82,9 +83,9 @@ LAUNCHERS = {
         lambda nodes, _folder: ray_on(nodes),
         lambda run_dir: [
             *("env", *(f"{name}={value}" for name, value in RAY_VARIABLES.items())),
-            *_train(run_dir, "--launcher", "ray", "-n", "4"),
+            *_train(run_dir, "--launcher", "ray", "-n", "3"),
         ],
-        num_workers=4,
+        num_workers=3,
     ),
 }
 

@@ -16,11 +16,11 @@ from tests.hosts.stdio import VARIABLE, commands_on, echo_program, orphan, talk,
 pytestmark = [
     pytest.mark.hosts,
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1200),
     pytest.mark.skipif(bool(why_not_ray()), reason=why_not_ray() or ""),
 ]
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 240.0
 WITH_RAY = ("env", *(f"{name}={value}" for name, value in RAY_VARIABLES.items()))
 
 

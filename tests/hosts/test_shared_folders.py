@@ -61,10 +61,11 @@ def test_two_nodes_do_not_use_one_folder(cluster: Cluster, tmp_path: Path, optio
 
 @pytest.mark.skipif(bool(why_not_ssh()), reason=why_not_ssh() or "")
 @pytest.mark.timeout(900)
-def test_runs_on_servers_with_troubles(tmp_path: Path) -> None:
+def test_runs_on_servers_with_troubles(loaded_python: str, tmp_path: Path) -> None:
     """A part of what `python -m benchmarks.survival.shared_folders` tries."""
     cases = "remembered for 30 s,quota in the middle,deleted in the middle"
-    command = [sys.executable, "-m", "benchmarks.survival.shared_folders", "--only", cases, "--out", str(tmp_path)]
+    options = ["--only", cases, "--out", str(tmp_path), "--python", loaded_python]
+    command = [sys.executable, "-m", "benchmarks.survival.shared_folders", *options]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=880)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 

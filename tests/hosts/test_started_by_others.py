@@ -1,4 +1,7 @@
-"""Training whose workers torchrun, srun, mpirun or a Kubernetes Job start: it reaches the weights of one process."""
+"""Training whose workers torchrun, srun or a Kubernetes Job start: it reaches the weights of one process.
+
+So does what mpirun starts, in test_launchers.py.
+"""
 
 from __future__ import annotations
 
@@ -92,16 +95,6 @@ def test_srun_with_uneven_nodes(cluster: Cluster, weights_alone: str, tmp_path: 
         srun = ["srun", "--nodes=2", "--ntasks=3", sys.executable, *program]
         step = _start(cluster.nodes[0], srun)
         assert step.wait(TIMEOUT_S) == 0, step.output
-    _check(tmp_path / "run", weights_alone)
-
-
-@needs_mpirun
-def test_mpirun(cluster: Cluster, weights_alone: str, tmp_path: Path) -> None:
-    (tmp_path / "ssh").mkdir()
-    program = _program(tmp_path / "run", world_size=3)
-    with ssh_between(cluster.nodes, tmp_path / "ssh"):
-        job = _start(cluster.nodes[0], mpirun_argv("node0:2,node1:1", [*VARIABLES, "MASTER_ADDR=node0"], program))
-        assert job.wait(TIMEOUT_S) == 0, job.output
     _check(tmp_path / "run", weights_alone)
 
 

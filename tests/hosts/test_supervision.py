@@ -1,7 +1,8 @@
 """Whatever happens to a worker, an agent, a node or a link: it is named in time, and nobody is left anywhere.
 
 Workers train where their peers hear of the fault by themselves, and fail too: the report must name the first. Where
-nobody but the launcher can notice it, they are processes without torch.
+nobody but the launcher can notice it, they are processes without torch. Agents that are killed, and workers of theirs
+which train, are new processes; the other ones that train are forked.
 """
 
 from __future__ import annotations
@@ -67,14 +68,14 @@ class Training:
         return report
 
 
-def _begin(site: Site, stage: Path, way: str | None) -> Training:
-    """Training whose culprit fails in this `way` once it is told to, or workers without torch."""
+def _begin(site: Site, stage: Path, way: str | None, python: str = sys.executable) -> Training:
+    """Training whose culprit fails in this `way` once told to, or workers without torch; its agents run in `python`."""
     program = [str(WAITS), str(stage)] if way is None else [str(TRAINS), str(stage), str(CULPRIT), way]
     hosts = ",".join(f"{node.hostname}:{num}" for node, num in zip(site.workers, WORKERS, strict=True))
     launcher = site.launcher.exec(
         [
             *(sys.executable, "-m", "paceline", "launch", "--hosts", hosts, "--hang-timeout", str(BOUND_S)),
-            *("--out", str(stage / "run"), *program),
+            *("--python", python, "--out", str(stage / "run"), *program),
         ]
     )
 
@@ -122,10 +123,11 @@ CASES: dict[str, tuple[str | None, Fault, str, tuple[int, ...]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_fault_is_named_in_time_and_nobody_is_left(site: Site, case: str, tmp_path: Path) -> None:
+def test_a_fault_is_named_in_time_and_nobody_is_left(site: Site, case: str, loaded_python: str, tmp_path: Path) -> None:
     way, fault, cause, ranks = CASES[case]
+    is_forked = way is not None and case != "agent killed"
     try:
-        training = _begin(site, tmp_path, way)
+        training = _begin(site, tmp_path, way, loaded_python if is_forked else sys.executable)
         fault(training)
         happened_at = time.time()  # to start a `kill` on a node takes a good part of a second on a busy machine
         exit_code = training.launcher.wait(BOUND_S + GRACE_S + 15)

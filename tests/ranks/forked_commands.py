@@ -1,5 +1,5 @@
-"""`paceline` and `python` in processes that are forked from one which has loaded torch, for tests of what commands and
-scripts do and not of how they start.
+"""`paceline`, `python` and `torchrun` in processes that are forked from one which has loaded torch, for tests of what
+commands and scripts do and not of how they start.
 
     run_forked(["paceline", "train", "digits-lenet"], cwd=folder, environ=environ, timeout_s=60)
     with paceline_on_path(folder) as bin_folder: ...
@@ -47,7 +47,7 @@ _CLIENT = """\
 import json, os, socket, struct, sys
 with socket.socket(socket.AF_UNIX) as server:
     server.connect({address!r})
-    request = json.dumps([["paceline", *sys.argv[1:]], os.getcwd(), dict(os.environ)]).encode()
+    request = json.dumps([[{name!r}, *sys.argv[1:]], os.getcwd(), dict(os.environ)]).encode()
     socket.send_fds(server, [struct.pack("!I", len(request))], [0, 1, 2])
     server.sendall(request)
     answer = server.recv(1)
@@ -58,7 +58,8 @@ sys.exit(answer[0] if answer else 1)
 def run_forked(
     argv: Sequence[str], *, cwd: Path, environ: Mapping[str, str], timeout_s: float
 ) -> subprocess.CompletedProcess[str]:
-    """`paceline ARGUMENTS` or `python SCRIPT ARGUMENTS` to its end, as `subprocess.run` would with captured streams.
+    """`paceline ARGUMENTS`, `python SCRIPT ARGUMENTS` or `torchrun SCRIPT ARGUMENTS` (two workers on this node) to its
+    end, as `subprocess.run` would with captured streams.
 
     Raises:
         subprocess.TimeoutExpired: it was still running, and was killed.
@@ -74,23 +75,31 @@ def run_forked(
         return subprocess.CompletedProcess(list(argv), int(end.read_text()), out.read_text(), err.read_text())
 
 
+Place = Callable[[socket.socket], None]
+"""Have the next child of this process live where the program at the other end of a connection does."""
+
+
 @contextlib.contextmanager
-def paceline_on_path(folder: Path) -> Iterator[Path]:
+def paceline_on_path(folder: Path, name: str = "paceline", place: Place | None = None) -> Iterator[Path]:
     """A folder for PATH with a program `paceline` that works until the block ends; commands that run then are killed.
 
     The program hands over its arguments, variables, folder and streams, and waits for the exit code.
+
+    Args:
+        name: "paceline", or "python".
+        place: where commands live; None: beside this process.
     """
     bin_folder = folder / "bin"
     bin_folder.mkdir()
     with tempfile.TemporaryDirectory(prefix="paceline-commands-") as short:  # a socket's name has 107 characters
         address = f"{short}/socket"
-        program = bin_folder / "paceline"
-        program.write_text(_CLIENT.format(python=sys.executable, address=address))
+        program = bin_folder / name
+        program.write_text(_CLIENT.format(python=sys.executable, name=name, address=address))
         program.chmod(0o755)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(address)
             listener.listen()
-            server = fork_process(_serve, listener)
+            server = fork_process(_serve, listener, place)
             try:
                 yield bin_folder
             finally:
@@ -107,14 +116,14 @@ def _run_into_files(argv: list[str], cwd: str, environ: dict[str, str], out: Pat
     end.write_text(str(os.waitstatus_to_exitcode(os.waitpid(command, 0)[1])))
 
 
-def _serve(listener: socket.socket) -> None:
+def _serve(listener: socket.socket, place: Place | None) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: _reap())  # so that their processor time is that of this process
     while True:
         connection, _ = listener.accept()
         with connection:
             if _fork() == 0:
                 listener.close()
-                _answer(connection)
+                _answer(connection, place)
 
 
 def _reap() -> None:
@@ -123,11 +132,13 @@ def _reap() -> None:
             pass
 
 
-def _answer(connection: socket.socket) -> NoReturn:
+def _answer(connection: socket.socket, place: Place | None) -> NoReturn:
     """Run one command to its end, and send its exit code."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     header, streams, _, _ = socket.recv_fds(connection, _LENGTH.size, _STREAMS)
     argv, cwd, environ = json.loads(receive(connection, *_LENGTH.unpack(header)))
+    if place is not None:
+        place(connection)
     command = _fork()
     if command == 0:
         _run(argv, cwd, environ, streams)
@@ -146,8 +157,27 @@ def _run(argv: list[str], cwd: str, environ: Mapping[str, str], streams: Sequenc
     program, *arguments = argv
     if program == "paceline":
         _run_to_the_end(main, argv)
+    if program == "torchrun":
+        _run_to_the_end(lambda: _run_in_two_workers(arguments), arguments)
     assert program == "python"
     _run_to_the_end(lambda: worker.run_program(arguments), arguments)
+
+
+def _run_in_two_workers(script: Sequence[str]) -> None:
+    """Do what `torchrun --standalone --nproc-per-node 2` does, with workers that are forked."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    one_node = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        run_id="forked",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="fork",
+    )
+    elastic_launch(one_node, worker.run_program)(script)
 
 
 @dataclass

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    ["torch._dynamo", "pytest", "paceline.train.loop", "paceline.cli", "tests.ranks.training"]
-)
+_CONTEXT.set_forkserver_preload(["tests.ranks.loaded_once"])
 
 
 def join_world(timeout_s: float) -> Any:

@@ -126,7 +126,7 @@ def test_a_compiled_model_trains_as_it_would_without() -> None:
     together = [
         _Case(how="job"),
         _Case(_Layers, "wrapped", "fsdp"),
-        _Case(_Layers, "job", "tp"),
+        _Case(_Layers, "in place", "tp"),
         _Case(how="wrapped", dropout=0.5),
     ]
     eager, eager_layers, with_dropout, compiled = run_ranks(_train_all, 1, alone, timeout_s=400)[0]

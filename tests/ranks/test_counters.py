@@ -23,18 +23,29 @@ DATA = TensorDataset(torch.randn(27, 6, generator=DRAW, dtype=torch.float64), to
 """Three batches of 8 samples, and one of 3 that leaves the last worker without any."""
 
 
+class _Schedule:
+    def __init__(self) -> None:
+        self.rate = 1.0
+
+    def next_rate(self) -> float:
+        self.rate *= 0.9
+        return self.rate
+
+
 class Annealed(nn.Module):
+    """Keeps numbers in an attribute, in an object and in a dictionary."""
+
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-        self.num_calls, self.rate, self.scale = 0, 1.0, 1.0
+        self.num_calls, self.schedule, self.state = 0, _Schedule(), {"scale": 1.0}
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.num_calls += 1
-        self.rate *= 0.9
         if self.num_calls % 4 == 0:
-            self.scale *= 0.5
-        out: Tensor = self.layers(inputs * self.rate) * min(1.0, self.num_calls / 10) * self.scale
+            self.state["scale"] *= 0.5
+        hidden = self.layers(inputs * self.schedule.next_rate())
+        out: Tensor = hidden * min(1.0, self.num_calls / 10) * self.state["scale"]
         return out
 
 

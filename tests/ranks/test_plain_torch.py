@@ -16,7 +16,8 @@ from paceline.launch.remote_team import NodeAccess, open_nodes
 from paceline.launch.run_workers import run_workers
 from paceline.launch.team import LaunchOptions
 from paceline.spec import NodePlacement, Plan
-from tests.ranks.command_line import clean_environ, paceline, python, succeeded
+from tests.ranks.command_line import clean_environ, paceline, succeeded
+from tests.ranks.forked_commands import run_forked
 from tests.ranks.launching import GENERATION, Stage, is_alive, open_stage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -36,8 +37,8 @@ def stage(tmp_path: Path) -> Iterator[Stage]:
 
 def under_torchrun(script: str, cwd: Path) -> str:
     """What the script writes to standard output in two workers."""
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    return succeeded(python(*torchrun, script, cwd=cwd, **VARIABLES)).stdout
+    environ = clean_environ(OMP_NUM_THREADS="1", **VARIABLES)
+    return succeeded(run_forked(["torchrun", script], cwd=cwd, environ=environ, timeout_s=TIMEOUT_S)).stdout
 
 
 def launched(script: str, cwd: Path) -> str:

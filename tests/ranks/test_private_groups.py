@@ -23,7 +23,7 @@ def _knock() -> list[bool]:
     own = _own_sockets()
     ports = [
         int(row.local.split(":")[1], 16)
-        for row in _tcp_table()
+        for row in _tcp_table({socket.AF_INET, socket.AF_INET6})
         if row.state == "0A" and row.inode in own and row.inode not in before
     ]
     found = []

@@ -124,6 +124,50 @@ def test_resumes_at_a_meeting(tmp_path: Path, method: str, overlap_steps: int) -
     assert len({one[0] for one in other}) == (3 if overlap_steps else 1)
 
 
+class _OwnRate(torch.optim.SGD):
+    """Finds its rate by its own steps and gradients, as Prodigy and schedule-free optimizers do."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.num_made = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_made += 1
+        for group in self.param_groups:
+            square = sum(float(p.grad.double().square().sum()) for p in group["params"] if p.grad is not None)
+            group["largest"] = max(group.get("largest", 0.0), square)
+            group["lr"] = 0.1 / (self.num_made + group["largest"])
+        return super().step(closure)
+
+
+def _train_alone(job: Job, folder: str, kind: str, max_steps: int | None = None) -> tuple[str, float]:
+    """The last batch of an epoch has one sample, of one group of workers; the weights' fingerprint and the rate."""
+    plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
+    with paceline.init(job, plan=plan, max_steps=max_steps, checkpoint_dir=folder) as run:
+        model = models.build(job.model, num_classes=10, in_channels=3, image_size=16)
+        optimizer: torch.optim.Optimizer
+        if kind == "scheduler":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+            model, optimizer = run.prepare(model, optimizer, scheduler=scheduler)
+        else:
+            model, optimizer = run.prepare(model, _OwnRate(model.parameters()))
+        for batch in run.batches(images(61, (3, 16, 16))):
+            run.step(batch, loss_fn)
+        return run.weights_sha256(), float(optimizer.param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize(("kind", "overlap_steps"), [("scheduler", 0), ("own rate", 0), ("own rate", 1)])
+def test_each_group_keeps_its_own_rate(tmp_path: Path, kind: str, overlap_steps: int) -> None:
+    aggregation = {"method": "local_sgd", "sync_every": 3, "groups": 2, "overlap_steps": overlap_steps}
+    job = _job(parity="numeric", aggregation=aggregation, optim={"name": "sgd"}, checkpoint={"every_steps": 2})
+    whole = run_ranks(_train_alone, 2, job, str(tmp_path / "whole"), kind)
+    run_ranks(_train_alone, 2, job, str(tmp_path / "cut"), kind, 11)
+    assert run_ranks(_train_alone, 2, job, str(tmp_path / "cut"), kind) == whole
+    if kind == "scheduler":  # a group without samples counts the step too
+        assert [rate for _, rate in whole] == pytest.approx([0.05 * 0.9**12] * 2)
+
+
 def _lose_a_worker(job: Job, folder: str, dies_at: int, raises: bool) -> None:
     """The last worker dies, or meets a bug in the script, in the forward pass of a step."""
     plan = Plan(world_size=worker_facts().world_size, algorithm="tree_exact", timeout_s=60)

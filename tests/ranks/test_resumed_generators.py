@@ -1,5 +1,5 @@
-"""A run resumed in the middle of an epoch has not gone through what drew from a script's own generators before: it ends
-as one that was not interrupted, on another number of workers too."""
+"""A run resumed in the middle of an epoch has not gone through what drew from a script's own generators before, or what
+its optimizer counted: it ends as one that was not interrupted, on another number of workers too."""
 
 from __future__ import annotations
 
@@ -44,18 +44,22 @@ class Noisy(nn.Module):
 
 
 class Langevin(torch.optim.SGD):
-    """Adds noise from a generator of its own to every update."""
+    """Adds noise from a generator of its own to every update, ever less by a count and a rate in attributes."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, lr=0.05)
         self.rng = torch.Generator().manual_seed(3)
+        self.num_steps, self.rate = 0, torch.ones(())
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
+        self.num_steps += 1
+        self.rate *= 0.9
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter += 0.1 * torch.randn(parameter.shape, generator=self.rng, dtype=parameter.dtype)
+                noise = torch.randn(parameter.shape, generator=self.rng, dtype=parameter.dtype)
+                parameter += 0.1 * self.rate / self.num_steps * noise
 
 
 class Buckets(Sampler[list[int]]):
@@ -132,7 +136,7 @@ def _train_all(kinds: list[str], folder: str, max_steps: int | None = None) -> l
 
 
 @pytest.mark.timeout(200)
-def test_own_generators_go_on_where_a_run_is_resumed(tmp_path: Path) -> None:
+def test_own_generators_and_counts_go_on_where_a_run_is_resumed(tmp_path: Path) -> None:
     kinds = ["optimizer", "sampler", "stream", "split stream"]
     (alone,) = run_ranks(_train_all, 1, kinds, str(tmp_path / "whole"))
     run_ranks(_train_all, 2, kinds, str(tmp_path / "parts"), STOP)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,9 @@ ROOT = Path(__file__).parents[2]
 def test_a_short_soak(tmp_path: Path) -> None:
     words = ["--minutes", "0.25", "--workers", "2", "--every", "3,6", "--seed", "1", "--out", str(tmp_path)]
     command = [sys.executable, "-m", "benchmarks.survival.soak", *words]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=380)
+    with tempfile.TemporaryDirectory(prefix="soak-") as place:  # it counts what stays there; others use the common one
+        environ = {**os.environ, "TMPDIR": place}
+        ended = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=380)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "weights equal: True" in ended.stdout and "left: 0 processes" in ended.stdout
 

@@ -1,17 +1,19 @@
-"""Runs on simulated GPUs through the launcher: forked workers, a worker that dies, a worker that fails, a restart."""
+"""Runs on simulated GPUs through the launcher: forked workers, a worker that dies, a worker that fails, a restart.
+
+Workers of the run that fails load torch as a user's do, those of the others are forked from a process that has.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
-from tests.ranks.command_line import clean_environ
+from tests.ranks.command_line import paceline, python
 
 pytestmark = [pytest.mark.sim_gpu, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -46,19 +48,20 @@ with paceline.init(**job, checkpoint={{"dir": "checkpoints", "every_steps": 3}})
 """
 
 
-def _launch(folder: Path, library: Path, fate: str, *options: str) -> subprocess.CompletedProcess[str]:
+def _launch(
+    folder: Path, library: Path, fate: str, *options: str, is_forked: bool = True
+) -> subprocess.CompletedProcess[str]:
     folder.mkdir()
     (folder / "script.py").write_text(textwrap.dedent(SCRIPT.format(library=str(library))))
     words = ["launch", "-n", "2", *options, "script.py", fate]
-    environ = clean_environ() | {
+    environ = {
         "PACELINE_DEVICE": "cuda",
         "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")]),
     }
-    return subprocess.run(
-        [sys.executable, "-m", "paceline", *words], cwd=folder, env=environ, capture_output=True, text=True, timeout=280
-    )
+    if is_forked:
+        return paceline(*words, cwd=folder, timeout_s=280, **environ)
+    return python("-m", "paceline", *words, cwd=folder, timeout_s=280, **environ)
 
 
 def test_a_run_goes_on_after_a_workers_death_as_if_nothing_had_happened(simulated_gpu: Path, tmp_path: Path) -> None:
@@ -73,7 +76,7 @@ def test_a_run_goes_on_after_a_workers_death_as_if_nothing_had_happened(simulate
 
 
 def test_an_error_ends_the_run_with_a_report_and_a_checkpoint(simulated_gpu: Path, tmp_path: Path) -> None:
-    ended = _launch(tmp_path / "failed", simulated_gpu, "fails")
+    ended = _launch(tmp_path / "failed", simulated_gpu, "fails", is_forked=False)
     assert ended.returncode != 0
     assert "Rank 1 of 2" in ended.stderr and "a bad sample" in ended.stderr
     (report,) = (tmp_path / "failed" / "runs").glob("*/failure.json")

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from paceline.containers import to_device
 from paceline.data import counter_random, random_streams
+from paceline.data.checksum import checksum
 from paceline.data.generators import global_generators_kept, seed_global_generators
 from paceline.data.loading import Collate, Loading
 from paceline.errors import DataError
@@ -60,6 +61,7 @@ def read_samples(
 
     Raises:
         DataError, SystemExit: as the data set raised them for a sample, in loader processes too.
+        DataError: a sample of a training set, which is read twice at the beginning, differs.
     """
     loader = DataLoader(
         cast(Any, _ShardReader(loading.dataset, loading.collate_fn, seed, epoch, train)),
@@ -122,6 +124,8 @@ class _ShardReader:
         self._epoch = epoch
         self._stream = random_streams.COLLATE if train else random_streams.COLLATE_EVALUATION
         self._own = OwnGenerators(dataset, collate_fn, of_parts=True)
+        self._is_to_be_checked = train and epoch == 0
+        """Whether a sample is still to be read twice; the worker that has the first virtual shard does so."""
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -140,12 +144,24 @@ class _ShardReader:
 
     def _read(self, request: SampleRequest) -> list[Any]:
         shards = [[self._sample(index) for index in shard.tolist()] for shard in request.shards]
+        if self._is_to_be_checked and (request.batch, request.first_shard) == (0, 0) and shards[0]:
+            self._is_to_be_checked = False
+            self._check_repetition(int(request.shards[0][0]), shards[0][0])
         if self._collate_fn is None:
             return [collated([sample for shard in shards for sample in shard])]
         return [
             self._collated_shard(self._collate_fn, samples, request.batch, shard)
             for shard, samples in enumerate(shards, request.first_shard)
         ]
+
+    def _check_repetition(self, index: int, sample: Any) -> None:
+        """Read a sample again. Raises `DataError` if it differs."""
+        if checksum([sample]) != checksum([self._sample(index)]):
+            raise DataError(
+                f"Sample {index} of the training set, read twice with the same seeds, differs: it depends on how often "
+                "it was read, or draws from a generator that is made without a seed, such as np.random.default_rng(); "
+                "seed it, or draw from the global generators, which Paceline seeds for every sample."
+            )
 
     def _sample(self, index: int) -> Any:
         self._seed_generators(counter_random.key(self._seed, random_streams.SAMPLE, self._epoch, index))

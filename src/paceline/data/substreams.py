@@ -10,17 +10,15 @@ from __future__ import annotations
 
 import copy
 import json
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from torch.utils.data import IterableDataset
 
-from paceline.containers import open_container
 from paceline.data import counter_random, random_streams
+from paceline.data.checksum import checksum
 from paceline.data.generators import seed_global_generators
 from paceline.errors import DataError
 from paceline.own_generators import OwnGenerators
@@ -200,7 +198,7 @@ class _Source:
                 break
             found.append(sample)
             self._next += 1
-        self.fingerprint = _crc(found, self.fingerprint)
+        self.fingerprint = checksum(found, self.fingerprint)
         return found
 
     def state(self) -> Any:
@@ -238,20 +236,3 @@ def _has_exact_state(stream: Any) -> bool:
         left += [vars(part).get("ex_iterable"), *(vars(part).get("ex_iterables") or ())]
         left = [one for one in left if one is not None]
     return True
-
-
-def _crc(values: Iterable[Any], crc: int) -> int:
-    """A checksum of the content of samples, the same in every process."""
-    for value in values:
-        container = open_container(value)
-        if container is not None:
-            crc = _crc(container.values, zlib.crc32(repr(container.places).encode(), crc))
-        elif hasattr(value, "numpy") or isinstance(value, np.ndarray):
-            crc = zlib.crc32(np.ascontiguousarray(value).tobytes(), crc)
-        elif isinstance(value, bytes):
-            crc = zlib.crc32(value, crc)
-        elif isinstance(value, str | int | float | None):
-            crc = zlib.crc32(repr(value).encode(), crc)
-        else:
-            crc = zlib.crc32(type(value).__name__.encode(), crc)
-    return crc

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, Compressor, Links, Scheduler
@@ -77,20 +78,48 @@ def candidates(plan: Plan, wanted: str, links: Links) -> list[AlgorithmCandidate
     ]
 
 
-def compressor_state(aggregator: Aggregator | None) -> dict[str, Any]:
-    """The state of an aggregator's compressor, as an engine's `own_state`: unsent values count by their sum."""
-    if aggregator is None or aggregator.compressor is None:
-        return {}
-    state = aggregator.compressor.state_dict()
-    owed = {key: value for key, value in state.items() if key.startswith(OWED)}
-    return {"sums": owed, "means": {key: value for key, value in state.items() if key not in owed}}
+class Unsent:
+    """What the compressors of a run have not sent yet, as it is saved and loaded.
 
+    A run that goes on where nothing is compressed, as on one worker, adds what earlier workers had not sent to its next
+    gradients: nothing that was computed is lost.
+    """
 
-def load_compressor_state(aggregator: Aggregator | None, own: dict[str, Any]) -> None:
-    """Restore the `compressor_state` of an aggregator's compressor."""
-    if aggregator is not None and aggregator.compressor is not None:
+    def __init__(self, aggregator: Aggregator | None) -> None:
+        self._compressor = None if aggregator is None else aggregator.compressor
+        self._owed: dict[str, Tensor] = {}
+        """By `OWED` and the parameter's name; empty where a compressor has it."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether it changes with every bucket, before the whole gradient of a step is known."""
+        return self._compressor is not None or bool(self._owed)
+
+    def state(self) -> dict[str, Any]:
+        """Part of an engine's `own_state`: unsent values count by their sum over the workers."""
+        if self._compressor is None:
+            return {"sums": dict(self._owed)} if self._owed else {}
+        state = self._compressor.state_dict()
+        owed = {key: value for key, value in state.items() if key.startswith(OWED)}
+        return {"sums": owed, "means": {key: value for key, value in state.items() if key not in owed}}
+
+    def load(self, own: dict[str, Any]) -> None:
+        """Go on from a `state`."""
+        sums = own.get("sums", {})
+        if self._compressor is None:
+            self._owed = {key: value for key, value in sums.items() if key.startswith(OWED)}
+            return
         means = {key: value for key, value in own.get("means", {}).items() if isinstance(value, Tensor)}
-        aggregator.compressor.load_state_dict(own.get("sums", {}) | means)
+        self._compressor.load_state_dict(sums | means)
+
+    def add_to(self, parts: Iterable[tuple[str, Tensor]]) -> None:
+        """Add to each named gradient what was loaded for it, in place, until the sum was finite once: other steps are
+        skipped. A compressor does so itself."""
+        for name, part in parts if self._owed else ():
+            if (owed := self._owed.get(OWED + name)) is not None:
+                part.add_(owed.to(part))
+                if torch.isfinite(part).all():
+                    del self._owed[OWED + name]
 
 
 def _bucket_bytes(parameters: Sequence[Tensor]) -> list[int]:

@@ -193,6 +193,7 @@ class BitwiseDataParallel(Engine):
 
     def _compute(self, step: StepInput, add: Callable[[Shard], None]) -> None:
         """Call `add` with each of this worker's shards, in their order."""
+        self._shards.check_repeatable(step)
         for number in range(*step.assignment.own):
             loss, statistics = self._shards.compute(step, number)
             add(Shard([parameter.grad for parameter in self._parameters], statistics, loss.weight))

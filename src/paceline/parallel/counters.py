@@ -7,19 +7,16 @@ number that the passes of a step move differently, such as a sum of losses, is t
 
 from __future__ import annotations
 
-import dis
-import functools
 import math
 import threading
-import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
-from paceline.own_generators import reached_by
+from paceline.parallel.kept_values import Namespace, Places, places_in_function, places_in_model
 from paceline.parallel.losses import LossOf
 
 _STEPS_TO_LOOK = 2
@@ -27,23 +24,13 @@ _STEPS_TO_LOOK = 2
 follow later, as a rate that falls every hundred steps does."""
 _FEW = 64
 """So many are watched in any case."""
-_DEPTH = 4
-"""How far from a loss function its numbers are looked for."""
-
-
-class _Place(Protocol):
-    """Where numbers are kept, by name."""
-
-    def get(self, name: str, /) -> Any: ...
-
-    def __setitem__(self, name: str, value: Any, /) -> None: ...
 
 
 @dataclass
 class _Number:
     path: str
     """Names it, alike in every run of the program."""
-    place: _Place
+    place: Namespace
     name: str
     before: Any
     """Its value before the step."""
@@ -67,11 +54,7 @@ class _Number:
 class Counters:
     """Some numbers that forward passes change."""
 
-    def __init__(self, places: Mapping[str, tuple[_Place, str]]) -> None:
-        """
-        Args:
-            places: where they are, by path.
-        """
+    def __init__(self, places: Places) -> None:
         self._watched = [_Number(path, place, name, place.get(name), []) for path, (place, name) in places.items()]
         self._steps_to_look = _STEPS_TO_LOOK
         self._is_passing = False
@@ -80,22 +63,11 @@ class Counters:
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Counters:
-        return cls(
-            {
-                f"{path}.{name}" if path else name: (place, name)
-                for path, module in model.named_modules()
-                for place, name in _numbers_in(vars(module))
-            }
-        )
+        return cls(places_in_model(model, _is_number))
 
     @classmethod
     def of_function(cls, loss_fn: object) -> Counters:
-        """Those of a loss function: in variables that it assigns to, and in attributes and dictionaries that it names.
-
-        What belongs to other packages counts only in modules: a loss of another library.
-        """
-        found = {(id(place), name): (place, name) for place, name in _numbers_of(loss_fn)}
-        return cls({f"{number} {name}": (place, name) for number, (place, name) in enumerate(found.values())})
+        return cls(places_in_function(loss_fn, _is_number))
 
     def begin_step(self) -> None:
         self._has_passed = self._is_passing = False
@@ -166,7 +138,7 @@ class Counters:
             return
         self._is_passing = False
         for number in self._watched:
-            if type(number.now) is type(number.before) and type(number.before) in (int, float):
+            if type(number.now) is type(number.before) and _is_number(number.before):
                 number.moves.append(number.now - number.before)
                 number.has_moved |= number.now != number.before
                 if not number.is_counter:
@@ -174,65 +146,5 @@ class Counters:
         self._watched = [number for number in self._watched if number.is_counter]
 
 
-def _numbers_in(attributes: dict[Any, Any]) -> Iterator[tuple[_Place, str]]:
-    return ((attributes, name) for name, value in attributes.items() if type(value) in (int, float))
-
-
-def _numbers_of(loss_fn: object) -> Iterator[tuple[_Place, str]]:
-    package, seen, left = _package(loss_fn), set(), [(loss_fn, _DEPTH)]
-    while left:
-        thing, depth = left.pop()
-        if id(thing) in seen or isinstance(thing, type | types.ModuleType) or not depth:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, functools.partial):
-            left += [(part, depth) for part in (thing.func, *thing.args, *thing.keywords.values())]
-        elif isinstance(thing, types.MethodType):
-            left += [(thing.__self__, depth), (thing.__func__, depth)]
-        elif isinstance(thing, dict):
-            yield from _numbers_in(thing)
-        elif isinstance(thing, nn.Module):
-            for module in thing.modules():
-                yield from _numbers_in(vars(module))
-        elif _package(thing) == package and hasattr(thing, "__dict__"):
-            yield from _numbers_in(vars(thing))
-            if isinstance(thing, types.FunctionType):
-                yield from _assigned_by(thing)
-                parts = reached_by(thing)
-            else:
-                parts = iter((*vars(thing).values(), vars(type(thing)).get("__call__")))
-            left += [(part, depth - 1) for part in parts]
-
-
-def _package(thing: object) -> str:
-    """The name of the package that a function, or the class of an object, belongs to."""
-    while isinstance(thing, functools.partial | types.MethodType):
-        thing = thing.func if isinstance(thing, functools.partial) else thing.__self__
-    owner = thing if isinstance(thing, types.FunctionType | type) else type(thing)
-    return str(owner.__module__).partition(".")[0]
-
-
-def _assigned_by(function: types.FunctionType) -> Iterator[tuple[_Place, str]]:
-    """The global variables and those of functions around it that a function assigns numbers to."""
-    cells = _Cells(dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)))
-    for instruction in dis.get_instructions(function):
-        place: _Place = cells if instruction.opname == "STORE_DEREF" else function.__globals__
-        is_assigned = instruction.opname in ("STORE_DEREF", "STORE_GLOBAL")
-        if is_assigned and type(place.get(instruction.argval)) in (int, float):
-            yield place, instruction.argval
-
-
-@dataclass
-class _Cells:
-    """Variables of the functions around a function."""
-
-    cells: dict[str, types.CellType]
-
-    def get(self, name: str) -> Any:
-        try:
-            return self.cells[name].cell_contents if name in self.cells else None
-        except ValueError:  # not assigned yet
-            return None
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.cells[name].cell_contents = value
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)

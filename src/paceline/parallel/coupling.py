@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from paceline.errors import ModelError
 from paceline.parallel.losses import ShardLoss
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -33,6 +34,23 @@ def tolerance(model: nn.Module, device: torch.device, loss_dtype: torch.dtype) -
     if torch.float32 in dtypes and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         return _TF32_TOLERANCE
     return max(_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes)
+
+
+def check_repeatable(first: ShardLoss, again: ShardLoss, tolerance: float) -> None:
+    """
+    Raises:
+        ModelError: two calls of a loss function with the same samples and random numbers, and other calls in between,
+            gave different losses.
+    """
+    before, now = float(first.mean), float(again.mean)
+    is_known = math.isfinite(before) and math.isfinite(now)
+    if is_known and abs(before - now) > tolerance * max(abs(before), abs(now)):
+        raise ModelError(
+            f"The loss of the same samples was {before:.6g} in one call of the loss function and {now:.6g} in a later "
+            "one: it follows from what earlier calls left behind, such as a running mean of losses in an attribute, a "
+            "variable or a list. How many calls a step takes depends on the number of workers: return such a number "
+            "beside the loss, and move the mean after run.step by run.values, the same on every worker."
+        )
 
 
 def describe_coupling(together: ShardLoss, singles: Sequence[ShardLoss], tolerance: float) -> str:

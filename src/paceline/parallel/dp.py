@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.comm import Aggregator, Bucket
 from paceline.errors import ModelError
-from paceline.parallel.aggregation import compressor_state, load_compressor_state
+from paceline.parallel.aggregation import Unsent
 from paceline.parallel.clock import mark
 from paceline.parallel.dtensor import rescale_gradients
 from paceline.parallel.engine import Engine, StepInput, broadcast, statistics_dtype
@@ -66,6 +66,7 @@ class DataParallel(Engine):
         """Whether this worker's gradients come from a stand-in and must count for nothing."""
         self._worker_norms = WorkerNorms(self._zero)
         self._aggregator = aggregator
+        self._unsent = Unsent(aggregator)
         self._parameters = list(self.module.parameters())
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
         self._arrived: Callable[[], object] | None = None
@@ -154,7 +155,9 @@ class DataParallel(Engine):
             # Not by a loss of weight zero alone: zero times a stand-in's overflow would be NaN for everybody.
             values.zero_()
         names = [self._names[parameter] for parameter in bucket.parameters()]
-        return self._aggregator.sum_bucket(Bucket(values, tuple(zip(names, bucket.gradients(), strict=True))))
+        parts = tuple(zip(names, bucket.gradients(), strict=True))
+        self._unsent.add_to(parts)
+        return self._aggregator.sum_bucket(Bucket(values, parts))
 
     @contextmanager
     def _idling(self) -> Iterator[None]:
@@ -183,6 +186,7 @@ class DataParallel(Engine):
         if self._aggregator is not None:
             self._aggregator.scheduler.raise_error()
         if self._group is None:
+            self._unsent.add_to((self._names[one], one.grad) for one in self._trained if one.grad is not None)
             self._last_gradient = mark(self._device)
         elif not self._hook_called:
             raise ModelError(self._why_nothing_was_aggregated())
@@ -348,6 +352,13 @@ class DataParallel(Engine):
                 "find_unused_parameters=True, or freeze what the loss never uses before run.prepare."
             )
         if trained and not without:  # earlier passes of this step have left gradients
+            if self._ddp is not None and self._ddp.find_unused_parameters:
+                return (
+                    "In this worker's last pass of the step the loss did not go through the prepared model, and other "
+                    "workers wait for a gradient: where there is nothing to train on, let the loss depend on its "
+                    "parameters all the same, return paceline.Mean(0 * sum(p.sum() for p in model.parameters()), "
+                    "weight=0)."
+                )
             return (
                 "Some parameter got no gradient in this worker's last pass of the step, which other workers wait for; "
                 "call run.prepare with find_unused_parameters=True, or use every parameter in every pass."
@@ -363,15 +374,14 @@ class DataParallel(Engine):
 
     @property
     def changes_state(self) -> bool:
-        """Whether there is a compressor, whose remainder changes with every bucket, before all have arrived."""
-        return self._aggregator is not None and self._aggregator.compressor is not None
+        return self._unsent.changes
 
     def own_state(self) -> dict[str, Any]:
-        return compressor_state(self._aggregator)
+        return self._unsent.state()
 
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         super().load_state(shared, own)
-        load_compressor_state(self._aggregator, own)
+        self._unsent.load(own)
 
 
 def _group_of_uses(group: dist.ProcessGroup | None, plan: Plan) -> dist.ProcessGroup | None:

@@ -19,6 +19,7 @@ from torch import nn
 from paceline.parallel.assignment import ShardRange
 from paceline.parallel.coupling import (
     AUX_LOSS,
+    check_repeatable,
     describe_coupling,
     leaving_no_trace,
     needs_gradients,
@@ -86,7 +87,7 @@ def _examine(
     all_found = []
     for number in range(3 if is_coarse else 1):
         if shards is None:
-            for _ in range(1 + most_shards):
+            for _ in range(2 + most_shards):
                 loss_of_stand_in(passes, step, module)
             all_found.append(Examined())
         else:
@@ -118,6 +119,7 @@ class _Examination:
         losses = [self._loss(one, rehearsal) for one, rehearsal in zip(singles, rehearsals, strict=True)]
         together = self._shared_rehearsal(shards, rehearsals)
         loss = self._loss(shards, together or self._single_rehearsal(shards))
+        again = self._loss(singles[0], self._single_rehearsal(singles[0]))
         for _ in range(most_shards - len(singles)):
             self._loss(singles[-1], self._single_rehearsal(singles[-1]))
         pattern: Pattern = ()
@@ -130,12 +132,13 @@ class _Examination:
         self._passes.norm.end_pass()
         if self._draws_alone:
             return Examined(DRAWS)
+        with self._step.within():
+            most = tolerance(self._passes.model, self._passes.device, loss.mean.dtype)
+        check_repeatable(losses[0], again, most)
         if len(singles) == 1:
             return Examined()
         if self._has_aux_loss:
             return Examined(AUX_LOSS)
-        with self._step.within():
-            most = tolerance(self._passes.model, self._passes.device, loss.mean.dtype)
         coupling = describe_coupling(loss, losses, most)
         if pattern and (coupling or not _are_finite([loss, *losses])):
             return Examined(DRAWS)
@@ -188,6 +191,24 @@ class _Examination:
 def _are_finite(losses: Sequence[ShardLoss]) -> bool:
     """Whether losses can be compared at all."""
     return all(math.isfinite(float(one.mean)) and float(one.weight) > 0 for one in losses)
+
+
+def check_repeatable_alone(passes: Passes, step: StepInput, module: nn.Module, shard: ShardRange) -> None:
+    """As `_Examination.run` does, where shards never go together.
+
+    Raises:
+        ModelError: the loss of a shard follows from what earlier calls of the loss function left behind.
+    """
+
+    def examine() -> None:
+        examination = _Examination(passes, step, module, None, 0)
+        first = examination._loss(shard, None)
+        loss_of_stand_in(passes, step, module)  # which leaves behind something else than `first` did
+        again = examination._loss(shard, None)
+        with step.within():
+            check_repeatable(first, again, tolerance(passes.model, passes.device, first.mean.dtype))
+
+    _with_gradients_if_needed(passes, step, examine)
 
 
 def loss_of_stand_in(passes: Passes, step: StepInput, module: nn.Module) -> ShardLoss:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -45,8 +46,9 @@ def squared_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def squared_gradient_norm(module: nn.Module) -> Tensor:
-    """The squared norm of what is in `.grad` of a module's parameters, plain tensors."""
-    return squared_norm(parameter.grad for parameter in module.parameters() if parameter.grad is not None)
+    """The squared norm of what is in `.grad` of a module's parameters, plain tensors; 0 without any."""
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    return squared_norm(gradients or [torch.zeros_like(one) for one in islice(module.parameters(), 1)])
 
 
 def norm_of_each(gradients: Sequence[Tensor]) -> list[Tensor]:

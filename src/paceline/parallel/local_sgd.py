@@ -31,9 +31,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,13 +41,14 @@ from torch import Tensor, nn
 from paceline.comm import ALGORITHMS, Aggregator, Bucket, Scheduler, open_links
 from paceline.errors import JobError
 from paceline.object_collectives import all_gather_objects
-from paceline.parallel.aggregation import compressor_state, load_compressor_state
+from paceline.parallel.aggregation import Unsent
 from paceline.parallel.bitwise import BitwiseDataParallel
 from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import mark
 from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import AS_RANK, Engine, StepInput, Update, broadcast
 from paceline.parallel.losses import StepLoss
+from paceline.parallel.outer_weights import Move, OuterStep, WeightBucket, wide_dtype
 from paceline.parallel.worker_groups import WorkerGroups
 from paceline.spec import AggregationSpec, Job, Plan
 
@@ -86,6 +86,7 @@ class LocalSGD(Engine):
         self._spec = job.aggregation
         self._groups = groups
         self._aggregator = aggregator
+        self._unsent = Unsent(aggregator)
         broadcast([*model.parameters(), *model.buffers()], groups.everyone)
         self._every_step = _engine_inside(model, job, plan, device, groups, find_unused_parameters)
         super().__init__(self._every_step.module, device, self._every_step.functions)
@@ -96,10 +97,10 @@ class LocalSGD(Engine):
         self._outer_lr = 1.0 if is_local_sgd else self._spec.outer_lr
         self._outer_momentum = 0.0 if is_local_sgd else self._spec.outer_momentum
         self._weights = [
-            _Weights(bucket, bool(self._outer_momentum))
+            WeightBucket(bucket, bool(self._outer_momentum))
             for bucket in buckets(
                 ((name, p) for name, p in self.module.named_parameters() if p.requires_grad),
-                lambda named: (_wide(named[1]), named[1].numel() * _wide(named[1]).itemsize),
+                lambda named: (wide_dtype(named[1]), named[1].numel() * wide_dtype(named[1]).itemsize),
             )
         ]
         self._buffers = _floating_buffers(self.module)
@@ -113,7 +114,7 @@ class LocalSGD(Engine):
         """The names of the loss functions."""
         self._is_weighted: dict[str, bool] = {}
         """Whether a loss function returns a `Mean`, as far as all workers know."""
-        self._under_way: _OuterStep | None = None
+        self._under_way: OuterStep | None = None
         """The outer step whose sums are being sent."""
         self._holds_consensus = False
 
@@ -173,14 +174,14 @@ class LocalSGD(Engine):
             self._aggregator.scheduler.begin_step()
         own_part = self._own_part()
         begun = [weights.current() if self._spec.overlap_steps else None for weights in self._weights]
-        moves = self._begin_moves(own_part, lambda one, bucket: one.sum_bucket(bucket))
-        self._under_way = _OuterStep(own_part, moves, begun)
+        moves = self._begin_moves(own_part, exactly=False)
+        self._under_way = OuterStep(own_part, moves, begun)
         self._num_steps = self._all_samples = 0
         self._own_samples = 0
         self._losses.clear()
 
     @torch.no_grad()
-    def _finish_outer_step(self, outer: _OuterStep) -> None:
+    def _finish_outer_step(self, outer: OuterStep) -> None:
         for number, ((weights, move, future), begun) in enumerate(zip(outer.moves, outer.begun, strict=True)):
             self._wait(future)
             self._groups.share(move, number)
@@ -204,7 +205,7 @@ class LocalSGD(Engine):
         with torch.no_grad():
             kept = [tensor.detach().clone() for tensor in tensors]
             own_part = self._own_part()
-            moves = self._begin_moves(own_part, lambda one, bucket: one.sum_exactly(bucket.values, "weights"))
+            moves = self._begin_moves(own_part, exactly=True)
             for number, (weights, move, future) in enumerate(moves):
                 self._wait(future)
                 self._groups.share(move, number)
@@ -244,7 +245,7 @@ class LocalSGD(Engine):
     def own_state(self) -> dict[str, Any]:
         if self._spec.groups and not self._groups.leads:
             return {AS_RANK: self._groups.own[0]}
-        own = compressor_state(self._aggregator)
+        own = self._unsent.state()
         if not self._spec.overlap_steps:
             return own
         moved = {name: part for weights in self._weights for name, part in weights.named(weights.current())}
@@ -267,7 +268,7 @@ class LocalSGD(Engine):
                 parameter.copy_(moved[name])
         self._own_samples = float(sums.pop(_OWN_SAMPLES, self._own_samples))
         self._under_way = None
-        load_compressor_state(self._aggregator, {"sums": sums, "means": means})
+        self._unsent.load({"sums": sums, "means": means})
 
     def state_dict(self) -> dict[str, Any]:
         """The state of outer steps besides model and optimizer; between outer steps all three differ among workers.
@@ -314,16 +315,22 @@ class LocalSGD(Engine):
             total = math.fsum(owns[group[0]] for group in self._groups.members)
         return own / total if total else 1 / len(self._groups.members)
 
-    def _begin_moves(
-        self, own_part: float, begin_sum: Callable[[Aggregator, Bucket], torch.futures.Future[Tensor]]
-    ) -> list[_Move]:
-        """Begin to sum the differences from the last common weights to the mean of the current ones."""
-        moves: list[_Move] = []
+    def _begin_moves(self, own_part: float, *, exactly: bool) -> list[Move]:
+        """Begin to sum the differences from the last common weights to the mean of the current ones.
+
+        Args:
+            exactly: whether nothing is left out, and nothing added that was left out before.
+        """
+        moves: list[Move] = []
         for number, weights in enumerate(self._weights):
             move = (weights.current() - weights.agreed).mul_(own_part)
+            parts = tuple(weights.named(move))
+            if not exactly:
+                self._unsent.add_to(parts)
             future = None
             if self._aggregator is not None and self._groups.adds_up(number):
-                future = begin_sum(self._aggregator, Bucket(move, tuple(weights.named(move))))
+                sums = self._aggregator
+                future = sums.sum_exactly(move, "weights") if exactly else sums.sum_bucket(Bucket(move, parts))
             moves.append((weights, move, future))
         return moves
 
@@ -361,52 +368,6 @@ class LocalSGD(Engine):
         for weights in self._weights:
             weights.agreed.copy_(weights.current())
         self._buffers = _floating_buffers(self.module)
-
-
-class _Weights:
-    """A bucket of parameters, and their values after the last outer step."""
-
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], has_momentum: bool) -> None:
-        self._parameters = parameters
-        self._dtype = _wide(parameters[0][1])
-        self.agreed = self.current()
-        """A flat vector; in float32 where the parameters have less precision, so that small moves add up."""
-        self.momentum = torch.zeros_like(self.agreed) if has_momentum else None
-
-    def current(self) -> Tensor:
-        return torch.cat([parameter.detach().reshape(-1).to(self._dtype) for _, parameter in self._parameters])
-
-    def named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's name and its slice of a flat vector, in its own shape."""
-        pieces = flat.split([parameter.numel() for _, parameter in self._parameters])
-        for (name, parameter), piece in zip(self._parameters, pieces, strict=True):
-            yield name, piece.view(parameter.shape)
-
-    def write(self, flat: Tensor) -> None:
-        for (_, parameter), (_, piece) in zip(self._parameters, self.named(flat), strict=True):
-            parameter.copy_(piece)
-
-    def step(self, move: Tensor, lr: float, momentum: float) -> None:
-        """SGD with Nesterov momentum on the common weights, along the pseudo-gradient -move; changes `move`."""
-        if self.momentum is not None:
-            self.momentum.mul_(momentum).add_(move)
-            move.add_(self.momentum, alpha=momentum)
-        self.agreed.add_(move, alpha=lr)
-
-
-_Move = tuple[_Weights, Tensor, torch.futures.Future[Tensor] | None]
-"""How far a bucket's weights move, once the future is done; None: other workers of the group add that up, or none."""
-
-
-@dataclass(frozen=True)
-class _OuterStep:
-    """An outer step that has begun."""
-
-    own_part: float
-    """The fraction of the samples that this worker has computed."""
-    moves: Sequence[_Move]
-    begun: Sequence[Tensor | None]
-    """This worker's weights when it began; None where no step is made before it ends."""
 
 
 def _engine_inside(
@@ -467,7 +428,3 @@ def _among(step: StepInput, ranks: tuple[int, ...]) -> StepInput:
 def _floating_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Copies, by name."""
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-
-
-def _wide(parameter: Tensor) -> torch.dtype:
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32

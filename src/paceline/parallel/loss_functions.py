@@ -36,6 +36,8 @@ class LossFunctions:
         """Whether it changes tensors of its batch in place, as far as this worker has seen."""
         self.differentiates: set[str] = set()
         """The loss functions that compute gradients themselves, as far as this worker has seen."""
+        self.repeatable: set[str] = set()
+        """Those of which this worker has seen, shard by shard, that their losses do not follow from earlier calls."""
         self.is_batch_spoiled = False
         """Whether it changed samples in this step of which there is no other copy."""
         self.found_late = ""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.parallel.engine import StepInput
-from paceline.parallel.examination import loss_of_stand_in
+from paceline.parallel.examination import check_repeatable_alone, loss_of_stand_in
 from paceline.parallel.loss_functions import LossFunctions
 from paceline.parallel.losses import LossLayout, ShardLoss, StepLoss
 from paceline.parallel.norm import ShardBatchNorm, replace_batch_norm
@@ -41,6 +41,12 @@ class ShardByShard:
         layout = loss_of_stand_in(self.passes, step, self.module).layout
         self._functions.has_returned(step.loss_name, layout)
         return layout
+
+    def check_repeatable(self, step: StepInput) -> None:
+        """In the first step of a loss function: see that the loss of a shard does not follow from earlier calls."""
+        if step.loss_name not in self._functions.repeatable and step.assignment.sizes:
+            self._functions.repeatable.add(step.loss_name)
+            check_repeatable_alone(self.passes, step, self.module, self.passes.single(step, step.assignment.own[0]))
 
     def compute(self, step: StepInput, shard: int) -> tuple[ShardLoss, Tensor]:
         """Leave the gradient of the weighted loss in `.grad` (None where there is none); return loss and statistics."""

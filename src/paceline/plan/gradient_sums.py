@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from paceline.plan.buckets import exposed_s, sums_of_exposed_s, sums_s
 from paceline.plan.collectives import cost_s
@@ -11,7 +10,7 @@ from paceline.plan.inputs import PlanInputs, pass_s
 from paceline.plan.model import Layout, Network
 from paceline.plan.network_costs import SHARED_MEMORY
 from paceline.plan.step_time import expected_maximum, neighbour_slowdown, neighbours_factor, slowest_s
-from paceline.spec import AlgorithmName, Job
+from paceline.spec import AggregationSpec, AlgorithmName, Job
 from paceline.spec.algorithm import automatic_candidates
 from paceline.spec.wire import WIRE_FACTS
 
@@ -19,7 +18,6 @@ ALGORITHM_MARGIN = 0.1
 """An algorithm is chosen only if it is faster than the backend's by this factor, as at the start of a run."""
 STRAGGLER_SPREAD = 0.02
 """Standard deviation over mean of one worker's computing time; the probe does not measure it."""
-_EVERY_STEP: dict[str, Any] = {"method": "every_step", "groups": None, "sync_inside_nodes": False, "overlap_steps": 0}
 _MIN_SUM_FACTOR = 0.25
 """The minimum of a measured cost of a sum as a fraction of its price: links cannot be off by more."""
 
@@ -54,7 +52,7 @@ def sums_inside_groups(inputs: PlanInputs, job: Job, layout: Layout, compute_s: 
     elif spec.groups:
         size = max(1, layout.num_workers // spec.groups)
     group = layout.first(size)
-    of_group = replace(inputs, job=replace(job, aggregation=replace(spec, **_EVERY_STEP)))
+    of_group = replace(inputs, job=replace(job, aggregation=AggregationSpec()))  # exact, whatever goes between groups
     seconds = cheapest_algorithm(of_group, of_group.job, group)[1]
     return seconds, exposed_sums_s(of_group, compute_s, seconds, group)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.spec.aggregation import AggregationSpec
 from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.cluster import (
     Cluster,
@@ -18,7 +19,6 @@ from paceline.spec.cluster import (
 )
 from paceline.spec.evaluation import EarlyStoppingSpec, EvaluationRecord
 from paceline.spec.job import (
-    AggregationSpec,
     CallbackSpec,
     CheckpointSpec,
     DataSpec,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.containers import tensors
 from paceline.errors import DataError, DivergenceError
 from paceline.object_collectives import all_gather_objects
 
@@ -24,12 +28,54 @@ def check_same_order(digest: str, epoch: int | None, group: dist.ProcessGroup | 
     digests = all_gather_objects(digest, group)
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:
-        where = "the evaluation" if epoch is None else f"epoch {epoch}"
-        ranks = f"rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))}"
         raise DataError(
-            f"In {where} {ranks} would read other samples than rank 0, or in another order; build the data set and the "
-            "sampler alike on all workers, and draw from torch's, NumPy's or random's global generator only."
+            f"In {_where(epoch)} {_ranks(others)} would read other samples than rank 0, or in another order; build the "
+            "data set and the sampler alike on all workers, and draw from torch's, NumPy's or random's global "
+            "generator only."
         )
+
+
+def check_same_samples(content: Any, epoch: int | None, group: dist.ProcessGroup | None) -> None:
+    """A collective at the beginning of every epoch and evaluation.
+
+    Sums are compared up to rounding, since nodes may have other processors. Texts are not: they may be paths.
+
+    Args:
+        content: of samples with the same numbers on every worker.
+        epoch: None: of an evaluation.
+
+    Raises:
+        DataError: on all workers, if their samples differ.
+    """
+    sums = torch.tensor([number for one in tensors(content) for number in _sums(one)], dtype=torch.float64)
+    of_all = [torch.tensor(one, dtype=torch.float64) for one in all_gather_objects(sums.tolist(), group)]
+    others = [
+        rank
+        for rank, other in enumerate(of_all)
+        if other.shape != of_all[0].shape or not torch.allclose(other, of_all[0], rtol=1e-5, atol=0.0)
+    ]
+    if others:
+        raise DataError(
+            f"In {_where(epoch)} {_ranks(others)} read other values than rank 0 in samples of the same numbers; build "
+            "and split the data set after paceline.init, which seeds the global generators alike on all workers, or "
+            "with a seed of its own."
+        )
+
+
+def _sums(tensor: Tensor) -> Iterator[float]:
+    """The sum of the positive and of the negative numbers in a tensor, neither of which cancels, and of squares."""
+    whole = torch.cat([one.flatten() for one in tensor.unbind()]) if tensor.is_nested else tensor.to_dense()
+    numbers = whole.detach().nan_to_num()
+    numbers = (torch.view_as_real(numbers) if numbers.is_complex() else numbers).double()
+    yield from (float(numbers.clamp(min=0).sum()), float(numbers.clamp(max=0).sum()), float(numbers.square().sum()))
+
+
+def _where(epoch: int | None) -> str:
+    return "the evaluation" if epoch is None else f"epoch {epoch}"
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def check_same_state(

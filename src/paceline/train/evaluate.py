@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.data import Loading
+from paceline.data import Loading, SampleRequest
 from paceline.data.substreams import is_stream
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
@@ -20,7 +20,7 @@ from paceline.own_generators import OwnGenerators
 from paceline.parallel import Companions
 from paceline.parallel.losses import Mean
 from paceline.spec import Job, Mesh
-from paceline.train.agreement import check_same_order
+from paceline.train.agreement import check_same_order, check_same_samples
 from paceline.train.metric_states import Merge, MergeTree, compute_metrics, metric_functions, update_trees
 from paceline.train.process_group import World
 from paceline.train.reading import DatasetReader, num_samples
@@ -121,7 +121,10 @@ class SetChunks:
         self._computed = own(in_step=in_step)
         # Workers that compute other parts of the model have the same chunks: the first of them gives the results.
         self._given = own(in_step=False) if mesh.leads_assignment(world.rank) else []
-        self._contents = reader.read_chunks(loading, self._chunks, self._computed)
+        first = [SampleRequest((self._chunks.batch(0)[: job.shard_size],))] if world.group is not None else []
+        self._contents = reader.read_chunks(loading, self._chunks, self._computed, first)
+        if first:
+            check_same_samples(next(self._contents), None, world.group)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         """The chunks that this worker computes, with their numbers."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,13 +22,16 @@ from paceline.parallel.counters import Counters
 from paceline.parallel.engine import AnyShard
 from paceline.parallel.generators import generator_states
 from paceline.parallel.gradient_norms import norm_of_norms
+from paceline.parallel.kept_tensors import KeptTensors
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import is_out_of_memory
+from paceline.parallel.read_numbers import ReadNumbers
 from paceline.samples import Readings, Samples
 from paceline.spec import Mesh
 from paceline.train.closures import closure_after, takes_closure
 from paceline.train.data_progress import Batch
 from paceline.train.device_skip import left_out_where, skips_on_device, spoil_gradients_where, tell_scaler
+from paceline.train.given_batch import GivenBatch
 from paceline.train.joint_optimizer import parts_of
 from paceline.train.nonfinite import NonFiniteGuard
 from paceline.train.numerics import LossFn, loss_name
@@ -36,6 +39,7 @@ from paceline.train.optim import clip
 from paceline.train.preparation import Prepared
 from paceline.train.reading import DatasetReader
 from paceline.train.schedule import lr_factor
+from paceline.train.script_changes import ScriptChanges
 from paceline.train.seeding import seed_update, shard_seed
 from paceline.train.session import Session
 from paceline.train.torch_settings import explaining_refusals
@@ -56,6 +60,10 @@ class Pending:
     """The samples of all workers in these."""
     num_steps: int = 0
     """The steps made on it so far."""
+    given: GivenBatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.given = GivenBatch(self.content)
 
 
 class ModelStepper:
@@ -76,6 +84,7 @@ class ModelStepper:
         self._reader = reader
         self._tracer = tracer
         self.guard = NonFiniteGuard(session, self.trained)
+        self.changes = ScriptChanges(self.trained)
         self._takes_closure = takes_closure(self.trained.optimizer, self.trained.engine, session.state.job)
         self._readings: Readings = {}
         self._generators_of_model = OwnGenerators(self.trained.model)
@@ -85,6 +94,9 @@ class ModelStepper:
         self._generators = NO_GENERATORS
         """Those that it and the model have of their own."""
         self._counters_of_loss = Counters({})
+        self._numbers_of_loss = ReadNumbers(None)
+        self._tensors_of_model = KeptTensors.of_model(self.trained.model)
+        self._tensors_of_loss = KeptTensors.of_function(None, ())
 
     def step(
         self, pending: Pending, content: Any, loss_fn: LossFn, companions: Companions, optimizer: Optimizer
@@ -134,6 +146,13 @@ class ModelStepper:
         self._tracer.after_update(trained.model, engine.whole, result.notes)
         engine.forward_buffers.counters.end_step()
         self._counters_of_loss.end_step()
+        self._tensors_of_loss.end_step()
+        self._numbers_of_loss.end_step()
+        self.changes.end_step()
+        # Not where workers have other weights or losses than each other, or only some stages compute the loss.
+        if engine.reads_assignment and not engine.weights_diverge and not self._is_piped:
+            self.session.changed_by_script |= self._tensors_of_loss.leading
+            self.session.numbers_by_script |= self._numbers_of_loss.changed
         if moving := engine.forward_buffers.newly_moving():
             self.session.note(f"Forward passes change buffers ({_some(moving)}): {engine.buffers_rule}.")
         if engine.counters_rule and (counting := engine.forward_buffers.newly_counting()):
@@ -164,20 +183,26 @@ class ModelStepper:
             self._loss_fn = loss_fn
             self._generators = self._generators_of_model + OwnGenerators(loss_fn)
             self._counters_of_loss = Counters.of_function(loss_fn)
+            self._numbers_of_loss = ReadNumbers(loss_fn)
+            models = (one.model for one in self._state.models.companions.values())
+            self._tensors_of_loss = KeptTensors.of_function(loss_fn, models)
             functions, name = self.trained.engine.functions, loss_name(loss_fn)
             functions.counters[name] = self._counters_of_loss
             self._counters_of_loss.load_state(functions.saved_counts.pop(name, {}))
         self._counters_of_loss.begin_step()
+        self._tensors_of_loss.begin_step()
+        self._numbers_of_loss.begin_step()
 
     def _input(
         self, pending: Pending, index: int, assignment: Assignment, num_samples: int, content: Any, loss_fn: LossFn
     ) -> StepInput:
         """The step input for an assignment of the global batch with this number, counted over the whole run."""
         precision, seed, nth = self.trained.precision, self._state.job.seed, pending.num_steps
+        loss_of = self._tensors_of_loss.around(self._tensors_of_model.around(precision.of(loss_fn)))
         return StepInput(
             assignment=assignment,
             batch=Samples.of(content, num_samples, self._readings),
-            loss_of=self._counters_of_loss.around(precision.of(loss_fn)),
+            loss_of=self._counters_of_loss.around(loss_of),
             shard_seed=lambda shard: shard_seed(seed, index, shard, nth),
             scale=precision.scaler.scale,
             within=precision.autocast,
@@ -213,6 +238,8 @@ class ModelStepper:
                 spoil_gradients_where(optimizer, torch.ones_like(loss))
                 scaler.unscale_(optimizer)
                 scaler.update()
+            if engine.weights_diverge:  # other workers make theirs, at the same learning rate
+                self._move_schedulers(optimizer)
             return
         with left_out:
             self._make_update(pending, step_input, optimizer, loss)
@@ -267,8 +294,11 @@ class ModelStepper:
                 f"{type(optimizer).__name__} draws random numbers for the update, which are others for parts of the "
                 "parameters than for all of them; choose the strategy dp."
             )
+        self._move_schedulers(optimizer)
+
+    def _move_schedulers(self, optimizer: Optimizer) -> None:
         for scheduler in self._schedulers:
-            if scheduler.optimizer is optimizer or optimizer is trained.optimizer:
+            if scheduler.optimizer is optimizer or optimizer is self.trained.optimizer:
                 scheduler.step()
 
     def _knows_late(self, optimizer: Optimizer) -> bool:

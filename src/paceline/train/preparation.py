@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from paceline.train.optim import check_updates_by_element, choose_kernels
 from paceline.train.optimizer_trial import Shape, check_updates_of_parts
 from paceline.train.process_group import World
 from paceline.train.schedule import LearningRates, counts_epochs
-from paceline.train.state import Names, Trained, rebind
+from paceline.train.state import Names, Trained, numbers_of, rebind
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,8 @@ def prepare_model(
         model.double()
     if job.channels_last and is_plain:  # torch shards parameters of the plain format only
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    model.train()
+    if not model.training:  # as a pretrained one is loaded; else the script has chosen which of its modules are frozen
+        model.train()
     shapes = {name: Shape.of(parameter, mesh) for name, parameter in model.named_parameters()}
     engine = parallelize(
         model,
@@ -85,9 +86,11 @@ def prepare_model(
         find_unused_parameters=find_unused_parameters,
         example=to_device(example, world.device, torch.float64 if job.precision == "float64" else None),
     )
+    if not engine.holds_all:
+        vars(engine.module)["__deepcopy__"] = _refuse_copy
     background = ExitStack()
     background.push(lambda _kind, error, _trace: engine.close(error))
-    trained = Trained(optimizer, names, engine, precision)
+    trained = Trained(optimizer, names, engine, precision, numbers_of(optimizer))
     if compile_again is not None:
         compile_again(trained.model)
         background.enter_context(draws_as_uncompiled())
@@ -98,6 +101,17 @@ def prepare_model(
     elif not trained.engine.holds_all:
         check_updates_of_parts(optimizer, names, shapes, trained.model, mesh, world)
     return Prepared(trained, rates, schedulers, background)
+
+
+def _refuse_copy(_memo: object) -> NoReturn:
+    """
+    Raises:
+        ModelError: a script copies a model of which each worker has a part.
+    """
+    raise ModelError(
+        "A model that is spread over workers cannot be copied (copy.deepcopy, AveragedModel): copy it before "
+        "run.prepare, take run.whole_state(), or use the strategy dp."
+    )
 
 
 def freeze(model: nn.Module, job: Job, plan: Plan, world: World) -> Companion:

@@ -37,9 +37,12 @@ class DatasetReader:
         requests = (SampleRequest((samples,)) for samples in indices)
         return (contents[0] for contents in self._contents(loading, epoch, requests, train))
 
-    def read_chunks(self, loading: Loading, chunks: EpochOrder, numbers: Iterable[int]) -> Iterator[Any]:
-        """The chunks of an evaluation with these numbers, each collated as a whole."""
-        requests = (SampleRequest((chunks.batch(number),), number) for number in numbers)
+    def read_chunks(
+        self, loading: Loading, chunks: EpochOrder, numbers: Iterable[int], before: Iterable[SampleRequest] = ()
+    ) -> Iterator[Any]:
+        """The chunks of an evaluation with these numbers, each collated as a whole; after what is read before them."""
+        of_chunks = (SampleRequest((chunks.batch(number),), number) for number in numbers)
+        requests = itertools.chain(before, of_chunks)
         return (contents[0] for contents in self._contents(loading, 0, requests, train=False))
 
     def read_shards(self, loading: Loading, epoch: int, requests: Iterable[SampleRequest]) -> Iterator[Any]:

@@ -139,7 +139,8 @@ def _scaled_sum(values: Sequence[Any], factor: float) -> Any:
     """The sum of trees times a factor; integers and non-numbers are taken from the first tree."""
     first = values[0]
     if isinstance(first, Mapping):
-        return {key: _scaled_sum([value[key] for value in values if key in value], factor) for key in first}
+        keys = dict.fromkeys(key for value in values for key in value)  # a worker without samples has no momentum yet
+        return {key: _scaled_sum([value[key] for value in values if key in value], factor) for key in keys}
     if isinstance(first, list | tuple):
         return type(first)(_scaled_sum(items, factor) for items in zip(*values, strict=True))
     if isinstance(first, Tensor) and first.is_floating_point():

@@ -323,7 +323,7 @@ class Run(RunView):
             self._pending = None
             self.stepper.finish_step()
             if self.stopping.is_over:
-                return
+                return self.stepper.stop_here()
             self.timer.data_asked()
 
     def step(
@@ -350,10 +350,15 @@ class Run(RunView):
             are none.
         """
         pending = self._pending
-        if pending is None or (pending.num_steps and model is None and optimizer is None):
+        if pending is None:
             raise JobError(
-                "run.step needs a batch that run.batches just yielded; each is used once, except by steps that say "
-                "which model they train: run.step(batch, loss_fn, model=…)."
+                "run.step needs a batch that run.batches just yielded. Samples that the script makes itself, such as "
+                "those of a replay buffer, come from an IterableDataset: for batch in run.batches(stream)."
+            )
+        if pending.num_steps and model is None and optimizer is None:
+            raise JobError(
+                "Each batch of run.batches is used by one step, except by steps that say which model they train: "
+                "run.step(batch, loss_fn, model=…)."
             )
         result, trained = self.stepper.step(pending, batch, loss_fn, model, optimizer)
         self.values = result.values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
@@ -33,9 +34,15 @@ class RunView:
         self._noise = noise
         self._models = TrainedModels()
 
-    def epochs(self) -> range:
-        """The numbers of the epochs that are not over: all of the job's, or those left of a run that was resumed."""
-        return self._progress.epochs()
+    def epochs(self) -> Iterator[int]:
+        """The numbers of the epochs that are not over: all of the job's, or those left of a run that was resumed.
+
+        They end with the epoch in which the run ends, because of `max_steps`, `max_minutes` or `stop`.
+        """
+        for epoch in self._progress.epochs():
+            yield epoch
+            if self._progress.steps_left == 0:
+                return
 
     def consensus(self) -> AbstractContextManager[None]:
         """A context in which the model is the same on every worker: the mean of their weights where they synchronise

@@ -12,7 +12,7 @@ from paceline.data import Loading, SampleRequest
 from paceline.data.substreams import is_stream
 from paceline.errors import DataError
 from paceline.spec import Job
-from paceline.train.agreement import check_same_order
+from paceline.train.agreement import check_same_order, check_same_samples
 from paceline.train.data_progress import Batch, DataProgress
 from paceline.train.process_group import World
 from paceline.train.reading import DatasetReader, num_samples
@@ -61,6 +61,13 @@ class GlobalBatches:
             )
             for batch in read
         )
-        contents = self.reader.read_shards(loading, epoch, requests)
+        compared = []
+        if self.world.group is not None and numbers:
+            first = progress.batch(numbers.start, numbers.stop)
+            compared = [SampleRequest((first.samples[: job.shard_size],), first.number)]
+        # Loader processes read them too: a file that a data set opens in this process could not be shared with those.
+        contents = self.reader.read_shards(loading, epoch, itertools.chain(compared, requests))
+        if compared:
+            check_same_samples(next(contents), epoch, self.world.group)
         batches = (progress.batch(number, numbers.stop) for number in numbers)
         return zip(batches, contents if reads_assignment else itertools.cycle(contents), strict=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
@@ -30,6 +30,7 @@ from paceline.train.optim import ends_with_epochs
 from paceline.train.peer_watch import watch_peers
 from paceline.train.process_group import World, leave_at_once
 from paceline.train.resume import CheckpointReader, Found
+from paceline.train.script_changes import ScriptChanges, check_alike
 from paceline.train.status_exchange import Request, Status, StatusExchange
 from paceline.train.stopping import Stopping
 from paceline.train.stragglers import Stragglers
@@ -231,6 +232,11 @@ class Session:
         is not restored after an error."""
         self._is_split = False
         """Whether some worker has found late that its shards must go through the model one by one."""
+        self.numbers_by_script: dict[str, float] = {}
+        """Numbers that the script has changed before the last step, and its loss function reads."""
+        self.changed_by_script: dict[str, float] = {}
+        """Checksums of what the script has put, before the last step, into tensors that its loss follows from."""
+        self._names_sent: list[str] = []
         self._notes = notes
         self._stopping = stopping
         self._status_exchange = StatusExchange(group)
@@ -307,11 +313,12 @@ class Session:
         self.state.models.put(found.shared, found.own, hyper=True)
         return found.name
 
-    def step_ended(self, own_time_s: float) -> None:
+    def step_ended(self, own_time_s: float, changes: Sequence[ScriptChanges]) -> None:
         """After every step: receive every worker's status of the step before, act on it, and send that of this step.
 
         Args:
             own_time_s: the time of this worker's last known step without waiting for others.
+            changes: the script's, of each model.
         """
         step = self.state.progress.steps
         status = self._received()
@@ -320,7 +327,14 @@ class Session:
         slower = self._plan.exclude_slower
         if slower is not None and self.world.rank in self._stragglers.lasting(slower):
             leave_at_once(EXCLUDED)  # the others notice, save a checkpoint, and are restarted without it
-        self._status_exchange.send(self._requests(), own_time_s)
+        self._names_sent = [*self.changed_by_script, *self.numbers_by_script]
+        # A worker without samples in a step does not know what the loss follows from.
+        checksum = sum(self.changed_by_script.values()) if self.changed_by_script else None
+        numbers = sum(abs(one) + max(one, 0) for one in self.numbers_by_script.values())
+        rates, weights = (sum(ends) for ends in zip(*(one.checksums() for one in changes), strict=True))
+        self._status_exchange.send(self._requests(), own_time_s, (checksum, numbers, rates, weights))
+        self.changed_by_script.clear()
+        self.numbers_by_script.clear()
 
     def _requests(self) -> set[Request]:
         """This worker's requests, for the others."""
@@ -332,6 +346,7 @@ class Session:
     def _received(self) -> Status:
         """The status of all workers, of which it is done what they request."""
         status = self._status_exchange.received()
+        check_alike(status.checksums, self._names_sent)
         if self._checkpoints is not None:
             self._checkpoints.step_ended(self.state.progress.steps, status.requests)
         if Request.STOP in status.requests:
@@ -387,7 +402,7 @@ class Session:
 
     def finish(self) -> None:
         """At the end of training: save any unsaved state."""
-        self._status_exchange.received()  # no message stays in flight
+        check_alike(self._status_exchange.received().checksums, self._names_sent)  # no message stays in flight
         if self._checkpoints is not None:
             self.state.progress.leave_epoch()
             self._checkpoints.save(self.state.progress.steps)

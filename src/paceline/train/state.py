@@ -1,7 +1,8 @@
 """Model, optimizer and what belongs to them, taken out of a run for a checkpoint and put back.
 
 What all workers have alike is `shared`. What each has for itself is `own`, sorted by what must stay the same when
-other workers resume from it: the sum over all of them, or the mean.
+other workers resume from it: the sum over all of them, or the mean. Numbers of which neither means anything, such as
+counts, are each worker's where as many resume, else the first one's.
 
 Not by torch.distributed.checkpoint.state_dict: its `get_optimizer_state_dict` makes a step with an optimizer that has
 no state yet, which Adam's bias correction then counts, and its `set_optimizer_state_dict` refuses a parameter that
@@ -25,7 +26,11 @@ from paceline.errors import CheckpointError, ModelError, shown
 from paceline.parallel import Engine
 from paceline.parallel.dtensor import shard_like
 from paceline.parallel.engine import AS_RANK
+from paceline.train.joint_optimizer import parts_of
 from paceline.train.numerics import Precision
+
+_ALONE = "alone"
+"""In a worker's own state: what another number of workers does not use."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class Trained:
     names: Names
     engine: Engine
     precision: Precision
+    fresh_numbers: Mapping[str, float]
+    """What `numbers_of` found before the first step."""
 
     @property
     def model(self) -> nn.Module:
@@ -45,16 +52,20 @@ class Trained:
     def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """`shared` and `own` of this worker; their tensors are views of the live state."""
         optimizer = optimizer_state(self.optimizer, self.names, self.model)
-        own = self.engine.own_state()
+        numbers = numbers_of(self.optimizer)
+        if moved := {name: one for name, one in numbers.items() if one != self.fresh_numbers.get(name)}:
+            optimizer["numbers"] = moved
+        own, scaler = self.engine.own_state(), self.precision.scaler.state_dict()
         if self.engine.weights_diverge:
             if AS_RANK not in own:
-                own = {**own, "means": own.get("means", {}) | {"optimizer": optimizer["state"]}}
+                means = own.get("means", {}) | {"optimizer": optimizer["state"]}
+                own = {**own, "means": means, _ALONE: {"optimizer": optimizer | {"state": {}}, "scaler": scaler}}
             optimizer = optimizer | {"state": {}}
         shared = {
             "model": self.engine.model_state(),
             "optimizer": optimizer,
             "engine": self.engine.shared_state(),
-            "scaler": self.precision.scaler.state_dict(),
+            "scaler": scaler,
             "requires_grad": {name: parameter.requires_grad for name, parameter in self.model.named_parameters()},
         }
         return shared, own
@@ -86,13 +97,14 @@ class Trained:
             raise CheckpointError(
                 f"The checkpoint belongs to another model: {' '.join(str(problem).split())}"
             ) from None
-        optimizer = shared["optimizer"]
-        means = own.get("means", {})
+        alone = {"optimizer": shared["optimizer"], "scaler": shared["scaler"]} | own.get(_ALONE, {})
+        optimizer, means = alone["optimizer"], own.get("means", {})
         if "optimizer" in means:  # workers' weights differed
             optimizer = optimizer | {"state": means["optimizer"]}
         load_optimizer_state(self.optimizer, self.names, self.model, optimizer, hyper=hyper)
+        set_numbers(self.optimizer, optimizer.get("numbers", {}))
         self.engine.load_state(shared["engine"], own)
-        self.precision.scaler.load_state_dict(shared["scaler"])
+        self.precision.scaler.load_state_dict(alone["scaler"])
 
     def freeze_as(self, shared: Mapping[str, Any]) -> list[str]:
         """Freeze and unfreeze parameters as they were when `take` was called; returns sentences that say so."""
@@ -165,6 +177,31 @@ def optimizer_state(optimizer: Optimizer, names: Names, model: nn.Module) -> dic
     plain = optimizer.state_dict()
     groups = [group | {"params": list(own)} for group, own in zip(plain["param_groups"], names.groups, strict=True)]
     return {"state": {held[number]: state for number, state in plain["state"].items()}, "groups": groups}
+
+
+def numbers_of(optimizer: Optimizer) -> dict[str, float]:
+    """The numbers that an optimizer, and one that it wraps, keep in attributes, which no `state_dict` has: a count of
+    steps for instance."""
+    return {
+        f"{number}/{name}": float(value) if isinstance(value, Tensor) else value
+        for number, holder in enumerate(_holders_of_numbers(optimizer))
+        for name, value in holder.items()
+        if type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
+
+
+def set_numbers(optimizer: Optimizer, numbers: Mapping[str, float]) -> None:
+    """Give attributes the values that `numbers_of` found."""
+    for number, holder in enumerate(_holders_of_numbers(optimizer)):
+        for name, value in holder.items():
+            if (kept := numbers.get(f"{number}/{name}")) is not None:
+                holder[name] = torch.full_like(value, kept) if isinstance(value, Tensor) else kept
+
+
+def _holders_of_numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
+    parts = parts_of(optimizer)
+    wrapped = [one for part in parts for one in vars(part).values() if isinstance(one, Optimizer)]
+    return [vars(one) for one in (*parts, *wrapped)]
 
 
 _OF_THIS_RUN = ("params", "foreach", "fused", "capturable", "differentiable")

@@ -13,6 +13,7 @@ from paceline.errors import JobError, PeerLost
 from paceline.parallel import Companions
 from paceline.parallel.losses import StepLoss
 from paceline.spec import Mesh
+from paceline.train.given_batch import DRAWS_IN_LOOP
 from paceline.train.joint_optimizer import parts_of
 from paceline.train.model_step import ModelStepper, Pending
 from paceline.train.numerics import LossFn
@@ -42,6 +43,8 @@ class Stepper:
         """Whether the script has done what belongs to the last batch."""
         self._may_go_on = False
         """Whether the script may make more steps on the last batch."""
+        self._draws_in_loop = False
+        """Whether the script was told that it draws for a batch before `Run.step`."""
 
     def add(self, name: str, prepared: Prepared, mesh: Mesh, reader: DatasetReader, tracer: ParityTracer) -> None:
         """Have a model trained."""
@@ -71,6 +74,9 @@ class Stepper:
             content: `pending.content` as the script passed it to `step`.
         """
         name, chosen = self._trained_by(model, optimizer)
+        if not (self._draws_in_loop or pending.num_steps) and pending.given.is_changed_by_draws(content):
+            self._draws_in_loop = True
+            self.session.note(DRAWS_IN_LOOP)
         stepper, progress = self._steppers[name], self._state.progress
         companions = Companions([one for other, one in self._state.models.companions.items() if other != name])
         result = stepper.step(pending, content, loss_fn, companions, chosen)
@@ -107,7 +113,16 @@ class Stepper:
             if self._may_go_on:  # what a script draws from now on is what it draws after a resume
                 seed_between_steps(self._state.job.seed, self._state.progress.steps, self._device)
             if all(stepper.trained.engine.is_synchronised for stepper in self._steppers.values()):
-                self.session.step_ended(self._timer.own_s)
+                self.session.step_ended(self._timer.own_s, [stepper.changes for stepper in self._steppers.values()])
+
+    def stop_here(self) -> None:
+        """After the last step of a run that ends early. A collective.
+
+        In the middle of an epoch the run is saved here: what the script does at the end of an epoch, such as an
+        evaluation that may stop the training early, comes later for a run that goes on.
+        """
+        if self._state.progress.epochs_done is None:
+            self.session.save()
 
     def end(self, error: BaseException | None) -> PeerLost | None:
         """After the last step, save; after an error, save what is whole without the others.

@@ -48,6 +48,8 @@ class Allocation:
     """Describes a lost node that has returned."""
     fork_server: ForkServer | None = None
     """Loads torch once for all runs of the command; None: workers run on nodes whose agents start them."""
+    has_more_runs: bool = False
+    """Whether the command has several runs, so that even one worker alone is worth a fork server."""
 
     def run(
         self,
@@ -103,7 +105,7 @@ class Allocation:
     def _saves_loading(self, plan: Plan, program: Sequence[str]) -> bool:
         if self.fork_server is None or program[0] != "-m" or not program[1].startswith("paceline."):
             return False
-        return plan.world_size > 1 or self.fork_server.has_loaded
+        return plan.world_size > 1 or self.has_more_runs or self.fork_server.has_loaded
 
     def run_job(
         self,

@@ -151,12 +151,15 @@ def finished_record(run_dir: Path, started: float, *, was_elsewhere: bool) -> Ru
         PacelineError: it is not there, or damaged.
     """
     file, wall_s = run_dir / RECORD_FILE, time.monotonic() - started  # only here is known when the last worker ended
+    gone = PacelineError(f"The run has ended well, but its record {file} is gone: was the folder deleted?")
     until = time.monotonic() + (STALE_VIEW_S if was_elsewhere else 0.0)
     while not file.exists():
         if time.monotonic() >= until:
-            raise PacelineError(f"The run has ended well, but its record {file} is gone: was the folder deleted?")
+            raise gone
         time.sleep(0.1)
     record = dataclasses.replace(RunRecord.load(file), wall_s=wall_s)
     with contextlib.suppress(OSError):  # the worker's own record is there
         record.save(file, run_file_mode())
+    if not file.exists():
+        raise gone
     return record

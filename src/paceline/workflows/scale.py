@@ -83,7 +83,8 @@ def scale(
     records: list[RunRecord] = []
     failures: list[str] = []
     tell = on_failure or (lambda name, failure: failures.append(f"{name}: {failure}"))
-    with open_allocation(where, study_dir) as allocation:
+    with open_allocation(where, study_dir) as opened:
+        allocation = dataclasses.replace(opened, has_more_runs=len(counts) * seeds > 1)
         # A CPU device is a fixed number of threads, or two devices would be no more than one.
         threads = threads or spread(allocation.cluster, counts[-1]).threads_per_worker
         plans = [

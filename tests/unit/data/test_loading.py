@@ -214,6 +214,46 @@ def test_samples_that_do_not_fit_together() -> None:
         contents(Loading(Numbers()), [SampleRequest((np.array([1, 2]),))])
 
 
+class Unseeded(Numbers):
+    def __getitem__(self, index: int) -> Any:
+        return float(np.random.default_rng().normal())
+
+
+class Counted(Numbers):
+    def __init__(self) -> None:
+        self.num_read = 0
+
+    def __getitem__(self, index: int) -> Any:
+        self.num_read += 1
+        return self.num_read
+
+
+class Seeded(Counted):
+    """Draws, and counts its calls, but a sample is the same whenever it is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng()
+
+    def __getitem__(self, index: int) -> Any:
+        super().__getitem__(index)
+        return index + self.rng.normal() + float(np.random.rand())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_that_depend_on_how_often_they_are_read(num_workers: int) -> None:
+    request = SampleRequest((np.array([4, 2]),))
+    for kind in Unseeded, Counted:
+        with pytest.raises(DataError, match="Sample 4 of the training set, read twice with the same seeds, differs"):
+            contents(Loading(kind(), num_workers=num_workers), [request], epoch=0)
+    contents(Loading(Seeded(), num_workers=num_workers), [request], epoch=0)
+
+
+def test_another_worker_or_an_evaluation_does_not_look_for_them() -> None:
+    contents(Loading(Counted()), [SampleRequest((np.array([4]),))], epoch=0, train=False)
+    contents(Loading(Counted()), [SampleRequest((np.array([4]),), first_shard=1)], epoch=0)
+
+
 def seed_worker(worker: int) -> None:
     torch.set_num_threads(worker + 2)
 

@@ -144,10 +144,12 @@ def test_a_device_splits_its_samples_into_micro_batches() -> None:
     with one_process(norm_net(), 2, micro_batch_size=4) as engine:
         for _ in range(2):
             engine.gradients(step_input(batch, seen))
-    assert sizes[:3] == [2, 2, 4]  # do samples couple? Two shards one by one and together
+    # Do samples couple? Two shards one by one and together, and the first again: does its loss follow from other calls?
+    examined = [2, 2, 4, 2]
+    assert sizes[:4] == examined
     # In each of two steps shards of 3 and 2, and of 2, 2 and 2; and the other device has examined its own shards, which
     # looked new to it.
-    assert sorted(sizes[3:]) == sorted([*(3, 2, 4, 2) * 2, 2, 2, 4])
+    assert sorted(sizes[4:]) == sorted([*(3, 2, 4, 2) * 2, *examined])
 
 
 def test_gradient_norms_are_those_of_the_devices_parts() -> None:

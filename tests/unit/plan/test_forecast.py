@@ -116,6 +116,8 @@ def test_groups_pay_for_the_sums_that_they_make_in_every_step() -> None:
     plain, nodes, one_group = row(), row(method="diloco", sync_every=10, groups=2), row(method="diloco", groups=1)
     assert alone.communication_s < nodes.communication_s < 0.5 * plain.communication_s  # sums inside a node are fast
     assert one_group.communication_s > plain.communication_s
+    short = row(method="diloco", groups=1, wire="bfloat16")  # which travels between groups only
+    assert short.communication_s > plain.communication_s
     of_nodes = row(method="diloco", sync_every=10, sync_inside_nodes=True)
     assert nodes.communication_s == of_nodes.communication_s
     assert one_group.exposed_s >= plain.exposed_s

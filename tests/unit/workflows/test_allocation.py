@@ -12,6 +12,7 @@ import pytest
 from paceline import env
 from paceline.errors import LaunchError
 from paceline.launch.elastic import ElasticLimits
+from paceline.launch.forking import ForkServer
 from paceline.launch.node_list import NodeSlots
 from paceline.plan.placement import spread
 from paceline.spec import Cluster, Device, Node, NodePlacement, Plan
@@ -233,3 +234,29 @@ def test_one_worker_alone_can_be_debugged(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="leave min_workers out"):
         here.run_job(1, Elastic(min_workers=1), spread, lambda _plan: PROGRAM, run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "num_workers", "has_more_runs", "is_forked"),
+    [
+        (("-m", "paceline.train"), 2, False, True),
+        (("-m", "paceline.train"), 1, False, False),
+        (("-m", "paceline.train"), 1, True, True),
+        (PROGRAM, 2, True, False),
+    ],
+)
+def test_workers_are_forked_where_that_loads_torch_less_often(
+    program: tuple[str, ...],
+    num_workers: int,
+    has_more_runs: bool,
+    is_forked: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once for all runs of a study, even if its first has one worker; never for a program of the user."""
+    given = []
+    monkeypatch.setattr(allocation, "run_workers", lambda *_, fork_server, **__: given.append(fork_server))
+    server = ForkServer(())
+    here = allocation.Allocation(Where(), Cluster((node(),)), fork_server=server, has_more_runs=has_more_runs)
+    here.run(Plan(world_size=num_workers), program, run_dir=tmp_path / "run")
+    assert given == [server if is_forked else None]

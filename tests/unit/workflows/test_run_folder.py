@@ -10,7 +10,7 @@ import pytest
 import paceline
 from paceline.errors import LaunchError, PacelineError
 from paceline.run_lease import hold_folder
-from paceline.spec import Job, Plan
+from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.plan import RunLimit
 from paceline.workflows.bench import results_folder
 from paceline.workflows.run_folder import (
@@ -78,6 +78,20 @@ def test_a_record_of_another_node_is_waited_for(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_record_that_is_gone_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(PacelineError, match=r"The run has ended well, but its record .* is gone"):
+        finished_record(tmp_path, 0.0, was_elsewhere=False)
+
+
+def test_a_folder_that_is_deleted_once_its_record_was_read_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sample_record().save(tmp_path / "record.json")
+
+    def delete(_record: RunRecord, file: Path, _mode: int) -> None:
+        file.unlink()
+        raise FileNotFoundError(file)
+
+    monkeypatch.setattr(RunRecord, "save", delete)
     with pytest.raises(PacelineError, match=r"The run has ended well, but its record .* is gone"):
         finished_record(tmp_path, 0.0, was_elsewhere=False)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from paceline.parallel.forward_buffers import looking_at
 from paceline.parallel.generators import generator_states
+from paceline.parallel.kept_values import attributes_kept
 
 ELEMENTWISE: set[type[nn.Module]] = {
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU,
@@ -78,20 +80,14 @@ def trace(module: nn.Module, *, only_input: bool = False) -> fx.Graph | None:
     """
     if callable(as_fx_graph := getattr(module, "as_fx_graph", None)):
         return cast(fx.Graph, as_fx_graph())
-    before = dict(vars(module))
     generators = generator_states(torch.device("cpu"))
     graphs = []
-    with looking_at(module):  # a forward may move buffers, also for a proxy
-        try:
-            for training in (True, False):
-                module.training = training
-                graphs.append(_OwnForward().trace(module, _defaults(module) if only_input else None))
-        except Exception:  # whatever a forward does that a proxy cannot
-            graphs.clear()
-        finally:
-            vars(module).clear()
-            vars(module).update(before)
-    if not graphs:
+    # A forward may move buffers, and leave things in attributes, also for a proxy.
+    with looking_at(module), attributes_kept(module), suppress(Exception):  # whatever a proxy cannot do
+        for training in (True, False):
+            module.training = training
+            graphs.append(_OwnForward().trace(module, _defaults(module) if only_input else None))
+    if len(graphs) < 2:
         return None
     is_always_so = str(graphs[0]) == str(graphs[1]) and generators == generator_states(torch.device("cpu"))
     return graphs[0] if is_always_so else None

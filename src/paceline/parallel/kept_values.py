@@ -1,0 +1,181 @@
+"""Where a script's model or loss function keeps values from call to call: in attributes, dictionaries, variables."""
+
+from __future__ import annotations
+
+import copy
+import dis
+import functools
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from paceline.own_generators import reached_by
+
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""The names of the attributes that torch gives to modules."""
+_DEPTH = 4
+"""How far from a loss function values are looked for."""
+
+_ASSIGNING = frozenset({"STORE_DEREF", "STORE_GLOBAL"})
+_READING = frozenset({"LOAD_DEREF", "LOAD_GLOBAL"})
+
+IsWanted = Callable[[Any], bool]
+"""Whether a value is one of those that are looked for."""
+
+
+class Namespace(Protocol):
+    """Holds values by name: attributes, a dictionary, variables."""
+
+    def get(self, name: str, /) -> Any: ...
+
+    def __setitem__(self, name: str, value: Any, /) -> None: ...
+
+
+Places = dict[str, tuple[Namespace, str]]
+"""Where single values are, by their path, which is alike in every run of a program."""
+
+
+def places_in_model(model: nn.Module, is_wanted: IsWanted) -> Places:
+    """Those in attributes of modules, in objects and dictionaries that are attributes, and in global variables that
+    forward passes assign to."""
+    seen: set[tuple[int, str]] = set()
+    places: Places = {}
+
+    def add(path: str, kept: Iterator[tuple[Namespace, str]]) -> None:
+        for place, name in kept:
+            if (id(place), name) not in seen:
+                seen.add((id(place), name))
+                places[f"{path}.{name}" if path else name] = place, name
+
+    forwards = {}
+    for path, module in model.named_modules():
+        add(path, _kept_in(vars(module), is_wanted))
+        packages = _packages(module)
+        for name, value in vars(module).items():
+            if name not in OF_EVERY_MODULE and (inner := _attributes_or_entries(value, packages)):
+                add(f"{path}.{name}" if path else name, _kept_in(inner, is_wanted))
+        forwards[getattr(type(module), "forward", None)] = path
+    for forward, path in forwards.items():
+        if isinstance(forward, types.FunctionType):
+            add(f"{path}.forward" if path else "forward", _variables_of(forward, is_wanted, _ASSIGNING))
+    return places
+
+
+def places_in_function(function: object, is_wanted: IsWanted, *, reads: bool = False) -> Places:
+    """Those in variables that a loss function assigns to, and in attributes, buffers and dictionaries that it names.
+
+    What belongs to other packages counts only in modules: a loss of another library.
+
+    Args:
+        reads: whether variables that it only reads count too.
+    """
+    opcodes = _ASSIGNING | _READING if reads else _ASSIGNING
+    found = {(id(place), name): (place, name) for place, name in _reached_from(function, is_wanted, opcodes)}
+    return {f"{number} {name}": (place, name) for number, (place, name) in enumerate(found.values())}
+
+
+@contextmanager
+def attributes_kept(module: nn.Module) -> Iterator[None]:
+    """A context after which the attributes of a module are as before, with what their containers and objects hold."""
+    own, packages = {name: one for name, one in vars(module).items() if name not in OF_EVERY_MODULE}, _packages(module)
+    objects = [vars(value) for value in own.values() if _is_own_object(value, packages)]
+    holders = [vars(module), *objects]
+    values = [*own.values(), *(value for attributes in objects for value in attributes.values())]
+    kept = [(one, copy.copy(one)) for one in (*holders, *(v for v in values if type(v) in (list, dict, set, deque)))]
+    try:
+        yield
+    finally:
+        for held, before in kept:
+            held.clear()
+            held.extend(before) if isinstance(held, list | deque) else held.update(before)
+
+
+def _kept_in(attributes: dict[Any, Any], is_wanted: IsWanted) -> Iterator[tuple[Namespace, str]]:
+    return ((attributes, name) for name, value in attributes.items() if is_wanted(value))
+
+
+def _reached_from(function: object, is_wanted: IsWanted, opcodes: Collection[str]) -> Iterator[tuple[Namespace, str]]:
+    packages, seen, left = {_package(function)}, set(), [(function, _DEPTH)]
+    while left:
+        thing, depth = left.pop()
+        if id(thing) in seen or isinstance(thing, type | types.ModuleType) or not depth:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, functools.partial):
+            left += [(part, depth) for part in (thing.func, *thing.args, *thing.keywords.values())]
+        elif isinstance(thing, types.MethodType):
+            left += [(thing.__self__, depth), (thing.__func__, depth)]
+        elif isinstance(thing, dict):
+            yield from _kept_in(thing, is_wanted)
+        elif isinstance(thing, nn.Module):
+            for module in thing.modules():
+                yield from _kept_in(vars(module), is_wanted)
+                if not isinstance(module, _BatchNorm):  # whose running statistics do not lead to its outputs
+                    yield from _kept_in(module._buffers, is_wanted)
+        elif _is_own_object(thing, packages):
+            yield from _kept_in(vars(thing), is_wanted)
+            if isinstance(thing, types.FunctionType):
+                yield from _variables_of(thing, is_wanted, opcodes)
+                parts = reached_by(thing)
+            else:
+                parts = iter((*vars(thing).values(), vars(type(thing)).get("__call__")))
+            left += [(part, depth - 1) for part in parts]
+
+
+def _is_own_object(thing: object, packages: Collection[str]) -> bool:
+    """Whether it has attributes, and is of one of these packages."""
+    is_other = isinstance(thing, type | types.ModuleType | nn.Module)
+    return not is_other and _package(thing) in packages and hasattr(thing, "__dict__")
+
+
+def _attributes_or_entries(value: object, packages: Collection[str]) -> dict[Any, Any]:
+    if type(value) is dict:
+        return value
+    return vars(value) if _is_own_object(value, packages) else {}
+
+
+def _packages(module: nn.Module) -> set[str]:
+    """Those of its class and of the ones that it inherits from: sharding puts another class in front."""
+    return {_package(kind) for kind in type(module).__mro__} - {"torch", "builtins"}
+
+
+def _package(thing: object) -> str:
+    """The name of the package that a function, or the class of an object, belongs to."""
+    while isinstance(thing, functools.partial | types.MethodType):
+        thing = thing.func if isinstance(thing, functools.partial) else thing.__self__
+    owner = thing if isinstance(thing, types.FunctionType | type) else type(thing)
+    return str(owner.__module__).partition(".")[0]
+
+
+def _variables_of(
+    function: types.FunctionType, is_wanted: IsWanted, opcodes: Collection[str]
+) -> Iterator[tuple[Namespace, str]]:
+    """The global variables, and those of functions around it, in a function's instructions with these opcodes."""
+    cells = _Cells(dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)))
+    for instruction in dis.get_instructions(function):
+        if instruction.opname in opcodes:
+            place: Namespace = cells if instruction.opname.endswith("_DEREF") else function.__globals__
+            if is_wanted(place.get(instruction.argval)):
+                yield place, instruction.argval
+
+
+@dataclass
+class _Cells:
+    """Variables of the functions around a function."""
+
+    cells: dict[str, types.CellType]
+
+    def get(self, name: str) -> Any:
+        try:
+            return self.cells[name].cell_contents if name in self.cells else None
+        except ValueError:  # not assigned yet
+            return None
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.cells[name].cell_contents = value

@@ -1,0 +1,110 @@
+"""What a script changes between steps has to be alike on all workers: weights, learning rates, what losses follow from.
+
+A worker has only its part of a batch, so what a script computes of it is each worker's own. Checksums travel with the
+status of a step, and differences end the run one step later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.containers import versions
+from paceline.errors import DivergenceError
+from paceline.train.state import Trained
+
+_STEPS_TO_COMPARE = 3
+"""In so many steps after the first one, and in so many later ones in which a script changes them, weights are compared,
+which takes a pass over all of them."""
+_TOLERANCES = (1e-5, 1e-9, 1e-9, 1e-7)
+"""The relative differences of checksums that rounding may explain: in their order."""
+_HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "betas")
+_REMEDY = (
+    "A worker has only its part of a batch: return what it gives beside the loss, and take the mean over the global "
+    "batch from run.values, the same on every worker."
+)
+
+Checksums = tuple[float | None, float | None, float | None, float | None]
+"""Of tensors that a loss follows from, of numbers that it reads, of learning rates, of weights; None: not known."""
+
+
+class ScriptChanges:
+    """What a script does between steps to the weights and the learning rates of one model."""
+
+    def __init__(self, trained: Trained) -> None:
+        self._trained = trained
+        self._steps_left = 2 * _STEPS_TO_COMPARE
+        self._num_steps = 0
+        self._versions: list[int] = []
+
+    def end_step(self) -> None:
+        """Whatever changes until `checksums` is the script's doing."""
+        self._num_steps += 1
+        if self._steps_left:
+            self._versions = versions(self._parameters())
+
+    def checksums(self) -> tuple[float, float]:
+        """Of the learning rates, and of the weights, where they are compared in this step; alike on all workers."""
+        engine = self._trained.engine
+        if not engine.reads_assignment or engine.weights_diverge:
+            return 0.0, 0.0
+        weights = 0.0
+        if engine.holds_all and self._steps_left:
+            parameters = self._parameters()
+            if self._num_steps <= _STEPS_TO_COMPARE or versions(parameters) != self._versions:
+                self._steps_left -= 1
+                weights = _checksum(parameters)
+        return sum(map(_rate_of, self._trained.optimizer.param_groups)), weights
+
+    def _parameters(self) -> list[Tensor]:
+        return list(self._trained.model.parameters())
+
+
+def check_alike(compared: Sequence[tuple[float, float] | None], names: Iterable[str]) -> None:
+    """
+    Args:
+        compared: the smallest and the largest of the workers' `Checksums`; None: no worker sent one.
+        names: of what this worker's script has changed that losses follow from.
+
+    Raises:
+        DivergenceError: on all workers, if the script computed other values on some of them.
+    """
+    named = ", ".join(f"'{name}'" for name in names) or "a tensor"
+    sentences = (
+        f"The loss function computes with {named}, which the script changed before the last step, to other values on "
+        f"some workers than on others. {_REMEDY}",
+        f"The loss function reads {named}, which the script changed before the last step, to another number on some "
+        f"workers than on others. {_REMEDY}",
+        f"The learning rates, or other numbers of the optimizer's groups, that the script has set differ between "
+        f"workers. {_REMEDY}",
+        f"After run.step, and what the script did after it, weights differ between workers. {_REMEDY}",
+    )
+    for pair, tolerance, sentence in zip(compared, _TOLERANCES, sentences, strict=True):
+        if pair is not None and not math.isclose(*pair, rel_tol=tolerance):
+            raise DivergenceError(sentence)
+
+
+def _checksum(weights: Iterable[Tensor]) -> float:
+    """A number that moves with any of these, by passes that make no copies."""
+    sums = []
+    for one in weights:
+        numbers = torch.view_as_real(one.detach()) if one.is_complex() else one.detach()
+        largest, total = (torch.linalg.vector_norm(numbers, order, dtype=torch.float64) for order in (2, 1))
+        sums.append(largest + total + numbers.sum(dtype=torch.float64) / 2)
+    return float(torch.stack(sums).nan_to_num().sum()) if sums else 0.0
+
+
+def _rate_of(group: dict[str, object]) -> float:
+    """A number that moves with the learning rate of a group of parameters, and with what schedules move beside it."""
+    total = 0.0
+    for name in _HYPERPARAMETERS:
+        value = group.get(name)
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, Tensor):
+                total += abs(float(one)) if one.numel() == 1 and one.device.type == "cpu" else 0.0  # no waiting
+            elif isinstance(one, int | float):
+                total += abs(one)
+    return total

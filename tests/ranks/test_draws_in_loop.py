@@ -1,0 +1,83 @@
+"""A script that draws for a batch before `run.step` is told that these numbers depend on the number of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.env import worker_facts
+from paceline.spec import Job, Plan
+from tests.ranks.harness import run_ranks
+
+INPUTS = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
+
+
+def _in_place(batch: Any) -> Any:
+    batch[0].add_(torch.randn_like(batch[0]))
+    return batch
+
+
+def _in_its_list(batch: Any) -> Any:
+    batch[0] = batch[0][torch.randperm(len(batch[0]))]
+    return batch
+
+
+def _for_something_else(batch: Any) -> Any:
+    torch.rand(1)
+    return batch
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "another tensor": lambda batch: [batch[0] + torch.randn_like(batch[0])],
+    "in place": _in_place,
+    "in its list": _in_its_list,
+}
+HARMLESS: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda batch: batch,
+    "without draws": lambda batch: [batch[0].double().float() * 2],
+    "one number for all": lambda batch: [batch[0] * np.random.rand()],
+    "draws for something else": _for_something_else,
+}
+
+
+def _collate(samples: list[tuple[Tensor]]) -> list[Tensor]:
+    return [torch.stack([one for (one,) in samples])]
+
+
+def _loss(model: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = model(batch[0]).square().mean()
+    return loss
+
+
+def _notes(kind: str, collated: bool = False) -> list[str]:
+    plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
+    with paceline.init(Job(global_batch_size=8, virtual_shards=4), plan=plan, max_steps=2, progress=False) as run:
+        model = nn.Linear(4, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches(TensorDataset(INPUTS), collate_fn=_collate if collated else None):
+            change = (CHANGES | HARMLESS)[kind]
+            run.step(batch.map(change) if collated else change(batch), _loss)
+        return [note for note in run.notes if "draws from torch's generator" in note]
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_draws_for_a_batch_are_told_once(kind: str) -> None:
+    for notes in (*run_ranks(_notes, 1, kind), *run_ranks(_notes, 2, kind)):
+        assert len(notes) == 1
+
+
+def test_so_are_those_for_each_shard() -> None:
+    for notes in run_ranks(_notes, 2, "another tensor", True):
+        assert len(notes) == 1
+
+
+@pytest.mark.parametrize("kind", HARMLESS)
+def test_nothing_else_is(kind: str) -> None:
+    assert run_ranks(_notes, 2, kind) == [[], []]

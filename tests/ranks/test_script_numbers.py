@@ -1,0 +1,77 @@
+"""What a script computes of one worker's samples, and puts into a rate, the weights or the loss, is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.env import worker_facts
+from paceline.errors import DivergenceError
+from paceline.spec import Job, Plan
+from tests.ranks.harness import run_ranks
+
+INPUTS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+SENTENCES = {
+    "rate": "The learning rates, or other numbers of the optimizer's groups, that the script has set differ",
+    "weights": "weights differ between workers",
+    "one worker's weights": "weights differ between workers",
+    "data of weights": "weights differ between workers",
+    "variable": "The loss function reads 'scale', which the script changed before the last step",
+    "attribute": "The loss function reads 'weight', which the script changed before the last step",
+}
+
+
+class _Settings:
+    def __init__(self) -> None:
+        self.weight = 1.0
+        self.seconds = 0.0
+
+
+def _train(kind: str) -> str:
+    plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
+    scale, settings = 1.0, _Settings()
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        loss: Tensor = scale * settings.weight * (model(batch[0]) - 1).square().mean()
+        return loss, {"mean": batch[0].abs().mean()}
+
+    try:
+        with paceline.init(Job(global_batch_size=8, virtual_shards=4), plan=plan, progress=False) as run:
+            model = nn.Linear(4, 1)
+            model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for batch in run.batches(TensorDataset(INPUTS.float())):
+                run.step(batch, loss_fn)
+                own, common = float(batch[0].abs().mean()), float(run.values["mean"])
+                with torch.no_grad():
+                    if kind == "rate":
+                        optimizer.param_groups[0]["lr"] = own
+                    elif kind == "weights" or (kind == "one worker's weights" and run.rank == 0):
+                        model.weight.mul_(own)
+                    elif kind == "data of weights":
+                        model.weight.data *= own
+                    elif kind == "variable":
+                        scale = own
+                    elif kind == "attribute":
+                        settings.weight = own
+                    elif kind == "of all workers":
+                        optimizer.param_groups[0]["lr"] = scale = settings.weight = common
+                        model.weight.mul_(common)
+                        settings.seconds = own  # nothing reads it
+    except DivergenceError as refusal:
+        return str(refusal)
+    return ""
+
+
+@pytest.mark.parametrize("kind", SENTENCES)
+def test_what_a_worker_computes_of_its_samples_is_refused(kind: str) -> None:
+    for sentence in run_ranks(_train, 2, kind):
+        assert SENTENCES[kind] in str(sentence)
+
+
+def test_what_is_the_same_on_all_workers_is_not() -> None:
+    assert run_ranks(_train, 2, "of all workers") == ["", ""]
