@@ -262,11 +262,14 @@ def test_others_run_ahead_of_a_slow_worker_as_far_as_the_bound(staleness: int) -
 
 @dataclass(frozen=True)
 class Death:
-    """Worker `rank` kills itself when it has to compute its shard number `after`."""
+    """Worker `rank` kills itself when it has computed one shard of the batch and has to compute another.
+
+    The others keep their first shards of that batch until then: they would leave it none if it were slow.
+    """
 
     rank: int
-    after: int
-    num_servers: int
+    batch: int = 1
+    num_servers: int = 2
 
 
 def _survive(death: Death) -> Any:
@@ -283,13 +286,18 @@ def _survive(death: Death) -> Any:
 def _live(death: Death) -> Any:
     facts = env.worker_facts()
     model = Net()
+    store = own_store("kill")
     compute, num_computed = compute_with(model), 0
 
     def mortal(batch: int, shard: int) -> Tensor:
         nonlocal num_computed
-        if facts.rank == death.rank and num_computed == death.after:
-            os.kill(os.getpid(), signal.SIGKILL)
-        num_computed += 1
+        if batch == death.batch:
+            if facts.rank != death.rank:
+                store.wait(["dying"])
+            elif num_computed == 1:
+                store.set("dying", "yes")
+                os.kill(os.getpid(), signal.SIGKILL)
+            num_computed += 1
         return compute(batch, shard)
 
     try:
@@ -297,7 +305,7 @@ def _live(death: Death) -> Any:
             sgd(model),
             COURSE,
             replace(TERMS, num_servers=death.num_servers),
-            store=own_store("kill"),
+            store=store,
             rank=facts.rank,
             nodes=each_alone(facts.world_size),
         ) as server:
@@ -309,7 +317,7 @@ def _live(death: Death) -> Any:
 
 def test_a_killed_worker_changes_no_bit() -> None:
     weights, losses, _ = alone(sgd)
-    first, second, died = run_ranks(_survive, 3, Death(rank=2, after=2, num_servers=2))
+    first, second, died = run_ranks(_survive, 3, Death(rank=2))
     assert died == -signal.SIGKILL
     assert first == (weights, losses)
     assert second == (weights, losses)
@@ -317,7 +325,7 @@ def test_a_killed_worker_changes_no_bit() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_server_ends_the_run_with_its_rank(rank: int) -> None:
-    results = run_ranks(_survive, 3, Death(rank=rank, after=2, num_servers=2))
+    results = run_ranks(_survive, 3, Death(rank=rank))
     assert results.pop(rank) == -signal.SIGKILL
     for lost, message in results:
         assert lost == rank

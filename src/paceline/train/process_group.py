@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
 from torch.distributed.rendezvous import rendezvous
 
 from paceline import env
+from paceline.comm.store_answers import exchange_answers
 from paceline.errors import LaunchError
 from paceline.heartbeat import RENDEZVOUS, Heartbeat
 from paceline.private_groups import StrangerError, private_group, refuse_connections
@@ -120,25 +121,19 @@ def _connect_among_us(connect: Callable[..., None], store: Store, facts: env.Wor
     """Make the group of all workers, again on other ports if a process of another user connected meanwhile."""
     for attempt in range(_MOST_ATTEMPTS):
         here = PrefixStore(f"attempt{attempt}", store)
+        exchange = functools.partial(exchange_answers, here, rank=facts.rank, world_size=facts.world_size)
         # Ports open at the same time, and so for milliseconds: a worker may come much later than another.
-        _agree(here, "came", facts, "yes")
+        exchange("came", "")
         problem: StrangerError | None = None
         try:
             with private_group():
                 connect(store=here)
         except StrangerError as stranger:
             problem = stranger
-        if _agree(here, "connected", facts, str(problem or "")) == {""}:
+        if not any(exchange("connected", str(problem or ""))):
             return
         dist.destroy_process_group()
     raise problem or StrangerError("A process of another user connects to the workers on another node.")
-
-
-def _agree(store: Store, question: str, facts: env.WorkerFacts, answer: str) -> set[str]:
-    """The answers of all workers."""
-    store.set(f"{question}{facts.rank}", answer or "-")
-    answers = (bytes(store.get(f"{question}{rank}")).decode() for rank in range(facts.world_size))
-    return {"" if one == "-" else one for one in answers}
 
 
 def _store(facts: env.WorkerFacts, timeout: timedelta, *, may_close: bool) -> Store | None:

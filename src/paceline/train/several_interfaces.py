@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline import env
 from paceline.comm.links import group_by_node, node_identity
+from paceline.comm.store_answers import exchange_answers
 from paceline.errors import LaunchError
 from paceline.network_addresses import addresses
 from paceline.spec.codec import JsonValue
@@ -44,9 +46,9 @@ def check_interfaces(names: Sequence[str], store: Store, facts: env.WorkerFacts)
             another node; says which, and from where.
     """
     with ExitStack() as open_sockets:
+        exchange = partial(exchange_answers, store, rank=facts.rank, world_size=facts.world_size)
         mine = _listen(names, open_sockets)
-        store.set(f"interfaces{facts.rank}", json.dumps(mine.to_mapping()))
-        texts = [bytes(store.get(f"interfaces{rank}")) for rank in range(facts.world_size)]
+        texts = exchange("interfaces", json.dumps(mine.to_mapping()))
         everybody = [_Reception.from_mapping(json.loads(text)) for text in texts]
         problem = next((one.problem for one in everybody if one.problem), "")
         leaders = [ranks[0] for ranks in group_by_node([one.node for one in everybody])]
@@ -54,10 +56,9 @@ def check_interfaces(names: Sequence[str], store: Store, facts: env.WorkerFacts)
             others = [everybody[rank] for rank in leaders if rank != facts.rank]
             with ThreadPoolExecutor(max_workers=16) as pool:
                 problem = next(filter(None, pool.map(lambda other: _try_to_reach(other, mine), others)), "")
-        store.set(f"reached{facts.rank}", problem or "-")
-        answers = [bytes(store.get(f"reached{rank}")).decode() for rank in range(facts.world_size)]
-    if problems := [answer for answer in answers if answer != "-"]:
-        raise LaunchError(problems[0])
+        problems = exchange("reached", problem)
+    if any(problems):
+        raise LaunchError(next(filter(None, problems)))
 
 
 def _listen(names: Sequence[str], open_sockets: ExitStack) -> _Reception:
