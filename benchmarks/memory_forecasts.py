@@ -122,7 +122,7 @@ def num_bytes(tensors: Any) -> int:
     return sum(local_shard(tensor).nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
-def held(case: Case, column: Column, cuts: tuple[str, ...]) -> Held | str:
+def held(case: Case, column: Column, cuts: tuple[str, ...], micro_batch_size: int | None) -> Held | str:
     """What this worker holds at most; a sentence where the model cannot be spread so."""
     import paceline
     from paceline import models
@@ -138,6 +138,7 @@ def held(case: Case, column: Column, cuts: tuple[str, ...]) -> Held | str:
         mesh=parse_mesh(column.strategy, num_workers),
         pipeline=replace(column.pipeline, cuts=cuts),
         recompute=column.recompute,
+        micro_batch_size=micro_batch_size,
         algorithm="all_reduce",
         timeout_s=120,
     )
@@ -167,12 +168,17 @@ def traced(case: Case) -> ModelCost:
     return trace_model(model, arguments, TRACED_SAMPLES)
 
 
+def micro_batch_size(cost: ModelCost, column: Column) -> int | None:
+    """As the planner has it: a shard where recomputation would have to draw random numbers again."""
+    return SHARD if column.recompute and any(layer.draws for layer in cost.layers) else None
+
+
 def forecast(cost: ModelCost, mesh: Mesh, column: Column) -> DeviceMemory:
-    """Of the fullest worker, whose assignment is one micro-batch, or one for each virtual shard in a pipeline."""
+    """Of the fullest worker."""
     from paceline.plan.memory import device_memory, state_bytes
 
     num_shards = -(-SHARDS // mesh.num_assignments)
-    is_whole = mesh.pp == 1
+    is_whole = mesh.pp == 1 and micro_batch_size(cost, column) is None
     return device_memory(
         cost.num_parameters,
         state_bytes(JOB),
@@ -186,7 +192,7 @@ def forecast(cost: ModelCost, mesh: Mesh, column: Column) -> DeviceMemory:
     )
 
 
-def held_by_each(wanted: Sequence[tuple[Case, Column, tuple[str, ...]]]) -> list[Held | str]:
+def held_by_each(wanted: Sequence[tuple[Case, Column, tuple[str, ...], int | None]]) -> list[Held | str]:
     return [held(*one) for one in wanted]
 
 
@@ -224,11 +230,13 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     asked = parser.parse_args()
     columns = [column for column in COLUMNS if column.strategy in asked.strategies.split(",")]
-    forecasts = []
+    forecasts, wanted = [], []
     for name in asked.models.split(","):
         cost = traced(CASES[name])
-        forecasts += [(name, one, forecast(cost, parse_mesh(one.strategy, asked.workers), one)) for one in columns]
-    wanted = [(CASES[name], column, cuts_of(memory)) for name, column, memory in forecasts]
+        for column in columns:
+            memory = forecast(cost, parse_mesh(column.strategy, asked.workers), column)
+            forecasts.append((name, column, memory))
+            wanted.append((CASES[name], column, cuts_of(memory), micro_batch_size(cost, column)))
     found = run_ranks(held_by_each, asked.workers, wanted, timeout_s=1800)
     rows = [(*row, of_workers) for row, of_workers in zip(forecasts, zip(*found, strict=True), strict=True)]
     print("\n".join(table(rows)))

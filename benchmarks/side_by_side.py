@@ -2,8 +2,10 @@
 
     python benchmarks/side_by_side.py --data DIR [--cases lenet gpt] [--bf16] [--rounds 3]
 
-DIR holds mnist/ and cifar10/. Peers get the number of loader processes with which plain DDP is fastest here. The limit
-is the same model on a batch that lies ready, in two processes that never talk to each other. Medians over the rounds.
+DIR holds mnist/ and cifar10/. Paceline stands there twice: with eight virtual shards, which is what keeps a result on
+any number of workers up to eight, and with one on each worker, which normalises and draws as DDP does. Peers get the
+number of loader processes with which plain DDP is fastest here. The limit is the same model on a batch that lies ready,
+in two processes that never talk to each other. Medians over the rounds.
 """
 
 from __future__ import annotations
@@ -24,6 +26,12 @@ SCRIPT = Path(__file__).parent / "peers" / "trainers.py"
 COLUMNS = ("steps_per_s", "processor_s_per_step", "first_step_s", "peak_mib")
 LOADER_WORKERS = ("0", "1", "2")
 TRIAL_STEPS = 20
+ROWS: dict[str, tuple[str, ...]] = {
+    "paceline": ("paceline",),
+    "paceline, a shard a worker": ("paceline", "--virtual-shards", "2"),
+    **{name: (name,) for name in TRAINERS if name != "paceline"},
+}
+"""The trainer of each row, and options that it alone has."""
 
 Result = dict[str, float]
 
@@ -68,10 +76,11 @@ def best_loader_workers(case: str, options: list[str]) -> str:
 def compare(case: str, options: list[str], num_steps: int, rounds: int) -> None:
     """Print a row for each trainer, as part of a Markdown table."""
     loaders = best_loader_workers(case, options)
-    results: dict[str, list[Result]] = {name: [] for name in TRAINERS}
+    results: dict[str, list[Result]] = {name: [] for name in ROWS}
     for _ in range(rounds):
         for name, found in results.items():
-            found.append(run(name, case, *options, "--steps", str(num_steps), "--loader-workers", loaders))
+            trainer, *own = ROWS[name]
+            found.append(run(trainer, case, *options, *own, "--steps", str(num_steps), "--loader-workers", loaders))
     for name, found in results.items():
         ratios = [
             one["steps_per_s"] / ours["steps_per_s"] for one, ours in zip(found, results["paceline"], strict=True)

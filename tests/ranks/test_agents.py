@@ -78,6 +78,18 @@ def test_ranks_are_spread_and_meet_at_a_socket_that_listened_before(
     assert (stage.run_dir / "logs" / "rank0.log").read_text() == "met 0 2\n"
 
 
+def test_an_agent_has_its_workers_forked_of_what_has_loaded_their_modules(stage: Stage) -> None:
+    """Also those of the next run."""
+    script = stage.script("(STAGE / f'start-{RANK}').write_text(f'{os.getppid()} {\"wave\" in sys.modules}')")
+    with open_nodes([_here("a"), _here("b")]) as teams:
+        for preload, is_forked in (("wave",), True), (("wave",), True), ((), False):
+            options = LaunchOptions(stage.run_dir, preload=preload)
+            run_workers(TWO_NODES, [script], options, nodes=teams)
+            for rank, team in ((0, teams[0]), (1, teams[0]), (2, teams[1])):
+                said = (stage.folder / f"start-{rank}").read_text()
+                assert said == f"{team.hello.pid} {is_forked}"
+
+
 @pytest.mark.slow
 def test_jobs_that_start_in_the_same_instant_do_not_meet_each_other(stage: Stage) -> None:
     script = stage.script(MEET)
@@ -155,6 +167,7 @@ def test_what_an_agent_refuses_to_start_is_told_with_its_node(stage: Stage) -> N
         team.greet()
         with pytest.raises(LaunchError, match=r"odd: there is no room\."):
             team.begin_run([], LaunchOptions(stage.run_dir), lambda _event: None, marker="", port=None)
+            team.await_start()
 
 
 def test_a_run_folder_that_a_node_does_not_see(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from paceline.errors import LaunchError
 from paceline.launch import messages
 from paceline.launch.commands import WorkerCommand
 from paceline.launch.endpoints import Endpoint, OpenEndpoint, open_endpoints, try_endpoints
-from paceline.launch.forking import ForkServer
+from paceline.launch.forking import LOAD_WAIT_S, ForkServer
 from paceline.launch.hang import WatchClock
 from paceline.launch.messages import AgentMessage
 from paceline.launch.team import HANG_TIMEOUT_S, LaunchOptions, LocalTeam, WorkerExited, with_age
@@ -141,9 +141,13 @@ class _Agent:
             sockets = {env.STORE_FD: chosen.store.fileno(), env.TORCH_STORE_FD: chosen.torch_store.fileno()}
         self._silence_s = options.hang_timeout_s
         self._clock = WatchClock(options.hang_timeout_s)
-        if options.preload and self._fork_server is None:
-            self._fork_server = ForkServer(options.preload)
-        self._team = LocalTeam(options, self._inbox.put, self._fork_server if options.preload else None)
+        fork_server = None
+        if options.preload:
+            fork_server = self._fork_server = self._fork_server or ForkServer(options.preload)
+            if not options.is_elastic:  # which prepares it beside the training
+                fork_server.prepare(commands[0].variables, is_awaited=True)
+                fork_server.wait(LOAD_WAIT_S, is_interrupted=lambda: not self._inbox.empty())
+        self._team = LocalTeam(options, self._inbox.put, fork_server)
         self._team.start(
             commands,
             sockets=sockets,

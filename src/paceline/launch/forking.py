@@ -26,6 +26,8 @@ ANSWER_S = 10.0
 
 LOAD_S = 120.0
 """Time for the server to load; after that workers are started without it."""
+LOAD_WAIT_S = 40.0
+"""The same for an agent, which does nothing else meanwhile."""
 
 _LOOK_S = 0.1
 
@@ -77,9 +79,9 @@ class ForkServer:
         """Whether the server has loaded and can fork at once; also true if it has died since."""
         return self._has_loaded or self._loads_within(0.0)
 
-    def wait(self, is_interrupted: Callable[[], bool]) -> None:
-        """Return once the server has loaded or died, after `LOAD_S`, or soon after `is_interrupted()`."""
-        deadline = time.monotonic() + LOAD_S
+    def wait(self, timeout_s: float, is_interrupted: Callable[[], bool]) -> None:
+        """Return once the server has loaded or died, after `timeout_s`, or soon after `is_interrupted()`."""
+        deadline = time.monotonic() + timeout_s
         while self._is_alive and not self._has_loaded and time.monotonic() < deadline and not is_interrupted():
             self._loads_within(_LOOK_S)
 

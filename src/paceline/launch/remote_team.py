@@ -20,6 +20,7 @@ from paceline.launch import messages
 from paceline.launch.commands import Rendezvous, WorkerCommand
 from paceline.launch.endpoints import TRY_TIMEOUT_S, Endpoint
 from paceline.launch.failures import Ending
+from paceline.launch.forking import LOAD_WAIT_S
 from paceline.launch.hang import WatchClock, WorkerState
 from paceline.launch.messages import AgentMessage
 from paceline.launch.output import show_here
@@ -29,6 +30,7 @@ from paceline.spec.codec import from_mapping
 OPEN_TIMEOUT_S = 60.0
 """Timeout for an agent's first message: login, start of a container and an interpreter, hardware detection."""
 ANSWER_TIMEOUT_S = 20.0
+START_TIMEOUT_S = ANSWER_TIMEOUT_S + LOAD_WAIT_S
 CLOSE_TIMEOUT_S = 2.0
 STDERR_TAIL_LINES = 20
 
@@ -143,15 +145,12 @@ class RemoteTeam:
         marker: str,
         port: int | None,
     ) -> None:
-        """Start the node's workers.
+        """Ask for the node's workers; `await_start` returns when they have been started.
 
         Args:
             notify: receives events; called from any thread.
             marker: a file in the run folder, by which the node recognises the folder.
             port: the port of the rendezvous if it is on this node.
-
-        Raises:
-            LaunchError: the agent cannot start them, or does not see the run folder.
         """
         self._endings.clear()
         self._states = []
@@ -164,8 +163,15 @@ class RemoteTeam:
             marker=marker,
             port=port,
         )
-        started = self.ask(start, messages.Started)
-        self._running = set(started.ranks)
+        self.send(start)
+
+    def await_start(self) -> None:
+        """Wait until the agent has started the workers; nodes that load torch first do so at the same time.
+
+        Raises:
+            LaunchError: the agent cannot start them, or does not see the run folder.
+        """
+        self._running = set(self.answer(messages.Started, START_TIMEOUT_S).ranks)
 
     def end_run(self) -> None:
         """Wait until the agent has released the run's workers, killing those still running."""

@@ -19,7 +19,7 @@ from paceline.errors import LaunchError, PacelineError, WorkerFailed, file_probl
 from paceline.launch.commands import Rendezvous, WorkerCommand, rendezvous_on_one_node, worker_commands
 from paceline.launch.endpoints import listen
 from paceline.launch.failure_report import FailureReport, describe_failure, user_mistake
-from paceline.launch.forking import ForkServer
+from paceline.launch.forking import LOAD_S, ForkServer
 from paceline.launch.remote_team import ANSWER_TIMEOUT_S, RemoteTeam, arrange_rendezvous
 from paceline.launch.supervise import Outcome, Supervisor
 from paceline.launch.team import Events, LaunchOptions, LocalTeam, Signalled, Team
@@ -130,7 +130,7 @@ def _start_here(
         commands = commands_for(rendezvous_on_one_node(Path(folder), torch_store.getsockname()))
         if fork_server is not None and not options.is_elastic:  # which prepares it beside the training
             fork_server.prepare(commands[0].variables, is_awaited=True)
-            fork_server.wait(is_interrupted=lambda: not events.empty())
+            fork_server.wait(LOAD_S, is_interrupted=lambda: not events.empty())
         team = at_end.enter_context(contextlib.closing(LocalTeam(options, events.put, fork_server)))
         team.start(commands, sockets={env.TORCH_STORE_FD: torch_store.fileno()})
     return team
@@ -156,6 +156,14 @@ def _start_on(
             marker=marker,
             port=rendezvous.port if number == 0 else None,
         )
+    problems = []
+    for team in teams:  # all of them, since an agent whose answer is not read may serve the next run
+        try:
+            team.await_start()
+        except LaunchError as problem:
+            problems.append(problem)
+    if problems:
+        raise problems[0]
     return teams
 
 

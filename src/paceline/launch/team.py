@@ -57,7 +57,8 @@ class LaunchOptions:
     environ: Mapping[str, str] = field(default_factory=dict)
     """Variables for the workers over those of their node."""
     preload: tuple[str, ...] = ()
-    """Modules that a fork server on each node loads for the next start; empty: no fork server."""
+    """Modules that a fork server on each node loads, for this start or, in an elastic run, for the next one; empty: no
+    fork server. On the launcher's own node the server is made by the launcher, and an elastic run alone reads this."""
     is_elastic: bool = False
     """Whether a failure is followed by a restart: no worker is asked to end, and one that does not end by itself within
     a moment, and is not saving a checkpoint, is killed."""

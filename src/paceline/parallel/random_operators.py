@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
 
@@ -62,6 +63,18 @@ def draws_random_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[s
     given |= {one.name: value for one, value in zip(arguments, args, strict=False)}
     # Attention is tagged as well, and draws only where it drops something.
     return (given | dict(kwargs)).get("dropout_p") != 0.0
+
+
+class NotesDraws(TorchDispatchMode):
+    """Notes whether what runs inside draws random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.has_drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.has_drawn |= draws_random_numbers(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 Filled = Callable[[str, Tensor, Fill], None]

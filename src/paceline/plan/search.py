@@ -146,7 +146,7 @@ def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Netw
     needed: list[DeviceMemory] = []
     for recompute in (False, True) if workload.layers and not mesh.is_plain else (False,):
         fitting: list[MeshCandidate] = []
-        for micro_batch_size in _micro_batch_sizes(workload, mesh):
+        for micro_batch_size in _micro_batch_sizes(workload, mesh, recompute=recompute):
             for pipeline in _pipelines(workload, mesh):
                 memory = _memory(workload, mesh, micro_batch_size, pipeline, recompute)
                 needed.append(memory)
@@ -210,11 +210,12 @@ def _divisors(number: int) -> list[int]:
     return [one for one in range(1, number + 1) if number % one == 0]
 
 
-def _micro_batch_sizes(workload: Workload, mesh: Mesh) -> list[int]:
+def _micro_batch_sizes(workload: Workload, mesh: Mesh, *, recompute: bool) -> list[int]:
     """Every power of two of shards below a worker's whole share, and that, in order; in a pipeline and in
-    bitwise parity a shard."""
+    bitwise parity a shard, and where random numbers that were drawn for several would have to be drawn again."""
     shard, share = workload.shard_size, workload.share(mesh)
-    if mesh.pp > 1 or workload.state.is_bitwise:
+    draws_again = recompute and any(layer.draws for layer in workload.layers)
+    if mesh.pp > 1 or workload.state.is_bitwise or draws_again:
         return [shard]
     return [shard * 2**power for power in range((-(-share // shard) - 1).bit_length())] + [share]
 

@@ -71,9 +71,9 @@ class Allocation:
             make_run_folder(run_dir)
             run_program(program)
             return
-        options = self._options(run_dir, output, environ, save_s=save_s)
-        fork_server = self.fork_server if self._saves_loading(plan, program) else None
-        run_workers(plan, program, options, nodes=self.teams, fork_server=fork_server)
+        is_forked = self._saves_loading(plan, program)
+        options = self._options(run_dir, output, environ, save_s=save_s, preload=PRELOAD if is_forked else ())
+        run_workers(plan, program, options, nodes=self.teams, fork_server=self.fork_server if is_forked else None)
 
     def measure(
         self, program: str, request: JsonValue, plan: Plan, folder: Path, *, quiet: bool, **environ: str
@@ -103,9 +103,12 @@ class Allocation:
         )
 
     def _saves_loading(self, plan: Plan, program: Sequence[str]) -> bool:
-        if self.fork_server is None or program[0] != "-m" or not program[1].startswith("paceline."):
+        """Whether a node has several workers, at once or one after the other, that can be forked."""
+        if program[0] != "-m" or not program[1].startswith("paceline."):
             return False
-        return plan.world_size > 1 or self.has_more_runs or self.fork_server.has_loaded
+        most_on_a_node = max((node.num_workers for node in plan.nodes), default=plan.world_size)
+        has_loaded = self.fork_server is not None and self.fork_server.has_loaded
+        return most_on_a_node > 1 or self.has_more_runs or has_loaded
 
     def run_job(
         self,

@@ -6,6 +6,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from paceline.errors import LaunchError
 from paceline.launch.elastic import ElasticLimits
 from paceline.launch.forking import ForkServer
 from paceline.launch.node_list import NodeSlots
+from paceline.launch.team import LaunchOptions
 from paceline.plan.placement import spread
 from paceline.spec import Cluster, Device, Node, NodePlacement, Plan
 from paceline.spec.cluster import DeviceKind
@@ -254,9 +256,21 @@ def test_workers_are_forked_where_that_loads_torch_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once for all runs of a study, even if its first has one worker; never for a program of the user."""
-    given = []
-    monkeypatch.setattr(allocation, "run_workers", lambda *_, fork_server, **__: given.append(fork_server))
+    given: list[ForkServer | None] = []
+
+    def note(
+        _plan: Plan, _program: object, options: LaunchOptions, *, fork_server: ForkServer | None, **_: Any
+    ) -> None:
+        assert bool(options.preload) == is_forked  # for agents
+        given.append(fork_server)
+
+    monkeypatch.setattr(allocation, "run_workers", note)
     server = ForkServer(())
     here = allocation.Allocation(Where(), Cluster((node(),)), fork_server=server, has_more_runs=has_more_runs)
     here.run(Plan(world_size=num_workers), program, run_dir=tmp_path / "run")
-    assert given == [server if is_forked else None]
+    here.run(
+        Plan(world_size=2 * num_workers, nodes=(NodePlacement("a", num_workers), NodePlacement("b", num_workers))),
+        program,
+        run_dir=tmp_path / "run",
+    )
+    assert given == [server if is_forked else None] * 2

@@ -5,7 +5,9 @@ import torch
 from torch import nn
 
 from paceline.parallel.dry_run import on_paper, trace_model
-from paceline.parallel.pipeline.layer_costs import counting_kept
+from paceline.parallel.pipeline.calls import ModelCall
+from paceline.parallel.pipeline.layer_costs import counting_kept, measure_layers
+from paceline.parallel.pipeline.recorder import record
 
 
 def _model() -> nn.Sequential:
@@ -33,3 +35,13 @@ def test_a_traced_model_keeps_what_it_does_keep() -> None:
     # At the last layer, where all is kept, the gradients of its output and of its input.
     assert [layer.moment_bytes for layer in cost.layers] == [32 + 16, 32 + 32, 8 + 32]
     assert cost.activations.bytes_per_sample == 16 + 32 + of_loss + 8 + 32
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_layers_that_draw_random_numbers_are_known(device: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 2)).to(
+        device
+    )
+    recording = record(model, ModelCall.of(torch.ones(2, 4, device=device)))
+    costs = measure_layers(recording, torch.device(device))
+    assert {cost.name: cost.draws for cost in costs} == {"0": False, "1": True, "2": False, "3": False, "4": False}
