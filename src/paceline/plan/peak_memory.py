@@ -86,6 +86,8 @@ class _Block(NamedTuple):
     """In the block behind it."""
     behind: float
     """In all that are behind it."""
+    copied_bytes: float
+    """Of each gradient that has been made, which replicas copy to sum it."""
 
     def within(self, layer: LayerCost, activation_bytes: float, done: float) -> _Moment:
         """While backward goes through one of its layers.
@@ -93,7 +95,7 @@ class _Block(NamedTuple):
         Args:
             done: parameters of the layer and of those behind it.
         """
-        model = self.model
+        model, parameters = self.model, self.model.numbers(layer)[0]
         if model.gathers_blocks:
             gathered = self._gathered(self.previous + self.size, gone=self.behind)
             return self._moment(activation_bytes, self.behind, gathered, done - self.behind + self._arriving)
@@ -101,7 +103,8 @@ class _Block(NamedTuple):
         return _Moment(
             activation_bytes - model.bytes_to_come * (self.own - made),
             model.gathered_at_the_end(self.own),
-            model.bytes_copied * done + model.added(layer),
+            # A gradient is copied when it has been added to those of the passes before.
+            self.copied_bytes * done + max(0.0, model.added(layer) - self.copied_bytes * parameters),
         )
 
     def at_its_ends(self, bytes_before: float, bytes_behind: float) -> tuple[_Moment, ...]:
@@ -147,9 +150,11 @@ class _Block(NamedTuple):
             made: parameters whose gradients are among the worker's.
             passing: parameters whose gradients are on their way.
         """
-        to_come, parameter, copied, gradient = self.model.bytes_of_parameter
+        to_come, parameter, gradient = self.model.bytes_of_parameter
         return _Moment(
-            activation_bytes - to_come * (self.own - made), gathered * parameter, copied * made + passing * gradient
+            activation_bytes - to_come * (self.own - made),
+            gathered * parameter,
+            self.copied_bytes * made + passing * gradient,
         )
 
 
@@ -225,8 +230,10 @@ class ModelOnMesh:
         """
         own = sum(self.numbers(layer)[0] for stage in stages for layer in stage)
         shards, state = self.mesh.fsdp, self.state
-        peak = max((self.peak_of_backward(worker, stages, one, own) for one in self.in_flight[worker]), key=sum)
-        peak = peak.without_debts()
+        moments = [(one, 0.0 if self.copies_late else self.bytes_copied) for one in self.in_flight[worker]]
+        if self.copies_late:
+            moments += [(self.in_flight_at_last(place, len(stages)), self.bytes_copied) for place in range(len(stages))]
+        peak = max((self.peak_of_backward(worker, stages, *one, own) for one in moments), key=sum).without_debts()
         return DeviceMemory(
             parameter_bytes=own * state.parameter / (shards if self.mesh.zero_stage == 3 else 1),
             gradient_bytes=own * state.gradient * state.gradient_copies(self.mesh, self.num_micro_batches),
@@ -236,10 +243,27 @@ class ModelOnMesh:
             transit_bytes=peak.transit_bytes,
         )
 
-    def peak_of_backward(self, worker: int, stages: tuple[Layers, ...], in_flight: InFlight, own: float) -> _Moment:
+    @cached_property
+    def copies_late(self) -> bool:
+        """Whether replicas copy gradients only when a pipeline runs empty: in the last micro-batch's backward pass."""
+        return self.bytes_copied > 0 and self.mesh.pp > 1 and self.num_micro_batches > 1
+
+    def in_flight_at_last(self, place: int, num_stages: int) -> InFlight:
+        """What a worker keeps when the last micro-batch's backward pass begins in its stage number `place`: those
+        before it have a last group to go."""
+        before = float(min(self.mesh.pp, self.num_micro_batches))
+        kept = tuple(before if one < place else float(one == place) for one in range(num_stages))
+        return InFlight(place, kept)
+
+    def peak_of_backward(
+        self, worker: int, stages: tuple[Layers, ...], in_flight: InFlight, copied_bytes: float, own: float
+    ) -> _Moment:
         """The moment at which a worker holds most while backward goes through one of its stages.
 
         While backward goes through a layer, the layers before it keep what they kept, and those behind it nothing.
+
+        Args:
+            copied_bytes: as of a `_Block`.
         """
         kept_by_stage = [self.kept_by(stage) for stage in stages]
         stage, kept = stages[in_flight.place], kept_by_stage[in_flight.place]
@@ -253,11 +277,12 @@ class ModelOnMesh:
         done = own - sum(self.numbers(layer)[0] for one in stages[: in_flight.place] for layer in one)
         blocks = self.blocks(stage)
         sizes = [0.0, *(sum(self.numbers(layer)[0] for layer in block) for block in blocks), 0.0]
-        moments = [_Moment(waiting_bytes, self.gathered_at_the_end(own), self.transit_at_the_end(own, max(sizes)))]
+        transit_bytes = copied_bytes * own + self.scattered_at_the_end(max(sizes))
+        moments = [_Moment(waiting_bytes, self.gathered_at_the_end(own), transit_bytes)]
         kept_by_layer = iter(kept)
         for number, layers in enumerate(blocks, 1):
             size = sizes[number]
-            block = _Block(self, own, sizes[number - 1], size, sizes[number + 1], done - size)
+            block = _Block(self, own, sizes[number - 1], size, sizes[number + 1], done - size, copied_bytes)
             bytes_before = waiting_bytes + samples * before
             for layer in layers:
                 parameters, kept_whole, moment = self.numbers(layer)
@@ -287,9 +312,9 @@ class ModelOnMesh:
         return self.mesh.zero_stage == 3
 
     @cached_property
-    def bytes_of_parameter(self) -> tuple[float, float, float, float]:
-        """`bytes_to_come`, of the parameter itself, `bytes_copied`, of its gradient."""
-        return self.bytes_to_come, self.state.parameter, self.bytes_copied, self.state.gradient
+    def bytes_of_parameter(self) -> tuple[float, float, float]:
+        """`bytes_to_come`, of the parameter itself, of its gradient."""
+        return self.bytes_to_come, self.state.parameter, self.state.gradient
 
     @cached_property
     def gathers_blocks(self) -> bool:
@@ -340,16 +365,17 @@ class ModelOnMesh:
             return 0.0
         return own * self.state.parameter / (1 if mesh.zero_stage == 3 else mesh.fsdp)
 
-    def transit_at_the_end(self, own: float, largest_block: float) -> float:
-        """Bytes of gradients on their way when backward has left the stage: ZeRO 1 scatters whole ones then."""
+    def scattered_at_the_end(self, largest_block: float) -> float:
+        """Bytes of gradients that are being scattered when backward has left the stage: ZeRO 1 scatters whole ones
+        then."""
         is_late = self.gathers_blocks and not self.scatters_every_pass
-        return self.bytes_copied * own + (self.state.gradient * largest_block if is_late else 0.0)
+        return self.state.gradient * largest_block if is_late else 0.0
 
     def once(self, layer: LayerCost, smallest_block: float) -> float:
         """What one layer of a stage needs for a moment, at least, where blocks have this many parameters or more."""
         own = self.parameters(layer)
         size = max(own, smallest_block if self.gathers_blocks else 0.0)
-        block = _Block(self, size, 0.0, size, 0.0, 0.0)
+        block = _Block(self, size, 0.0, size, 0.0, 0.0, self.bytes_copied)
         kept = self.micro_batch_size * self.kept(layer)
         again = kept if self.recompute else 0.0
         moments = [block.within(layer, self.micro_batch_size * self.moment(layer) + again, own)]

@@ -104,6 +104,21 @@ def test_a_worker_with_two_stages_has_those_that_are_apart() -> None:
     assert memory.activation_bytes == 4 * 100 + 10
 
 
+@pytest.mark.parametrize(("kept_bytes", "moment_of_peak"), [(1e3, "the last backward pass"), (1e7, "full")])
+def test_replicas_of_a_pipeline_copy_gradients_when_it_runs_empty(kept_bytes: float, moment_of_peak: str) -> None:
+    """Stages of two layers; the first keeps two micro-batches, and the copies of gradients come with its last one."""
+    layers = (LayerCost("", 1.0, 4e6, kept_bytes, 0.0, largest_parameter_bytes=4e6),) * 4
+    memory = device_memory(
+        4e6, StateBytes(), Mesh(dp=2, pp=2), Activations(4 * kept_bytes), 1, num_micro_batches=4, layers=layers
+    )
+    if moment_of_peak == "full":
+        assert memory.activation_bytes == pytest.approx(4 * kept_bytes)
+        assert memory.transit_bytes == pytest.approx(4e6)  # a gradient that is added to that of the passes before
+    else:
+        assert memory.activation_bytes <= 2 * kept_bytes
+        assert memory.transit_bytes == pytest.approx(8e6)  # copies of both; what was added is gone when it is copied
+
+
 def test_what_tensor_groups_cannot_share_out_is_whole_on_every_worker() -> None:
     layers = (
         LayerCost("", 1.0, 1e6, 1.0, 8.0, num_tensor_slices=6),
