@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from torch.optim import Optimizer
 
+from paceline.errors import ModelError
 from paceline.spec import Job, OptimSpec
 
 
@@ -16,6 +17,15 @@ class LearningRates:
     """An optimizer's learning rates: the job's schedule times its base rates, which are those it has now."""
 
     def __init__(self, job: Job, optimizer: Optimizer) -> None:
+        """
+        Raises:
+            ModelError: the optimizer's groups have no learning rates.
+        """
+        if not all("lr" in group for group in optimizer.param_groups):
+            raise ModelError(
+                f"{type(optimizer).__name__}.param_groups have no 'lr', which is how learning rates are set and compared; "
+                "an optimizer around another one should have its groups: self.param_groups = inner.param_groups."
+            )
         self._job = job
         self._optimizer = optimizer
         self._base = [float(group["lr"]) for group in optimizer.param_groups]

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD, Optimizer
 
+from paceline.errors import ModelError
 from paceline.spec import Job
-from paceline.train.schedule import describe_scaling, lr_factor
+from paceline.train.schedule import LearningRates, describe_scaling, lr_factor
 
 
 def _job(**optim: object) -> Job:
@@ -49,3 +52,13 @@ def test_lines_cosines_and_steps_hit_their_marks() -> None:
     assert lr_factor(cosine, 10_000, 1000) == pytest.approx(0.0)
     step = _job(schedule="step", step_epochs=[2, 4], step_factor=0.1)
     assert [lr_factor(step, s, 1000) for s in (0, 1999, 2000, 4000)] == pytest.approx([1, 1, 0.1, 0.01])
+
+
+def test_an_optimizer_whose_groups_have_no_learning_rate_is_refused() -> None:
+    class Around(Optimizer):
+        def __init__(self, inner: Optimizer) -> None:
+            super().__init__([p for group in inner.param_groups for p in group["params"]], {})
+
+    said = r"Around\.param_groups have no 'lr'.* self\.param_groups = inner\.param_groups"
+    with pytest.raises(ModelError, match=said):
+        LearningRates(Job(), Around(SGD(nn.Linear(2, 2).parameters(), lr=0.1)))
