@@ -158,7 +158,7 @@ class RunState:
             # A new scheduler writes its first learning rate into the optimizer, and loading its state leaves it there.
             self.kept.load_state_dict(shared["kept"], (lambda: None) if changes else self.models.hyperparameters())
             names = () if changes else self.models.by_name
-            return [note for name in names for note in self.models.freeze_as(name, shared)]
+            return [note for name in names for note in self.models.go_on(name, shared, found.own)]
 
     def restore_model(self, name: str, found: Found, *, force: bool) -> list[str]:
         """Give a model that was prepared after the others its state; with `force` it begins anew if there is none.
@@ -168,7 +168,7 @@ class RunState:
         with _as_saved(found.name):
             changes = self._changes(found.shared)[1]
             self.models.put_one(name, found.shared, found.own, hyper=not changes)
-            return [] if changes else self.models.freeze_as(name, found.shared)
+            return [] if changes else self.models.go_on(name, found.shared, found.own)
 
     def _changes(self, shared: dict[str, Any]) -> tuple[Job, list[str]]:
         """The job of a checkpoint, and its differences from this run's job that change the result."""

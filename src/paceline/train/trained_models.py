@@ -93,24 +93,29 @@ class TrainedModels:
         Raises:
             CheckpointError: the state is of another model or optimizer, or the checkpoint has no such model.
         """
-        trained = self.by_name[name]
-        if trained is self.first:
+        self.by_name[name].put(*self._states_of(name, shared, own), hyper=hyper)
+
+    def _states_of(
+        self, name: str, shared: Mapping[str, Any], own: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What `Trained.take` returned for the model with this name."""
+        if self.by_name[name] is self.first:
             mine = {kind: {key: one for key, one in own.get(kind, {}).items() if key != "models"} for kind in own}
-            trained.put(dict(shared), mine, hyper=hyper)
-            return
+            return dict(shared), mine
         kept = shared.get("models", {})
         if name not in kept:
             raise CheckpointError(
                 f"The checkpoint holds no model '{name}'; resume with the models that it was saved with, or begin in "
                 "another folder."
             )
-        of_others = {kind: own[kind]["models"][name] for kind in own if name in own[kind].get("models", {})}
-        trained.put(kept[name], of_others, hyper=hyper)
+        return kept[name], {kind: own[kind]["models"][name] for kind in own if name in own[kind].get("models", {})}
 
-    def freeze_as(self, name: str, shared: Mapping[str, Any]) -> list[str]:
-        """As `Trained.freeze_as` for the model with this name."""
-        trained = self.by_name[name]
-        return trained.freeze_as(shared if trained is self.first else shared["models"][name])
+    def go_on(self, name: str, shared: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+        """After `put_one` of the same job's: as `Trained.count_on` and `Trained.freeze_as`, whose sentences it
+        returns."""
+        trained, states = self.by_name[name], self._states_of(name, shared, own)
+        trained.count_on(*states)
+        return trained.freeze_as(states[0])
 
     def own_shards(self, shared: dict[str, Any]) -> dict[str, Any]:
         """What `Trained.own_shards` returns, for the models that are known by now."""
