@@ -117,7 +117,7 @@ def test_resumes_at_a_meeting(tmp_path: Path, method: str, overlap_steps: int) -
         epochs=3,
     )
     whole = run_ranks(_train, 2, job, str(tmp_path / "whole"), 9)
-    run_ranks(_train, 2, job, str(tmp_path / "cut"), STOP)  # saved at step 6, or 7 where outer steps end late
+    run_ranks(_train, 2, job, str(tmp_path / "cut"), STOP)  # in between two outer steps
     cut = run_ranks(_train, 2, job, str(tmp_path / "cut"), 9)
     assert cut[0][0] == whole[0][0]
     other = run_ranks(_train, 3, job, str(tmp_path / "cut"), 12)  # means of what two workers had
