@@ -22,7 +22,6 @@ from paceline.parallel.assignment import check_shards
 from paceline.parallel.generators import seed_generators
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.data_progress import DataProgress
-from paceline.train.digest import weights_sha256
 from paceline.train.end_table import end_rows
 from paceline.train.evaluate import Measure, evaluate_between_steps
 from paceline.train.memory_limit import memory_limit
@@ -138,7 +137,7 @@ class Run(RunView):
             optimizer: over the parameters of `model`. They stay the same objects where every worker holds the
                 whole model; else the optimizer is given their shards in their place. Or a list of optimizers of
                 distinct parameters. None: the model is frozen, in evaluation mode, the same whole model on every
-                worker; checkpoints keep a fingerprint of its weights only.
+                worker; checkpoints keep a fingerprint of its weights, and the weights where the script changes them.
             name: what checkpoints and messages call the model; None: "model", then "model 2" and so on.
             scheduler: a learning-rate scheduler of torch or transformers over the optimizer, or a list of them: moved
                 after each update, and kept with checkpoints.
@@ -194,8 +193,8 @@ class Run(RunView):
 
     def _freeze(self, name: str, model: nn.Module) -> nn.Module:
         companion = freeze(model, self.job, self.plan, self.world)
-        is_kept = self._resume_from["checkpoint_address"] is not None
-        self._models.add_frozen(name, companion, weights_sha256(companion.model.state_dict()) if is_kept else None)
+        is_saved = self._resume_from["checkpoint_address"] is not None
+        self._models.add_frozen(name, companion, is_saved=is_saved)
         self._restore(name)
         return companion.model
 

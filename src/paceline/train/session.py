@@ -268,7 +268,8 @@ class Session:
         step = None
         if found is not None:
             notes = state.restore(found, force=force)
-            known = {"models": list(found.shared.get("models", ())), "frozen": dict(found.shared.get("frozen", {}))}
+            known: dict[str, Any] = {"models": list(found.shared.get("models", ()))}
+            known |= {key: dict(found.shared.get(key, {})) for key in ("frozen", "changed_frozen")}
             self._resumed = known, force
             step = state.progress.steps
             self.heartbeat.step(step)
@@ -297,8 +298,13 @@ class Session:
         Raises:
             CheckpointError: the checkpoint that was resumed is of a run with other models.
         """
-        if self._resumed is not None and not self._resumed[1]:
-            self.state.models.check_complete(self._resumed[0])
+        if self._resumed is not None:
+            known, is_forced = self._resumed
+            if not is_forced:
+                self.state.models.check_complete(known)
+            # Not earlier: what the script gives them before the first batch is for a run that begins.
+            for note in self.state.models.put_frozen(known["changed_frozen"]):
+                self.note(note)
         self._resumed = None
 
     def roll_back(self) -> str | None:

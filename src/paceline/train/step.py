@@ -138,10 +138,13 @@ class Stepper:
         with contextlib.suppress(RuntimeError):  # of a device that is of no more use
             self.catch_up()
         lost = None if self.session.peers is None else self.session.peers.cause_of(error)
-        # Whether all of the state, the script's own included, is of one batch.
-        may_miss_some = self._may_go_on or self._state.kept.moves_between_steps
-        self.session.rescue(is_whole=self.session.is_consistent and (self._is_finished or not may_miss_some))
+        self.session.rescue(is_whole=self.session.is_consistent and (self._is_finished or not self._may_miss_some()))
         return lost
+
+    def _may_miss_some(self) -> bool:
+        """Whether a part of the state, as of the script's own, may be of the batch before."""
+        state = self._state
+        return self._may_go_on or state.kept.moves_between_steps or bool(state.models.changed_frozen())
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
