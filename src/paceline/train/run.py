@@ -306,7 +306,7 @@ class Run(RunView):
         self._pending, self._has_read_batches = None, True
         progress = self._progress
         if progress.is_over(epoch):
-            return
+            return self.stepper.batches_ended(epoch)
         is_read = self.engine.reads_assignment
         batches = self._batches.of_epoch(loading, epoch, samples_per_epoch, reads_assignment=is_read)
         if self.steps and progress.at_epoch_start:
@@ -322,8 +322,9 @@ class Run(RunView):
             self._pending = None
             self.stepper.finish_step()
             if self.stopping.is_over:
-                return self.stepper.stop_here()
+                break
             self.timer.data_asked()
+        self.stepper.batches_ended(epoch)
 
     def step(
         self, batch: Any, loss_fn: LossFn, *, model: nn.Module | None = None, optimizer: Optimizer | None = None

@@ -406,11 +406,17 @@ class Session:
         newest = None if self._checkpoints is None else self._checkpoints.newest
         return None if newest is None else newest[1]
 
-    def finish(self) -> None:
-        """At the end of training: save any unsaved state."""
+    def finish(self, *, is_between_epochs: bool) -> None:
+        """At the end of training: save any unsaved state.
+
+        Args:
+            is_between_epochs: whether the script has taken all batches of the last epoch. One that has left its loop
+                before has not come to the epoch's end.
+        """
         check_alike(self._status_exchange.received().checksums, self._names_sent)  # no message stays in flight
         if self._checkpoints is not None:
-            self.state.progress.leave_epoch()
+            if is_between_epochs:
+                self.state.progress.leave_epoch()
             self._checkpoints.save(self.state.progress.steps)
             self._checkpoints.wait()
         if self.peers is not None:
