@@ -26,8 +26,8 @@ from paceline.train.timing import StepTimer
 from paceline.train.trace import ParityTracer
 
 _EPOCH_IS_OVER = (
-    "Epoch {} was over when this run was saved, and has no batches now; take the numbers of epochs from run.epochs(), or "
-    "what the script does at the end of an epoch is done again."
+    "Epoch {} was over when this run was saved, and has no batches now; take the numbers of epochs from run.epochs(), "
+    "or what the script does at the end of an epoch is done again."
 )
 
 
@@ -51,6 +51,7 @@ class Stepper:
         self._is_between_epochs = False
         """Whether the script has taken all batches of an epoch, and may be at what it does at the epoch's end."""
         self._has_told_of_epochs = False
+        """Whether the script was told that it ends epochs again."""
         self._draws_in_loop = False
         """Whether the script was told that it draws for a batch before `Run.step`."""
 
