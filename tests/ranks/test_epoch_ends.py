@@ -33,7 +33,13 @@ class _Ends:
         self.steps = list(state["steps"])
 
 
-def _train(folder: str, max_steps: int | None = None, stops_at: int | None = None) -> tuple[list[int], float, str]:
+def _train(
+    folder: str,
+    max_steps: int | None = None,
+    stops_at: int | None = None,
+    leaves_at: int | None = None,
+    fails_at: int | None = None,
+) -> tuple[list[int], float, str]:
     plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
     with paceline.init(JOB, plan=plan, max_steps=max_steps, checkpoint_dir=folder, progress=False) as run:
         model = nn.Linear(4, 1)
@@ -46,9 +52,13 @@ def _train(folder: str, max_steps: int | None = None, stops_at: int | None = Non
                 run.step(batch, lambda model, batch: (model(batch[0]) - 1).square().mean())
                 if run.steps == stops_at:
                     run.stop("enough")
+                if run.steps == leaves_at:
+                    return ends.steps, optimizer.param_groups[0]["lr"], run.weights_sha256()
             run.evaluate(TensorDataset(INPUTS), lambda model, batch: {"output": model(batch[0]).squeeze(1)})
             scheduler.step()
             ends.steps.append(run.steps)
+            if run.steps == fails_at:
+                raise ValueError("a bug in the script")
         return ends.steps, optimizer.param_groups[0]["lr"], run.weights_sha256()
 
 
@@ -59,3 +69,51 @@ def test_a_run_that_goes_on_ends_its_epochs_as_one_without_a_pause(tmp_path: Pat
     first = run_ranks(_train, 1, str(tmp_path / "parts"), stop.get("max_steps"), stop.get("stops_at"))
     assert len(first[0][0]) == 2  # it ends with the epoch in which it stops
     assert run_ranks(_train, 1, str(tmp_path / "parts")) == [(ends, rate, sha)]
+
+
+@pytest.mark.parametrize("leaves_at", [4, 6])
+def test_a_script_that_leaves_its_loop_has_not_come_to_the_end_of_the_epoch(tmp_path: Path, leaves_at: int) -> None:
+    whole = run_ranks(_train, 1, str(tmp_path / "whole"))
+    ((ends, *_),) = run_ranks(_train, 1, str(tmp_path / "parts"), None, None, leaves_at)
+    assert ends == [3]
+    assert run_ranks(_train, 1, str(tmp_path / "parts")) == whole
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_an_error_after_the_end_of_an_epoch_does_not_repeat_it(tmp_path: Path, num_workers: int) -> None:
+    ((ends, rate, _),) = run_ranks(_train, 1, str(tmp_path / "whole"))
+    run_ranks(_train, num_workers, str(tmp_path / "parts"), 4)
+    with pytest.raises(AssertionError, match="a bug in the script"):
+        run_ranks(_train, num_workers, str(tmp_path / "parts"), None, None, None, 6)
+    for found in run_ranks(_train, num_workers, str(tmp_path / "parts")):
+        assert found[:2] == (ends, rate)
+
+
+def test_a_run_that_has_ended_with_an_epoch_has_no_other_one(tmp_path: Path) -> None:
+    first = run_ranks(_train, 1, str(tmp_path), 6)
+    assert run_ranks(_train, 1, str(tmp_path), 6) == first
+
+
+def _train_all_epochs(folder: str, max_steps: int | None = None) -> tuple[list[int], list[str]]:
+    """By a script that counts epochs itself."""
+    plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
+    with paceline.init(JOB, plan=plan, max_steps=max_steps, checkpoint_dir=folder, progress=False) as run:
+        model = nn.Linear(4, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        run.keep("ends", ends := _Ends())
+        for epoch in range(JOB.epochs):
+            for batch in run.batches(TensorDataset(INPUTS), epoch):
+                run.step(batch, lambda model, batch: (model(batch[0]) - 1).square().mean())
+            ends.steps.append(run.steps)
+        return ends.steps, run.notes
+
+
+@pytest.mark.parametrize("max_steps", [4, 6])
+def test_epochs_that_a_script_counts_itself(tmp_path: Path, max_steps: int) -> None:
+    """What it does after the run's end is not saved, and that it ends epochs again is said."""
+    run_ranks(_train_all_epochs, 1, str(tmp_path), max_steps)
+    num_over = max_steps // 3
+    ((ends, notes),) = run_ranks(_train_all_epochs, 1, str(tmp_path))
+    before = [3, 6][:num_over]
+    assert ends == before + num_over * [max_steps] + [6, 9, 12][num_over - 1 :]
+    assert [note for note in notes if note.startswith("Epoch 0 was over when this run was saved")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import paceline
@@ -117,7 +119,7 @@ def test_resumes_at_a_meeting(tmp_path: Path, method: str, overlap_steps: int) -
         epochs=3,
     )
     whole = run_ranks(_train, 2, job, str(tmp_path / "whole"), 9)
-    run_ranks(_train, 2, job, str(tmp_path / "cut"), STOP)  # saved at step 6, or 7 where outer steps end late
+    run_ranks(_train, 2, job, str(tmp_path / "cut"), STOP)  # in between two outer steps
     cut = run_ranks(_train, 2, job, str(tmp_path / "cut"), 9)
     assert cut[0][0] == whole[0][0]
     other = run_ranks(_train, 3, job, str(tmp_path / "cut"), 12)  # means of what two workers had
@@ -310,3 +312,39 @@ def test_what_is_frozen_is_resumed_too(tmp_path: Path) -> None:
     for sha, notes in run_ranks(_train_unfreezing, 3, str(tmp_path / "parts")):
         assert sha == whole
         assert any("is trained; to choose otherwise, set requires_grad after run.prepare" in note for note in notes)
+
+
+def _train_with_teacher(folder: str, max_steps: int | None = None, fails_at: int | None = None) -> tuple[str, str]:
+    """The fingerprints of a model and of its teacher, which follows it by the script's own hand."""
+    job = _job(checkpoint={"every_epoch": False})
+    plan = Plan(world_size=worker_facts().world_size, algorithm="tree_exact", timeout_s=60)
+    with paceline.init(job, plan=plan, max_steps=max_steps, checkpoint_dir=folder) as run:
+        model = models.build(job.model, num_classes=10, in_channels=3, image_size=16)
+        teacher = run.prepare(copy.deepcopy(model), name="teacher")
+        model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        teacher.load_state_dict({name: value / 2 for name, value in model.state_dict().items()})
+
+        def distilled(model: nn.Module, batch: Any) -> Tensor:
+            with torch.no_grad():
+                wanted = teacher(batch[0])
+            return loss_fn(model, batch) + F.mse_loss(model(batch[0]), wanted)
+
+        for batch in run.batches(images(60, (3, 16, 16))):
+            run.step(batch, distilled)
+            if run.steps == fails_at:
+                raise ValueError("a bug in the script")
+            for followed, follower in zip(model.parameters(), teacher.parameters(), strict=True):
+                follower.data.lerp_(followed.data, 0.3)
+        has_said = any("The frozen model 'teacher' has the weights" in note for note in run.notes)
+        assert has_said == any(note.startswith("resumed at step") for note in run.notes)
+        return run.weights_sha256(), weights_sha256(teacher.state_dict())
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_frozen_model_that_the_script_moves_is_resumed(tmp_path: Path, before: int, after: int) -> None:
+    (whole,) = run_ranks(_train_with_teacher, 1, str(tmp_path / "whole"))
+    run_ranks(_train_with_teacher, before, str(tmp_path / "parts"), 3)
+    run_ranks(_train_with_teacher, after, str(tmp_path / "parts"), STOP)
+    with pytest.raises(AssertionError, match="a bug in the script"):  # between the model's step and its teacher's
+        run_ranks(_train_with_teacher, before, str(tmp_path / "parts"), None, STOP + 1)
+    assert set(run_ranks(_train_with_teacher, after, str(tmp_path / "parts"))) == {whole}

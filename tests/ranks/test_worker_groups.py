@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.checkpoint import newest_good, open_storage
 from paceline.env import worker_facts
 from paceline.errors import JobError
 from paceline.spec import Job, Plan
+from paceline.train.digest import weights_sha256
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -115,6 +117,26 @@ def test_a_run_resumes_on_any_number_of_workers(tmp_path: Path) -> None:
     for ((losses, *rest),) in found:
         assert len(losses) == 4
         assert rest[:2] == list(whole[1:3])
+
+
+def _saved_model(folder: Path) -> str:
+    saved, _ = newest_good(open_storage(str(folder)))
+    assert saved is not None
+    return weights_sha256(saved.shared["model"])
+
+
+@pytest.mark.parametrize("name", ["local_sgd", "diloco", "overlap"])
+@pytest.mark.timeout(300)
+def test_a_run_that_ends_between_outer_steps_goes_on_from_there(tmp_path: Path, name: str) -> None:
+    """In the middle of an epoch and at its end, on any number of workers; also while sums are under way."""
+    parts = tmp_path / "parts"
+    for world_size, stop in ((2, 5), (6, 6), (4, 7), (2, 10)):
+        whole = run_ranks(_train, 2, name, 2, "bitwise", stop, tmp_path / f"until {stop}", timeout_s=100)
+        for _, metric, sha, _ in run_ranks(_train, world_size, name, 2, "bitwise", stop, parts, timeout_s=100):
+            assert (metric, sha) == whole[0][1:3], stop
+        # What is saved is what the run gives.
+        assert {path.name for path in parts.glob("step-*")} >= {f"step-{stop:08d}"}
+        assert name == "overlap" or _saved_model(parts) == _saved_model(tmp_path / f"until {stop}") == sha
 
 
 def _refused(world_size: int) -> str:

@@ -28,7 +28,7 @@ overlapping communication", 2025, arXiv 2501.18512, which mixes both weights whe
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import itertools
 import math
 from collections.abc import Iterator
@@ -48,12 +48,14 @@ from paceline.parallel.clock import mark
 from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import AS_RANK, Engine, StepInput, Update, broadcast
 from paceline.parallel.losses import StepLoss
-from paceline.parallel.outer_weights import Move, OuterStep, WeightBucket, wide_dtype
-from paceline.parallel.worker_groups import WorkerGroups
+from paceline.parallel.outer_weights import Move, OuterStep, WeightBucket, by_name, fill, wide_dtype
+from paceline.parallel.worker_groups import WorkerGroups, among
 from paceline.spec import AggregationSpec, Job, Plan
 
 _OWN_SAMPLES = "own_samples"
 """In a worker's own state: the weight of what its group has computed since the last outer step began."""
+_OWN_PART = "own_part"
+"""Likewise: its part of the outer step that is under way."""
 
 
 class LocalSGD(Engine):
@@ -117,6 +119,8 @@ class LocalSGD(Engine):
         self._under_way: OuterStep | None = None
         """The outer step whose sums are being sent."""
         self._holds_consensus = False
+        self._mean: dict[str, Tensor] | None = None
+        """The model that a checkpoint away from outer steps holds, until the next step."""
 
     def close(self, error: BaseException | None = None) -> None:
         if error is None:
@@ -148,9 +152,10 @@ class LocalSGD(Engine):
             self._remember()
             self._has_begun = True
         self._num_steps += 1
+        self._mean = None
         self._losses.add(step.loss_name)
         self._all_samples += step.assignment.global_size
-        mine = _among(step, self._groups.own)
+        mine = among(step, self._groups.own)
         if not mine.assignment.shard_sizes:
             now = mark(self._device)
             self.communication = now, now
@@ -228,67 +233,90 @@ class LocalSGD(Engine):
         return self._num_steps == self._spec.overlap_steps and self._under_way is None
 
     def sync_buffers(self) -> bool:
-        return self.is_synchronised
+        """Away from outer steps workers differ in more: a checkpoint has what each has, and the mean as the model."""
+        if self.is_synchronised:
+            return True
+        if self._holds_consensus:
+            raise JobError("run.save would save the weights of run.consensus as each worker's own; call it outside.")
+        with self.consensus():
+            self._mean = copy.deepcopy(super().model_state())
+        for number, (_, move, _) in enumerate(self._under_way.moves if self._under_way is not None else ()):
+            self._groups.share(move, number)
+        return True
 
     def shared_state(self) -> dict[str, Any]:
         inside = self._every_step.shared_state()
         return {"inside": inside, "meetings": self.state_dict() if self._has_begun else None}
 
     def model_state(self) -> dict[str, Any]:
+        if self._mean is not None:
+            return self._mean
         state = super().model_state()
         if self._spec.overlap_steps:  # workers have moved on since they agreed
-            state |= {
-                name: part.to(state[name]) for weights in self._weights for name, part in weights.named(weights.agreed)
-            }
+            agreed = by_name(self._weights, [weights.agreed for weights in self._weights])
+            state |= {name: part.to(state[name]) for name, part in agreed.items()}
         return state
 
     def own_state(self) -> dict[str, Any]:
         if self._spec.groups and not self._groups.leads:
             return {AS_RANK: self._groups.own[0]}
         own = self._unsent.state()
-        if not self._spec.overlap_steps:
+        if self.is_synchronised and not self._spec.overlap_steps:
             return own
-        moved = {name: part for weights in self._weights for name, part in weights.named(weights.current())}
-        samples = torch.tensor(float(self._own_samples), dtype=torch.float64)
-        return {
-            "sums": own.get("sums", {}) | {_OWN_SAMPLES: samples},
-            "means": own.get("means", {}) | {"weights": moved},
+        sums = {_OWN_SAMPLES: torch.tensor(float(self._own_samples), dtype=torch.float64)}
+        means = {
+            "weights": by_name(self._weights, [weights.current() for weights in self._weights]),
+            "buffers": dict(self.module.named_buffers()),
         }
+        if self._under_way is not None:
+            sums[_OWN_PART] = torch.tensor(self._under_way.own_part, dtype=torch.float64)
+            begun = [weights for weights in self._under_way.begun if weights is not None]
+            means["begun"] = by_name(self._weights, begun)
+        return {"sums": own.get("sums", {}) | sums, "means": own.get("means", {}) | means}
 
     @torch.no_grad()
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
         self._every_step.load_state(shared.get("inside", {}), {})
-        if shared.get("meetings") is not None:
-            self.load_state_dict(shared["meetings"])
+        self._under_way = self._mean = None
+        meetings = shared.get("meetings") or {}
+        if meetings:
             self._buffers = _floating_buffers(self.module)
+            self.load_state_dict(meetings)
         sums, means = dict(own.get("sums", {})), dict(own.get("means", {}))
-        moved = means.pop("weights", {})
-        for name, parameter in self.module.named_parameters():
-            if name in moved:
-                parameter.copy_(moved[name])
+        mine = means.pop("weights", {}) | means.pop("buffers", {})
+        for name, tensor in itertools.chain(self.module.named_parameters(), self.module.named_buffers()):
+            if name in mine:
+                tensor.copy_(mine[name])
         self._own_samples = float(sums.pop(_OWN_SAMPLES, self._own_samples))
-        self._under_way = None
+        own_part, begun_at = sums.pop(_OWN_PART, None), means.pop("begun", {})
+        if own_part is not None:
+            moves, begun = ([torch.zeros_like(weights.agreed) for weights in self._weights] for _ in range(2))
+            fill(self._weights, moves, meetings["under_way"])
+            fill(self._weights, begun, begun_at)
+            arrived = [(weights, move, None) for weights, move in zip(self._weights, moves, strict=True)]
+            self._under_way = OuterStep(float(own_part), arrived, begun)
         self._unsent.load({"sums": sums, "means": means})
 
     def state_dict(self) -> dict[str, Any]:
         """The state of outer steps besides model and optimizer; between outer steps all three differ among workers.
 
-        Values are views of the live state, per parameter. Buffers are not included: the mean of their current values
-        does not depend on the reference from which changes are counted, if it is the same for all workers.
+        Values are views of the live state, per parameter. The sums of an outer step that is under way have arrived.
         """
+        moves = [move for _, move, _ in self._under_way.moves] if self._under_way is not None else None
         return {
             "num_steps": self._num_steps,
             "own_samples": self._own_samples,
             "all_samples": self._all_samples,
             "losses": sorted(self._losses),
-            "agreed": {name: part for weights in self._weights for name, part in weights.named(weights.agreed)},
-            "momentum": {
-                name: part
-                for weights in self._weights
-                if weights.momentum is not None
-                for name, part in weights.named(weights.momentum)
-            },
+            "agreed": by_name(self._weights, [weights.agreed for weights in self._weights]),
+            "momentum": by_name(self._weights, self._momenta) if self._outer_momentum else {},
+            "buffers": dict(self._buffers),
+            "under_way": None if moves is None else by_name(self._weights, moves),
         }
+
+    @property
+    def _momenta(self) -> list[Tensor]:
+        return [weights.momentum for weights in self._weights if weights.momentum is not None]
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -296,11 +324,10 @@ class LocalSGD(Engine):
         self._num_steps = state["num_steps"]
         self._own_samples, self._all_samples = state["own_samples"], state["all_samples"]
         self._losses = set(state.get("losses", ()))
-        for weights in self._weights:
-            for name, part in weights.named(weights.agreed):
-                part.copy_(state["agreed"][name])
-            for name, part in [] if weights.momentum is None else weights.named(weights.momentum):
-                part.copy_(state["momentum"][name])
+        fill(self._weights, [weights.agreed for weights in self._weights], state["agreed"])
+        if self._outer_momentum:
+            fill(self._weights, self._momenta, state["momentum"])
+        self._buffers |= {name: one.to(self._device) for name, one in state.get("buffers", {}).items()}
         self._has_begun = True
 
     def _own_part(self) -> float:
@@ -402,26 +429,6 @@ def describe_outer_steps(spec: AggregationSpec) -> str:
     return (
         f"the weights of the {who} are averaged every {when} ({', '.join(details)}); in between each trains on its own "
         "samples of every batch, so the result depends on their number, and the training loss is that of rank 0"
-    )
-
-
-def _among(step: StepInput, ranks: tuple[int, ...]) -> StepInput:
-    """The step as if these ranks' samples were the whole batch; every shard keeps its own random numbers."""
-    whole = step.assignment
-    shards = [shard for rank in ranks for shard in range(*whole.shards_of_rank[rank])]
-    ends = [0]
-    for rank in ranks:
-        start, stop = whole.shards_of_rank[rank]
-        ends.append(ends[-1] + stop - start)
-    return dataclasses.replace(
-        step,
-        assignment=dataclasses.replace(
-            whole,
-            shard_sizes=tuple(whole.shard_sizes[shard] for shard in shards),
-            shards_of_rank=tuple(itertools.pairwise(ends)),
-            rank=ranks.index(whole.rank),
-        ),
-        shard_seed=lambda shard: step.shard_seed(shards[shard]),
     )
 
 

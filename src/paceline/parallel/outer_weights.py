@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,17 @@ class OuterStep:
     moves: Sequence[Move]
     begun: Sequence[Tensor | None]
     """This worker's weights when it began; None where no step is made before it ends."""
+
+
+def by_name(weights: Iterable[WeightBucket], flats: Iterable[Tensor]) -> dict[str, Tensor]:
+    """Parts of flat vectors, one of each bucket, by the parameters' names."""
+    return {name: part for bucket, flat in zip(weights, flats, strict=True) for name, part in bucket.named(flat)}
+
+
+def fill(weights: Iterable[WeightBucket], flats: Iterable[Tensor], parts: Mapping[str, Tensor]) -> None:
+    """Give flat vectors, one of each bucket, the values that `by_name` found."""
+    for name, part in by_name(weights, flats).items():
+        part.copy_(parts[name])
 
 
 def wide_dtype(parameter: Tensor) -> torch.dtype:

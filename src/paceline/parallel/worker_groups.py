@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.links import node_of_every_rank
+from paceline.parallel.engine import StepInput
 from paceline.process_groups import open_group
 from paceline.spec import AggregationSpec
 
@@ -63,6 +66,26 @@ class WorkerGroups:
     @property
     def _place(self) -> int:
         return 0 if self.everyone is None else self.own.index(dist.get_rank(self.everyone))
+
+
+def among(step: StepInput, ranks: tuple[int, ...]) -> StepInput:
+    """The step as if these ranks' samples were the whole batch; every shard keeps its own random numbers."""
+    whole = step.assignment
+    shards = [shard for rank in ranks for shard in range(*whole.shards_of_rank[rank])]
+    ends = [0]
+    for rank in ranks:
+        start, stop = whole.shards_of_rank[rank]
+        ends.append(ends[-1] + stop - start)
+    return dataclasses.replace(
+        step,
+        assignment=dataclasses.replace(
+            whole,
+            shard_sizes=tuple(whole.shard_sizes[shard] for shard in shards),
+            shards_of_rank=tuple(itertools.pairwise(ends)),
+            rank=ranks.index(whole.rank),
+        ),
+        shard_seed=lambda shard: step.shard_seed(shards[shard]),
+    )
 
 
 def _members(spec: AggregationSpec, everyone: dist.ProcessGroup, world_size: int) -> tuple[tuple[int, ...], ...]:

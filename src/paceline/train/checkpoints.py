@@ -54,6 +54,8 @@ class Checkpoints:
         self._say = say
         self._address = storage.address
         self._saved_at = time.monotonic()
+        self._last_step = saved_step or 0
+        """After which step it was last looked at what is due: workers that train alone do not meet after every one."""
         self._handlers: dict[int, Any] = {}
         self._saver = Saver(storage, spec, group, say)
         self._saver.last_step = saved_step
@@ -81,7 +83,8 @@ class Checkpoints:
             saved, self._in_writing = self._in_writing, None
             if saved is not None:
                 self.was_saved(saved)
-        self._is_due |= Request.SAVE in received or Request.LEAVE in received or step == self.next_save(step - 1)
+        self._is_due |= Request.SAVE in received or Request.LEAVE in received or step >= self.next_save(self._last_step)
+        self._last_step = step
         if self._is_due and Request.BUSY not in received:
             self._save()
         if Request.LEAVE in received and not self._is_due:

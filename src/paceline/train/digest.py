@@ -1,4 +1,4 @@
-"""A fingerprint of a model's weights: equal exactly when every bit of every tensor is."""
+"""Fingerprints of a model's weights: one that is equal exactly when every bit is, and one that takes less time."""
 
 from __future__ import annotations
 
@@ -19,3 +19,18 @@ def weights_sha256(state: Mapping[str, Any]) -> str:
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         digest.update(raw.numpy().tobytes())
     return digest.hexdigest()
+
+
+def checksums(state: Mapping[Any, Any]) -> list[float]:
+    """Numbers that move with the values in a model's state_dict, by passes over its tensors that make no copies."""
+    found = [_checksum(tensor) for tensor in state.values() if isinstance(tensor, torch.Tensor) and tensor.numel()]
+    return torch.stack(found).nan_to_num().tolist() if found else []
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    numbers = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+    if not numbers.is_floating_point():
+        numbers = numbers.double()
+    largest, total = (torch.linalg.vector_norm(numbers, order, dtype=torch.float64) for order in (2, 1))
+    found: torch.Tensor = largest + total + numbers.sum(dtype=torch.float64) / 2
+    return found

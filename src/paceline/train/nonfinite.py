@@ -51,7 +51,8 @@ class NonFiniteGuard:
         self._session = session
         self._trained = trained
         self._reaction = session.state.job.nonfinite
-        self._num_in_a_row = 0
+        self._nonfinite = trained.nonfinite
+        self._nonfinite.catch_up = self.catch_up
         self._late: _OnItsWay | None = None
 
     @property
@@ -63,7 +64,7 @@ class NonFiniteGuard:
         """
         return (
             self._reaction == "skip"
-            and not self._num_in_a_row
+            and not self._nonfinite.num_in_a_row
             and self._trained.engine.holds_all
             and self._session.peers is None
         )
@@ -92,21 +93,21 @@ class NonFiniteGuard:
         is_good = is_ignored or is_finite(torch.stack([loss] if loss_alone else [loss, *norms()]))
         self._session.check_peers(has_waited=not is_ignored)
         if is_good:
-            self._num_in_a_row = 0
+            self._nonfinite.num_in_a_row = 0
             return True
-        self._num_in_a_row += 1
+        num_in_a_row = self._nonfinite.num_in_a_row + 1
         wrong = _describe(step, loss, self._culprits(), samples)
         if self._reaction == "stop":
             raise ModelError(f"{wrong}. The run ends, as nonfinite = 'stop' says; lower optim.lr or look at the data.")
-        if self._num_in_a_row == MOST_IN_A_ROW:
+        if num_in_a_row >= MOST_IN_A_ROW:
             raise ModelError(f"{wrong}. That is the {MOST_IN_A_ROW}th in a row; lower optim.lr or look at the data.")
         if self._reaction == "skip":
             self._session.say(f"{wrong}. The step is skipped.")
-            return False
-        checkpoint = self._session.roll_back()
-        if checkpoint is None:
+        elif (checkpoint := self._session.roll_back()) is not None:
+            self._session.say(f"{wrong}. Weights and optimizer are again those of {checkpoint}; the data goes on.")
+        else:
             raise ModelError(f"{wrong}. There is no checkpoint yet to go back to; lower optim.lr or look at the data.")
-        self._session.say(f"{wrong}. Weights and optimizer are again those of {checkpoint}; the data goes on.")
+        self._nonfinite.num_in_a_row = num_in_a_row  # a step that ends the run is not made, and repeated by a resume
         return False
 
     def judge_on_device(self, step: int, loss: Tensor, samples: NDArray[Any]) -> Tensor:
@@ -130,7 +131,7 @@ class NonFiniteGuard:
             return
         late.arrived.synchronize()  # of a step whose work is followed by that of the next
         if not is_finite(late.found[: late.num_judged]):
-            self._num_in_a_row += 1
+            self._nonfinite.num_in_a_row += 1
             loss, *norms = late.found
             culprits = [name for name, norm in zip(late.names, norms, strict=True) if not norm.isfinite()]
             self._session.say(f"{_describe(late.step, loss, culprits, late.samples)}. The step is skipped.")

@@ -22,7 +22,6 @@ from paceline.parallel.assignment import check_shards
 from paceline.parallel.generators import seed_generators
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.data_progress import DataProgress
-from paceline.train.digest import weights_sha256
 from paceline.train.end_table import end_rows
 from paceline.train.evaluate import Measure, evaluate_between_steps
 from paceline.train.memory_limit import memory_limit
@@ -138,7 +137,7 @@ class Run(RunView):
             optimizer: over the parameters of `model`. They stay the same objects where every worker holds the
                 whole model; else the optimizer is given their shards in their place. Or a list of optimizers of
                 distinct parameters. None: the model is frozen, in evaluation mode, the same whole model on every
-                worker; checkpoints keep a fingerprint of its weights only.
+                worker; checkpoints keep a fingerprint of its weights, and the weights where the script changes them.
             name: what checkpoints and messages call the model; None: "model", then "model 2" and so on.
             scheduler: a learning-rate scheduler of torch or transformers over the optimizer, or a list of them: moved
                 after each update, and kept with checkpoints.
@@ -194,8 +193,8 @@ class Run(RunView):
 
     def _freeze(self, name: str, model: nn.Module) -> nn.Module:
         companion = freeze(model, self.job, self.plan, self.world)
-        is_kept = self._resume_from["checkpoint_address"] is not None
-        self._models.add_frozen(name, companion, weights_sha256(companion.model.state_dict()) if is_kept else None)
+        is_saved = self._resume_from["checkpoint_address"] is not None
+        self._models.add_frozen(name, companion, is_saved=is_saved)
         self._restore(name)
         return companion.model
 
@@ -307,7 +306,7 @@ class Run(RunView):
         self._pending, self._has_read_batches = None, True
         progress = self._progress
         if progress.is_over(epoch):
-            return
+            return self.stepper.batches_ended(epoch)
         is_read = self.engine.reads_assignment
         batches = self._batches.of_epoch(loading, epoch, samples_per_epoch, reads_assignment=is_read)
         if self.steps and progress.at_epoch_start:
@@ -323,8 +322,9 @@ class Run(RunView):
             self._pending = None
             self.stepper.finish_step()
             if self.stopping.is_over:
-                return self.stepper.stop_here()
+                break
             self.timer.data_asked()
+        self.stepper.batches_ended(epoch)
 
     def step(
         self, batch: Any, loss_fn: LossFn, *, model: nn.Module | None = None, optimizer: Optimizer | None = None

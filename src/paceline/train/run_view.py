@@ -39,9 +39,12 @@ class RunView:
 
         They end with the epoch in which the run ends, because of `max_steps`, `max_minutes` or `stop`.
         """
-        for epoch in self._progress.epochs():
+        progress = self._progress
+        if progress.steps and progress.steps_left == 0 and progress.at_epoch_start:
+            return  # the run had ended with the epoch before
+        for epoch in progress.epochs():
             yield epoch
-            if self._progress.steps_left == 0:
+            if progress.steps_left == 0:
                 return
 
     def consensus(self) -> AbstractContextManager[None]:

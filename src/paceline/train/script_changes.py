@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-import torch
 from torch import Tensor
 
 from paceline.containers import versions
 from paceline.errors import DivergenceError
+from paceline.train.digest import checksums
 from paceline.train.state import Trained
 
 _STEPS_TO_COMPARE = 3
@@ -56,7 +56,7 @@ class ScriptChanges:
             parameters = self._parameters()
             if self._num_steps <= _STEPS_TO_COMPARE or versions(parameters) != self._versions:
                 self._steps_left -= 1
-                weights = _checksum(parameters)
+                weights = float(sum(checksums(dict(enumerate(parameters)))))
         return sum(map(_rate_of, self._trained.optimizer.param_groups)), weights
 
     def _parameters(self) -> list[Tensor]:
@@ -85,16 +85,6 @@ def check_alike(compared: Sequence[tuple[float, float] | None], names: Iterable[
     for pair, tolerance, sentence in zip(compared, _TOLERANCES, sentences, strict=True):
         if pair is not None and not math.isclose(*pair, rel_tol=tolerance):
             raise DivergenceError(sentence)
-
-
-def _checksum(weights: Iterable[Tensor]) -> float:
-    """A number that moves with any of these, by passes that make no copies."""
-    sums = []
-    for one in weights:
-        numbers = torch.view_as_real(one.detach()) if one.is_complex() else one.detach()
-        largest, total = (torch.linalg.vector_norm(numbers, order, dtype=torch.float64) for order in (2, 1))
-        sums.append(largest + total + numbers.sum(dtype=torch.float64) / 2)
-    return float(torch.stack(sums).nan_to_num().sum()) if sums else 0.0
 
 
 def _rate_of(group: dict[str, object]) -> float:

@@ -158,7 +158,7 @@ class RunState:
             # A new scheduler writes its first learning rate into the optimizer, and loading its state leaves it there.
             self.kept.load_state_dict(shared["kept"], (lambda: None) if changes else self.models.hyperparameters())
             names = () if changes else self.models.by_name
-            return [note for name in names for note in self.models.freeze_as(name, shared)]
+            return [note for name in names for note in self.models.go_on(name, shared, found.own)]
 
     def restore_model(self, name: str, found: Found, *, force: bool) -> list[str]:
         """Give a model that was prepared after the others its state; with `force` it begins anew if there is none.
@@ -168,7 +168,7 @@ class RunState:
         with _as_saved(found.name):
             changes = self._changes(found.shared)[1]
             self.models.put_one(name, found.shared, found.own, hyper=not changes)
-            return [] if changes else self.models.freeze_as(name, found.shared)
+            return [] if changes else self.models.go_on(name, found.shared, found.own)
 
     def _changes(self, shared: dict[str, Any]) -> tuple[Job, list[str]]:
         """The job of a checkpoint, and its differences from this run's job that change the result."""
@@ -268,7 +268,8 @@ class Session:
         step = None
         if found is not None:
             notes = state.restore(found, force=force)
-            known = {"models": list(found.shared.get("models", ())), "frozen": dict(found.shared.get("frozen", {}))}
+            known: dict[str, Any] = {"models": list(found.shared.get("models", ()))}
+            known |= {key: dict(found.shared.get(key, {})) for key in ("frozen", "changed_frozen")}
             self._resumed = known, force
             step = state.progress.steps
             self.heartbeat.step(step)
@@ -297,8 +298,13 @@ class Session:
         Raises:
             CheckpointError: the checkpoint that was resumed is of a run with other models.
         """
-        if self._resumed is not None and not self._resumed[1]:
-            self.state.models.check_complete(self._resumed[0])
+        if self._resumed is not None:
+            known, is_forced = self._resumed
+            if not is_forced:
+                self.state.models.check_complete(known)
+            # Not earlier: what the script gives them before the first batch is for a run that begins.
+            for note in self.state.models.put_frozen(known["changed_frozen"]):
+                self.note(note)
         self._resumed = None
 
     def roll_back(self) -> str | None:
@@ -400,11 +406,17 @@ class Session:
         newest = None if self._checkpoints is None else self._checkpoints.newest
         return None if newest is None else newest[1]
 
-    def finish(self) -> None:
-        """At the end of training: save any unsaved state."""
+    def finish(self, *, is_between_epochs: bool) -> None:
+        """At the end of training: save any unsaved state.
+
+        Args:
+            is_between_epochs: whether the script has taken all batches of the last epoch. One that has left its loop
+                before has not come to the epoch's end.
+        """
         check_alike(self._status_exchange.received().checksums, self._names_sent)  # no message stays in flight
         if self._checkpoints is not None:
-            self.state.progress.leave_epoch()
+            if is_between_epochs:
+                self.state.progress.leave_epoch()
             self._checkpoints.save(self.state.progress.steps)
             self._checkpoints.wait()
         if self.peers is not None:

@@ -12,8 +12,8 @@ never had a gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -31,6 +31,16 @@ from paceline.train.numerics import Precision
 
 _ALONE = "alone"
 """In a worker's own state: what another number of workers does not use."""
+_NUM_NONFINITE = "nonfinite_in_a_row"
+
+
+@dataclass
+class NonFiniteSteps:
+    """The consecutive steps without an update until now, because of losses or gradients that are not finite."""
+
+    num_in_a_row: int = 0
+    catch_up: Callable[[], None] = lambda: None
+    """Counts a step on which the device alone knows the verdict."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,7 @@ class Trained:
     precision: Precision
     fresh_numbers: Mapping[str, float]
     """What `numbers_of` found before the first step."""
+    nonfinite: NonFiniteSteps = field(default_factory=NonFiniteSteps)
 
     @property
     def model(self) -> nn.Module:
@@ -56,16 +67,20 @@ class Trained:
         if moved := {name: one for name, one in numbers.items() if one != self.fresh_numbers.get(name)}:
             optimizer["numbers"] = moved
         own, scaler = self.engine.own_state(), self.precision.scaler.state_dict()
+        self.nonfinite.catch_up()
+        num_nonfinite = self.nonfinite.num_in_a_row
         if self.engine.weights_diverge:
             if AS_RANK not in own:
                 means = own.get("means", {}) | {"optimizer": optimizer["state"]}
-                own = {**own, "means": means, _ALONE: {"optimizer": optimizer | {"state": {}}, "scaler": scaler}}
+                alone = {"optimizer": optimizer | {"state": {}}, "scaler": scaler, _NUM_NONFINITE: num_nonfinite}
+                own = {**own, "means": means, _ALONE: alone}
             optimizer = optimizer | {"state": {}}
         shared = {
             "model": self.engine.model_state(),
             "optimizer": optimizer,
             "engine": self.engine.shared_state(),
             "scaler": scaler,
+            _NUM_NONFINITE: num_nonfinite,
             "requires_grad": {name: parameter.requires_grad for name, parameter in self.model.named_parameters()},
         }
         return shared, own
@@ -105,6 +120,11 @@ class Trained:
         set_numbers(self.optimizer, optimizer.get("numbers", {}))
         self.engine.load_state(shared["engine"], own)
         self.precision.scaler.load_state_dict(alone["scaler"])
+
+    def count_on(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Count steps that are not finite from where `take` was called, which going back by `put` does not."""
+        kept = shared | own.get(_ALONE, {})
+        self.nonfinite.num_in_a_row = int(kept.get(_NUM_NONFINITE, 0))  # earlier versions kept none
 
     def freeze_as(self, shared: Mapping[str, Any]) -> list[str]:
         """Freeze and unfreeze parameters as they were when `take` was called; returns sentences that say so."""

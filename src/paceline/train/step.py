@@ -25,6 +25,11 @@ from paceline.train.state import Trained
 from paceline.train.timing import StepTimer
 from paceline.train.trace import ParityTracer
 
+_EPOCH_IS_OVER = (
+    "Epoch {} was over when this run was saved, and has no batches now; take the numbers of epochs from run.epochs(), "
+    "or what the script does at the end of an epoch is done again."
+)
+
 
 class Stepper:
     """Makes the steps of a run: one for each batch, or several where the script names the model of each.
@@ -43,6 +48,10 @@ class Stepper:
         """Whether the script has done what belongs to the last batch."""
         self._may_go_on = False
         """Whether the script may make more steps on the last batch."""
+        self._is_between_epochs = False
+        """Whether the script has taken all batches of an epoch, and may be at what it does at the epoch's end."""
+        self._has_told_of_epochs = False
+        """Whether the script was told that it ends epochs again."""
         self._draws_in_loop = False
         """Whether the script was told that it draws for a batch before `Run.step`."""
 
@@ -100,7 +109,24 @@ class Stepper:
         """Before the first batch of an epoch: all models of the run are known."""
         self.catch_up()
         self.finish_step()
+        self._is_between_epochs = False
         self.session.begin()
+
+    def batches_ended(self, epoch: int) -> None:
+        """The script has taken all batches of an epoch: what it does now belongs to the epoch's end. A collective.
+
+        In the middle of an epoch the run is saved here: what the script does at the end of an epoch, such as an
+        evaluation that may stop the training early, comes later for a run that goes on.
+        """
+        self._is_between_epochs = True
+        progress = self._state.progress
+        is_next = epoch != progress.epoch
+        if progress.steps_left == 0 and (is_next or progress.epochs_done is None):
+            progress.leave_epoch()  # of which the end has been, if the script asks for the next one
+            self.session.save()
+        elif is_next and not self._has_told_of_epochs:
+            self._has_told_of_epochs = True
+            self.session.note(_EPOCH_IS_OVER.format(epoch))
 
     def finish_step(self) -> None:
         """Exchange status and save if due, once the script has done what belongs to the last batch. A collective.
@@ -115,15 +141,6 @@ class Stepper:
             if all(stepper.trained.engine.is_synchronised for stepper in self._steppers.values()):
                 self.session.step_ended(self._timer.own_s, [stepper.changes for stepper in self._steppers.values()])
 
-    def stop_here(self) -> None:
-        """After the last step of a run that ends early. A collective.
-
-        In the middle of an epoch the run is saved here: what the script does at the end of an epoch, such as an
-        evaluation that may stop the training early, comes later for a run that goes on.
-        """
-        if self._state.progress.epochs_done is None:
-            self.session.save()
-
     def end(self, error: BaseException | None) -> PeerLost | None:
         """After the last step, save; after an error, save what is whole without the others.
 
@@ -132,16 +149,20 @@ class Stepper:
         """
         if error is None:
             self.catch_up()
-            self.session.finish()
+            self.session.finish(is_between_epochs=self._is_between_epochs)
         if not isinstance(error, Exception | KeyboardInterrupt):
             return None
         with contextlib.suppress(RuntimeError):  # of a device that is of no more use
             self.catch_up()
         lost = None if self.session.peers is None else self.session.peers.cause_of(error)
-        # Whether all of the state, the script's own included, is of one batch.
-        may_miss_some = self._may_go_on or self._state.kept.moves_between_steps
-        self.session.rescue(is_whole=self.session.is_consistent and (self._is_finished or not may_miss_some))
+        is_at_rest = self._is_finished and not self._is_between_epochs
+        self.session.rescue(is_whole=self.session.is_consistent and (is_at_rest or not self._may_miss_some()))
         return lost
+
+    def _may_miss_some(self) -> bool:
+        """Whether a part of the state, as of the script's own, may be of the batch before, or of the next epoch."""
+        state = self._state
+        return self._may_go_on or state.kept.moves_between_steps or bool(state.models.changed_frozen())
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """The models of a run, by name, as a checkpoint holds them.
 
 The first is kept as the model of a run that has one only; the others beside it, under "models". Frozen models are not
-kept: the script builds them again, and a fingerprint of their weights tells whether they are the same.
+kept unless the script itself has changed their weights since `Run.prepare`, as it does with a teacher that follows the
+model: it builds them again, and a fingerprint tells whether they are the same.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import nn
 
 from paceline.errors import CheckpointError, ModelError
 from paceline.parallel import Companion
+from paceline.train.digest import checksums, weights_sha256
 from paceline.train.state import Trained
 
 _OWN = ("sums", "means")
@@ -24,7 +26,9 @@ class TrainedModels:
     def __init__(self) -> None:
         self.by_name: dict[str, Trained] = {}
         self.frozen: dict[str, str | None] = {}
-        """The fingerprint of the weights of each frozen model; None where it is not needed."""
+        """The fingerprint of the weights that each frozen model was prepared with; None where it is not needed."""
+        self._checksums: dict[str, list[float]] = {}
+        """Those of the same weights."""
         self.companions: dict[str, Companion] = {}
         """All of them, as loss functions call them."""
 
@@ -52,9 +56,21 @@ class TrainedModels:
         self.by_name[name] = trained
         self.companions[name] = Companion.of(trained.model, trained.engine.forward_buffers)
 
-    def add_frozen(self, name: str, companion: Companion, sha256: str | None) -> None:
-        self.frozen[name] = sha256
+    def add_frozen(self, name: str, companion: Companion, *, is_saved: bool) -> None:
+        """
+        Args:
+            is_saved: whether the run has checkpoints.
+        """
+        weights = companion.model.state_dict()
+        self.frozen[name] = weights_sha256(weights) if is_saved else None
+        if is_saved:
+            self._checksums[name] = checksums(weights)
         self.companions[name] = companion
+
+    def changed_frozen(self) -> dict[str, dict[str, Any]]:
+        """The weights of the frozen models that the script has changed since they were prepared, by name."""
+        states = {name: self.companions[name].model.state_dict() for name in self._checksums}
+        return {name: state for name, state in states.items() if checksums(state) != self._checksums[name]}
 
     def of(self, model: nn.Module) -> Trained:
         """
@@ -79,7 +95,7 @@ class TrainedModels:
             if of_others:
                 own = own | {kind: own.get(kind, {}) | {"models": of_others}}
         if self.frozen:
-            shared = shared | {"frozen": dict(self.frozen)}
+            shared = shared | {"frozen": dict(self.frozen), "changed_frozen": self.changed_frozen()}
         return shared, own
 
     def put(self, shared: Mapping[str, Any], own: Mapping[str, Any], *, hyper: bool) -> None:
@@ -93,24 +109,29 @@ class TrainedModels:
         Raises:
             CheckpointError: the state is of another model or optimizer, or the checkpoint has no such model.
         """
-        trained = self.by_name[name]
-        if trained is self.first:
+        self.by_name[name].put(*self._states_of(name, shared, own), hyper=hyper)
+
+    def _states_of(
+        self, name: str, shared: Mapping[str, Any], own: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What `Trained.take` returned for the model with this name."""
+        if self.by_name[name] is self.first:
             mine = {kind: {key: one for key, one in own.get(kind, {}).items() if key != "models"} for kind in own}
-            trained.put(dict(shared), mine, hyper=hyper)
-            return
+            return dict(shared), mine
         kept = shared.get("models", {})
         if name not in kept:
             raise CheckpointError(
                 f"The checkpoint holds no model '{name}'; resume with the models that it was saved with, or begin in "
                 "another folder."
             )
-        of_others = {kind: own[kind]["models"][name] for kind in own if name in own[kind].get("models", {})}
-        trained.put(kept[name], of_others, hyper=hyper)
+        return kept[name], {kind: own[kind]["models"][name] for kind in own if name in own[kind].get("models", {})}
 
-    def freeze_as(self, name: str, shared: Mapping[str, Any]) -> list[str]:
-        """As `Trained.freeze_as` for the model with this name."""
-        trained = self.by_name[name]
-        return trained.freeze_as(shared if trained is self.first else shared["models"][name])
+    def go_on(self, name: str, shared: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+        """After `put_one` of the same job's: as `Trained.count_on` and `Trained.freeze_as`, whose sentences it
+        returns."""
+        trained, states = self.by_name[name], self._states_of(name, shared, own)
+        trained.count_on(*states)
+        return trained.freeze_as(states[0])
 
     def own_shards(self, shared: dict[str, Any]) -> dict[str, Any]:
         """What `Trained.own_shards` returns, for the models that are known by now."""
@@ -131,11 +152,30 @@ class TrainedModels:
                 "same models before the first batch, or begin in another folder."
             )
         for name, digest in shared["frozen"].items():
-            if digest is not None and self.frozen.get(name) not in (None, digest):
+            is_kept = name in shared["changed_frozen"]
+            if digest is not None and not is_kept and self.frozen.get(name) not in (None, digest):
                 raise CheckpointError(
                     f"The frozen model '{name}' does not have the weights that it had when this run was saved; "
                     "load the same ones, or begin in another folder."
                 )
+
+    def put_frozen(self, changed: Mapping[str, Mapping[str, Any]]) -> list[str]:
+        """Give frozen models the weights that `changed_frozen` found; returns sentences that say so.
+
+        Raises:
+            CheckpointError: they are another model's.
+        """
+        known = {name: state for name, state in changed.items() if name in self.frozen}
+        for name, state in known.items():
+            try:
+                self.companions[name].model.load_state_dict(state)
+            except RuntimeError as problem:
+                why = " ".join(str(problem).split())
+                raise CheckpointError(f"The checkpoint's frozen model '{name}' is another one: {why}") from None
+        return [
+            f"The frozen model '{name}' has the weights that the script had given it when the run was saved."
+            for name in known
+        ]
 
     def hyperparameters(self) -> Callable[[], None]:
         """A function that puts the optimizers' learning rates and the like back to what they are now."""
