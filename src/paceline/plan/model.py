@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.spec.algorithm import AlphaBeta
 from paceline.spec.forecast import BoundBy
 
 
@@ -28,17 +29,6 @@ class Layout:
             if left := num_workers - sum(found):
                 found.append(min(size, left))
         return Layout(tuple(found))
-
-
-@dataclass(frozen=True)
-class AlphaBeta:
-    """One kind of link in the alpha-beta model (Hockney 1994): n bytes take alpha_s + n * beta_s_per_byte one way."""
-
-    alpha_s: float
-    beta_s_per_byte: float
-
-    def message_s(self, size_bytes: float) -> float:
-        return self.alpha_s + size_bytes * self.beta_s_per_byte
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from paceline.errors import JobError
 from paceline.plan.memory import TransformerShape, device_memory, fits, transformer_layers
 from paceline.plan.mesh_words import explain
-from paceline.plan.model import AlphaBeta, Network
+from paceline.plan.model import Network
 from paceline.plan.peak_memory import StateBytes
 from paceline.plan.search import Backend, MeshCandidate, Workload, best_of, meshes, search
 from paceline.spec import Mesh
+from paceline.spec.algorithm import AlphaBeta
 from paceline.spec.model_cost import Activations, LayerCost
 
 GIB = 2.0**30
