@@ -51,7 +51,6 @@ class StepForecast:
     """Time of all communication, hidden or not."""
     exposed_s: float
     """Time of exposed communication, which compute does not hide."""
-    loader_s: float
     overhead_s: float
     """Optimizer, launch overhead, waiting for the slowest worker."""
     bound_by: BoundBy

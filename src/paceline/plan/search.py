@@ -311,7 +311,6 @@ class MeshPrices:
             sum_s = ring if self.workload.backend == "gloo" else cheapest_s
             layer_s = {  # most layers of a model are alike
                 layer: layer.num_all_reduces * self._sum_s(layer.all_reduce_bytes * micro_batch_size, mesh.tp, 1, sum_s)
-                + self._sum_s(layer.all_gather_bytes * micro_batch_size, mesh.tp, 1, sum_s) / 2
                 for layer in set(self.workload.layers)
                 if layer.is_sharded_by(mesh.tp)
             }
