@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 
 from paceline.plan.assumptions import DEVICE_MTBF_S
 from paceline.plan.memory import TransformerShape, device_memory, transformer_layers
-from paceline.plan.model import AlphaBeta, Network
+from paceline.plan.model import Network
 from paceline.plan.peak_memory import StateBytes
 from paceline.plan.reliability import Faults, availability
 from paceline.plan.search import MeshCandidate, MeshPrices, Workload
 from paceline.plan.simulate import Jitter, Machine, Pattern, simulate_steps
 from paceline.report.tables import markdown_table
 from paceline.spec import Mesh, PipelineSpec
+from paceline.spec.algorithm import AlphaBeta
 from paceline.spec.model_cost import Activations, Layers
 
 LINK_SHARE = 0.8

@@ -19,7 +19,7 @@ from paceline.spec.model_cost import LayerCost, Layers
 
 @dataclass(frozen=True)
 class StageLimits:
-    """What a cut has to respect, and what messages cost."""
+    """What a cut has to respect."""
 
     memory_bytes: float = math.inf
     """Memory for one stage: its parameters with all that is kept beside them, and activations."""
@@ -30,8 +30,6 @@ class StageLimits:
     messages_kept: float = 0.0
     """How many times each stage holds the output of the stage before it, and its own output's gradient: while they
     arrive."""
-    bytes_per_s: float = math.inf
-    """Rate of the link between two stages; the time of a message counts as the receiving stage's."""
 
 
 def micro_batches_in_flight(
@@ -172,7 +170,7 @@ def best_cut(layers: Sequence[LayerCost], num_stages: int, limits: StageLimits =
                 messages = arriving[start] + (arriving[stop] if stop < num_layers else 0.0)
                 if held_bytes + limits.messages_kept * messages > limits.memory_bytes:
                     continue
-                found_s = max(slowest_s, time_s + 2 * arriving[start] / limits.bytes_per_s)
+                found_s = max(slowest_s, time_s)
                 sent = sent_bytes + arriving[start]
                 if (found_s, sent) <= longer[stop][:2]:
                     longer[stop] = (found_s, sent, (*starts, start))

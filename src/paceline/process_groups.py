@@ -24,6 +24,13 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
     return torch.device(kind, torch.get_device_module(kind).current_device())
 
 
+def open_host_group(timeout_s: float) -> dist.ProcessGroup:
+    """Open a further group of all workers, for tensors in host memory; a collective of them."""
+    with private_group():
+        opened: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return opened
+
+
 def open_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup | None:
     """Open a group of some workers; a collective of all workers of the run, each with the group that it will be in.
 

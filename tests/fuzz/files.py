@@ -16,12 +16,13 @@ from paceline.launch.failures import Failure
 from paceline.launch.node_list import parse_node_list, read_node_file
 from paceline.report.comm_bench import comm_mapping
 from paceline.report.comm_page import load_timings
-from paceline.report.files import load_records, study_mapping
+from paceline.report.files import study_mapping
 from paceline.report.job_text import job_toml
 from paceline.report.study import analyse, detect_grow
 from paceline.run_lease import LEASE_FILE, own_lease, run_token
 from paceline.spec import Cluster, Job, Plan, load_job
 from paceline.spec.checkpoint_timing import CheckpointRequest, CheckpointTimings
+from paceline.spec.record import RunRecord
 from paceline.train.metrics import json_lines
 from paceline.workflows.plan import plan as plan_job
 from paceline.workflows.step_times import fit_step_times
@@ -61,7 +62,7 @@ def _use_job(path: Path) -> None:
 
 
 def _use_record(path: Path) -> None:
-    records = load_records([path.parent])
+    records = [RunRecord.load(path)]
     study = analyse(records, grow=detect_grow(records), tolerance=0.01)
     json.dumps(study_mapping(study))
     records[0]._repr_html_()

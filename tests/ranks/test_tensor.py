@@ -25,6 +25,7 @@ from paceline.parallel.assignment import ShardRange
 from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.sharded import recompute
 from paceline.parallel.tensor import (
+    TensorPlan,
     bytes_per_sample,
     find_plan,
     given_plan,
@@ -81,7 +82,7 @@ def _train(case: Case, dtype: torch.dtype, num_steps: int) -> dict[str, Any]:
     whole = case.make_model().to(dtype)
     inputs, targets = case.make_batch(dtype)
     model = copy.deepcopy(whole)
-    tensor_parallel(model, mesh, large=case.large, sequence_parallel=case.sequence_parallel)
+    tensor_parallel(model, mesh, given=case.plan(model, mesh.size()))
     models = (whole, model)
     norms = [NormStatistics(m) for m in models]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.002, momentum=0.9, foreach=False) for m in models]
@@ -145,6 +146,9 @@ class Case:
     num_steps_float32: int = 10
     """A last bit more or less in the weights of a small net with batch norm makes other gradients soon, on one device
     too: measured 5e-6 in the first step of ResNet-18, 3e-3 in the second and 0.2 in the tenth."""
+
+    def plan(self, model: nn.Module, degree: int) -> TensorPlan:
+        return find_plan(model, degree, large=self.large, sequence_parallel=self.sequence_parallel)
 
 
 MODELS = {
@@ -353,7 +357,7 @@ def _sharded_and_tensor(name: str) -> list[float]:
     inputs, targets = case.make_batch(torch.float64)
     inputs, targets = inputs.repeat(2, *[1] * (inputs.dim() - 1)), targets.repeat(2, *[1] * (targets.dim() - 1))
     model = copy.deepcopy(whole)
-    tensor_parallel(model, mesh["tp"], large=case.large)
+    tensor_parallel(model, mesh["tp"], given=case.plan(model, mesh["tp"].size()))
     for module in (*model.children(), model):
         # The root itself uses its embedding's matrix, as classifier.
         if next(module.parameters(), None) is not None and not isinstance(module, nn.Embedding):
@@ -425,7 +429,7 @@ def _count(cases: dict[str, Case]) -> dict[str, tuple[float, float]]:
         model = case.make_model()
         inputs, targets = case.make_batch(torch.float32)
         sizes = layer_sizes(model, partial(_call, inputs), len(inputs))
-        plan = tensor_parallel(model, mesh, large=case.large, sequence_parallel=case.sequence_parallel)
+        plan = tensor_parallel(model, mesh, given=case.plan(model, mesh.size()))
         with pytest.MonkeyPatch.context() as monkeypatch:
             counted = _Counted(monkeypatch, mesh.size(), mesh.get_local_rank())
             _loss(model, inputs, targets).backward()
@@ -459,7 +463,7 @@ def _zoo() -> dict[str, tuple[float, str]]:
         inputs = torch.randint(WORDS, (3, 5)) if kept.is_of_words else torch.randn(3, 3, 9, 9).double()
         targets = torch.randint(WORDS, (3, 5) if kept.is_of_words else (3,))
         model = copy.deepcopy(whole)
-        plan = tensor_parallel(model, mesh, large=0)
+        plan = tensor_parallel(model, mesh, given=find_plan(model, 3, large=0))
         assert given_plan(whole, json.loads(json.dumps(dict(plan.styles))), 3).styles == plan.styles, name
         errors = []
         for training in (True, False):

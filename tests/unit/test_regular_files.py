@@ -20,9 +20,9 @@ from paceline.launch.failures import Failure
 from paceline.launch.node_list import read_node_file
 from paceline.regular_files import MOST_TEXT_BYTES, create, open_regular, read_bytes, read_json, replace_text
 from paceline.report.comm_page import load_timings
-from paceline.report.files import load_records
 from paceline.report.parity import load_trace
 from paceline.spec import Cluster, Job, Plan, load_job
+from paceline.spec.record import RunRecord
 from paceline.train.metrics import json_lines
 from paceline.workflows.run_folder import write_run
 from paceline.workflows.step_time_files import read_observations
@@ -30,7 +30,7 @@ from tests.sample_records import sample_job
 
 READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "job": ("job.toml", load_job),
-    "record": ("record.json", lambda path: load_records([path.parent])),
+    "record": ("record.json", RunRecord.load),
     "cluster": ("cluster.json", Cluster.load),
     "topology": ("topology.txt", read_topology),
     "plan": ("plan.json", Plan.load),

@@ -7,11 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-MAX_CHUNK_BYTES = 2 * 1024 * 1024
-MIN_CHUNK_BYTES = 256 * 1024
-"""Below this a chunk costs more than it hides."""
-NUM_CHUNKS = 16
-"""How many chunks fill the pipeline; fewer where they would be too small."""
+from paceline.spec.algorithm import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, NUM_CHUNKS
 
 
 def chunk_length(values: Tensor) -> int:

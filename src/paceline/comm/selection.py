@@ -10,18 +10,15 @@ import torch
 
 from paceline.comm.aggregator import Algorithm
 from paceline.comm.links import Links
-from paceline.comm.timing import LinkCost, fit_cost, largest, time_sum
+from paceline.comm.timing import fit_cost, largest, time_sum
 from paceline.comm.wire import FLOAT32, WireFormat
 from paceline.spec import AlgorithmName
-from paceline.spec.algorithm import automatic_candidates
+from paceline.spec.algorithm import CHOICE_MARGIN, AlphaBeta, automatic_candidates
 
 BUDGET_S = 1.5
 """The time for all measurements of a choice, including the first calls, which set up connections."""
 
 SMALLEST_PROBE_BYTES = 1 << 16
-
-MARGIN = 0.1
-"""The fraction by which another candidate has to be faster than the backend's own: a smaller gain may be noise."""
 
 
 @dataclass(frozen=True)
@@ -92,11 +89,11 @@ def choose(
         forecast_s[candidate] = sum(map(cost.seconds, bucket_bytes))
     fastest = min(candidates, key=forecast_s.__getitem__)
     own = candidates[0]
-    is_clear = forecast_s[fastest] < (1 - MARGIN) * forecast_s[own]
+    is_clear = forecast_s[fastest] < (1 - CHOICE_MARGIN) * forecast_s[own]
     return AlgorithmChoice(fastest if is_clear else own, forecast_s)
 
 
-def _measure(algorithm: Algorithm, links: Links, largest_bytes: int, budget_s: float) -> LinkCost:
+def _measure(algorithm: Algorithm, links: Links, largest_bytes: int, budget_s: float) -> AlphaBeta:
     started = time.perf_counter()
     size_bytes = min(SMALLEST_PROBE_BYTES, largest_bytes)
     values = torch.zeros(largest_bytes // 4, dtype=torch.float32, device=links.device)

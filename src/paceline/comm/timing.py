@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,20 +12,10 @@ from torch import Tensor
 from paceline.comm.aggregator import Algorithm
 from paceline.comm.links import Links
 from paceline.process_groups import device_of
+from paceline.spec.algorithm import AlphaBeta
 
 
-@dataclass(frozen=True)
-class LinkCost:
-    """Seconds of one sum of `n` bytes: alpha_s + n * beta_s_per_byte (Hockney 1994)."""
-
-    alpha_s: float
-    beta_s_per_byte: float
-
-    def seconds(self, num_bytes: float) -> float:
-        return self.alpha_s + num_bytes * self.beta_s_per_byte
-
-
-def fit_cost(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkCost:
+def fit_cost(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> AlphaBeta:
     """The line with the least relative error through the timings, neither constant below zero.
 
     Relative, because timings span orders of magnitude and all of them matter alike. One timing alone is taken to be all
@@ -46,10 +35,10 @@ def fit_cost(sizes_bytes: Sequence[float], times_s: Sequence[float]) -> LinkCost
         alpha = (bb * sum(a) - ab * sum(b)) / determinant
         beta = (aa * sum(b) - ab * sum(a)) / determinant
         if alpha >= 0 and beta >= 0:
-            return LinkCost(alpha, beta)
+            return AlphaBeta(alpha, beta)
         if beta < 0:
-            return LinkCost(sum(a) / aa, 0.0)
-    return LinkCost(0.0, sum(b) / bb) if bb else LinkCost(sum(a) / aa, 0.0)
+            return AlphaBeta(sum(a) / aa, 0.0)
+    return AlphaBeta(0.0, sum(b) / bb) if bb else AlphaBeta(sum(a) / aa, 0.0)
 
 
 def time_sum(algorithm: Algorithm, links: Links, values: Tensor) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from itertools import pairwise
 
 import torch
@@ -23,7 +22,7 @@ from paceline.errors import CheckpointError
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.measure.workers import join_workers
-from paceline.private_groups import private_group
+from paceline.process_groups import open_host_group
 from paceline.spec import CheckpointSpec
 from paceline.spec.checkpoint_timing import CheckpointRequest, CheckpointTimings
 from paceline.spec.comm_timing import TIMINGS_FILE
@@ -110,11 +109,7 @@ def _copy(tensors: Sequence[Tensor], places: Sequence[Tensor]) -> None:
 def bench_checkpoints(request: CheckpointRequest, report: Report = unreported) -> CheckpointTimings | None:
     """Join the other workers and time checkpoints, of which none is left; None on all workers but the first."""
     world = join_workers(request.device_kind, request.timeout_s)
-    timeout = timedelta(seconds=request.timeout_s)
-    group = None
-    if world.group is not None:
-        with private_group():
-            group = dist.new_group(backend="gloo", timeout=timeout)
+    group = None if world.group is None else open_host_group(request.timeout_s)
     try:
         timings = time_saves(request, world.device, group, report)
     except BaseException:

@@ -16,8 +16,9 @@ from paceline.comm.randomk import RandomK
 from paceline.comm.selection import AlgorithmCandidate, choose, sensible
 from paceline.comm.topk import TopK
 from paceline.comm.wire import FLOAT32
-from paceline.parallel.buckets import BUCKET_BYTES, FIRST_BUCKET_BYTES
+from paceline.parallel.buckets import FIRST_BUCKET_BYTES
 from paceline.spec import AlgorithmName, Job, Plan
+from paceline.spec.algorithm import BUCKET_BYTES
 from paceline.spec.wire import WIRE_FACTS
 
 COMPRESSORS: dict[str, Callable[[Job, Links], Compressor]] = {

@@ -128,7 +128,7 @@ class BitwiseMesh(BitwiseDataParallel):
         passes = self._shards.passes
         num_stages = len(self._spread.stages)
         own = [_PipedShard(passes, step, one, num_stages, self._take, add) for one in range(*step.assignment.own)]
-        nothing = replace(stand_in_batch(passes, step, self.module), after_backward=self._drop)
+        nothing = replace(stand_in_batch(passes, step, self.module), after_backward=self._take)
         pipeline.train_step([*(one.micro_batch for one in own), *[nothing] * num_stand_ins])
 
     def _apply(self, statistics: Tensor, layout: LossLayout) -> StepLoss:
@@ -163,9 +163,6 @@ class BitwiseMesh(BitwiseDataParallel):
         if not self._keeps_gathered:
             self._reshard(stage)
         return [found.get(name) for name in self._names]
-
-    def _drop(self, stage: nn.Module) -> None:
-        self._take(stage)
 
     def _reshard(self, module: nn.Module) -> None:
         for sharded in sharded_modules(module):

@@ -7,7 +7,9 @@ from typing import TypeVar
 
 import torch
 
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
+from paceline.spec.algorithm import BUCKET_BYTES
+
+FIRST_BUCKET_BYTES = 1 << 20
 """DistributedDataParallel's size of the first bucket, small so that the first message is sent early."""
 
 Item = TypeVar("Item")

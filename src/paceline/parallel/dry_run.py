@@ -33,7 +33,7 @@ from paceline.parallel.pipeline.recording import Recording
 from paceline.parallel.pipeline.shared import holders_of
 from paceline.parallel.pipeline.stage import Stage, stages_of
 from paceline.parallel.random_operators import draws_random_numbers
-from paceline.parallel.sharded import recompute, shard
+from paceline.parallel.sharded import shard
 from paceline.parallel.tensor import (
     Applied,
     TensorPlan,
@@ -155,27 +155,23 @@ def dry_run(
     num_micro_batches: int,
     *,
     optimizer_copies: int = 1,
-    recomputes: bool = False,
     sequence_parallel: bool = False,
-    cuts: Sequence[str] = (),
-    tensor_plan: Mapping[str, str] | None = None,
     is_bitwise: bool = False,
 ) -> DryRun:
     """Try `mesh` with a model on the meta device; the model is consumed.
 
     Args:
         arguments: the model's arguments for one micro-batch, on the meta device.
-        recomputes, sequence_parallel, tensor_plan: as in a `Plan`.
-        cuts: as in a `PipelineSpec`.
+        sequence_parallel: as in a `Plan`.
         is_bitwise: whether the job has `parity = "bitwise"`.
 
     Raises:
         JobError: this process trains already.
         ModelError: the model cannot be cut into these stages, or its layers not be sharded so.
     """
-    given = declared_plan(model, tensor_plan, mesh.tp) if mesh.tp > 1 else None
+    given = declared_plan(model, None, mesh.tp) if mesh.tp > 1 else None
     recording, costs = _record_on_meta(model, arguments)
-    starts = recording.starts(cuts, mesh.pp) if cuts else best_cut(costs, mesh.pp) if mesh.pp > 1 else (0,)
+    starts = best_cut(costs, mesh.pp) if mesh.pp > 1 else (0,)
     runs = list(zip(starts, (*starts[1:], len(costs)), strict=True))
     # All stages before the first is sharded: parameters that stages share would be sharded twice.
     stages = [one.train() for one in ([recording.model] if mesh.pp == 1 else stages_of(recording, starts))]
@@ -195,8 +191,6 @@ def dry_run(
                     stage, device_mesh["tp"], given=given, sequence_parallel=sequence_parallel, applied=applied
                 )
                 styles |= found_plan.styles
-            if recomputes:
-                recompute(stage)
             facts, message = _try_stage(stage, recording, costs, run, message, num_others, device_mesh, mesh, arguments)
             found.append(facts)
     return DryRun(mesh, num_micro_batches, tuple(found), optimizer_copies, TensorPlan(mesh.tp, styles), is_bitwise)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from paceline.parallel.axes import Axes
-from paceline.private_groups import private_group
-from paceline.process_groups import device_of
+from paceline.process_groups import device_of, open_host_group
 
 Told = tuple[list[bool], list[bool]]
 
@@ -26,8 +24,7 @@ class HostFacts:
         """
         self._group = axes.world
         if device_of(axes.world).type != "cpu":
-            with private_group():
-                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+            self._group = open_host_group(timeout_s)
         most = torch.tensor(num_parameters)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
         self._num_stages, self._num_places = axes.mesh.pp, int(most)

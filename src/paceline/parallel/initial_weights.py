@@ -14,6 +14,7 @@ from paceline.dtensor_type import local_shard
 from paceline.errors import ModelError
 from paceline.parallel.dtensor import shard_like
 from paceline.parallel.engine import broadcast
+from paceline.parallel.memory_order import ALIGNMENT_BYTES
 
 Fill = Callable[[nn.Module, torch.device], None]
 """Initialises the part of a model that a worker holds; called with that and its device."""
@@ -38,15 +39,11 @@ def initial_weights(model: nn.Module, group: dist.ProcessGroup | None) -> Fill:
     return lambda _mine, _device: None
 
 
-_ALIGNMENT_BYTES = 64
-"""Where torch lets host memory begin."""
-
-
 def align(model: nn.Module) -> None:
     """Let all parameters begin where torch's own do, since the last bits of a product depend on where its factors
     begin: parameters that were read from a file may lie anywhere, and gathered ones do not."""
     for parameter in model.parameters():
-        if not parameter.is_meta and parameter.data_ptr() % _ALIGNMENT_BYTES:
+        if not parameter.is_meta and parameter.data_ptr() % ALIGNMENT_BYTES:
             parameter.data = parameter.data.clone()
 
 

@@ -1,8 +1,11 @@
-"""The order in which the values of a tensor lie in memory."""
+"""How the values of a tensor lie in memory."""
 
 from __future__ import annotations
 
 from torch import Tensor
+
+ALIGNMENT_BYTES = 64
+"""Where torch lets host memory begin."""
 
 
 def memory_order(tensor: Tensor) -> tuple[list[int], list[int]]:

@@ -20,9 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.containers import map_tensors, open_object, tensors, versions
 from paceline.errors import ModelError
-
-MIN_BLOCK_BYTES = 1 << 20
-"""Smaller neighbours are gathered together: below, a message costs more than what it carries."""
+from paceline.spec.algorithm import MIN_BLOCK_BYTES
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-BUCKET_BYTES = 25 * 2**20
-"""The bucket size of DistributedDataParallel (Li et al. 2020, "PyTorch Distributed", section 4.2)."""
+from paceline.spec.algorithm import BUCKET_BYTES
+
 BACKWARD_SHARE = 2 / 3
 """The fraction of a pass that backward takes: it multiplies twice where forward multiplies once."""
 

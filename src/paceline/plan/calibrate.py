@@ -213,7 +213,6 @@ def predict(calibration: Calibration, placements: Sequence[Placement]) -> list[S
             compute_s=float(computing),
             communication_s=float(sending),
             exposed_s=float(total - slowest_part),
-            loader_s=0.0,
             overhead_s=float(max(slowest_part - computing, 0.0)),
             bound_by=bound_by(computing, sending, 0.0, max(slowest_part - computing, 0.0), total),
             low_s=float(min(low, total)),

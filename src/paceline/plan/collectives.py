@@ -22,9 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.errors import JobError
-from paceline.plan.model import AlphaBeta, Layout, Network
+from paceline.plan.model import Layout, Network
 from paceline.spec import AlgorithmName
-from paceline.spec.algorithm import ALGORITHM_FACTS
+from paceline.spec.algorithm import ALGORITHM_FACTS, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, NUM_CHUNKS, AlphaBeta
 from paceline.spec.wire import WIRE_FACTS
 
 Cost = Callable[[float, Layout, Network], float]
@@ -32,9 +32,6 @@ Cost = Callable[[float, Layout, Network], float]
 
 WIRE_FACTORS: dict[str, float] = {name: facts.bytes_per_value / 4 for name, facts in WIRE_FACTS.items()}
 """Bytes of a message in a wire format over its bytes in float32."""
-
-MIN_CHUNK_BYTES, MAX_CHUNK_BYTES, NUM_CHUNKS = 256 * 1024, 2 * 1024 * 1024, 16
-"""The slicing of a vector in the two-level sum."""
 
 
 def cost_s(
@@ -206,9 +203,9 @@ def _hop_s(size_bytes: float, layout: Layout, network: Network) -> float:
     """One message from each worker to the next one in the order of the nodes, all at once."""
     slowest_s = 0.0
     if max(layout.workers_per_node) > 1:
-        slowest_s = network.inside.message_s(size_bytes)
+        slowest_s = network.inside.seconds(size_bytes)
     if layout.num_nodes > 1:
-        slowest_s = _longer(slowest_s, network.between.message_s(size_bytes))
+        slowest_s = _longer(slowest_s, network.between.seconds(size_bytes))
     return slowest_s + network.per_message_s
 
 
@@ -217,8 +214,8 @@ def _round_s(size_bytes: float, nodes: NDArray[np.intp], partners: NDArray[np.in
     in its busier direction."""
     crosses = nodes != partners
     num_crossing = max(np.bincount(ends[crosses], minlength=1).max() for ends in (nodes, partners))
-    across_s = network.between.message_s(int(num_crossing) * size_bytes) if num_crossing else 0.0
-    inside_s = 0.0 if crosses.all() else network.inside.message_s(size_bytes)
+    across_s = network.between.seconds(int(num_crossing) * size_bytes) if num_crossing else 0.0
+    inside_s = 0.0 if crosses.all() else network.inside.seconds(size_bytes)
     return _longer(across_s, inside_s) + network.per_message_s
 
 
@@ -244,8 +241,8 @@ def _gather_s(size_bytes: float, workers: Sequence[int], servers: Sequence[int],
             inside = max(inside, own_workers - 1, sent)
         sent = num_servers - (own_servers == own_workers)
         num_messages = max(num_messages, num_workers - 1 if own_servers else sent)
-    across_s = network.between.message_s(crossing * part_bytes) if crossing else 0.0
-    inside_s = network.inside.message_s(inside * part_bytes) if inside else 0.0
+    across_s = network.between.seconds(crossing * part_bytes) if crossing else 0.0
+    inside_s = network.inside.seconds(inside * part_bytes) if inside else 0.0
     return _longer(across_s, inside_s) + num_messages * network.per_message_s
 
 

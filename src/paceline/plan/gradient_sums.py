@@ -11,11 +11,9 @@ from paceline.plan.model import Layout, Network
 from paceline.plan.network_costs import SHARED_MEMORY
 from paceline.plan.step_time import expected_maximum, neighbour_slowdown, neighbours_factor, slowest_s
 from paceline.spec import AggregationSpec, AlgorithmName, Job
-from paceline.spec.algorithm import automatic_candidates
+from paceline.spec.algorithm import CHOICE_MARGIN, automatic_candidates
 from paceline.spec.wire import WIRE_FACTS
 
-ALGORITHM_MARGIN = 0.1
-"""An algorithm is chosen only if it is faster than the backend's by this factor, as at the start of a run."""
 STRAGGLER_SPREAD = 0.02
 """Standard deviation over mean of one worker's computing time; the probe does not measure it."""
 _MIN_SUM_FACTOR = 0.25
@@ -38,7 +36,7 @@ def cheapest_algorithm(inputs: PlanInputs, job: Job, layout: Layout) -> tuple[Al
     prices = {name: _price_s(inputs, name, layout, wire) * factors.get(name, 1.0) / every for name in names}
     best = min(prices, key=lambda name: prices[name])
     plain = prices.get("all_reduce")
-    if plain is not None and prices[best] > (1 - ALGORITHM_MARGIN) * plain:
+    if plain is not None and prices[best] > (1 - CHOICE_MARGIN) * plain:
         best = "all_reduce"
     return best, prices[best]
 

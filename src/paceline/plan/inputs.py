@@ -15,9 +15,10 @@ from paceline.plan.memory import (
     state_bytes,
     transformer_layers,
 )
-from paceline.plan.model import AlphaBeta, Layout, Network
+from paceline.plan.model import Layout, Network
 from paceline.plan.network_costs import PER_MESSAGE_S, between_link, inside_link
 from paceline.spec import Cluster, Job, JobTiming, Mesh, check_mesh
+from paceline.spec.algorithm import AlphaBeta
 from paceline.spec.forecast import Grow
 from paceline.spec.model_cost import Activations, Layers, ModelCost
 

@@ -71,7 +71,7 @@ def _row(placement: Placement, forecast: StepForecast, per_device: float, price:
         compute_s=forecast.compute_s,
         communication_s=forecast.communication_s,
         exposed_s=forecast.exposed_s,
-        loader_s=forecast.loader_s,
+        loader_s=0.0,
         overhead_s=forecast.overhead_s,
         bound_by=forecast.bound_by,
         low_s=forecast.low_s,

@@ -16,12 +16,13 @@ from paceline.plan.memory import (
     worker_memory_bytes,
     workers_on_fullest_node,
 )
-from paceline.plan.model import AlphaBeta, Network
+from paceline.plan.model import Network
 from paceline.plan.network_costs import BETWEEN_ALPHA_S, INSIDE_ALPHA_S, PER_MESSAGE_S, between_link, inside_link
 from paceline.plan.peak_memory import USABLE_FRACTION
 from paceline.plan.search import MeshCandidate, SearchResult, Workload, search
 from paceline.plan.words import duration, size
 from paceline.spec import Cluster, DeviceKind, Job, Mesh, PipelineSpec, Plan
+from paceline.spec.algorithm import AlphaBeta
 from paceline.spec.model_cost import Activations, DeviceMemory, ModelCost
 
 _CLEARLY_FASTER = 0.9

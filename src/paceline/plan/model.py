@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.spec.algorithm import AlphaBeta
 from paceline.spec.forecast import BoundBy
 
 
@@ -31,17 +32,6 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class AlphaBeta:
-    """One kind of link in the alpha-beta model (Hockney 1994): n bytes take alpha_s + n * beta_s_per_byte one way."""
-
-    alpha_s: float
-    beta_s_per_byte: float
-
-    def message_s(self, size_bytes: float) -> float:
-        return self.alpha_s + size_bytes * self.beta_s_per_byte
-
-
-@dataclass(frozen=True)
 class Network:
     """Links inside a node and between nodes; all workers of a node share its link to the others."""
 
@@ -61,7 +51,6 @@ class StepForecast:
     """Time of all communication, hidden or not."""
     exposed_s: float
     """Time of exposed communication, which compute does not hide."""
-    loader_s: float
     overhead_s: float
     """Optimizer, launch overhead, waiting for the slowest worker."""
     bound_by: BoundBy

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from paceline.errors import ClusterError
-from paceline.plan.model import AlphaBeta
 from paceline.plan.pick import pick
 from paceline.spec import Cluster, DeviceKind, Link, Node
+from paceline.spec.algorithm import AlphaBeta
 
 SHARED_MEMORY = "SHM"
 """The probe's label of shared memory between CPU workers of a node; only two-level sums use it."""

@@ -14,10 +14,9 @@ from typing import NamedTuple
 from paceline.errors import ModelError
 from paceline.partition import InFlight, StageLimits, best_cut, split
 from paceline.spec import Mesh
+from paceline.spec.algorithm import MIN_BLOCK_BYTES
 from paceline.spec.model_cost import DeviceMemory, LayerCost, Layers
 
-MIN_BLOCK_BYTES = 2**20
-"""Blocks of a sharded model with fewer bytes are gathered together."""
 USABLE_FRACTION = 0.92
 """The rest of a device's memory is the driver's, the communication library's and lost between allocations."""
 

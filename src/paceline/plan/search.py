@@ -18,9 +18,10 @@ from paceline.plan.buckets import exposed_s, num_buckets, sums_s
 from paceline.plan.collectives import halving_doubling, hierarchical, ring, tree_exact
 from paceline.plan.memory import device_memory, fits
 from paceline.plan.model import Layout, Network
-from paceline.plan.peak_memory import MIN_BLOCK_BYTES, USABLE_FRACTION, StateBytes
+from paceline.plan.peak_memory import USABLE_FRACTION, StateBytes
 from paceline.plan.words import size
 from paceline.spec import Mesh, PipelineSpec
+from paceline.spec.algorithm import MIN_BLOCK_BYTES
 from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
 
 Backend = Literal["nccl", "gloo"]
@@ -311,7 +312,6 @@ class MeshPrices:
             sum_s = ring if self.workload.backend == "gloo" else cheapest_s
             layer_s = {  # most layers of a model are alike
                 layer: layer.num_all_reduces * self._sum_s(layer.all_reduce_bytes * micro_batch_size, mesh.tp, 1, sum_s)
-                + self._sum_s(layer.all_gather_bytes * micro_batch_size, mesh.tp, 1, sum_s) / 2
                 for layer in set(self.workload.layers)
                 if layer.is_sharded_by(mesh.tp)
             }
@@ -323,7 +323,7 @@ class MeshPrices:
                 # Stages are farthest apart: the slowest of their links is one between nodes, which its workers share.
                 level = network.between
                 message_bytes *= min(self.devices_per_node, mesh.tp * mesh.num_assignments)
-            seconds += 2 * stages_per_worker * (network.per_message_s + level.message_s(message_bytes))
+            seconds += 2 * stages_per_worker * (network.per_message_s + level.seconds(message_bytes))
         return seconds
 
     def _replicas_s(self, own_bytes: float, last_s: float) -> float:

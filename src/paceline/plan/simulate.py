@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.plan.buckets import BACKWARD_SHARE
-from paceline.plan.model import AlphaBeta, Network
+from paceline.plan.model import Network
+from paceline.spec.algorithm import AlphaBeta
 
 Array = NDArray[np.float64]
 
@@ -111,13 +112,13 @@ def _slowest_of(num_devices: int, spread: float, uniform: Array) -> Array:
 
 def _inside_s(machine: Machine, size_bytes: float) -> float:
     g = machine.devices_per_node
-    return 2 * (g - 1) * (machine.network.per_message_s + machine.network.inside.message_s(size_bytes / g))
+    return 2 * (g - 1) * (machine.network.per_message_s + machine.network.inside.seconds(size_bytes / g))
 
 
 def _ring(start: Array, size_bytes: float, level: AlphaBeta, per_message_s: float, links: Array) -> Array:
     """When each node has the sum: in every phase it waits for its own last message and for that of its neighbour."""
     num_nodes = start.shape[1]
-    hop = (per_message_s + level.message_s(size_bytes / num_nodes)) * links
+    hop = (per_message_s + level.seconds(size_bytes / num_nodes)) * links
     time = start
     for _ in range(2 * (num_nodes - 1)):
         time = np.maximum(time, np.roll(time, 1, axis=1)) + hop
@@ -131,7 +132,7 @@ def _halving_doubling(start: Array, size_bytes: float, level: AlphaBeta, per_mes
     time = start
     for distance in [*distances, *reversed(distances)]:
         partner = nodes ^ distance
-        part_s = per_message_s + level.message_s(size_bytes * distance / num_nodes)
+        part_s = per_message_s + level.seconds(size_bytes * distance / num_nodes)
         time = np.maximum(time, time[:, partner]) + part_s * np.maximum(links, links[:, partner])
     return time
 
@@ -141,6 +142,6 @@ def exchange_s(machine: Machine, gradient_bytes: float, pattern: Pattern = "ring
     n, network = machine.num_nodes, machine.network
     inside_s = _inside_s(machine, gradient_bytes)
     if pattern == "ring":
-        return inside_s + 2 * (n - 1) * (network.per_message_s + network.between.message_s(gradient_bytes / n))
+        return inside_s + 2 * (n - 1) * (network.per_message_s + network.between.seconds(gradient_bytes / n))
     latency_s = network.between.alpha_s + network.per_message_s
     return inside_s + 2 * math.log2(n) * latency_s + 2 * (n - 1) / n * gradient_bytes * network.between.beta_s_per_byte

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.plan.collectives import cost_of
-from paceline.plan.model import AlphaBeta, Layout, Network
+from paceline.plan.model import Layout, Network
 from paceline.plan.step_time import (
     expected_maximum,
     neighbours_factor,
@@ -24,6 +24,7 @@ from paceline.plan.step_time import (
     smooth_max,
 )
 from paceline.spec import AlgorithmName
+from paceline.spec.algorithm import AlphaBeta
 
 Array = NDArray[np.float64]
 

@@ -1,4 +1,4 @@
-"""What a study leaves on disk, and how run folders become records again."""
+"""What a study leaves on disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,16 +14,7 @@ from typing import Any
 from paceline.errors import file_problems
 from paceline.report.page import render_page
 from paceline.report.study import Study, StudyRow
-from paceline.spec.record import RECORD_FILE, RunRecord
-
-
-def load_records(dirs: Iterable[Path]) -> list[RunRecord]:
-    """The records of run folders, in the order given.
-
-    Raises:
-        PacelineError: a folder has no record.json, or one that is damaged; the message names the file.
-    """
-    return [RunRecord.load(Path(folder) / RECORD_FILE) for folder in dirs]
+from paceline.spec.record import RunRecord
 
 
 def write_study(study: Study, out: Path) -> None:

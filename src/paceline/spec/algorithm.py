@@ -18,6 +18,29 @@ AlgorithmName = Literal[
     "tree_exact",
 ]
 
+BUCKET_BYTES = 25 << 20
+"""The size of a bucket, as in DistributedDataParallel (Li et al. 2020, "PyTorch Distributed", section 4.2)."""
+MIN_BLOCK_BYTES = 1 << 20
+"""Smaller neighbours in a sharded model are gathered together: below, a message costs more than what it carries."""
+MAX_CHUNK_BYTES = 2 << 20
+MIN_CHUNK_BYTES = 256 << 10
+"""A vector is cut into chunks where nodes are one of two levels; below this a chunk costs more than it hides."""
+NUM_CHUNKS = 16
+"""How many chunks fill the pipeline of the two levels; fewer where they would be too small."""
+CHOICE_MARGIN = 0.1
+"""The part by which "auto" wants another algorithm to be faster than the backend's own: a smaller gain may be noise."""
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """The alpha-beta model (Hockney 1994) of a link or a sum: n bytes take alpha_s + n * beta_s_per_byte one way."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.alpha_s + num_bytes * self.beta_s_per_byte
+
 
 @dataclass(frozen=True)
 class AlgorithmFacts:

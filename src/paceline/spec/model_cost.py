@@ -25,8 +25,6 @@ class LayerCost:
     """How many all-reduces a tensor group makes, forward and backward."""
     all_reduce_bytes: float = 0.0
     """Bytes of each of these all-reduces."""
-    all_gather_bytes: float = 0.0
-    """Bytes that a tensor group gathers, forward and backward."""
     replicated_fraction: float = 1.0
     """The fraction of `activation_bytes` that each worker of a tensor group keeps whole."""
     moment_bytes: float = 0

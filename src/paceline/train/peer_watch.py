@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import PeerLost
-from paceline.private_groups import private_group
+from paceline.process_groups import open_host_group
 
 _END = -1
 """The message of a worker at the end of its run; any other is the rank of a worker that is lost."""
@@ -133,9 +133,7 @@ def watch_peers(world: dist.ProcessGroup | None, device: torch.device) -> PeerWa
     """Watch over the workers of a run whose backend lets them wait for a lost one; a collective. None: not needed."""
     if world is None or dist.get_backend(world) != "nccl":
         return None
-    with private_group():
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=_RUN_S))
-    return PeerWatch(group, device, abort_communicators)
+    return PeerWatch(open_host_group(_RUN_S), device, abort_communicators)
 
 
 def abort_communicators() -> None:

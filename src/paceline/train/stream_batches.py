@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ from paceline.data.stream_reader import StreamStep, stand_in
 from paceline.data.substreams import check_stream, is_split
 from paceline.errors import DataError
 from paceline.object_collectives import all_gather_objects
-from paceline.private_groups import private_group
-from paceline.process_groups import device_of
+from paceline.process_groups import device_of, open_host_group
 from paceline.sharded_batch import ShardedBatch
 from paceline.spec import Job
 from paceline.train.agreement import check_same_order
@@ -51,8 +49,7 @@ class StreamBatches:
         check_stream(stream)
         samples_per_epoch = _epoch_length(job, stream, samples_per_epoch)
         if self.world.group is not None and self.group is None:
-            with private_group():
-                self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout_s))
+            self.group = open_host_group(self.timeout_s)
         progress.gather = lambda value: all_gather_objects(value, self.group)
         digest = _digest(stream, job)
         position = progress.enter_stream(epoch, digest)

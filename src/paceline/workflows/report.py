@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.spec.record import RECORD_FILE, RunRecord
 from paceline.workflows.jobs import check_amounts
 
 if TYPE_CHECKING:
@@ -33,10 +34,11 @@ def report(
         PacelineError: a folder without a record, or with a damaged one; records that are not of one study.
     """
     check_amounts(tolerance=tolerance, efficiency_floor=efficiency_floor)
-    from paceline.report.files import load_records, write_study
+    from paceline.report.files import write_study
     from paceline.report.study import analyse, detect_grow
 
-    records = load_records(map(Path, [runs] if isinstance(runs, Path | str) else runs))
+    folders = [runs] if isinstance(runs, Path | str) else runs
+    records = [RunRecord.load(Path(folder) / RECORD_FILE) for folder in folders]
     study = analyse(records, grow=detect_grow(records), tolerance=tolerance, efficiency_floor=efficiency_floor)
     if out is not None:
         write_study(study, Path(out))

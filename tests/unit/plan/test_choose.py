@@ -23,7 +23,7 @@ SMALL = ModelCost(60_000, Activations(1e4))
 LARGE_LAYERS = ModelCost(
     300_000_000,
     Activations(1e5),
-    (LayerCost("", 1.0, 6e8, 5e4, 4e4, True, 4096, 1, 4e4, 4e4),) * 2,
+    (LayerCost("", 1.0, 6e8, 5e4, 4e4, True, 4096, 1, 4e4),) * 2,
     flops_per_sample=1.8e9,
 )
 

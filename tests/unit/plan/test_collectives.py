@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from paceline.errors import JobError
 from paceline.plan.collectives import COSTS, WIRE_FACTORS, cost_s
-from paceline.plan.model import AlphaBeta, Layout, Network
+from paceline.plan.model import Layout, Network
 from paceline.spec import AlgorithmName
+from paceline.spec.algorithm import AlphaBeta
 
 SIZE = 1e8
 BETA = 1e-9
@@ -48,14 +49,6 @@ def test_factors_of_wire_formats_are_those_of_their_messages() -> None:
     values = torch.zeros(1 << 16)
     for name, wire in WIRE_FORMATS.items():
         assert WIRE_FACTORS[name] == wire.encode(values).nbytes / values.nbytes
-
-
-def test_chunks_are_cut_as_the_run_cuts_them() -> None:
-    from paceline.comm import chunks
-    from paceline.plan import collectives
-
-    for name in ("MIN_CHUNK_BYTES", "MAX_CHUNK_BYTES", "NUM_CHUNKS"):
-        assert getattr(collectives, name) == getattr(chunks, name)
 
 
 def test_a_price_needs_no_torch() -> None:

@@ -13,10 +13,11 @@ from paceline.plan.forecast import counts_between, forecast
 from paceline.plan.forecast_row import STEP_OVERHEAD_S, search_meshes
 from paceline.plan.gradient_sums import STRAGGLER_SPREAD
 from paceline.plan.inputs import ForecastRequest, pass_s, plan_inputs, transformer_shape
-from paceline.plan.model import AlphaBeta, Layout, Network
+from paceline.plan.model import Layout, Network
 from paceline.plan.network_costs import PER_MESSAGE_S
 from paceline.plan.step_time import expected_maximum, slowest_s
 from paceline.spec import Cluster, Job, JobTiming, MachineLoad, Mesh, MicroBatchTiming, OptimSpec, SumTiming
+from paceline.spec.algorithm import AlphaBeta
 from paceline.spec.forecast import ForecastRow
 from tests.sample_clusters import GIB, cpu_cluster, gpu_cluster
 

@@ -11,7 +11,7 @@ from scipy.integrate import quad
 from scipy.optimize import minimize_scalar
 from scipy.stats import norm
 
-from paceline.plan.model import AlphaBeta, Network
+from paceline.plan.model import Network
 from paceline.plan.reliability import Faults, availability, daly_interval_s, expected_run_s
 from paceline.plan.simulate import (
     Jitter,
@@ -20,6 +20,7 @@ from paceline.plan.simulate import (
     exchange_s,
     simulate_steps,
 )
+from paceline.spec.algorithm import AlphaBeta
 from tests.unit.plan.simulated_run import simulate_run
 
 FREE = Network(AlphaBeta(0.0, 0.0), AlphaBeta(0.0, 0.0))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import PacelineError
-from paceline.report.files import load_records, write_study
+from paceline.report.files import write_study
 from paceline.report.study import Study, analyse
-from tests.sample_records import sample_record, sample_study_records
+from tests.sample_records import sample_record
 
 
 def test_a_study_leaves_three_files(study: Study, tmp_path: Path) -> None:
@@ -57,24 +57,3 @@ def test_an_output_folder_that_is_a_file_is_a_sentence(study: Study, tmp_path: P
     (tmp_path / "taken").write_text("")
     with pytest.raises(PacelineError, match="The report cannot be written into"):
         write_study(study, tmp_path / "taken")
-
-
-def test_records_come_back_as_they_were_saved(tmp_path: Path) -> None:
-    records = sample_study_records((1, 2), (0,))
-    folders = [tmp_path / f"run-{record.world_size}" for record in records]
-    for folder, record in zip(folders, records, strict=True):
-        folder.mkdir()
-        record.save(folder / "record.json")
-    assert load_records(folders) == records
-
-
-def test_a_folder_without_a_record_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PacelineError, match=r"There is no run record '.*nowhere.*record\.json'"):
-        load_records([tmp_path / "nowhere"])
-
-
-@pytest.mark.parametrize("content", [b'{"job": ', b"\xff\xfe", b"[]", b'{"surprise": 1}', b"{}"])
-def test_a_damaged_record_is_named(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "record.json").write_bytes(content)
-    with pytest.raises(PacelineError, match=r"The run record '.*record\.json' (is damaged|cannot be read: no text)"):
-        load_records([tmp_path])

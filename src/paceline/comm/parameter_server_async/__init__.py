@@ -26,11 +26,6 @@ A worker that is lost costs its shards some time: others compute them. A server 
 
 from __future__ import annotations
 
-from paceline.comm.parameter_server_async.worker import (
-    ParameterServerAsync,
-    ServerSettings,
-    ShardGradient,
-    UpdateSchedule,
-)
+from paceline.comm.parameter_server_async.worker import ParameterServerAsync, ServerSettings, UpdateSchedule
 
-__all__ = ["ParameterServerAsync", "ServerSettings", "ShardGradient", "UpdateSchedule"]
+__all__ = ["ParameterServerAsync", "ServerSettings", "UpdateSchedule"]

@@ -28,7 +28,7 @@ class MicroBatch:
     """Around every backward pass. What `before_forward` set may be another micro-batch's by then."""
     scale: Callable[[Tensor], Tensor] = lambda loss: loss
     """Applies the loss scale just before backward."""
-    after_backward: Callable[[nn.Module], None] = lambda _stage: None
+    after_backward: Callable[[nn.Module], object] = lambda _stage: None
     """Called with a stage when the gradients of all of its parameters are there."""
 
 

@@ -22,7 +22,7 @@ from paceline.parallel.pipeline.message import MessageForm, TensorForm
 from paceline.parallel.pipeline.schedules import Action, Schedule
 from paceline.parallel.pipeline.shared import SharedParameters
 from paceline.parallel.pipeline.stage import Stage
-from paceline.parallel.pipeline.transfers import Arrival, Destination, Outbox, StageLinks
+from paceline.parallel.pipeline.transfers import Destination, Outbox, StageLinks
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Step:
         """The number of the action that needs a message."""
         # By sender: its messages in order, and those in flight.
         self._expected = {source: list(self._messages(schedule[source])) for source in others}
-        self._arriving: dict[PipelineMessage, Arrival] = {}
+        self._arriving: dict[PipelineMessage, Callable[[], list[Tensor]]] = {}
         self._handed_over: dict[PipelineMessage, list[Tensor]] = {}
         """Messages between two stages of this worker."""
         backwards = [action.stage for action in self._actions if action.kind != "forward"]
@@ -186,9 +186,9 @@ class Step:
             return self._handed_over.pop(message)
         while message not in self._arriving:
             self._post_next(source, wait=True)
-        arrival = self._arriving.pop(message)
+        wait = self._arriving.pop(message)
         self._post_next(source)
-        tensors = arrival.wait()
+        tensors = wait()
         self._outboxes[source].forget_until(self._made_by[message])
         return tensors
 

@@ -14,12 +14,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from paceline.errors import ModelError
+from paceline.parallel.memory_order import ALIGNMENT_BYTES
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-
-
-_ALIGNMENT_BYTES = 64
-"""Where torch lets host memory begin."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +38,7 @@ class TensorForm:
     @classmethod
     def of(cls, tensor: Tensor) -> TensorForm:
         shape, strides = tuple(tensor.shape), tensor.stride()
-        offset = tensor.storage_offset() * tensor.element_size() % _ALIGNMENT_BYTES // tensor.element_size()
+        offset = tensor.storage_offset() * tensor.element_size() % ALIGNMENT_BYTES // tensor.element_size()
         return cls(shape, tensor.dtype, () if strides == _contiguous(shape) else strides, offset, tensor.requires_grad)
 
     @property

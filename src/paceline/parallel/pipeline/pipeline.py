@@ -212,7 +212,7 @@ class Pipeline:
         for number, stage in self._stages.items():
             if number and links.num_workers > 1:
                 form = links.receive_form(Destination(number), call.signature)
-                values = form.filled(links.receive(form.tensors, links.owner(number - 1)).wait())
+                values = form.filled(links.receive(form.tensors, links.owner(number - 1))())
                 *values, generators = values
             set_generator_state(generators, self._device)
             values = stage(call.arguments, *values)

@@ -7,7 +7,7 @@ address: all that Gloo promises is that messages between two workers keep their 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,33 +61,6 @@ class Outbox:
     def _finish(sent: Sequence[tuple[int, Any, Tensor]]) -> None:
         for _, work, _ in sent:
             work.wait()
-
-
-class Arrival:
-    """Tensors in flight to this worker."""
-
-    def __init__(
-        self, tensors: Sequence[Tensor], forms: Sequence[TensorForm], work: Sequence[dist.Work | None]
-    ) -> None:
-        """
-        Args:
-            tensors: their packed values.
-        """
-        self._tensors = tensors
-        self._forms = forms
-        self._work = work
-
-    @classmethod
-    def begin(cls, forms: Sequence[TensorForm], device: torch.device, group: dist.ProcessGroup, rank: int) -> Arrival:
-        """Receive from the worker of this rank in the run."""
-        tensors = [form.packed(device) for form in forms]
-        return cls(tensors, forms, [dist.irecv(tensor, src=rank, group=group) for tensor in tensors])
-
-    def wait(self) -> list[Tensor]:
-        for work in self._work:
-            assert work is not None
-            work.wait()
-        return [form.unpack(tensor) for tensor, form in zip(self._tensors, self._forms, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -144,8 +117,19 @@ class StageLinks:
     ) -> None:
         outbox.send(tensors, forms, self._queue(self.rank, to), self._ranks[to], taken_by)
 
-    def receive(self, forms: Sequence[TensorForm], source: int) -> Arrival:
-        return Arrival.begin(forms, self.device, self._queue(source, self.rank), self._ranks[source])
+    def receive(self, forms: Sequence[TensorForm], source: int) -> Callable[[], list[Tensor]]:
+        """Begin to receive tensors of these forms; the returned function waits until they are there."""
+        packed = [form.packed(self.device) for form in forms]
+        queue = self._queue(source, self.rank)
+        works = [dist.irecv(tensor, src=self._ranks[source], group=queue) for tensor in packed]
+
+        def wait() -> list[Tensor]:
+            for work in works:
+                assert work is not None
+                work.wait()
+            return [form.unpack(tensor) for form, tensor in zip(forms, packed, strict=True)]
+
+        return wait
 
     def _queue(self, source: int, to: int) -> dist.ProcessGroup:
         return self._queues.get((source, to), self.group)
@@ -238,8 +222,8 @@ class StageLinks:
         form = self.known_form(to, signature)
         if form is None:
             source = self.owner(to.stage + (1 if to.is_gradient else -1))
-            length = self.receive([TensorForm((1,), torch.int64)], source).wait()[0]
-            text = self.receive([TensorForm((int(length),), torch.uint8)], source).wait()[0]
+            length = self.receive([TensorForm((1,), torch.int64)], source)()[0]
+            text = self.receive([TensorForm((int(length),), torch.uint8)], source)()[0]
             form = self._forms[to, signature] = MessageForm.from_plain(from_bytes(text))
         assert form is not None
         return form

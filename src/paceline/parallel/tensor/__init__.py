@@ -14,18 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import ModelError
 from paceline.parallel.tensor.apply import Applied, apply_plan
-from paceline.parallel.tensor.finder import LARGE, find_plan
+from paceline.parallel.tensor.finder import find_plan
 from paceline.parallel.tensor.kept import begin_divided, counting_divided
 from paceline.parallel.tensor.plan import TensorPlan, given_plan, styles_of_model
 from paceline.parallel.tensor.region_finder import add_sequence_regions
 from paceline.parallel.tensor.traffic import LayerSize, bytes_per_sample, layer_sizes
 
 __all__ = [
-    "LARGE",
     "Applied",
     "LayerSize",
     "TensorPlan",
-    "apply_plan",
     "begin_divided",
     "bytes_per_sample",
     "counting_divided",
@@ -66,7 +64,6 @@ def tensor_parallel(
     axis: DeviceMesh,
     *,
     given: TensorPlan | None = None,
-    large: int = LARGE,
     sequence_parallel: bool = False,
     applied: Applied | None = None,
 ) -> TensorPlan:
@@ -74,14 +71,14 @@ def tensor_parallel(
 
     Args:
         given: the plan of a whole model, of which the modules of this stage are taken; None: one is found.
-        large, sequence_parallel: as for `find_plan`.
+        sequence_parallel: as for `find_plan`.
         applied: what was applied to the worker's other stages; None: there are none.
 
     Returns:
         The plan that was applied.
     """
     if given is None:
-        plan = find_plan(model, axis.size(), large=large, sequence_parallel=sequence_parallel)
+        plan = find_plan(model, axis.size(), sequence_parallel=sequence_parallel)
     else:
         here = {name for name, _ in model.named_modules()}
         plan = replace(given, styles={name: style for name, style in given.styles.items() if name in here})

@@ -122,12 +122,9 @@ class TracedForwards:
         graph = trace(module) if has_layers and next(module.children(), None) is not None else None
         if graph is None:
             return [], []
-        reader = _Reader(graph, lambda target: self._child(f"{name}.{target}" if name else target), self.occurs_once)
         prefix = f"{name}." if name else ""
+        reader = _Reader(graph, lambda target: self._modules.get(prefix + target), self.occurs_once)
         return list(reader.pairs(prefix)), list(reader.runs(prefix))
-
-    def _child(self, name: str) -> nn.Module | None:
-        return self._modules.get(name)
 
 
 class _Reader:

@@ -18,7 +18,7 @@ from paceline.parallel.pipeline.message import MessageForm, TensorForm, to_bytes
 from paceline.parallel.pipeline.queues import Queue, queue_rounds
 from paceline.parallel.pipeline.schedules import Schedule, make_schedule
 from paceline.parallel.pipeline.stage import Stage
-from paceline.parallel.pipeline.transfers import Arrival, Destination, StageLinks
+from paceline.parallel.pipeline.transfers import Destination, StageLinks
 from paceline.spec.mesh import ScheduleName
 
 CPU = torch.device("cpu")
@@ -61,18 +61,6 @@ class Worker:
     """Before posting transfer k, the program itself waits until the compute stream has passed that many waits."""
 
 
-class Recorded(Arrival):
-    def __init__(self, worker: Worker, tensors: Sequence[Tensor], numbers: Sequence[int], is_read: bool) -> None:
-        super().__init__(tensors, [TensorForm.of(tensor) for tensor in tensors], ())
-        self._worker, self._numbers, self._is_read = worker, numbers, is_read
-
-    def wait(self) -> list[Tensor]:
-        self._worker.waits += self._numbers
-        if self._is_read:  # its values: the program waits for the device
-            self._worker.program_waits[len(self._worker.posted)] = len(self._worker.waits)
-        return super().wait()
-
-
 class AllKnown(dict[tuple[Destination, Hashable], MessageForm]):
     """The forms of messages after the first step."""
 
@@ -93,13 +81,20 @@ class RecordingLinks(StageLinks):
         for _ in tensors:
             self._post("send", self.rank, to)
 
-    def receive(self, forms: Sequence[TensorForm], source: int) -> Arrival:
+    def receive(self, forms: Sequence[TensorForm], source: int) -> Callable[[], list[Tensor]]:
         text = to_bytes(MESSAGE.to_plain())
         is_read = forms[0].dtype in (torch.int64, torch.uint8)
         known = {torch.int64: torch.tensor([len(text)]), torch.uint8: text}
         tensors = [known[form.dtype] if form.dtype in known else form.packed(CPU) for form in forms]
         numbers = [self._post("receive", source, self.rank) for _ in forms]
-        return Recorded(self.worker, tensors, numbers, is_read)
+
+        def wait() -> list[Tensor]:
+            self.worker.waits += numbers
+            if is_read:  # its values: the program waits for the device
+                self.worker.program_waits[len(self.worker.posted)] = len(self.worker.waits)
+            return tensors
+
+        return wait
 
     def _post(self, kind: str, source: int, to: int) -> int:
         self.worker.posted.append((kind, source, to, len(self.worker.waits)))
