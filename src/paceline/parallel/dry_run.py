@@ -27,7 +27,13 @@ from paceline.parallel.comm_bytes import CommBytes
 from paceline.parallel.dtensor import device_mesh_of, local_bytes
 from paceline.parallel.initial_weights import allocate
 from paceline.parallel.pipeline.calls import ModelCall, generator_state
-from paceline.parallel.pipeline.layer_costs import backward, counting_kept, measure_layers, tensor_bytes
+from paceline.parallel.pipeline.layer_costs import (
+    META_FLOPS_PER_S,
+    backward,
+    counting_kept,
+    measure_layers,
+    tensor_bytes,
+)
 from paceline.parallel.pipeline.recorder import record
 from paceline.parallel.pipeline.recording import Recording
 from paceline.parallel.pipeline.shared import holders_of
@@ -227,7 +233,7 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
     itemsize = max((p.element_size() for p in model.parameters()), default=4)
     starts = [number for number, cost in enumerate(costs) if cost.may_begin or not number]
     groups = [slice(start, stop) for start, stop in zip(starts, (*starts[1:], len(costs)), strict=True)]
-    total_s = sum(cost.time_s for cost in costs) or 1.0
+    total_s = sum(cost.time_s for cost in costs)
     modules = [[layer.name for layer in recording.layers[group] if layer.function is None] for group in groups]
     layers = []
     num_slices = 1
@@ -239,7 +245,7 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
         layers.append(
             LayerCost(
                 name=together[0].name,
-                time_s=sum(cost.time_s for cost in together) / total_s,
+                time_s=sum(cost.time_s for cost in together) / (total_s or 1.0),
                 parameter_bytes=sum(cost.parameter_bytes for cost in together),
                 activation_bytes=sum(cost.activation_bytes for cost in together) / num_samples,
                 moment_bytes=max(cost.moment_bytes for cost in together) / num_samples,
@@ -266,6 +272,7 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
             input_bytes=tensor_bytes(arguments) / num_samples,
         ),
         layers=found,
+        flops_per_sample=total_s * META_FLOPS_PER_S / num_samples,
     )
 
 

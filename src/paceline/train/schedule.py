@@ -23,8 +23,8 @@ class LearningRates:
         """
         if not all("lr" in group for group in optimizer.param_groups):
             raise ModelError(
-                f"{type(optimizer).__name__}.param_groups have no 'lr', by which learning rates are set and compared; an "
-                "optimizer around another one should have its groups: self.param_groups = inner.param_groups."
+                f"{type(optimizer).__name__}.param_groups have no 'lr', by which learning rates are set and compared; "
+                "an optimizer around another one should have its groups: self.param_groups = inner.param_groups."
             )
         self._job = job
         self._optimizer = optimizer

@@ -22,7 +22,7 @@ from paceline.parallel.random_operators import NotesDraws
 from paceline.spec.model_cost import LayerCost
 
 # A model without values has no times: its layers are compared by their arithmetic, on a device of this speed.
-_FLOPS_PER_S = 1e12
+META_FLOPS_PER_S = 1e12
 
 
 def measure_layers(recording: Recording, device: torch.device, num_repeats: int = 3) -> list[LayerCost]:
@@ -127,7 +127,7 @@ def _measure_layer(recording: Recording, number: int, device: torch.device, num_
         args, kwargs = inputs()
         waiting_bytes = _waiting_bytes(tensors_in(function(*args, **kwargs)), leaves, own)
         return _Measured(
-            counter.get_total_flops() / _FLOPS_PER_S, kept_bytes(), moment_bytes, waiting_bytes, draws.has_drawn
+            counter.get_total_flops() / META_FLOPS_PER_S, kept_bytes(), moment_bytes, waiting_bytes, draws.has_drawn
         )
     times_s = []
     for repeat in range(1 + num_repeats):  # the first warms up

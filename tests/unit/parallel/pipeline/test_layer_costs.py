@@ -37,6 +37,11 @@ def test_a_traced_model_keeps_what_it_does_keep() -> None:
     assert cost.activations.bytes_per_sample == 16 + 32 + of_loss + 8 + 32
 
 
+def test_a_traced_model_computes_three_products_a_layer() -> None:
+    """Output, gradient of the weight, gradient of the input: two operations for each of 4 * 8 + 8 * 2 numbers."""
+    assert trace_model(*on_paper(_model, torch.randn(4), 2), 2).flops_per_sample == pytest.approx(288)
+
+
 @pytest.mark.parametrize("device", ["meta", "cpu"])
 def test_layers_that_draw_random_numbers_are_known(device: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1), nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 2)).to(
