@@ -75,9 +75,9 @@ def describe_coupling(together: ShardLoss, singles: Sequence[ShardLoss], toleran
     return (
         f"The loss of {len(singles)} virtual shards together, {whole:.6g}, is not the mean of their own losses, "
         f"{mean:.6g}, so every shard goes through the model alone, which gives the same result on any number of "
-        "workers: if it is a mean over valid tokens, return paceline.Mean(loss, weight=number of tokens), or with weights "
-        "for classes their sum; if a term couples samples (a mixture of experts' aux_loss, a contrastive loss), "
-        "shard_by_shard = true says so."
+        "workers: if it is a mean over valid tokens, return paceline.Mean(loss, weight=number of tokens), or with "
+        "weights for classes their sum; if a term couples samples (a mixture of experts' aux_loss, a contrastive "
+        "loss), shard_by_shard = true says so."
     )
 
 
