@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from paceline.data.order import EpochOrder
 from paceline.data.substreams import StreamPosition
-from paceline.errors import DataError
+from paceline.errors import DataError, JobError
 from paceline.parallel import Assignment
 from paceline.parallel.assignment import shards_of_rank
 from paceline.spec import Job
@@ -65,6 +65,8 @@ class DataProgress:
         self._rank = rank
         self._num_assignments = num_assignments
         self._max_steps = max_steps
+        self._end = max_steps
+        """The number of updates after which the run ends: `max_steps`, or fewer once it has been stopped."""
         self._set_size: int | None = None
         """The number of samples in the training set."""
         self.epoch = 0
@@ -83,13 +85,34 @@ class DataProgress:
         """How far the stream of this epoch has been trained on; its states are those that this worker knows."""
         self._has_ended = False
         """Whether the stream of this epoch is known to have ended."""
+        self._told_steps: dict[int, int] = {}
+        """What `total_steps` first told the script, by the number of samples."""
+        self._told_before: dict[int, int] = {}
+        """The same of the run that was saved, where it has to be the same now."""
         self.gather: Callable[[Any], list[Any]] = lambda value: [value]
         """Gives what all workers have of a value, while a stream is trained on; a collective."""
 
     def total_steps(self, num_samples: int) -> int:
-        """Updates of the whole run on a training set of `num_samples`, in batches of the job's size."""
+        """Updates of the whole run on a training set of `num_samples`, in batches of the job's size.
+
+        Raises:
+            JobError: a resumed run was told another number, and may have made its schedule of it.
+        """
         steps = self._job.epochs * -(-num_samples // self._job.global_batch_size)
-        return steps if self._max_steps is None else min(steps, self._max_steps)
+        steps = steps if self._max_steps is None else min(steps, self._max_steps)
+        self._told_steps.setdefault(num_samples, steps)
+        self._check_told_steps()
+        return steps
+
+    def _check_told_steps(self) -> None:
+        for num_samples, now in self._told_steps.items():
+            before = self._told_before.get(num_samples, now)
+            if now != before:
+                raise JobError(
+                    f"run.total_steps({num_samples}) is {now:,}, and was {before:,} when this run was saved: a "
+                    "schedule of learning rates that was made of it would be another one. Set max_steps as it was then, or make "
+                    "the schedule of a number that does not depend on it; with force = True the run goes on so."
+                )
 
     def epochs(self) -> range:
         """The numbers of the remaining epochs."""
@@ -107,9 +130,9 @@ class DataProgress:
     def last_step(self) -> int | None:
         """The number of the run's last step, if all epochs are as long as this one; None: not known, of a stream."""
         if self._orders is None:
-            return self._max_steps
+            return self._end
         steps = self._job.epochs * self._order_of(self.epoch).num_batches
-        return steps if self._max_steps is None else min(steps, self._max_steps)
+        return steps if self._end is None else min(steps, self._end)
 
     def enter(self, epoch: int, orders: Orders, set_size: int, *, one_by_one: bool = False) -> range:
         """The numbers of the remaining batches of an epoch that is not over; `batch` makes them.
@@ -210,7 +233,7 @@ class DataProgress:
     @property
     def steps_left(self) -> int | None:
         """How many updates the run may still make; None: any number."""
-        return None if self._max_steps is None else max(0, self._max_steps - self.steps)
+        return None if self._end is None else max(0, self._end - self.steps)
 
     @property
     def digest(self) -> str:
@@ -241,7 +264,7 @@ class DataProgress:
 
     def end_here(self) -> None:
         """Make no more updates."""
-        self._max_steps = self.steps
+        self._end = self.steps
 
     def end_stream(self) -> None:
         """Note that all batches of the epoch have been trained on."""
@@ -283,6 +306,7 @@ class DataProgress:
             "next": self._next,
             "num_samples": self._set_size,
             "order": self._digest,
+            "told_steps": list((self._told_before | self._told_steps).items()),
         }
         if self._position is not None:
             states: dict[str, Any] = {}
@@ -293,7 +317,14 @@ class DataProgress:
         return {"steps": self.steps, "samples_seen": self.samples_seen, "course": course}
 
     def load_state_dict(self, state: dict[str, Any], *, check_order: bool = True) -> None:
-        """Continue from `state`; `check_order`: whether the order of samples has to be the same as then."""
+        """Continue from `state`.
+
+        Args:
+            check_order: whether the order of samples, and what `total_steps` tells, have to be the same as then.
+
+        Raises:
+            JobError: `total_steps` has told the script another number than then.
+        """
         saved = from_mapping(_Saved, state)
         self.steps, self.samples_seen, course = saved.steps, saved.samples_seen, saved.course
         self.epoch, self._next = course.epoch, course.next
@@ -303,6 +334,8 @@ class DataProgress:
             fingerprint = course.stream.fingerprint if check_order else 0
             self._position = StreamPosition(self._next, course.stream.taken, states, fingerprint)
         self._is_resumed, self._checks_order = True, check_order
+        self._told_before = dict(course.told_steps) if check_order else {}
+        self._check_told_steps()
 
 
 @dataclass(frozen=True)
@@ -326,6 +359,7 @@ class _SavedCourse:
     num_samples: int | None = field(metadata=NOT_NEGATIVE)
     order: str | None = None
     stream: _SavedStream | None = None
+    told_steps: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,11 @@ class RunView:
         return self._progress.samples_seen
 
     def total_steps(self, num_samples: int) -> int:
-        """Optimizer updates of the whole run on a training set of `num_samples`."""
+        """Optimizer updates of the whole run on a training set of `num_samples`: of all epochs, or `max_steps`.
+
+        Raises:
+            JobError: a resumed run was told another number, and may have made its schedule of it.
+        """
         return self._progress.total_steps(num_samples)
 
     @property

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paceline.data.order import EpochOrder, ListedOrder, ShuffledOrder
-from paceline.errors import DataError
+from paceline.errors import DataError, JobError
 from paceline.spec import Job
 from paceline.train.data_progress import DataProgress
 
@@ -88,3 +88,31 @@ def test_ten_million_samples_cost_little_memory() -> None:
         tracemalloc.stop()
     assert len(numbers) == 39_063 and seen == 399 * 32 + 16
     assert most_bytes < 20e6
+
+
+def test_a_schedule_of_another_length_is_refused() -> None:
+    """A run of 7 steps told the script 7; whole, it has 15 for these samples, and 30 for twice as many."""
+    progress = DataProgress(JOB, 0, 1, max_steps=7)
+    assert progress.total_steps(50) == 7
+    state = progress.state_dict()
+    assert resumed(state).total_steps(100) == 30
+    with pytest.raises(JobError, match=r"run\.total_steps\(50\) is 15, and was 7 when this run was saved"):
+        resumed(state).total_steps(50)
+    told_first = DataProgress(JOB, 0, 1)
+    told_first.total_steps(50)
+    with pytest.raises(JobError, match="is 15, and was 7"):
+        told_first.load_state_dict(state)
+    again = DataProgress(JOB, 0, 1, max_steps=7)
+    again.load_state_dict(state)
+    again.end_here()
+    assert again.total_steps(50) == 7
+    assert resumed(state, check_order=False).total_steps(50) == 15
+
+
+def test_a_run_that_stops_early_may_go_on() -> None:
+    progress = DataProgress(JOB, 0, 1)
+    progress.total_steps(50)
+    progress.end_here()
+    progress.total_steps(50)
+    assert resumed(progress.state_dict()).total_steps(50) == 15
+    assert resumed(resumed(progress.state_dict()).state_dict()).total_steps(50) == 15
