@@ -109,9 +109,9 @@ class DataProgress:
             before = self._told_before.get(num_samples, now)
             if now != before:
                 raise JobError(
-                    f"run.total_steps({num_samples}) is {now:,}, and was {before:,} when this run was saved: a "
-                    "schedule of learning rates that was made of it would be another one. Set max_steps as it was then, or make "
-                    "the schedule of a number that does not depend on it; with force = True the run goes on so."
+                    f"run.total_steps({num_samples}) is {now:,}, and was {before:,} when this run was saved, so a "
+                    "schedule of learning rates that is made of it would be another one. Set epochs and max_steps as "
+                    "they were, or make the schedule of a number of your own; with force = True the run goes on so."
                 )
 
     def epochs(self) -> range:
