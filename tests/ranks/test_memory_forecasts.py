@@ -24,7 +24,8 @@ def test_peaks_are_those_of_the_forecast() -> None:
     cost = memory_forecasts.traced(case)
     forecasts = [memory_forecasts.forecast(cost, parse_mesh(one.strategy, WORKERS), one) for one in COLUMNS]
     wanted = [
-        (case, column, memory_forecasts.cuts_of(memory)) for column, memory in zip(COLUMNS, forecasts, strict=True)
+        (case, column, memory_forecasts.cuts_of(memory), None)
+        for column, memory in zip(COLUMNS, forecasts, strict=True)
     ]
     found = run_ranks(memory_forecasts.held_by_each, WORKERS, wanted, timeout_s=240)
     measured = [max(one.peak for one in of_workers) for of_workers in zip(*found, strict=True)]
