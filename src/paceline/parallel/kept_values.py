@@ -68,7 +68,8 @@ def places_in_model(model: nn.Module, is_wanted: IsWanted) -> Places:
 
 
 def places_in_function(function: object, is_wanted: IsWanted, *, reads: bool = False) -> Places:
-    """Those in variables that a loss function assigns to, and in attributes, buffers and dictionaries that it names.
+    """Those in variables that a loss function assigns to, and in attributes and dictionaries that it names; of modules
+    also parameters and buffers.
 
     What belongs to other packages counts only in modules: a loss of another library.
 
@@ -116,6 +117,7 @@ def _reached_from(function: object, is_wanted: IsWanted, opcodes: Collection[str
         elif isinstance(thing, nn.Module):
             for module in thing.modules():
                 yield from _kept_in(vars(module), is_wanted)
+                yield from _kept_in(module._parameters, is_wanted)
                 if not isinstance(module, _BatchNorm):  # whose running statistics do not lead to its outputs
                     yield from _kept_in(module._buffers, is_wanted)
         elif _is_own_object(thing, packages):

@@ -24,11 +24,16 @@ from paceline.spec.algorithm import MIN_BLOCK_BYTES
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules with parameters that stand in a Sequential or a ModuleList: they are computed one by one."""
+    """The modules with parameters that stand in a Sequential or a ModuleList: they are computed one by one.
+
+    Of a ModuleDict that stands in one, its modules: nobody calls the dictionary itself.
+    """
     found: list[nn.Module] = []
     for child in model.children():
         if isinstance(child, nn.Sequential | nn.ModuleList):
             found += blocks(child)
+        elif isinstance(model, nn.Sequential | nn.ModuleList) and not _can_be_called(child):
+            found += blocks(nn.ModuleList(child.children()))
         elif isinstance(model, nn.Sequential | nn.ModuleList):
             found += [child] if any(True for _ in child.parameters()) else []
         else:
@@ -72,8 +77,14 @@ def shard(
             worker did not use is zeros in the sum.
 
     Raises:
-        ModelError: a model of transformers that skips layers at random, unless `may_skip` is set.
+        ModelError: a model that has no forward; one of transformers that skips layers at random, unless `may_skip` is
+            set.
     """
+    if not _can_be_called(model):
+        raise ModelError(
+            f"{type(model).__name__} has no forward method, in which parameters come together of which each worker "
+            "holds a part; give the model one that calls its modules, or use the strategy dp."
+        )
     if not may_skip:
         _check_runs_all_layers(model)
     scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
@@ -96,6 +107,10 @@ def shard(
         # By this mark, models of transformers run layers that they would skip, because workers gather them together.
         vars(managed).pop("_is_fsdp_managed_module", None)
     return cast(FSDPModule, model)
+
+
+def _can_be_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _check_runs_all_layers(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from paceline.parallel import Assignment, Companions, StepInput
 from paceline.parallel.assignment import shard_sizes
 from paceline.parallel.counters import Counters
 from paceline.parallel.engine import AnyShard
+from paceline.parallel.foreign_parameters import ForeignParameters
 from paceline.parallel.generators import generator_states
 from paceline.parallel.gradient_norms import norm_of_norms
 from paceline.parallel.kept_tensors import KeptTensors
@@ -97,6 +98,7 @@ class ModelStepper:
         self._numbers_of_loss = ReadNumbers(None)
         self._tensors_of_model = KeptTensors.of_model(self.trained.model)
         self._tensors_of_loss = KeptTensors.of_function(None, ())
+        self._foreign = ForeignParameters(None, ())
 
     def step(
         self, pending: Pending, content: Any, loss_fn: LossFn, companions: Companions, optimizer: Optimizer
@@ -147,6 +149,7 @@ class ModelStepper:
         engine.forward_buffers.counters.end_step()
         self._counters_of_loss.end_step()
         self._tensors_of_loss.end_step()
+        self._foreign.end_step()
         self._numbers_of_loss.end_step()
         self.changes.end_step()
         # Not where workers have other weights or losses than each other, or only some stages compute the loss.
@@ -184,13 +187,15 @@ class ModelStepper:
             self._generators = self._generators_of_model + OwnGenerators(loss_fn)
             self._counters_of_loss = Counters.of_function(loss_fn)
             self._numbers_of_loss = ReadNumbers(loss_fn)
-            models = (one.model for one in self._state.models.companions.values())
+            models = [one.model for one in self._state.models.companions.values()]
             self._tensors_of_loss = KeptTensors.of_function(loss_fn, models)
+            self._foreign = ForeignParameters(loss_fn, models)
             functions, name = self.trained.engine.functions, loss_name(loss_fn)
             functions.counters[name] = self._counters_of_loss
             self._counters_of_loss.load_state(functions.saved_counts.pop(name, {}))
         self._counters_of_loss.begin_step()
         self._tensors_of_loss.begin_step()
+        self._foreign.begin_step()
         self._numbers_of_loss.begin_step()
 
     def _input(

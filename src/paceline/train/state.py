@@ -164,7 +164,8 @@ class Names:
         held = [[firsts.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
         if any(name is None for names in held for name in names):
             raise ModelError(
-                "The optimizer holds parameters that are not the model's; build it from model.parameters()."
+                "The optimizer holds parameters that are not the model's; build it from model.parameters(), of which "
+                "those of a criterion have to be part before run.prepare."
             )
         return cls(tuple(tuple(name for name in names if name is not None) for names in held), first)
 

@@ -110,7 +110,7 @@ class Pipeline:
         let_go(model, own)
         self.stages: list[nn.Module] = [*own]
         """This worker's stages, in their order."""
-        self.module: nn.Module = Stages(own, self._evaluate)
+        self.module: nn.Module = Stages(own, self._evaluate, frozenset(dir(model)))
         """This worker's stages as one module; called, it computes the whole model."""
         self._schedules: dict[int, Schedule] = {}
         self.draws_unexpectedly = False

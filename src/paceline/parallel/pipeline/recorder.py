@@ -161,7 +161,7 @@ class Recorder(Watch):
             if takes and not depends:
                 self._free.add(name)
         if not (depends or draws):
-            self._inside_layers.forget(gives)
+            self._inside_layers.forget(len(self.layers))
             return output
         adopted = [one for one in changed if one not in self._slots]
         changes = tuple(self._slots[one] for one in changed if one in self._slots)
@@ -262,9 +262,10 @@ class _InsideLayers(TorchDispatchMode):
     def is_tainted(self, tensors: list[Tensor]) -> bool:
         return any(tensor in self._slots or self._made.get(tensor, (0, False))[1] for tensor in tensors)
 
-    def forget(self, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            self._made.pop(tensor, None)
+    def forget(self, number: int) -> None:
+        """The call that had this number is no layer: every stage makes for itself what it made, or changed."""
+        for tensor in [tensor for tensor, made in self._made.items() if made == (number, False)]:
+            del self._made[tensor]
 
     def origin(self, tensor: Tensor) -> tuple[int, Any] | None:
         """The layer that made a tensor, with name and output of the module inside of it that returned it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -206,6 +206,17 @@ def _called(layer: Layer) -> tuple[str, Any]:
     return ("call_method", name) if is_method else ("call_function", layer.function)
 
 
+class _NotHereError(ModelError, AttributeError):
+    """What `hasattr` takes for no, and a user reads."""
+
+
+def _not_here(used: str) -> str:
+    return (
+        f"The script uses {used}, and a worker of a pipeline has some layers of the model only; reach into it before "
+        "run.prepare, take run.whole_state() for its weights, or choose another strategy."
+    )
+
+
 class Stages(nn.Module):
     """The stages of one worker as one module, with the names of the whole model.
 
@@ -213,19 +224,27 @@ class Stages(nn.Module):
     output.
     """
 
-    def __init__(self, stages: Sequence[Stage], whole: Any) -> None:
+    def __init__(self, stages: Sequence[Stage], whole: Any, attributes: Container[str] = ()) -> None:
+        """
+        Args:
+            whole: computes the whole model.
+            attributes: what the whole model has, of which the stages have nothing.
+        """
         super().__init__()
         self.stages = nn.ModuleList(stages)
         self._whole = whole
+        self._attributes = attributes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._whole(*args, **kwargs)
 
     def __getitem__(self, index: Any) -> NoReturn:
-        raise ModelError(
-            f"The script uses model[{index!r}], and a worker of a pipeline has some layers of the model only; reach "
-            "into it before run.prepare, take run.whole_state() for its weights, or choose another strategy."
-        )
+        raise ModelError(_not_here(f"model[{index!r}]"))
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "_attributes" and name in self._attributes:
+            raise _NotHereError(_not_here(f"model.{name}"))
+        return super().__getattr__(name)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

@@ -384,6 +384,37 @@ class IntoViews(Blocks):
         return self.head(self.blocks[1](filled.sum(0)))
 
 
+class MasksItsInput(Blocks):
+    """As whisper and wav2vec2 mask spectrograms, before any layer: in place, and by what a module keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = KeepsATable()
+
+    def forward(self, x: Tensor) -> Any:
+        x = x.clone()
+        x[torch.arange(len(x)) % 2 == 1] = 0
+        self.table(x)
+        x = x.to(x.dtype) * self.table.signs
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class KeepsATable(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.signs = torch.arange(x.shape[1]).cos().to(x.dtype)
+        return self.signs.abs()
+
+
+def test_what_comes_before_the_first_layer_may_change_the_input_in_place() -> None:
+    model = MasksItsInput()
+    example = torch.randn(4, 8)
+    recording = record(model, ModelCall.of(example))
+    for start in range(1, len(recording.layers)):
+        assert torch.equal(run_in_stages(recording, [0, start], example), model(example))
+
+
 def test_stages_that_compute_something_else_are_noticed() -> None:
     example = ModelCall.of(torch.ones(2, 8))
     recording = record(IntoViews(), example)
