@@ -15,11 +15,12 @@ from paceline.errors import DivergenceError
 from paceline.spec import Job, Plan
 from tests.ranks.harness import run_ranks
 
-INPUTS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+INPUTS = torch.randn(80, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 SENTENCES = {
     "rate": "The learning rates, or other numbers of the optimizer's groups, that the script has set differ",
     "weights": "weights differ between workers",
     "one worker's weights": "weights differ between workers",
+    "one worker's late weights": "weights differ between workers",
     "data of weights": "weights differ between workers",
     "variable": "The loss function reads 'scale', which the script changed before the last step",
     "attribute": "The loss function reads 'weight', which the script changed before the last step",
@@ -50,8 +51,16 @@ def _train(kind: str) -> str:
                 with torch.no_grad():
                     if kind == "rate":
                         optimizer.param_groups[0]["lr"] = own
-                    elif kind == "weights" or (kind == "one worker's weights" and run.rank == 0):
+                    elif (
+                        kind == "weights"
+                        or (kind == "one worker's weights" and run.rank == 0)
+                        or (kind == "one worker's late weights" and run.rank == 0 and run.steps == 6)
+                    ):
                         model.weight.mul_(own)
+                    elif kind == "lent weights" and run.rank == 0:  # as for a sample by the average of weights
+                        before = model.weight.clone()
+                        model.weight.zero_()
+                        model.weight.copy_(before)
                     elif kind == "data of weights":
                         model.weight.data *= own
                     elif kind == "variable":
@@ -73,5 +82,6 @@ def test_what_a_worker_computes_of_its_samples_is_refused(kind: str) -> None:
         assert SENTENCES[kind] in str(sentence)
 
 
-def test_what_is_the_same_on_all_workers_is_not() -> None:
-    assert run_ranks(_train, 2, "of all workers") == ["", ""]
+@pytest.mark.parametrize("kind", ["of all workers", "lent weights"])
+def test_what_is_the_same_on_all_workers_is_not(kind: str) -> None:
+    assert run_ranks(_train, 2, kind) == ["", ""]

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -123,7 +124,9 @@ class KeptTensors:
             self._left_to_follow.setdefault(path, _CALLS_TO_FOLLOW)
         self._num_calls += 1
         if self._num_calls == _CALLS_TO_LOOK:
-            kept = held if len(held) <= _MANY else self._left_to_follow
+            # The script may put something later where there is nothing now.
+            empty = [path for path, (place, name) in self._places.items() if place.get(name) is None]
+            kept = {*held, *empty} if len(held) + len(empty) <= _MANY else set(self._left_to_follow)
             self._places = {path: place for path, place in self._places.items() if path in kept}
         return returned
 
@@ -145,7 +148,13 @@ class KeptTensors:
 
 
 class _Follower(TorchDispatchMode):
-    """Inside, it is followed what some tensors lead to."""
+    """Inside, it is followed what some tensors lead to; not within functions that torch has compiled."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
 
     def __init__(self, roots: Mapping[str, Iterable[Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -171,9 +180,10 @@ class _Follower(TorchDispatchMode):
         if overwrites:
             self._paths_of.pop(_storage(args[0]), None)
         if paths:
+            parameters = operator._schema.arguments if isinstance(operator, OpOverload) else ()
             written = [
                 value
-                for argument, value in zip(operator._schema.arguments, args, strict=False)
+                for argument, value in zip(parameters, args, strict=False)
                 if argument.alias_info is not None and argument.alias_info.is_write
             ]
             for one in pytree.tree_leaves((returned, written)):

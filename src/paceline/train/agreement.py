@@ -65,8 +65,7 @@ def check_same_samples(content: Any, epoch: int | None, group: dist.ProcessGroup
 def _sums(tensor: Tensor) -> Iterator[float]:
     """The sum of the positive and of the negative numbers in a tensor, neither of which cancels, and of squares."""
     whole = torch.cat([one.flatten() for one in tensor.unbind()]) if tensor.is_nested else tensor.to_dense()
-    numbers = whole.detach().nan_to_num()
-    numbers = (torch.view_as_real(numbers) if numbers.is_complex() else numbers).double()
+    numbers = (torch.view_as_real(whole) if whole.is_complex() else whole).detach().double().nan_to_num()
     yield from (float(numbers.clamp(min=0).sum()), float(numbers.clamp(max=0).sum()), float(numbers.square().sum()))
 
 

@@ -29,7 +29,7 @@ def checksums(state: Mapping[Any, Any]) -> list[float]:
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     numbers = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    if not numbers.is_floating_point():
+    if not numbers.is_floating_point() or numbers.dtype.itemsize == 1:  # float8 has no arithmetic
         numbers = numbers.double()
     largest, total = (torch.linalg.vector_norm(numbers, order, dtype=torch.float64) for order in (2, 1))
     found: torch.Tensor = largest + total + numbers.sum(dtype=torch.float64) / 2

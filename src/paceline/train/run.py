@@ -331,8 +331,7 @@ class Run(RunView):
     ) -> Tensor:
         """Forward, backward, aggregate, clip, update.
 
-        With `model` or `optimizer` a batch may have several steps: of several models, or of one. A step changes the
-        model that it trains alone; others that the loss function calls compute as they are, see `parallel.companions`.
+        With `model` or `optimizer` a batch may have several steps, each of its model only: see `parallel.companions`.
 
         Args:
             batch: what `batches` just yielded.
@@ -394,8 +393,7 @@ class Run(RunView):
         """Every metric over `dataset`, each sample counted exactly once on any number of workers.
 
         Args:
-            dataset: map-style, visited in order; or a stream; or a torch DataLoader over either, whose settings are
-                taken over.
+            dataset: map-style, visited in order; a stream; or a torch DataLoader over either, with its settings.
             collate_fn: makes a batch of a list of samples; None: torch's default.
             num_workers: loader processes of each worker; None: as the job's data.loader_workers says.
             model: the model to evaluate, one of those that were prepared or an `average`; None: the first one.
@@ -426,10 +424,12 @@ class Run(RunView):
     ) -> None:
         if error is not None:
             abandon()
-        lost = None if self._prepared is None else self._prepared.end(error)
-        if self._prepared is not None and error is None:
-            self.display.end(end_rows(self, self._progress, self._prepared.session.newest_checkpoint))
-        self._at_close.__exit__(kind, error, trace)
+        try:
+            lost = None if self._prepared is None else self._prepared.end(error)
+            if self._prepared is not None and error is None:
+                self.display.end(end_rows(self, self._progress, self._prepared.session.newest_checkpoint))
+        finally:
+            self._at_close.__exit__(kind, error, trace)
         if lost is not None:
             raise lost from error
 

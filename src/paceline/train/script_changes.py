@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 from torch import Tensor
 
@@ -37,28 +38,41 @@ class ScriptChanges:
     def __init__(self, trained: Trained) -> None:
         self._trained = trained
         self._steps_left = 2 * _STEPS_TO_COMPARE
+        """In how many more steps weights are compared; alike on all workers."""
         self._num_steps = 0
         self._versions: list[int] = []
+        self._is_asked = False
+        """Whether some worker has asked for the comparison of this step."""
+        self.asks_all = False
+        """Whether this worker asks all to compare weights after the next step, since its script has changed some, or
+        has put others there for a while."""
 
     def end_step(self) -> None:
         """Whatever changes until `checksums` is the script's doing."""
         self._num_steps += 1
         if self._steps_left:
-            self._versions = versions(self._parameters())
+            self._versions = versions(self._parameters)
+
+    def compare(self) -> None:
+        """Compare weights in this step. To be called on all workers."""
+        self._is_asked = True
 
     def checksums(self) -> tuple[float, float]:
         """Of the learning rates, and of the weights, where they are compared in this step; alike on all workers."""
         engine = self._trained.engine
         if not engine.reads_assignment or engine.weights_diverge:
             return 0.0, 0.0
-        weights = 0.0
+        weights, is_asked = 0.0, self._is_asked or self._num_steps <= _STEPS_TO_COMPARE
+        self._is_asked = self.asks_all = False
         if engine.holds_all and self._steps_left:
-            parameters = self._parameters()
-            if self._num_steps <= _STEPS_TO_COMPARE or versions(parameters) != self._versions:
+            if is_asked:
                 self._steps_left -= 1
-                weights = float(sum(checksums(dict(enumerate(parameters)))))
+                weights = float(sum(checksums(dict(enumerate(self._parameters)))))
+            else:
+                self.asks_all = versions(self._parameters) != self._versions
         return sum(map(_rate_of, self._trained.optimizer.param_groups)), weights
 
+    @cached_property
     def _parameters(self) -> list[Tensor]:
         return list(self._trained.model.parameters())
 
@@ -94,7 +108,7 @@ def _rate_of(group: dict[str, object]) -> float:
         value = group.get(name)
         for one in value if isinstance(value, tuple) else (value,):
             if isinstance(one, Tensor):
-                total += abs(float(one)) if one.numel() == 1 and one.device.type == "cpu" else 0.0  # no waiting
-            elif isinstance(one, int | float):
+                one = float(one) if one.numel() == 1 and one.device.type == "cpu" else 0.0  # no waiting
+            if isinstance(one, int | float) and math.isfinite(one):
                 total += abs(one)
     return total

@@ -6,18 +6,16 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 
 from paceline import env
 from paceline.checkpoint import Snapshot, open_storage
 from paceline.checkpoint.storage import held
 from paceline.errors import CheckpointError, JobError, shortened
 from paceline.heartbeat import Heartbeat
-from paceline.private_groups import private_group
+from paceline.process_groups import open_host_group
 from paceline.run_lease import run_token
 from paceline.spec import Job, Plan
 from paceline.spec.codec import MAY_DIVERGE, from_mapping
@@ -216,11 +214,7 @@ class Session:
             stopping: whether the run ends early.
         """
         # A separate group in CPU memory, whatever the others use: it communicates in parallel to them.
-        timeout = timedelta(seconds=plan.timeout_s)
-        group = None
-        if world.group is not None:
-            with private_group():
-                group = dist.new_group(backend="gloo", timeout=timeout)
+        group = None if world.group is None else open_host_group(plan.timeout_s)
         self.peers = watch_peers(world.group, world.device)
         self.state = state
         self._plan = plan
@@ -328,6 +322,8 @@ class Session:
         """
         step = self.state.progress.steps
         status = self._received()
+        for one in changes if Request.COMPARE in status.requests else ():
+            one.compare()
         for note in self._stragglers.note(step, status.own_times_s):
             self.note(note)
         slower = self._plan.exclude_slower
@@ -338,7 +334,8 @@ class Session:
         checksum = sum(self.changed_by_script.values()) if self.changed_by_script else None
         numbers = sum(abs(one) + max(one, 0) for one in self.numbers_by_script.values())
         rates, weights = (sum(ends) for ends in zip(*(one.checksums() for one in changes), strict=True))
-        self._status_exchange.send(self._requests(), own_time_s, (checksum, numbers, rates, weights))
+        requests = self._requests() | ({Request.COMPARE} if any(one.asks_all for one in changes) else set())
+        self._status_exchange.send(requests, own_time_s, (checksum, numbers, rates, weights))
         self.changed_by_script.clear()
         self.numbers_by_script.clear()
 

@@ -117,7 +117,7 @@ class Trained:
         if "optimizer" in means:  # workers' weights differed
             optimizer = optimizer | {"state": means["optimizer"]}
         load_optimizer_state(self.optimizer, self.names, self.model, optimizer, hyper=hyper)
-        set_numbers(self.optimizer, optimizer.get("numbers", {}))
+        set_numbers(self.optimizer, {**self.fresh_numbers, **optimizer.get("numbers", {})})  # others had not moved
         self.engine.load_state(shared["engine"], own)
         self.precision.scaler.load_state_dict(alone["scaler"])
 
@@ -216,7 +216,10 @@ def set_numbers(optimizer: Optimizer, numbers: Mapping[str, float]) -> None:
     for number, holder in enumerate(_holders_of_numbers(optimizer)):
         for name, value in holder.items():
             if (kept := numbers.get(f"{number}/{name}")) is not None:
-                holder[name] = torch.full_like(value, kept) if isinstance(value, Tensor) else kept
+                if isinstance(value, Tensor):
+                    value.detach().fill_(kept)
+                else:
+                    holder[name] = kept
 
 
 def _holders_of_numbers(optimizer: Optimizer) -> list[dict[str, Any]]:

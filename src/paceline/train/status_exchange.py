@@ -33,6 +33,8 @@ class Request(enum.IntEnum):
     """End the run as if its epochs were over."""
     SPLIT = 5
     """Tell the user: from this worker's last step on, its shards go through the model one by one."""
+    COMPARE = 6
+    """Compare weights: this worker's script has changed its own after the last step."""
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,10 @@ class Stepper:
     def _may_miss_some(self) -> bool:
         """Whether a part of the state, as of the script's own, may be of the batch before, or of the next epoch."""
         state = self._state
-        return self._may_go_on or state.kept.moves_between_steps or bool(state.models.changed_frozen())
+        try:
+            return self._may_go_on or state.kept.moves_between_steps or bool(state.models.changed_frozen())
+        except RuntimeError:  # of a device that is of no more use
+            return True
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:

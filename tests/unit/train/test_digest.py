@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline.train.digest import weights_sha256
+from paceline.train.digest import checksums, weights_sha256
 
 
 def sha_of(model: nn.Module) -> str:
@@ -73,3 +73,9 @@ def test_scalars_and_views() -> None:
     assert sha_of(Holder(a=torch.ones(3, dtype=torch.bfloat16))) != sha_of(
         Holder(a=torch.zeros(3, dtype=torch.bfloat16))
     )
+
+
+def test_checksums_of_float8_move_too() -> None:
+    values = torch.ones(4).to(torch.float8_e4m3fn)
+    others = torch.tensor([1.0, 1.0, 1.0, 2.0]).to(torch.float8_e4m3fn)
+    assert checksums({"a": values}) != checksums({"a": others})

@@ -231,7 +231,7 @@ class Stages(nn.Module):
             attributes: what the whole model has, of which the stages have nothing.
         """
         super().__init__()
-        self.stages = nn.ModuleList(stages)
+        self._own_stages = nn.ModuleList(stages)
         self._whole = whole
         self._attributes = attributes
 
@@ -242,20 +242,23 @@ class Stages(nn.Module):
         raise ModelError(_not_here(f"model[{index!r}]"))
 
     def __getattr__(self, name: str) -> Any:
-        if name != "_attributes" and name in self._attributes:
-            raise _NotHereError(_not_here(f"model.{name}"))
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in vars(self).get("_attributes", ()):
+                raise _NotHereError(_not_here(f"model.{name}")) from None
+            raise
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         memo = set() if memo is None else memo
         yield prefix, self
-        for stage in self.stages:
+        for stage in self._own_stages:
             yield from stage.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        for stage in self.stages:
+        for stage in self._own_stages:
             destination = stage.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         return destination
 
@@ -266,6 +269,6 @@ class Stages(nn.Module):
         unexpected = sorted(state_dict.keys() - own)
         if strict and (missing or unexpected):
             raise RuntimeError(f"this worker's stages miss {missing} in the state, and have no {unexpected}")
-        for stage in self.stages:
+        for stage in self._own_stages:
             stage.load_state_dict(state_dict, strict=False, assign=assign)
         return nn.modules.module._IncompatibleKeys(missing, unexpected)

@@ -31,3 +31,12 @@ def test_what_a_model_in_stages_has_no_more_is_named_where_a_script_reaches_for_
     assert not hasattr(stages, "generate")
     with pytest.raises(AttributeError, match="no attribute 'size'"):
         _ = stages.size
+
+
+def test_a_model_with_an_attribute_that_is_called_stages() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    stages = Stages([Stage(record(model, ModelCall((torch.zeros(2, 4),))), 0, 2)], None, {"stages"})
+    assert [name for name, _ in stages.named_parameters()] == [name for name, _ in model.named_parameters()]
+    assert stages.state_dict().keys() == model.state_dict().keys()
+    with pytest.raises(ModelError, match=r"uses model\.stages"):
+        _ = stages.stages
