@@ -353,6 +353,24 @@ def test_sharded_models_learn_the_same(tmp_path: Path) -> None:
             assert _differ(expected[name.split()[0]], weights) <= 1e-12, name
 
 
+def _in_shards() -> dict[str, Weights]:
+    cases = [
+        *((case, "bitwise", strategy) for case in ("gan", "actor_critic") for strategy in ("fsdp", "zero1", "zero2")),
+        *(("gan", "numeric", strategy) for strategy in ("zero1", "zero2")),
+    ]
+    return {" ".join(one): _train(one[0], one[1], strategy=one[2]) for one in cases}
+
+
+@pytest.mark.timeout(600)
+def test_gathered_parameters_of_other_models_leave_no_trace() -> None:
+    """Neither that they were frozen while another model was trained, nor a gradient."""
+    cases = [(case, parity) for case in ("gan", "actor_critic") for parity in ("bitwise", "numeric")]
+    expected = dict(zip(map(" ".join, cases), run_ranks(_all, 1, cases, timeout_s=200)[0], strict=True))
+    for name, weights in run_ranks(_in_shards, 2, timeout_s=300)[0].items():
+        case, parity, _ = name.split()
+        assert _differ(expected[f"{case} {parity}"], weights) <= (0.0 if parity == "bitwise" else 1e-12), name
+
+
 class Around(nn.Module):
     """A model with a method that computes gradients without its forward pass."""
 

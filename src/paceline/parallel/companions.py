@@ -17,6 +17,7 @@ from paceline.parallel.assignment import ShardRange
 from paceline.parallel.forward_buffers import ForwardBuffers
 from paceline.parallel.norm import NormStatistics, standing_in
 from paceline.parallel.parameter_watch import ParameterWatch
+from paceline.parallel.sharded import sharded_modules
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Companions:
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """A context for a step that trains another model; these models are afterwards as before."""
+        self._reshard()
         trained = [p for one in self.models for p in one.model.parameters() if p.requires_grad]
         for parameter in trained:
             parameter.requires_grad_(False)
@@ -59,9 +61,16 @@ class Companions:
             for one in self.models:
                 one.buffers.start_over()
                 one.norm.reset()
+            self._reshard()  # whole parameters would stay frozen, or keep a gradient, in the next step of their own
             for parameter in trained:
                 parameter.requires_grad_(True)
                 parameter.grad = None  # of a graph that began before the step
+
+    def _reshard(self) -> None:
+        """Leave workers their shards of the parameters that they have gathered."""
+        for one in self.models:
+            for sharded in sharded_modules(one.model):
+                sharded.reshard()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
