@@ -22,7 +22,7 @@ _MOST_TRANSFORMS = 64
 """A longer list is one of samples."""
 
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
+_PLAIN = (bool, int, float, str)
 
 _METHODS = ("__call__", "__getitem__", "__getitems__", "__iter__", "step")
 """Those of a user's objects whose code may draw, of data sets, transforms, samplers, streams and optimizers."""
@@ -83,8 +83,20 @@ class OwnGenerators:
 
 
 def is_same_code(one: object, other: object) -> bool:
-    """Whether two functions are the same code with the same variables, as a lambda in a loop is in every round: a
-    search of what they hold takes milliseconds."""
+    """Whether two functions are the same code with the same variables, as a lambda, a method or a partial function in a
+    loop is in every round: a search of what they hold takes milliseconds. Numbers and texts hold nothing."""
+    if isinstance(one, types.MethodType) and isinstance(other, types.MethodType):
+        return one.__self__ is other.__self__ and one.__func__ is other.__func__
+    if isinstance(one, functools.partial) and isinstance(other, functools.partial):
+        given, other_given = ([*each.args, *each.keywords.values()] for each in (one, other))
+        return (
+            is_same_code(one.func, other.func)
+            and [*one.keywords] == [*other.keywords]
+            and len(given) == len(other_given)
+            and all(
+                a is b or (type(a) is type(b) and type(a) in _PLAIN) for a, b in zip(given, other_given, strict=True)
+            )
+        )
     if not (isinstance(one, types.FunctionType) and isinstance(other, types.FunctionType)):
         return one is other
     held, other_held = ([*(each.__closure__ or ()), *(each.__defaults__ or ())] for each in (one, other))
