@@ -7,6 +7,7 @@ no running statistics, and a buffer that a forward pass of theirs changes is put
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from paceline.parallel.assignment import ShardRange
 from paceline.parallel.forward_buffers import ForwardBuffers
 from paceline.parallel.norm import NormStatistics, standing_in
 from paceline.parallel.parameter_watch import ParameterWatch
-from paceline.parallel.sharded import sharded_modules
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,10 @@ class Companions:
 
     def _reshard(self) -> None:
         """Leave workers their shards of the parameters that they have gathered."""
+        if "torch.distributed.tensor" not in sys.modules:  # without it nothing is sharded, and it takes long to load
+            return
+        from paceline.parallel.sharded import sharded_modules
+
         for one in self.models:
             for sharded in sharded_modules(one.model):
                 sharded.reshard()
