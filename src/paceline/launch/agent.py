@@ -145,8 +145,7 @@ class _Agent:
         if options.preload:
             fork_server = self._fork_server = self._fork_server or ForkServer(options.preload)
             if not options.is_elastic:  # which prepares it beside the training
-                fork_server.prepare(commands[0].variables, is_awaited=True)
-                fork_server.wait(LOAD_WAIT_S, is_interrupted=lambda: not self._inbox.empty())
+                fork_server.load(commands[0].variables, LOAD_WAIT_S, is_interrupted=lambda: not self._inbox.empty())
         self._team = LocalTeam(options, self._inbox.put, fork_server)
         self._team.start(
             commands,

@@ -79,8 +79,10 @@ class ForkServer:
         """Whether the server has loaded and can fork at once; also true if it has died since."""
         return self._has_loaded or self._loads_within(0.0)
 
-    def wait(self, timeout_s: float, is_interrupted: Callable[[], bool]) -> None:
-        """Return once the server has loaded or died, after `timeout_s`, or soon after `is_interrupted()`."""
+    def load(self, variables: Mapping[str, str], timeout_s: float, is_interrupted: Callable[[], bool]) -> None:
+        """`prepare`, and return once the server has loaded or died, after `timeout_s`, or soon after
+        `is_interrupted()`."""
+        self.prepare(variables, is_awaited=True)
         deadline = time.monotonic() + timeout_s
         while self._is_alive and not self._has_loaded and time.monotonic() < deadline and not is_interrupted():
             self._loads_within(_LOOK_S)

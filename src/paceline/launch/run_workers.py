@@ -129,8 +129,7 @@ def _start_here(
     with listen("127.0.0.1") as torch_store:  # rank 0 has inherited it
         commands = commands_for(rendezvous_on_one_node(Path(folder), torch_store.getsockname()))
         if fork_server is not None and not options.is_elastic:  # which prepares it beside the training
-            fork_server.prepare(commands[0].variables, is_awaited=True)
-            fork_server.wait(LOAD_S, is_interrupted=lambda: not events.empty())
+            fork_server.load(commands[0].variables, LOAD_S, is_interrupted=lambda: not events.empty())
         team = at_end.enter_context(contextlib.closing(LocalTeam(options, events.put, fork_server)))
         team.start(commands, sockets={env.TORCH_STORE_FD: torch_store.fileno()})
     return team

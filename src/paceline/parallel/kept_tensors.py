@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.containers import open_object, tensors, versions
 from paceline.errors import ModelError
-from paceline.parallel.kept_values import OF_EVERY_MODULE, Places, places_in_function, places_in_model
+from paceline.parallel.kept_values import OF_EVERY_MODULE, Places, name_in, places_in_function, places_in_model
 from paceline.parallel.losses import LossOf
 
 _CALLS_TO_LOOK = 4
@@ -115,7 +115,7 @@ class KeptTensors:
         changed = _changed(before, held)
         if follower is not None:
             leading = [path for path in roots if follower.leads_to(path, returned)]
-            self.leading |= {_name(path): self._given[path] for path in given if path in leading}
+            self.leading |= {name_in(path): self._given[path] for path in given if path in leading}
             for path in of_calls:
                 self._left_to_follow[path] -= 1
                 if path in changed and path in leading:
@@ -141,7 +141,7 @@ class KeptTensors:
 
     def _refusal(self, path: str) -> ModelError:
         return ModelError(
-            f"{self._owner} computes with a tensor that an earlier pass left in '{_name(path)}', and changes it; how "
+            f"{self._owner} computes with a tensor that an earlier pass left in '{name_in(path)}', and changes it; how "
             "many passes a step takes depends on the number of workers. Hold it in a buffer of the model "
             "(register_buffer) of a fixed size: buffers are combined over the passes of a step."
         )
@@ -201,10 +201,6 @@ class _Follower(TorchDispatchMode):
     def _reach(self, tensor: Tensor, paths: frozenset[str]) -> None:
         self._paths_of[_storage(tensor)] = paths
         self._kept.append(tensor.detach())
-
-
-def _name(path: str) -> str:
-    return path.rpartition(" ")[2]
 
 
 def _checksum(tensor: Tensor) -> float:

@@ -67,6 +67,11 @@ def places_in_model(model: nn.Module, is_wanted: IsWanted) -> Places:
     return places
 
 
+def name_in(path: str) -> str:
+    """The name that a place has in the script."""
+    return path.rpartition(" ")[2]
+
+
 def places_in_function(function: object, is_wanted: IsWanted, *, reads: bool = False) -> Places:
     """Those in variables that a loss function assigns to, and in attributes and dictionaries that it names; of modules
     also parameters and buffers.

@@ -12,7 +12,7 @@ import types
 from collections.abc import Iterator
 
 from paceline.own_generators import reached_by
-from paceline.parallel.kept_values import Places, places_in_function
+from paceline.parallel.kept_values import Places, name_in, places_in_function
 
 _STEPS_TO_COMPARE = 3
 """In so many steps a number is compared that the script has changed before."""
@@ -40,7 +40,7 @@ class ReadNumbers:
         for path, value in self._values().items():
             if self._steps_left[path] and value != self._before.get(path):
                 self._steps_left[path] -= 1
-                self.changed[path.rpartition(" ")[2]] = value
+                self.changed[name_in(path)] = value
 
     def end_step(self) -> None:
         """Whatever changes until `begin_step` is the script's doing."""

@@ -28,9 +28,6 @@ _REMEDY = (
     "batch from run.values, the same on every worker."
 )
 
-Checksums = tuple[float | None, float | None, float | None, float | None]
-"""Of tensors that a loss follows from, of numbers that it reads, of learning rates, of weights; None: not known."""
-
 
 class ScriptChanges:
     """What a script does between steps to the weights and the learning rates of one model."""
@@ -80,7 +77,8 @@ class ScriptChanges:
 def check_alike(compared: Sequence[tuple[float, float] | None], names: Iterable[str]) -> None:
     """
     Args:
-        compared: the smallest and the largest of the workers' `Checksums`; None: no worker sent one.
+        compared: the smallest and the largest of the workers' checksums: of tensors that a loss follows from, of
+            numbers that it reads, of learning rates, of weights; None: no worker sent one.
         names: of what this worker's script has changed that losses follow from.
 
     Raises:
