@@ -36,7 +36,7 @@ from paceline.data import ArrayReader, ArraySet
 from paceline.data.order import ShuffledOrder
 from paceline.parallel.assignment import shard_sizes
 from paceline.spec import DataSpec, Job, ModelSpec, OptimSpec
-from paceline.train.schedule import lr_factor
+from paceline.train.optimizers.schedule import lr_factor
 
 WORLD_SIZE = 4
 SLOW_RANK, SLOWDOWN = 3, 3

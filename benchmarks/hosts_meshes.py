@@ -31,7 +31,7 @@ from tests.traffic import node_bytes, sent_bytes, sum_bytes
 from torch import Tensor, nn
 
 from paceline.errors import JobError
-from paceline.parallel.dry_run import StageCost, dry_run, on_paper
+from paceline.parallel.dry_run.dry_run import StageCost, dry_run, on_paper
 from paceline.plan.forecast_row import workload_on
 from paceline.plan.gradient_sums import cheapest_algorithm, network_in_steps
 from paceline.plan.inputs import ForecastRequest, PlanInputs, plan_inputs

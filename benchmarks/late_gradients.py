@@ -19,7 +19,7 @@ from paceline.comm.parameter_server_async.server import ParameterSlice
 from paceline.data import ArraySet
 from paceline.data.digits import load_digits
 from paceline.spec import DataSpec, Job
-from paceline.train.schedule import lr_factor
+from paceline.train.optimizers.schedule import lr_factor
 
 BATCH_SIZE, EPOCHS = 64, 5
 SETTINGS = ((0.9, 0.05), (0.5, 0.1), (0.0, 0.1))

@@ -130,7 +130,7 @@ def held(case: Case, column: Column, cuts: tuple[str, ...], micro_batch_size: in
     from paceline.errors import PacelineError
     from paceline.parallel.live_bytes import LiveBytes
     from paceline.spec import Plan
-    from paceline.train.optim import build_optimizer
+    from paceline.train.optimizers.optim import build_optimizer
 
     num_workers = worker_facts().world_size
     plan = Plan(
@@ -162,7 +162,7 @@ def held(case: Case, column: Column, cuts: tuple[str, ...], micro_batch_size: in
 
 def traced(case: Case) -> ModelCost:
     from paceline.models import build
-    from paceline.parallel.dry_run import on_paper, trace_model
+    from paceline.parallel.dry_run.dry_run import on_paper, trace_model
 
     model, arguments = on_paper(partial(build, ModelSpec(case.model, case.options)), sample(case, 1)[0], TRACED_SAMPLES)
     return trace_model(model, arguments, TRACED_SAMPLES)

@@ -17,7 +17,7 @@ import numpy as np
 
 from paceline.data.order import ShuffledOrder
 from paceline.spec import Job
-from paceline.train.data_progress import DataProgress
+from paceline.train.batches.data_progress import DataProgress
 
 
 def resident_bytes() -> int:

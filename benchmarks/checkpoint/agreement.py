@@ -19,9 +19,9 @@ from paceline import models
 from paceline.data import ArraySet
 from paceline.env import worker_facts
 from paceline.spec import Job, ModelSpec, Plan
-from paceline.train.optim import build_optimizer
-from paceline.train.process_group import join
-from paceline.train.status_exchange import StatusExchange
+from paceline.train.optimizers.optim import build_optimizer
+from paceline.train.process.process_group import join
+from paceline.train.session.status_exchange import StatusExchange
 
 from .cost import Seconds
 

@@ -36,7 +36,7 @@ from paceline.checkpoint.load import newest_good
 from paceline.checkpoint.storage import open_storage
 from paceline.cli import main as command_line
 from paceline.spec import RunRecord
-from paceline.train import final_save
+from paceline.train.session import final_save
 
 _NEEDS_SPACE = ("open", "write", "fsync", "save", "mkdir", "link")
 _RENAMES = ("rename", "replace")

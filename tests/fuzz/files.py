@@ -23,7 +23,7 @@ from paceline.run_lease import LEASE_FILE, own_lease, run_token
 from paceline.spec import Cluster, Job, Plan, load_job
 from paceline.spec.checkpoint_timing import CheckpointRequest, CheckpointTimings
 from paceline.spec.record import RunRecord
-from paceline.train.metrics import json_lines
+from paceline.train.records.metrics import json_lines
 from paceline.workflows.plan import plan as plan_job
 from paceline.workflows.step_times import fit_step_times
 from tests.fuzz.values import Case, cases, leaves, spoiled

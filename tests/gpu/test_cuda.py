@@ -8,7 +8,7 @@ import torch
 import paceline
 from paceline import models
 from paceline.spec import Job
-from paceline.train.optim import build_optimizer
+from paceline.train.optimizers.optim import build_optimizer
 from tests.ranks.training import images, loss_fn, measure
 
 pytestmark = [

@@ -22,7 +22,7 @@ from torch import Tensor
 from paceline import env
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Links, open_links
 from paceline.spec import Plan
-from paceline.train.process_group import join, leave
+from paceline.train.process.process_group import join, leave
 
 
 def bytes_sent() -> Tensor:

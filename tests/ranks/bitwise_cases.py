@@ -17,7 +17,7 @@ from paceline import models
 from paceline.env import worker_facts
 from paceline.spec import Job, ModelSpec, PipelineSpec, Plan, parse_mesh
 from paceline.spec.mesh import ScheduleName
-from paceline.train.optim import build_optimizer
+from paceline.train.optimizers.optim import build_optimizer
 
 STEPS, HALF = 4, 2
 """Two epochs of 21 samples in batches of 12: the second is ragged, and has a shard that is smaller than others."""

@@ -68,7 +68,7 @@ COUNTING = (
     + """\
 import torch, torch.distributed as dist
 from paceline.spec import Plan
-from paceline.train.process_group import join
+from paceline.train.process.process_group import join
 
 asked = threading.Event()
 signal.signal(signal.SIGTERM, lambda *_: asked.set())

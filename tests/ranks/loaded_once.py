@@ -9,8 +9,8 @@ _MODULES = (
     "torch.distributed.checkpoint",
     "pytest",
     "paceline.train.loop",
-    "paceline.parallel.mesh",
-    "paceline.parallel.bitwise_mesh",
+    "paceline.parallel.engines.mesh",
+    "paceline.parallel.engines.bitwise_mesh",
     "paceline.cli",
     "tests.ranks.training",
     # libraries whose models and metrics many tests train

@@ -17,7 +17,7 @@ from paceline.comm.selection import choose, sensible
 from paceline.spec import Job, Plan
 from paceline.train.loop import RunOutput
 from paceline.train.loop import train as train_job
-from paceline.train.process_group import join, leave
+from paceline.train.process.process_group import join, leave
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import Outcome, images, largest_difference, loss_fn, train
 

@@ -16,9 +16,9 @@ from torch._C._distributed_c10d import HashStore
 from paceline import env
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Links
 from paceline.comm.shared_memory import SharedMemory
-from paceline.parallel.aggregation import COMPRESSORS
+from paceline.parallel.gradients.aggregation import COMPRESSORS
 from paceline.spec import AggregationSpec, AlgorithmName, Plan
-from paceline.train.process_group import join, leave
+from paceline.train.process.process_group import join, leave
 from tests.ranks.harness import run_ranks
 
 Nodes = tuple[tuple[int, ...], ...]

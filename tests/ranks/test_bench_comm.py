@@ -26,7 +26,7 @@ from paceline.report.comm_page import load_timings
 from paceline.spec import Plan
 from paceline.spec.algorithm import algorithm_names
 from paceline.spec.comm_timing import CommCase, CommRequest, CommTiming, UntimedCases
-from paceline.train.process_group import join, leave
+from paceline.train.process.process_group import join, leave
 from tests.hosts.cluster import why_not
 from tests.ranks.command_line import TRACEBACK, clean_environ, paceline, succeeded
 from tests.ranks.harness import run_ranks

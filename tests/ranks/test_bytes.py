@@ -19,9 +19,9 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.models.gpt import GPT
-from paceline.parallel.comm_bytes import CommBytes
-from paceline.parallel.dry_run import DryRun, dry_run, on_paper
-from paceline.parallel.mesh import MeshParallel
+from paceline.parallel.dry_run.comm_bytes import CommBytes
+from paceline.parallel.dry_run.dry_run import DryRun, dry_run, on_paper
+from paceline.parallel.engines.mesh import MeshParallel
 from paceline.parallel.tensor import bytes_per_sample, find_plan, layer_sizes
 from paceline.spec import Job, Mesh, PipelineSpec, Plan, parse_mesh
 from paceline.spec.mesh import AXES, AxisName

@@ -16,8 +16,8 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.env import worker_facts
 from paceline.errors import ModelError
-from paceline.parallel.one_process import OneProcessDataParallel
-from paceline.parallel.unsuitable_layers import check_layers
+from paceline.parallel.engines.one_process import OneProcessDataParallel
+from paceline.parallel.engines.unsuitable_layers import check_layers
 from paceline.spec import Job, Plan, parse_mesh
 from tests.ranks.harness import run_ranks
 

@@ -48,8 +48,8 @@ from paceline.parallel.dtensor import full_tensor
 from paceline.regular_files import create
 from paceline.spec import Job, Plan
 from paceline.spec.job import CheckpointSpec
-from paceline.train.optim import build_optimizer
-from paceline.train.process_group import join
+from paceline.train.optimizers.optim import build_optimizer
+from paceline.train.process.process_group import join
 from tests.fixtures import checkpoint as fixture
 from tests.ranks import harness
 from tests.ranks.harness import run_ranks

@@ -24,7 +24,7 @@ from paceline.comm.ring import ring
 from paceline.comm.topk import TopK
 from paceline.comm.wire import WIRE_FORMATS
 from paceline.spec import Plan
-from paceline.train.process_group import join, leave
+from paceline.train.process.process_group import join, leave
 from tests.ranks.harness import run_ranks
 from tests.unit.comm.buckets import alone
 

@@ -22,11 +22,11 @@ from paceline.comm.timing import largest
 from paceline.errors import DataError, DivergenceError
 from paceline.object_collectives import all_gather_objects, broadcast_object, gather_objects, scatter_objects
 from paceline.parallel.engine import broadcast
-from paceline.parallel.initial_weights import initial_weights
-from paceline.parallel.loss_functions import LossFunctions
+from paceline.parallel.loss.loss_functions import LossFunctions
+from paceline.parallel.sharding.initial_weights import initial_weights
 from paceline.process_groups import device_of, open_group
-from paceline.train.agreement import check_same_order
-from paceline.train.metric_states import MergeTree, compute_metrics, metric_functions
+from paceline.train.batches.agreement import check_same_order
+from paceline.train.evaluation.metric_states import MergeTree, compute_metrics, metric_functions
 from tests.ranks.device_only import GPU, OnGpu, gpu_only
 from tests.ranks.harness import join_world, run_ranks
 
@@ -160,6 +160,6 @@ def test_no_other_module_decides_where_a_backend_sends_from() -> None:
     assert deciding == [
         "parallel/pipeline/queues.py",  # whether sends wait for each other
         "process_groups.py",
-        "train/environment.py",  # its name, for the record
-        "train/peer_watch.py",  # whether lost workers are noticed
+        "train/records/environment.py",  # its name, for the record
+        "train/session/peer_watch.py",  # whether lost workers are noticed
     ]

@@ -10,7 +10,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from paceline.checkpoint.write_plan import WritePlan, plan_writes
 from paceline.env import worker_facts
 from paceline.spec import Plan
-from paceline.train.process_group import join
+from paceline.train.process.process_group import join
 from tests.ranks.harness import run_ranks
 
 

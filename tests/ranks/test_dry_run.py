@@ -15,8 +15,8 @@ import paceline
 from paceline.env import worker_facts
 from paceline.models.gpt import GPT
 from paceline.models.resnet import resnet18
-from paceline.parallel.comm_bytes import CommBytes
-from paceline.parallel.dry_run import dry_run, on_paper, trace_model
+from paceline.parallel.dry_run.comm_bytes import CommBytes
+from paceline.parallel.dry_run.dry_run import dry_run, on_paper, trace_model
 from paceline.parallel.sharded import shard
 from paceline.parallel.tensor import bytes_per_sample, find_plan, layer_sizes
 from paceline.spec import Job, Mesh, Plan

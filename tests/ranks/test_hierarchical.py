@@ -17,7 +17,7 @@ from paceline.comm import WIRE_FORMATS, Links, chunks
 from paceline.comm.hierarchical import hierarchical
 from paceline.comm.shared_memory import SharedMemory
 from paceline.spec import Plan
-from paceline.train.process_group import join, leave
+from paceline.train.process.process_group import join, leave
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.slow

@@ -22,12 +22,12 @@ import paceline
 from paceline.comm import Aggregator
 from paceline.env import worker_facts
 from paceline.errors import JobError
-from paceline.parallel.local_sgd import LocalSGD
+from paceline.parallel.engines.local_sgd import LocalSGD
 from paceline.spec import Job, Plan, RunRecord
 from paceline.train import Run
-from paceline.train.digest import weights_sha256
 from paceline.train.loop import RunOutput
 from paceline.train.loop import train as train_job
+from paceline.train.records.digest import weights_sha256
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import images, loss_fn, measure
 

@@ -16,9 +16,9 @@ from paceline.checkpoint import open_storage
 from paceline.checkpoint.load import read_manifest
 from paceline.spec import Job, OptimSpec, Plan, RunRecord
 from paceline.train import loop
-from paceline.train.digest import weights_sha256
+from paceline.train.evaluation.objective import training_loss
 from paceline.train.journal import RunOutput
-from paceline.train.objective import training_loss
+from paceline.train.records.digest import weights_sha256
 from tests.ranks.harness import run_ranks
 
 CALLBACKS = "tests.ranks.loop_callbacks"

@@ -19,11 +19,11 @@ from paceline import models
 from paceline.data import ArraySet
 from paceline.env import worker_facts
 from paceline.noise import NoiseScale
-from paceline.parallel.gradient_norms import GradientNorms
+from paceline.parallel.gradients.gradient_norms import GradientNorms
 from paceline.spec import Job, Mesh, Plan, RunRecord
 from paceline.train import loop
 from paceline.train.loop import RunOutput
-from paceline.train.optim import build_optimizer
+from paceline.train.optimizers.optim import build_optimizer
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import images, loss_fn
 

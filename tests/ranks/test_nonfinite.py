@@ -13,8 +13,8 @@ import paceline
 from paceline import models
 from paceline.env import worker_facts
 from paceline.spec import Job, Plan
-from paceline.train.optim import build_optimizer
-from paceline.train.state import Trained
+from paceline.train.optimizers.optim import build_optimizer
+from paceline.train.session.state import Trained
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import images, loss_fn
 

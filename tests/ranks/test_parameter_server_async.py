@@ -24,7 +24,7 @@ from paceline.comm.parameter_server_async import ParameterServerAsync, ServerSet
 from paceline.comm.parameter_server_async.server import late_momentum
 from paceline.errors import JobError, ModelError, PeerLost
 from paceline.spec import Plan
-from paceline.train.process_group import join, leave
+from paceline.train.process.process_group import join, leave
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.slow

@@ -18,9 +18,9 @@ from torch import nn
 import paceline
 from paceline.errors import PeerLost
 from paceline.spec import Plan
-from paceline.train.checkpoints import Checkpoints
-from paceline.train.peer_watch import PeerWatch
-from paceline.train.session import Session
+from paceline.train.session.checkpoints import Checkpoints
+from paceline.train.session.peer_watch import PeerWatch
+from paceline.train.session.session import Session
 from tests.ranks import harness
 from tests.ranks.harness import join_world, run_ranks
 

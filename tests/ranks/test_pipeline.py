@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from paceline.models import MODELS
 from paceline.parallel.assignment import ShardRange
+from paceline.parallel.batch_norm.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.live_bytes import LiveBytes
-from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline
 from paceline.partition import StageLimits
 from paceline.spec import PipelineSpec

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from paceline import env
 from paceline.private_groups import _own_sockets, _tcp_table
 from paceline.spec import Plan
-from paceline.train.process_group import join
+from paceline.train.process.process_group import join
 from tests.ranks.harness import run_ranks
 
 CLOSED_S = 0.5

@@ -17,9 +17,9 @@ import paceline
 from paceline import models
 from paceline.env import worker_facts
 from paceline.spec import Job, Plan
-from paceline.train.digest import weights_sha256
 from paceline.train.loop import RunOutput, train
-from paceline.train.optim import build_optimizer
+from paceline.train.optimizers.optim import build_optimizer
+from paceline.train.records.digest import weights_sha256
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import images, loss_fn, measure
 

@@ -19,7 +19,7 @@ from paceline.comm.scheduler import CHECKED_STEPS
 from paceline.errors import PacelineError
 from paceline.parallel.live_bytes import LiveBytes
 from paceline.spec import Job, Plan
-from paceline.train.process_group import join, leave
+from paceline.train.process.process_group import join, leave
 from tests.ranks.harness import run_ranks
 from tests.ranks.launching import wait_until
 from tests.ranks.training import images, loss_fn

@@ -19,7 +19,7 @@ from paceline import env
 from paceline.comm.shared_memory import DEPTH, SharedMemory, slot_bytes_for
 from paceline.errors import LaunchError, PeerLost
 from paceline.spec import Plan
-from paceline.train.process_group import join, leave
+from paceline.train.process.process_group import join, leave
 from tests.ranks.harness import run_ranks
 
 MODULE = sys.modules["paceline.comm.shared_memory"]

@@ -24,10 +24,10 @@ from paceline.env import worker_facts
 from paceline.errors import DataError
 from paceline.object_collectives import broadcast_object
 from paceline.spec import Job, Plan
-from paceline.train.data_progress import DataProgress
-from paceline.train.process_group import World, join
-from paceline.train.reading import DatasetReader
-from paceline.train.stream_batches import StreamBatches
+from paceline.train.batches.data_progress import DataProgress
+from paceline.train.batches.reading import DatasetReader
+from paceline.train.batches.stream_batches import StreamBatches
+from paceline.train.process.process_group import World, join
 from tests.ranks.harness import run_ranks
 
 

@@ -22,7 +22,7 @@ from paceline.dtensor_type import local_shard
 from paceline.env import worker_facts
 from paceline.models import build
 from paceline.parallel.assignment import ShardRange
-from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
+from paceline.parallel.batch_norm.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.sharded import recompute
 from paceline.parallel.tensor import (
     TensorPlan,
@@ -35,8 +35,8 @@ from paceline.parallel.tensor import (
 from paceline.parallel.tensor.plan import LAYER_STYLES
 from paceline.parallel.tensor.sequence_region import SequenceLayerNorm
 from paceline.spec import Job, ModelSpec, PipelineSpec, Plan, parse_mesh
-from paceline.train.optim import build_optimizer
-from paceline.train.process_group import join
+from paceline.train.optimizers.optim import build_optimizer
+from paceline.train.process.process_group import join
 from tests.ranks.harness import run_ranks
 from tests.ranks.tensor_zoo import WORDS, ZOO, Asking, Language
 from tests.traffic import bytes_per_pass

@@ -17,9 +17,9 @@ from paceline import env
 from paceline.checkpoint import Loaded, SharedCatalogue, block_checksums, newest_that, read_together
 from paceline.checkpoint.storage import Folder
 from paceline.spec import Job, PipelineSpec, Plan, parse_mesh
-from paceline.train import session
-from paceline.train.process_group import join
-from paceline.train.resume import CheckpointReader
+from paceline.train.process.process_group import join
+from paceline.train.session import session
+from paceline.train.session.resume import CheckpointReader
 from tests.ranks.harness import run_ranks
 from tests.unit.checkpoint.memory import Memory, state_at, write_checkpoint
 

@@ -17,7 +17,7 @@ from paceline.comm.links import message_links
 from paceline.comm.tree_exact import tree_all_reduce
 from paceline.parallel.assignment import shards_of_rank
 from paceline.spec import Plan
-from paceline.train.process_group import join, leave
+from paceline.train.process.process_group import join, leave
 from tests.ranks.harness import run_ranks
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ DATA = """
 import contextlib
 from pathlib import Path
 import torch
-from paceline.train import final_save
+from paceline.train.session import final_save
 
 final_save.PATIENCE_S = 0.5
 

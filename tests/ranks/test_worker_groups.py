@@ -17,7 +17,7 @@ from paceline.checkpoint import newest_good, open_storage
 from paceline.env import worker_facts
 from paceline.errors import JobError
 from paceline.spec import Job, Plan
-from paceline.train.digest import weights_sha256
+from paceline.train.records.digest import weights_sha256
 from tests.ranks.harness import run_ranks
 
 pytestmark = pytest.mark.slow

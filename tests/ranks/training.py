@@ -15,7 +15,7 @@ from paceline import models
 from paceline.data import ArraySet, Augmentation
 from paceline.env import worker_facts
 from paceline.spec import Job, Plan
-from paceline.train.optim import build_optimizer
+from paceline.train.optimizers.optim import build_optimizer
 
 _ALGORITHM: dict[str, Any] = {"numeric": "all_reduce", "bitwise": "tree_exact"}
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import paceline
 from paceline.checkpoint import newest_good, open_storage
 from paceline.errors import ModelError
-from paceline.parallel.novelty import Novelty
-from paceline.train.nonfinite import MOST_IN_A_ROW, NonFiniteGuard
+from paceline.parallel.loss.novelty import Novelty
+from paceline.train.steps.nonfinite import MOST_IN_A_ROW, NonFiniteGuard
 from tests.sim_gpu.workers import run_on_gpus
 
 pytestmark = pytest.mark.sim_gpu
@@ -81,7 +81,7 @@ def test_float16_leaves_steps_out_on_the_device_and_none_before_the_optimizer_ha
 
 
 def _scaled(native: Any) -> None:
-    from paceline.train import device_skip
+    from paceline.train.steps import device_skip
 
     found = []
     for is_on_device in (True, False):

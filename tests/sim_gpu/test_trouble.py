@@ -13,7 +13,7 @@ from paceline import models
 from paceline.env import worker_facts
 from paceline.errors import ModelError
 from paceline.spec import Job, Plan
-from paceline.train.optim import build_optimizer
+from paceline.train.optimizers.optim import build_optimizer
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import images, loss_fn
 from tests.sim_gpu.workers import run_on_gpus

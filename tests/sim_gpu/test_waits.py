@@ -30,4 +30,4 @@ def test_workers_wait_once_for_what_must_be_known_before_an_update(simulated_gpu
         for way in ways(2):
             if way.name not in ("local_sgd", "diloco"):  # their first outer steps are compared across workers
                 assert sum(found[way.name].values()) == COUNTED_STEPS, (way.name, found[way.name])
-                assert all("train/nonfinite.py" in place for place in found[way.name]), found[way.name]
+                assert all("train/steps/nonfinite.py" in place for place in found[way.name]), found[way.name]

@@ -17,7 +17,7 @@ import paceline
 from paceline import models
 from paceline.env import worker_facts
 from paceline.spec import Job, Plan, parse_mesh
-from paceline.train.optim import build_optimizer
+from paceline.train.optimizers.optim import build_optimizer
 from tests.ranks.training import images, loss_fn
 from tests.sim_gpu.build import build
 from tests.sim_gpu.observing import Observer

@@ -23,7 +23,7 @@ from paceline.report.comm_page import load_timings
 from paceline.report.parity import load_trace
 from paceline.spec import Cluster, Job, Plan, load_job
 from paceline.spec.record import RunRecord
-from paceline.train.metrics import json_lines
+from paceline.train.records.metrics import json_lines
 from paceline.workflows.run_folder import write_run
 from paceline.workflows.step_time_files import read_observations
 from tests.sample_records import sample_job

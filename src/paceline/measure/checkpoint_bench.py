@@ -26,7 +26,7 @@ from paceline.process_groups import open_host_group
 from paceline.spec import CheckpointSpec
 from paceline.spec.checkpoint_timing import CheckpointRequest, CheckpointTimings
 from paceline.spec.comm_timing import TIMINGS_FILE
-from paceline.train.environment import describe_environment
+from paceline.train.records.environment import describe_environment
 
 LARGEST_LAYER = 2048 * 2048
 """Parameters of one tensor at most, about what a layer of a model of 100 million has."""

@@ -38,8 +38,8 @@ from paceline.spec.comm_timing import (
     message_sizes,
 )
 from paceline.spec.wire import WIRE_FACTS
-from paceline.train.environment import describe_environment
-from paceline.train.process_group import World
+from paceline.train.process.process_group import World
+from paceline.train.records.environment import describe_environment
 
 PERIOD = 65_537
 """Values after which a vector repeats; a prime, so that no two slices that algorithms cut are alike."""

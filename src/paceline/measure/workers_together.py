@@ -19,11 +19,11 @@ from paceline.comm.timing import largest
 from paceline.measure.load import LoadMeter
 from paceline.measure.steps import Subject, step_of
 from paceline.measure.stopwatch import Stopwatch, seconds_of
-from paceline.parallel.aggregation import candidates, set_up_aggregation
-from paceline.parallel.dp import DataParallel
+from paceline.parallel.engines.dp import DataParallel
+from paceline.parallel.gradients.aggregation import candidates, set_up_aggregation
 from paceline.spec import AlgorithmName, Job, MachineLoad, Plan, SumTiming
 from paceline.spec.codec import JsonValue, at_least
-from paceline.train.process_group import World
+from paceline.train.process.process_group import World
 
 _MOST_ROUNDS = 40
 _NUM_WARMUP_STEPS = 2

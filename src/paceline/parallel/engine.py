@@ -14,12 +14,12 @@ from torch.optim import Optimizer
 
 from paceline.own_generators import NO_GENERATORS, OwnGenerators
 from paceline.parallel.assignment import Assignment
-from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import Mark, mark
-from paceline.parallel.companions import ALONE, Companions
-from paceline.parallel.forward_buffers import ForwardBuffers
-from paceline.parallel.gradient_norms import TakeNorms, norm_of_each, norm_of_norms
-from paceline.parallel.loss_functions import LossFunctions
+from paceline.parallel.gradients.buckets import buckets
+from paceline.parallel.gradients.gradient_norms import TakeNorms, norm_of_each, norm_of_norms
+from paceline.parallel.kept.forward_buffers import ForwardBuffers
+from paceline.parallel.loss.companions import ALONE, Companions
+from paceline.parallel.loss.loss_functions import LossFunctions
 from paceline.parallel.losses import LossOf, StepLoss
 from paceline.parallel.micro_batch import MicroBatchLimit
 from paceline.process_groups import device_of

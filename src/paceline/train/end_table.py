@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from paceline.spec import StepTime
-from paceline.train.data_progress import DataProgress
-from paceline.train.progress import rate
+from paceline.train.batches.data_progress import DataProgress
+from paceline.train.records.progress import rate
 
 if TYPE_CHECKING:
     from paceline.train.run import Run

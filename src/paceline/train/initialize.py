@@ -15,7 +15,7 @@ from paceline.spec import Job, Plan, parse_mesh
 from paceline.spec.job import MicroBatchSize, parse_micro_batch
 from paceline.spec.mesh_name import check_strategy
 from paceline.spec.plan import RunLimit
-from paceline.train.progress import Progress
+from paceline.train.records.progress import Progress
 from paceline.train.run import Run
 
 

@@ -15,15 +15,15 @@ from torch.optim.swa_utils import AveragedModel
 from paceline import env
 from paceline.spec import EpochRecord, RunRecord
 from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, from_mapping, to_mapping
-from paceline.train.batch_warning import batch_warning
+from paceline.train.batches.batch_warning import batch_warning
 from paceline.train.callbacks import Callback
-from paceline.train.digest import weights_sha256
 from paceline.train.early_stopping import best_evaluation
 from paceline.train.end_table import number_of, samples_per_s, shown_metrics
-from paceline.train.environment import describe_environment
-from paceline.train.metrics import Sink, open_sinks
+from paceline.train.optimizers.schedule import describe_scaling
+from paceline.train.records.digest import weights_sha256
+from paceline.train.records.environment import describe_environment
+from paceline.train.records.metrics import Sink, open_sinks
 from paceline.train.run import Run
-from paceline.train.schedule import describe_scaling
 from paceline.train.training import Training
 
 # Reading a loss makes the CPU wait for the GPU, so losses are read and logged this many steps at a time.

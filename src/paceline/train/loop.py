@@ -16,12 +16,13 @@ from paceline.regular_files import run_file_mode
 from paceline.spec import Job, Plan, RunRecord
 from paceline.train.callbacks import build_callbacks
 from paceline.train.early_stopping import EarlyStopping
-from paceline.train.final_save import save_at_the_end
+from paceline.train.evaluation.objective import METRICS, accuracy_and_loss, training_loss
 from paceline.train.initialize import init
 from paceline.train.journal import Journal, RunOutput
-from paceline.train.objective import METRICS, accuracy_and_loss, training_loss
-from paceline.train.optim import Scheduling, build_optimizer
+from paceline.train.optimizers.optim import build_optimizer
 from paceline.train.run import Run
+from paceline.train.scheduling import Scheduling
+from paceline.train.session.final_save import save_at_the_end
 from paceline.train.training import Training
 
 __all__ = ["RunOutput", "data_facts", "train"]

@@ -19,30 +19,30 @@ from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
 from paceline.parallel import Companions, Engine
 from paceline.parallel.assignment import check_shards
-from paceline.parallel.generators import seed_generators
+from paceline.parallel.random_numbers.generators import seed_generators
 from paceline.spec import Job, Mesh, Plan
-from paceline.train.data_progress import DataProgress
+from paceline.train.batches.data_progress import DataProgress
+from paceline.train.batches.reading import DatasetReader, loading_of
+from paceline.train.batches.sample_batches import GlobalBatches
+from paceline.train.batches.stream_batches import StreamBatches
 from paceline.train.end_table import end_rows
-from paceline.train.evaluate import Measure, evaluate_between_steps
-from paceline.train.memory_limit import memory_limit
-from paceline.train.model_step import Pending
-from paceline.train.noise_meter import NoiseMeter
-from paceline.train.numerics import LossFn, Precision
-from paceline.train.preparation import Prepared, check_several, freeze, prepare_model
-from paceline.train.process_group import abandon, join
-from paceline.train.progress import Progress
-from paceline.train.reading import DatasetReader, loading_of
+from paceline.train.evaluation.evaluate import Measure, evaluate_between_steps
+from paceline.train.process.memory_limit import memory_limit
+from paceline.train.process.numerics import LossFn, Precision
+from paceline.train.process.process_group import abandon, join
+from paceline.train.process.seeding import seed_between_steps
+from paceline.train.process.torch_settings import TorchSettings, decide_precision, has_tf32
+from paceline.train.records.noise_meter import NoiseMeter
+from paceline.train.records.progress import Progress
+from paceline.train.records.timing import StepTimer
 from paceline.train.run_view import RunView
-from paceline.train.sample_batches import GlobalBatches
-from paceline.train.seeding import seed_between_steps
-from paceline.train.session import Kept, RunState, Session, Stateful
-from paceline.train.state import Trained
-from paceline.train.step import Stepper
-from paceline.train.stopping import Stopping
-from paceline.train.stream_batches import StreamBatches
-from paceline.train.timing import StepTimer
-from paceline.train.torch_settings import TorchSettings, decide_precision, has_tf32
-from paceline.train.trace import ParityTracer
+from paceline.train.session.session import Kept, RunState, Session, Stateful
+from paceline.train.session.state import Trained
+from paceline.train.session.stopping import Stopping
+from paceline.train.steps.model_step import Pending
+from paceline.train.steps.preparation import Prepared, check_several, freeze, prepare_model
+from paceline.train.steps.step import Stepper
+from paceline.train.steps.trace import ParityTracer
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound="Optimizer | Sequence[Optimizer]")

@@ -12,12 +12,12 @@ from paceline.errors import JobError
 from paceline.noise import SmoothedNoise
 from paceline.object_collectives import broadcast_object
 from paceline.parallel import Engine
-from paceline.train.data_progress import DataProgress
-from paceline.train.digest import weights_sha256
-from paceline.train.noise_meter import NoiseMeter
-from paceline.train.process_group import World
-from paceline.train.state import Trained
-from paceline.train.trained_models import TrainedModels
+from paceline.train.batches.data_progress import DataProgress
+from paceline.train.process.process_group import World
+from paceline.train.records.digest import weights_sha256
+from paceline.train.records.noise_meter import NoiseMeter
+from paceline.train.session.state import Trained
+from paceline.train.session.trained_models import TrainedModels
 
 
 class RunView:

@@ -117,7 +117,7 @@ def memory(
 
 
 def _row(job: Job, mesh: Mesh, strategy: str, num_samples: int) -> StrategyMemory:
-    from paceline.parallel.dry_run import dry_run
+    from paceline.parallel.dry_run.dry_run import dry_run
 
     # Traced for each strategy anew: sharding changes the model.
     module, arguments = model_on_paper(job, num_samples)

@@ -17,7 +17,7 @@ from paceline.workflows.traced_model import model_on_paper
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from paceline.parallel.dry_run import DryRun
+    from paceline.parallel.dry_run.dry_run import DryRun
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def dry_run_mesh(
             f"{resolved.virtual_shards}; "
             f"use virtual_shards = {degrees.num_assignments} or more, or fewer replicas."
         )
-    from paceline.parallel.dry_run import dry_run
+    from paceline.parallel.dry_run.dry_run import dry_run
 
     module, arguments = model_on_paper(resolved, resolved.shard_size)
     found = dry_run(

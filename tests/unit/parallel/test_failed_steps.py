@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.parallel.assignment import Assignment
-from paceline.parallel.bitwise import BitwiseDataParallel
-from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import Engine, StepInput
+from paceline.parallel.engines.bitwise import BitwiseDataParallel
+from paceline.parallel.engines.dp import DataParallel
 from paceline.samples import Samples
 from paceline.spec import Job, Plan
 

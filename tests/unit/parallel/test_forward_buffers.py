@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment
-from paceline.parallel.forward_buffers import ForwardBuffers
-from paceline.parallel.norm import NormStatistics
+from paceline.parallel.batch_norm.norm import NormStatistics
+from paceline.parallel.kept.forward_buffers import ForwardBuffers
 from tests.ranks.zoo_torch import SpectralNorm
 
 SIZES = (3, 2)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 
-from paceline.parallel.kept_tensors import KeptTensors
+from paceline.parallel.kept.kept_tensors import KeptTensors
 
 
 class Scaled(nn.Module):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ModelError
-from paceline.parallel.coupling import describe_coupling, tolerance
-from paceline.parallel.loss_functions import LossFunctions
+from paceline.parallel.loss.coupling import describe_coupling, tolerance
+from paceline.parallel.loss.loss_functions import LossFunctions
 from paceline.parallel.losses import LossLayout, Mean, ShardLoss, StepLoss, ignore_unless, read_loss, watching_outputs
 
 LIKE = torch.zeros((), dtype=torch.float64)

@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import ModelError
 from paceline.parallel.assignment import ShardRange
-from paceline.parallel.companions import Companion, Companions
-from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
-from paceline.parallel.sync_norm import SyncBatchNorm
+from paceline.parallel.batch_norm.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
+from paceline.parallel.batch_norm.sync_norm import SyncBatchNorm
+from paceline.parallel.loss.companions import Companion, Companions
 
 
 def _forward(

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from paceline.errors import JobError, ModelError
 from paceline.models.lenet import lenet
 from paceline.parallel.assignment import Assignment
-from paceline.parallel.dp import DataParallel
 from paceline.parallel.engine import Engine, StepInput
-from paceline.parallel.gradient_norms import GradientNorms
-from paceline.parallel.one_process import OneProcessDataParallel, devices_of_process
+from paceline.parallel.engines.dp import DataParallel
+from paceline.parallel.engines.one_process import OneProcessDataParallel, devices_of_process
+from paceline.parallel.gradients.gradient_norms import GradientNorms
 from paceline.samples import Samples
 from paceline.spec import Job, Plan
 

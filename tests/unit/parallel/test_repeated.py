@@ -14,8 +14,8 @@ from torch.nn.utils import stateless
 from torch.utils.checkpoint import checkpoint
 
 from paceline.parallel.assignment import ShardRange
-from paceline.parallel.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
-from paceline.parallel.repeated import RepeatedParameters
+from paceline.parallel.batch_norm.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
+from paceline.parallel.batch_norm.repeated import RepeatedParameters
 
 Loss = Callable[[nn.ModuleDict, Tensor], Tensor]
 

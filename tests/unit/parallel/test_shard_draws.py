@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.parallel.assignment import ShardRange
-from paceline.parallel.shard_draws import ShardDraws, SharedPass
+from paceline.parallel.random_numbers.shard_draws import ShardDraws, SharedPass
 
 Draw = Callable[[Tensor], Tensor]
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch.distributed as dist
 
-from paceline.train.peer_watch import abort_communicators
+from paceline.train.session.peer_watch import abort_communicators
 
 
 class Communicator:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 
-from paceline.train.batch_warning import batch_warning
+from paceline.train.batches.batch_warning import batch_warning
 
 
 def test_warnings_say_what_it_costs() -> None:

@@ -11,7 +11,7 @@ import pytest
 from paceline.data.order import EpochOrder, ListedOrder, ShuffledOrder
 from paceline.errors import DataError, JobError
 from paceline.spec import Job
-from paceline.train.data_progress import DataProgress
+from paceline.train.batches.data_progress import DataProgress
 
 JOB = Job(global_batch_size=10, virtual_shards=4, epochs=3)
 

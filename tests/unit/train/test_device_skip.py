@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from paceline.train.device_skip import left_out_where, skips_on_device, tell_scaler
-from paceline.train.joint_optimizer import JointOptimizer
+from paceline.train.optimizers.joint_optimizer import JointOptimizer
+from paceline.train.steps.device_skip import left_out_where, skips_on_device, tell_scaler
 
 BAD, GOOD = torch.ones(()), torch.zeros(())
 

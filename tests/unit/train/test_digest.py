@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from paceline.train.digest import checksums, weights_sha256
+from paceline.train.records.digest import checksums, weights_sha256
 
 
 def sha_of(model: nn.Module) -> str:

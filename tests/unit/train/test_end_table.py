@@ -10,7 +10,7 @@ import pytest
 
 from paceline.spec import Job, StepTime
 from paceline.train.end_table import end_rows, number_of
-from paceline.train.progress import Progress, table
+from paceline.train.records.progress import Progress, table
 
 
 def _run(**changes: Any) -> Any:

@@ -19,10 +19,10 @@ from paceline.env import WorkerFacts
 from paceline.errors import ModelError
 from paceline.parallel.losses import Mean
 from paceline.spec import Job, Mesh
-from paceline.train.evaluate import Measure, SetChunks, evaluate, own_chunks
-from paceline.train.metric_states import MergeTree, MetricFunctions, metric_functions, update_trees
-from paceline.train.process_group import World
-from paceline.train.reading import DatasetReader
+from paceline.train.batches.reading import DatasetReader
+from paceline.train.evaluation.evaluate import Measure, SetChunks, evaluate, own_chunks
+from paceline.train.evaluation.metric_states import MergeTree, MetricFunctions, metric_functions, update_trees
+from paceline.train.process.process_group import World
 
 ALONE = World(WorkerFacts(), torch.device("cpu"), None)
 

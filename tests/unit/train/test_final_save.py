@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import CheckpointError
-from paceline.train import final_save
-from paceline.train.final_save import save_at_the_end
-from paceline.train.metrics import json_lines
+from paceline.train.records.metrics import json_lines
+from paceline.train.session import final_save
+from paceline.train.session.final_save import save_at_the_end
 
 
 def _write(folder: Path) -> None:

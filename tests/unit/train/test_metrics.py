@@ -11,7 +11,7 @@ import pytest
 
 from paceline.errors import JobError
 from paceline.spec.job import TRACKER_NAMES
-from paceline.train.metrics import TRACKERS, json_lines, open_sinks
+from paceline.train.records.metrics import TRACKERS, json_lines, open_sinks
 
 
 def test_json_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:

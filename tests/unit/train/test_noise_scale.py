@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from paceline.parallel.assignment import Assignment
-from paceline.parallel.gradient_norms import GradientNorms, WorkerNorms, squared_norm
+from paceline.parallel.gradients.gradient_norms import GradientNorms, WorkerNorms, squared_norm
 from paceline.spec import Job
-from paceline.train.noise_meter import NoiseMeter
+from paceline.train.records.noise_meter import NoiseMeter
 
 
 def _norms(grad_sqr: float, grad_var: float, small: float = 8, large: float = 32) -> GradientNorms:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from paceline.errors import ModelError
 from paceline.spec import OptimSpec
-from paceline.train.objective import accuracy_and_loss, training_loss
+from paceline.train.evaluation.objective import accuracy_and_loss, training_loss
 
 IDENTITY = nn.Identity()
 

@@ -11,7 +11,7 @@ from torch import nn
 from paceline.errors import JobError
 from paceline.spec import Job
 from paceline.spec.optim import OptimSpec
-from paceline.train.optim import build_optimizer, build_scheduler, parameter_groups
+from paceline.train.optimizers.optim import build_optimizer, build_scheduler, parameter_groups
 
 
 def _spec(**values: Any) -> OptimSpec:

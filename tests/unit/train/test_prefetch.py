@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.train import prefetch
-from paceline.train.prefetch import ahead
+from paceline.train.batches import prefetch
+from paceline.train.batches.prefetch import ahead
 
 GPU = torch.device("cuda", 0)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.train.process_group import GLOO_THREAD, await_rest
+from paceline.train.process.process_group import GLOO_THREAD, await_rest
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are told apart by their names in /proc")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.train import progress
-from paceline.train.progress import Progress
+from paceline.train.records import progress
+from paceline.train.records.progress import Progress
 from tests.unit.train.clocks import FakeTime
 
 

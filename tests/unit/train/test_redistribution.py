@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paceline.train.resume import redistribute
+from paceline.train.session.resume import redistribute
 
 
 def test_sums_and_means_stay() -> None:

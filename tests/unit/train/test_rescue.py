@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 import paceline
-from paceline.train.checkpoints import Checkpoints
-from paceline.train.trained_models import TrainedModels
+from paceline.train.session.checkpoints import Checkpoints
+from paceline.train.session.trained_models import TrainedModels
 
 SAMPLES = [(torch.ones(2), 0.0)] * 8
 

@@ -10,7 +10,7 @@ from torch.optim import SGD, Optimizer
 
 from paceline.errors import ModelError
 from paceline.spec import Job
-from paceline.train.schedule import LearningRates, describe_scaling, lr_factor
+from paceline.train.optimizers.schedule import LearningRates, describe_scaling, lr_factor
 
 
 def _job(**optim: object) -> Job:

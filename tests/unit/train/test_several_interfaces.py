@@ -10,8 +10,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from paceline import env
 from paceline.errors import LaunchError
-from paceline.train import several_interfaces
-from paceline.train.several_interfaces import check_interfaces
+from paceline.train.process import several_interfaces
+from paceline.train.process.several_interfaces import check_interfaces
 
 
 def _said(names_of_rank: list[list[str]]) -> list[str]:

@@ -8,9 +8,9 @@ import torch
 
 from paceline.env import WorkerFacts
 from paceline.spec import Job
-from paceline.train.data_progress import DataProgress
-from paceline.train.process_group import World
-from paceline.train.stopping import Stopping
+from paceline.train.batches.data_progress import DataProgress
+from paceline.train.process.process_group import World
+from paceline.train.session.stopping import Stopping
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.train.stragglers import SLOW, WINDOW_STEPS, Stragglers
+from paceline.train.session.stragglers import SLOW, WINDOW_STEPS, Stragglers
 
 
 def _sentences(windows: Sequence[Sequence[float]]) -> list[str]:

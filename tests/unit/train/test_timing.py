@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.spec import StepTime
-from paceline.train import timing
-from paceline.train.timing import StepTimer
+from paceline.train.records import timing
+from paceline.train.records.timing import StepTimer
 from tests.unit.train.clocks import FakeTime
 
 

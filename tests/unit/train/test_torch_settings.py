@@ -15,9 +15,9 @@ import paceline
 from paceline.env import WorkerFacts
 from paceline.errors import JobError, ModelError
 from paceline.spec import Job, Plan
-from paceline.train import torch_settings
-from paceline.train.process_group import World
-from paceline.train.torch_settings import TorchSettings, decide_precision, parity_refusal
+from paceline.train.process import torch_settings
+from paceline.train.process.process_group import World
+from paceline.train.process.torch_settings import TorchSettings, decide_precision, parity_refusal
 from tests.ranks.training import images
 
 GPU = Plan(world_size=1, device_kind="cuda")

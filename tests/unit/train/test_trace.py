@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from paceline.env import WorkerFacts
 from paceline.spec import Job, Mesh
-from paceline.train.process_group import World
-from paceline.train.trace import NUM_PROJECTIONS, ParityTracer, batch_digest, fingerprints
+from paceline.train.process.process_group import World
+from paceline.train.steps.trace import NUM_PROJECTIONS, ParityTracer, batch_digest, fingerprints
 
 ALONE = World(WorkerFacts(), torch.device("cpu"), None)
 

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
-from paceline.parallel.forward_buffers import looking_at
-from paceline.parallel.generators import generator_states
-from paceline.parallel.kept_values import attributes_kept
+from paceline.parallel.kept.forward_buffers import looking_at
+from paceline.parallel.kept.kept_values import attributes_kept
+from paceline.parallel.random_numbers.generators import generator_states
 
 ELEMENTWISE: set[type[nn.Module]] = {
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU,

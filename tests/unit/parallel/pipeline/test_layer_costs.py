@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.parallel.dry_run import on_paper, trace_model
+from paceline.parallel.dry_run.dry_run import on_paper, trace_model
 from paceline.parallel.pipeline.calls import ModelCall
 from paceline.parallel.pipeline.layer_costs import counting_kept, measure_layers
 from paceline.parallel.pipeline.recorder import record

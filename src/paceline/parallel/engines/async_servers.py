@@ -1,0 +1,152 @@
+"""`aggregation.method = "parameter_server_async"`: the engine of a worker whose parameters are updated by servers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.comm.links import node_of_every_rank, open_node_group
+from paceline.comm.parameter_server_async import ParameterServerAsync, ServerSettings, UpdateSchedule
+from paceline.errors import JobError
+from paceline.parallel.engine import AnyShard, Engine, StepInput, Update, broadcast
+from paceline.parallel.loss.loss_functions import LossFunctions
+from paceline.parallel.losses import LossLayout, StepLoss
+from paceline.parallel.shards.shard_by_shard import ShardByShard
+from paceline.spec import AggregationSpec, Job, Plan
+
+_LOSS_NAME = "loss"
+
+
+class AsyncServers(Engine):
+    """Idle workers compute the next virtual shards, of any global batch; servers make the updates.
+
+    The servers start with the first step. From then on workers either work, until a number of updates is reached or
+    a worker asks for a rest, or rest: then no gradient is in flight and all have the servers' parameters. They work
+    from one `AnyShard.at_rest` to the next, through as many calls of `step` as updates are made in between.
+    """
+
+    reads_assignment = False
+    is_synchronised = False  # status is exchanged in `AnyShard.at_rest`
+    changes_state = True
+    buffers_rule = "each worker's are its own, and become the first worker's when all workers rest"
+    counters_rule = "each worker's are its own, so they depend on how many workers there are"
+
+    def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
+        functions = LossFunctions(None)
+        self._shards = ShardByShard(model, device, functions)
+        super().__init__(self._shards.module, device, functions)
+        self.forward_buffers = self._shards.buffers
+        self.notes = (describe_asynchrony(job.aggregation, plan),)
+        self._spec = job.aggregation
+        self._plan = plan
+        self._group = group
+        self._servers: ParameterServerAsync | None = None
+        self._work: Iterator[tuple[int, Tensor]] | None = None
+        """The number of updates until the next rest; None: this worker rests."""
+        self._any_shard: AnyShard | None = None
+        self._layout: LossLayout | None = None
+        """Which numbers the loss function returns; the same in all steps."""
+        self._has_optimizer_state = False
+        broadcast([*self.module.parameters(), *self.module.buffers()], group)
+
+    def step(self, step: StepInput, update: Update) -> StepLoss:  # noqa: ARG002 - the servers make it
+        """Compute shards until the servers have made the update by this global batch; return its loss."""
+        any_shard = self._any_shard = step.any_shard
+        assert any_shard is not None
+        if self._layout is None:
+            self._layout = self._shards.layout_of_stand_in(replace(step, loss_name=_LOSS_NAME))
+        if self._servers is None:
+            self._servers = self._open(any_shard)
+        while True:
+            if self._work is None:
+                if any_shard.batch:
+                    any_shard.at_rest()
+                self._has_optimizer_state = False
+                weight_at = 1 if self._layout.is_weighted else None
+                self._work = self._servers.work(self._compute, any_shard.stop, any_shard.wants_rest, weight_at)
+            for batch, statistics in self._work:
+                assert batch == any_shard.batch
+                if batch + 1 == any_shard.stop:
+                    self._rest()
+                return self._shards.apply(statistics.to(self._device), self._layout)
+            self._work = None  # some worker asked for a rest
+
+    def _rest(self) -> None:
+        """Stop working after the last update and fetch the servers' parameters."""
+        assert self._work is not None
+        more = next(self._work, None)
+        assert more is None
+        self._work = None
+
+    def _compute(self, batch: int, shard: int) -> Tensor:
+        assert self._any_shard is not None
+        # Whatever the script calls its function: the servers add up the same numbers for all batches.
+        step = replace(self._any_shard.read(batch, shard), loss_name=_LOSS_NAME)
+        _, statistics = self._shards.compute(step, shard)
+        self.forward_buffers.let_stand()
+        return statistics
+
+    def _open(self, any_shard: AnyShard) -> ParameterServerAsync:
+        """The servers of a run, spread over its first workers or nodes. A collective."""
+        plan, spec, rank = self._plan, self._spec, dist.get_rank(self._group)
+        nodes: tuple[tuple[int, ...], ...] = tuple((one,) for one in range(plan.world_size))
+        node_group = None
+        if spec.sync_inside_nodes:
+            nodes = node_of_every_rank(self._group)
+            node_group = open_node_group(nodes, self._group, plan.timeout_s)
+        terms = ServerSettings(spec.staleness, plan.num_servers, plan.timeout_s)
+        course = UpdateSchedule(any_shard.num_shards, any_shard.lr_factor, any_shard.batch)
+        store = dist.distributed_c10d._get_default_store()
+        with any_shard.at_base_rates() as optimizer:
+            return ParameterServerAsync(
+                optimizer, course, terms, store=store, rank=rank, nodes=nodes, node_group=node_group
+            )
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Disconnect from the servers: with the other workers, or without them if an error ends the run."""
+        if self._servers is not None:
+            self._servers.__exit__(None, error, None)
+            self._servers = None
+
+    @property
+    def weights_diverge(self) -> bool:
+        """Whether the servers hold the optimizer state, with gradients in flight; no longer after `sync_buffers`."""
+        return not self._has_optimizer_state
+
+    def sync_buffers(self) -> bool:
+        """While all workers rest: copy the optimizer's state from the servers to every worker."""
+        if self._work is not None:
+            return False
+        if self._servers is not None:
+            self._servers.collect()
+        broadcast(self.module.buffers(), self._group)
+        self._has_optimizer_state = True
+        return True
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Allowed while all workers rest, at the end of an epoch, when they have the servers' parameters."""
+        if self._work is not None:
+            raise JobError(
+                "aggregation.method = 'parameter_server_async' has weights that all workers agree on at the end of an "
+                "epoch only; call run.evaluate, run.consensus and the like there."
+            )
+        broadcast(self.module.buffers(), self._group)
+        yield
+
+
+def describe_asynchrony(spec: AggregationSpec, plan: Plan) -> str:
+    """Notes for the run's log and report."""
+    servers = f"{plan.num_servers} parameter server{'s' if plan.num_servers > 1 else ''}"
+    if spec.staleness == 0:
+        return f"{servers}, staleness 0: workers take shards as they come, the result is that of synchronous training"
+    updates = "update" if spec.staleness == 1 else "updates"
+    return (
+        f"{servers}: every gradient comes from parameters that are {spec.staleness} {updates} late (fewer at first and "
+        "after an epoch or a checkpoint), whatever the number and speed of workers; SGD's momentum is lowered for it"
+    )

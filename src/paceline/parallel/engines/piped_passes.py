@@ -1,0 +1,67 @@
+"""Virtual shards as the micro-batches of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from paceline.parallel.assignment import ShardRange
+from paceline.parallel.batch_norm.norm import standing_in
+from paceline.parallel.engine import StepInput
+from paceline.parallel.losses import ShardLoss
+from paceline.parallel.pipeline import MicroBatch
+from paceline.parallel.shards.passes import Passes
+
+
+def micro_batch_of(
+    passes: Passes,
+    step: StepInput,
+    shards: ShardRange,
+    take_loss: Callable[[ShardLoss], None],
+    *,
+    copies: bool = False,
+) -> MicroBatch:
+    """Some virtual shards as one micro-batch.
+
+    Args:
+        take_loss: called where the last stage is.
+        copies: whether samples have to be copies in any case.
+    """
+
+    @contextmanager
+    def backward() -> Iterator[None]:
+        # Layers may run again, and other shards were here meanwhile.
+        passes.norm.current.shards = shards
+        with passes.norm.backward():
+            yield
+
+    def loss_of(model: nn.Module) -> Tensor:
+        loss = passes.read(step, model, shards, passes.samples(step, shards, copies=copies), are_copies=copies)
+        take_loss(loss)
+        return loss.weighted
+
+    return MicroBatch(
+        loss_of=loss_of,
+        before_forward=lambda: passes.enter(step, shards),
+        within=step.within,
+        backward=backward,
+        scale=step.scale,
+    )
+
+
+def stand_in_batch(passes: Passes, step: StepInput, module: nn.Module) -> MicroBatch:
+    """A micro-batch that counts for nothing, for a worker that has to go through collectives with others."""
+
+    @contextmanager
+    def within() -> Iterator[None]:
+        with step.within(), standing_in(module):
+            yield
+
+    return MicroBatch(
+        loss_of=lambda model: passes.loss_of_nothing(step, model).weighted,
+        within=within,
+        backward=passes.norm.backward,
+        scale=step.scale,
+    )

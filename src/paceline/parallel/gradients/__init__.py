@@ -1,0 +1,1 @@
+"""Gradients of several workers or shards: their sums, in buckets, and their norms."""

@@ -1,0 +1,1 @@
+"""A model spread over a mesh: its layers, its initial weights."""

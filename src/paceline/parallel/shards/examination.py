@@ -1,0 +1,252 @@
+"""Examines virtual shards that are to go through the model together: does each get what it would get alone?
+
+The shards go through the model one by one and then together, without a trace, and without gradients unless the loss
+function computes some itself. Their loss has to be the mean of their own losses (`coupling`), and each has to draw its
+own random numbers (`shard_draws`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import nn
+
+from paceline.parallel.assignment import ShardRange
+from paceline.parallel.batch_norm.norm import standing_in
+from paceline.parallel.engine import StepInput
+from paceline.parallel.loss.coupling import (
+    AUX_LOSS,
+    check_repeatable,
+    describe_coupling,
+    leaving_no_trace,
+    needs_gradients,
+    returns_aux_loss,
+    tolerance,
+)
+from paceline.parallel.loss.loss_functions import DRAWS
+from paceline.parallel.losses import ShardLoss, watching_outputs
+from paceline.parallel.micro_batch import is_out_of_memory
+from paceline.parallel.random_numbers.shard_draws import (
+    Pattern,
+    SeedOfShard,
+    ShardDraws,
+    SharedPass,
+    SingleShardRehearsal,
+)
+
+if TYPE_CHECKING:
+    from paceline.parallel.shards.passes import Passes
+
+Result = TypeVar("Result")
+
+_COARSE = 1e-3
+"""From this tolerance on, a wrong mask may by chance leave the loss as it is: then three rehearsals have to agree."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What an examination has shown."""
+
+    reason: str = ""
+    """Why the shards have to go one by one: a sentence, `DRAWS`, or nothing."""
+    pattern: Pattern = ()
+    """What they draw together, each its own."""
+
+
+def examine(
+    passes: Passes,
+    step: StepInput,
+    module: nn.Module,
+    shards: ShardRange | None,
+    draws: ShardDraws | None,
+    *,
+    most_shards: int = 0,
+) -> Examined:
+    """Examine shards of this worker, which may be none.
+
+    Args:
+        draws: None if shards that draw random numbers have to go one by one in any case.
+        most_shards: if given, this is a collective: every worker makes as many passes as one with so many shards.
+    """
+    return _with_gradients_if_needed(passes, step, lambda: _examine(passes, step, module, shards, draws, most_shards))
+
+
+def _examine(
+    passes: Passes,
+    step: StepInput,
+    module: nn.Module,
+    shards: ShardRange | None,
+    draws: ShardDraws | None,
+    most_shards: int,
+) -> Examined:
+    with step.within():
+        is_coarse = tolerance(passes.model, passes.device, torch.float32) >= _COARSE
+    if shards is not None and len(shards.sizes) > 1:
+        # Shards that differ as much as they can: with as many valid tokens in each by chance, a mean over tokens would
+        # be the mean of theirs.
+        step = replace(step, batch=step.batch.sorted_by_values(shards.start, shards.stop))
+    all_found = []
+    for number in range(3 if is_coarse else 1):
+        if shards is None:
+            for _ in range(2 + most_shards):
+                loss_of_stand_in(passes, step, module)
+            all_found.append(Examined())
+        else:
+            all_found.append(_Examination(passes, step, module, draws, number).run(shards, most_shards))
+        if not most_shards and (all_found[-1].reason or not all_found[-1].pattern):
+            break
+    return next((found for found in all_found if found.reason), all_found[-1])
+
+
+class _Examination:
+    """One comparison of shards that go together and one by one."""
+
+    def __init__(
+        self, passes: Passes, step: StepInput, module: nn.Module, draws: ShardDraws | None, number: int
+    ) -> None:
+        self._passes = passes
+        self._step = step
+        self._module = module
+        self._draws = draws
+        self._seed_of: SeedOfShard = lambda shard: step.shard_seed(shard) + number
+        self._draws_alone = False
+        """Whether it was seen that shards cannot draw together."""
+        self._has_aux_loss = False
+
+    def run(self, shards: ShardRange, most_shards: int) -> Examined:
+        is_collective = most_shards > 0
+        singles = [self._passes.single(self._step, one) for one in range(shards.first_shard, shards.stop_shard)]
+        rehearsals = [self._single_rehearsal(one) for one in singles]
+        losses = [self._loss(one, rehearsal) for one, rehearsal in zip(singles, rehearsals, strict=True)]
+        together = self._shared_rehearsal(shards, rehearsals)
+        loss = self._loss(shards, together or self._single_rehearsal(shards))
+        again = self._loss(singles[0], self._single_rehearsal(singles[0]))
+        for _ in range(most_shards - len(singles)):
+            self._loss(singles[-1], self._single_rehearsal(singles[-1]))
+        pattern: Pattern = ()
+        if together is not None:
+            pattern = together.pattern
+            self._draws_alone |= not together.is_known
+            self._draws_alone |= any(len(one.draws) != len(pattern) for one in rehearsals if one is not None)
+        if pattern and not self._draws_alone:
+            self._draws_alone = self._answers_decide(singles[0], rehearsals[0], is_collective)
+        self._passes.norm.end_pass()
+        if self._draws_alone:
+            return Examined(DRAWS)
+        with self._step.within():
+            most = tolerance(self._passes.model, self._passes.device, loss.mean.dtype)
+        check_repeatable(losses[0], again, most)
+        if len(singles) == 1:
+            return Examined()
+        if self._has_aux_loss:
+            return Examined(AUX_LOSS)
+        coupling = describe_coupling(loss, losses, most)
+        if pattern and (coupling or not _are_finite([loss, *losses])):
+            return Examined(DRAWS)
+        return Examined(coupling, pattern)
+
+    def _single_rehearsal(self, shard: ShardRange, *, inverts_answers: bool = False) -> SingleShardRehearsal | None:
+        if self._draws is None:
+            return None
+        return self._draws.single_rehearsal(shard, self._seed_of, inverts_answers=inverts_answers)
+
+    def _shared_rehearsal(
+        self, shards: ShardRange, singles: Sequence[SingleShardRehearsal | None]
+    ) -> SharedPass | None:
+        if self._draws is None or len(shards.sizes) == 1:
+            return None
+        return self._draws.shared_rehearsal(shards, self._seed_of, [one for one in singles if one is not None])
+
+    def _loss(self, shards: ShardRange, rehearsal: SingleShardRehearsal | SharedPass | None) -> ShardLoss:
+        passes, step = self._passes, self._step
+        with _leaving_no_trace(passes, step):
+            passes.enter(step, shards)
+            before = passes.generator_states(step)
+            with watching_outputs(self._module) as outputs:
+                samples = passes.samples(step, shards, copies=True)
+                loss = passes.read(step, self._module, shards, samples, rehearsal, are_copies=True).detached()
+            self._draws_alone |= before != passes.generator_states(step)
+            self._draws_alone |= passes.buffers.changed_now() is not None or step.companions.have_changed()
+            self._draws_alone |= rehearsal is not None and not rehearsal.is_possible
+            self._has_aux_loss |= returns_aux_loss(outputs)
+        return loss
+
+    def _answers_decide(self, shard: ShardRange, rehearsal: SingleShardRehearsal | None, is_collective: bool) -> bool:
+        """Whether what a shard draws depends on its values: the model asks for a truth value, and with the other answer
+        it draws otherwise."""
+        if rehearsal is None or not rehearsal.depends_on_answers:
+            return False
+        if is_collective:  # with another answer it may call other collectives
+            return True
+        inverted = self._single_rehearsal(shard, inverts_answers=True)
+        assert inverted is not None
+        try:
+            self._loss(shard, inverted)
+        except Exception as problem:
+            if is_out_of_memory(problem):
+                raise
+            return True
+        return inverted.draws != rehearsal.draws
+
+
+def _are_finite(losses: Sequence[ShardLoss]) -> bool:
+    """Whether losses can be compared at all."""
+    return all(math.isfinite(float(one.mean)) and float(one.weight) > 0 for one in losses)
+
+
+def check_repeatable_alone(passes: Passes, step: StepInput, module: nn.Module, shard: ShardRange) -> None:
+    """As `_Examination.run` does, where shards never go together.
+
+    Raises:
+        ModelError: the loss of a shard follows from what earlier calls of the loss function left behind.
+    """
+
+    def examine() -> None:
+        examination = _Examination(passes, step, module, None, 0)
+        first = examination._loss(shard, None)
+        loss_of_stand_in(passes, step, module)  # which leaves behind something else than `first` did
+        again = examination._loss(shard, None)
+        with step.within():
+            check_repeatable(first, again, tolerance(passes.model, passes.device, first.mean.dtype))
+
+    _with_gradients_if_needed(passes, step, examine)
+
+
+def loss_of_stand_in(passes: Passes, step: StepInput, module: nn.Module) -> ShardLoss:
+    """The loss of a sample that counts for nothing, by a pass without a trace."""
+
+    def loss() -> ShardLoss:
+        with _leaving_no_trace(passes, step), standing_in(passes.model), step.companions.standing_in():
+            return passes.loss_of_nothing(step, module).detached()
+
+    return _with_gradients_if_needed(passes, step, loss)
+
+
+def _with_gradients_if_needed(passes: Passes, step: StepInput, compute: Callable[[], Result]) -> Result:
+    """What `compute` returns, which calls the loss function without a trace: again with gradients where it computes
+    some itself. All workers find that in the first of their passes."""
+    known = passes.functions.differentiates
+    try:
+        return compute()
+    except RuntimeError as problem:
+        if step.loss_name in known or not needs_gradients(problem):
+            raise
+    known.add(step.loss_name)
+    return compute()
+
+
+@contextmanager
+def _leaving_no_trace(passes: Passes, step: StepInput) -> Iterator[None]:
+    with (
+        passes.buffers.untouched(),
+        leaving_no_trace(passes.model, passes.device, with_gradients=step.loss_name in passes.functions.differentiates),
+        passes.norm.forgotten_after_error(),
+        passes.norm.backward(),
+        step.companions.backward(),
+    ):
+        yield

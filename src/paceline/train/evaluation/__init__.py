@@ -1,0 +1,1 @@
+"""Metrics over a data set, each sample counted once."""

@@ -1,0 +1,1 @@
+"""Optimizers, several of them as one, and learning rates."""

@@ -1,0 +1,234 @@
+"""Joining the other workers of a run, and leaving them."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+from urllib.parse import unquote, urlsplit
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from paceline import env
+from paceline.comm.store_answers import exchange_answers
+from paceline.errors import LaunchError
+from paceline.heartbeat import RENDEZVOUS, Heartbeat
+from paceline.private_groups import StrangerError, private_group, refuse_connections
+from paceline.spec import Plan
+from paceline.train.process.allocator import give_back_freed_memory, keep_freed_memory
+from paceline.train.process.several_interfaces import check_interfaces
+
+GLOO_THREAD = "pt_gloo_runloop"
+_MOST_ATTEMPTS = 3
+_REST_S = 2.0
+"""The maximum wait for Gloo's threads at the end of a process."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This worker among the others: its facts, its device, and the group of all (None in a world of one)."""
+
+    facts: env.WorkerFacts
+    device: torch.device
+    group: dist.ProcessGroup | None
+    interfaces: tuple[str, ...] = ()
+    """The network interfaces that Gloo uses at the same time between nodes, where it was given several."""
+
+    @property
+    def rank(self) -> int:
+        return self.facts.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.facts.world_size
+
+    @property
+    def notes(self) -> list[str]:
+        """Notes for the run's report."""
+        if not self.interfaces:
+            return []
+        return [f"messages between nodes are cut into parts that go over {' and '.join(self.interfaces)} together"]
+
+
+def join(facts: env.WorkerFacts, plan: Plan) -> World:
+    """Pick this worker's device and join the process group of all workers.
+
+    The group lasts as long as the process: there is one rendezvous, the next run in the process uses the group again,
+    and code of a script after its run works on many workers as on one.
+
+    Raises:
+        LaunchError: more workers than GPUs on this node, or an existing process group that was set up differently.
+    """
+    device = _device(facts, plan)
+    if device.type == "cpu":
+        if plan.mesh is None or plan.mesh.is_plain:
+            keep_freed_memory()
+        else:
+            give_back_freed_memory()
+    interfaces = _several_interfaces(facts, device)
+    if dist.is_initialized():  # a run before this one, or the user's script, was first
+        if (dist.get_rank(), dist.get_world_size()) != (facts.rank, facts.world_size):
+            raise LaunchError(
+                f"A process group with this process as rank {dist.get_rank()} of {dist.get_world_size()} is already "
+                f"there, but the environment says rank {facts.rank} of {facts.world_size}; call paceline.init before "
+                "init_process_group, or start both alike."
+            )
+        return World(facts, device, dist.group.WORLD if facts.world_size > 1 else None, interfaces)
+    if facts.world_size == 1:
+        return World(facts, device, None)
+    timeout = timedelta(seconds=plan.timeout_s)
+    heartbeat = Heartbeat(env.path(env.HEARTBEAT))
+    heartbeat.enter("paceline", RENDEZVOUS)
+    connect = functools.partial(
+        dist.init_process_group,
+        plan.backend,
+        rank=facts.rank,
+        world_size=facts.world_size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    store = _store(facts, timeout, may_close=plan.backend == "gloo")
+    if interfaces:
+        if store is None:
+            store, _, _ = next(rendezvous(facts.init_method, facts.rank, facts.world_size, timeout=timeout))
+        check_interfaces(interfaces, PrefixStore("interfaces", store), facts)
+    if store is None:
+        connect(init_method=facts.init_method)
+    else:
+        _connect_among_us(connect, store, facts)
+    heartbeat.leave("paceline")
+    atexit.register(leave)
+    return World(facts, device, dist.group.WORLD, interfaces)
+
+
+def _several_interfaces(facts: env.WorkerFacts, device: torch.device) -> tuple[str, ...]:
+    """Those that the environment names for Gloo's messages between nodes; none if there are not several."""
+    names = env.gloo_interfaces()
+    return names if len(names) > 1 and facts.local_world_size < facts.world_size and device.type == "cpu" else ()
+
+
+def _connect_among_us(connect: Callable[..., None], store: Store, facts: env.WorkerFacts) -> None:
+    """Make the group of all workers, again on other ports if a process of another user connected meanwhile."""
+    for attempt in range(_MOST_ATTEMPTS):
+        here = PrefixStore(f"attempt{attempt}", store)
+        exchange = functools.partial(exchange_answers, here, rank=facts.rank, world_size=facts.world_size)
+        # Ports open at the same time, and so for milliseconds: a worker may come much later than another.
+        exchange("came", "")
+        problem: StrangerError | None = None
+        try:
+            with private_group():
+                connect(store=here)
+        except StrangerError as stranger:
+            problem = stranger
+        if not any(exchange("connected", str(problem or ""))):
+            return
+        dist.destroy_process_group()
+    raise problem or StrangerError("A process of another user connects to the workers on another node.")
+
+
+def _store(facts: env.WorkerFacts, timeout: timedelta, *, may_close: bool) -> Store | None:
+    """The store of a run that our launcher started; None: torch's own.
+
+    On one node it is a file. On several, its port was bound by the launcher before workers started.
+
+    Torch would have rank 0 bind a port that was merely free a moment ago, and listen on every interface.
+
+    Args:
+        may_close: whether nobody connects any more once every worker has; NCCL's watchdogs do.
+    """
+    if facts.started_by != "paceline":
+        return None
+    address = urlsplit(facts.init_method)
+    if address.scheme == "file":
+        file = FileStore(unquote(address.path), facts.world_size)
+        file.set_timeout(timeout)
+        return file
+    if address.scheme != "tcp":
+        return None
+    assert address.hostname is not None and address.port is not None
+    descriptor = env.number(env.STORE_FD) if facts.rank == 0 else None
+    store = TCPStore(
+        address.hostname,
+        address.port,
+        facts.world_size,
+        is_master=facts.rank == 0,
+        timeout=timeout,
+        master_listen_fd=descriptor,
+    )
+    if descriptor is not None and may_close:
+        refuse_connections(descriptor)  # the store has waited for all workers
+    return store
+
+
+def leave() -> None:
+    """Take the process group down, if it is still there; the end of the process does it too."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        await_rest()
+
+
+def await_rest() -> None:
+    """Wait until no thread of Gloo has work left.
+
+    When a collective is over for everybody else, such a thread still lets go of its tensors, for which it needs
+    Python; if the interpreter is being taken down by then, the whole process aborts (pytorch/pytorch#190489). As long
+    as a run's groups are held somewhere, destroying them ends no thread.
+    """
+    deadline = time.monotonic() + _REST_S
+    num_looks = 0
+    while num_looks < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)  # meanwhile one that waits for Python gets it
+        num_looks = 0 if _gloo_works() else num_looks + 1
+
+
+def _gloo_works() -> bool:
+    """Whether some thread of Gloo's in this process computes or would if it had a core; no where /proc is missing."""
+    for thread in Path("/proc/self/task").glob("*"):
+        try:
+            name, _, figures = (thread / "stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:
+            continue  # it has ended
+        if name == GLOO_THREAD and figures.split()[0] == "R":
+            return True
+    return False
+
+
+def abandon() -> None:
+    """After an error: exit without a shutdown of the group, which could block on peers that wait in a collective."""
+    atexit.unregister(leave)
+
+
+def _device(facts: env.WorkerFacts, plan: Plan) -> torch.device:
+    if plan.device_kind == "cpu":
+        return torch.device("cpu")
+    env.prepare_nccl(launcher_ends_hangs=facts.started_by == "paceline")
+    if not torch.cuda.is_available():
+        raise LaunchError(
+            "The plan asks for GPUs, but torch finds none it can use; install a torch built for CUDA, or set "
+            "PACELINE_DEVICE=cpu."
+        )
+    if facts.local_rank >= torch.cuda.device_count():
+        raise LaunchError(
+            f"Worker {facts.rank} wants GPU {facts.local_rank} of this node, but it has {torch.cuda.device_count()}; "
+            "start as many workers as there are GPUs."
+        )
+    device = torch.device("cuda", facts.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def leave_at_once(exit_code: int) -> NoReturn:
+    """End this process immediately, so that its supervisor sees its end before other workers lose the connection."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)

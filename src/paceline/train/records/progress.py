@@ -1,0 +1,158 @@
+"""How far a run is: on a terminal one line that stays in its place, else a plain line now and then."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from paceline.train.batches.data_progress import DataProgress
+
+_LIVE_S = 0.2
+"""Seconds between two updates of the line on a terminal."""
+_PLAIN_S, _LATER_S = 10.0, 60.0
+"""Seconds between two plain lines: in the first minute, and later."""
+_PLAIN_COLUMNS = 80
+_CLEAR = "\r\x1b[2K"
+
+
+class Progress:
+    """Shows step, epoch, loss, throughput, time left and a GPU's memory. Only that of rank 0 prints."""
+
+    def __init__(self, stream: TextIO | None, *, is_shown: bool = True) -> None:
+        """
+        Args:
+            stream: where to; None: nowhere.
+            is_shown: whether progress is shown there; messages are in any case.
+        """
+        self._stream = stream
+        self.is_shown = is_shown and stream is not None
+        self.rows: dict[str, str] = {}
+        """Further rows of the table at the run's end, by name."""
+        self._is_live = stream is not None and stream.isatty()
+        self._begun: tuple[float, int, int] | None = None
+        """Time, step and samples at the end of the first step that was seen."""
+        self._shown_at = time.perf_counter()
+        self._has_line = False
+        """Whether the line that stays in its place is on the terminal."""
+        self._redirected = contextlib.ExitStack()
+
+    def step(self, progress: DataProgress, loss: Tensor) -> None:
+        """Note a step and its loss, a scalar, which is read only when a line is due: on a GPU that waits."""
+        if not self.is_shown:
+            return
+        now = time.perf_counter()
+        if self._begun is None:
+            self._begun = now, progress.steps, progress.samples_seen
+            self._shown_at = now
+        elif now - self._shown_at >= self._interval_s(now - self._begun[0]):
+            self._shown_at = now
+            self._show(self._line(progress, loss, now))
+
+    def _interval_s(self, elapsed_s: float) -> float:
+        if self._is_live:
+            return _LIVE_S
+        return _PLAIN_S if elapsed_s <= 60 else _LATER_S
+
+    def _line(self, progress: DataProgress, loss: Tensor, now: float) -> str:
+        assert self._begun is not None
+        begun_at, first_step, first_samples = self._begun
+        elapsed_s = now - begun_at
+        last = progress.last_step
+        parts = [
+            f"step {progress.steps}" + ("" if last is None else f"/{last}"),
+            f"epoch {progress.epoch + 1}/{progress.num_epochs}",
+            f"loss {float(loss):.4f}",
+            f"{rate((progress.samples_seen - first_samples) / elapsed_s)} samples/s",
+        ]
+        if last is not None:
+            parts.append(f"{_clock(elapsed_s / (progress.steps - first_step) * (last - progress.steps))} left")
+        if torch.cuda.is_initialized():
+            parts.append(f"GPU {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+        width = shutil.get_terminal_size().columns - 1 if self._is_live else _PLAIN_COLUMNS
+        while len(parts) > 1 and len("  ".join(parts)) > width:
+            parts.pop()
+        return "  ".join(parts)[:width]
+
+    def _show(self, line: str) -> None:
+        assert self._stream is not None
+        if not self._is_live:
+            self._stream.write(line + "\n")
+        else:
+            self._redirect()
+            # The launcher, which shows other workers' lines, erases what stands behind the cursor.
+            self._stream.write(f"{_CLEAR}{line}\r")
+            self._has_line = True
+        self._stream.flush()
+
+    def _redirect(self) -> None:
+        """From now on, whatever this process prints takes the place of the line, which comes back below it."""
+        if isinstance(sys.stdout, _Above) or isinstance(sys.stderr, _Above):
+            return
+        self._redirected.enter_context(contextlib.redirect_stdout(_Above(sys.stdout, self._clear)))
+        self._redirected.enter_context(contextlib.redirect_stderr(_Above(sys.stderr, self._clear)))
+
+    def _clear(self) -> None:
+        if self._stream is not None and self._has_line:
+            self._stream.write(_CLEAR)
+            self._stream.flush()
+            self._has_line = False
+
+    def end(self, rows: Sequence[tuple[str, str]]) -> None:
+        """Print the table of a run that has ended, if this process made steps of it."""
+        if self.is_shown and self._begun is not None:
+            self.say(table(rows))
+
+    def say(self, text: str) -> None:
+        """Print permanent lines."""
+        if self._stream is not None:
+            self._clear()
+            self._stream.write(text + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        self._clear()
+        self._redirected.close()
+
+
+class _Above:
+    """A standard stream whose text takes the place of the progress line."""
+
+    def __init__(self, stream: Any, clear: Callable[[], None]) -> None:
+        self._stream = stream
+        self._clear = clear
+
+    def write(self, text: str) -> Any:
+        self._clear()
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def table(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and texts in two columns, in lines of 80 characters where words allow it."""
+    width = max(len(name) for name, _ in rows) + 2
+    lines = []
+    for name, text in rows:
+        wrapped = textwrap.wrap(text, _PLAIN_COLUMNS - width, break_long_words=False, break_on_hyphens=False)
+        lines += [f"{key:{width}}{line}" for key, line in zip((name, *[""] * len(wrapped)), wrapped, strict=False)]
+    return "\n".join(lines)
+
+
+def rate(per_s: float) -> str:
+    """A number of samples per second."""
+    return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,1 @@
+"""What runs beside the steps: checkpoints and resuming, status among workers, stragglers, the end."""

@@ -1,0 +1,112 @@
+"""What a script changes between steps has to be alike on all workers: weights, learning rates, what losses follow from.
+
+A worker has only its part of a batch, so what a script computes of it is each worker's own. Checksums travel with the
+status of a step, and differences end the run one step later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+from torch import Tensor
+
+from paceline.containers import versions
+from paceline.errors import DivergenceError
+from paceline.train.records.digest import checksums
+from paceline.train.session.state import Trained
+
+_STEPS_TO_COMPARE = 3
+"""In so many steps after the first one, and in so many later ones in which a script changes them, weights are compared,
+which takes a pass over all of them."""
+_TOLERANCES = (1e-5, 1e-9, 1e-9, 1e-7)
+"""The relative differences of checksums that rounding may explain: in their order."""
+_HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "betas")
+_REMEDY = (
+    "A worker has only its part of a batch: return what it gives beside the loss, and take the mean over the global "
+    "batch from run.values, the same on every worker."
+)
+
+
+class ScriptChanges:
+    """What a script does between steps to the weights and the learning rates of one model."""
+
+    def __init__(self, trained: Trained) -> None:
+        self._trained = trained
+        self._steps_left = 2 * _STEPS_TO_COMPARE
+        """In how many more steps weights are compared; alike on all workers."""
+        self._num_steps = 0
+        self._versions: list[int] = []
+        self._is_asked = False
+        """Whether some worker has asked for the comparison of this step."""
+        self.asks_all = False
+        """Whether this worker asks all to compare weights after the next step, since its script has changed some, or
+        has put others there for a while."""
+
+    def end_step(self) -> None:
+        """Whatever changes until `checksums` is the script's doing."""
+        self._num_steps += 1
+        if self._steps_left:
+            self._versions = versions(self._parameters)
+
+    def compare(self) -> None:
+        """Compare weights in this step. To be called on all workers."""
+        self._is_asked = True
+
+    def checksums(self) -> tuple[float, float]:
+        """Of the learning rates, and of the weights, where they are compared in this step; alike on all workers."""
+        engine = self._trained.engine
+        if not engine.reads_assignment or engine.weights_diverge:
+            return 0.0, 0.0
+        weights, is_asked = 0.0, self._is_asked or self._num_steps <= _STEPS_TO_COMPARE
+        self._is_asked = self.asks_all = False
+        if engine.holds_all and self._steps_left:
+            if is_asked:
+                self._steps_left -= 1
+                weights = float(sum(checksums(dict(enumerate(self._parameters)))))
+            else:
+                self.asks_all = versions(self._parameters) != self._versions
+        return sum(map(_rate_of, self._trained.optimizer.param_groups)), weights
+
+    @cached_property
+    def _parameters(self) -> list[Tensor]:
+        return list(self._trained.model.parameters())
+
+
+def check_alike(compared: Sequence[tuple[float, float] | None], names: Iterable[str]) -> None:
+    """
+    Args:
+        compared: the smallest and the largest of the workers' checksums: of tensors that a loss follows from, of
+            numbers that it reads, of learning rates, of weights; None: no worker sent one.
+        names: of what this worker's script has changed that losses follow from.
+
+    Raises:
+        DivergenceError: on all workers, if the script computed other values on some of them.
+    """
+    named = ", ".join(f"'{name}'" for name in names) or "a tensor"
+    sentences = (
+        f"The loss function computes with {named}, which the script changed before the last step, to other values on "
+        f"some workers than on others. {_REMEDY}",
+        f"The loss function reads {named}, which the script changed before the last step, to another number on some "
+        f"workers than on others. {_REMEDY}",
+        f"The learning rates, or other numbers of the optimizer's groups, that the script has set differ between "
+        f"workers. {_REMEDY}",
+        f"After run.step, and what the script did after it, weights differ between workers. {_REMEDY}",
+    )
+    for pair, tolerance, sentence in zip(compared, _TOLERANCES, sentences, strict=True):
+        if pair is not None and not math.isclose(*pair, rel_tol=tolerance):
+            raise DivergenceError(sentence)
+
+
+def _rate_of(group: dict[str, object]) -> float:
+    """A number that moves with the learning rate of a group of parameters, and with what schedules move beside it."""
+    total = 0.0
+    for name in _HYPERPARAMETERS:
+        value = group.get(name)
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, Tensor):
+                one = float(one) if one.numel() == 1 and one.device.type == "cpu" else 0.0  # no waiting
+            if isinstance(one, int | float) and math.isfinite(one):
+                total += abs(one)
+    return total

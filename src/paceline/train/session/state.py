@@ -1,0 +1,314 @@
+"""Model, optimizer and what belongs to them, taken out of a run for a checkpoint and put back.
+
+What all workers have alike is `shared`. What each has for itself is `own`, sorted by what must stay the same when
+other workers resume from it: the sum over all of them, or the mean. Numbers of which neither means anything, such as
+counts, are each worker's where as many resume, else the first one's.
+
+Not by torch.distributed.checkpoint.state_dict: its `get_optimizer_state_dict` makes a step with an optimizer that has
+no state yet, which Adam's bias correction then counts, and its `set_optimizer_state_dict` refuses a parameter that
+never had a gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.checkpoint import Loaded, Stored
+from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
+from paceline.errors import CheckpointError, ModelError, shown
+from paceline.parallel import Engine
+from paceline.parallel.dtensor import shard_like
+from paceline.parallel.engine import AS_RANK
+from paceline.train.optimizers.joint_optimizer import parts_of
+from paceline.train.process.numerics import Precision
+
+_ALONE = "alone"
+"""In a worker's own state: what another number of workers does not use."""
+_NUM_NONFINITE = "nonfinite_in_a_row"
+
+
+@dataclass
+class NonFiniteSteps:
+    """The consecutive steps without an update until now, because of losses or gradients that are not finite."""
+
+    num_in_a_row: int = 0
+    catch_up: Callable[[], None] = lambda: None
+    """Counts a step on which the device alone knows the verdict."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run has learned, and what it learns with."""
+
+    optimizer: Optimizer
+    names: Names
+    engine: Engine
+    precision: Precision
+    fresh_numbers: Mapping[str, float]
+    """What `numbers_of` found before the first step."""
+    nonfinite: NonFiniteSteps = field(default_factory=NonFiniteSteps)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself; on a worker that holds a stage, that stage."""
+        return self.engine.module
+
+    def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """`shared` and `own` of this worker; their tensors are views of the live state."""
+        optimizer = optimizer_state(self.optimizer, self.names, self.model)
+        numbers = numbers_of(self.optimizer)
+        if moved := {name: one for name, one in numbers.items() if one != self.fresh_numbers.get(name)}:
+            optimizer["numbers"] = moved
+        own, scaler = self.engine.own_state(), self.precision.scaler.state_dict()
+        self.nonfinite.catch_up()
+        num_nonfinite = self.nonfinite.num_in_a_row
+        if self.engine.weights_diverge:
+            if AS_RANK not in own:
+                means = own.get("means", {}) | {"optimizer": optimizer["state"]}
+                alone = {"optimizer": optimizer | {"state": {}}, "scaler": scaler, _NUM_NONFINITE: num_nonfinite}
+                own = {**own, "means": means, _ALONE: alone}
+            optimizer = optimizer | {"state": {}}
+        shared = {
+            "model": self.engine.model_state(),
+            "optimizer": optimizer,
+            "engine": self.engine.shared_state(),
+            "scaler": scaler,
+            _NUM_NONFINITE: num_nonfinite,
+            "requires_grad": {name: parameter.requires_grad for name, parameter in self.model.named_parameters()},
+        }
+        return shared, own
+
+    def own_shards(self, shared: dict[str, Any]) -> dict[str, Any]:
+        """This worker's shards of a checkpoint's `shared` that is not read yet.
+
+        What does not fit is left whole or left out: `put` will say so.
+        """
+        parameters = dict(zip(self.names.held(self.optimizer, self.model), _parameters(self.optimizer), strict=True))
+        model, optimizer = shared["model"], shared["optimizer"]
+        mine = {name: _shard_of(model[name], value) for name, value in self.model.state_dict().items() if name in model}
+        state = {
+            name: {key: _shard_of(value, parameters[name]) for key, value in entries.items()}
+            for name, entries in optimizer["state"].items()
+            if name in parameters
+        }
+        return shared | {"model": mine, "optimizer": optimizer | {"state": state}}
+
+    def put(self, shared: dict[str, Any], own: dict[str, Any], *, hyper: bool) -> None:
+        """Go back to what `take` returned; to its learning rates and the like too if `hyper` is set.
+
+        Raises:
+            CheckpointError: it is of another model or optimizer.
+        """
+        try:
+            load_model_state(self.model, shared["model"], holds_all=self.engine.holds_all)
+        except RuntimeError as problem:
+            raise CheckpointError(
+                f"The checkpoint belongs to another model: {' '.join(str(problem).split())}"
+            ) from None
+        alone = {"optimizer": shared["optimizer"], "scaler": shared["scaler"]} | own.get(_ALONE, {})
+        optimizer, means = alone["optimizer"], own.get("means", {})
+        if "optimizer" in means:  # workers' weights differed
+            optimizer = optimizer | {"state": means["optimizer"]}
+        load_optimizer_state(self.optimizer, self.names, self.model, optimizer, hyper=hyper)
+        set_numbers(self.optimizer, {**self.fresh_numbers, **optimizer.get("numbers", {})})  # others had not moved
+        self.engine.load_state(shared["engine"], own)
+        self.precision.scaler.load_state_dict(alone["scaler"])
+
+    def count_on(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Count steps that are not finite from where `take` was called, which going back by `put` does not."""
+        kept = shared | own.get(_ALONE, {})
+        self.nonfinite.num_in_a_row = int(kept.get(_NUM_NONFINITE, 0))  # earlier versions kept none
+
+    def freeze_as(self, shared: Mapping[str, Any]) -> list[str]:
+        """Freeze and unfreeze parameters as they were when `take` was called; returns sentences that say so."""
+        kept, said = shared.get("requires_grad", {}), []
+        for word, is_trained in (("frozen", False), ("trained", True)):
+            others = {
+                name: parameter
+                for name, parameter in self.model.named_parameters()
+                if kept.get(name) is is_trained is not parameter.requires_grad
+            }
+            for parameter in others.values():
+                parameter.requires_grad_(is_trained)
+            if others:
+                more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+                said.append(
+                    f"As when the run was saved, '{next(iter(others))}'{more} is {word}; to choose otherwise, set "
+                    "requires_grad after run.prepare."
+                )
+        return said
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the parameters of an optimizer are called in the whole model."""
+
+    groups: tuple[tuple[str, ...], ...]
+    """The names of the parameters of each group, in the group's order."""
+    first: Mapping[str, str]
+    """The name that counts of a parameter, by each of its names: a tied one has several, and the first counts."""
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, model: nn.Module) -> Self:
+        """Raises `ModelError` where the optimizer holds parameters that are not the model's."""
+        firsts: dict[int, str] = {}
+        named = model.named_parameters(remove_duplicate=False)
+        first = {name: firsts.setdefault(id(parameter), name) for name, parameter in named}
+        held = [[firsts.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+        if any(name is None for names in held for name in names):
+            raise ModelError(
+                "The optimizer holds parameters that are not the model's; build it from model.parameters(), of which "
+                "those of a criterion have to be part before run.prepare."
+            )
+        return cls(tuple(tuple(name for name in names if name is not None) for names in held), first)
+
+    def held(self, optimizer: Optimizer, model: nn.Module) -> list[str]:
+        """The names of the parameters that the optimizer has on this worker, by their numbers in its state."""
+        known = {id(parameter): self.first[name] for name, parameter in model.named_parameters()}
+        return [known[id(parameter)] for parameter in _parameters(optimizer)]
+
+
+def rebind(optimizer: Optimizer, names: Names, model: nn.Module) -> None:
+    """Let the optimizer update what this worker now holds of its parameters, in the same groups.
+
+    Raises:
+        ModelError: it has made steps already, which belong to the parameters as they were.
+    """
+    mine = {names.first[name]: parameter for name, parameter in model.named_parameters()}
+    held = [[mine[name] for name in group if name in mine] for group in names.groups]
+    before = [id(parameter) for parameter in _parameters(optimizer)]
+    if before == [id(parameter) for group in held for parameter in group]:
+        return
+    if optimizer.state:
+        raise ModelError("The optimizer has been used before run.prepare; give it a new one, or the strategy dp.")
+    for group, parameters in zip(optimizer.param_groups, held, strict=True):
+        group["params"] = parameters
+
+
+def optimizer_state(optimizer: Optimizer, names: Names, model: nn.Module) -> dict[str, Any]:
+    """Its state and its groups, with the names of parameters in place of their numbers."""
+    held = names.held(optimizer, model)
+    plain = optimizer.state_dict()
+    groups = [group | {"params": list(own)} for group, own in zip(plain["param_groups"], names.groups, strict=True)]
+    return {"state": {held[number]: state for number, state in plain["state"].items()}, "groups": groups}
+
+
+def numbers_of(optimizer: Optimizer) -> dict[str, float]:
+    """The numbers that an optimizer, and one that it wraps, keep in attributes, which no `state_dict` has: a count of
+    steps for instance."""
+    return {
+        f"{number}/{name}": float(value) if isinstance(value, Tensor) else value
+        for number, holder in enumerate(_holders_of_numbers(optimizer))
+        for name, value in holder.items()
+        if type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)
+    }
+
+
+def set_numbers(optimizer: Optimizer, numbers: Mapping[str, float]) -> None:
+    """Give attributes the values that `numbers_of` found."""
+    for number, holder in enumerate(_holders_of_numbers(optimizer)):
+        for name, value in holder.items():
+            if (kept := numbers.get(f"{number}/{name}")) is not None:
+                if isinstance(value, Tensor):
+                    value.detach().fill_(kept)
+                else:
+                    holder[name] = kept
+
+
+def _holders_of_numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
+    parts = parts_of(optimizer)
+    wrapped = [one for part in parts for one in vars(part).values() if isinstance(one, Optimizer)]
+    return [vars(one) for one in (*parts, *wrapped)]
+
+
+_OF_THIS_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
+"""What of an optimizer's groups says how this run computes, not what it learns: another device has other kernels."""
+
+
+def load_optimizer_state(
+    optimizer: Optimizer, names: Names, model: nn.Module, state: Mapping[str, Any], *, hyper: bool
+) -> None:
+    """Put it back, of what this worker holds; learning rates and the like too if `hyper` is set.
+
+    Raises:
+        CheckpointError: it belongs to other parameters.
+    """
+    if [tuple(group["params"]) for group in state["groups"]] != list(names.groups):
+        raise CheckpointError(
+            "The checkpoint's optimizer has different parameters or parameter groups from this run's; resume with the "
+            "same model and optimizer, or begin in another folder."
+        )
+    numbers = {name: number for number, name in enumerate(names.held(optimizer, model))}
+    fresh = optimizer.state_dict()
+    parameters = _parameters(optimizer)
+    groups = []
+    for own, kept in zip(fresh["param_groups"], state["groups"], strict=True):
+        _check_alike(own, kept)
+        groups.append((own | kept if hyper else own) | {key: own[key] for key in _OF_THIS_RUN if key in own})
+    by_number = {
+        numbers[name]: {key: _state_like(parameters[numbers[name]], value) for key, value in entries.items()}
+        for name, entries in state["state"].items()
+        if name in numbers
+    }
+    optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+
+
+def _check_alike(own: Mapping[str, Any], kept: Mapping[str, Any]) -> None:
+    """Check the settings of an optimizer's group, such as its learning rate. Raises `CheckpointError`."""
+    for key in own.keys() & kept.keys() - {"params"}:
+        mine, theirs = own[key], kept[key]
+        alike = (_is_number(mine) and _is_number(theirs)) or isinstance(theirs, type(mine)) or None in (mine, theirs)
+        if not alike or (isinstance(theirs, float) and not math.isfinite(theirs)):
+            raise CheckpointError(f"The checkpoint's optimizer has {key} = {shown(theirs)}, which it cannot have.")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Any], *, holds_all: bool) -> None:
+    """Give the model what it holds of a whole one's state. Raises RuntimeError for another model's."""
+    if holds_all:
+        model.load_state_dict(state)
+        return
+    mine = model.state_dict()
+    missing = [name for name in mine if name not in state]
+    if missing:
+        raise RuntimeError(f"it lacks '{missing[0]}'")
+    for name, value in mine.items():
+        kept = state[name]
+        if isinstance(kept, Loaded):
+            local_shard(value).copy_(kept.values)
+        elif isinstance(value, Tensor):
+            if value.shape != kept.shape:
+                raise RuntimeError(f"'{name}' has the shape {tuple(kept.shape)}, not {tuple(value.shape)}")
+            local_shard(value).copy_(local_shard(shard_like(kept, value)))
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _shard_of(stored: Any, like: Any) -> Any:
+    """The shard that this worker needs of a stored tensor: where it holds a shard of `like`, the same of it."""
+    is_spread = isinstance(stored, Stored) and is_dtensor(like) and stored.shape == tuple(like.shape)
+    return stored.slice_at(*shard_slice(like)) if is_spread else stored
+
+
+def _state_like(parameter: Tensor, value: Any) -> Any:
+    """This worker's shard of a tensor of the parameter's shape, in the memory layout an optimizer would have made."""
+    if isinstance(value, Loaded):
+        found = torch.empty_like(parameter, dtype=value.values.dtype)
+        local_shard(found).copy_(value.values)
+        return found
+    if isinstance(value, Tensor) and value.shape == parameter.shape:
+        shard = shard_like(value.to(parameter.device), parameter)
+        return torch.empty_like(parameter, dtype=value.dtype).copy_(shard)
+    return value

@@ -1,0 +1,1 @@
+"""A step: a model made ready, one batch, its gradients, the checks, the update."""

@@ -1,0 +1,379 @@
+"""One training step of one model, from a batch to an update."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.containers import tensors
+from paceline.data import Loading, SampleRequest
+from paceline.errors import JobError, ModelError
+from paceline.own_generators import NO_GENERATORS, OwnGenerators, is_same_code
+from paceline.parallel import Assignment, Companions, StepInput
+from paceline.parallel.assignment import shard_sizes
+from paceline.parallel.engine import AnyShard
+from paceline.parallel.gradients.gradient_norms import norm_of_norms
+from paceline.parallel.kept.counters import Counters
+from paceline.parallel.kept.foreign_parameters import ForeignParameters
+from paceline.parallel.kept.kept_tensors import KeptTensors
+from paceline.parallel.kept.read_numbers import ReadNumbers
+from paceline.parallel.losses import StepLoss
+from paceline.parallel.micro_batch import is_out_of_memory
+from paceline.parallel.random_numbers.generators import generator_states
+from paceline.samples import Readings, Samples
+from paceline.spec import Mesh
+from paceline.train.batches.data_progress import Batch
+from paceline.train.batches.reading import DatasetReader
+from paceline.train.optimizers.closures import closure_after, takes_closure
+from paceline.train.optimizers.joint_optimizer import parts_of
+from paceline.train.optimizers.optim import clip
+from paceline.train.optimizers.schedule import lr_factor
+from paceline.train.process.numerics import LossFn, loss_name
+from paceline.train.process.seeding import seed_update, shard_seed
+from paceline.train.process.torch_settings import explaining_refusals
+from paceline.train.session.script_changes import ScriptChanges
+from paceline.train.session.session import Session
+from paceline.train.steps.device_skip import left_out_where, skips_on_device, spoil_gradients_where, tell_scaler
+from paceline.train.steps.given_batch import GivenBatch
+from paceline.train.steps.nonfinite import NonFiniteGuard
+from paceline.train.steps.preparation import Prepared
+from paceline.train.steps.trace import ParityTracer
+
+
+@dataclass
+class Pending:
+    """A batch that was read and is to be trained on."""
+
+    batch: Batch
+    content: Any
+    """This worker's samples of it."""
+    loading: Loading
+    index: int
+    """The number of batches trained on before it, over the whole run."""
+    samples_seen: int
+    """The samples of all workers in these."""
+    num_steps: int = 0
+    """The steps made on it so far."""
+    given: GivenBatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.given = GivenBatch(self.content)
+
+
+class ModelStepper:
+    """Makes the steps of one prepared model."""
+
+    def __init__(
+        self, prepared: Prepared, session: Session, mesh: Mesh, reader: DatasetReader, tracer: ParityTracer
+    ) -> None:
+        self.session = session
+        self.trained = prepared.trained
+        self._state = session.state
+        self._device = session.world.device
+        self._rates = prepared.rates
+        self._schedulers = prepared.schedulers
+        # Workers that compute other layers of a model have the same samples: one of them counts them.
+        self._counts_samples = mesh.leads_assignment(session.world.rank)
+        self._is_piped = mesh.pp > 1
+        self._reader = reader
+        self._tracer = tracer
+        self.guard = NonFiniteGuard(session, self.trained)
+        self.changes = ScriptChanges(self.trained)
+        self._takes_closure = takes_closure(self.trained.optimizer, self.trained.engine, session.state.job)
+        self._readings: Readings = {}
+        self._generators_of_model = OwnGenerators(self.trained.model)
+        self._generators_of_optimizer = OwnGenerators(*parts_of(self.trained.optimizer))
+        self._loss_fn: object = None
+        """The last loss function."""
+        self._generators = NO_GENERATORS
+        """Those that it and the model have of their own."""
+        self._counters_of_loss = Counters({})
+        self._numbers_of_loss = ReadNumbers(None)
+        self._tensors_of_model = KeptTensors.of_model(self.trained.model)
+        self._tensors_of_loss = KeptTensors.of_function(None, ())
+        self._foreign = ForeignParameters(None, ())
+
+    def step(
+        self, pending: Pending, content: Any, loss_fn: LossFn, companions: Companions, optimizer: Optimizer
+    ) -> StepLoss:
+        """Train on a batch; returns its loss.
+
+        Args:
+            content: `pending.content` as the script passed it to `step`.
+            companions: the other models that the loss function may call.
+            optimizer: that makes the update: the model's, or one of several.
+        """
+        trained, batch = self.trained, pending.batch
+        engine = trained.engine
+        if engine.changes_state:
+            self.session.is_consistent = False
+        engine.forward_buffers.begin_step()
+        self._take(loss_fn)
+        if engine.reads_assignment:
+            num_samples = sum(batch.assignment.sizes) or 1  # a stand-in
+            step_input = self._input(pending, pending.index, batch.assignment, num_samples, content, loss_fn)
+            if trained is self._state.models.first and not pending.num_steps:
+                take_norms = self._state.noise.for_step(pending.index, batch.assignment)
+                step_input = replace(step_input, take_norms=take_norms)
+        else:
+            # A stand-in that shows what the loss function returns; workers read the shards they compute.
+            step_input = self._input(pending, pending.index, batch.assignment, 1, pending.content, loss_fn)
+            step_input = replace(step_input, any_shard=self._any_shard(pending, content, loss_fn))
+        step_input = replace(step_input, companions=companions)
+        self._rates.set(pending.samples_seen, batch.samples_per_epoch)
+        trained.optimizer.zero_grad(set_to_none=True)
+
+        try:
+            with companions.unchanged(), self._generators.kept(), explaining_refusals():
+                result = engine.step(
+                    step_input, functools.partial(self._update, pending, content, step_input, optimizer)
+                )
+        except BaseException as problem:
+            self._restore_buffers()
+            if not is_out_of_memory(problem):
+                raise
+            raise ModelError(self._out_of_memory(pending, problem)) from problem
+
+        for note in result.notes:
+            self.session.note(note)
+        for note in result.own_notes:
+            self.session.note_of_worker(note)
+        self._tracer.after_update(trained.model, engine.whole, result.notes)
+        engine.forward_buffers.counters.end_step()
+        self._counters_of_loss.end_step()
+        self._tensors_of_loss.end_step()
+        self._foreign.end_step()
+        self._numbers_of_loss.end_step()
+        self.changes.end_step()
+        # Not where workers have other weights or losses than each other, or only some stages compute the loss.
+        if engine.reads_assignment and not engine.weights_diverge and not self._is_piped:
+            self.session.changed_by_script |= self._tensors_of_loss.leading
+            self.session.numbers_by_script |= self._numbers_of_loss.changed
+        if moving := engine.forward_buffers.newly_moving():
+            self.session.note(f"Forward passes change buffers ({_some(moving)}): {engine.buffers_rule}.")
+        if engine.counters_rule and (counting := engine.forward_buffers.newly_counting()):
+            self.session.note(
+                f"Forward passes change numbers in attributes ({_some(counting)}): {engine.counters_rule}."
+            )
+        return result
+
+    def _restore_buffers(self) -> None:
+        """After an error: the run is whole if it came before the update."""
+        self._counters_of_loss.restore()
+        try:
+            self.trained.engine.forward_buffers.start_over()
+        except RuntimeError:  # the device is of no more use
+            self.session.is_consistent = False
+
+    def _out_of_memory(self, pending: Pending, problem: BaseException) -> str:
+        job, found = self._state.job, self.trained.engine.micro_batch
+        smaller = f"set micro_batch_size = 'auto' or to {job.shard_size}, or raise virtual_shards"
+        if found is None or found.is_automatic or found.size == job.shard_size:
+            smaller = f"raise virtual_shards: one shard of {job.shard_size} samples goes through the model at a time"
+        words = str(problem).split(". ")[0].strip() or type(problem).__name__
+        return f"Memory ran out in step {pending.index + 1} ({words}); {smaller}."
+
+    def _take(self, loss_fn: LossFn) -> None:
+        """Begin a step with this loss function."""
+        if not is_same_code(self._loss_fn, loss_fn):
+            self._loss_fn = loss_fn
+            self._generators = self._generators_of_model + OwnGenerators(loss_fn)
+            self._counters_of_loss = Counters.of_function(loss_fn)
+            self._numbers_of_loss = ReadNumbers(loss_fn)
+            models = [one.model for one in self._state.models.companions.values()]
+            self._tensors_of_loss = KeptTensors.of_function(loss_fn, models)
+            self._foreign = ForeignParameters(loss_fn, models)
+            functions, name = self.trained.engine.functions, loss_name(loss_fn)
+            functions.counters[name] = self._counters_of_loss
+            self._counters_of_loss.load_state(functions.saved_counts.pop(name, {}))
+        self._counters_of_loss.begin_step()
+        self._tensors_of_loss.begin_step()
+        self._foreign.begin_step()
+        self._numbers_of_loss.begin_step()
+
+    def _input(
+        self, pending: Pending, index: int, assignment: Assignment, num_samples: int, content: Any, loss_fn: LossFn
+    ) -> StepInput:
+        """The step input for an assignment of the global batch with this number, counted over the whole run."""
+        precision, seed, nth = self.trained.precision, self._state.job.seed, pending.num_steps
+        loss_of = self._tensors_of_loss.around(self._tensors_of_model.around(precision.of(loss_fn)))
+        return StepInput(
+            assignment=assignment,
+            batch=Samples.of(content, num_samples, self._readings),
+            loss_of=self._counters_of_loss.around(loss_of),
+            shard_seed=lambda shard: shard_seed(seed, index, shard, nth),
+            scale=precision.scaler.scale,
+            within=precision.autocast,
+            loss_name=loss_name(loss_fn),
+            generators=self._generators,
+        )
+
+    def _update(
+        self, pending: Pending, content: Any, step_input: StepInput, optimizer: Optimizer, loss: Tensor
+    ) -> None:
+        """Make an update by the gradients that are in `.grad`, unless they are not finite."""
+        trained, optim = self.trained, self._state.job.optim
+        engine, scaler = trained.engine, trained.precision.scaler
+        if optimizer is not trained.optimizer:
+            self._forget_others(optimizer)
+        # A worker that is alone between two synchronisations may have no sample, hence no gradient and no update. One
+        # that holds only a stage of the model may have no parameter, and continues with the others.
+        has_gradient = not engine.holds_all or any(p.grad is not None for p in trained.model.parameters())
+        norms = functools.cache(engine.gradient_norms)  # computed at most once per step
+        is_made, left_out = self._judge(pending, optimizer, loss, norms, has_gradient)
+        if is_made and optim.clips:
+            whole = norm_of_norms(norms()) / scaler.scale(torch.ones((), device=self._device))
+            scaler.unscale_(optimizer)
+            clip(optim, trained.model.parameters(), lambda: whole)
+            if not engine.holds_all and not self.guard.needs_norm:
+                self.session.check_peers()  # the norm was a sum of all workers' too
+        self.session.is_consistent = False
+        idle = not pending.batch.assignment.sizes or not self._counts_samples
+        self._tracer.before_update(pending.index, trained.model, engine.whole, loss, content, idle=idle)
+        if not is_made:
+            if scaler.is_enabled() and has_gradient and self._state.job.nonfinite == "skip":
+                # As where the device leaves the update out: the scale goes down.
+                spoil_gradients_where(optimizer, torch.ones_like(loss))
+                scaler.unscale_(optimizer)
+                scaler.update()
+            if engine.weights_diverge:  # other workers make theirs, at the same learning rate
+                self._move_schedulers(optimizer)
+            return
+        with left_out:
+            self._make_update(pending, step_input, optimizer, loss)
+
+    def _judge(
+        self,
+        pending: Pending,
+        optimizer: Optimizer,
+        loss: Tensor,
+        norms: Callable[[], list[Tensor]],
+        has_gradient: bool,
+    ) -> tuple[bool, AbstractContextManager[None]]:
+        """Whether the update is made, and a context for it in which the device may still leave it out."""
+        batch, left_out = pending.batch, nullcontext()
+        self.guard.catch_up()
+        if not has_gradient:
+            self.session.check_peers()
+            return False, left_out
+        if not self._knows_late(optimizer):
+            return self.guard.allows_update(pending.index, loss, norms, batch.samples), left_out
+        is_bad = self.guard.judge_on_device(pending.index, loss, batch.samples)
+        if not self.trained.precision.scaler.is_enabled():
+            return True, left_out_where(optimizer, is_bad)
+        spoil_gradients_where(optimizer, is_bad)
+        return True, left_out
+
+    def _make_update(self, pending: Pending, step_input: StepInput, optimizer: Optimizer, loss: Tensor) -> None:
+        """Have the optimizer, and the schedulers after it, make their step."""
+        trained = self.trained
+        engine, scaler = trained.engine, trained.precision.scaler
+        if self._is_piped and any(one._optimizer_step_pre_hooks for one in parts_of(optimizer)):
+            raise ModelError(
+                "A hook of the optimizer (register_step_pre_hook) would see the gradients of one stage of the pipeline "
+                "only; clip them by the job's optim.clip_norm, or choose another strategy."
+            )
+        may_draw = any(type(one).__module__.partition(".")[0] != "torch" for one in parts_of(optimizer))
+        own = self._generators_of_optimizer if may_draw else NO_GENERATORS
+        if may_draw:
+            seed_update(self._state.job.seed, pending.index, self._device, pending.num_steps, own)
+        before = None if engine.holds_all or not may_draw else (generator_states(self._device), own.states())
+        if self._takes_closure:
+            again = functools.partial(self._gradients_again, step_input)
+            closure = closure_after(loss, trained.model.parameters(), again)
+            optimizer.step(closure)  # type: ignore[arg-type]
+        else:
+            if scaler.is_enabled():
+                tell_scaler(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        if before is not None and before != (generator_states(self._device), own.states()):
+            raise ModelError(
+                f"{type(optimizer).__name__} draws random numbers for the update, which are others for parts of the "
+                "parameters than for all of them; choose the strategy dp."
+            )
+        self._move_schedulers(optimizer)
+
+    def _move_schedulers(self, optimizer: Optimizer) -> None:
+        for scheduler in self._schedulers:
+            if scheduler.optimizer is optimizer or optimizer is self.trained.optimizer:
+                scheduler.step()
+
+    def _knows_late(self, optimizer: Optimizer) -> bool:
+        """Whether the device alone decides on this update; the host learns it a step later. Schedulers of the script
+        move only after an update that was made."""
+        is_possible = self._device.type == "cuda" and self.guard.may_be_late and not self._takes_closure
+        return is_possible and not self._schedulers and skips_on_device(optimizer)
+
+    def _forget_others(self, optimizer: Optimizer) -> None:
+        """Leave gradients only where `optimizer`, one of several, updates."""
+        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for parameter in self.trained.model.parameters():
+            if id(parameter) not in mine:
+                parameter.grad = None
+
+    def _gradients_again(self, step_input: StepInput) -> Tensor:
+        """Compute the step's gradient at the weights as they are now; returns its loss."""
+        trained = self.trained
+        trained.optimizer.zero_grad(set_to_none=True)
+        loss = trained.engine.gradients(replace(step_input, take_norms=None)).loss
+        clip(self._state.job.optim, trained.model.parameters(), trained.engine.gradient_norm)
+        return loss
+
+    def _any_shard(self, pending: Pending, content: Any, loss_fn: LossFn) -> AnyShard:
+        """The input for asynchronous servers, whose workers read the shards they compute."""
+        job, progress, batch = self._state.job, self._state.progress, pending.batch
+        if batch.index != progress.steps:
+            raise JobError(
+                f"This run has made {progress.steps} updates, but {batch.index} global batches of "
+                f"{job.global_batch_size} come before this one, and asynchronous servers count batches by updates; "
+                "train on every batch of every epoch once, with one global_batch_size, or begin in another folder."
+            )
+        before, now = ([id(tensor) for tensor in tensors(one)] for one in (pending.content, content))
+        if now != before:
+            raise ModelError(
+                "With aggregation.method = 'parameter_server_async' workers read the shards they compute themselves, "
+                "so what the script changed in a batch before run.step would be lost; do it in the loss function."
+            )
+
+        def sizes(index: int) -> tuple[int, ...]:
+            return shard_sizes(len(progress.samples(index)), job.virtual_shards)
+
+        def read(index: int, shard: int) -> StepInput:
+            assignment = Assignment(sizes(index), ((shard, shard + 1),), rank=0)
+            samples = progress.samples(index)[slice(*assignment.span)]
+            epoch, number = progress.place(index)
+            (shard_content,) = self._reader.read_shards(
+                pending.loading, epoch, [SampleRequest((samples,), number, shard)]
+            )
+            # Servers know of no loss scale.
+            step_input = self._input(pending, index, assignment, len(samples), shard_content, loss_fn)
+            return replace(step_input, scale=lambda loss: loss)
+
+        def factor(index: int) -> float:
+            epoch, number = progress.place(index)
+            seen = epoch * batch.samples_per_epoch + min(number * job.global_batch_size, batch.samples_per_epoch)
+            return lr_factor(job, seen, batch.samples_per_epoch)
+
+        return AnyShard(
+            batch=batch.index,
+            num_shards=lambda index: len(sizes(index)),
+            lr_factor=factor,
+            read=read,
+            at_base_rates=self._rates.at_base,
+            stop=int(min(progress.steps + batch.num_left, self.session.next_save())),
+            wants_rest=self.session.wants_rest,
+            at_rest=self.session.at_rest,
+        )
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of these names, and how many more there are."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,172 @@
+"""The verdict on a step: whether its loss and gradients are finite, before they reach the weights.
+
+The host knows it before the update, for which it waits for the device; or the device alone knows it then, and the host
+reads it when the next step's gradients are under way. Late is a verdict only while all is well: after a step without an
+update every verdict is known at once until one is good again, so that a run ends in the same step either way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.dtensor_type import local_shard
+from paceline.errors import ModelError
+from paceline.object_collectives import all_gather_objects
+from paceline.parallel.gradients.gradient_norms import norm_of_each
+from paceline.train.session.session import Session
+from paceline.train.session.state import Trained
+
+MOST_IN_A_ROW = 10
+"""The run ends after this many consecutive steps without an update."""
+
+_SHOWN_SAMPLES = 8
+
+
+@dataclass(frozen=True)
+class _OnItsWay:
+    """What the host is to learn of a step whose update the device has made or left out."""
+
+    step: int
+    samples: NDArray[Any]
+    names: list[str]
+    """The parameters that have a gradient."""
+    found: Tensor
+    """The loss and the norms of these gradients, in host memory once they have arrived."""
+    num_judged: int
+    """How many of these numbers have to be finite: under a loss scale the loss alone, for the scaler sees the rest."""
+    arrived: torch.cuda.Event
+
+
+class NonFiniteGuard:
+    """Looks at the loss and gradients of every step before they become an update."""
+
+    def __init__(self, session: Session, trained: Trained) -> None:
+        self._session = session
+        self._trained = trained
+        self._reaction = session.state.job.nonfinite
+        self._nonfinite = trained.nonfinite
+        self._nonfinite.catch_up = self.catch_up
+        self._late: _OnItsWay | None = None
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether the next verdict may be known to the device alone.
+
+        Not where a step that is left out changes more than is said about it, nor where workers hold shards of a
+        gradient, or the host waits anyway until no worker is lost.
+        """
+        return (
+            self._reaction == "skip"
+            and not self._nonfinite.num_in_a_row
+            and self._trained.engine.holds_all
+            and self._session.peers is None
+        )
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether `allows_update` asks for the norm of the whole model's gradient."""
+        looks = self._reaction != "ignore" and not self._trained.precision.scaler.is_enabled()
+        return looks and not self._trained.engine.holds_all
+
+    def allows_update(self, step: int, loss: Tensor, norms: Callable[[], list[Tensor]], samples: NDArray[Any]) -> bool:
+        """Whether to make an update; the same answer on all workers that aggregate every step.
+
+        Args:
+            step: the number of global batches trained on before.
+            norms: returns norms of parts of the whole model's gradient; a collective if workers hold shards.
+            samples: the numbers of the samples in the step's batch.
+
+        Raises:
+            ModelError: the run is to end because of this step.
+            PeerLost: a worker is gone, so that the gradients may mean nothing.
+        """
+        is_ignored = self._reaction == "ignore"
+        # The scaler skips a step that overflows under its loss scale, and scales less.
+        loss_alone = self._trained.precision.scaler.is_enabled()
+        is_good = is_ignored or is_finite(torch.stack([loss] if loss_alone else [loss, *norms()]))
+        self._session.check_peers(has_waited=not is_ignored)
+        if is_good:
+            self._nonfinite.num_in_a_row = 0
+            return True
+        num_in_a_row = self._nonfinite.num_in_a_row + 1
+        wrong = _describe(step, loss, self._culprits(), samples)
+        if self._reaction == "stop":
+            raise ModelError(f"{wrong}. The run ends, as nonfinite = 'stop' says; lower optim.lr or look at the data.")
+        if num_in_a_row >= MOST_IN_A_ROW:
+            raise ModelError(f"{wrong}. That is the {MOST_IN_A_ROW}th in a row; lower optim.lr or look at the data.")
+        if self._reaction == "skip":
+            self._session.say(f"{wrong}. The step is skipped.")
+        elif (checkpoint := self._session.roll_back()) is not None:
+            self._session.say(f"{wrong}. Weights and optimizer are again those of {checkpoint}; the data goes on.")
+        else:
+            raise ModelError(f"{wrong}. There is no checkpoint yet to go back to; lower optim.lr or look at the data.")
+        self._nonfinite.num_in_a_row = num_in_a_row  # a step that ends the run is not made, and repeated by a resume
+        return False
+
+    def judge_on_device(self, step: int, loss: Tensor, samples: NDArray[Any]) -> Tensor:
+        """1 where the update is to be left out, else 0: a float32 scalar on the device. The host learns it in
+        `catch_up`, where `may_be_late`."""
+        gradients = {name: p.grad for name, p in self._trained.model.named_parameters() if p.grad is not None}
+        found = torch.stack([loss, *norm_of_each(list(gradients.values()))])
+        in_host_memory = found.to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        num_judged = 1 if self._trained.precision.scaler.is_enabled() else len(found)
+        self._late = _OnItsWay(step, samples, list(gradients), in_host_memory, num_judged, arrived)
+        # As `is_finite`: a loss or a norm that is not finite makes the sum so, and infinity times 0 is NaN.
+        whole: Tensor = torch.linalg.vector_norm(found[1:num_judged])
+        return ((found[0] + whole) * 0 != 0).float()
+
+    def catch_up(self) -> None:
+        """Learn the verdict on the last step if it is not known yet, and say so if it had no update."""
+        late, self._late = self._late, None
+        if late is None:
+            return
+        late.arrived.synchronize()  # of a step whose work is followed by that of the next
+        if not is_finite(late.found[: late.num_judged]):
+            self._nonfinite.num_in_a_row += 1
+            loss, *norms = late.found
+            culprits = [name for name, norm in zip(late.names, norms, strict=True) if not norm.isfinite()]
+            self._session.say(f"{_describe(late.step, loss, culprits, late.samples)}. The step is skipped.")
+
+    def _culprits(self) -> list[str]:
+        """The parameters whose gradients are not finite. A collective where the model is spread."""
+        own = [
+            name
+            for name, parameter in self._trained.model.named_parameters()
+            if parameter.grad is not None and not bool(torch.isfinite(local_shard(parameter.grad)).all())
+        ]
+        if self._trained.engine.holds_all:
+            return own
+        found = {name for names in all_gather_objects(own, self._session.world.group) for name in names}
+        return [name for name in self._trained.names.first if name in found]  # in the model's order
+
+
+def is_finite(found: Tensor) -> bool:
+    """Whether a loss and norms are, which one pass over the gradients gave; waits for the device that they are on.
+
+    Gradients whose squared norm overflows float32, or their own dtype if that is wider, count as infinite: so it is
+    where the norm of all of them is computed on the device.
+    """
+    loss, *norms = found.tolist()
+    return math.isfinite(loss) and math.hypot(*norms) <= math.sqrt(torch.finfo(found.dtype).max)
+
+
+def _describe(step: int, loss: Tensor, culprits: Sequence[str], samples: NDArray[Any]) -> str:
+    """What is not finite in step `step`, and the numbers of the samples in its batch."""
+    what = [] if bool(torch.isfinite(loss)) else [f"the loss is {float(loss)}"]
+    if not what and not culprits:
+        what.append("the norm of the gradient is not finite")
+    if culprits:
+        more = f" and {len(culprits) - 1} more" if len(culprits) > 1 else ""
+        what.append(f"the gradient of '{culprits[0]}'{more} is not finite")
+    shown = ", ".join(map(str, samples[:_SHOWN_SAMPLES].tolist()))
+    rest = f" and {len(samples) - _SHOWN_SAMPLES:,} more" if len(samples) > _SHOWN_SAMPLES else ""
+    return f"Step {step + 1}: {' and '.join(what)}; its batch is samples {shown}{rest}"

@@ -1,0 +1,177 @@
+"""A script's model and optimizer made ready to train together with their copies on the other workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from paceline.containers import to_device
+from paceline.errors import JobError, ModelError
+from paceline.parallel import Companion, parallelize
+from paceline.parallel.batch_norm.norm import ShardBatchNorm, replace_batch_norm
+from paceline.parallel.engine import broadcast
+from paceline.parallel.sharding.initial_weights import is_on_meta
+from paceline.spec import Job, Mesh, Plan
+from paceline.train.optimizers.joint_optimizer import JointOptimizer, parts_of
+from paceline.train.optimizers.optim import check_updates_by_element, choose_kernels
+from paceline.train.optimizers.schedule import LearningRates, counts_epochs
+from paceline.train.process.compilation import check_can_be_compiled, draws_as_uncompiled, without_compiler
+from paceline.train.process.numerics import Precision
+from paceline.train.process.process_group import World
+from paceline.train.session.state import Names, Trained, numbers_of, rebind
+from paceline.train.steps.optimizer_trial import Shape, check_updates_of_parts
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model that is ready to train, and what was found out about it."""
+
+    trained: Trained
+    rates: LearningRates
+    schedulers: tuple[Any, ...]
+    """Learning-rate schedulers, moved after each update."""
+    background: ExitStack
+    """What runs in the background; left with the error that ends the run, if one does."""
+
+
+def prepare_model(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    scheduler: Any,
+    job: Job,
+    plan: Plan,
+    world: World,
+    precision: Precision,
+    *,
+    find_unused_parameters: bool,
+    example: Any,
+) -> Prepared:
+    """Place `model` on this worker's device and tie it to its copies; a collective. The arguments are `Run.prepare`'s.
+
+    Raises:
+        JobError: a strategy that this job cannot be trained with.
+        ModelError: an optimizer that is not this model's.
+    """
+    optimizer = optimizer if isinstance(optimizer, Optimizer) else JointOptimizer(optimizer)
+    schedulers = _checked_schedulers(scheduler, optimizer, job)
+    mesh = plan.mesh or Mesh()
+    is_plain = mesh.is_plain
+    model, compile_again = without_compiler(model, job)
+    if compile_again is not None:
+        check_can_be_compiled(job, plan)
+    rates = LearningRates(job, optimizer)
+    names = Names.of(optimizer, model)
+    if not is_on_meta(model) and is_plain:
+        model.to(world.device)
+    if job.precision == "float64":
+        model.double()
+    if job.channels_last and is_plain:  # torch shards parameters of the plain format only
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if not model.training:  # as a pretrained one is loaded; else the script has chosen which of its modules are frozen
+        model.train()
+    shapes = {name: Shape.of(parameter, mesh) for name, parameter in model.named_parameters()}
+    engine = parallelize(
+        model,
+        job,
+        plan,
+        world.device,
+        world.group,
+        find_unused_parameters=find_unused_parameters,
+        example=to_device(example, world.device, torch.float64 if job.precision == "float64" else None),
+    )
+    if not engine.holds_all:
+        vars(engine.module)["__deepcopy__"] = _refuse_copy
+    background = ExitStack()
+    background.push(lambda _kind, error, _trace: engine.close(error))
+    trained = Trained(optimizer, names, engine, precision, numbers_of(optimizer))
+    if compile_again is not None:
+        compile_again(trained.model)
+        background.enter_context(draws_as_uncompiled())
+    rebind(optimizer, names, trained.model)
+    choose_kernels(optimizer, world.device, alike_on_shards=job.parity == "bitwise")
+    if job.parity == "bitwise" and not trained.engine.holds_all:
+        check_updates_by_element(optimizer, mesh, world.device)
+    elif not trained.engine.holds_all:
+        check_updates_of_parts(optimizer, names, shapes, trained.model, mesh, world)
+    return Prepared(trained, rates, schedulers, background)
+
+
+def _refuse_copy(_memo: object) -> NoReturn:
+    """
+    Raises:
+        ModelError: a script copies a model of which each worker has a part.
+    """
+    raise ModelError(
+        "A model that is spread over workers cannot be copied (copy.deepcopy, AveragedModel): copy it before "
+        "run.prepare, take run.whole_state(), or use the strategy dp."
+    )
+
+
+def freeze(model: nn.Module, job: Job, plan: Plan, world: World) -> Companion:
+    """Make `model` one that is called and not trained: on this worker's device, in evaluation mode, without gradients,
+    with rank 0's weights. A collective.
+
+    Raises:
+        JobError: a run that cannot have a frozen model beside the one that it trains.
+    """
+    is_asynchronous = job.aggregation.method == "parameter_server_async"
+    if plan.devices_in_process > 1 or is_asynchronous:
+        what = "aggregation.method = 'parameter_server_async'" if is_asynchronous else "several devices in one process"
+        raise JobError(
+            f"A frozen model cannot be called by several threads at once, as {what} would; choose another strategy."
+        )
+    if is_on_meta(model):
+        raise ModelError("A frozen model must have its weights before run.prepare; load them first.")
+    model.to(world.device)
+    if job.precision == "float64":
+        model.double()
+    model.requires_grad_(False).eval()
+    broadcast([*model.parameters(), *model.buffers()], world.group)
+    if job.norm == "shard":
+        model = replace_batch_norm(model, ShardBatchNorm)
+    return Companion.of(model)
+
+
+def check_several(job: Job, plan: Plan) -> None:
+    """Raise `JobError` where a run can train one model only."""
+    mesh = plan.mesh or Mesh()
+    why = ""
+    if plan.devices_in_process > 1:
+        why = "with several devices in one process every device has a copy of the trained model only"
+    elif job.aggregation.method != "every_step":
+        why = f"with aggregation.method = {job.aggregation.method!r} workers do not make every step together"
+    elif mesh.pp > 1:
+        why = f"with the strategy {mesh} the loss is computed by the worker of the last stage alone"
+    elif job.norm == "sync":
+        why = "norm = 'sync' takes the shards of a worker through a model together"
+    if why:
+        raise JobError(
+            f"This run cannot have several models: {why}; choose the strategies dp, fsdp or tp, aggregation.method = "
+            "'every_step' and norm = 'shard', or a run for each model."
+        )
+
+
+def _checked_schedulers(scheduler: Any, optimizer: Optimizer, job: Job) -> tuple[Any, ...]:
+    """The schedulers given to `Run.prepare`."""
+    given = () if scheduler is None else tuple(scheduler) if isinstance(scheduler, list | tuple) else (scheduler,)
+    for one in given:
+        name = type(one).__name__
+        if isinstance(one, ReduceLROnPlateau):
+            raise JobError(f"{name} needs a metric: give it to run.keep, and call its step after run.evaluate.")
+        if not hasattr(one, "step") or not hasattr(one, "state_dict"):
+            raise JobError(f"run.prepare got {name} as scheduler; give it one of torch or transformers, or a list.")
+        if not any(getattr(one, "optimizer", None) is other for other in parts_of(optimizer)):
+            raise JobError(f"The {name} given to run.prepare belongs to another optimizer; build it from this one.")
+        if counts_epochs(job):
+            raise JobError(
+                f"The job's optim.schedule or warmup_epochs sets the learning rate in every step, and so does {name}; "
+                "choose one of them."
+            )
+    return given
