@@ -153,6 +153,15 @@ def tensors(value: Any, opened: Open = open_container) -> Iterator[Tensor]:
             yield from tensors(one, opened)
 
 
+def named_tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor in `value`, however nested, and where it is: "batch['x'][0]", if `place` is "batch"."""
+    if isinstance(value, Tensor):
+        yield place, value
+    elif (container := open_container(value)) is not None:
+        for name, one in zip(container.places, container.values, strict=True):
+            yield from named_tensors(one, place + name)
+
+
 def with_tensors(value: Any) -> Any:
     """`value` with a tensor for every NumPy array of real numbers in it, which shares its memory where types allow."""
     if isinstance(value, np.ndarray):

@@ -1,8 +1,12 @@
-"""A script that draws for a batch before `run.step` is told that these numbers depend on the number of workers."""
+"""A script that draws for a batch before `run.step` is told that these numbers depend on the number of workers.
+
+One that mixes samples there is refused by several workers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.env import worker_facts
-from paceline.spec import Job, Plan
+from paceline.spec import Job, Mesh, Plan
 from tests.ranks.harness import run_ranks
 
 INPUTS = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
@@ -25,7 +29,7 @@ def _in_place(batch: Any) -> Any:
 
 
 def _in_its_list(batch: Any) -> Any:
-    batch[0] = batch[0][torch.randperm(len(batch[0]))]
+    batch[0] = batch[0] * torch.rand(len(batch[0]), 1)
     return batch
 
 
@@ -54,6 +58,40 @@ def _collate(samples: list[tuple[Tensor]]) -> list[Tensor]:
 def _loss(model: nn.Module, batch: Any) -> Tensor:
     loss: Tensor = model(batch[0]).square().mean()
     return loss
+
+
+def _flipped(batch: Any) -> Any:
+    """As timm's Mixup does it."""
+    return [batch[0].mul_(0.7).add_(batch[0].flip(0).mul_(0.3))]
+
+
+def _mixing(first_step: int, plan: Plan, max_steps: int = 4) -> tuple[list[str], int]:
+    """The notes of a script that mixes samples from a step on, and how many steps it made."""
+    plan = replace(plan, world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
+    job = Job(global_batch_size=8, virtual_shards=4, epochs=20)
+    with paceline.init(job, plan=plan, max_steps=max_steps, progress=False) as run:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), example=INPUTS[:2])
+        for batch in run.batches(TensorDataset(INPUTS)):
+            run.step(_flipped(batch) if run.steps >= first_step else batch, _loss)
+        return [note for note in run.notes if "of several samples" in note], run.steps
+
+
+def test_samples_that_are_mixed_before_the_step_are_refused_by_several_workers() -> None:
+    ((notes, steps),) = run_ranks(_mixing, 1, 0, Plan())
+    assert len(notes) == 1 and "batch[0]" in notes[0] and steps == 4
+    with pytest.raises(AssertionError, match=r"ModelError: .* makes batch\[0\] of several samples"):
+        run_ranks(_mixing, 2, 0, Plan())
+
+
+def test_so_are_those_of_a_mixup_that_begins_later() -> None:
+    with pytest.raises(AssertionError, match="ModelError: .* of several samples"):
+        run_ranks(_mixing, 2, 10, Plan(), 40)
+
+
+def test_workers_that_all_have_the_whole_batch_mix_the_same() -> None:
+    for notes, steps in run_ranks(_mixing, 2, 0, Plan(mesh=Mesh(pp=2))):
+        assert len(notes) == 1 and steps == 4
 
 
 def _notes(kind: str, collated: bool = False) -> list[str]:

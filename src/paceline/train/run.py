@@ -315,8 +315,8 @@ class Run(RunView):
         self.timer.data_asked()
         for batch, content in batches:
             self.timer.data_arrived()
-            self._pending = Pending(batch, content, loading, progress.steps, progress.samples_seen)
-            yield content
+            with self.stepper.given(batch, content, loading) as self._pending:
+                yield content
             if not self._pending.num_steps:
                 raise JobError("Every batch from run.batches needs its run.step before the next one is taken.")
             self._pending = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -59,12 +59,10 @@ class Pending:
     """The number of batches trained on before it, over the whole run."""
     samples_seen: int
     """The samples of all workers in these."""
+    given: GivenBatch
+    """The content as the script got it."""
     num_steps: int = 0
     """The steps made on it so far."""
-    given: GivenBatch = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.given = GivenBatch(self.content)
 
 
 class ModelStepper:

@@ -9,10 +9,12 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.errors import JobError, PeerLost
+from paceline.data import Loading
+from paceline.errors import JobError, ModelError, PeerLost
 from paceline.parallel import Companions
 from paceline.parallel.losses import StepLoss
 from paceline.spec import Mesh
+from paceline.train.batches.data_progress import Batch
 from paceline.train.batches.reading import DatasetReader
 from paceline.train.optimizers.joint_optimizer import parts_of
 from paceline.train.process.numerics import LossFn
@@ -20,7 +22,7 @@ from paceline.train.process.seeding import seed_between_steps
 from paceline.train.records.timing import StepTimer
 from paceline.train.session.session import Session
 from paceline.train.session.state import Trained
-from paceline.train.steps.given_batch import DRAWS_IN_LOOP
+from paceline.train.steps.given_batch import DRAWS_IN_LOOP, MIXES_SAMPLES, GivenBatch
 from paceline.train.steps.model_step import ModelStepper, Pending
 from paceline.train.steps.preparation import Prepared
 from paceline.train.steps.trace import ParityTracer
@@ -54,6 +56,9 @@ class Stepper:
         """Whether the script was told that it ends epochs again."""
         self._draws_in_loop = False
         """Whether the script was told that it draws for a batch before `Run.step`."""
+        self._mixes_samples = False
+        """Whether it was told that it mixes samples there."""
+        self._num_batches = 0
 
     def add(self, name: str, prepared: Prepared, mesh: Mesh, reader: DatasetReader, tracer: ParityTracer) -> None:
         """Have a model trained."""
@@ -83,9 +88,8 @@ class Stepper:
             content: `pending.content` as the script passed it to `step`.
         """
         name, chosen = self._trained_by(model, optimizer)
-        if not (self._draws_in_loop or pending.num_steps) and pending.given.is_changed_by_draws(content):
-            self._draws_in_loop = True
-            self.session.note(DRAWS_IN_LOOP)
+        if not pending.num_steps:
+            self._compare_with_given(pending, content)
         stepper, progress = self._steppers[name], self._state.progress
         companions = Companions([one for other, one in self._state.models.companions.items() if other != name])
         result = stepper.step(pending, content, loss_fn, companions, chosen)
@@ -99,6 +103,37 @@ class Stepper:
         self._timer.step_ended(stepper.trained.engine.communication)
         self.session.is_consistent, self._is_finished = True, False
         return result, stepper.trained
+
+    @contextlib.contextmanager
+    def given(self, batch: Batch, content: Any, loading: Loading) -> Iterator[Pending]:
+        """A context in which the script has a batch, which it is to make a step on."""
+        progress, self._num_batches = self._state.progress, self._num_batches + 1
+        num_samples = sum(batch.assignment.sizes)
+        # Of what begins later, or happens in some steps only, a few more batches tell.
+        is_recorded = self._num_batches <= 3 or (self._num_batches >= 32 and self._num_batches.bit_count() == 1)
+        given = GivenBatch(content, num_samples, is_recorded=is_recorded)
+        try:
+            yield Pending(batch, content, loading, progress.steps, progress.samples_seen, given)
+        finally:
+            given.stop()
+
+    def _compare_with_given(self, pending: Pending, content: Any) -> None:
+        """Look at what the script did to a batch: what depends on the number of workers is said, or refused.
+
+        Raises:
+            ModelError: a sample follows from others of a batch that other workers have parts of.
+        """
+        given, assignment = pending.given, pending.batch.assignment
+        given.stop()
+        if not self._draws_in_loop and given.is_changed_by_draws(content):
+            self._draws_in_loop = True
+            self.session.note(DRAWS_IN_LOOP)
+        if place := given.mixed(content):
+            if sum(assignment.sizes) < assignment.global_size:
+                raise ModelError(MIXES_SAMPLES.format(place))
+            if not self._mixes_samples:
+                self._mixes_samples = True
+                self.session.note(MIXES_SAMPLES.format(place))
 
     def catch_up(self) -> None:
         """Have all that the device knows of the steps so far known to the host, and said; waits for the device."""

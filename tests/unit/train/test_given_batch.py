@@ -1,0 +1,195 @@
+"""What a script computes from a batch before `run.step`: whether a sample follows from the others is found out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from paceline.train.steps.given_batch import GivenBatch
+
+Batch = dict[str, Tensor]
+SAMPLES = 6
+
+
+def _mixed(change: Callable[[Batch], Any]) -> str:
+    generator = torch.Generator().manual_seed(3)
+    batch = {
+        "x": torch.randn(SAMPLES, 4, generator=generator, dtype=torch.float64),
+        "y": torch.arange(SAMPLES),
+    }
+    given = GivenBatch(batch, SAMPLES, is_recorded=True)
+    content = change(batch)
+    given.stop()
+    return given.mixed(content)
+
+
+def _flipped(batch: Batch) -> Batch:
+    """As timm's Mixup does it, in place."""
+    flipped = batch["x"].flip(0).mul_(0.3)
+    batch["x"].mul_(0.7).add_(flipped)
+    return batch
+
+
+def _permuted_by_numpy(batch: Batch) -> Batch:
+    order = torch.from_numpy(np.random.default_rng(0).permutation(SAMPLES))
+    return batch | {"x": batch["x"] * 0.5 + batch["x"][order] * 0.5}
+
+
+def _cut_and_pasted(batch: Batch) -> Batch:
+    batch["x"][:, 1:3] = batch["x"].flip(0)[:, 1:3]
+    return batch
+
+
+def _normalised(batch: Batch) -> Batch:
+    return batch | {"x": (batch["x"] - batch["x"].mean(0)) / batch["x"].std(0)}
+
+
+def _with_mean(batch: Batch) -> Batch:
+    return batch | {"mean": batch["x"].mean()}
+
+
+def _labels_rolled(batch: Batch) -> Batch:
+    return batch | {"other": batch["y"].roll(1)}
+
+
+def _with_teacher_in_training_mode(batch: Batch) -> Batch:
+    teacher = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    return batch | {"targets": teacher(batch["x"]).detach()}
+
+
+def _in_a_queue(batch: Batch) -> Batch:
+    queue = torch.zeros(SAMPLES, 4, dtype=torch.float64)
+    queue.copy_(batch["x"].flip(0))
+    return batch | {"negatives": queue}
+
+
+@pytest.mark.parametrize(
+    ("change", "place"),
+    [
+        (_flipped, "batch['x']"),
+        (_permuted_by_numpy, "batch['x']"),
+        (_cut_and_pasted, "batch['x']"),
+        (_normalised, "batch['x']"),
+        (_with_mean, "batch['mean']"),
+        (_labels_rolled, "batch['other']"),
+        (_with_teacher_in_training_mode, "batch['targets']"),
+        (_in_a_queue, "batch['negatives']"),
+    ],
+)
+def test_what_mixes_samples_is_named(change: Callable[[Batch], Batch], place: str) -> None:
+    assert _mixed(change) == place
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch
+
+
+def _scaled(batch: Batch) -> Batch:
+    return batch | {"x": batch["x"].float().div_(255).sub(0.5), "y": nn.functional.one_hot(batch["y"], SAMPLES)}
+
+
+def _with_noise(batch: Batch) -> Batch:
+    noisy = batch["x"] + 0.1 * torch.randn_like(batch["x"])
+    return batch | {"x": noisy, "mask": torch.rand(SAMPLES, 4) < 0.5, "drop": nn.functional.dropout(batch["x"])}
+
+
+def _noise_in_place(batch: Batch) -> Batch:
+    return batch | {"noise": batch["x"].clone().normal_(), "late": torch.empty(SAMPLES).copy_(batch["y"]).uniform_()}
+
+
+def _with_teacher(batch: Batch) -> Batch:
+    teacher = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double().eval()
+    with torch.no_grad():
+        return batch | {"targets": teacher(batch["x"]).softmax(-1)}
+
+
+def _cut_to_the_longest(batch: Batch) -> Batch:
+    length = int((batch["y"] < 3).sum())
+    return batch | {"x": batch["x"][:, :length]}
+
+
+def _with_own_statistics(batch: Batch) -> Batch:
+    x = batch["x"]
+    return batch | {"x": (x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True), "views": torch.stack([x, x * 2], 1)}
+
+
+def _with_samples_of_a_mask(batch: Batch) -> Batch:
+    x = batch["x"].clone()
+    x[batch["y"] > 2] = 0
+    return batch | {"x": x}
+
+
+def _with_an_average_of_the_script(batch: Batch) -> Batch:
+    average = torch.zeros(4, dtype=torch.float64)
+    average.lerp_(batch["x"].mean(0), 0.1)  # of no sample
+    return batch | {"x": batch["x"] * 2}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _as_it_is,
+        _scaled,
+        _with_noise,
+        _noise_in_place,
+        _with_teacher,
+        _cut_to_the_longest,
+        _with_own_statistics,
+        _with_samples_of_a_mask,
+        _with_an_average_of_the_script,
+    ],
+)
+def test_what_is_made_of_each_sample_alone_is_left_in_peace(change: Callable[[Batch], Batch]) -> None:
+    assert not _mixed(change)
+
+
+def test_a_teacher_that_is_looked_at_stays_as_it_is() -> None:
+    teacher = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double()
+    once = copy.deepcopy(teacher)
+    targets = []
+
+    def taught(batch: Batch) -> Batch:
+        targets.append(batch["x"].clone())
+        return batch | {"targets": teacher(batch["x"]).detach()}
+
+    state = torch.get_rng_state()
+    assert _mixed(taught)
+    assert torch.equal(torch.get_rng_state(), state)
+    once(targets[0])
+    assert all(torch.equal(one, other) for one, other in zip(once.buffers(), teacher.buffers(), strict=True))
+
+
+def test_a_mode_of_the_scripts_that_goes_on_is_not_disturbed() -> None:
+    batch = {"x": torch.randn(SAMPLES, 4, dtype=torch.float64)}
+    given = GivenBatch(batch, SAMPLES, is_recorded=True)
+    with FlopCounterMode(display=False) as counter:
+        content = {"x": batch["x"].flip(0)}
+        given.stop()
+        assert given.mixed(content) == "batch['x']"
+        _ = batch["x"] @ batch["x"].T
+    assert counter.get_total_flops() == 2 * SAMPLES * SAMPLES * 4
+    given.stop()
+    before = GivenBatch(batch, SAMPLES, is_recorded=True)  # there is no mode left over, so this one is recorded
+    content = {"x": batch["x"].roll(1, 0)}
+    before.stop()
+    assert before.mixed(content) == "batch['x']"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_functions_are_compiled_all_the_same() -> None:
+    compiled: list[int] = []
+
+    def backend(module: Any, _inputs: Any) -> Any:
+        compiled.append(1)
+        return module.forward
+
+    function = torch.compile(lambda x: x.flip(0), backend=backend)
+    _mixed(lambda batch: {"x": function(batch["x"])})
+    assert compiled == [1]
