@@ -85,7 +85,7 @@ def test_samples_that_are_mixed_before_the_step_are_refused_by_several_workers()
 
 
 def test_so_are_those_of_a_mixup_that_begins_later() -> None:
-    with pytest.raises(AssertionError, match="ModelError: .* of several samples"):
+    with pytest.raises(AssertionError, match=r"ModelError: .* of several samples"):
         run_ranks(_mixing, 2, 10, Plan(), 40)
 
 
