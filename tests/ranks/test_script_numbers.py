@@ -15,16 +15,20 @@ from paceline.errors import DivergenceError
 from paceline.spec import Job, Plan
 from tests.ranks.harness import run_ranks
 
-INPUTS = torch.randn(80, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+NUM_STEPS = 40
+INPUTS = torch.randn(8 * NUM_STEPS, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 SENTENCES = {
     "rate": "The learning rates, or other numbers of the optimizer's groups, that the script has set differ",
     "weights": "weights differ between workers",
     "one worker's weights": "weights differ between workers",
     "one worker's late weights": "weights differ between workers",
     "data of weights": "weights differ between workers",
+    "late data of weights": "weights differ between workers",
+    "last data of weights": "weights differ between workers",
     "variable": "The loss function reads 'scale', which the script changed before the last step",
     "attribute": "The loss function reads 'weight', which the script changed before the last step",
 }
+STEPS_WITHOUT_A_VERSION = {"late data of weights": range(20, 40), "last data of weights": [NUM_STEPS]}
 
 
 class _Settings:
@@ -61,7 +65,9 @@ def _train(kind: str) -> str:
                         before = model.weight.clone()
                         model.weight.zero_()
                         model.weight.copy_(before)
-                    elif kind == "data of weights":
+                    elif kind == "data of weights" or (
+                        kind in STEPS_WITHOUT_A_VERSION and run.steps in STEPS_WITHOUT_A_VERSION[kind]
+                    ):
                         model.weight.data *= own
                     elif kind == "variable":
                         scale = own
@@ -71,6 +77,8 @@ def _train(kind: str) -> str:
                         optimizer.param_groups[0]["lr"] = scale = settings.weight = common
                         model.weight.mul_(common)
                         settings.seconds = own  # nothing reads it
+                if kind == "late data of weights":
+                    assert run.steps <= 32
     except DivergenceError as refusal:
         return str(refusal)
     return ""

@@ -17,9 +17,8 @@ from paceline.errors import DivergenceError
 from paceline.train.records.digest import checksums
 from paceline.train.session.state import Trained
 
-_STEPS_TO_COMPARE = 3
-"""In so many steps after the first one, and in so many later ones in which a script changes them, weights are compared,
-which takes a pass over all of them."""
+_MOST_REQUESTS = 3
+"""So often a worker asks for weights to be compared because its script has changed them."""
 _TOLERANCES = (1e-5, 1e-9, 1e-9, 1e-7)
 """The relative differences of checksums that rounding may explain: in their order."""
 _HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "betas")
@@ -29,13 +28,18 @@ _REMEDY = (
 )
 
 
+def is_examined(number: int) -> bool:
+    """Whether what a script does in its step, or with its batch, of this number, counted from 1, is looked at closely:
+    in the first ones, and in ever fewer of those that follow."""
+    return number <= 3 or (number >= 32 and number.bit_count() == 1)
+
+
 class ScriptChanges:
     """What a script does between steps to the weights and the learning rates of one model."""
 
     def __init__(self, trained: Trained) -> None:
         self._trained = trained
-        self._steps_left = 2 * _STEPS_TO_COMPARE
-        """In how many more steps weights are compared; alike on all workers."""
+        self._requests_left = _MOST_REQUESTS
         self._num_steps = 0
         self._versions: list[int] = []
         self._is_asked = False
@@ -47,7 +51,7 @@ class ScriptChanges:
     def end_step(self) -> None:
         """Whatever changes until `checksums` is the script's doing."""
         self._num_steps += 1
-        if self._steps_left:
+        if self._requests_left:
             self._versions = versions(self._parameters)
 
     def compare(self) -> None:
@@ -59,14 +63,13 @@ class ScriptChanges:
         engine = self._trained.engine
         if not engine.reads_assignment or engine.weights_diverge:
             return 0.0, 0.0
-        weights, is_asked = 0.0, self._is_asked or self._num_steps <= _STEPS_TO_COMPARE
+        weights, is_compared = 0.0, self._is_asked or is_examined(self._num_steps)
         self._is_asked = self.asks_all = False
-        if engine.holds_all and self._steps_left:
-            if is_asked:
-                self._steps_left -= 1
-                weights = float(sum(checksums(dict(enumerate(self._parameters)))))
-            else:
-                self.asks_all = versions(self._parameters) != self._versions
+        if engine.holds_all and is_compared:
+            weights = float(sum(checksums(dict(enumerate(self._parameters)))))
+        elif engine.holds_all and self._requests_left:
+            self.asks_all = versions(self._parameters) != self._versions
+            self._requests_left -= self.asks_all
         return sum(map(_rate_of, self._trained.optimizer.param_groups)), weights
 
     @cached_property

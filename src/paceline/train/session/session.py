@@ -322,8 +322,9 @@ class Session:
         """
         step = self.state.progress.steps
         status = self._received()
-        for one in changes if Request.COMPARE in status.requests else ():
-            one.compare()
+        if Request.COMPARE in status.requests or not self.state.progress.steps_left:
+            for one in changes:
+                one.compare()
         for note in self._stragglers.note(step, status.own_times_s):
             self.note(note)
         slower = self._plan.exclude_slower

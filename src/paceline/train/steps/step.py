@@ -20,6 +20,7 @@ from paceline.train.optimizers.joint_optimizer import parts_of
 from paceline.train.process.numerics import LossFn
 from paceline.train.process.seeding import seed_between_steps
 from paceline.train.records.timing import StepTimer
+from paceline.train.session.script_changes import is_examined
 from paceline.train.session.session import Session
 from paceline.train.session.state import Trained
 from paceline.train.steps.given_batch import DRAWS_IN_LOOP, MIXES_SAMPLES, GivenBatch
@@ -109,9 +110,7 @@ class Stepper:
         """A context in which the script has a batch, which it is to make a step on."""
         progress, self._num_batches = self._state.progress, self._num_batches + 1
         num_samples = sum(batch.assignment.sizes)
-        # Of what begins later, or happens in some steps only, a few more batches tell.
-        is_recorded = self._num_batches <= 3 or (self._num_batches >= 32 and self._num_batches.bit_count() == 1)
-        given = GivenBatch(content, num_samples, is_recorded=is_recorded)
+        given = GivenBatch(content, num_samples, is_recorded=is_examined(self._num_batches))
         try:
             yield Pending(batch, content, loading, progress.steps, progress.samples_seen, given)
         finally:
