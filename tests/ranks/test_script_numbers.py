@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ SENTENCES = {
     "last data of weights": "weights differ between workers",
     "variable": "The loss function reads 'scale', which the script changed before the last step",
     "attribute": "The loss function reads 'weight', which the script changed before the last step",
+    "attribute in a method": "The loss function reads 'weight', which the script changed before the last step",
+    "attribute in a property": "The loss function reads 'weight', which the script changed before the last step",
 }
 STEPS_WITHOUT_A_VERSION = {"late data of weights": range(20, 40), "last data of weights": [NUM_STEPS]}
 
@@ -35,6 +38,21 @@ class _Settings:
     def __init__(self) -> None:
         self.weight = 1.0
         self.seconds = 0.0
+        self.said_at_s = time.time()
+
+    @property
+    def _factor(self) -> float:
+        return 2 * self.weight
+
+    def _of(self, outputs: Tensor) -> Tensor:
+        return self.weight * (outputs - 1).square().mean()
+
+    def loss_by_method(self, model: nn.Module, batch: Any) -> Any:
+        assert time.time() - self.said_at_s < 600
+        return self._of(model(batch[0])), {"mean": batch[0].abs().mean()}
+
+    def loss_by_property(self, model: nn.Module, batch: Any) -> Any:
+        return self._factor * model(batch[0]).square().mean(), {"mean": batch[0].abs().mean()}
 
 
 def _train(kind: str) -> str:
@@ -45,12 +63,18 @@ def _train(kind: str) -> str:
         loss: Tensor = scale * settings.weight * (model(batch[0]) - 1).square().mean()
         return loss, {"mean": batch[0].abs().mean()}
 
+    losses: dict[str, Any] = {
+        "attribute in a method": settings.loss_by_method,
+        "clock": settings.loss_by_method,
+        "attribute in a property": lambda model, batch: settings.loss_by_property(model, batch),
+    }
+
     try:
         with paceline.init(Job(global_batch_size=8, virtual_shards=4), plan=plan, progress=False) as run:
             model = nn.Linear(4, 1)
             model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
             for batch in run.batches(TensorDataset(INPUTS.float())):
-                run.step(batch, loss_fn)
+                run.step(batch, losses.get(kind, loss_fn))
                 own, common = float(batch[0].abs().mean()), float(run.values["mean"])
                 with torch.no_grad():
                     if kind == "rate":
@@ -71,12 +95,14 @@ def _train(kind: str) -> str:
                         model.weight.data *= own
                     elif kind == "variable":
                         scale = own
-                    elif kind == "attribute":
+                    elif kind.startswith("attribute"):
                         settings.weight = own
                     elif kind == "of all workers":
                         optimizer.param_groups[0]["lr"] = scale = settings.weight = common
                         model.weight.mul_(common)
                         settings.seconds = own  # nothing reads it
+                    elif kind == "clock":
+                        settings.said_at_s = time.time() - run.rank
                 if kind == "late data of weights":
                     assert run.steps <= 32
     except DivergenceError as refusal:
@@ -90,6 +116,6 @@ def test_what_a_worker_computes_of_its_samples_is_refused(kind: str) -> None:
         assert SENTENCES[kind] in str(sentence)
 
 
-@pytest.mark.parametrize("kind", ["of all workers", "lent weights"])
+@pytest.mark.parametrize("kind", ["of all workers", "lent weights", "clock"])
 def test_what_is_the_same_on_all_workers_is_not(kind: str) -> None:
     assert run_ranks(_train, 2, kind) == ["", ""]

@@ -7,7 +7,9 @@ show whether the loss follows from it: those count that the code of the loss fun
 from __future__ import annotations
 
 import functools
+import inspect
 import math
+import time
 import types
 from collections.abc import Iterator
 
@@ -17,6 +19,7 @@ from paceline.parallel.kept.kept_values import Places, name_in, places_in_functi
 _STEPS_TO_COMPARE = 3
 """In so many steps a number is compared that the script has changed before."""
 _DEPTH = 3
+_RECENT_S = 600.0
 
 
 class ReadNumbers:
@@ -48,7 +51,7 @@ class ReadNumbers:
 
     def _values(self) -> dict[str, float]:
         found = {path: place.get(name) for path, (place, name) in self._places.items()}
-        return {path: float(value) for path, value in found.items() if _is_number(value) and not math.isnan(value)}
+        return {path: float(value) for path, value in found.items() if _is_number(value) and _is_comparable(value)}
 
 
 def _is_number(value: object) -> bool:
@@ -56,18 +59,38 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float)
 
 
+def _is_comparable(value: float) -> bool:
+    """Whether it is no NaN, and no recent time of a clock, by which a script says something now and then."""
+    ages_s = (now - value for now in (time.time(), time.monotonic()) if value > _RECENT_S)
+    return not math.isnan(value) and not any(0 <= age < _RECENT_S for age in ages_s)
+
+
 def _names_in(function: object, depth: int = _DEPTH) -> Iterator[str]:
-    """The names, and the keys, in the code of a function and of those that it names."""
+    """The names, and the keys, in the code of a function, and of the functions and methods that it names."""
+    owners: list[object] = []
     while isinstance(function, functools.partial | types.MethodType):
+        if isinstance(function, types.MethodType):
+            owners.append(function.__self__)
         function = function.func if isinstance(function, functools.partial) else function.__func__
     if not isinstance(function, types.FunctionType):
+        owners.append(function)
         calls = [getattr(type(function), name, None) for name in ("forward", "__call__")]
         function = next((one for one in calls if isinstance(one, types.FunctionType)), None)
     if isinstance(function, types.FunctionType):
-        yield from _names_of(function.__code__)
-        for one in reached_by(function) if depth else ():
+        names = list(_names_of(function.__code__))
+        yield from names
+        reached = list(reached_by(function)) if depth else []
+        methods = [_method(owner, name) for owner in (*owners, *reached) for name in names] if depth else []
+        for one in (*reached, *methods):
             if isinstance(one, types.FunctionType | types.MethodType | functools.partial):
                 yield from _names_in(one, depth - 1)
+
+
+def _method(owner: object, name: str) -> types.MethodType | None:
+    """The method of an object with this name, or the one behind a property; None if there is none."""
+    found = inspect.getattr_static(type(owner), name, None)
+    found = found.fget if isinstance(found, property) else found
+    return types.MethodType(found, owner) if isinstance(found, types.FunctionType) else None
 
 
 def _names_of(code: types.CodeType) -> Iterator[str]:
