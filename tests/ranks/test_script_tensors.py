@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,3 +84,27 @@ def test_what_does_not_matter_or_is_alike_is_taken(kind: str, strategy: str, num
     (alone,) = run_ranks(_train, 1, kind, "dp")
     for losses in run_ranks(_train, num_workers, kind, strategy):
         assert losses == pytest.approx(alone, rel=1e-12)
+
+
+def _moving(kept: str, folder: str) -> list[str]:
+    """The notes of a run whose script moves the centre of its loss, and keeps something."""
+    plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
+    job = Job(global_batch_size=8, virtual_shards=4, precision="float64")
+    criterion = _Centred()
+    with paceline.init(job, plan=plan, max_steps=4, progress=False, checkpoint_dir=folder) as run:
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if kept == "criterion":
+            run.keep("criterion", criterion)
+        for batch in run.batches(DATA):
+            run.step(batch, criterion)
+            if kept != "not moved":
+                criterion.center = torch.stack([run.values[f"mean {place}"] for place in range(4)])
+        return [note for note in run.notes if "no checkpoint holds them" in note]
+
+
+@pytest.mark.parametrize(("kept", "num_notes"), [("nothing", 1), ("criterion", 0), ("not moved", 0)])
+def test_what_no_checkpoint_holds_is_told_once(tmp_path: Path, kept: str, num_notes: int) -> None:
+    for workers in (1, 2):
+        for notes in run_ranks(_moving, workers, kept, str(tmp_path / str(workers))):
+            assert len(notes) == num_notes and all("(center)" in note for note in notes)

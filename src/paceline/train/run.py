@@ -36,7 +36,8 @@ from paceline.train.records.noise_meter import NoiseMeter
 from paceline.train.records.progress import Progress
 from paceline.train.records.timing import StepTimer
 from paceline.train.run_view import RunView
-from paceline.train.session.session import Kept, RunState, Session, Stateful
+from paceline.train.session.kept import Kept, Stateful
+from paceline.train.session.session import RunState, Session
 from paceline.train.session.state import Trained
 from paceline.train.session.stopping import Stopping
 from paceline.train.steps.model_step import Pending
@@ -405,8 +406,7 @@ class Run(RunView):
         """
         loading = loading_of(self.job, dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
         companions = Companions(list(self._models.companions.values()))
-        model = model or self.model
-        results = evaluate_between_steps(self, loading, measure, metrics, model, companions)
+        results = evaluate_between_steps(self, loading, measure, metrics, model or self.model, companions)
         self.timer.resume()
         self.metrics.clear()
         self.metrics.update(results)

@@ -13,7 +13,7 @@ from paceline.spec.codec import NOT_NEGATIVE, from_mapping, to_mapping
 from paceline.train.batches.agreement import check_same_state
 from paceline.train.callbacks import Callback
 from paceline.train.run import Run
-from paceline.train.session.session import Stateful
+from paceline.train.session.kept import Stateful
 
 
 @dataclass(frozen=True)

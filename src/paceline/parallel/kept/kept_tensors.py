@@ -66,6 +66,7 @@ class KeptTensors:
         """What the script has put into places since the last step, as a checksum by path; while it is followed."""
         self.leading: dict[str, float] = {}
         """Those of them that the loss of this step follows from, by name."""
+        self._told: set[str] = set()
 
     @classmethod
     def of_model(cls, model: nn.Module) -> KeptTensors:
@@ -90,6 +91,16 @@ class KeptTensors:
             if left:
                 self._steps_left[path] -= 1
                 self._given[path] = sum(map(_checksum, _alive(held[path])))
+
+    def newly_leading(self) -> dict[str, list[Tensor]]:
+        """What is in the places in `leading` of which this has not been told before."""
+        found: dict[str, list[Tensor]] = {}
+        for path in self._given:
+            if (name := name_in(path)) in self.leading and path not in self._told:
+                self._told.add(path)
+                place, key = self._places[path]
+                found.setdefault(name, []).extend(_tensors_in(place.get(key)))
+        return found
 
     def end_step(self) -> None:
         """Whatever changes until `begin_step` is the script's doing."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -26,6 +26,7 @@ from paceline.train.optimizers.optim import ends_with_epochs
 from paceline.train.process.process_group import World, leave_at_once
 from paceline.train.records.noise_meter import NoiseMeter
 from paceline.train.session.checkpoints import Checkpoints
+from paceline.train.session.kept import Kept
 from paceline.train.session.peer_watch import watch_peers
 from paceline.train.session.resume import CheckpointReader, Found
 from paceline.train.session.script_changes import ScriptChanges, check_alike
@@ -33,48 +34,6 @@ from paceline.train.session.status_exchange import Request, Status, StatusExchan
 from paceline.train.session.stopping import Stopping
 from paceline.train.session.stragglers import Stragglers
 from paceline.train.session.trained_models import TrainedModels
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Anything that a checkpoint can keep."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
-
-
-class Kept:
-    """Objects of the user's script that are saved with every checkpoint, by name."""
-
-    def __init__(self) -> None:
-        self._things: dict[str, Stateful] = {}
-        self.moves_between_steps = False
-        """Whether the script changes any of them itself."""
-        self._restored: dict[str, Any] = {}
-        """States from a checkpoint that have not been claimed yet."""
-        self._after_restoring: Callable[[], None] = lambda: None
-
-    def add(self, name: str, thing: Stateful, *, in_step: bool = False) -> None:
-        """
-        Args:
-            in_step: whether it moves in `Run.step` alone, not in what the script does between two steps.
-        """
-        self._things[name] = thing
-        self.moves_between_steps |= not in_step
-        if name in self._restored:
-            thing.load_state_dict(self._restored.pop(name))
-            self._after_restoring()
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: thing.state_dict() for name, thing in self._things.items()}
-
-    def load_state_dict(self, state: dict[str, Any], after_restoring: Callable[[], None] = lambda: None) -> None:
-        """
-        Args:
-            after_restoring: called after a thing has got its state back.
-        """
-        self._restored, self._after_restoring = state, after_restoring
 
 
 @dataclass(frozen=True)
@@ -369,6 +328,14 @@ class Session:
         """Tell the user, and the run's report."""
         self._notes.append(sentence)
         self.say(sentence)
+
+    def unsaved(self, moved: Mapping[str, Sequence[torch.Tensor]]) -> list[str]:
+        """The names of tensors of the script's that a checkpoint should hold, and does not."""
+        return (
+            []
+            if self._checkpoints is None
+            else [name for name, some in moved.items() if not self.state.kept.holds(some)]
+        )
 
     def at_rest(self) -> None:
         """Called when all workers rest between updates by servers: exchange status at once, and save if due."""

@@ -46,6 +46,12 @@ from paceline.train.steps.nonfinite import NonFiniteGuard
 from paceline.train.steps.preparation import Prepared
 from paceline.train.steps.trace import ParityTracer
 
+_UNSAVED = (
+    "The loss follows from tensors that the script changes between steps ({}), and no checkpoint holds them: a run "
+    "that resumes begins with them anew. Give what holds them to run.keep(name, …), or a frozen model to "
+    "run.prepare(model)."
+)
+
 
 @dataclass
 class Pending:
@@ -143,6 +149,8 @@ class ModelStepper:
             self.session.note(note)
         for note in result.own_notes:
             self.session.note_of_worker(note)
+        if unsaved := self.session.unsaved(self._tensors_of_loss.newly_leading()):
+            self.session.note(_UNSAVED.format(_some(unsaved)))
         self._tracer.after_update(trained.model, engine.whole, result.notes)
         engine.forward_buffers.counters.end_step()
         self._counters_of_loss.end_step()

@@ -1,0 +1,58 @@
+"""Objects of a user's script that are saved with every checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from paceline.containers import tensors
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that a checkpoint can keep."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
+class Kept:
+    """Objects of the user's script that are saved with every checkpoint, by name."""
+
+    def __init__(self) -> None:
+        self._things: dict[str, Stateful] = {}
+        self.moves_between_steps = False
+        """Whether the script changes any of them itself."""
+        self._restored: dict[str, Any] = {}
+        """States from a checkpoint that have not been claimed yet."""
+        self._after_restoring: Callable[[], None] = lambda: None
+
+    def add(self, name: str, thing: Stateful, *, in_step: bool = False) -> None:
+        """
+        Args:
+            in_step: whether it moves in `Run.step` alone, not in what the script does between two steps.
+        """
+        self._things[name] = thing
+        self.moves_between_steps |= not in_step
+        if name in self._restored:
+            thing.load_state_dict(self._restored.pop(name))
+            self._after_restoring()
+
+    def holds(self, some: Iterable[Tensor]) -> bool:
+        """Whether all of these tensors, or copies of them, are saved."""
+        saved = list(tensors(self.state_dict()))
+        return all(any(one.shape == other.shape and torch.equal(one, other.to(one)) for other in saved) for one in some)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: thing.state_dict() for name, thing in self._things.items()}
+
+    def load_state_dict(self, state: dict[str, Any], after_restoring: Callable[[], None] = lambda: None) -> None:
+        """
+        Args:
+            after_restoring: called after a thing has got its state back.
+        """
+        self._restored, self._after_restoring = state, after_restoring
