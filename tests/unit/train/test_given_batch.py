@@ -64,6 +64,10 @@ def _with_teacher_in_training_mode(batch: Batch) -> Batch:
     return batch | {"targets": teacher(batch["x"]).detach()}
 
 
+def _swapped_in_pairs_of_halves(batch: Batch) -> Batch:
+    return batch | {"x": batch["x"][[1, 0, 2, 4, 3, 5]]}
+
+
 def _in_a_queue(batch: Batch) -> Batch:
     queue = torch.zeros(SAMPLES, 4, dtype=torch.float64)
     queue.copy_(batch["x"].flip(0))
@@ -81,6 +85,7 @@ def _in_a_queue(batch: Batch) -> Batch:
         (_labels_rolled, "batch['other']"),
         (_with_teacher_in_training_mode, "batch['targets']"),
         (_in_a_queue, "batch['negatives']"),
+        (_swapped_in_pairs_of_halves, "batch['x']"),
     ],
 )
 def test_what_mixes_samples_is_named(change: Callable[[Batch], Batch], place: str) -> None:
@@ -132,10 +137,29 @@ def _with_an_average_of_the_script(batch: Batch) -> Batch:
     return batch | {"x": batch["x"] * 2}
 
 
+def _through_packed_sequences(batch: Batch) -> Batch:
+    lengths = torch.tensor([4, 4, 3, 3, 2, 1])[batch["y"]]
+    packed = nn.utils.rnn.pack_padded_sequence(batch["x"][..., None], lengths, batch_first=True)
+    _, (hidden, _) = nn.LSTM(1, 2, batch_first=True).double()(packed)
+    return batch | {"hidden": hidden[0].detach()}
+
+
+def _chosen_by_values(batch: Batch) -> Batch:
+    rows = batch["x"][batch["y"] < 4]
+    return batch | {"x": torch.cat([rows[:2], rows[2:], batch["x"][4:]])}
+
+
+def _sparse_for_a_while(batch: Batch) -> Batch:
+    return batch | {"x": batch["x"].to_sparse().to_dense()}
+
+
 @pytest.mark.parametrize(
     "change",
     [
         _as_it_is,
+        _sparse_for_a_while,
+        _through_packed_sequences,
+        _chosen_by_values,
         _scaled,
         _with_noise,
         _noise_in_place,

@@ -2,12 +2,12 @@
 
 A worker has only its samples of a global batch. What the script makes of one sample must not follow from the others
 there: which they are depends on the number of workers. So what it does is recorded as a list of calls of torch's
-operators. They are made again with other samples in the second half of the batch: the first half has to stay as it was.
+operators. They are made again with other samples in half of the batch: the other half has to stay as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,8 @@ class _Call:
     kwargs: dict[str, Any]
     results: tuple[int | None, ...]
     """The numbers of the tensors among what it returns."""
+    sizes: tuple[torch.Size | None, ...]
+    """Their shapes."""
     written: frozenset[int]
     """The numbers of the tensors that it changes."""
 
@@ -78,9 +80,9 @@ class BatchRecording(TorchDispatchMode):
         """Where each numbered tensor has its values: tensors of one storage are views of each other."""
         self._starts: dict[int, Tensor] = {}
         """Copies of the tensors that nothing recorded computes, by number."""
-        self._num_in_batch = len(batch)
-        for tensor in batch:
+        for tensor in filter(_is_plain, batch):
             self._starts[self._number(tensor)] = tensor.detach().clone()
+        self._num_in_batch = len(self._starts)
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
@@ -100,27 +102,26 @@ class BatchRecording(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not self._is_recording or not any(self._follows(one) for one in tree_leaves((args, kwargs))):
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        if not self._is_recording or not any(one in self._numbers for one in given):
             return func(*args, **kwargs)
-        is_plain = isinstance(func, OpOverload) and all(one in (Tensor, nn.Parameter) for one in types)
-        if not is_plain or "c10d" in func.namespace:
-            self.forget()  # tensors of other kinds, or other workers' values
+        if not _is_repeatable(func) or not all(map(_is_plain, given)):
+            self.forget()
             return func(*args, **kwargs)
         written = [self._written(one) for one in _written_arguments(func, args, kwargs)]
         noted_args, noted_kwargs = tree_map_only(Tensor, self._noted, (args, kwargs))
         returned = func(*args, **kwargs)
-        is_draw = torch.Tag.nondeterministic_seeded in func.tags
-        for one in tree_leaves(returned) if is_draw else ():
-            self._take_as_given(one)
-        if not is_draw:
-            numbers = tuple(self._result(one) for one in tree_leaves(returned))
-            self._calls.append(_Call(func, noted_args, noted_kwargs, numbers, frozenset(written)))
-        if len(self._calls) > _MOST_CALLS:
+        results = tree_leaves(returned)
+        if len(self._calls) == _MOST_CALLS or not all(_is_plain(one) for one in results if isinstance(one, Tensor)):
             self.forget()
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            for one in results:
+                self._take_as_given(one)
+        else:
+            numbers = tuple(map(self._result, results))
+            sizes = tuple(map(_sizes, results))
+            self._calls.append(_Call(func, noted_args, noted_kwargs, numbers, sizes, frozenset(written)))
         return returned
-
-    def _follows(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value in self._numbers
 
     def forget(self) -> None:
         """Hold no tensors any longer; nothing is known to mix samples from now on."""
@@ -154,7 +155,7 @@ class BatchRecording(TorchDispatchMode):
             self._starts[self._number(drawn)] = values
         else:
             copy, args = torch.ops.aten.copy_.default, (_Computed(number), _Given(values, _version(values)))
-            self._calls.append(_Call(copy, args, {}, (number,), frozenset((number,))))
+            self._calls.append(_Call(copy, args, {}, (number,), (_sizes(drawn),), frozenset((number,))))
 
     def mixes_samples(self, outputs: Iterable[Tensor], num_samples: int) -> list[bool]:
         """Of each tensor that the script made, whether its rows follow from other samples than their own.
@@ -168,29 +169,36 @@ class BatchRecording(TorchDispatchMode):
         wanted = {int(self._numbers[one]): one for one in made if one in self._numbers}
         if not wanted:
             return [False] * len(made)
-        half = num_samples // 2
-        batch = {number: self._starts[number] for number in range(self._num_in_batch)}
-        changed = {
-            number: _with_other_second_half(tensor, half)
-            for number, tensor in batch.items()
-            if half and _has_rows(tensor, num_samples)
+        is_mixed = {
+            number for kept in _halves(num_samples) for number in self._following_others(kept, num_samples, wanted)
         }
-        if not changed:
-            return [False] * len(made)
+        return [one in self._numbers and int(self._numbers[one]) in is_mixed for one in made]
+
+    def _following_others(self, kept: Tensor, num_samples: int, wanted: Mapping[int, Tensor]) -> list[int]:
+        """Those of the wanted tensors, by number, of which rows change with the samples of other rows.
+
+        Args:
+            kept: the numbers of the samples that stay, half of all; each of the others becomes one of these.
+        """
         values = {number: tensor.clone() for number, tensor in self._starts.items()}
-        values |= changed
+        changed = [number for number in range(self._num_in_batch) if _has_rows(values[number], num_samples)]
+        if not changed:
+            return []
+        for number in changed:
+            values[number] = _repeating(values[number], kept)
         try:
             with torch.no_grad():
                 self._repeat(values, set(wanted))
         except (_CannotRepeatError, RuntimeError, IndexError, NotImplementedError):
-            return [False] * len(made)
-        mixed = {
-            number: not _is_same(before[:half], values[number][:half])
-            if _has_rows(before, num_samples)
-            else before.dim() == 0 and before.is_floating_point() and not _is_same(before, values[number])
-            for number, before in wanted.items()
-        }
-        return [one in self._numbers and mixed[int(self._numbers[one])] for one in made]
+            return []
+        found = []
+        for number, before in wanted.items():
+            is_of_rows = _has_rows(before, num_samples)
+            is_of_all = before.dim() == 0 and before.is_floating_point()
+            rows = kept.to(before.device) if is_of_rows else None
+            if (is_of_rows or is_of_all) and not _is_same(before, values[number], rows):
+                found.append(number)
+        return found
 
     def _repeat(self, values: dict[int, Tensor], wanted: set[int]) -> None:
         """Make the recorded calls again that the wanted tensors follow from; `values` gets what they return."""
@@ -203,6 +211,8 @@ class BatchRecording(TorchDispatchMode):
             if "batch_norm" in call.operator.__name__:  # which moves running statistics and does not say so
                 args = tree_map_only(Tensor, torch.clone, args)
             returned = tree_leaves(call.operator(*args, **kwargs))
+            if tuple(map(_sizes, returned)) != call.sizes:
+                raise _CannotRepeatError  # the script goes on by sizes that follow from values
             values |= {number: one for number, one in zip(call.results, returned, strict=True) if number is not None}
 
     def _needed(self, wanted: set[int]) -> list[_Call]:
@@ -223,6 +233,16 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def _is_repeatable(operator: Any) -> bool:
+    """Not where other workers take part, or the host goes on by numbers in a tensor, as with packed sequences."""
+    is_known = isinstance(operator, OpOverload) and "c10d" not in operator.namespace
+    return is_known and operator != torch.ops.aten._pack_padded_sequence.default
+
+
+def _sizes(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, Tensor) else None
+
+
 def _written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """The tensors that a call of an operator changes."""
     if not operator._schema.is_mutable:
@@ -233,18 +253,34 @@ def _written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return [one for one in tree_leaves(written) if isinstance(one, Tensor)]
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_nested
+
+
+def _halves(num_samples: int) -> list[Tensor]:
+    """Two halves of the samples, by number: the first ones, and every other one; none of a single sample."""
+    numbers = torch.arange(num_samples)
+    return [numbers[: num_samples // 2], numbers[: num_samples // 2 * 2 : 2]] if num_samples > 1 else []
+
+
 def _has_rows(tensor: Tensor, num_samples: int) -> bool:
     return tensor.dim() > 0 and len(tensor) == num_samples
 
 
-def _with_other_second_half(tensor: Tensor, half: int) -> Tensor:
-    """A batch of which the second half has the samples of the first."""
-    return tensor[torch.arange(len(tensor), device=tensor.device) % half]
+def _repeating(tensor: Tensor, kept: Tensor) -> Tensor:
+    """The rows of a batch, of which those that are not kept are replaced by others that are, in turn."""
+    order = torch.arange(len(tensor))
+    is_other = torch.ones(len(tensor), dtype=torch.bool).index_fill(0, kept, False)
+    order[is_other] = kept[torch.arange(int(is_other.sum())) % len(kept)]
+    return tensor[order.to(tensor.device)]
 
 
-def _is_same(before: Tensor, now: Tensor) -> bool:
+def _is_same(before: Tensor, now: Tensor, rows: Tensor | None) -> bool:
+    """Whether some rows, or a number, are equal up to rounding."""
     if before.shape != now.shape or before.dtype != now.dtype:
         return True  # what has other sizes cannot be compared
+    if rows is not None:
+        before, now = before[rows], now[rows]
     if not (before.is_floating_point() or before.is_complex()):
         return torch.equal(before, now)
     tolerance = _TOLERANCE.get(before.dtype, _LOW_PRECISION_TOLERANCE)
