@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from paceline.checkpoint import Loaded, Stored
 from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
@@ -184,12 +184,24 @@ def rebind(optimizer: Optimizer, names: Names, model: nn.Module) -> None:
     mine = {names.first[name]: parameter for name, parameter in model.named_parameters()}
     held = [[mine[name] for name in group if name in mine] for group in names.groups]
     before = [id(parameter) for parameter in _parameters(optimizer)]
-    if before == [id(parameter) for group in held for parameter in group]:
-        return
-    if optimizer.state:
-        raise ModelError("The optimizer has been used before run.prepare; give it a new one, or the strategy dp.")
-    for group, parameters in zip(optimizer.param_groups, held, strict=True):
-        group["params"] = parameters
+    fresh = [part for part in parts_of(optimizer) if _is_fresh_adagrad(part)]
+    for part in fresh:
+        part.state.clear()
+    if before != [id(parameter) for group in held for parameter in group]:
+        if optimizer.state:
+            raise ModelError("The optimizer has been used before run.prepare; give it a new one, or the strategy dp.")
+        for group, parameters in zip(optimizer.param_groups, held, strict=True):
+            group["params"] = parameters
+    for part in fresh:
+        for group in part.param_groups:
+            for parameter in group["params"]:
+                # As its constructor does, the only one of torch's that makes state at once.
+                total = torch.full_like(parameter, group["initial_accumulator_value"], requires_grad=False)
+                part.state[parameter] |= {"step": torch.tensor(0.0), "sum": total}
+
+
+def _is_fresh_adagrad(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, Adagrad) and not any(float(state["step"]) for state in optimizer.state.values())
 
 
 def optimizer_state(optimizer: Optimizer, names: Names, model: nn.Module) -> dict[str, Any]:
