@@ -14,6 +14,8 @@ from torch import Tensor
 
 from paceline.containers import versions
 from paceline.errors import DivergenceError
+from paceline.parallel.batch_norm.norm import has_other_norms
+from paceline.spec import Mesh
 from paceline.train.records.digest import checksums
 from paceline.train.session.state import Trained
 
@@ -30,10 +32,13 @@ _REMEDY = (
 
 
 class ScriptChanges:
-    """What a script does between steps to the weights and the learning rates of one model."""
+    """What a script does between steps to the weights, the buffers and the learning rates of one model."""
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, trained: Trained, mesh: Mesh) -> None:
         self._trained = trained
+        holds_all_buffers = mesh.pp == mesh.tp == 1 and not has_other_norms(trained.model)
+        self._buffers = [one for one in trained.model.buffers() if one.is_floating_point()] if holds_all_buffers else []
+        """Those that are the same on all workers after a step; norm layers that are each device's own have others."""
         self._steps_left = 2 * _STEPS_TO_COMPARE
         """In how many more steps weights are compared; alike on all workers."""
         self._num_steps = 0
@@ -48,7 +53,7 @@ class ScriptChanges:
         """Whatever changes until `checksums` is the script's doing."""
         self._num_steps += 1
         if self._steps_left:
-            self._versions = versions(self._parameters)
+            self._versions = versions(self._watched)
 
     def compare(self) -> None:
         """Compare weights in this step. To be called on all workers."""
@@ -61,17 +66,24 @@ class ScriptChanges:
             return 0.0, 0.0
         weights, is_asked = 0.0, self._is_asked or self._num_steps <= _STEPS_TO_COMPARE
         self._is_asked = self.asks_all = False
-        if engine.holds_all and self._steps_left:
+        if self._watched and self._steps_left:
             if is_asked:
                 self._steps_left -= 1
-                weights = float(sum(checksums(dict(enumerate(self._parameters)))))
+                weights = float(sum(checksums(dict(enumerate(self._compared)))))
             else:
-                self.asks_all = versions(self._parameters) != self._versions
+                self.asks_all = versions(self._watched) != self._versions
         return sum(map(_rate_of, self._trained.optimizer.param_groups)), weights
 
     @cached_property
-    def _parameters(self) -> list[Tensor]:
-        return list(self._trained.model.parameters())
+    def _compared(self) -> list[Tensor]:
+        """What every worker has whole."""
+        return [*(self._trained.model.parameters() if self._trained.engine.holds_all else ()), *self._buffers]
+
+    @cached_property
+    def _watched(self) -> list[Tensor]:
+        """Tensors that have a new version where one of them changed: kernels move running statistics without one, and
+        layers count their calls beside them."""
+        return [*self._compared, *(self._trained.model.buffers() if self._buffers else ())]
 
 
 def check_alike(compared: Sequence[tuple[float, float] | None], names: Iterable[str]) -> None:
@@ -92,7 +104,9 @@ def check_alike(compared: Sequence[tuple[float, float] | None], names: Iterable[
         f"workers than on others. {_REMEDY}",
         f"The learning rates, or other numbers of the optimizer's groups, that the script has set differ between "
         f"workers. {_REMEDY}",
-        f"After run.step, and what the script did after it, weights differ between workers. {_REMEDY}",
+        f"After run.step, and what the script did after it, weights differ between workers, or buffers, such as the "
+        "running statistics that a call of the model in training mode moves: call it in evaluation mode (model.eval(), "
+        f"and model.train() again). {_REMEDY}",
     )
     for pair, tolerance, sentence in zip(compared, _TOLERANCES, sentences, strict=True):
         if pair is not None and not math.isclose(*pair, rel_tol=tolerance):

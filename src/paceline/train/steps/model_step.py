@@ -87,7 +87,7 @@ class ModelStepper:
         self._reader = reader
         self._tracer = tracer
         self.guard = NonFiniteGuard(session, self.trained)
-        self.changes = ScriptChanges(self.trained)
+        self.changes = ScriptChanges(self.trained, mesh)
         self._takes_closure = takes_closure(self.trained.optimizer, self.trained.engine, session.state.job)
         self._readings: Readings = {}
         self._generators_of_model = OwnGenerators(self.trained.model)
