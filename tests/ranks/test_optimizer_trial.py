@@ -35,6 +35,13 @@ class _Own(torch.optim.SGD):
         raise NotImplementedError
 
 
+class MakesStateAtOnce(torch.optim.Adagrad):
+    """Its sums of squares are there before `run.prepare` divides the parameters."""
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__(parameters, lr=0.1, initial_accumulator_value=0.5)
+
+
 class ClipsAll(_Own):
     def scale(self, gradients: list[Tensor]) -> None:
         norm = torch.stack([gradient.square().sum() for gradient in gradients]).sum().sqrt()
@@ -117,6 +124,8 @@ def _assert_learns_the_same(by: Any, strategy: str, num_workers: int = 2) -> Non
         (NormalisesEach, "pp", 3),
         (NormalisesEach, "fsdp", 3),
         (NormalisesEach, "tp", 2),
+        (MakesStateAtOnce, "fsdp", 2),
+        (MakesStateAtOnce, "pp", 2),
     ],
 )
 def test_what_can_update_parts_learns_the_same(by: Any, strategy: str, num_workers: int) -> None:

@@ -26,6 +26,8 @@ SENTENCES = {
     "data of weights": "weights differ between workers",
     "late data of weights": "weights differ between workers",
     "last data of weights": "weights differ between workers",
+    "call for a log": "running statistics that a call of the model in training mode moves",
+    "late call for a log": "running statistics that a call of the model in training mode moves",
     "variable": "The loss function reads 'scale', which the script changed before the last step",
     "attribute": "The loss function reads 'weight', which the script changed before the last step",
     "attribute in a method": "The loss function reads 'weight', which the script changed before the last step",
@@ -71,7 +73,8 @@ def _train(kind: str) -> str:
 
     try:
         with paceline.init(Job(global_batch_size=8, virtual_shards=4), plan=plan, progress=False) as run:
-            model = nn.Linear(4, 1)
+            layer = nn.Linear(4, 1)
+            model: nn.Module = nn.Sequential(nn.BatchNorm1d(4), layer) if kind.endswith("log") else layer
             model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
             for batch in run.batches(TensorDataset(INPUTS.float())):
                 run.step(batch, losses.get(kind, loss_fn))
@@ -84,22 +87,27 @@ def _train(kind: str) -> str:
                         or (kind == "one worker's weights" and run.rank == 0)
                         or (kind == "one worker's late weights" and run.rank == 0 and run.steps == 6)
                     ):
-                        model.weight.mul_(own)
+                        layer.weight.mul_(own)
+                    elif kind == "call for a log" or (kind == "late call for a log" and run.steps == 6):
+                        model(batch[0])
+                    elif kind == "call in evaluation mode for a log":
+                        model.eval()(batch[0])
+                        model.train()
                     elif kind == "lent weights" and run.rank == 0:  # as for a sample by the average of weights
-                        before = model.weight.clone()
-                        model.weight.zero_()
-                        model.weight.copy_(before)
+                        before = layer.weight.clone()
+                        layer.weight.zero_()
+                        layer.weight.copy_(before)
                     elif kind == "data of weights" or (
                         kind in STEPS_WITHOUT_A_VERSION and run.steps in STEPS_WITHOUT_A_VERSION[kind]
                     ):
-                        model.weight.data *= own
+                        layer.weight.data *= own
                     elif kind == "variable":
                         scale = own
                     elif kind.startswith("attribute"):
                         settings.weight = own
                     elif kind == "of all workers":
                         optimizer.param_groups[0]["lr"] = scale = settings.weight = common
-                        model.weight.mul_(common)
+                        layer.weight.mul_(common)
                         settings.seconds = own  # nothing reads it
                     elif kind == "clock":
                         settings.said_at_s = time.time() - run.rank
@@ -116,6 +124,6 @@ def test_what_a_worker_computes_of_its_samples_is_refused(kind: str) -> None:
         assert SENTENCES[kind] in str(sentence)
 
 
-@pytest.mark.parametrize("kind", ["of all workers", "lent weights", "clock"])
+@pytest.mark.parametrize("kind", ["of all workers", "lent weights", "clock", "call in evaluation mode for a log"])
 def test_what_is_the_same_on_all_workers_is_not(kind: str) -> None:
     assert run_ranks(_train, 2, kind) == ["", ""]

@@ -187,6 +187,17 @@ def test_rows_that_belong_to_no_shard_are_refused() -> None:
     assert _forward(ghost, statistics, torch.randn(6, 2), (2, 1)).shape == (6, 2)
 
 
+def test_rows_of_a_shard_alone_are_its_own() -> None:
+    plain = nn.BatchNorm1d(2)
+    ghost = replace_batch_norm(copy.deepcopy(plain), ShardBatchNorm)
+    statistics = NormStatistics(ghost)
+    nodes = torch.randn(5, 2)  # of the graphs of two samples
+    torch.testing.assert_close(_forward(ghost, statistics, nodes, (2,)), plain(nodes))
+    torch.testing.assert_close(ghost.running_var, plain.running_var)
+    _forward(ghost, statistics, nodes[:1], (2,))  # one value has no variance, and counts for nothing
+    torch.testing.assert_close(ghost.running_var, plain.running_var)
+
+
 def test_sync_batch_norm_alone_is_batch_norm() -> None:
     torch.manual_seed(0)
     plain = nn.BatchNorm2d(3, dtype=torch.float64)

@@ -72,11 +72,14 @@ class ShardBatchNorm(BatchNorm):
             return super().forward(input)
         sizes = shards.sizes
         rows, remainder = divmod(input.shape[0], sum(sizes))
-        if remainder:
-            raise ModelError(
-                f"A batch norm layer got {input.shape[0]} rows for {sum(sizes)} samples; it cannot tell which row "
-                "belongs to which virtual shard: use norm = 'local' for this model."
-            )
+        values_per_sample = rows * math.prod(input.shape[2:])
+        if remainder:  # as where rows are the nodes of graphs
+            if len(sizes) > 1:
+                raise ModelError(
+                    f"A batch norm layer got {input.shape[0]} rows for {sum(sizes)} samples; it cannot tell which row "
+                    "belongs to which virtual shard: use shard_by_shard = true."
+                )
+            values_per_sample = 2 if input.numel() > input.shape[1] else 0  # one value is no statistic
         seen = self.seen
         if self.current.in_backward and self.current.is_noted and self.track_running_stats:
             # The call is the same again, and says nothing new. Autograd wants it to keep as many tensors.
@@ -84,7 +87,7 @@ class ShardBatchNorm(BatchNorm):
                 (2, len(sizes) * self.num_features), dtype=_dtype_of(self), device=input.device
             ).unbind()
             seen = _Seen(mean, var, [0.0] * len(sizes))
-        weights = shards.norm_weights(rows * math.prod(input.shape[2:])) if seen is not None else [0.0] * len(sizes)
+        weights = shards.norm_weights(values_per_sample) if seen is not None else [0.0] * len(sizes)
         if shards.are_interleaved:
             return self._normalise_interleaved(input, sizes, rows, seen, weights[0])
         if len(sizes) == 1:

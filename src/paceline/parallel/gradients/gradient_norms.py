@@ -35,11 +35,16 @@ _CHUNK = 1 << 20
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
+def _dense(gradient: Tensor) -> Tensor:
+    """All values of a gradient that are not zero, at least: of a sparse one those that it holds."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
 def squared_norm(tensors: Iterable[Tensor]) -> Tensor:
     """The sum of all squares, a scalar; at least in float32."""
     sums = []
     for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
+        flat = _dense(tensor.detach()).reshape(-1)
         wide = flat if flat.dtype == torch.float64 else flat.float()
         sums += [torch.dot(chunk, chunk) for chunk in wide.split(_CHUNK)]
     return torch.stack(sums).sum()
@@ -53,7 +58,7 @@ def squared_gradient_norm(module: nn.Module) -> Tensor:
 
 def norm_of_each(gradients: Sequence[Tensor]) -> list[Tensor]:
     """The norm of each, in their order; at least in float32."""
-    dense = [one.coalesce().values() if one.is_sparse else one for one in gradients]
+    dense = [_dense(one) for one in gradients]
     norms: dict[int, Tensor] = {}
     for (_, dtype), tensors in alike(dense).items():
         found = torch._foreach_norm(tensors, dtype=_WIDE.get(dtype))

@@ -381,10 +381,14 @@ class Passes:
             yield step.scale(self.loss_of_nothing(step, module).weighted)
 
     def loss_of_nothing(self, step: StepInput, module: nn.Module) -> ShardLoss:
-        """The loss of the first sample with the weight 0, through which nothing flows back."""
+        """The loss of the first samples with the weight 0, through which nothing flows back.
+
+        Two of them, if the first shard has so many: a loss that compares samples may need another one.
+        """
+        num_samples = min(2, *step.assignment.sizes[:1], 1 if step.any_shard else 2)
         self.buffers.counters.begin_pass()
         with watching_outputs(module) as outputs:
-            loss = read_loss(step.loss_of(module, copied(step.batch.cut(0, 1))), 0.0, 1, self.like)
+            loss = read_loss(step.loss_of(module, copied(step.batch.cut(0, num_samples))), 0.0, 1, self.like)
         ignore_unless(False, outputs)
         return replace(loss, weight=0.0)
 

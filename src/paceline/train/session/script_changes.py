@@ -14,6 +14,8 @@ from torch import Tensor
 
 from paceline.containers import versions
 from paceline.errors import DivergenceError
+from paceline.parallel.batch_norm.norm import has_other_norms
+from paceline.spec import Mesh
 from paceline.train.records.digest import checksums
 from paceline.train.session.state import Trained
 
@@ -35,11 +37,14 @@ def is_examined(number: int) -> bool:
 
 
 class ScriptChanges:
-    """What a script does between steps to the weights and the learning rates of one model."""
+    """What a script does between steps to the weights, the buffers and the learning rates of one model."""
 
-    def __init__(self, trained: Trained) -> None:
+    def __init__(self, trained: Trained, mesh: Mesh) -> None:
         self._trained = trained
         self._requests_left = _MOST_REQUESTS
+        holds_all_buffers = mesh.pp == mesh.tp == 1 and not has_other_norms(trained.model)
+        self._buffers = [one for one in trained.model.buffers() if one.is_floating_point()] if holds_all_buffers else []
+        """Those that are the same on all workers after a step; norm layers that are each device's own have others."""
         self._num_steps = 0
         self._versions: list[int] = []
         self._is_asked = False
@@ -52,7 +57,7 @@ class ScriptChanges:
         """Whatever changes until `checksums` is the script's doing."""
         self._num_steps += 1
         if self._requests_left:
-            self._versions = versions(self._parameters)
+            self._versions = versions(self._watched)
 
     def compare(self) -> None:
         """Compare weights in this step. To be called on all workers."""
@@ -65,16 +70,23 @@ class ScriptChanges:
             return 0.0, 0.0
         weights, is_compared = 0.0, self._is_asked or is_examined(self._num_steps)
         self._is_asked = self.asks_all = False
-        if engine.holds_all and is_compared:
-            weights = float(sum(checksums(dict(enumerate(self._parameters)))))
-        elif engine.holds_all and self._requests_left:
-            self.asks_all = versions(self._parameters) != self._versions
+        if self._watched and is_compared:
+            weights = float(sum(checksums(dict(enumerate(self._compared)))))
+        elif self._watched and self._requests_left:
+            self.asks_all = versions(self._watched) != self._versions
             self._requests_left -= self.asks_all
         return sum(map(_rate_of, self._trained.optimizer.param_groups)), weights
 
     @cached_property
-    def _parameters(self) -> list[Tensor]:
-        return list(self._trained.model.parameters())
+    def _compared(self) -> list[Tensor]:
+        """What every worker has whole."""
+        return [*(self._trained.model.parameters() if self._trained.engine.holds_all else ()), *self._buffers]
+
+    @cached_property
+    def _watched(self) -> list[Tensor]:
+        """Tensors that have a new version where one of them changed: kernels move running statistics without one, and
+        layers count their calls beside them."""
+        return [*self._compared, *(self._trained.model.buffers() if self._buffers else ())]
 
 
 def check_alike(compared: Sequence[tuple[float, float] | None], names: Iterable[str]) -> None:
@@ -95,7 +107,9 @@ def check_alike(compared: Sequence[tuple[float, float] | None], names: Iterable[
         f"workers than on others. {_REMEDY}",
         f"The learning rates, or other numbers of the optimizer's groups, that the script has set differ between "
         f"workers. {_REMEDY}",
-        f"After run.step, and what the script did after it, weights differ between workers. {_REMEDY}",
+        f"After run.step, and what the script did after it, weights differ between workers, or buffers, such as the "
+        "running statistics that a call of the model in training mode moves: call it in evaluation mode (model.eval(), "
+        f"and model.train() again). {_REMEDY}",
     )
     for pair, tolerance, sentence in zip(compared, _TOLERANCES, sentences, strict=True):
         if pair is not None and not math.isclose(*pair, rel_tol=tolerance):

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Adagrad, Optimizer
 
 from paceline.checkpoint import Loaded, Stored
 from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
@@ -28,6 +28,14 @@ from paceline.parallel.dtensor import shard_like
 from paceline.parallel.engine import AS_RANK
 from paceline.train.optimizers.joint_optimizer import parts_of
 from paceline.train.process.numerics import Precision
+from paceline.train.session.wrapped_optimizers import (
+    add_wrapped_state,
+    attribute_tensors,
+    is_wrapped,
+    load_wrapped_state,
+    sharing_kept,
+    wrapped_in,
+)
 
 _ALONE = "alone"
 """In a worker's own state: what another number of workers does not use."""
@@ -64,6 +72,8 @@ class Trained:
         """`shared` and `own` of this worker; their tensors are views of the live state."""
         optimizer = optimizer_state(self.optimizer, self.names, self.model)
         numbers = numbers_of(self.optimizer)
+        if not self.engine.weights_diverge and self.engine.holds_all and (kept := attribute_tensors(self.optimizer)):
+            optimizer["tensors"] = kept
         if moved := {name: one for name, one in numbers.items() if one != self.fresh_numbers.get(name)}:
             optimizer["numbers"] = moved
         own, scaler = self.engine.own_state(), self.precision.scaler.state_dict()
@@ -117,6 +127,10 @@ class Trained:
         if "optimizer" in means:  # workers' weights differed
             optimizer = optimizer | {"state": means["optimizer"]}
         load_optimizer_state(self.optimizer, self.names, self.model, optimizer, hyper=hyper)
+        kept = optimizer.get("tensors", {})
+        for place, tensor in attribute_tensors(self.optimizer).items() if kept else ():
+            if place in kept and kept[place].shape == tensor.shape:
+                tensor.detach().copy_(kept[place])
         set_numbers(self.optimizer, {**self.fresh_numbers, **optimizer.get("numbers", {})})  # others had not moved
         self.engine.load_state(shared["engine"], own)
         self.precision.scaler.load_state_dict(alone["scaler"])
@@ -184,12 +198,24 @@ def rebind(optimizer: Optimizer, names: Names, model: nn.Module) -> None:
     mine = {names.first[name]: parameter for name, parameter in model.named_parameters()}
     held = [[mine[name] for name in group if name in mine] for group in names.groups]
     before = [id(parameter) for parameter in _parameters(optimizer)]
-    if before == [id(parameter) for group in held for parameter in group]:
-        return
-    if optimizer.state:
-        raise ModelError("The optimizer has been used before run.prepare; give it a new one, or the strategy dp.")
-    for group, parameters in zip(optimizer.param_groups, held, strict=True):
-        group["params"] = parameters
+    fresh = [part for part in parts_of(optimizer) if _is_fresh_adagrad(part)]
+    for part in fresh:
+        part.state.clear()
+    if before != [id(parameter) for group in held for parameter in group]:
+        if optimizer.state:
+            raise ModelError("The optimizer has been used before run.prepare; give it a new one, or the strategy dp.")
+        for group, parameters in zip(optimizer.param_groups, held, strict=True):
+            group["params"] = parameters
+    for part in fresh:
+        for group in part.param_groups:
+            for parameter in group["params"]:
+                # As its constructor does, the only one of torch's that makes state at once.
+                total = torch.full_like(parameter, group["initial_accumulator_value"], requires_grad=False)
+                part.state[parameter] |= {"step": torch.tensor(0.0), "sum": total}
+
+
+def _is_fresh_adagrad(optimizer: Optimizer) -> bool:
+    return isinstance(optimizer, Adagrad) and not any(float(state["step"]) for state in optimizer.state.values())
 
 
 def optimizer_state(optimizer: Optimizer, names: Names, model: nn.Module) -> dict[str, Any]:
@@ -197,7 +223,9 @@ def optimizer_state(optimizer: Optimizer, names: Names, model: nn.Module) -> dic
     held = names.held(optimizer, model)
     plain = optimizer.state_dict()
     groups = [group | {"params": list(own)} for group, own in zip(plain["param_groups"], names.groups, strict=True)]
-    return {"state": {held[number]: state for number, state in plain["state"].items()}, "groups": groups}
+    state = {held[number]: entries for number, entries in plain["state"].items()}
+    add_wrapped_state(optimizer, dict(zip(map(id, _parameters(optimizer)), held, strict=True)), state)
+    return {"state": state, "groups": groups}
 
 
 def numbers_of(optimizer: Optimizer) -> dict[str, float]:
@@ -224,8 +252,7 @@ def set_numbers(optimizer: Optimizer, numbers: Mapping[str, float]) -> None:
 
 def _holders_of_numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
     parts = parts_of(optimizer)
-    wrapped = [one for part in parts for one in vars(part).values() if isinstance(one, Optimizer)]
-    return [vars(one) for one in (*parts, *wrapped)]
+    return [vars(one) for one in (*parts, *(inner for _, inner in wrapped_in(optimizer)))]
 
 
 _OF_THIS_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
@@ -257,7 +284,14 @@ def load_optimizer_state(
         for name, entries in state["state"].items()
         if name in numbers
     }
-    optimizer.load_state_dict({"state": by_number, "param_groups": groups})
+    own_state = {
+        number: own
+        for number, entries in by_number.items()
+        if (own := {key: value for key, value in entries.items() if not is_wrapped(key)})
+    }
+    with sharing_kept(optimizer):
+        optimizer.load_state_dict({"state": own_state, "param_groups": groups})
+    load_wrapped_state(optimizer, {parameters[number]: entries for number, entries in by_number.items()})
 
 
 def _check_alike(own: Mapping[str, Any], kept: Mapping[str, Any]) -> None:

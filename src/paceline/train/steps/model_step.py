@@ -20,7 +20,9 @@ from paceline.parallel import Assignment, Companions, StepInput
 from paceline.parallel.assignment import shard_sizes
 from paceline.parallel.engine import AnyShard
 from paceline.parallel.gradients.gradient_norms import norm_of_norms
+from paceline.parallel.kept import foreign_norms
 from paceline.parallel.kept.counters import Counters
+from paceline.parallel.kept.foreign_norms import ForeignNorms
 from paceline.parallel.kept.foreign_parameters import ForeignParameters
 from paceline.parallel.kept.kept_tensors import KeptTensors
 from paceline.parallel.kept.read_numbers import ReadNumbers
@@ -89,7 +91,7 @@ class ModelStepper:
         self._reader = reader
         self._tracer = tracer
         self.guard = NonFiniteGuard(session, self.trained)
-        self.changes = ScriptChanges(self.trained)
+        self.changes = ScriptChanges(self.trained, mesh)
         self._takes_closure = takes_closure(self.trained.optimizer, self.trained.engine, session.state.job)
         self._readings: Readings = {}
         self._generators_of_model = OwnGenerators(self.trained.model)
@@ -103,6 +105,7 @@ class ModelStepper:
         self._tensors_of_model = KeptTensors.of_model(self.trained.model)
         self._tensors_of_loss = KeptTensors.of_function(None, ())
         self._foreign = ForeignParameters(None, ())
+        self._foreign_norms = ForeignNorms(None, ())
 
     def step(
         self, pending: Pending, content: Any, loss_fn: LossFn, companions: Companions, optimizer: Optimizer
@@ -135,7 +138,7 @@ class ModelStepper:
         trained.optimizer.zero_grad(set_to_none=True)
 
         try:
-            with companions.unchanged(), self._generators.kept(), explaining_refusals():
+            with companions.unchanged(), self._foreign_norms.unmoved(), self._generators.kept(), explaining_refusals():
                 result = engine.step(
                     step_input, functools.partial(self._update, pending, content, step_input, optimizer)
                 )
@@ -162,6 +165,8 @@ class ModelStepper:
         if engine.reads_assignment and not engine.weights_diverge and not self._is_piped:
             self.session.changed_by_script |= self._tensors_of_loss.leading
             self.session.numbers_by_script |= self._numbers_of_loss.changed
+        if self._foreign_norms.newly_in_training():
+            self.session.note(foreign_norms.NOTE)
         if moving := engine.forward_buffers.newly_moving():
             self.session.note(f"Forward passes change buffers ({_some(moving)}): {engine.buffers_rule}.")
         if engine.counters_rule and (counting := engine.forward_buffers.newly_counting()):
@@ -196,6 +201,7 @@ class ModelStepper:
             models = [one.model for one in self._state.models.companions.values()]
             self._tensors_of_loss = KeptTensors.of_function(loss_fn, models)
             self._foreign = ForeignParameters(loss_fn, models)
+            self._foreign_norms = ForeignNorms(loss_fn, models)
             functions, name = self.trained.engine.functions, loss_name(loss_fn)
             functions.counters[name] = self._counters_of_loss
             self._counters_of_loss.load_state(functions.saved_counts.pop(name, {}))
