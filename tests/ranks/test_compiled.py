@@ -43,6 +43,11 @@ class _Layers(nn.Sequential):
         super().__init__(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 5))
 
 
+class _LayersThatDraw(nn.Sequential):
+    def __init__(self, dropout: float) -> None:
+        super().__init__(nn.Linear(12, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 5))
+
+
 @dataclass(frozen=True)
 class _Case:
     build: type[nn.Module] = _Net
@@ -123,15 +128,17 @@ def _assert_close(result: _Result, expected: _Result) -> None:
 @pytest.mark.timeout(900)
 def test_a_compiled_model_trains_as_it_would_without() -> None:
     alone = [_Case(), _Case(_Layers), _Case(dropout=0.5), _Case(how="in place", dropout=0.5)]
+    alone.append(_Case(_LayersThatDraw, dropout=0.5))
     together = [
         _Case(how="job"),
         _Case(_Layers, "wrapped", "fsdp"),
         _Case(_Layers, "in place", "tp"),
         _Case(how="wrapped", dropout=0.5),
+        _Case(_LayersThatDraw, "wrapped", "fsdp", dropout=0.5),
     ]
-    eager, eager_layers, with_dropout, compiled = run_ranks(_train_all, 1, alone, timeout_s=400)[0]
+    eager, eager_layers, with_dropout, compiled, eager_draws = run_ranks(_train_all, 1, alone, timeout_s=400)[0]
     _assert_close(compiled, with_dropout)
-    expected = [eager, eager_layers, eager_layers, with_dropout]
+    expected = [eager, eager_layers, eager_layers, with_dropout, eager_draws]
     first, *others = run_ranks(_train_all, 2, together, timeout_s=400)
     for case, result, wanted in zip(together, first, expected, strict=True):
         assert result.weights.keys() == wanted.weights.keys(), case

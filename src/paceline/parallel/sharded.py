@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # torch.compiler.disable loads the compiler, for seconds
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.utils import _pytree as pytree
@@ -155,6 +156,7 @@ def _copy_views(module: nn.Module) -> None:
     parameters again, or with them whole, in stages 1 and 2 of ZeRO, not sum its gradients over the workers.
     """
 
+    @_disable_dynamo  # with shared draws it would be traced under their mode, which torch cannot guard
     def copied(_module: nn.Module, _arguments: Any, output: Any) -> Any:
         views = {id(one): one for one in tensors(output, open_object) if one._is_view() and one.requires_grad}
         if not views:
