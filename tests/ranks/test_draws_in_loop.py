@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -92,6 +93,20 @@ def test_so_are_those_of_a_mixup_that_begins_later() -> None:
 def test_workers_that_all_have_the_whole_batch_mix_the_same() -> None:
     for notes, steps in run_ranks(_mixing, 2, 0, Plan(mesh=Mesh(pp=2))):
         assert len(notes) == 1 and steps == 4
+
+
+def _left_by_an_iterator_that_is_kept() -> bool:
+    plan = Plan(world_size=1, algorithm="all_reduce")
+    with paceline.init(Job(global_batch_size=8, virtual_shards=4), plan=plan, progress=False) as run:
+        model = nn.Linear(4, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = iter(run.batches(TensorDataset(INPUTS)))
+        next(batches)
+    return _get_current_dispatch_mode() is not None
+
+
+def test_nothing_is_recorded_after_a_run_that_ends_before_its_iterator() -> None:
+    assert run_ranks(_left_by_an_iterator_that_is_kept, 1) == [False]
 
 
 def _notes(kind: str, collated: bool = False) -> list[str]:

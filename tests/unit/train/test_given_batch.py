@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.train.steps.given_batch import GivenBatch
@@ -172,6 +174,127 @@ def _sparse_for_a_while(batch: Batch) -> Batch:
 )
 def test_what_is_made_of_each_sample_alone_is_left_in_peace(change: Callable[[Batch], Batch]) -> None:
     assert not _mixed(change)
+
+
+def _scaled_in_its_data(batch: Batch) -> Batch:
+    batch["x"].data = batch["x"].data * 2
+    return batch | {"x": batch["x"] + 1}
+
+
+def _scaled_by_numpy(batch: Batch) -> Batch:
+    values = batch["x"].numpy()
+    values *= 2
+    return batch | {"x": batch["x"] + 1}
+
+
+def _scaled_where_numpy_has_it(batch: Batch) -> Batch:
+    torch.from_numpy(batch["x"].numpy()).mul_(2)
+    return batch | {"x": batch["x"] + 1}
+
+
+def _in_eight_bits(batch: Batch) -> Batch:
+    return batch | {"x": batch["x"].to(torch.float8_e4m3fn), "y": batch["y"].to(torch.uint16)}
+
+
+def _by_an_operator_of_its_own(batch: Batch) -> Batch:
+    return batch | {"x": torch.ops.paceline_tests.once(batch["x"])}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _scaled_in_its_data,
+        _scaled_by_numpy,
+        _scaled_where_numpy_has_it,
+        _in_eight_bits,
+        _by_an_operator_of_its_own,
+    ],
+)
+def test_what_torch_does_not_see_is_left_in_peace(change: Callable[[Batch], Batch], own_operator: None) -> None:
+    assert not _mixed(change)
+
+
+@pytest.fixture
+def own_operator() -> Iterator[None]:
+    """An operator that cannot be called twice."""
+    calls: list[Tensor] = []
+
+    def once(x: Tensor) -> Tensor:
+        calls.append(x)
+        if len(calls) > 1:
+            raise ValueError("once")
+        return x * 2
+
+    library = torch.library.Library("paceline_tests", "FRAGMENT")
+    library.define("once(Tensor x) -> Tensor")
+    library.impl("once", once, "CompositeExplicitAutograd")
+    yield
+    library._destroy()
+
+
+def _in_a_copy(batch: Batch, _of_all: Tensor) -> Batch:
+    copied = copy.deepcopy(batch)
+    copied["x"].mul_(2)
+    return copied
+
+
+def _in_another_place(batch: Batch, of_all: Tensor) -> Batch:
+    batch["x"].set_(of_all.expand(SAMPLES, 4).contiguous()).mul_(2)  # type: ignore[call-overload]
+    return batch
+
+
+def _with_an_average(batch: Batch, of_all: Tensor) -> Batch:
+    with torch.inference_mode():
+        average = of_all.clone()
+        average.expand_as(batch["x"][0]).mul_(0.9).add_(batch["x"].mean(0))
+        return batch | {"average": average}
+
+
+def _with_norms_of_instances(batch: Batch, of_all: Tensor) -> Batch:
+    norm = nn.InstanceNorm1d(2, track_running_stats=True).double()
+    with torch.inference_mode():
+        normalised = norm(batch["x"].view(SAMPLES, 2, 2))
+    return batch | {"x": normalised, "mean": norm.running_mean, "variance": norm.running_var}
+
+
+@pytest.mark.parametrize("change", [_in_a_copy, _in_another_place, _with_an_average, _with_norms_of_instances])
+def test_what_the_script_has_made_stays_as_it_is(change: Callable[[Batch, Tensor], Batch]) -> None:
+    of_all = torch.linspace(0, 1, 4, dtype=torch.float64)
+    made = []
+
+    def changed(batch: Batch) -> Batch:
+        made.append(change(batch, of_all))
+        made.append(copy.deepcopy(made[0]))
+        return made[0]
+
+    assert not _mixed(changed)
+    assert all(torch.equal(made[0][name], before) for name, before in made[1].items())
+
+
+def test_what_is_computed_on_the_way_is_not_held_when_it_is_computed_again() -> None:
+    held: list[int] = []
+
+    class Counting(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            if func == torch.ops.aten.sin.default:
+                alive.add(made)
+                held.append(len(alive))
+            return made
+
+    alive: Any = weakref.WeakSet()
+    batch = {"x": torch.randn(SAMPLES, 4, dtype=torch.float64)}
+    given = GivenBatch(batch, SAMPLES, is_recorded=True)
+    x = batch["x"].flip(0)
+    for _ in range(20):
+        x = x.sin()
+    given.stop()
+    with Counting():
+        assert given.mixed({"x": x})
+    assert max(held) <= 2
 
 
 def test_a_teacher_that_is_looked_at_stays_as_it_is() -> None:
