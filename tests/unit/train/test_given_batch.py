@@ -246,8 +246,9 @@ def _in_another_place(batch: Batch, of_all: Tensor) -> Batch:
 def _with_an_average(batch: Batch, of_all: Tensor) -> Batch:
     with torch.inference_mode():
         average = of_all.clone()
-        average.expand_as(batch["x"][0]).mul_(0.9).add_(batch["x"].mean(0))
-        return batch | {"average": average}
+        view = average.view_as(batch["x"][0])
+        view.mul_(0.9).add_(batch["x"].mean(0))
+        return batch | {"average": average, "view": view}
 
 
 def _with_norms_of_instances(batch: Batch, of_all: Tensor) -> Batch:
