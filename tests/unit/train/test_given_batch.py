@@ -76,6 +76,13 @@ def _in_a_queue(batch: Batch) -> Batch:
     return batch | {"negatives": queue}
 
 
+def _moved_into_another(batch: Batch) -> Batch:
+    moved = torch.zeros(SAMPLES, 4, dtype=torch.float64)
+    moved[1:] = batch["x"][:-1]
+    moved[0] = batch["x"][-1]
+    return batch | {"x": moved}
+
+
 @pytest.mark.parametrize(
     ("change", "place"),
     [
@@ -87,6 +94,7 @@ def _in_a_queue(batch: Batch) -> Batch:
         (_labels_rolled, "batch['other']"),
         (_with_teacher_in_training_mode, "batch['targets']"),
         (_in_a_queue, "batch['negatives']"),
+        (_moved_into_another, "batch['x']"),
         (_swapped_in_pairs_of_halves, "batch['x']"),
     ],
 )
@@ -139,6 +147,17 @@ def _with_an_average_of_the_script(batch: Batch) -> Batch:
     return batch | {"x": batch["x"] * 2}
 
 
+def _filled_row_by_row(batch: Batch) -> Batch:
+    filled, other = torch.zeros(SAMPLES, 4, dtype=torch.float64), torch.zeros(SAMPLES, 4, dtype=torch.float64)
+    whole = filled.view(-1)
+    for number, row in enumerate(batch["x"]):
+        filled[number, :3] = row[1:]
+        filled.T[3, number] = row[0]
+    whole.mul_(2)
+    other.copy_(filled)
+    return batch | {"x": filled + 1, "other": other + whole.view(SAMPLES, 4), "whole": filled}
+
+
 def _through_packed_sequences(batch: Batch) -> Batch:
     lengths = torch.tensor([4, 4, 3, 3, 2, 1])[batch["y"]]
     packed = nn.utils.rnn.pack_padded_sequence(batch["x"][..., None], lengths, batch_first=True)
@@ -160,6 +179,7 @@ def _sparse_for_a_while(batch: Batch) -> Batch:
     [
         _as_it_is,
         _sparse_for_a_while,
+        _filled_row_by_row,
         _through_packed_sequences,
         _chosen_by_values,
         _scaled,

@@ -89,6 +89,7 @@ class BatchRecording(TorchDispatchMode):
         for tensor in filter(_is_plain, batch):
             self._starts[self._number(tensor)] = tensor.detach().clone()
         self._num_in_batch = len(self._starts)
+        self._rows = next((one.shape[:1] for one in self._starts.values()), None)
         self.__enter__()  # type: ignore[no-untyped-call]
         self._is_entered = True
 
@@ -141,8 +142,15 @@ class BatchRecording(TorchDispatchMode):
 
     def _written(self, tensor: Tensor) -> int:
         """The number of a tensor that is about to be changed; it follows from the batch from now on."""
-        if tensor not in self._numbers:
+        if tensor in self._numbers:
+            return int(self._numbers[tensor])
+        base = tensor._base
+        if base is None or base.shape[:1] != self._rows or not _is_plain(base):
             self._starts[self._number(tensor)] = tensor.detach().clone()
+        else:  # rows that a script fills one after the other
+            place = (tensor.shape, tensor.stride(), tensor.storage_offset())
+            args, written = (_Computed(self._written(base)), *place), self._number(tensor)
+            self._calls.append(_Call(torch.ops.aten.as_strided.default, args, {}, (written,), place[:1], frozenset()))
         return int(self._numbers[tensor])
 
     def _noted(self, tensor: Tensor) -> _Computed | _Given:
@@ -181,15 +189,17 @@ class BatchRecording(TorchDispatchMode):
             return [False] * len(made)
         is_mixed: set[int] = set()
         with contextlib.suppress(Exception), torch.no_grad():  # an operator that cannot be repeated, or compared
-            again = self._repeat(self._copies_of_starts(), set(wanted))
+            again = self._repeat(self._copies_of_starts(wanted), set(wanted))
             known = {number: one for number, one in wanted.items() if _is_same(one, again[number], None)}
             del again
             for kept in _halves(num_samples):
                 is_mixed.update(self._following_others(kept, num_samples, known))
         return [one in self._numbers and int(self._numbers[one]) in is_mixed for one in made]
 
-    def _copies_of_starts(self) -> dict[int, Tensor]:
-        return {number: tensor.clone() for number, tensor in self._starts.items()}
+    def _copies_of_starts(self, wanted: Iterable[int]) -> dict[int, Tensor]:
+        """Those that the wanted tensors follow from."""
+        needed = set(wanted).union(*(call.read for call in self._needed(set(wanted))))
+        return {number: tensor.clone() for number, tensor in self._starts.items() if number in needed}
 
     def _following_others(self, kept: Tensor, num_samples: int, wanted: Mapping[int, Tensor]) -> list[int]:
         """Those of the wanted tensors, by number, of which rows change with the samples of other rows.
@@ -199,9 +209,11 @@ class BatchRecording(TorchDispatchMode):
             wanted: those that become the same where all samples stay: torch does not see all that a script changes,
                 such as `tensor.data` or an array of NumPy that has the same values.
         """
-        values = self._copies_of_starts()
-        changed = [number for number in range(self._num_in_batch) if _has_rows(values[number], num_samples)]
-        if not changed or not wanted:
+        values = self._copies_of_starts(wanted)
+        changed = [
+            number for number in values if number < self._num_in_batch and _has_rows(values[number], num_samples)
+        ]
+        if not changed:
             return []
         for number in changed:
             values[number].copy_(_repeating(values[number], kept))
