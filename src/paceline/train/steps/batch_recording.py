@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class _Call:
     written: frozenset[int]
     """The numbers of the tensors that it changes."""
 
-    @property
+    @cached_property
     def read(self) -> list[int]:
         """The numbers of the tensors that it gets."""
         return [one.number for one in tree_leaves((self.args, self.kwargs)) if isinstance(one, _Computed)]
