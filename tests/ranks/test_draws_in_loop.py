@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.env import worker_facts
 from paceline.spec import Job, Mesh, Plan
+from paceline.train.records.digest import weights_sha256
 from tests.ranks.harness import run_ranks
 
 INPUTS = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
@@ -92,6 +95,42 @@ def test_so_are_those_of_a_mixup_that_begins_later() -> None:
 def test_workers_that_all_have_the_whole_batch_mix_the_same() -> None:
     for notes, steps in run_ranks(_mixing, 2, 0, Plan(mesh=Mesh(pp=2))):
         assert len(notes) == 1 and steps == 4
+
+
+def _taught(folder: str, max_steps: int) -> str:
+    """The fingerprint of a model that learns from a teacher in inference mode, whose bits differ under a mode."""
+    plan = Plan(world_size=1, algorithm="all_reduce")
+    job = Job(global_batch_size=8, virtual_shards=4, epochs=2)
+    teacher = nn.Parameter(torch.randn(12, 4, generator=torch.Generator().manual_seed(1)))
+    with paceline.init(job, plan=plan, max_steps=max_steps, checkpoint_dir=folder, progress=False) as run:
+        model = nn.Linear(4, 1).double()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for (batch,) in run.batches(TensorDataset(INPUTS)):
+            with torch.inference_mode():
+                sequences = (batch[:, None] * torch.arange(1.0, 7)[:, None]).transpose(0, 1)
+                targets = nn.functional.linear(sequences, teacher).transpose(0, 1)
+            given = (batch.double(), targets.flatten(1).double())
+            run.step(given, lambda model, one: (model(one[0]) * one[1]).mean())
+        return weights_sha256(model.state_dict())
+
+
+def test_an_interrupted_run_computes_the_same_bits_with_its_batches(tmp_path: Path) -> None:
+    run_ranks(_taught, 1, str(tmp_path / "interrupted"), 4)
+    assert run_ranks(_taught, 1, str(tmp_path / "interrupted"), 6) == run_ranks(_taught, 1, str(tmp_path / "whole"), 6)
+
+
+def _left_by_an_iterator_that_is_kept() -> bool:
+    plan = Plan(world_size=1, algorithm="all_reduce")
+    with paceline.init(Job(global_batch_size=8, virtual_shards=4), plan=plan, progress=False) as run:
+        model = nn.Linear(4, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        batches = iter(run.batches(TensorDataset(INPUTS)))
+        next(batches)
+    return _get_current_dispatch_mode() is not None
+
+
+def test_nothing_is_recorded_after_a_run_that_ends_before_its_iterator() -> None:
+    assert run_ranks(_left_by_an_iterator_that_is_kept, 1) == [False]
 
 
 def _notes(kind: str, collated: bool = False) -> list[str]:

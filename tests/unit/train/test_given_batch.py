@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.train.steps.given_batch import GivenBatch
@@ -74,6 +76,13 @@ def _in_a_queue(batch: Batch) -> Batch:
     return batch | {"negatives": queue}
 
 
+def _moved_into_another(batch: Batch) -> Batch:
+    moved = torch.zeros(SAMPLES, 4, dtype=torch.float64)
+    moved[1:] = batch["x"][:-1]
+    moved[0] = batch["x"][-1]
+    return batch | {"x": moved}
+
+
 @pytest.mark.parametrize(
     ("change", "place"),
     [
@@ -85,6 +94,7 @@ def _in_a_queue(batch: Batch) -> Batch:
         (_labels_rolled, "batch['other']"),
         (_with_teacher_in_training_mode, "batch['targets']"),
         (_in_a_queue, "batch['negatives']"),
+        (_moved_into_another, "batch['x']"),
         (_swapped_in_pairs_of_halves, "batch['x']"),
     ],
 )
@@ -137,6 +147,17 @@ def _with_an_average_of_the_script(batch: Batch) -> Batch:
     return batch | {"x": batch["x"] * 2}
 
 
+def _filled_row_by_row(batch: Batch) -> Batch:
+    filled, other = torch.zeros(SAMPLES, 4, dtype=torch.float64), torch.zeros(SAMPLES, 4, dtype=torch.float64)
+    whole = filled.view(-1)
+    for number, row in enumerate(batch["x"]):
+        filled[number, :3] = row[1:]
+        filled.T[3, number] = row[0]
+    whole.mul_(2)
+    other.copy_(filled)
+    return batch | {"x": filled + 1, "other": other + whole.view(SAMPLES, 4), "whole": filled}
+
+
 def _through_packed_sequences(batch: Batch) -> Batch:
     lengths = torch.tensor([4, 4, 3, 3, 2, 1])[batch["y"]]
     packed = nn.utils.rnn.pack_padded_sequence(batch["x"][..., None], lengths, batch_first=True)
@@ -158,6 +179,7 @@ def _sparse_for_a_while(batch: Batch) -> Batch:
     [
         _as_it_is,
         _sparse_for_a_while,
+        _filled_row_by_row,
         _through_packed_sequences,
         _chosen_by_values,
         _scaled,
@@ -172,6 +194,128 @@ def _sparse_for_a_while(batch: Batch) -> Batch:
 )
 def test_what_is_made_of_each_sample_alone_is_left_in_peace(change: Callable[[Batch], Batch]) -> None:
     assert not _mixed(change)
+
+
+def _scaled_in_its_data(batch: Batch) -> Batch:
+    batch["x"].data = batch["x"].data * 2
+    return batch | {"x": batch["x"] + 1}
+
+
+def _scaled_by_numpy(batch: Batch) -> Batch:
+    values = batch["x"].numpy()
+    values *= 2
+    return batch | {"x": batch["x"] + 1}
+
+
+def _scaled_where_numpy_has_it(batch: Batch) -> Batch:
+    torch.from_numpy(batch["x"].numpy()).mul_(2)
+    return batch | {"x": batch["x"] + 1}
+
+
+def _in_eight_bits(batch: Batch) -> Batch:
+    return batch | {"x": batch["x"].to(torch.float8_e4m3fn), "y": batch["y"].to(torch.uint16)}
+
+
+def _by_an_operator_of_its_own(batch: Batch) -> Batch:
+    return batch | {"x": torch.ops.paceline_tests.once(batch["x"])}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _scaled_in_its_data,
+        _scaled_by_numpy,
+        _scaled_where_numpy_has_it,
+        _in_eight_bits,
+        _by_an_operator_of_its_own,
+    ],
+)
+def test_what_torch_does_not_see_is_left_in_peace(change: Callable[[Batch], Batch], own_operator: None) -> None:
+    assert not _mixed(change)
+
+
+@pytest.fixture
+def own_operator() -> Iterator[None]:
+    """An operator that cannot be called twice."""
+    calls: list[Tensor] = []
+
+    def once(x: Tensor) -> Tensor:
+        calls.append(x)
+        if len(calls) > 1:
+            raise ValueError("once")
+        return x * 2
+
+    library = torch.library.Library("paceline_tests", "FRAGMENT")
+    library.define("once(Tensor x) -> Tensor")
+    library.impl("once", once, "CompositeExplicitAutograd")
+    yield
+    library._destroy()
+
+
+def _in_a_copy(batch: Batch, _of_all: Tensor) -> Batch:
+    copied = copy.deepcopy(batch)
+    copied["x"].mul_(2)
+    return copied
+
+
+def _in_another_place(batch: Batch, of_all: Tensor) -> Batch:
+    batch["x"].set_(of_all.expand(SAMPLES, 4).contiguous()).mul_(2)  # type: ignore[call-overload]
+    return batch
+
+
+def _with_an_average(batch: Batch, of_all: Tensor) -> Batch:
+    with torch.inference_mode():
+        average = of_all.clone()
+        view = average.view_as(batch["x"][0])
+        view.mul_(0.9).add_(batch["x"].mean(0))
+        return batch | {"average": average, "view": view}
+
+
+def _with_norms_of_instances(batch: Batch, of_all: Tensor) -> Batch:
+    norm = nn.InstanceNorm1d(2, track_running_stats=True).double()
+    with torch.inference_mode():
+        normalised = norm(batch["x"].view(SAMPLES, 2, 2))
+    return batch | {"x": normalised, "mean": norm.running_mean, "variance": norm.running_var}
+
+
+@pytest.mark.parametrize("change", [_in_a_copy, _in_another_place, _with_an_average, _with_norms_of_instances])
+def test_what_the_script_has_made_stays_as_it_is(change: Callable[[Batch, Tensor], Batch]) -> None:
+    of_all = torch.linspace(0, 1, 4, dtype=torch.float64)
+    made = []
+
+    def changed(batch: Batch) -> Batch:
+        made.append(change(batch, of_all))
+        made.append(copy.deepcopy(made[0]))
+        return made[0]
+
+    assert not _mixed(changed)
+    assert all(torch.equal(made[0][name], before) for name, before in made[1].items())
+
+
+def test_what_is_computed_on_the_way_is_not_held_when_it_is_computed_again() -> None:
+    held: list[int] = []
+
+    class Counting(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = func(*args, **(kwargs or {}))
+            if func == torch.ops.aten.sin.default:
+                alive.add(made)
+                held.append(len(alive))
+            return made
+
+    alive: Any = weakref.WeakSet()
+    batch = {"x": torch.randn(SAMPLES, 4, dtype=torch.float64)}
+    given = GivenBatch(batch, SAMPLES, is_recorded=True)
+    x = batch["x"].flip(0)
+    for _ in range(20):
+        x = x.sin()
+    given.stop()
+    with Counting():
+        assert given.mixed({"x": x})
+    assert max(held) <= 2
 
 
 def test_a_teacher_that_is_looked_at_stays_as_it_is() -> None:

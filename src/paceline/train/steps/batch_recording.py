@@ -7,8 +7,10 @@ operators. They are made again with other samples in half of the batch: the othe
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,6 +58,11 @@ class _Call:
     written: frozenset[int]
     """The numbers of the tensors that it changes."""
 
+    @cached_property
+    def read(self) -> list[int]:
+        """The numbers of the tensors that it gets."""
+        return [one.number for one in tree_leaves((self.args, self.kwargs)) if isinstance(one, _Computed)]
+
 
 class _CannotRepeatError(Exception):
     """What was recorded cannot be computed again."""
@@ -83,12 +90,15 @@ class BatchRecording(TorchDispatchMode):
         for tensor in filter(_is_plain, batch):
             self._starts[self._number(tensor)] = tensor.detach().clone()
         self._num_in_batch = len(self._starts)
+        self._rows = next((one.shape[:1] for one in self._starts.values()), None)
         self.__enter__()  # type: ignore[no-untyped-call]
+        self._is_entered = True
 
     def stop(self) -> None:
         """Record nothing more; under a mode that was entered later, this one stays behind without effect."""
         self._is_recording = False
-        if _get_current_dispatch_mode() is self:
+        if self._is_entered and _get_current_dispatch_mode() is self:
+            self._is_entered = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _number(self, tensor: Tensor) -> int:
@@ -114,6 +124,8 @@ class BatchRecording(TorchDispatchMode):
         results = tree_leaves(returned)
         if len(self._calls) == _MOST_CALLS or not all(_is_plain(one) for one in results if isinstance(one, Tensor)):
             self.forget()
+        elif not written and _share_values(results, noted_args, noted_kwargs):
+            pass  # a view of what was given, as of `expand_as`, follows from the batch in its shape alone
         elif torch.Tag.nondeterministic_seeded in func.tags:
             for one in results:
                 self._take_as_given(one)
@@ -131,8 +143,15 @@ class BatchRecording(TorchDispatchMode):
 
     def _written(self, tensor: Tensor) -> int:
         """The number of a tensor that is about to be changed; it follows from the batch from now on."""
-        if tensor not in self._numbers:
+        if tensor in self._numbers:
+            return int(self._numbers[tensor])
+        base = tensor._base
+        if base is None or base.shape[:1] != self._rows or not _is_plain(base):
             self._starts[self._number(tensor)] = tensor.detach().clone()
+        else:  # rows that a script fills one after the other
+            place = (tensor.shape, tensor.stride(), tensor.storage_offset())
+            args, written = (_Computed(self._written(base)), *place), self._number(tensor)
+            self._calls.append(_Call(torch.ops.aten.as_strided.default, args, {}, (written,), place[:1], frozenset()))
         return int(self._numbers[tensor])
 
     def _noted(self, tensor: Tensor) -> _Computed | _Given:
@@ -169,28 +188,37 @@ class BatchRecording(TorchDispatchMode):
         wanted = {int(self._numbers[one]): one for one in made if one in self._numbers}
         if not wanted:
             return [False] * len(made)
-        is_mixed = {
-            number for kept in _halves(num_samples) for number in self._following_others(kept, num_samples, wanted)
-        }
+        is_mixed: set[int] = set()
+        with contextlib.suppress(Exception), torch.no_grad():  # an operator that cannot be repeated, or compared
+            again = self._repeat(self._copies_of_starts(wanted), set(wanted))
+            known = {number: one for number, one in wanted.items() if _is_same(one, again[number], None)}
+            del again
+            for kept in _halves(num_samples):
+                is_mixed.update(self._following_others(kept, num_samples, known))
         return [one in self._numbers and int(self._numbers[one]) in is_mixed for one in made]
+
+    def _copies_of_starts(self, wanted: Iterable[int]) -> dict[int, Tensor]:
+        """Those that the wanted tensors follow from."""
+        needed = set(wanted).union(*(call.read for call in self._needed(set(wanted))))
+        return {number: tensor.clone() for number, tensor in self._starts.items() if number in needed}
 
     def _following_others(self, kept: Tensor, num_samples: int, wanted: Mapping[int, Tensor]) -> list[int]:
         """Those of the wanted tensors, by number, of which rows change with the samples of other rows.
 
         Args:
             kept: the numbers of the samples that stay, half of all; each of the others becomes one of these.
+            wanted: those that become the same where all samples stay: torch does not see all that a script changes,
+                such as `tensor.data` or an array of NumPy that has the same values.
         """
-        values = {number: tensor.clone() for number, tensor in self._starts.items()}
-        changed = [number for number in range(self._num_in_batch) if _has_rows(values[number], num_samples)]
+        values = self._copies_of_starts(wanted)
+        changed = [
+            number for number in values if number < self._num_in_batch and _has_rows(values[number], num_samples)
+        ]
         if not changed:
             return []
         for number in changed:
-            values[number] = _repeating(values[number], kept)
-        try:
-            with torch.no_grad():
-                self._repeat(values, set(wanted))
-        except (_CannotRepeatError, RuntimeError, IndexError, NotImplementedError):
-            return []
+            values[number].copy_(_repeating(values[number], kept))
+        values = self._repeat(values, set(wanted))
         found = []
         for number, before in wanted.items():
             is_of_rows = _has_rows(before, num_samples)
@@ -200,20 +228,35 @@ class BatchRecording(TorchDispatchMode):
                 found.append(number)
         return found
 
-    def _repeat(self, values: dict[int, Tensor], wanted: set[int]) -> None:
-        """Make the recorded calls again that the wanted tensors follow from; `values` gets what they return."""
+    def _repeat(self, values: dict[int, Tensor], wanted: set[int]) -> dict[int, Tensor]:
+        """The wanted tensors, by number, of the recorded calls that they follow from, which are made again.
+
+        Args:
+            values: those that nothing recorded computes; others are held for as long as they are of use.
+
+        Raises:
+            Exception: any, of an operator's, too.
+        """
 
         def value(noted: _Computed | _Given) -> Tensor:
             return values[noted.number] if isinstance(noted, _Computed) else noted.value()
 
-        for call in self._needed(wanted):
+        calls = self._needed(wanted)
+        uses = [{*call.read, *(number for number in call.results if number is not None)} - wanted for call in calls]
+        last_use = {number: place for place, used in enumerate(uses) for number in used}
+        for place, call in enumerate(calls):
             args, kwargs = tree_map_only((_Computed, _Given), value, (call.args, call.kwargs))
-            if "batch_norm" in call.operator.__name__:  # which moves running statistics and does not say so
+            if "_norm" in call.operator.__name__:  # some move running statistics and do not say so
                 args = tree_map_only(Tensor, torch.clone, args)
             returned = tree_leaves(call.operator(*args, **kwargs))
             if tuple(map(_sizes, returned)) != call.sizes:
                 raise _CannotRepeatError  # the script goes on by sizes that follow from values
             values |= {number: one for number, one in zip(call.results, returned, strict=True) if number is not None}
+            del args, kwargs, returned
+            for number in uses[place]:
+                if last_use[number] == place:
+                    del values[number]
+        return values
 
     def _needed(self, wanted: set[int]) -> list[_Call]:
         """The calls whose results, or changes of tensors, the wanted tensors follow from."""
@@ -223,9 +266,8 @@ class BatchRecording(TorchDispatchMode):
             if numbers.isdisjoint(call.results) and storages.isdisjoint(changes):
                 continue
             calls.append(call)
-            read = [one.number for one in tree_leaves((call.args, call.kwargs)) if isinstance(one, _Computed)]
-            numbers.update(read)
-            storages.update(self._storages[number] for number in read)
+            numbers.update(call.read)
+            storages.update(self._storages[number] for number in call.read)
         return calls[::-1]
 
 
@@ -234,9 +276,16 @@ def _version(tensor: Tensor) -> int:
 
 
 def _is_repeatable(operator: Any) -> bool:
-    """Not where other workers take part, or the host goes on by numbers in a tensor, as with packed sequences."""
+    """Not where other workers take part, where the host goes on by numbers in a tensor, as with packed sequences, or
+    where a tensor gets the values of another, as by `copy.deepcopy`: they would be changed again."""
     is_known = isinstance(operator, OpOverload) and "c10d" not in operator.namespace
-    return is_known and operator != torch.ops.aten._pack_padded_sequence.default
+    return is_known and operator.overloadpacket not in (torch.ops.aten._pack_padded_sequence, torch.ops.aten.set_)
+
+
+def _share_values(results: Iterable[Any], *arguments: Any) -> bool:
+    """Whether one of the results is a view of an argument that does not follow from the batch, or that itself."""
+    given = {one.tensor.untyped_storage().data_ptr() for one in tree_leaves(arguments) if isinstance(one, _Given)}
+    return any(isinstance(one, Tensor) and one.untyped_storage().data_ptr() in given - {0} for one in results)
 
 
 def _sizes(value: Any) -> torch.Size | None:
@@ -284,5 +333,7 @@ def _is_same(before: Tensor, now: Tensor, rows: Tensor | None) -> bool:
     if not (before.is_floating_point() or before.is_complex()):
         return torch.equal(before, now)
     tolerance = _TOLERANCE.get(before.dtype, _LOW_PRECISION_TOLERANCE)
+    if before.dtype.itemsize == 1:  # float8 has no such operators
+        before, now = before.float(), now.float()
     scale = float(before.detach().abs().nan_to_num().max()) if before.numel() else 0.0
     return torch.allclose(before.detach(), now, rtol=tolerance, atol=tolerance * scale, equal_nan=True)

@@ -59,7 +59,7 @@ class Stepper:
         """Whether the script was told that it draws for a batch before `Run.step`."""
         self._mixes_samples = False
         """Whether it was told that it mixes samples there."""
-        self._num_batches = 0
+        self._given: GivenBatch | None = None
 
     def add(self, name: str, prepared: Prepared, mesh: Mesh, reader: DatasetReader, tracer: ParityTracer) -> None:
         """Have a model trained."""
@@ -108,9 +108,10 @@ class Stepper:
     @contextlib.contextmanager
     def given(self, batch: Batch, content: Any, loading: Loading) -> Iterator[Pending]:
         """A context in which the script has a batch, which it is to make a step on."""
-        progress, self._num_batches = self._state.progress, self._num_batches + 1
-        num_samples = sum(batch.assignment.sizes)
-        given = GivenBatch(content, num_samples, is_recorded=is_examined(self._num_batches))
+        progress, num_samples = self._state.progress, sum(batch.assignment.sizes)
+        # By the number of the whole training: torch chooses other kernels under a mode, as for linear layers in
+        # inference mode, and a run that was interrupted must not get other bits than one that was not.
+        self._given = given = GivenBatch(content, num_samples, is_recorded=is_examined(progress.steps + 1))
         try:
             yield Pending(batch, content, loading, progress.steps, progress.samples_seen, given)
         finally:
@@ -181,6 +182,8 @@ class Stepper:
         Returns:
             The loss of a worker that led to the error; None if none did.
         """
+        if self._given is not None:  # of a batch whose iterator the script still has
+            self._given.stop()
         if error is None:
             self.catch_up()
             self.session.finish(is_between_epochs=self._is_between_epochs)
