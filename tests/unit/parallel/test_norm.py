@@ -198,6 +198,27 @@ def test_rows_of_a_shard_alone_are_its_own() -> None:
     torch.testing.assert_close(ghost.running_var, plain.running_var)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", [ShardBatchNorm, SyncBatchNorm])
+def test_layers_of_low_precision_are_normalised_and_trained(
+    kind: type[ShardBatchNorm | SyncBatchNorm], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.BatchNorm1d(3)
+    low = replace_batch_norm(copy.deepcopy(plain).to(dtype), kind)
+    x = torch.randn(8, 3).to(dtype)
+    output = low(x) if kind is SyncBatchNorm else _forward(low, NormStatistics(low), x, (8,))
+    assert output.dtype == dtype
+    torch.testing.assert_close(output.float(), plain(x.float()), atol=0.02, rtol=0.02)
+    (output * x).sum().backward()
+    (plain(x.float()) * x.float()).sum().backward()
+    for ours, theirs in zip(low.parameters(), plain.parameters(), strict=True):
+        assert ours.grad is not None
+        assert ours.grad.dtype == dtype
+        torch.testing.assert_close(ours.grad.float(), theirs.grad, atol=0.05, rtol=0.02)
+    assert all(one.dtype in (dtype, torch.int64) for one in low.buffers())
+
+
 def test_sync_batch_norm_alone_is_batch_norm() -> None:
     torch.manual_seed(0)
     plain = nn.BatchNorm2d(3, dtype=torch.float64)

@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from paceline.containers import on_device
 from paceline.errors import ModelError
 from paceline.parallel.assignment import ShardRange
-from paceline.parallel.batch_norm.normalise_apart import Moved, is_one_value, norm_of_one_value, normalise_apart
+from paceline.parallel.batch_norm.normalise_apart import Moved, is_one_value, norm_of_one_value, normalise_apart, wide
 from paceline.parallel.batch_norm.repeated import Repeated, RepeatedParameters, shard_by_shard, source_of
 from paceline.parallel.batch_norm.sync_norm import BatchNorm, SyncBatchNorm
 
@@ -95,7 +95,7 @@ class ShardBatchNorm(BatchNorm):
         rows_of_shards = [size * rows for size in sizes]
         if input.device.type == "cpu":
             moved = [self._moved(1, number, seen, weight) for number, weight in enumerate(weights)]
-            return normalise_apart(input, self.weight, self.bias, rows_of_shards, moved, self.eps)
+            return normalise_apart(input, wide(self.weight), wide(self.bias), rows_of_shards, moved, self.eps)
         pieces = enumerate(input.split(rows_of_shards))
         return torch.cat([self._normalise(piece, 1, number, seen, weights[number]) for number, piece in pieces])
 
@@ -123,6 +123,7 @@ class ShardBatchNorm(BatchNorm):
         bias: Tensor | None = self.bias
         if count > 1 and weight is not None and bias is not None:
             weight, bias = (self._repeated(one, count) for one in (weight, bias))
+        weight, bias = wide(weight), wide(bias)
         moved = self._moved(count, first, seen, seen_weight)
         output = torch.batch_norm(
             values, weight, bias, moved.mean, moved.var, True, moved.momentum, self.eps, torch.backends.cudnn.enabled

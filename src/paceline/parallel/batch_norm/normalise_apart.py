@@ -117,6 +117,11 @@ def is_one_value(values: Tensor) -> bool:
     return values.numel() == values.shape[1]
 
 
+def wide(parameter: Tensor | None) -> Tensor | None:
+    """A parameter in the precision of the statistics that are noted: kernels want both in one."""
+    return parameter.float() if parameter is not None and parameter.dtype.itemsize < 4 else parameter
+
+
 def norm_of_one_value(values: Tensor, bias: Tensor | None) -> Tensor:
     return torch.zeros_like(values) if bias is None else bias.view(values.shape).to(values.dtype)
 

@@ -13,6 +13,7 @@ from torch._compile import (
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.errors import ModelError
+from paceline.parallel.batch_norm.normalise_apart import wide
 
 
 class BatchNorm(_BatchNorm):
@@ -41,7 +42,7 @@ class SyncBatchNorm(BatchNorm):
         if self.track_running_stats:
             self._track(mean, var, count)
         output: Tensor = _SyncNormalise.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, mean, var, count, self.eps, self.group, self.idle
+            input, wide(self.weight), wide(self.bias), mean, var, count, self.eps, self.group, self.idle
         )
         return output
 
