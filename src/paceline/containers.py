@@ -137,8 +137,13 @@ def map_tensors(value: Any, convert: Callable[[Tensor], Any], opened: Open = ope
 
 
 def versions(some: Iterable[Tensor]) -> list[int]:
-    """How often each tensor has been changed in place, 0 where that is not counted."""
-    return [0 if one.is_inference() else one._version for one in some]
+    """The `version` of each tensor."""
+    return [version(one) for one in some]
+
+
+def version(tensor: Tensor) -> int:
+    """How often a tensor has been changed in place, 0 where that is not counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def tensors(value: Any, opened: Open = open_container) -> Iterator[Tensor]:

@@ -191,13 +191,7 @@ class _Follower(TorchDispatchMode):
         if overwrites:
             self._paths_of.pop(_storage(args[0]), None)
         if paths:
-            parameters = operator._schema.arguments if isinstance(operator, OpOverload) else ()
-            written = [
-                value
-                for argument, value in zip(parameters, args, strict=False)
-                if argument.alias_info is not None and argument.alias_info.is_write
-            ]
-            for one in pytree.tree_leaves((returned, written)):
+            for one in pytree.tree_leaves((returned, written_arguments(operator, args, kwargs))):
                 if isinstance(one, Tensor):
                     self._reach(one, self._of(one) | paths)
         return returned
@@ -212,6 +206,16 @@ class _Follower(TorchDispatchMode):
     def _reach(self, tensor: Tensor, paths: frozenset[str]) -> None:
         self._paths_of[_storage(tensor)] = paths
         self._kept.append(tensor.detach())
+
+
+def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors that a call of an operator changes, as far as it says so."""
+    if not isinstance(operator, OpOverload) or not operator._schema.is_mutable:
+        return []
+    arguments = operator._schema.arguments
+    given = {one.name: value for one, value in zip(arguments, args, strict=False)} | dict(kwargs)
+    written = [given.get(one.name) for one in arguments if one.alias_info is not None and one.alias_info.is_write]
+    return [one for one in pytree.tree_leaves(written) if isinstance(one, Tensor)]
 
 
 def _checksum(tensor: Tensor) -> float:

@@ -31,10 +31,10 @@ from paceline.train.process.numerics import Precision
 from paceline.train.session.wrapped_optimizers import (
     add_wrapped_state,
     attribute_tensors,
+    holders,
     is_wrapped,
     load_wrapped_state,
     sharing_kept,
-    wrapped_in,
 )
 
 _ALONE = "alone"
@@ -233,26 +233,21 @@ def numbers_of(optimizer: Optimizer) -> dict[str, float]:
     steps for instance."""
     return {
         f"{number}/{name}": float(value) if isinstance(value, Tensor) else value
-        for number, holder in enumerate(_holders_of_numbers(optimizer))
-        for name, value in holder.items()
+        for number, holder in enumerate(holders(optimizer))
+        for name, value in vars(holder).items()
         if type(value) in (int, float) or (isinstance(value, Tensor) and value.numel() == 1)
     }
 
 
 def set_numbers(optimizer: Optimizer, numbers: Mapping[str, float]) -> None:
     """Give attributes the values that `numbers_of` found."""
-    for number, holder in enumerate(_holders_of_numbers(optimizer)):
-        for name, value in holder.items():
+    for number, holder in enumerate(holders(optimizer)):
+        for name, value in vars(holder).items():
             if (kept := numbers.get(f"{number}/{name}")) is not None:
                 if isinstance(value, Tensor):
                     value.detach().fill_(kept)
                 else:
-                    holder[name] = kept
-
-
-def _holders_of_numbers(optimizer: Optimizer) -> list[dict[str, Any]]:
-    parts = parts_of(optimizer)
-    return [vars(one) for one in (*parts, *(inner for _, inner in wrapped_in(optimizer)))]
+                    vars(holder)[name] = kept
 
 
 _OF_THIS_RUN = ("params", "foreach", "fused", "capturable", "differentiable")

@@ -22,6 +22,11 @@ def wrapped_in(optimizer: Optimizer) -> list[tuple[Optimizer, Optimizer]]:
     return [(part, one) for part in parts for one in vars(part).values() if isinstance(one, Optimizer)]
 
 
+def holders(optimizer: Optimizer) -> list[Optimizer]:
+    """Its parts, and the optimizers that these have in them."""
+    return [*parts_of(optimizer), *(inner for _, inner in wrapped_in(optimizer))]
+
+
 def add_wrapped_state(optimizer: Optimizer, names: Mapping[int, str], state: dict[str, dict[str, Any]]) -> None:
     """Add to the state of every parameter what wrapped optimizers hold of it and `state` lacks.
 
@@ -75,12 +80,12 @@ def sharing_kept(optimizer: Optimizer) -> Iterator[None]:
 def attribute_tensors(optimizer: Optimizer) -> dict[str, Tensor]:
     """The tensors in attributes of an optimizer and of those that it wraps, but for parameters and what is in their
     states, by their places."""
-    holders = [*parts_of(optimizer), *(inner for _, inner in wrapped_in(optimizer))]
-    others = {id(p) for one in holders for group in one.param_groups for p in group["params"]}
-    others |= {id(value) for one in holders for entries in one.state.values() for value in entries.values()}
+    all_of_them = holders(optimizer)
+    others = {id(p) for one in all_of_them for group in one.param_groups for p in group["params"]}
+    others |= {id(value) for one in all_of_them for entries in one.state.values() for value in entries.values()}
     return {
         f"{number}/{name}/{place}": tensor
-        for number, holder in enumerate(holders)
+        for number, holder in enumerate(all_of_them)
         for name, value in vars(holder).items()
         if name not in _OF_EVERY_OPTIMIZER and not isinstance(value, Optimizer)
         for place, tensor in enumerate(tensors(value))

@@ -20,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
+from paceline.containers import version
+from paceline.parallel.kept.kept_tensors import written_arguments
+
 _MOST_CALLS = 20_000
 """After so many calls of operators nothing more is recorded, and nothing is said."""
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
@@ -41,7 +44,7 @@ class _Given:
     version: int
 
     def value(self) -> Tensor:
-        if _version(self.tensor) != self.version:
+        if version(self.tensor) != self.version:
             raise _CannotRepeatError
         return self.tensor
 
@@ -118,7 +121,7 @@ class BatchRecording(TorchDispatchMode):
         if not _is_repeatable(func) or not all(map(_is_plain, given)):
             self.forget()
             return func(*args, **kwargs)
-        written = [self._written(one) for one in _written_arguments(func, args, kwargs)]
+        written = [self._written(one) for one in written_arguments(func, args, kwargs)]
         noted_args, noted_kwargs = tree_map_only(Tensor, self._noted, (args, kwargs))
         returned = func(*args, **kwargs)
         results = tree_leaves(returned)
@@ -156,7 +159,7 @@ class BatchRecording(TorchDispatchMode):
 
     def _noted(self, tensor: Tensor) -> _Computed | _Given:
         number = self._numbers.get(tensor)
-        return _Given(tensor, _version(tensor)) if number is None else _Computed(number)
+        return _Given(tensor, version(tensor)) if number is None else _Computed(number)
 
     def _result(self, value: Any) -> int | None:
         if not isinstance(value, Tensor):
@@ -173,7 +176,7 @@ class BatchRecording(TorchDispatchMode):
         if number is None:
             self._starts[self._number(drawn)] = values
         else:
-            copy, args = torch.ops.aten.copy_.default, (_Computed(number), _Given(values, _version(values)))
+            copy, args = torch.ops.aten.copy_.default, (_Computed(number), _Given(values, version(values)))
             self._calls.append(_Call(copy, args, {}, (number,), (_sizes(drawn),), frozenset((number,))))
 
     def mixes_samples(self, outputs: Iterable[Tensor], num_samples: int) -> list[bool]:
@@ -190,27 +193,32 @@ class BatchRecording(TorchDispatchMode):
             return [False] * len(made)
         is_mixed: set[int] = set()
         with contextlib.suppress(Exception), torch.no_grad():  # an operator that cannot be repeated, or compared
-            again = self._repeat(self._copies_of_starts(wanted), set(wanted))
+            calls = self._needed(set(wanted))
+            again = self._repeat(self._copies_of_starts(calls, wanted), calls, set(wanted))
             known = {number: one for number, one in wanted.items() if _is_same(one, again[number], None)}
             del again
+            calls = self._needed(set(known))
             for kept in _halves(num_samples):
-                is_mixed.update(self._following_others(kept, num_samples, known))
+                is_mixed.update(self._following_others(kept, num_samples, calls, known))
         return [one in self._numbers and int(self._numbers[one]) in is_mixed for one in made]
 
-    def _copies_of_starts(self, wanted: Iterable[int]) -> dict[int, Tensor]:
-        """Those that the wanted tensors follow from."""
-        needed = set(wanted).union(*(call.read for call in self._needed(set(wanted))))
+    def _copies_of_starts(self, calls: Sequence[_Call], wanted: Iterable[int]) -> dict[int, Tensor]:
+        """Those that the wanted tensors follow from, by these calls."""
+        needed = set(wanted).union(*(call.read for call in calls))
         return {number: tensor.clone() for number, tensor in self._starts.items() if number in needed}
 
-    def _following_others(self, kept: Tensor, num_samples: int, wanted: Mapping[int, Tensor]) -> list[int]:
+    def _following_others(
+        self, kept: Tensor, num_samples: int, calls: Sequence[_Call], wanted: Mapping[int, Tensor]
+    ) -> list[int]:
         """Those of the wanted tensors, by number, of which rows change with the samples of other rows.
 
         Args:
             kept: the numbers of the samples that stay, half of all; each of the others becomes one of these.
+            calls: those that the wanted tensors follow from.
             wanted: those that become the same where all samples stay: torch does not see all that a script changes,
                 such as `tensor.data` or an array of NumPy that has the same values.
         """
-        values = self._copies_of_starts(wanted)
+        values = self._copies_of_starts(calls, wanted)
         changed = [
             number for number in values if number < self._num_in_batch and _has_rows(values[number], num_samples)
         ]
@@ -218,7 +226,7 @@ class BatchRecording(TorchDispatchMode):
             return []
         for number in changed:
             values[number].copy_(_repeating(values[number], kept))
-        values = self._repeat(values, set(wanted))
+        values = self._repeat(values, calls, set(wanted))
         found = []
         for number, before in wanted.items():
             is_of_rows = _has_rows(before, num_samples)
@@ -228,8 +236,8 @@ class BatchRecording(TorchDispatchMode):
                 found.append(number)
         return found
 
-    def _repeat(self, values: dict[int, Tensor], wanted: set[int]) -> dict[int, Tensor]:
-        """The wanted tensors, by number, of the recorded calls that they follow from, which are made again.
+    def _repeat(self, values: dict[int, Tensor], calls: Sequence[_Call], wanted: set[int]) -> dict[int, Tensor]:
+        """The wanted tensors, by number, of recorded calls, which are made again.
 
         Args:
             values: those that nothing recorded computes; others are held for as long as they are of use.
@@ -241,7 +249,6 @@ class BatchRecording(TorchDispatchMode):
         def value(noted: _Computed | _Given) -> Tensor:
             return values[noted.number] if isinstance(noted, _Computed) else noted.value()
 
-        calls = self._needed(wanted)
         uses = [{*call.read, *(number for number in call.results if number is not None)} - wanted for call in calls]
         last_use = {number: place for place, used in enumerate(uses) for number in used}
         for place, call in enumerate(calls):
@@ -271,10 +278,6 @@ class BatchRecording(TorchDispatchMode):
         return calls[::-1]
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def _is_repeatable(operator: Any) -> bool:
     """Not where other workers take part, where the host goes on by numbers in a tensor, as with packed sequences, or
     where a tensor gets the values of another, as by `copy.deepcopy`: they would be changed again."""
@@ -290,16 +293,6 @@ def _share_values(results: Iterable[Any], *arguments: Any) -> bool:
 
 def _sizes(value: Any) -> torch.Size | None:
     return value.shape if isinstance(value, Tensor) else None
-
-
-def _written_arguments(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a call of an operator changes."""
-    if not operator._schema.is_mutable:
-        return []
-    arguments = operator._schema.arguments
-    given = {one.name: value for one, value in zip(arguments, args, strict=False)} | kwargs
-    written = [given.get(one.name) for one in arguments if one.alias_info is not None and one.alias_info.is_write]
-    return [one for one in tree_leaves(written) if isinstance(one, Tensor)]
 
 
 def _is_plain(tensor: Tensor) -> bool:

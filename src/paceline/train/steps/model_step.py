@@ -22,7 +22,6 @@ from paceline.parallel.engine import AnyShard
 from paceline.parallel.gradients.gradient_norms import norm_of_norms
 from paceline.parallel.kept import foreign_norms
 from paceline.parallel.kept.counters import Counters
-from paceline.parallel.kept.foreign_norms import ForeignNorms
 from paceline.parallel.kept.foreign_parameters import ForeignParameters
 from paceline.parallel.kept.kept_tensors import KeptTensors
 from paceline.parallel.kept.read_numbers import ReadNumbers
@@ -105,7 +104,7 @@ class ModelStepper:
         self._tensors_of_model = KeptTensors.of_model(self.trained.model)
         self._tensors_of_loss = KeptTensors.of_function(None, ())
         self._foreign = ForeignParameters(None, ())
-        self._foreign_norms = ForeignNorms(None, ())
+        self._foreign_norms = foreign_norms.ForeignNorms(None, ())
 
     def step(
         self, pending: Pending, content: Any, loss_fn: LossFn, companions: Companions, optimizer: Optimizer
@@ -201,7 +200,7 @@ class ModelStepper:
             models = [one.model for one in self._state.models.companions.values()]
             self._tensors_of_loss = KeptTensors.of_function(loss_fn, models)
             self._foreign = ForeignParameters(loss_fn, models)
-            self._foreign_norms = ForeignNorms(loss_fn, models)
+            self._foreign_norms = foreign_norms.ForeignNorms(loss_fn, models)
             functions, name = self.trained.engine.functions, loss_name(loss_fn)
             functions.counters[name] = self._counters_of_loss
             self._counters_of_loss.load_state(functions.saved_counts.pop(name, {}))
