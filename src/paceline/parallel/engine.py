@@ -18,6 +18,7 @@ from paceline.parallel.clock import Mark, mark
 from paceline.parallel.gradients.buckets import buckets
 from paceline.parallel.gradients.gradient_norms import TakeNorms, norm_of_each, norm_of_norms
 from paceline.parallel.kept.forward_buffers import ForwardBuffers
+from paceline.parallel.kept.snapshot import NOTHING_KEPT, KeptState
 from paceline.parallel.loss.companions import ALONE, Companions
 from paceline.parallel.loss.loss_functions import LossFunctions
 from paceline.parallel.losses import LossOf, StepLoss
@@ -50,6 +51,8 @@ class StepInput:
     """The other models that the loss function may call."""
     generators: OwnGenerators = NO_GENERATORS
     """Those that the loss function and the model have of their own."""
+    kept: KeptState = NOTHING_KEPT
+    """What the loss function and the models keep from call to call."""
     any_shard: AnyShard | None = None
     """Input for an engine that does not compute this worker's own assignment."""
 

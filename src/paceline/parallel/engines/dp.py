@@ -180,7 +180,7 @@ class DataParallel(Engine):
             self._worker_norms.forget_buckets()
             self._ddp.reducer._rebuild_buckets()  # a collective after the first backward pass, then nothing
         if step.assignment.sizes or self.micro_batch.is_automatic:
-            summed, passed = self._passes.starting_over(lambda: self._attempt(step))
+            summed, passed = self._passes.starting_over(step, lambda: self._attempt(step))
         else:
             summed, passed = self._idle(step)
         if self._aggregator is not None:
@@ -226,19 +226,20 @@ class DataParallel(Engine):
         if not self.micro_batch.is_automatic:
             return self._train(step)
         self._arrived = None
-        num_shards = 0
+        num_shards, cause = 0, None
         try:
             sums = self._train(step) if step.assignment.sizes else self._idle(step)
         except (RuntimeError, MemoryError) as problem:
             if not is_out_of_memory(problem):
                 raise
             num_shards = max(1, self._passes.num_shards_in_pass)
+            cause = problem.with_traceback(None)  # its frames hold what the pass has computed
         if num_shards:
             free_memory(self._device)
             self._take_part_with_nothing(step)
         several, one = self._num_workers_out_of_memory(num_shards)
         if one:
-            raise ModelError(self.micro_batch.shard_does_not_fit())
+            raise ModelError(self.micro_batch.shard_does_not_fit()) from cause
         if several:
             if not self._has_stepped:  # the first backward pass arranges the buckets; the next one is to be the first
                 self._set_up_again()

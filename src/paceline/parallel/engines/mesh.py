@@ -116,7 +116,7 @@ class MeshParallel(Engine):
             self._aggregator.scheduler.begin_step()
         step = replace(step, loss_of=self._spread.checked(step.loss_of))
         notes = list(self._passes.find_coupling(step, self.module, in_step=True))
-        return self._passes.starting_over(lambda: self._train(step, notes))
+        return self._passes.starting_over(step, lambda: self._train(step, notes))
 
     def _train(self, step: StepInput, notes: list[str]) -> StepLoss:
         """Compute and aggregate the gradient; returns the loss.

@@ -115,7 +115,7 @@ class OneProcessDataParallel(Engine):
 
     def gradients(self, step: StepInput) -> StepLoss:
         notes = self._find_coupling(step)
-        return self._replicas[0].passes.starting_over(lambda: self._attempt(step, notes))
+        return self._replicas[0].passes.starting_over(step, lambda: self._attempt(step, notes))
 
     def _attempt(self, step: StepInput, notes: Sequence[str]) -> StepLoss:
         """`_train`; if memory ran out and may suffice for fewer shards at a time, `StartOverError`."""

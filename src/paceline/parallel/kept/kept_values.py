@@ -37,6 +37,26 @@ class Namespace(Protocol):
     def __setitem__(self, name: str, value: Any, /) -> None: ...
 
 
+@dataclass(frozen=True)
+class Names:
+    """A namespace, or one name of it."""
+
+    place: Namespace
+    only: Any = None
+    """None: all of its names."""
+
+    @property
+    def value(self) -> Any:
+        """That of the one name."""
+        return self.place.get(self.only)
+
+    def items(self) -> Iterator[tuple[Any, Any]]:
+        if self.only is not None:
+            yield self.only, self.place.get(self.only)
+        elif isinstance(self.place, dict):
+            yield from self.place.items()
+
+
 Places = dict[str, tuple[Namespace, str]]
 """Where single values are, by their path, which is alike in every run of a program."""
 
@@ -46,25 +66,28 @@ def places_in_model(model: nn.Module, is_wanted: IsWanted) -> Places:
     forward passes assign to."""
     seen: set[tuple[int, str]] = set()
     places: Places = {}
+    for path, found in namespaces_in_model(model):
+        for name, value in found.items():
+            if is_wanted(value) and (id(found.place), name) not in seen:
+                seen.add((id(found.place), name))
+                places[f"{path}.{name}" if path else name] = found.place, name
+    return places
 
-    def add(path: str, kept: Iterator[tuple[Namespace, str]]) -> None:
-        for place, name in kept:
-            if (id(place), name) not in seen:
-                seen.add((id(place), name))
-                places[f"{path}.{name}" if path else name] = place, name
 
+def namespaces_in_model(model: nn.Module) -> Iterator[tuple[str, Names]]:
+    """What `places_in_model` looks at, by paths."""
     forwards = {}
     for path, module in model.named_modules():
-        add(path, _kept_in(vars(module), is_wanted))
+        yield path, Names(vars(module))
         packages = _packages(module)
         for name, value in vars(module).items():
-            if name not in OF_EVERY_MODULE and (inner := _attributes_or_entries(value, packages)):
-                add(f"{path}.{name}" if path else name, _kept_in(inner, is_wanted))
+            if name not in OF_EVERY_MODULE and (inner := _attributes_or_entries(value, packages)) is not None:
+                yield f"{path}.{name}" if path else name, Names(inner)
         forwards[getattr(type(module), "forward", None)] = path
     for forward, path in forwards.items():
         if isinstance(forward, types.FunctionType):
-            add(f"{path}.forward" if path else "forward", _variables_of(forward, is_wanted, _ASSIGNING))
-    return places
+            for variables in _variables_of(forward, _ASSIGNING):
+                yield f"{path}.forward" if path else "forward", variables
 
 
 def name_in(path: str) -> str:
@@ -81,9 +104,13 @@ def places_in_function(function: object, is_wanted: IsWanted, *, reads: bool = F
     Args:
         reads: whether variables that it only reads count too.
     """
-    opcodes = _ASSIGNING | _READING if reads else _ASSIGNING
-    found = {(id(place), name): (place, name) for place, name in _reached_from(function, is_wanted, opcodes)}
-    return {f"{number} {name}": (place, name) for number, (place, name) in enumerate(found.values())}
+    places = {
+        (id(found.place), name): (found.place, name)
+        for found in namespaces_in_function(function, reads=reads)
+        for name, value in found.items()
+        if is_wanted(value)
+    }
+    return {f"{number} {name}": (place, name) for number, (place, name) in enumerate(places.values())}
 
 
 @contextmanager
@@ -102,11 +129,9 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
             held.extend(before) if isinstance(held, list | deque) else held.update(before)
 
 
-def _kept_in(attributes: dict[Any, Any], is_wanted: IsWanted) -> Iterator[tuple[Namespace, str]]:
-    return ((attributes, name) for name, value in attributes.items() if is_wanted(value))
-
-
-def _reached_from(function: object, is_wanted: IsWanted, opcodes: Collection[str]) -> Iterator[tuple[Namespace, str]]:
+def namespaces_in_function(function: object, *, reads: bool = False) -> Iterator[Names]:
+    """What `places_in_function` looks at."""
+    opcodes = _ASSIGNING | _READING if reads else _ASSIGNING
     packages, seen, left = {_package(function)}, set(), [(function, _DEPTH)]
     while left:
         thing, depth = left.pop()
@@ -118,17 +143,17 @@ def _reached_from(function: object, is_wanted: IsWanted, opcodes: Collection[str
         elif isinstance(thing, types.MethodType):
             left += [(thing.__self__, depth), (thing.__func__, depth)]
         elif isinstance(thing, dict):
-            yield from _kept_in(thing, is_wanted)
+            yield Names(thing)
         elif isinstance(thing, nn.Module):
             for module in thing.modules():
-                yield from _kept_in(vars(module), is_wanted)
-                yield from _kept_in(module._parameters, is_wanted)
+                yield Names(vars(module))
+                yield Names(module._parameters)
                 if not isinstance(module, _BatchNorm):  # whose running statistics do not lead to its outputs
-                    yield from _kept_in(module._buffers, is_wanted)
+                    yield Names(module._buffers)
         elif _is_own_object(thing, packages):
-            yield from _kept_in(vars(thing), is_wanted)
+            yield Names(vars(thing))
             if isinstance(thing, types.FunctionType):
-                yield from _variables_of(thing, is_wanted, opcodes)
+                yield from _variables_of(thing, opcodes)
                 parts = reached_by(thing)
             else:
                 parts = iter((*vars(thing).values(), vars(type(thing)).get("__call__")))
@@ -141,10 +166,10 @@ def _is_own_object(thing: object, packages: Collection[str]) -> bool:
     return not is_other and _package(thing) in packages and hasattr(thing, "__dict__")
 
 
-def _attributes_or_entries(value: object, packages: Collection[str]) -> dict[Any, Any]:
+def _attributes_or_entries(value: object, packages: Collection[str]) -> dict[Any, Any] | None:
     if type(value) is dict:
         return value
-    return vars(value) if _is_own_object(value, packages) else {}
+    return vars(value) if _is_own_object(value, packages) else None
 
 
 def _packages(module: nn.Module) -> set[str]:
@@ -160,16 +185,13 @@ def _package(thing: object) -> str:
     return str(owner.__module__).partition(".")[0]
 
 
-def _variables_of(
-    function: types.FunctionType, is_wanted: IsWanted, opcodes: Collection[str]
-) -> Iterator[tuple[Namespace, str]]:
+def _variables_of(function: types.FunctionType, opcodes: Collection[str]) -> Iterator[Names]:
     """The global variables, and those of functions around it, in a function's instructions with these opcodes."""
     cells = _Cells(dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)))
     for instruction in dis.get_instructions(function):
         if instruction.opname in opcodes:
             place: Namespace = cells if instruction.opname.endswith("_DEREF") else function.__globals__
-            if is_wanted(place.get(instruction.argval)):
-                yield place, instruction.argval
+            yield Names(place, instruction.argval)
 
 
 @dataclass

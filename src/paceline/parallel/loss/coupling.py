@@ -36,21 +36,32 @@ def tolerance(model: nn.Module, device: torch.device, loss_dtype: torch.dtype) -
     return max(_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes)
 
 
-def check_repeatable(first: ShardLoss, again: ShardLoss, tolerance: float) -> None:
+def check_repeatable(first: ShardLoss, again: ShardLoss, tolerance: float, made: Sequence[str] = ()) -> None:
     """
+    Args:
+        made: the names of what the first call made where nothing was, and another call made before the later one.
+
     Raises:
         ModelError: two calls of a loss function with the same samples and random numbers, and other calls in between,
             gave different losses.
     """
     before, now = float(first.mean), float(again.mean)
     is_known = math.isfinite(before) and math.isfinite(now)
-    if is_known and abs(before - now) > tolerance * max(abs(before), abs(now)):
+    if not is_known or abs(before - now) <= tolerance * max(abs(before), abs(now)):
+        return
+    if made:
         raise ModelError(
-            f"The loss of the same samples was {before:.6g} in one call of the loss function and {now:.6g} in a later "
-            "one: it follows from what earlier calls left behind, such as a running mean of losses in an attribute, a "
-            "variable or a list. How many calls a step takes depends on the number of workers: return such a number "
-            "beside the loss, and move the mean after run.step by run.values, the same on every worker."
+            f"The loss of the same samples was {before:.6g}, and {now:.6g} after a call with other samples: it follows "
+            f"from what the first call makes ({', '.join(made)}) of its samples, or of random numbers, and which come "
+            "first depends on the number of workers. Make it before the first step, alike on all workers (of chosen "
+            "samples, or by a generator with a seed), or after the first run.step by run.values, the same on every one."
         )
+    raise ModelError(
+        f"The loss of the same samples was {before:.6g} in one call of the loss function and {now:.6g} in a later one: "
+        "it follows from what earlier calls left behind, such as a running mean of losses in an attribute, a variable "
+        "or a list. How many calls a step takes depends on the number of workers: return such a number beside the "
+        "loss, and move the mean after run.step by run.values, the same on every worker."
+    )
 
 
 def describe_coupling(together: ShardLoss, singles: Sequence[ShardLoss], tolerance: float) -> str:

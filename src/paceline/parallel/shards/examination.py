@@ -40,6 +40,7 @@ from paceline.parallel.random_numbers.shard_draws import (
 )
 
 if TYPE_CHECKING:
+    from paceline.parallel.kept.snapshot import Snapshot
     from paceline.parallel.shards.passes import Passes
 
 Result = TypeVar("Result")
@@ -67,13 +68,20 @@ def examine(
     *,
     most_shards: int = 0,
 ) -> Examined:
-    """Examine shards of this worker, which may be none.
+    """Examine shards of this worker, which may be none. Afterwards the loss function and the models keep what they kept
+    before.
 
     Args:
         draws: None if shards that draw random numbers have to go one by one in any case.
         most_shards: if given, this is a collective: every worker makes as many passes as one with so many shards.
     """
-    return _with_gradients_if_needed(passes, step, lambda: _examine(passes, step, module, shards, draws, most_shards))
+    before = step.kept.snapshot()
+    try:
+        return _with_gradients_if_needed(
+            passes, step, lambda: _examine(passes, step, module, shards, draws, most_shards, before)
+        )
+    finally:
+        before.restore()
 
 
 def _examine(
@@ -83,6 +91,7 @@ def _examine(
     shards: ShardRange | None,
     draws: ShardDraws | None,
     most_shards: int,
+    before: Snapshot,
 ) -> Examined:
     with step.within():
         is_coarse = tolerance(passes.model, passes.device, torch.float32) >= _COARSE
@@ -97,7 +106,8 @@ def _examine(
                 loss_of_stand_in(passes, step, module)
             all_found.append(Examined())
         else:
-            all_found.append(_Examination(passes, step, module, draws, number).run(shards, most_shards))
+            before.restore()
+            all_found.append(_Examination(passes, step, module, draws, number, before).run(shards, most_shards))
         if not most_shards and (all_found[-1].reason or not all_found[-1].pattern):
             break
     return next((found for found in all_found if found.reason), all_found[-1])
@@ -107,8 +117,18 @@ class _Examination:
     """One comparison of shards that go together and one by one."""
 
     def __init__(
-        self, passes: Passes, step: StepInput, module: nn.Module, draws: ShardDraws | None, number: int
+        self,
+        passes: Passes,
+        step: StepInput,
+        module: nn.Module,
+        draws: ShardDraws | None,
+        number: int,
+        before: Snapshot,
     ) -> None:
+        """
+        Args:
+            before: what the loss function and the models kept.
+        """
         self._passes = passes
         self._step = step
         self._module = module
@@ -117,12 +137,17 @@ class _Examination:
         self._draws_alone = False
         """Whether it was seen that shards cannot draw together."""
         self._has_aux_loss = False
+        self._before = before
 
     def run(self, shards: ShardRange, most_shards: int) -> Examined:
         is_collective = most_shards > 0
         singles = [self._passes.single(self._step, one) for one in range(shards.first_shard, shards.stop_shard)]
         rehearsals = [self._single_rehearsal(one) for one in singles]
-        losses = [self._loss(one, rehearsal) for one, rehearsal in zip(singles, rehearsals, strict=True)]
+        losses = [self._loss(singles[0], rehearsals[0])]
+        made = self._before.made()
+        if made:  # other samples make them now, and then the first ones have to give the same loss
+            self._before.restore()
+        losses += [self._loss(one, rehearsal) for one, rehearsal in zip(singles[1:], rehearsals[1:], strict=True)]
         together = self._shared_rehearsal(shards, rehearsals)
         loss = self._loss(shards, together or self._single_rehearsal(shards))
         again = self._loss(singles[0], self._single_rehearsal(singles[0]))
@@ -136,11 +161,12 @@ class _Examination:
         if pattern and not self._draws_alone:
             self._draws_alone = self._answers_decide(singles[0], rehearsals[0], is_collective)
         self._passes.norm.end_pass()
-        if self._draws_alone:
-            return Examined(DRAWS)
         with self._step.within():
             most = tolerance(self._passes.model, self._passes.device, loss.mean.dtype)
-        check_repeatable(losses[0], again, most)
+        if made or not self._draws_alone:
+            check_repeatable(losses[0], again, most, made)
+        if self._draws_alone:
+            return Examined(DRAWS)
         if len(singles) == 1:
             return Examined()
         if self._has_aux_loss:
@@ -199,26 +225,45 @@ def _are_finite(losses: Sequence[ShardLoss]) -> bool:
     return all(math.isfinite(float(one.mean)) and float(one.weight) > 0 for one in losses)
 
 
-def check_repeatable_alone(passes: Passes, step: StepInput, module: nn.Module, shard: ShardRange) -> None:
-    """As `_Examination.run` does, where shards never go together.
+def check_repeatable_alone(passes: Passes, step: StepInput, module: nn.Module, *, is_collective: bool = False) -> None:
+    """Do what `_Examination.run` does for shards that never go together, once for each loss function.
+
+    Args:
+        is_collective: whether every worker makes as many passes, with samples or without.
 
     Raises:
         ModelError: the loss of a shard follows from what earlier calls of the loss function left behind.
     """
+    if step.loss_name in passes.functions.repeatable or not (step.assignment.sizes or is_collective):
+        return
+    passes.functions.repeatable.add(step.loss_name)
+    before = step.kept.snapshot()
 
     def examine() -> None:
-        examination = _Examination(passes, step, module, None, 0)
+        before.restore()
+        if not step.assignment.sizes:
+            for _ in range(3):
+                loss_of_stand_in(passes, step, module)
+            return
+        first_shard, stop = step.assignment.own
+        shard = passes.single(step, first_shard)
+        examination = _Examination(passes, step, module, None, 0, before)
         first = examination._loss(shard, None)
+        made = before.made()
+        before.restore()
         # Something that leaves behind something else than `first` did.
-        if len(step.assignment.sizes) > 1:
-            examination._loss(passes.single(step, step.assignment.own[1] - 1), None)
+        if stop - first_shard > 1:
+            examination._loss(passes.single(step, stop - 1), None)
         else:
             loss_of_stand_in(passes, step, module)
         again = examination._loss(shard, None)
         with step.within():
-            check_repeatable(first, again, tolerance(passes.model, passes.device, first.mean.dtype))
+            check_repeatable(first, again, tolerance(passes.model, passes.device, first.mean.dtype), made)
 
-    _with_gradients_if_needed(passes, step, examine)
+    try:
+        _with_gradients_if_needed(passes, step, examine)
+    finally:
+        before.restore()
 
 
 def loss_of_stand_in(passes: Passes, step: StepInput, module: nn.Module) -> ShardLoss:

@@ -31,7 +31,7 @@ from paceline.parallel.losses import ShardLoss, counts, ignore_unless, read_loss
 from paceline.parallel.micro_batch import MicroBatchLimit, free_memory, is_out_of_memory
 from paceline.parallel.random_numbers.generators import generator_states, seed_generators
 from paceline.parallel.random_numbers.shard_draws import ShardDraws
-from paceline.parallel.shards.examination import examine
+from paceline.parallel.shards.examination import check_repeatable_alone, examine
 
 Result = TypeVar("Result")
 
@@ -185,6 +185,7 @@ class Passes:
         every = [self._ranges(step, rank, self._limit) for rank in range(len(step.assignment.shards_of_rank))]
         most = max((len(shards.sizes) for of_rank in every for shards in of_rank), default=1)
         if most == 1:
+            check_repeatable_alone(self, step, module, is_collective=in_step)
             return ()
         own = suspect or next(iter(every[step.assignment.rank]), None)
         reason = ""
@@ -377,7 +378,7 @@ class Passes:
         Its backward pass belongs inside.
         """
         self.num_shards_in_pass = 1
-        with standing_in(self.model), step.companions.standing_in():
+        with standing_in(self.model), step.companions.standing_in(), step.kept.unchanged():
             yield step.scale(self.loss_of_nothing(step, module).weighted)
 
     def loss_of_nothing(self, step: StepInput, module: nn.Module) -> ShardLoss:
@@ -402,12 +403,12 @@ class Passes:
 
     # --- a step that starts over ---
 
-    def starting_over(self, attempt: Callable[[], Result]) -> Result:
+    def starting_over(self, step: StepInput, attempt: Callable[[], Result]) -> Result:
         """Run `attempt`, the passes of a step; repeated where it raises `StartOverError`.
 
-        Nothing is left of a failed attempt: no gradients, no norm statistics, no changes of buffers.
+        Nothing is left of a failed attempt: no gradients, no norm statistics, no changes of buffers or of what is kept.
         """
-        drew_before = self.functions.draws
+        drew_before, kept = self.functions.draws, step.kept.snapshot_of_changing()
         self.buffers.begin_step()
         self.functions.is_batch_spoiled = False
         while True:
@@ -423,6 +424,7 @@ class Passes:
                 )
             self.buffers.start_over()
             self.norm.reset()
+            kept.restore()
             for parameter in self.model.parameters():
                 parameter.grad = None
             self.functions.draws = drew_before  # the first pass of a run is one shard, in each attempt

@@ -44,9 +44,7 @@ class ShardByShard:
 
     def check_repeatable(self, step: StepInput) -> None:
         """In the first step of a loss function: see that the loss of a shard does not follow from earlier calls."""
-        if step.loss_name not in self._functions.repeatable and step.assignment.sizes:
-            self._functions.repeatable.add(step.loss_name)
-            check_repeatable_alone(self.passes, step, self.module, self.passes.single(step, step.assignment.own[0]))
+        check_repeatable_alone(self.passes, step, self.module)
 
     def compute(self, step: StepInput, shard: int) -> tuple[ShardLoss, Tensor]:
         """Leave the gradient of the weighted loss in `.grad` (None where there is none); return loss and statistics."""

@@ -25,6 +25,7 @@ from paceline.parallel.kept.counters import Counters
 from paceline.parallel.kept.foreign_parameters import ForeignParameters
 from paceline.parallel.kept.kept_tensors import KeptTensors
 from paceline.parallel.kept.read_numbers import ReadNumbers
+from paceline.parallel.kept.snapshot import NOTHING_KEPT, KeptState
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.parallel.random_numbers.generators import generator_states
@@ -103,6 +104,7 @@ class ModelStepper:
         self._numbers_of_loss = ReadNumbers(None)
         self._tensors_of_model = KeptTensors.of_model(self.trained.model)
         self._tensors_of_loss = KeptTensors.of_function(None, ())
+        self._kept = NOTHING_KEPT
         self._foreign = ForeignParameters(None, ())
         self._foreign_norms = foreign_norms.ForeignNorms(None, ())
 
@@ -199,6 +201,7 @@ class ModelStepper:
             self._numbers_of_loss = ReadNumbers(loss_fn)
             models = [one.model for one in self._state.models.companions.values()]
             self._tensors_of_loss = KeptTensors.of_function(loss_fn, models)
+            self._kept = KeptState(loss_fn, models)
             self._foreign = ForeignParameters(loss_fn, models)
             self._foreign_norms = foreign_norms.ForeignNorms(loss_fn, models)
             functions, name = self.trained.engine.functions, loss_name(loss_fn)
@@ -224,6 +227,7 @@ class ModelStepper:
             within=precision.autocast,
             loss_name=loss_name(loss_fn),
             generators=self._generators,
+            kept=self._kept,
         )
 
     def _update(

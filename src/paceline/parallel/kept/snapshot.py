@@ -1,0 +1,204 @@
+"""What a loss function and a model keep from call to call, given back after calls that are to count for nothing.
+
+Before its first step a loss function is called to see how it behaves (`parallel.shards.examination`). A metric that it
+updates would count those calls, and a value that it makes in its first call would be made of another worker's samples.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from paceline.containers import version
+from paceline.parallel.kept.kept_values import OF_EVERY_MODULE, Names, namespaces_in_function, namespaces_in_model
+
+_MOST_BYTES = 16 * 2**20
+"""A larger tensor is rather data than a metric: there is no copy of it, and what calls write into it stays."""
+_MOST_BYTES_IN_ALL = 256 * 2**20
+_MOST_BYTES_IN_STEP = 2**20
+"""Every step takes a snapshot of what calls change if it is no larger: a metric, and not a model's last activations."""
+_MOST_IN_LIST = 1024
+"""A longer list is not looked through for tensors."""
+_DEPTH = 3
+"""So deep containers within each other are looked at."""
+
+_Key = tuple[int, Any]
+_Mutable = list[Any] | deque[Any] | dict[Any, Any] | set[Any]
+
+
+class KeptState:
+    """Where a loss function and the models that it calls keep values outside of parameters and buffers."""
+
+    def __init__(self, loss_fn: object, models: Iterable[nn.Module]) -> None:
+        """
+        Args:
+            models: those of the run: what they hold in parameters and buffers is looked after elsewhere.
+        """
+        self._loss_fn = loss_fn
+        self._models = tuple(models)
+        self._changing: dict[_Key, Names] = {}
+        """The single names whose values calls have changed, as far as snapshots have shown."""
+
+    def snapshot(self) -> Snapshot:
+        """All values now."""
+        return Snapshot(list(self._all()), self._note)
+
+    def snapshot_of_changing(self) -> Snapshot:
+        """The small ones of those that calls have been seen to change."""
+        small = [one for one in self._changing.values() if _num_bytes(one.value) <= _MOST_BYTES_IN_STEP]
+        return Snapshot(small, self._note)
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """A context after which everything is as before."""
+        before = self.snapshot()
+        try:
+            yield
+        finally:
+            before.restore()
+
+    def _all(self) -> Iterator[Names]:
+        of_models: set[int] = set()
+        for model in self._models:
+            for module in model.modules():
+                of_models.update((id(vars(module)), id(module._parameters), id(module._buffers)))
+            yield from (found for _, found in namespaces_in_model(model))
+        for found in namespaces_in_function(self._loss_fn, reads=True):
+            if id(found.place) not in of_models:
+                yield found
+
+    def _note(self, one: Names) -> None:
+        self._changing[_key(one)] = one
+
+
+NOTHING_KEPT = KeptState(None, ())
+
+
+class Snapshot:
+    """The values of some names at one moment."""
+
+    def __init__(self, found: Sequence[Names], note: Callable[[Names], None]) -> None:
+        """
+        Args:
+            note: called with each name whose value is another one when `restore` is called.
+        """
+        self._found = found
+        self._note = note
+        self._bytes_left = _MOST_BYTES_IN_ALL
+        self._seen: set[int] = set()
+        self._saved: dict[_Key, _Saved] = {}
+        for one in _singles(found):
+            self._saved[_key(one)] = saved = _Saved(one, one.value)
+            self._save(one.value, saved, _DEPTH)
+
+    def made(self) -> list[str]:
+        """The names that have a value now and had none, or were False."""
+        return [str(one.only) for one in _singles(self._found) if self._is_made(one)]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the values back, but for numbers, which `Counters` moves."""
+        for one in [one for one in _singles(self._found) if _key(one) not in self._saved]:
+            self._note(one)
+            if isinstance(one.place, dict):
+                del one.place[one.only]
+        for saved in self._saved.values():
+            if not saved.is_same():
+                self._note(saved.name)
+                saved.give_back()
+
+    def _is_made(self, one: Names) -> bool:
+        saved = self._saved.get(_key(one))
+        had_value = saved is not None and saved.value is not None and saved.value is not False
+        return not had_value and one.value is not None and one.value is not False
+
+    def _save(self, value: Any, saved: _Saved, depth: int) -> None:
+        if id(value) in self._seen or not depth:
+            return
+        if isinstance(value, Tensor | np.ndarray) and not isinstance(value, nn.Parameter):
+            self._seen.add(id(value))
+            is_plain = isinstance(value, np.ndarray) or value.layout == torch.strided
+            if is_plain and value.nbytes <= min(_MOST_BYTES, self._bytes_left):
+                self._bytes_left -= value.nbytes
+                if isinstance(value, Tensor):
+                    saved.tensors.append((value, version(value), value.detach().clone()))
+                else:
+                    saved.arrays.append((value, value.copy()))
+        elif isinstance(value, list | deque | dict | set | tuple) and len(value) <= _MOST_IN_LIST:
+            self._seen.add(id(value))
+            if not isinstance(value, tuple):
+                saved.containers.append((value, copy.copy(value)))
+            for one in list(value.values() if isinstance(value, dict) else value):
+                self._save(one, saved, depth - 1)
+
+
+@dataclass
+class _Saved:
+    """The value of a name."""
+
+    name: Names
+    value: Any
+    containers: list[tuple[_Mutable, Any]] = field(default_factory=list)
+    """The containers in it, and copies."""
+    tensors: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
+    """The tensors in it, how often each was changed, and a copy."""
+    arrays: list[tuple[Any, Any]] = field(default_factory=list)
+    """NumPy's arrays in it, and copies."""
+
+    def is_same(self) -> bool:
+        if type(self.value) in (int, float):
+            return True
+        return (
+            self.name.value is self.value
+            and not any(_differ(now, before) for now, before in self.containers)
+            and all(version(tensor) == before for tensor, before, _ in self.tensors)
+            and all(array.tobytes() == before.tobytes() for array, before in self.arrays)
+        )
+
+    def give_back(self) -> None:
+        if self.name.value is not self.value:
+            self.name.place[self.name.only] = self.value
+        for now, before in self.containers:
+            if _differ(now, before):
+                now.clear()
+                now.extend(before) if isinstance(now, list | deque) else now.update(before)
+        for tensor, changes, before in self.tensors:
+            if version(tensor) != changes and tensor.shape == before.shape:
+                tensor.detach().copy_(before)
+        for array, before in self.arrays:
+            if array.tobytes() != before.tobytes():
+                np.copyto(array, before)
+
+
+def _singles(found: Iterable[Names]) -> Iterator[Names]:
+    """Each name by itself, but for those that every module has."""
+    for names in found:
+        for name in [name for name, _ in names.items() if name not in OF_EVERY_MODULE]:
+            yield Names(names.place, name)
+
+
+def _key(one: Names) -> _Key:
+    return id(one.place), one.only
+
+
+def _differ(now: _Mutable, before: Any) -> bool:
+    """Whether other objects are in a container than in its copy."""
+    if isinstance(now, dict):
+        return _differ([*now.keys(), *now.values()], [*before.keys(), *before.values()])
+    return now != before if isinstance(now, set) else len(now) != len(before) or any(map(operator.is_not, now, before))
+
+
+def _num_bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | deque | tuple) else ()
+    return sum(map(_num_bytes, parts))
