@@ -34,7 +34,11 @@ class Namespace(Protocol):
 
     def get(self, name: str, /) -> Any: ...
 
+    def __contains__(self, name: object, /) -> bool: ...
+
     def __setitem__(self, name: str, value: Any, /) -> None: ...
+
+    def __delitem__(self, name: str, /) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -201,10 +205,17 @@ class _Cells:
     cells: dict[str, types.CellType]
 
     def get(self, name: str) -> Any:
+        return self.cells[name].cell_contents if name in self else None
+
+    def __contains__(self, name: object) -> bool:
         try:
-            return self.cells[name].cell_contents if name in self.cells else None
-        except ValueError:  # not assigned yet
-            return None
+            _ = self.cells[str(name)].cell_contents
+        except (KeyError, ValueError):  # there is no such variable, or it is not assigned yet
+            return False
+        return True
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.cells[name].cell_contents = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.cells[name].cell_contents

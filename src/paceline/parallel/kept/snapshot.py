@@ -7,6 +7,7 @@ updates would count those calls, and a value that it makes in its first call wou
 from __future__ import annotations
 
 import copy
+import math
 import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,8 +27,8 @@ _MOST_BYTES = 16 * 2**20
 _MOST_BYTES_IN_ALL = 256 * 2**20
 _MOST_BYTES_IN_STEP = 2**20
 """Every step takes a snapshot of what calls change if it is no larger: a metric, and not a model's last activations."""
-_MOST_IN_LIST = 1024
-"""A longer list is not looked through for tensors."""
+_MOST_IN_CONTAINER = 1024
+"""A larger one is rather data or a vocabulary, and is not looked through."""
 _DEPTH = 3
 """So deep containers within each other are looked at."""
 
@@ -97,8 +98,9 @@ class Snapshot:
         self._seen: set[int] = set()
         self._saved: dict[_Key, _Saved] = {}
         for one in _singles(found):
-            self._saved[_key(one)] = saved = _Saved(one, one.value)
-            self._save(one.value, saved, _DEPTH)
+            if _key(one) not in self._saved:
+                self._saved[_key(one)] = saved = _Saved(one, one.value)
+                self._save(one.value, saved, _DEPTH)
 
     def made(self) -> list[str]:
         """The names that have a value now and had none, or were False."""
@@ -109,8 +111,7 @@ class Snapshot:
         """Give the values back, but for numbers, which `Counters` moves."""
         for one in [one for one in _singles(self._found) if _key(one) not in self._saved]:
             self._note(one)
-            if isinstance(one.place, dict):
-                del one.place[one.only]
+            del one.place[one.only]
         for saved in self._saved.values():
             if not saved.is_same():
                 self._note(saved.name)
@@ -133,7 +134,7 @@ class Snapshot:
                     saved.tensors.append((value, version(value), value.detach().clone()))
                 else:
                     saved.arrays.append((value, value.copy()))
-        elif isinstance(value, list | deque | dict | set | tuple) and len(value) <= _MOST_IN_LIST:
+        elif isinstance(value, list | deque | dict | set | tuple) and len(value) <= _MOST_IN_CONTAINER:
             self._seen.add(id(value))
             if not isinstance(value, tuple):
                 saved.containers.append((value, copy.copy(value)))
@@ -180,10 +181,11 @@ class _Saved:
 
 
 def _singles(found: Iterable[Names]) -> Iterator[Names]:
-    """Each name by itself, but for those that every module has."""
+    """Each name that is there by itself, but for those that every module has."""
     for names in found:
-        for name in [name for name, _ in names.items() if name not in OF_EVERY_MODULE]:
-            yield Names(names.place, name)
+        present = [name for name, _ in names.items() if name not in OF_EVERY_MODULE and name in names.place]
+        if len(present) <= _MOST_IN_CONTAINER:
+            yield from (Names(names.place, name) for name in present)
 
 
 def _key(one: Names) -> _Key:
@@ -197,8 +199,12 @@ def _differ(now: _Mutable, before: Any) -> bool:
     return now != before if isinstance(now, set) else len(now) != len(before) or any(map(operator.is_not, now, before))
 
 
-def _num_bytes(value: Any) -> int:
-    if isinstance(value, Tensor):
+def _num_bytes(value: Any) -> float:
+    """The size of the tensors in a value; infinite for a large container."""
+    if isinstance(value, Tensor | np.ndarray):
         return value.nbytes
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | deque | tuple) else ()
-    return sum(map(_num_bytes, parts))
+    if not isinstance(value, list | deque | dict | set | tuple):
+        return 0
+    if len(value) > _MOST_IN_CONTAINER:
+        return math.inf
+    return sum(map(_num_bytes, value.values() if isinstance(value, dict) else value))
