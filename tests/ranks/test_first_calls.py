@@ -116,7 +116,7 @@ def test_what_depends_on_who_is_first_is_refused(num_workers: int, virtual_shard
     for found in run_ranks(_train_all, num_workers, cases, timeout_s=150):
         for case, outcome in zip(cases, found, strict=True):
             assert isinstance(outcome, str), case
-            assert f"follows from what the first call makes ({DEPENDENT[case[0]]})" in outcome, case
+            assert f"(the first call makes {DEPENDENT[case[0]]})" in outcome, case
 
 
 @pytest.mark.timeout(200)

@@ -136,7 +136,7 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
 def namespaces_in_function(function: object, *, reads: bool = False) -> Iterator[Names]:
     """What `places_in_function` looks at."""
     opcodes = _ASSIGNING | _READING if reads else _ASSIGNING
-    packages, seen, left = {_package(function)}, set(), [(function, _DEPTH)]
+    packages, seen, left = {package_of(function)}, set(), [(function, _DEPTH)]
     while left:
         thing, depth = left.pop()
         if id(thing) in seen or isinstance(thing, type | types.ModuleType) or not depth:
@@ -167,7 +167,7 @@ def namespaces_in_function(function: object, *, reads: bool = False) -> Iterator
 def _is_own_object(thing: object, packages: Collection[str]) -> bool:
     """Whether it has attributes, and is of one of these packages."""
     is_other = isinstance(thing, type | types.ModuleType | nn.Module)
-    return not is_other and _package(thing) in packages and hasattr(thing, "__dict__")
+    return not is_other and package_of(thing) in packages and hasattr(thing, "__dict__")
 
 
 def _attributes_or_entries(value: object, packages: Collection[str]) -> dict[Any, Any] | None:
@@ -178,10 +178,10 @@ def _attributes_or_entries(value: object, packages: Collection[str]) -> dict[Any
 
 def _packages(module: nn.Module) -> set[str]:
     """Those of its class and of the ones that it inherits from: sharding puts another class in front."""
-    return {_package(kind) for kind in type(module).__mro__} - {"torch", "builtins"}
+    return {package_of(kind) for kind in type(module).__mro__} - {"torch", "builtins"}
 
 
-def _package(thing: object) -> str:
+def package_of(thing: object) -> str:
     """The name of the package that a function, or the class of an object, belongs to."""
     while isinstance(thing, functools.partial | types.MethodType):
         thing = thing.func if isinstance(thing, functools.partial) else thing.__self__

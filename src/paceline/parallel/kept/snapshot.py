@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.containers import version
-from paceline.parallel.kept.kept_values import OF_EVERY_MODULE, Names, namespaces_in_function, namespaces_in_model
+from paceline.parallel.kept.kept_values import (
+    OF_EVERY_MODULE,
+    Names,
+    namespaces_in_function,
+    namespaces_in_model,
+    package_of,
+)
 
 _MOST_BYTES = 16 * 2**20
 """A larger tensor is rather data than a metric: there is no copy of it, and what calls write into it stays."""
@@ -70,9 +76,15 @@ class KeptState:
     def _all(self) -> Iterator[Names]:
         of_models: set[int] = set()
         for model in self._models:
+            of_norms: set[int] = set()  # what our own batch norm keeps of a step
             for module in model.modules():
                 of_models.update((id(vars(module)), id(module._parameters), id(module._buffers)))
-            yield from (found for _, found in namespaces_in_model(model))
+                if type(module).__module__.startswith("paceline.parallel."):
+                    inner = (vars(value) for value in vars(module).values() if hasattr(value, "__dict__"))
+                    of_norms.update(map(id, (vars(module), *vars(module).values(), *inner)))
+            yield from (found for _, found in namespaces_in_model(model) if id(found.place) not in of_norms)
+        if package_of(self._loss_fn) == "paceline":  # our own keep nothing
+            return
         for found in namespaces_in_function(self._loss_fn, reads=True):
             if id(found.place) not in of_models:
                 yield found

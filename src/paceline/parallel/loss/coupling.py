@@ -49,18 +49,13 @@ def check_repeatable(first: ShardLoss, again: ShardLoss, tolerance: float, made:
     is_known = math.isfinite(before) and math.isfinite(now)
     if not is_known or abs(before - now) <= tolerance * max(abs(before), abs(now)):
         return
-    if made:
-        raise ModelError(
-            f"The loss of the same samples was {before:.6g}, and {now:.6g} after a call with other samples: it follows "
-            f"from what the first call makes ({', '.join(made)}) of its samples, or of random numbers, and which come "
-            "first depends on the number of workers. Make it before the first step, alike on all workers (of chosen "
-            "samples, or by a generator with a seed), or after the first run.step by run.values, the same on every one."
-        )
+    values = f" (the first call makes {', '.join(made)})" if made else ""
     raise ModelError(
         f"The loss of the same samples was {before:.6g} in one call of the loss function and {now:.6g} in a later one: "
         "it follows from what earlier calls left behind, such as a running mean of losses in an attribute, a variable "
-        "or a list. How many calls a step takes depends on the number of workers: return such a number beside the "
-        "loss, and move the mean after run.step by run.values, the same on every worker."
+        f"or a list{values}. Which calls a worker makes depends on the number of workers: return such a number beside "
+        "the loss, and move the mean after run.step by run.values, the same on every worker; make before the first "
+        "step what stays, of chosen samples, or by a generator with a seed."
     )
 
 
