@@ -71,6 +71,18 @@ class _Convolutions(nn.Module):
         return output
 
 
+class _Transposed(_Net):
+    """Two samples lie in memory with their channels last, and one sample alone does not, as attention gives them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.middle = nn.Conv2d(4, 4, 3, padding=1)
+
+    def draw(self, hidden: Tensor) -> Tensor:
+        squares = hidden.view(-1, 4, 4).transpose(1, 2).reshape(-1, 4, 2, 2)
+        return F.dropout(F.silu(self.middle(squares)), 0.4).flatten(1)
+
+
 class _ChannelsLast(_Convolutions):
     def __init__(self) -> None:
         super().__init__()
@@ -294,6 +306,13 @@ def test_shards_share_passes(build: Callable[[], nn.Module]) -> None:
 def test_a_function_that_did_not_draw_draws_later(build: Callable[[], nn.Module]) -> None:
     for num_own, shared in _shared_by_workers(build):
         assert shared[-1] == num_own
+
+
+def test_a_sample_alone_may_lie_in_memory_otherwise() -> None:
+    """In the third and fifth batch some shards have one sample, where all had two or three."""
+    expected = _shard_by_shard(_Transposed)
+    for world_size in (1, 2, 3):
+        _assert_equal(_outcomes(_Transposed, world_size), expected)
 
 
 def test_a_loss_function_that_draws() -> None:

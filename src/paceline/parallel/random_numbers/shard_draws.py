@@ -48,6 +48,10 @@ class Draw:
     num_dims: int
     sample_dim: int
     """The dimension along which samples lie, each of which may have several rows."""
+    order: tuple[int, ...]
+    """The dimensions in the order in which the tensor lies in memory, which is the order of its numbers."""
+    has_single_samples: bool
+    """Whether some shard has one sample: alone it may lie in another order, since torch leaves open which."""
 
 
 Pattern = tuple[Draw, ...]
@@ -220,7 +224,8 @@ class SharedPass(_Draws):
             fill(values)
             return
         self._fill_along(dim, values, fill)
-        self.pattern += (Draw(operator, values.dim(), dim),)
+        order = tuple(sorted(range(values.dim()), key=values.stride, reverse=True))
+        self.pattern += (Draw(operator, values.dim(), dim, order, 1 in self._shards.sizes),)
 
     def _fill_along(self, dim: int, values: Tensor, fill: Fill) -> None:
         sizes = self._shards.sizes
