@@ -72,7 +72,7 @@ class _Convolutions(nn.Module):
 
 
 class _Transposed(_Net):
-    """Two samples lie in memory with their channels last, and one sample alone does not, as attention gives them back."""
+    """Two samples lie in memory with their channels last, and one alone does not, as attention gives them back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,6 +321,30 @@ def test_a_loss_function_that_draws() -> None:
         outcomes = _outcomes(_Dropout, world_size, draws_in_loss=True)
         _assert_equal(outcomes, expected)
         assert all(shared[-1] == 6 // world_size for _, _, shared in outcomes)
+
+
+def _notes(build: Callable[[], nn.Module], is_contrastive: bool) -> list[str]:
+    def contrastive(model: nn.Module, batch: Any) -> Tensor:
+        outputs = F.normalize(model(batch[0]), dim=1)
+        return F.cross_entropy(outputs @ outputs.T / 0.1, torch.arange(len(outputs)))
+
+    plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
+    job = Job(global_batch_size=16, virtual_shards=4, precision="float64")
+    with paceline.init(job, plan=plan, max_steps=2, progress=False) as run:
+        model = build()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches(images(36)):
+            run.step(batch, contrastive if is_contrastive else loss_fn)
+        return [note for note in run.notes if "is not the mean of their own losses" in note]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("build", [_Dropout, _WeightDropout], ids=lambda build: build.__name__)
+def test_a_loss_that_compares_samples_is_told_beside_random_draws(
+    build: Callable[[], nn.Module], world_size: int
+) -> None:
+    assert all(len(notes) == 1 for notes in run_ranks(_notes, world_size, build, True))
+    assert not any(run_ranks(_notes, world_size, build, False))
 
 
 @pytest.mark.parametrize("build", ONE_BY_ONE, ids=lambda build: build.__name__)

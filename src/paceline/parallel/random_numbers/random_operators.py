@@ -53,6 +53,17 @@ class Fill:
         else:
             self(values, generator)
 
+    def repeat_one(self, values: Tensor, generator: torch.Generator) -> None:
+        """Fill `values` with a single number of the same kind: 1 in a mask, the middle of uniform numbers."""
+        if self.is_of_two:
+            values.fill_(1)
+        elif self.limits is not None:
+            values.fill_(sum(self.limits) / 2)
+        else:
+            number = values.new_empty(1)
+            self.call(number, None, generator)
+            values.copy_(number.expand_as(values))
+
 
 def draws_random_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call of an operator draws random numbers."""

@@ -188,6 +188,16 @@ class SingleShardRehearsal(_Draws):
         self._fill_shard(0, values, fill)
 
 
+class OneNumber(_Draws):
+    """Inside, all numbers that are drawn at once are one number, whichever samples go through the model together."""
+
+    def _read(self, value: Any) -> Any:
+        return value
+
+    def _fill(self, operator: str, values: Tensor, fill: Fill) -> None:  # noqa: ARG002 - whichever
+        fill.repeat_one(values, self._generators[0][0])
+
+
 class SharedPass(_Draws):
     """Inside, several shards go through the model together."""
 
@@ -314,6 +324,10 @@ class ShardDraws:
         find = functools.partial(_rehearsed_sample_dim, [one.draws for one in singles], shards.sizes)
         generators = self._generators_of(shards, seed_of)
         return SharedPass(shards, generators, self._functions, find, is_rehearsal=True)
+
+    def one_number(self, shard: ShardRange) -> OneNumber:
+        """A context for a forward pass in which random numbers make no difference between samples."""
+        return OneNumber(self._generators_of(shard, lambda _shard: 0), self._functions, is_rehearsal=True)
 
     def _generators_of(self, shards: ShardRange, seed_of: SeedOfShard) -> Generators:
         while len(self._generators) < len(shards.sizes):

@@ -32,6 +32,7 @@ from paceline.parallel.loss.loss_functions import DRAWS
 from paceline.parallel.losses import ShardLoss, watching_outputs
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.parallel.random_numbers.shard_draws import (
+    OneNumber,
     Pattern,
     SeedOfShard,
     ShardDraws,
@@ -166,14 +167,14 @@ class _Examination:
         if made or not self._draws_alone:
             check_repeatable(losses[0], again, most, made)
         if self._draws_alone:
-            return Examined(DRAWS)
+            return Examined(self._coupling_besides_draws(shards, singles, is_collective) or DRAWS)
         if len(singles) == 1:
             return Examined()
         if self._has_aux_loss:
             return Examined(AUX_LOSS)
         coupling = describe_coupling(loss, losses, most)
         if pattern and (coupling or not _are_finite([loss, *losses])):
-            return Examined(DRAWS)
+            return Examined(self._coupling_besides_draws(shards, singles, is_collective) or DRAWS)
         return Examined(coupling, pattern)
 
     def _single_rehearsal(self, shard: ShardRange, *, inverts_answers: bool = False) -> SingleShardRehearsal | None:
@@ -188,7 +189,7 @@ class _Examination:
             return None
         return self._draws.shared_rehearsal(shards, self._seed_of, [one for one in singles if one is not None])
 
-    def _loss(self, shards: ShardRange, rehearsal: SingleShardRehearsal | SharedPass | None) -> ShardLoss:
+    def _loss(self, shards: ShardRange, rehearsal: SingleShardRehearsal | SharedPass | OneNumber | None) -> ShardLoss:
         passes, step = self._passes, self._step
         with _leaving_no_trace(passes, step):
             passes.enter(step, shards)
@@ -201,6 +202,25 @@ class _Examination:
             self._draws_alone |= rehearsal is not None and not rehearsal.is_possible
             self._has_aux_loss |= returns_aux_loss(outputs)
         return loss
+
+    def _coupling_besides_draws(self, shards: ShardRange, singles: Sequence[ShardRange], is_collective: bool) -> str:
+        """A sentence if the loss couples samples, whatever they draw; unknown where all workers make equally many
+        passes."""
+        if self._draws is None or is_collective or len(singles) == 1:
+            return ""
+        ranges = shards, *singles
+        numbers = [self._draws.one_number(singles[0]) for _ in ranges]
+        try:
+            together, *alone = [self._loss(one, number) for one, number in zip(ranges, numbers, strict=True)]
+        except Exception as problem:
+            if is_out_of_memory(problem):
+                raise
+            return ""
+        if not all(one.is_possible for one in numbers):
+            return ""
+        with self._step.within():
+            most = tolerance(self._passes.model, self._passes.device, together.mean.dtype)
+        return describe_coupling(together, alone, most)
 
     def _answers_decide(self, shard: ShardRange, rehearsal: SingleShardRehearsal | None, is_collective: bool) -> bool:
         """Whether what a shard draws depends on its values: the model asks for a truth value, and with the other answer
