@@ -4,6 +4,9 @@ commands and scripts do and not of how they start.
     run_forked(["paceline", "train", "digits-lenet"], cwd=folder, environ=environ, timeout_s=60)
     with paceline_on_path(folder) as bin_folder: ...
 
+    @in_forked_process
+    def test_of_functions_that_start_workers(tmp_path): ...
+
 The fork server and the workers that a command starts as `python -m paceline.launch...` are forked from the command,
 with the arguments, variables, descriptors, signals and exit handlers that a new process would have. Commands are
 started for real in tests/ranks/test_cli.py and in the README.
@@ -15,9 +18,12 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import functools
+import importlib
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import struct
@@ -25,13 +31,15 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -73,6 +81,46 @@ def run_forked(
         if not end.exists():
             raise subprocess.TimeoutExpired(list(argv), timeout_s, out.read_bytes(), err.read_bytes())
         return subprocess.CompletedProcess(list(argv), int(end.read_text()), out.read_text(), err.read_text())
+
+
+def in_forked_process(test: Callable[..., None]) -> Callable[..., None]:
+    """A test that runs in a process of its own, in the folder and with the variables that its fixtures have set; what
+    Paceline starts there is forked. Its arguments are pickled."""
+
+    @functools.wraps(test)
+    def run(**fixtures: Any) -> None:
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        place = str(Path.cwd()), dict(os.environ)
+        process = fork_process(_call, test.__module__, test.__name__, fixtures, *place, sender)
+        sender.close()
+        try:
+            failed = pickle.loads(receiver.recv_bytes())
+        except EOFError:
+            failed = "died without a word"
+        finally:
+            process.kill()
+            process.join()
+        assert failed is None, failed
+
+    return run
+
+
+def _call(
+    module: str, test: str, fixtures: Mapping[str, Any], cwd: str, environ: Mapping[str, str], sender: Connection
+) -> NoReturn:
+    """Send how a test failed, or None."""
+
+    def run() -> None:
+        failed = None
+        try:
+            getattr(importlib.import_module(module), test).__wrapped__(**fixtures)
+        except BaseException:
+            failed = traceback.format_exc()
+        sender.send_bytes(pickle.dumps(failed))
+
+    _enter(range(_STREAMS), (sender.fileno(),), cwd, environ, [cwd])
+    _fork_what_is_started()
+    _run_to_the_end(run, [test])
 
 
 Place = Callable[[socket.socket], None]
@@ -152,8 +200,7 @@ def _answer(connection: socket.socket, place: Place | None) -> NoReturn:
 def _run(argv: list[str], cwd: str, environ: Mapping[str, str], streams: Sequence[int]) -> NoReturn:
     """Be that command, to its end."""
     _enter(streams, (), cwd, environ, [str(Path(sys.executable).parent)])
-    for module in (forking, team):
-        vars(module)["subprocess"] = SimpleNamespace(Popen=_Forked.start, DEVNULL=subprocess.DEVNULL)
+    _fork_what_is_started()
     program, *arguments = argv
     if program == "paceline":
         _run_to_the_end(main, argv)
@@ -161,6 +208,11 @@ def _run(argv: list[str], cwd: str, environ: Mapping[str, str], streams: Sequenc
         _run_to_the_end(lambda: _run_in_two_workers(arguments), arguments)
     assert program == "python"
     _run_to_the_end(lambda: worker.run_program(arguments), arguments)
+
+
+def _fork_what_is_started() -> None:
+    for module in (forking, team):
+        vars(module)["subprocess"] = SimpleNamespace(Popen=_Forked.start, DEVNULL=subprocess.DEVNULL)
 
 
 def _run_in_two_workers(script: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import paceline
 from paceline.errors import PacelineError
 from paceline.spec import Job, RunRecord
+from tests.ranks.forked_commands import in_forked_process
 
 JOB = Job.from_mapping(
     {
@@ -28,6 +29,7 @@ def _train(out: Path, workers: int = 1, **values: Any) -> RunRecord:
 
 
 @pytest.mark.timeout(300)
+@in_forked_process
 def test_a_finished_run_gives_its_result_again_and_goes_on(tmp_path: Path) -> None:
     whole = _train(tmp_path / "whole", epochs=2)
     first = _train(tmp_path / "parts", max_steps=3, workers=2)
@@ -47,6 +49,7 @@ def test_a_finished_run_gives_its_result_again_and_goes_on(tmp_path: Path) -> No
 
 
 @pytest.mark.timeout(200)
+@in_forked_process
 def test_a_schedule_that_ends_with_the_epochs_does_not_go_on(tmp_path: Path) -> None:
     optim = {"schedule": "cosine"}
     _train(tmp_path / "run", optim=optim)
