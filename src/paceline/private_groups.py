@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import os
 import socket
+import stat
 import struct
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
@@ -84,12 +85,12 @@ def refuse_connections(descriptor: int) -> None:
 def _own_sockets() -> dict[str, int]:
     """This process's sockets: a descriptor of each, by inode."""
     found = {}
-    with contextlib.suppress(OSError):
-        for link in Path("/proc/self/fd").iterdir():
-            with contextlib.suppress(OSError):
-                target = link.readlink().name
-                if target.startswith("socket:["):
-                    found[target[len("socket:[") : -1]] = int(link.name)
+    with contextlib.suppress(OSError), os.scandir("/proc/self/fd") as entries:
+        for descriptor in [int(entry.name) for entry in entries]:
+            with contextlib.suppress(OSError):  # closed by now
+                facts = os.fstat(descriptor)
+                if stat.S_ISSOCK(facts.st_mode):
+                    found[str(facts.st_ino)] = descriptor
     return found
 
 

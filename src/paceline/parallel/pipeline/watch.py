@@ -19,6 +19,8 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_CALL = "_compiled_call_impl"
+"""The attribute of a module that torch calls in place of it, hooks and all."""
 
 
 def opened_modules(model: nn.Module) -> frozenset[nn.Module]:
@@ -91,18 +93,13 @@ class Watch(TorchFunctionMode):
             self._is_inside = was_inside
 
     def __enter__(self) -> Self:
-        original_call, original_apply = nn.Module.__call__, torch.autograd.Function.__dict__["apply"]
-
-        def call_module(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            name = self._names.get(module)
-            call = functools.partial(original_call, module, *args, **kwargs)
-            if name is None or module in self._opened:
-                return call()
-            if self._is_inside:
-                output = call()
-                self.on_inner_module(name, output)
-                return output
-            return self.on_module(name, module, call, args, kwargs)
+        # Where torch looks for a compiled call, module by module: to replace `nn.Module.__call__` would have Python
+        # go through all classes of modules there are, and forget what it knows of their attributes.
+        before = {module: vars(module).get(_CALL) for module in self._names}
+        for module, name in self._names.items():
+            if module not in self._opened:
+                vars(module)[_CALL] = functools.partial(self._see, name, module, before[module] or module._call_impl)
+        original_apply = torch.autograd.Function.__dict__["apply"]
 
         def apply(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
             if not self._is_inside and cls is CheckpointFunction:  # which would hide the layers that it calls
@@ -113,13 +110,24 @@ class Watch(TorchFunctionMode):
             return call() if self._is_inside else self.on_function(cls, call, args, kwargs)
 
         def restore() -> None:
-            nn.Module.__call__ = original_call  # type: ignore[method-assign]
+            for module, call in before.items():
+                vars(module).pop(_CALL, None)
+                if call is not None:
+                    vars(module)[_CALL] = call
             torch.autograd.Function.apply = original_apply  # type: ignore[method-assign]
 
-        nn.Module.__call__ = call_module  # type: ignore[method-assign]
         torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
         self._restore = restore
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def _see(self, name: str, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A module that is not opened is called."""
+        call = functools.partial(original, *args, **kwargs)
+        if self._is_inside:
+            output = call()
+            self.on_inner_module(name, output)
+            return output
+        return self.on_module(name, module, call, args, kwargs)
 
     def __exit__(self, *error: Any) -> None:
         self._restore()
