@@ -17,8 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from paceline.own_generators import reached_by
 
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-"""The names of the attributes that torch gives to modules."""
+OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "_compiled_call_impl"})
+"""The names of the attributes that torch gives to modules; the last one holds what is called in place of a module."""
 _DEPTH = 4
 """How far from a loss function values are looked for."""
 
