@@ -296,9 +296,10 @@ def traces(name: str) -> list[Observation]:
 @needs_traces
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("with_sync_time", [True, False])
-@pytest.mark.parametrize("at_once", [4, 12])
-@pytest.mark.parametrize("name", ["cifar10", "imagenet"])
+@pytest.mark.parametrize(
+    ("name", "at_once", "with_sync_time"),
+    [("cifar10", 4, True), ("cifar10", 12, False), ("imagenet", 4, False), ("imagenet", 12, True)],
+)
 def test_twelve_suggested_rows_forecast_all_others(name: str, at_once: int, with_sync_time: bool) -> None:
     rows = traces(name) if with_sync_time else [replace(row, sync_time_s=None) for row in traces(name)]
     row_of = {row.placement: row for row in rows}
