@@ -55,11 +55,10 @@ class _Model(nn.Linear):
 def test_everything_is_as_before() -> None:
     loss_fn, model = _Loss(), _Model(2, 2)
     kept = KeptState(loss_fn, [model])
-    before = kept.snapshot()
-    assert before.made() == []
-    loss_fn(model, torch.ones(3, 2))
-    assert {"mean", "is_ready", "new_name", "more", "last", "calls"} <= set(before.made())
-    before.restore()
+    with kept.unchanged() as before:
+        assert before.made() == []
+        loss_fn(model, torch.ones(3, 2))
+        assert {"mean", "is_ready", "new_name", "more", "last", "calls"} <= set(before.made())
     assert before.made() == []
     assert loss_fn.total.tolist() == [0, 0] and loss_fn.view.tolist() == [0]
     assert loss_fn.mean is None and loss_fn.is_ready is False

@@ -42,7 +42,7 @@ class Namespace(Protocol):
 
 
 @dataclass(frozen=True)
-class Names:
+class KeptNames:
     """A namespace, or one name of it."""
 
     place: Namespace
@@ -78,15 +78,15 @@ def places_in_model(model: nn.Module, is_wanted: IsWanted) -> Places:
     return places
 
 
-def namespaces_in_model(model: nn.Module) -> Iterator[tuple[str, Names]]:
+def namespaces_in_model(model: nn.Module) -> Iterator[tuple[str, KeptNames]]:
     """What `places_in_model` looks at, by paths."""
     forwards = {}
     for path, module in model.named_modules():
-        yield path, Names(vars(module))
+        yield path, KeptNames(vars(module))
         packages = _packages(module)
         for name, value in vars(module).items():
             if name not in OF_EVERY_MODULE and (inner := _attributes_or_entries(value, packages)) is not None:
-                yield f"{path}.{name}" if path else name, Names(inner)
+                yield f"{path}.{name}" if path else name, KeptNames(inner)
         forwards[getattr(type(module), "forward", None)] = path
     for forward, path in forwards.items():
         if isinstance(forward, types.FunctionType):
@@ -133,7 +133,7 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
             held.extend(before) if isinstance(held, list | deque) else held.update(before)
 
 
-def namespaces_in_function(function: object, *, reads: bool = False) -> Iterator[Names]:
+def namespaces_in_function(function: object, *, reads: bool = False) -> Iterator[KeptNames]:
     """What `places_in_function` looks at."""
     opcodes = _ASSIGNING | _READING if reads else _ASSIGNING
     packages, seen, left = {package_of(function)}, set(), [(function, _DEPTH)]
@@ -147,15 +147,15 @@ def namespaces_in_function(function: object, *, reads: bool = False) -> Iterator
         elif isinstance(thing, types.MethodType):
             left += [(thing.__self__, depth), (thing.__func__, depth)]
         elif isinstance(thing, dict):
-            yield Names(thing)
+            yield KeptNames(thing)
         elif isinstance(thing, nn.Module):
             for module in thing.modules():
-                yield Names(vars(module))
-                yield Names(module._parameters)
+                yield KeptNames(vars(module))
+                yield KeptNames(module._parameters)
                 if not isinstance(module, _BatchNorm):  # whose running statistics do not lead to its outputs
-                    yield Names(module._buffers)
+                    yield KeptNames(module._buffers)
         elif _is_own_object(thing, packages):
-            yield Names(vars(thing))
+            yield KeptNames(vars(thing))
             if isinstance(thing, types.FunctionType):
                 yield from _variables_of(thing, opcodes)
                 parts = reached_by(thing)
@@ -189,13 +189,13 @@ def package_of(thing: object) -> str:
     return str(owner.__module__).partition(".")[0]
 
 
-def _variables_of(function: types.FunctionType, opcodes: Collection[str]) -> Iterator[Names]:
+def _variables_of(function: types.FunctionType, opcodes: Collection[str]) -> Iterator[KeptNames]:
     """The global variables, and those of functions around it, in a function's instructions with these opcodes."""
     cells = _Cells(dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)))
     for instruction in dis.get_instructions(function):
         if instruction.opname in opcodes:
             place: Namespace = cells if instruction.opname.endswith("_DEREF") else function.__globals__
-            yield Names(place, instruction.argval)
+            yield KeptNames(place, instruction.argval)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from paceline.containers import version
 from paceline.parallel.kept.kept_values import (
     OF_EVERY_MODULE,
-    Names,
+    KeptNames,
     namespaces_in_function,
     namespaces_in_model,
     package_of,
@@ -52,28 +52,24 @@ class KeptState:
         """
         self._loss_fn = loss_fn
         self._models = tuple(models)
-        self._changing: dict[_Key, Names] = {}
+        self._changing: dict[_Key, KeptNames] = {}
         """The single names whose values calls have changed, as far as snapshots have shown."""
 
-    def snapshot(self) -> Snapshot:
-        """All values now."""
-        return Snapshot(list(self._all()), self._note)
-
-    def snapshot_of_changing(self) -> Snapshot:
+    def snapshot_of_changing(self) -> KeptSnapshot:
         """The small ones of those that calls have been seen to change."""
         small = [one for one in self._changing.values() if _num_bytes(one.value) <= _MOST_BYTES_IN_STEP]
-        return Snapshot(small, self._note)
+        return KeptSnapshot(small, self._note)
 
     @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """A context after which everything is as before."""
-        before = self.snapshot()
+    def unchanged(self) -> Iterator[KeptSnapshot]:
+        """A context after which everything is as before, and what that is."""
+        before = KeptSnapshot(list(self._all()), self._note)
         try:
-            yield
+            yield before
         finally:
             before.restore()
 
-    def _all(self) -> Iterator[Names]:
+    def _all(self) -> Iterator[KeptNames]:
         of_models: set[int] = set()
         for model in self._models:
             of_norms: set[int] = set()  # what our own batch norm keeps of a step
@@ -89,17 +85,17 @@ class KeptState:
             if id(found.place) not in of_models:
                 yield found
 
-    def _note(self, one: Names) -> None:
+    def _note(self, one: KeptNames) -> None:
         self._changing[_key(one)] = one
 
 
 NOTHING_KEPT = KeptState(None, ())
 
 
-class Snapshot:
+class KeptSnapshot:
     """The values of some names at one moment."""
 
-    def __init__(self, found: Sequence[Names], note: Callable[[Names], None]) -> None:
+    def __init__(self, found: Sequence[KeptNames], note: Callable[[KeptNames], None]) -> None:
         """
         Args:
             note: called with each name whose value is another one when `restore` is called.
@@ -129,7 +125,7 @@ class Snapshot:
                 self._note(saved.name)
                 saved.give_back()
 
-    def _is_made(self, one: Names) -> bool:
+    def _is_made(self, one: KeptNames) -> bool:
         saved = self._saved.get(_key(one))
         had_value = saved is not None and saved.value is not None and saved.value is not False
         return not had_value and one.value is not None and one.value is not False
@@ -158,7 +154,7 @@ class Snapshot:
 class _Saved:
     """The value of a name."""
 
-    name: Names
+    name: KeptNames
     value: Any
     containers: list[tuple[_Mutable, Any]] = field(default_factory=list)
     """The containers in it, and copies."""
@@ -192,15 +188,15 @@ class _Saved:
                 np.copyto(array, before)
 
 
-def _singles(found: Iterable[Names]) -> Iterator[Names]:
+def _singles(found: Iterable[KeptNames]) -> Iterator[KeptNames]:
     """Each name that is there by itself, but for those that every module has."""
     for names in found:
         present = [name for name, _ in names.items() if name not in OF_EVERY_MODULE and name in names.place]
         if len(present) <= _MOST_IN_CONTAINER:
-            yield from (Names(names.place, name) for name in present)
+            yield from (KeptNames(names.place, name) for name in present)
 
 
-def _key(one: Names) -> _Key:
+def _key(one: KeptNames) -> _Key:
     return id(one.place), one.only
 
 

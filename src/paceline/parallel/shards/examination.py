@@ -41,7 +41,7 @@ from paceline.parallel.random_numbers.shard_draws import (
 )
 
 if TYPE_CHECKING:
-    from paceline.parallel.kept.snapshot import Snapshot
+    from paceline.parallel.kept.snapshot import KeptSnapshot
     from paceline.parallel.shards.passes import Passes
 
 Result = TypeVar("Result")
@@ -76,13 +76,10 @@ def examine(
         draws: None if shards that draw random numbers have to go one by one in any case.
         most_shards: if given, this is a collective: every worker makes as many passes as one with so many shards.
     """
-    before = step.kept.snapshot()
-    try:
+    with step.kept.unchanged() as before:
         return _with_gradients_if_needed(
             passes, step, lambda: _examine(passes, step, module, shards, draws, most_shards, before)
         )
-    finally:
-        before.restore()
 
 
 def _examine(
@@ -92,10 +89,9 @@ def _examine(
     shards: ShardRange | None,
     draws: ShardDraws | None,
     most_shards: int,
-    before: Snapshot,
+    before: KeptSnapshot,
 ) -> Examined:
-    with step.within():
-        is_coarse = tolerance(passes.model, passes.device, torch.float32) >= _COARSE
+    is_coarse = _tolerance(passes, step, torch.float32) >= _COARSE
     if shards is not None and len(shards.sizes) > 1:
         # Shards that differ as much as they can: with as many valid tokens in each by chance, a mean over tokens would
         # be the mean of theirs.
@@ -108,7 +104,7 @@ def _examine(
             all_found.append(Examined())
         else:
             before.restore()
-            all_found.append(_Examination(passes, step, module, draws, number, before).run(shards, most_shards))
+            all_found.append(_Examination(passes, step, module, draws, number).run(shards, most_shards, before))
         if not most_shards and (all_found[-1].reason or not all_found[-1].pattern):
             break
     return next((found for found in all_found if found.reason), all_found[-1])
@@ -118,18 +114,8 @@ class _Examination:
     """One comparison of shards that go together and one by one."""
 
     def __init__(
-        self,
-        passes: Passes,
-        step: StepInput,
-        module: nn.Module,
-        draws: ShardDraws | None,
-        number: int,
-        before: Snapshot,
+        self, passes: Passes, step: StepInput, module: nn.Module, draws: ShardDraws | None, number: int
     ) -> None:
-        """
-        Args:
-            before: what the loss function and the models kept.
-        """
         self._passes = passes
         self._step = step
         self._module = module
@@ -138,16 +124,19 @@ class _Examination:
         self._draws_alone = False
         """Whether it was seen that shards cannot draw together."""
         self._has_aux_loss = False
-        self._before = before
 
-    def run(self, shards: ShardRange, most_shards: int) -> Examined:
+    def run(self, shards: ShardRange, most_shards: int, before: KeptSnapshot) -> Examined:
+        """
+        Args:
+            before: what the loss function and the models keep.
+        """
         is_collective = most_shards > 0
         singles = [self._passes.single(self._step, one) for one in range(shards.first_shard, shards.stop_shard)]
         rehearsals = [self._single_rehearsal(one) for one in singles]
         losses = [self._loss(singles[0], rehearsals[0])]
-        made = self._before.made()
+        made = before.made()
         if made:  # other samples make them now, and then the first ones have to give the same loss
-            self._before.restore()
+            before.restore()
         losses += [self._loss(one, rehearsal) for one, rehearsal in zip(singles[1:], rehearsals[1:], strict=True)]
         together = self._shared_rehearsal(shards, rehearsals)
         loss = self._loss(shards, together or self._single_rehearsal(shards))
@@ -162,8 +151,7 @@ class _Examination:
         if pattern and not self._draws_alone:
             self._draws_alone = self._answers_decide(singles[0], rehearsals[0], is_collective)
         self._passes.norm.end_pass()
-        with self._step.within():
-            most = tolerance(self._passes.model, self._passes.device, loss.mean.dtype)
+        most = _tolerance(self._passes, self._step, loss.mean.dtype)
         if made or not self._draws_alone:
             check_repeatable(losses[0], again, most, made)
         if self._draws_alone:
@@ -218,9 +206,7 @@ class _Examination:
             return ""
         if not all(one.is_possible for one in numbers):
             return ""
-        with self._step.within():
-            most = tolerance(self._passes.model, self._passes.device, together.mean.dtype)
-        return describe_coupling(together, alone, most)
+        return describe_coupling(together, alone, _tolerance(self._passes, self._step, together.mean.dtype))
 
     def _answers_decide(self, shard: ShardRange, rehearsal: SingleShardRehearsal | None, is_collective: bool) -> bool:
         """Whether what a shard draws depends on its values: the model asks for a truth value, and with the other answer
@@ -240,6 +226,11 @@ class _Examination:
         return inverted.draws != rehearsal.draws
 
 
+def _tolerance(passes: Passes, step: StepInput, dtype: torch.dtype) -> float:
+    with step.within():
+        return tolerance(passes.model, passes.device, dtype)
+
+
 def _are_finite(losses: Sequence[ShardLoss]) -> bool:
     """Whether losses can be compared at all."""
     return all(math.isfinite(float(one.mean)) and float(one.weight) > 0 for one in losses)
@@ -257,9 +248,8 @@ def check_repeatable_alone(passes: Passes, step: StepInput, module: nn.Module, *
     if step.loss_name in passes.functions.repeatable or not (step.assignment.sizes or is_collective):
         return
     passes.functions.repeatable.add(step.loss_name)
-    before = step.kept.snapshot()
 
-    def examine() -> None:
+    def examine(before: KeptSnapshot) -> None:
         before.restore()
         if not step.assignment.sizes:
             for _ in range(3):
@@ -267,7 +257,7 @@ def check_repeatable_alone(passes: Passes, step: StepInput, module: nn.Module, *
             return
         first_shard, stop = step.assignment.own
         shard = passes.single(step, first_shard)
-        examination = _Examination(passes, step, module, None, 0, before)
+        examination = _Examination(passes, step, module, None, 0)
         first = examination._loss(shard, None)
         made = before.made()
         before.restore()
@@ -277,13 +267,10 @@ def check_repeatable_alone(passes: Passes, step: StepInput, module: nn.Module, *
         else:
             loss_of_stand_in(passes, step, module)
         again = examination._loss(shard, None)
-        with step.within():
-            check_repeatable(first, again, tolerance(passes.model, passes.device, first.mean.dtype), made)
+        check_repeatable(first, again, _tolerance(passes, step, first.mean.dtype), made)
 
-    try:
-        _with_gradients_if_needed(passes, step, examine)
-    finally:
-        before.restore()
+    with step.kept.unchanged() as before:
+        _with_gradients_if_needed(passes, step, lambda: examine(before))
 
 
 def loss_of_stand_in(passes: Passes, step: StepInput, module: nn.Module) -> ShardLoss:
