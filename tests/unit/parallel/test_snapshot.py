@@ -101,3 +101,20 @@ def test_a_variable_that_was_not_assigned_is_so_again() -> None:
         assert late == 2
     with pytest.raises(NameError):
         _ = late
+
+
+def test_numbers_that_counters_move_are_left_to_them() -> None:
+    """Also in a dictionary whose other entries change: given back, a counter would seem to stand still in one pass."""
+    counts: dict[str, Any] = {"calls": 0, "first": None}
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        counts["calls"] += 1
+        counts["first"] = counts["first"] or counts["calls"]
+        counts["last"] = counts["calls"]
+        loss: Tensor = model(batch).sum()
+        return loss
+
+    with KeptState(loss_fn, []).unchanged() as before:
+        loss_fn(nn.Linear(2, 2), torch.ones(3, 2))
+        assert sorted(before.made()) == ["first", "last"]
+    assert counts == {"calls": 1, "first": None}

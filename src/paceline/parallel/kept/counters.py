@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.parallel.kept.kept_values import Namespace, Places, places_in_function, places_in_model
+from paceline.parallel.kept.kept_values import Namespace, Places, is_counted, places_in_function, places_in_model
 from paceline.parallel.losses import LossOf
 
 _STEPS_TO_LOOK = 2
@@ -63,11 +63,11 @@ class Counters:
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Counters:
-        return cls(places_in_model(model, _is_number))
+        return cls(places_in_model(model, is_counted))
 
     @classmethod
     def of_function(cls, loss_fn: object) -> Counters:
-        return cls(places_in_function(loss_fn, _is_number))
+        return cls(places_in_function(loss_fn, is_counted))
 
     def begin_step(self) -> None:
         self._has_passed = self._is_passing = False
@@ -138,13 +138,9 @@ class Counters:
             return
         self._is_passing = False
         for number in self._watched:
-            if type(number.now) is type(number.before) and _is_number(number.before):
+            if type(number.now) is type(number.before) and is_counted(number.before):
                 number.moves.append(number.now - number.before)
                 number.has_moved |= number.now != number.before
                 if not number.is_counter:
                     number.place[number.name] = number.before + sum(number.moves)
         self._watched = [number for number in self._watched if number.is_counter]
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float)

@@ -65,6 +65,11 @@ Places = dict[str, tuple[Namespace, str]]
 """Where single values are, by their path, which is alike in every run of a program."""
 
 
+def is_counted(value: object) -> bool:
+    """Whether `kept.counters` watches such a value."""
+    return type(value) in (int, float)
+
+
 def places_in_model(model: nn.Module, is_wanted: IsWanted) -> Places:
     """Those in attributes of modules, in objects and dictionaries that are attributes, and in global variables that
     forward passes assign to."""

@@ -10,7 +10,7 @@ import copy
 import math
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,8 @@ from paceline.containers import version
 from paceline.parallel.kept.kept_values import (
     OF_EVERY_MODULE,
     KeptNames,
+    Namespace,
+    is_counted,
     namespaces_in_function,
     namespaces_in_model,
     package_of,
@@ -54,16 +56,20 @@ class KeptState:
         self._models = tuple(models)
         self._changing: dict[_Key, KeptNames] = {}
         """The single names whose values calls have changed, as far as snapshots have shown."""
+        self._namespaces: dict[int, Namespace] = {}
+        """Those found, by their ids: `Counters` moves the numbers in them."""
 
     def snapshot_of_changing(self) -> KeptSnapshot:
         """The small ones of those that calls have been seen to change."""
         small = [one for one in self._changing.values() if _num_bytes(one.value) <= _MOST_BYTES_IN_STEP]
-        return KeptSnapshot(small, self._note)
+        return KeptSnapshot(small, self._namespaces, self._note)
 
     @contextmanager
     def unchanged(self) -> Iterator[KeptSnapshot]:
         """A context after which everything is as before, and what that is."""
-        before = KeptSnapshot(list(self._all()), self._note)
+        found = list(self._all())
+        self._namespaces = {id(one.place): one.place for one in found}
+        before = KeptSnapshot(found, self._namespaces, self._note)
         try:
             yield before
         finally:
@@ -95,12 +101,16 @@ NOTHING_KEPT = KeptState(None, ())
 class KeptSnapshot:
     """The values of some names at one moment."""
 
-    def __init__(self, found: Sequence[KeptNames], note: Callable[[KeptNames], None]) -> None:
+    def __init__(
+        self, found: Sequence[KeptNames], namespaces: Container[int], note: Callable[[KeptNames], None]
+    ) -> None:
         """
         Args:
+            namespaces: the ids of those whose numbers `Counters` moves.
             note: called with each name whose value is another one when `restore` is called.
         """
         self._found = found
+        self._namespaces = namespaces
         self._note = note
         self._bytes_left = _MOST_BYTES_IN_ALL
         self._seen: set[int] = set()
@@ -145,9 +155,43 @@ class KeptSnapshot:
         elif isinstance(value, list | deque | dict | set | tuple) and len(value) <= _MOST_IN_CONTAINER:
             self._seen.add(id(value))
             if not isinstance(value, tuple):
-                saved.containers.append((value, copy.copy(value)))
+                saved.containers.append(_SavedContainer(value, copy.copy(value), id(value) in self._namespaces))
             for one in list(value.values() if isinstance(value, dict) else value):
                 self._save(one, saved, depth - 1)
+
+
+@dataclass
+class _SavedContainer:
+    """A list, dictionary or set."""
+
+    now: _Mutable
+    copied: Any
+    is_namespace: bool
+    """Whether its numbers are left to `Counters`."""
+
+    def is_same(self) -> bool:
+        """Whether the same objects are in it as before."""
+        now, before = self.now, self._before()
+        if isinstance(now, set):
+            return bool(now == before)
+        if isinstance(now, dict):
+            now, before = [*now.keys(), *now.values()], [*before.keys(), *before.values()]
+        return len(now) == len(before) and all(map(operator.is_, now, before))
+
+    def give_back(self) -> None:
+        if not self.is_same():
+            before = self._before()
+            self.now.clear()
+            self.now.extend(before) if isinstance(self.now, list | deque) else self.now.update(before)
+
+    def _before(self) -> Any:
+        """What it held, with the numbers that it holds now."""
+        if not self.is_namespace or not isinstance(self.now, dict):
+            return self.copied
+        return {
+            name: self.now[name] if is_counted(before) and is_counted(self.now.get(name)) else before
+            for name, before in self.copied.items()
+        }
 
 
 @dataclass
@@ -156,19 +200,19 @@ class _Saved:
 
     name: KeptNames
     value: Any
-    containers: list[tuple[_Mutable, Any]] = field(default_factory=list)
-    """The containers in it, and copies."""
+    containers: list[_SavedContainer] = field(default_factory=list)
+    """The containers in it."""
     tensors: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
     """The tensors in it, how often each was changed, and a copy."""
     arrays: list[tuple[Any, Any]] = field(default_factory=list)
     """NumPy's arrays in it, and copies."""
 
     def is_same(self) -> bool:
-        if type(self.value) in (int, float):
+        if is_counted(self.value):
             return True
         return (
             self.name.value is self.value
-            and not any(_differ(now, before) for now, before in self.containers)
+            and all(container.is_same() for container in self.containers)
             and all(version(tensor) == before for tensor, before, _ in self.tensors)
             and all(array.tobytes() == before.tobytes() for array, before in self.arrays)
         )
@@ -176,10 +220,8 @@ class _Saved:
     def give_back(self) -> None:
         if self.name.value is not self.value:
             self.name.place[self.name.only] = self.value
-        for now, before in self.containers:
-            if _differ(now, before):
-                now.clear()
-                now.extend(before) if isinstance(now, list | deque) else now.update(before)
+        for container in self.containers:
+            container.give_back()
         for tensor, changes, before in self.tensors:
             if version(tensor) != changes and tensor.shape == before.shape:
                 tensor.detach().copy_(before)
@@ -198,13 +240,6 @@ def _singles(found: Iterable[KeptNames]) -> Iterator[KeptNames]:
 
 def _key(one: KeptNames) -> _Key:
     return id(one.place), one.only
-
-
-def _differ(now: _Mutable, before: Any) -> bool:
-    """Whether other objects are in a container than in its copy."""
-    if isinstance(now, dict):
-        return _differ([*now.keys(), *now.values()], [*before.keys(), *before.values()])
-    return now != before if isinstance(now, set) else len(now) != len(before) or any(map(operator.is_not, now, before))
 
 
 def _num_bytes(value: Any) -> float:
