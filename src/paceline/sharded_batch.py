@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from paceline.errors import ModelError
+
+
+def _apply(function: Callable[[Any], Any], shards: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(function(shard) for shard in shards)
 
 
 @dataclass(frozen=True)
@@ -22,14 +26,19 @@ class ShardedBatch:
     """The content of each of this worker's shards."""
     sizes: tuple[int, ...]
     """How many samples are in each of them."""
+    apply: Callable[[Callable[[Any], Any], tuple[Any, ...]], tuple[Any, ...]] = field(
+        default=_apply, repr=False, compare=False
+    )
+    """apply(function, shards): what the function returns for each shard."""
 
     @property
     def num_samples(self) -> int:
         return sum(self.sizes)
 
     def map(self, function: Callable[[Any], Any]) -> ShardedBatch:
-        """A batch with `function` applied to each shard's content."""
-        return ShardedBatch(tuple(function(shard) for shard in self.shards), self.sizes)
+        """A batch with `function` applied to each shard's content; what it draws before `Run.step` is the shard's
+        own."""
+        return replace(self, shards=self.apply(function, self.shards))
 
     def beginning_at(self, start: int) -> Any:
         """The content of the shard whose first sample is the batch's sample `start`."""

@@ -1,6 +1,6 @@
-"""A script that draws for a batch before `run.step` is told that these numbers depend on the number of workers.
+"""What a script draws for the samples of a batch before `run.step` is the same on any number of workers, or told.
 
-One that mixes samples there is refused by several workers.
+A script that mixes samples there is refused by several workers.
 """
 
 from __future__ import annotations
@@ -13,21 +13,33 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.env import worker_facts
-from paceline.spec import Job, Mesh, Plan
+from paceline.sharded_batch import ShardedBatch
+from paceline.spec import Job, Mesh, Plan, parse_mesh
 from paceline.train.records.digest import weights_sha256
 from tests.ranks.harness import run_ranks
 
 INPUTS = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 
 
+Change = Callable[[Any], Any]
+
+
+def _noisy(batch: Any) -> Any:
+    """As diffusion models are trained: noise of a strength of its own is added to each sample."""
+    noise, times = torch.randn_like(batch[0]), torch.randint(0, 10, (len(batch[0]),))
+    return [batch[0] + noise * times[:, None] / 10 + torch.rand(3).sum() * torch.rand(())]
+
+
 def _in_place(batch: Any) -> Any:
     batch[0].add_(torch.randn_like(batch[0]))
+    batch[0][:, 1].mul_(torch.empty(len(batch[0])).log_normal_())
     return batch
 
 
@@ -41,15 +53,56 @@ def _for_something_else(batch: Any) -> Any:
     return batch
 
 
-CHANGES: dict[str, Callable[[Any], Any]] = {
-    "another tensor": lambda batch: [batch[0] + torch.randn_like(batch[0])],
+def _by_distributions(batch: Any) -> Any:
+    normal = torch.distributions.Normal(batch[0], 0.5).sample()
+    classes = F.gumbel_softmax(batch[0], hard=True)
+    return [torch.normal(normal, 0.1) + classes * torch.distributions.Exponential(torch.ones(len(normal), 1)).sample()]
+
+
+def _by_a_teacher(batch: Any) -> Any:
+    with torch.no_grad(), torch.device("cpu"):
+        return [batch[0] + nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3)).to(batch[0].dtype)(batch[0])]
+
+
+def _in_another_memory_order(batch: Any) -> Any:
+    columns = batch[0].t().contiguous().t()
+    return [columns + torch.randn_like(columns) + torch.bernoulli(columns.sigmoid())]
+
+
+def _of_own_generator() -> Change:
+    generator = torch.Generator().manual_seed(5)
+
+    def change(batch: Any) -> Any:
+        shared = torch.rand(1, 4, generator=generator)
+        return [batch[0] + torch.randn(batch[0].shape, generator=generator) * shared]
+
+    return change
+
+
+@torch.jit.script
+def _noisy_in_script(inputs: Tensor) -> Tensor:
+    return inputs + torch.randn_like(inputs)
+
+
+CHANGES: dict[str, Change] = {
+    "another tensor": _noisy,
     "in place": _in_place,
     "in its list": _in_its_list,
+    "distributions": _by_distributions,
+    "a teacher": _by_a_teacher,
+    "another memory order": _in_another_memory_order,
+    "its own generator": _of_own_generator(),
+    "a seed": lambda batch: [batch[0] + torch.manual_seed(7).initial_seed() / 7 * torch.randn_like(batch[0])],
 }
-HARMLESS: dict[str, Callable[[Any], Any]] = {
+TOLD: dict[str, Change] = {
+    "multinomial": lambda batch: [batch[0] + torch.multinomial(batch[0].sigmoid(), 1)],
+    "samples in columns": lambda batch: [batch[0] + torch.rand(5, len(batch[0])).t()[:, 1:]],
+    "a scripted function": lambda batch: [_noisy_in_script(batch[0])],
+}
+HARMLESS: dict[str, Change] = {
     "nothing": lambda batch: batch,
     "without draws": lambda batch: [batch[0].double().float() * 2],
-    "one number for all": lambda batch: [batch[0] * np.random.rand()],
+    "one number for all": lambda batch: [batch[0] * np.random.rand() * torch.rand(()) + torch.rand(1, 4)],
     "draws for something else": _for_something_else,
 }
 
@@ -133,28 +186,182 @@ def test_nothing_is_recorded_after_a_run_that_ends_before_its_iterator() -> None
     assert run_ranks(_left_by_an_iterator_that_is_kept, 1) == [False]
 
 
+def _trained(kind: str, strategy: str, stop: int | None = None, folder: str | None = None) -> list[float]:
+    """The losses of a run of which the last batch has three samples."""
+    num_workers = worker_facts().world_size
+    mesh = parse_mesh(strategy, num_workers) if num_workers > 1 else None
+    plan = Plan(world_size=num_workers, algorithm="all_reduce", timeout_s=60, mesh=mesh)
+    job = Job(global_batch_size=8, virtual_shards=4, epochs=2, precision="float64")
+    with paceline.init(job, plan=plan, progress=False, max_steps=stop, checkpoint_dir=folder) as run:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), example=INPUTS[:2].double())
+        losses = []
+        for batch in run.batches(TensorDataset(INPUTS[:19]), sampler=lambda _seed, _epoch: range(19)):
+            losses.append(float(run.step(CHANGES[kind](batch), _loss)))
+            run.evaluate(TensorDataset(INPUTS[:8]), lambda model, batch: {"loss": model(batch[0])[:, 0]})
+        assert not [note for note in run.notes if "run.step" in note], run.notes
+        return losses
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_draws_for_samples_are_the_same_on_any_number_of_workers(kind: str) -> None:
+    (alone,) = run_ranks(_trained, 1, kind, "dp")
+    assert len(set(alone)) == 6
+    for num_workers, strategy in (2, "dp"), (3, "dp"), (2, "fsdp"), (2, "pp"):
+        for losses in run_ranks(_trained, num_workers, kind, strategy):
+            np.testing.assert_allclose(losses, alone, rtol=1e-9, err_msg=f"{num_workers} {strategy}")
+
+
+def test_a_resumed_run_draws_the_same(tmp_path: Path) -> None:
+    (whole,) = run_ranks(_trained, 1, "another tensor", "dp")
+    run_ranks(_trained, 2, "another tensor", "dp", 4, str(tmp_path))
+    (rest,) = run_ranks(_trained, 1, "another tensor", "dp", None, str(tmp_path))
+    np.testing.assert_allclose(rest, whole[4:], rtol=1e-9)
+
+
+def _adversaries() -> list[float]:
+    """Two models, each with a step on every batch, for which the script draws before each step."""
+    plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
+    with paceline.init(Job(global_batch_size=8, virtual_shards=4, precision="float64"), plan=plan) as run:
+        models = [nn.Linear(4, 1), nn.Linear(4, 4)]
+        critic, maker = (run.prepare(one, torch.optim.SGD(one.parameters(), lr=0.1))[0] for one in models)
+        losses = []
+        for batch in run.batches(TensorDataset(INPUTS), sampler=lambda _seed, _epoch: range(24)):
+            noise = torch.randn(len(batch[0]), 4).double()
+            losses += [float(run.step([*batch, maker(noise).detach()], _of_critic, model=critic))]
+            losses += [
+                float(
+                    run.step(
+                        torch.randn(len(batch[0]), 4).double(),
+                        lambda maker, noise: critic(maker(noise)).mean(),
+                        model=maker,
+                    )
+                )
+            ]
+        return losses
+
+
+def _of_critic(critic: nn.Module, batch: Any) -> Tensor:
+    loss: Tensor = (critic(batch[0]) - critic(batch[1])).square().mean()
+    return loss
+
+
+def test_so_they_are_before_each_step_on_a_batch() -> None:
+    (alone,) = run_ranks(_adversaries, 1)
+    for losses in run_ranks(_adversaries, 2):
+        np.testing.assert_allclose(losses, alone, rtol=1e-9)
+
+
+def _compiled_sum(inputs: Tensor) -> Tensor:
+    return inputs * 2 + torch.ones_like(inputs)
+
+
+def _of_one_for_all(num_samples: int) -> list[str]:
+    """The notes of a script that draws one tensor for all samples with as many numbers as these are."""
+    plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
+    job = Job(global_batch_size=num_samples, virtual_shards=4)
+    with paceline.init(job, plan=plan, max_steps=2, progress=False) as run:
+        model = nn.Linear(4, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches(TensorDataset(INPUTS)):
+            run.step([batch[0] * torch.rand(4)], _loss)
+        return run.notes
+
+
+def test_as_many_numbers_for_all_samples_as_there_are_samples_are_refused_by_several_workers() -> None:
+    assert run_ranks(_of_one_for_all, 2, 4) == [[], []]
+    ((note,),) = run_ranks(_of_one_for_all, 1, 4)
+    assert "draws random numbers of 4 rows" in note and "batch[0]" in note
+    with pytest.raises(AssertionError, match=r"ModelError: .* draws random numbers of 4 rows"):
+        run_ranks(_of_one_for_all, 2, 8)
+
+
+def _of_single_numbers(shape: tuple[int, ...]) -> list[str]:
+    plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
+    with paceline.init(Job(global_batch_size=2, virtual_shards=2), plan=plan, max_steps=2, progress=False) as run:
+        model = nn.Linear(4, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches(TensorDataset(INPUTS)):
+            run.step([batch[0] * torch.rand(shape)], _loss)
+        return run.notes
+
+
+def test_a_single_number_for_a_single_sample_is_told() -> None:
+    assert run_ranks(_of_single_numbers, 2, ()) == [[], []]
+    for (note,) in run_ranks(_of_single_numbers, 2, (1,)):
+        assert "a tensor of a single number" in note
+
+
 def _notes(kind: str, collated: bool = False) -> list[str]:
     plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
     with paceline.init(Job(global_batch_size=8, virtual_shards=4), plan=plan, max_steps=2, progress=False) as run:
         model = nn.Linear(4, 1)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for batch in run.batches(TensorDataset(INPUTS), collate_fn=_collate if collated else None):
-            change = (CHANGES | HARMLESS)[kind]
-            run.step(batch.map(change) if collated else change(batch), _loss)
-        return [note for note in run.notes if "draws from torch's generator" in note]
+            change = (CHANGES | TOLD | HARMLESS)[kind]
+            changed = ShardedBatch(tuple(map(change, batch.shards)), batch.sizes) if collated else change(batch)
+            run.step(changed, _loss)
+        return [note for note in run.notes if "draws random numbers" in note]
 
 
-@pytest.mark.parametrize("kind", CHANGES)
-def test_draws_for_a_batch_are_told_once(kind: str) -> None:
+@pytest.mark.parametrize("kind", TOLD)
+def test_draws_that_cannot_be_divided_are_told_once(kind: str) -> None:
     for notes in (*run_ranks(_notes, 1, kind), *run_ranks(_notes, 2, kind)):
         assert len(notes) == 1
 
 
-def test_so_are_those_for_each_shard() -> None:
+def test_so_are_those_for_shards_that_the_script_takes_out_of_their_batch() -> None:
     for notes in run_ranks(_notes, 2, "another tensor", True):
         assert len(notes) == 1
+
+
+def _mapped() -> list[float]:
+    """The losses of a run whose shards are collated one by one, and changed by random numbers of all kinds."""
+    plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
+    job = Job(global_batch_size=8, virtual_shards=4, epochs=2, precision="float64")
+    with paceline.init(job, plan=plan, progress=False) as run:
+        model = nn.Linear(4, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = []
+        batches = run.batches(TensorDataset(INPUTS[:19]), collate_fn=_collate, sampler=lambda _seed, _epoch: range(19))
+        for batch in batches:
+            batch = batch.map(
+                lambda shard: [shard[0] + np.random.rand(*shard[0].shape) + torch.multinomial(shard[0].sigmoid(), 1)]
+            )
+            scale = torch.rand(())
+            losses.append(float(run.step(batch.map(lambda shard, scale=scale: [shard[0] * scale]), _loss)))
+        assert not run.notes
+        return losses
+
+
+def test_what_is_drawn_for_each_shard_of_a_batch_is_its_own() -> None:
+    (alone,) = run_ranks(_mapped, 1)
+    for losses in (*run_ranks(_mapped, 2), *run_ranks(_mapped, 3)):
+        np.testing.assert_allclose(losses, alone, rtol=1e-9)
 
 
 @pytest.mark.parametrize("kind", HARMLESS)
 def test_nothing_else_is(kind: str) -> None:
     assert run_ranks(_notes, 2, kind) == [[], []]
+
+
+def _with_compiled_teacher() -> tuple[int, list[str]]:
+    """How often a function is compiled that a script calls for its batches, and the notes."""
+    compiled: list[int] = []
+
+    def backend(module: Any, _inputs: Any) -> Any:
+        compiled.append(1)
+        return module.forward
+
+    teacher = torch.compile(_compiled_sum, backend=backend, dynamic=False)
+    plan = Plan(world_size=1, algorithm="all_reduce")
+    with paceline.init(Job(global_batch_size=8, virtual_shards=4, epochs=3), plan=plan, progress=False) as run:
+        model = nn.Linear(4, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches(TensorDataset(INPUTS)):
+            run.step([teacher(batch[0]) + torch.rand_like(batch[0])], _loss)
+        return len(compiled), run.notes
+
+
+def test_a_compiled_function_is_compiled_once() -> None:
+    assert run_ranks(_with_compiled_teacher, 1) == [(1, [])]

@@ -317,7 +317,7 @@ class Run(RunView):
         for batch, content in batches:
             self.timer.data_arrived()
             with self.stepper.given(batch, content, loading) as self._pending:
-                yield content
+                yield self._pending.content
             if not self._pending.num_steps:
                 raise JobError("Every batch from run.batches needs its run.step before the next one is taken.")
             self._pending = None

@@ -100,6 +100,8 @@ def call_filled_by(filled: Filled, operator: Any, args: tuple[Any, ...], kwargs:
     """
     if operator is _aten.native_dropout.default:
         return _dropout(filled, *args)
+    if operator in _NORMAL:
+        return _normal(filled, *args)
     if operator in _IN_PLACE:
         values, fill = args[0], _IN_PLACE[operator](*args[1:])
     elif operator in _NEW:
@@ -123,6 +125,20 @@ def _dropout(filled: Filled, input: Tensor, rate: float, train: bool | None = Tr
     mask = torch.empty_like(input, dtype=torch.bool)
     filled("native_dropout", mask, Fill(draw, is_of_two=0 < rate < 1))
     return input * mask * (0.0 if rate == 1 else 1 / (1 - rate)), mask
+
+
+def _normal(filled: Filled, mean: Tensor | float, std: Tensor | float = 1.0) -> Tensor:
+    """Normally distributed numbers, each of its own distribution."""
+    like = mean + std
+    assert isinstance(like, Tensor)
+    if like.is_complex() or like.layout != torch.strided:
+        raise UnknownOperatorError
+    values = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+    filled("normal", values, _filling(_aten.normal_.default))
+    return values.mul_(std).add_(mean)
+
+
+_NORMAL = {_aten.normal.Tensor_Tensor, _aten.normal.Tensor_float, _aten.normal.float_Tensor}
 
 
 @contextmanager
@@ -181,7 +197,15 @@ _random_from = getattr(_aten.random_, "from")
 _IN_PLACE: dict[Any, Callable[..., Fill]] = {
     _aten.uniform_.default: _uniform,
     _aten.normal_.default: partial(_filling, _aten.normal_.default),
-    _aten.exponential_.default: partial(_filling, _aten.exponential_.default),
+    **{
+        one: partial(_filling, one)
+        for one in (
+            _aten.exponential_.default,
+            _aten.log_normal_.default,
+            _aten.cauchy_.default,
+            _aten.geometric_.default,
+        )
+    },
     _aten.random_.default: partial(_filling, _aten.random_.default),
     _aten.random_.to: partial(_filling, _aten.random_.to),
     _random_from: partial(_filling, _random_from),

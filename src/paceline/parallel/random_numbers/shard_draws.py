@@ -24,8 +24,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.parallel.assignment import ShardRange
 from paceline.parallel.random_numbers.random_operators import (
@@ -34,6 +32,7 @@ from paceline.parallel.random_numbers.random_operators import (
     call_filled_by,
     draws_random_numbers,
 )
+from paceline.parallel.random_numbers.torch_calls import FunctionCalls, OperatorCalls
 from paceline.samples import taking_turns
 
 SeedOfShard = Callable[[int], int]
@@ -98,7 +97,7 @@ class _Draws:
         self._generators = generators
         self._functions = functions
         self._is_rehearsal = is_rehearsal
-        self._operators = _Operators(self._call_operator)
+        self._operators = OperatorCalls(self._call_operator)
         self._modes = ExitStack()
         self._num_acts = 0
         """How often random numbers were drawn or values read."""
@@ -110,7 +109,7 @@ class _Draws:
         for generator, seed in self._generators:
             generator.manual_seed(seed)
         if self._is_rehearsal or not self._functions.misses_some:
-            self._modes.enter_context(_Functions(self._call_function))
+            self._modes.enter_context(FunctionCalls(self._call_function))
         if self._is_rehearsal or self._functions.misses_some:
             self._modes.enter_context(self._operators)
         return self
@@ -260,28 +259,6 @@ class SharedPass(_Draws):
         if takes_turns:
             order = taking_turns(len(sizes), sizes[0], rows, values.device)
             torch.index_select(apart, dim, order, out=values)
-
-
-class _Operators(TorchDispatchMode):
-    """Inside, another function calls torch's operators."""
-
-    def __init__(self, call: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._call = call
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return self._call(func, types, args, kwargs or {})
-
-
-class _Functions(TorchFunctionMode):
-    """Inside, another function calls torch's functions."""
-
-    def __init__(self, call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        super().__init__()
-        self._call = call
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        return self._call(func, args, kwargs or {})
 
 
 class ShardDraws:

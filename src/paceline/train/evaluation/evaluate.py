@@ -64,19 +64,20 @@ def evaluate_between_steps(
         prepared.begin_pass()
 
     own = OwnGenerators(model, *(one.model for one in prepared.models), measure)
-    try:
-        with (
-            explaining_refusals(),
-            evaluation_mode(model, *(one.model for one in prepared.models)),
-            run.consensus(),
-            prepared.untouched(),
-            own.kept(),
-            torch.no_grad(),
-            run.precision.autocast(),
-        ):
-            return evaluate(chunks, before_chunk, model, measure, run.world, metrics)
-    finally:
-        seed_between_steps(seed, step, device)
+    with run.stepper.draws.paused():
+        try:
+            with (
+                explaining_refusals(),
+                evaluation_mode(model, *(one.model for one in prepared.models)),
+                run.consensus(),
+                prepared.untouched(),
+                own.kept(),
+                torch.no_grad(),
+                run.precision.autocast(),
+            ):
+                return evaluate(chunks, before_chunk, model, measure, run.world, metrics)
+        finally:
+            seed_between_steps(seed, step, device)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ operators. They are made again with other samples in half of the batch: the othe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -92,7 +92,8 @@ class BatchRecording(TorchDispatchMode):
         """Copies of the tensors that nothing recorded computes, by number."""
         for tensor in filter(_is_plain, batch):
             self._starts[self._number(tensor)] = tensor.detach().clone()
-        self._num_in_batch = len(self._starts)
+        self._of_batch, self._of_draws = set(self._starts), set[int]()
+        """The numbers of the batch's own tensors, and of random numbers that have a row for each of its samples."""
         self._rows = next((one.shape[:1] for one in self._starts.values()), None)
         self.__enter__()  # type: ignore[no-untyped-call]
         self._is_entered = True
@@ -103,6 +104,18 @@ class BatchRecording(TorchDispatchMode):
         if self._is_entered and _get_current_dispatch_mode() is self:
             self._is_entered = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which nothing is recorded."""
+        was_recording, self._is_recording = self._is_recording, False
+        yield
+        self._is_recording = was_recording
+
+    def take_rows(self, drawn: Tensor) -> None:
+        """Take random numbers as they are now, one row for each sample."""
+        if self._is_recording and _is_plain(drawn):
+            self._of_draws.add(self._take_as_given(drawn))
 
     def _number(self, tensor: Tensor) -> int:
         """A new number for a tensor."""
@@ -131,7 +144,8 @@ class BatchRecording(TorchDispatchMode):
             pass  # a view of what was given, as of `expand_as`, follows from the batch in its shape alone
         elif torch.Tag.nondeterministic_seeded in func.tags:
             for one in results:
-                self._take_as_given(one)
+                if isinstance(one, Tensor):
+                    self._take_as_given(one)
         else:
             numbers = tuple(map(self._result, results))
             sizes = tuple(map(_sizes, results))
@@ -167,17 +181,16 @@ class BatchRecording(TorchDispatchMode):
         known = self._numbers.get(value)
         return self._number(value) if known is None else int(known)
 
-    def _take_as_given(self, drawn: Any) -> None:
-        """Take random numbers as they are, new or in a tensor that follows from the batch."""
-        if not isinstance(drawn, Tensor):
-            return
+    def _take_as_given(self, drawn: Tensor) -> int:
+        """Take random numbers as they are, new or in a tensor that follows from the batch; return their number."""
         values = drawn.detach().clone()
-        number = self._numbers.get(drawn)
-        if number is None:
-            self._starts[self._number(drawn)] = values
-        else:
-            copy, args = torch.ops.aten.copy_.default, (_Computed(number), _Given(values, version(values)))
-            self._calls.append(_Call(copy, args, {}, (number,), (_sizes(drawn),), frozenset((number,))))
+        known = self._numbers.get(drawn)
+        number = self._number(drawn if known is None else values)
+        self._starts[number] = values
+        if known is not None:
+            copy, args = torch.ops.aten.copy_.default, (_Computed(int(known)), _Computed(number))
+            self._calls.append(_Call(copy, args, {}, (int(known),), (_sizes(drawn),), frozenset((int(known),))))
+        return number
 
     def mixes_samples(self, outputs: Iterable[Tensor], num_samples: int) -> list[bool]:
         """Of each tensor that the script made, whether its rows follow from other samples than their own.
@@ -187,9 +200,22 @@ class BatchRecording(TorchDispatchMode):
                 from the batch, or cannot be computed again, mixes nothing.
             num_samples: those of the batch, this worker's.
         """
+        return self._follow_other_rows(outputs, num_samples, self._of_batch)
+
+    def shares_draws(self, outputs: Iterable[Tensor], num_samples: int) -> list[bool]:
+        """Of each tensor that the script made, whether its rows follow from other rows of random numbers than their
+        own: what was drawn was one for all samples, and has as many rows as these are by chance.
+
+        Args:
+            outputs, num_samples: as `mixes_samples` takes them.
+        """
+        return self._follow_other_rows(outputs, num_samples, self._of_draws)
+
+    def _follow_other_rows(self, outputs: Iterable[Tensor], num_samples: int, exchanged: set[int]) -> list[bool]:
+        """Of each output, whether its rows follow from others than their own of the tensors of these numbers."""
         made = list(outputs)
         wanted = {int(self._numbers[one]): one for one in made if one in self._numbers}
-        if not wanted:
+        if not wanted or not exchanged:
             return [False] * len(made)
         is_mixed: set[int] = set()
         with contextlib.suppress(Exception), torch.no_grad():  # an operator that cannot be repeated, or compared
@@ -199,7 +225,7 @@ class BatchRecording(TorchDispatchMode):
             del again
             calls = self._needed(set(known))
             for kept in _halves(num_samples):
-                is_mixed.update(self._following_others(kept, num_samples, calls, known))
+                is_mixed.update(self._following_others(kept, num_samples, calls, known, exchanged))
         return [one in self._numbers and int(self._numbers[one]) in is_mixed for one in made]
 
     def _copies_of_starts(self, calls: Sequence[_Call], wanted: Iterable[int]) -> dict[int, Tensor]:
@@ -208,7 +234,7 @@ class BatchRecording(TorchDispatchMode):
         return {number: tensor.clone() for number, tensor in self._starts.items() if number in needed}
 
     def _following_others(
-        self, kept: Tensor, num_samples: int, calls: Sequence[_Call], wanted: Mapping[int, Tensor]
+        self, kept: Tensor, num_samples: int, calls: Sequence[_Call], wanted: Mapping[int, Tensor], exchanged: set[int]
     ) -> list[int]:
         """Those of the wanted tensors, by number, of which rows change with the samples of other rows.
 
@@ -217,11 +243,10 @@ class BatchRecording(TorchDispatchMode):
             calls: those that the wanted tensors follow from.
             wanted: those that become the same where all samples stay: torch does not see all that a script changes,
                 such as `tensor.data` or an array of NumPy that has the same values.
+            exchanged: the numbers of the tensors of which rows are exchanged.
         """
         values = self._copies_of_starts(calls, wanted)
-        changed = [
-            number for number in values if number < self._num_in_batch and _has_rows(values[number], num_samples)
-        ]
+        changed = [number for number in exchanged.intersection(values) if _has_rows(values[number], num_samples)]
         if not changed:
             return []
         for number in changed:

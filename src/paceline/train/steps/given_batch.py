@@ -1,7 +1,7 @@
 """What a script does to a batch between `run.batches` and `run.step`, as far as it shows there.
 
-A worker has only its part of a batch. What is drawn for it there, such as noise or the partners of a mixup, falls to
-other samples on another number of workers; in the loss function every virtual shard has random numbers of its own.
+A worker has only its part of a batch. What is computed there over several samples, such as the partners of a mixup, is
+of other samples on another number of workers; in the loss function samples are mixed within a virtual shard.
 """
 
 from __future__ import annotations
@@ -9,18 +9,27 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from paceline.containers import named_tensors, tensors, versions
-from paceline.parallel.random_numbers.generators import generator_states
 from paceline.sharded_batch import ShardedBatch
 from paceline.train.steps.batch_recording import BatchRecording
 
 DRAWS_IN_LOOP = (
-    "Between run.batches and run.step the script draws from torch's generator and changes the batch: which samples get "
-    "which of these numbers depends on the number of workers, unless all share one. Draw in the loss function, where "
-    "every virtual shard has its own, or in the data set."
+    "Between run.batches and run.step the script draws random numbers in a way that cannot be divided by samples, as "
+    "torch.multinomial or a compiled function does, and changes the batch: where each sample has numbers of its own, "
+    "which ones it gets depends on the number of workers. Draw in the loss function, where every virtual shard has its "
+    "own, or in the data set."
+)
+DRAWS_SINGLE = (
+    "Between run.batches and run.step the script draws a tensor of a single number where a worker has a single sample: "
+    "it is taken for this sample's own. Draw a number that all samples share without dimensions, as by torch.rand(())."
+)
+SHARES_DRAWS = (
+    "Between run.batches and run.step the script draws random numbers of {1} rows, as many as a worker has samples, "
+    "and each sample of {0} follows from several rows. Which numbers these are depends on the number of workers, "
+    "because a tensor with a row for each sample is drawn for every virtual shard apart. Draw what all samples share "
+    "in another shape, such as torch.rand(1, {1})."
 )
 MIXES_SAMPLES = (
     "Between run.batches and run.step the script makes {} of several samples of the batch, as by a permutation, "
@@ -42,41 +51,39 @@ class GivenBatch:
         given = list(tensors(content))
         self._tensors = [weakref.ref(tensor) for tensor in given]
         self._versions = versions(given)
-        self._device = next((tensor.device for tensor in given if tensor.is_cuda), torch.device("cpu"))
-        self._torch_states = self._states()
         self._num_samples = num_samples
         # Another mode of the script's may end before this one; and shards that were collated alone stay apart.
         is_recorded &= _get_current_dispatch_mode() is None and not isinstance(content, ShardedBatch)
-        self._recording = BatchRecording(given) if is_recorded else None
+        self.recording = BatchRecording(given) if is_recorded else None
 
     def stop(self) -> None:
         """Look at nothing more that the script does."""
-        if self._recording is not None:
-            self._recording.stop()
+        if self.recording is not None:
+            self.recording.stop()
 
-    def mixed(self, content: Any) -> str:
-        """Where in `content`, which the script gives to `run.step`, a sample follows from others of this worker's
-        batch; empty if none is known to."""
-        if self._recording is None:
+    def complaint(self, content: Any) -> str:
+        """What is wrong with `content`, which the script gives to `run.step`: that a sample of it follows from others
+        of this worker's batch, or from random numbers of others; empty if nothing is known to be."""
+        if self.recording is None:
             return ""
-        named = list(named_tensors(content, "batch")) if self._is_changed(content) else []
-        mixed = self._recording.mixes_samples([tensor for _, tensor in named], self._num_samples)
-        self._recording.forget()
-        return next((place for (place, _), is_mixed in zip(named, mixed, strict=True) if is_mixed), "")
+        named = list(named_tensors(content, "batch")) if self.is_changed(content) else []
+        made, recording = [tensor for _, tensor in named], self.recording
+        mixed, shared = (
+            recording.mixes_samples(made, self._num_samples),
+            recording.shares_draws(made, self._num_samples),
+        )
+        recording.forget()
+        for found, sentence in (mixed, MIXES_SAMPLES), (shared, SHARES_DRAWS):
+            if any(found):
+                place, _ = named[found.index(True)]
+                return sentence.format(place, self._num_samples)
+        return ""
 
-    def is_changed_by_draws(self, content: Any) -> bool:
-        """Whether `content`, which the script gives to `run.step`, is not what it got, and it has drawn in between."""
-        return self._is_changed(content) and self._states() != self._torch_states
-
-    def _is_changed(self, content: Any) -> bool:
+    def is_changed(self, content: Any) -> bool:
+        """Whether `content`, which the script gives to `run.step`, is not what it got."""
         now = list(tensors(content))
         return not (
             len(now) == len(self._tensors)
             and all(before() is one for before, one in zip(self._tensors, now, strict=True))
             and versions(now) == self._versions
         )
-
-    def _states(self) -> tuple[bytes, bytes]:
-        """Of torch's generators alone: Python's and NumPy's mostly give one number for all samples."""
-        _, on_host, on_device, _ = generator_states(self._device)
-        return on_host, on_device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,7 @@ from paceline.data import Loading
 from paceline.errors import JobError, ModelError, PeerLost
 from paceline.parallel import Companions
 from paceline.parallel.losses import StepLoss
+from paceline.sharded_batch import ShardedBatch
 from paceline.spec import Mesh
 from paceline.train.batches.data_progress import Batch
 from paceline.train.batches.reading import DatasetReader
@@ -23,7 +25,8 @@ from paceline.train.records.timing import StepTimer
 from paceline.train.session.script_changes import is_examined
 from paceline.train.session.session import Session
 from paceline.train.session.state import Trained
-from paceline.train.steps.given_batch import DRAWS_IN_LOOP, MIXES_SAMPLES, GivenBatch
+from paceline.train.steps.given_batch import DRAWS_IN_LOOP, DRAWS_SINGLE, GivenBatch
+from paceline.train.steps.loop_draws import LoopDraws
 from paceline.train.steps.model_step import ModelStepper, Pending
 from paceline.train.steps.preparation import Prepared
 from paceline.train.steps.trace import ParityTracer
@@ -55,10 +58,10 @@ class Stepper:
         """Whether the script has taken all batches of an epoch, and may be at what it does at the epoch's end."""
         self._has_told_of_epochs = False
         """Whether the script was told that it ends epochs again."""
-        self._draws_in_loop = False
-        """Whether the script was told that it draws for a batch before `Run.step`."""
-        self._mixes_samples = False
-        """Whether it was told that it mixes samples there."""
+        self.draws = LoopDraws(self._device)
+        """What the script draws for a batch before `Run.step`."""
+        self._has_told_of_batches = set[str]()
+        """What the script was told of what it does to batches there."""
         self._given: GivenBatch | None = None
 
     def add(self, name: str, prepared: Prepared, mesh: Mesh, reader: DatasetReader, tracer: ParityTracer) -> None:
@@ -89,6 +92,7 @@ class Stepper:
             content: `pending.content` as the script passed it to `step`.
         """
         name, chosen = self._trained_by(model, optimizer)
+        self.draws.stop()
         if not pending.num_steps:
             self._compare_with_given(pending, content)
         stepper, progress = self._steppers[name], self._state.progress
@@ -103,6 +107,8 @@ class Stepper:
         seed_between_steps(seed, progress.steps, self._device, pending.num_steps if self._may_go_on else 0)
         self._timer.step_ended(stepper.trained.engine.communication)
         self.session.is_consistent, self._is_finished = True, False
+        if self._may_go_on:
+            self.draws.go_on()
         return result, stepper.trained
 
     @contextlib.contextmanager
@@ -112,10 +118,15 @@ class Stepper:
         # By the number of the whole training: torch chooses other kernels under a mode, as for linear layers in
         # inference mode, and a run that was interrupted must not get other bits than one that was not.
         self._given = given = GivenBatch(content, num_samples, is_recorded=is_examined(progress.steps + 1))
+        if are_apart := isinstance(content, ShardedBatch):
+            content = replace(content, apply=self.draws.apply)
+        sizes = batch.assignment.sizes or (1,)
+        self.draws.start(batch.assignment.own[0], sizes, given.recording, are_apart=are_apart)
         try:
             yield Pending(batch, content, loading, progress.steps, progress.samples_seen, given)
         finally:
             given.stop()
+            self.draws.stop()
 
     def _compare_with_given(self, pending: Pending, content: Any) -> None:
         """Look at what the script did to a batch: what depends on the number of workers is said, or refused.
@@ -125,15 +136,20 @@ class Stepper:
         """
         given, assignment = pending.given, pending.batch.assignment
         given.stop()
-        if not self._draws_in_loop and given.is_changed_by_draws(content):
-            self._draws_in_loop = True
-            self.session.note(DRAWS_IN_LOOP)
-        if place := given.mixed(content):
-            if sum(assignment.sizes) < assignment.global_size:
-                raise ModelError(MIXES_SAMPLES.format(place))
-            if not self._mixes_samples:
-                self._mixes_samples = True
-                self.session.note(MIXES_SAMPLES.format(place))
+        is_changed, has_others = given.is_changed(content), sum(assignment.sizes) < assignment.global_size
+        if is_changed and self.draws.has_drawn_elsewhere:
+            self._tell_of_batches(DRAWS_IN_LOOP)
+        if is_changed and self.draws.has_drawn_single and has_others:
+            self._tell_of_batches(DRAWS_SINGLE)
+        if complaint := given.complaint(content):
+            if has_others:
+                raise ModelError(complaint)
+            self._tell_of_batches(complaint)
+
+    def _tell_of_batches(self, sentence: str) -> None:
+        if sentence not in self._has_told_of_batches:
+            self._has_told_of_batches.add(sentence)
+            self.session.note(sentence)
 
     def catch_up(self) -> None:
         """Have all that the device knows of the steps so far known to the host, and said; waits for the device."""
@@ -184,6 +200,7 @@ class Stepper:
         """
         if self._given is not None:  # of a batch whose iterator the script still has
             self._given.stop()
+            self.draws.stop()
         if error is None:
             self.catch_up()
             self.session.finish(is_between_epochs=self._is_between_epochs)
