@@ -34,6 +34,7 @@ from paceline.parallel.random_numbers.torch_calls import FunctionCalls, Operator
 from paceline.train.steps.batch_recording import BatchRecording
 
 _MOST_SHAPES = 1000
+"""So many are remembered: padding may make ever new ones."""
 _OFFSET_OF_NUMBER = 4
 """By so much a number moves the Philox generator of a GPU, which moves in steps of four."""
 _PYTHON_FUNCTIONS = {"gumbel_softmax", "multi_head_attention_forward", "rrelu"}
@@ -121,9 +122,9 @@ class LoopDraws:
         """What a function returns for the content of each shard of this worker; all that it draws is the shard's."""
         if not self._is_active:
             return tuple(function(shard) for shard in shards)
-        number, offset = _next_number(None, self._device)
         made = []
         with self.paused():
+            number, offset = _next_number(None, self._device)
             for shard, content in enumerate(shards, self._first_shard):
                 seed_generators(key(number, random_streams.IN_LOOP, offset, shard), self._device)
                 made.append(function(content))
@@ -157,7 +158,7 @@ class LoopDraws:
             fill(values, generator)
             return
         drawn = operator, values.shape[1:]
-        if self._num_samples > 1:
+        if self._num_samples > 1 and len(self._rows_of_samples) < _MOST_SHAPES:
             self._rows_of_samples.add(drawn)
         self.has_drawn_single |= values.numel() == 1 and drawn not in self._rows_of_samples
         with nullcontext() if self._recording is None else self._recording.paused():

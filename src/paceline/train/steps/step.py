@@ -92,9 +92,7 @@ class Stepper:
             content: `pending.content` as the script passed it to `step`.
         """
         name, chosen = self._trained_by(model, optimizer)
-        self.draws.stop()
-        if not pending.num_steps:
-            self._compare_with_given(pending, content)
+        self._compare_with_given(pending, content)
         stepper, progress = self._steppers[name], self._state.progress
         companions = Companions([one for other, one in self._state.models.companions.items() if other != name])
         result = stepper.step(pending, content, loss_fn, companions, chosen)
@@ -135,13 +133,15 @@ class Stepper:
             ModelError: a sample follows from others of a batch that other workers have parts of.
         """
         given, assignment = pending.given, pending.batch.assignment
+        self.draws.stop()
         given.stop()
         is_changed, has_others = given.is_changed(content), sum(assignment.sizes) < assignment.global_size
         if is_changed and self.draws.has_drawn_elsewhere:
             self._tell_of_batches(DRAWS_IN_LOOP)
         if is_changed and self.draws.has_drawn_single and has_others:
             self._tell_of_batches(DRAWS_SINGLE)
-        if complaint := given.complaint(content):
+        complaint = "" if pending.num_steps else given.complaint(content)
+        if complaint:
             if has_others:
                 raise ModelError(complaint)
             self._tell_of_batches(complaint)
