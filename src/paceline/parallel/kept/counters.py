@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,19 @@ class Counters:
         """Begin the next pass with what the last one has made of the numbers."""
         self._end_pass()
         self.begin_step()
+
+    @contextmanager
+    def as_in_next_step(self) -> Iterator[None]:
+        """A context in which passes begin with what the last one has made of the numbers."""
+        has_passed, before = self._has_passed, [(number, number.before, number.moves) for number in self._watched]
+        self.let_stand()
+        try:
+            yield
+        finally:
+            for number, value, moves in before:
+                number.before, number.moves = value, moves
+            self.restore()
+            self._has_passed = has_passed
 
     def state(self) -> dict[str, float]:
         """The numbers that passes have moved, by path: a resumed run goes on from them."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeVar
 
@@ -154,6 +154,8 @@ class _Examination:
         most = _tolerance(self._passes, self._step, loss.mean.dtype)
         if made or not self._draws_alone:
             check_repeatable(losses[0], again, most, made)
+        if made and not is_collective:
+            self.check_next_step(singles[0], singles[-1], before, most, made)
         if self._draws_alone:
             return Examined(self._coupling_besides_draws(shards, singles, is_collective) or DRAWS)
         if len(singles) == 1:
@@ -164,6 +166,35 @@ class _Examination:
         if pattern and (coupling or not _are_finite([loss, *losses])):
             return Examined(self._coupling_besides_draws(shards, singles, is_collective) or DRAWS)
         return Examined(coupling, pattern)
+
+    def check_next_step(
+        self, shard: ShardRange, other: ShardRange | None, before: KeptSnapshot, most: float, made: Sequence[str]
+    ) -> None:
+        """Check that the loss of later steps does not follow from what every call of the first step makes anew, as it
+        does by a counter that is 0 in all of them.
+
+        Args:
+            other: other samples; None: a stand-in.
+            most: the relative difference that is put down to rounding.
+            made: the names of what the first call has made.
+
+        Raises:
+            ModelError: it does.
+        """
+        losses = []
+        for maker in (shard, other):
+            before.restore()
+            if maker is None:
+                loss_of_stand_in(self._passes, self._step, self._module)
+            else:
+                self._loss(maker, self._single_rehearsal(maker))
+            of_loss = self._passes.functions.counters.get(self._step.loss_name)
+            with (
+                self._passes.buffers.counters.as_in_next_step(),
+                of_loss.as_in_next_step() if of_loss else nullcontext(),
+            ):
+                losses.append(self._loss(shard, self._single_rehearsal(shard)))
+        check_repeatable(losses[0], losses[1], most, made)
 
     def _single_rehearsal(self, shard: ShardRange, *, inverts_answers: bool = False) -> SingleShardRehearsal | None:
         if self._draws is None:
@@ -262,12 +293,15 @@ def check_repeatable_alone(passes: Passes, step: StepInput, module: nn.Module, *
         made = before.made()
         before.restore()
         # Something that leaves behind something else than `first` did.
-        if stop - first_shard > 1:
-            examination._loss(passes.single(step, stop - 1), None)
+        other = passes.single(step, stop - 1) if stop - first_shard > 1 else None
+        if other is not None:
+            examination._loss(other, None)
         else:
             loss_of_stand_in(passes, step, module)
-        again = examination._loss(shard, None)
-        check_repeatable(first, again, _tolerance(passes, step, first.mean.dtype), made)
+        again, most = examination._loss(shard, None), _tolerance(passes, step, first.mean.dtype)
+        check_repeatable(first, again, most, made)
+        if made and not is_collective:
+            examination.check_next_step(shard, other, before, most, made)
 
     with step.kept.unchanged() as before:
         _with_gradients_if_needed(passes, step, lambda: examine(before))
