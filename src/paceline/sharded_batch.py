@@ -31,6 +31,10 @@ class ShardedBatch:
     )
     """apply(function, shards): what the function returns for each shard."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what another process gets, belongs to no run."""
+        return ShardedBatch, (self.shards, self.sizes)
+
     @property
     def num_samples(self) -> int:
         return sum(self.sizes)

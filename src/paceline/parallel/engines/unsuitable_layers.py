@@ -89,6 +89,6 @@ def check_layers(model: nn.Module, job: Job, *, is_alone: bool) -> None:
         if layer.sparse and (job.parity == "bitwise" or not is_alone):
             where = "in bitwise parity" if is_alone else "on several workers"
             raise ModelError(
-                f"{place} makes sparse gradients, which cannot be added up {where}; build it with sparse=False, and "
-                "take torch.optim.Adam in place of SparseAdam."
+                f"{place} makes sparse gradients, which cannot be added up {where}; build it with sparse=False, which "
+                "torch.optim.SGD and Adagrad take as well, and torch.optim.Adam in place of SparseAdam."
             )
