@@ -37,6 +37,12 @@ def _noisy(batch: Any) -> Any:
     return [batch[0] + noise * times[:, None] / 10 + torch.rand(3).sum() * torch.rand(())]
 
 
+def _for_others_first(batch: Any) -> Any:
+    """Numbers for something else, as many as two of three workers or one of one have samples at times."""
+    torch.rand(4, 3), torch.randn(8), torch.randperm(5), torch.multinomial(torch.ones(6), 5)
+    return _noisy(batch)
+
+
 def _in_place(batch: Any) -> Any:
     batch[0].add_(torch.randn_like(batch[0]))
     batch[0][:, 1].mul_(torch.empty(len(batch[0])).log_normal_())
@@ -86,6 +92,7 @@ def _noisy_in_script(inputs: Tensor) -> Tensor:
 
 CHANGES: dict[str, Change] = {
     "another tensor": _noisy,
+    "after others": _for_others_first,
     "in place": _in_place,
     "in its list": _in_its_list,
     "distributions": _by_distributions,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -119,7 +119,7 @@ def _dropout(filled: Filled, input: Tensor, rate: float, train: bool | None = Tr
 
     def draw(mask: Tensor, _: Tensor | None, generator: torch.Generator | None) -> None:
         ones = torch.ones_like(mask, dtype=input.dtype)
-        with _default_generator(generator, mask.device):
+        with nullcontext() if generator is None else drawing_from(generator):
             mask.copy_(_aten.native_dropout.default(ones, rate, train)[1])
 
     mask = torch.empty_like(input, dtype=torch.bool)
@@ -142,11 +142,9 @@ _NORMAL = {_aten.normal.Tensor_Tensor, _aten.normal.Tensor_float, _aten.normal.f
 
 
 @contextmanager
-def _default_generator(generator: torch.Generator | None, device: torch.device) -> Iterator[None]:
-    """Inside, torch's own generator draws what `generator` would draw, if there is one."""
-    if generator is None:
-        yield
-        return
+def drawing_from(generator: torch.Generator) -> Iterator[None]:
+    """Inside, torch's own generator of the same device draws what `generator` would draw."""
+    device = generator.device
     default = torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
     before = default.get_state()
     default.set_state(generator.get_state())

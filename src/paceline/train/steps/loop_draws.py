@@ -2,8 +2,8 @@
 
 A worker has only its samples there. So a tensor with one row for each of them is filled shard by shard: the rows of a
 virtual shard come from a generator of its own, whose seed follows from one number of the generator that the script
-draws from. On any number of workers a sample gets the same numbers, and the script's generator moves equally far. A
-tensor of any other shape is the same on all workers, because their generators are.
+draws from. A tensor of any other shape is filled in the same way for all samples. So on any number of workers a sample
+gets the same numbers, and the script's generator moves equally far.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from paceline.parallel.random_numbers.random_operators import (
     Fill,
     UnknownOperatorError,
     call_filled_by,
+    drawing_from,
     draws_random_numbers,
 )
 from paceline.parallel.random_numbers.torch_calls import FunctionCalls, OperatorCalls
@@ -37,6 +38,8 @@ _MOST_SHAPES = 1000
 """So many are remembered: padding may make ever new ones."""
 _OFFSET_OF_NUMBER = 4
 """By so much a number moves the Philox generator of a GPU, which moves in steps of four."""
+_OF_ALL = -1
+"""Stands for a shard where something is drawn for all samples."""
 _PYTHON_FUNCTIONS = {"gumbel_softmax", "multi_head_attention_forward", "rrelu"}
 """Those of torch.nn.functional that draw, besides all kinds of dropout."""
 
@@ -142,49 +145,75 @@ class LoopDraws:
         if not draws_random_numbers(operator, args, kwargs):
             return operator(*args, **kwargs)
         self._notice_what_was_not_seen()
+        generator = kwargs.get("generator")
         try:
             if types:  # tensors of other classes, such as DTensor, have rules of their own
                 raise UnknownOperatorError
-            returned = call_filled_by(functools.partial(self._fill, kwargs.get("generator")), operator, args, kwargs)
+            returned = call_filled_by(functools.partial(self._fill, generator), operator, args, kwargs)
         except UnknownOperatorError:
-            returned = operator(*args, **kwargs)
+            returned = operator(*args, **kwargs) if types else self._call_for_all(operator, args, kwargs, generator)
             drawn = [one for one in tree_leaves(returned) if isinstance(one, Tensor)]
             self.has_drawn_elsewhere |= any(map(self._may_be_of_samples, drawn))
         self._expected = self._states()
         return returned
 
+    def _call_for_all(
+        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator | None
+    ) -> Any:
+        """Call an operator that draws in a way that is not known, with numbers for all samples."""
+        given = [one.device for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        device = torch.empty(0, device=kwargs.get("device") or next(iter(given), "cpu")).device  # with its index
+        with self._unrecorded():
+            own = self._seeded(device, *_next_number(generator, device), _OF_ALL)
+        if generator is not None:
+            return operator(*args, **kwargs | {"generator": own})
+        with drawing_from(own):
+            return operator(*args, **kwargs)
+
     def _fill(self, generator: torch.Generator | None, operator: str, values: Tensor, fill: Fill) -> None:
-        if not self._is_of_samples(operator, values):
+        if isinstance(values, nn.Parameter):  # of no batch
             fill(values, generator)
             return
-        drawn = operator, values.shape[1:]
+        # Whatever is drawn, the generator moves by one number: on another number of workers it may be of other rows.
+        with self._unrecorded():
+            number = _next_number(generator, values.device)
+        if not self._is_of_samples(operator, values):
+            fill(values, self._seeded(values.device, *number, _OF_ALL))
+            return
+        rows = operator, values.shape[1:]
         if self._num_samples > 1 and len(self._rows_of_samples) < _MOST_SHAPES:
-            self._rows_of_samples.add(drawn)
-        self.has_drawn_single |= values.numel() == 1 and drawn not in self._rows_of_samples
-        with nullcontext() if self._recording is None else self._recording.paused():
-            self._fill_shards(values, fill, *_next_number(generator, values.device))
+            self._rows_of_samples.add(rows)
+        self.has_drawn_single |= values.numel() == 1 and rows not in self._rows_of_samples
+        with self._unrecorded():
+            self._fill_shards(values, fill, *number)
         if self._recording is not None:
             self._recording.take_rows(values)
 
     def _fill_shards(self, values: Tensor, fill: Fill, number: int, offset: int) -> None:
         """Fill the rows of each shard with what follows from two numbers and the shard's own."""
-        if values.device not in self._generators:
-            self._generators[values.device] = torch.Generator(values.device)
-        generator, sizes = self._generators[values.device], list(self._sizes)
+        sizes = list(self._sizes)
         fills = [fill] * len(sizes)
         if fill.probabilities is not None:
             fills = [replace(fill, probabilities=part.contiguous()) for part in fill.probabilities.split(sizes)]
         for shard, part in enumerate(values.split(sizes)):
-            generator.manual_seed(key(number, random_streams.IN_LOOP, offset, self._first_shard + shard))
             # The order of numbers follows from how a tensor lies in memory, which is left open for a single sample.
             drawn = torch.empty(part.shape, dtype=part.dtype, device=part.device)
-            fills[shard](drawn, generator)
+            fills[shard](drawn, self._seeded(values.device, number, offset, self._first_shard + shard))
             part.copy_(drawn)
+
+    def _seeded(self, device: torch.device, number: int, offset: int, shard: int) -> torch.Generator:
+        """A generator for a virtual shard, or for all samples."""
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device)
+        return self._generators[device].manual_seed(key(number, random_streams.IN_LOOP, offset, shard))
+
+    def _unrecorded(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._recording is None else self._recording.paused()
 
     def _is_of_samples(self, operator: str, values: Tensor) -> bool:
         """Whether a tensor that is to be filled has a row for each sample of this worker's."""
         drawn = operator, values.shape
-        if values.dim() == 0 or isinstance(values, nn.Parameter) or drawn in self._shapes_of_all:
+        if values.dim() == 0 or drawn in self._shapes_of_all:
             return False
         if len(values) == self._num_samples and not self._are_apart:
             return True
