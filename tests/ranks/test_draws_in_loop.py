@@ -5,6 +5,7 @@ A script that mixes samples there is refused by several workers.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -70,6 +71,23 @@ def _by_a_teacher(batch: Any) -> Any:
         return [batch[0] + nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.3)).to(batch[0].dtype)(batch[0])]
 
 
+def _row_by_row(batch: Any) -> Any:
+    """By operators that fill no tensor."""
+    rates = batch[0].exp()
+    classes = torch.distributions.Categorical(logits=batch[0]).sample()
+    mixed = torch.distributions.Beta(torch.ones(len(rates)) / 2, 0.5).sample()
+    return [torch.poisson(rates) + torch.distributions.Gamma(rates, 1.0).sample() * mixed[:, None] + classes[:, None]]
+
+
+def _with_states_that_come_back(batch: Any) -> Any:
+    with torch.random.fork_rng():
+        torch.randn(100)
+    state = torch.get_rng_state()
+    scale = torch.rand(len(batch[0]), 1)
+    torch.set_rng_state(state)
+    return [batch[0] * scale + torch.normal(0.0, 0.2, size=(len(batch[0]), 1))]
+
+
 def _in_another_memory_order(batch: Any) -> Any:
     columns = batch[0].t().contiguous().t()
     return [columns + torch.randn_like(columns) + torch.bernoulli(columns.sigmoid())]
@@ -97,14 +115,45 @@ CHANGES: dict[str, Change] = {
     "in its list": _in_its_list,
     "distributions": _by_distributions,
     "a teacher": _by_a_teacher,
+    "row by row": _row_by_row,
+    "states that come back": _with_states_that_come_back,
     "another memory order": _in_another_memory_order,
     "its own generator": _of_own_generator(),
     "a seed": lambda batch: [batch[0] + torch.manual_seed(7).initial_seed() / 7 * torch.randn_like(batch[0])],
 }
+
+
+def _of_a_subset(batch: Any) -> Any:
+    batch[0][batch[0][:, 0] > 0] += torch.randn(int((batch[0][:, 0] > 0).sum()), 4)
+    return batch
+
+
+def _antithetic(batch: Any) -> Any:
+    half = torch.randint(0, 10, (len(batch[0]) // 2 + 1,))
+    return [batch[0] * torch.cat([half, 9 - half])[: len(batch[0]), None]]
+
+
+def _of_each(batch: Any) -> Any:
+    return [torch.stack([one + torch.randn(5)[1:] for one in batch[0]])]
+
+
+def _decided_for_each(batch: Any) -> Any:
+    return [torch.stack([one.flip(0) if torch.rand(1) < 0.5 else one for one in batch[0]])]
+
+
+DIVIDED: dict[str, tuple[Change, str]] = {
+    "samples in columns": (lambda batch: [batch[0] + torch.rand(5, len(batch[0])).t()[:, 1:]], "(rand)"),
+    "twice as many rows": (lambda batch: [batch[0] + torch.randn(2 * len(batch[0]), 4).chunk(2)[1]], "(randn)"),
+    "antithetic": (_antithetic, "(randint)"),
+    "stratified": (
+        lambda batch: [batch[0] * ((torch.rand(1) + torch.arange(len(batch[0])) / len(batch[0])) % 1)[:, None]],
+        "(rand)",
+    ),
+    "each sample": (_of_each, "(randn)"),
+}
 TOLD: dict[str, Change] = {
-    "multinomial": lambda batch: [batch[0] + torch.multinomial(batch[0].sigmoid(), 1)],
-    "samples in columns": lambda batch: [batch[0] + torch.rand(5, len(batch[0])).t()[:, 1:]],
     "a scripted function": lambda batch: [_noisy_in_script(batch[0])],
+    "decided for each": _decided_for_each,
 }
 HARMLESS: dict[str, Change] = {
     "nothing": lambda batch: batch,
@@ -305,10 +354,18 @@ def _notes(kind: str, collated: bool = False) -> list[str]:
         model = nn.Linear(4, 1)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         for batch in run.batches(TensorDataset(INPUTS), collate_fn=_collate if collated else None):
-            change = (CHANGES | TOLD | HARMLESS)[kind]
+            change = (CHANGES | TOLD | HARMLESS | {name: one for name, (one, _) in DIVIDED.items()})[kind]
             changed = ShardedBatch(tuple(map(change, batch.shards)), batch.sizes) if collated else change(batch)
             run.step(changed, _loss)
-        return [note for note in run.notes if "draws random numbers" in note]
+        return [note for note in run.notes if "Between run.batches and run.step" in note]
+
+
+@pytest.mark.parametrize("kind", DIVIDED)
+def test_numbers_of_another_shape_that_samples_divide_are_refused_by_several_workers(kind: str) -> None:
+    (notes,) = run_ranks(_notes, 1, kind)
+    assert any(DIVIDED[kind][1] in note for note in notes)
+    with pytest.raises(AssertionError, match=r"ModelError: .* has not one row for each sample"):
+        run_ranks(_notes, 2, kind)
 
 
 @pytest.mark.parametrize("kind", TOLD)
@@ -372,3 +429,58 @@ def _with_compiled_teacher() -> tuple[int, list[str]]:
 
 def test_a_compiled_function_is_compiled_once() -> None:
     assert run_ranks(_with_compiled_teacher, 1) == [(1, [])]
+
+
+def _logged(place: str, draws_first: bool) -> list[float]:
+    """The losses of a run of which one worker draws for a log."""
+    plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
+    with paceline.init(Job(global_batch_size=8, virtual_shards=4, precision="float64"), plan=plan) as run:
+        model = nn.Linear(4, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = []
+        for (inputs,) in run.batches(TensorDataset(INPUTS)):
+            noise = torch.randn_like(inputs) if draws_first else None
+            if place == "before" and run.rank == 0:
+                torch.randn(16, 4)
+            noise = torch.randn_like(inputs) if noise is None else noise
+            losses.append(float(run.step([inputs + noise], _loss)))
+            if place == "after" and run.rank == 0:
+                torch.randn(16, 4), np.random.rand(3), random.random()
+        return losses
+
+
+@pytest.mark.parametrize(("place", "draws_first"), [("after", False), ("before", True)])
+def test_what_one_worker_draws_for_a_log_changes_nothing(place: str, draws_first: bool) -> None:
+    (alone,) = run_ranks(_logged, 1, place, draws_first)
+    for losses in run_ranks(_logged, 2, place, draws_first):
+        np.testing.assert_allclose(losses, alone, rtol=1e-9)
+
+
+def test_it_is_refused_where_it_changes_what_samples_get() -> None:
+    with pytest.raises(AssertionError, match=r"DivergenceError: .* some workers have drawn more than others"):
+        run_ranks(_logged, 2, "before", False)
+
+
+def _by_own_generator(folder: str, stop: int | None, is_kept: bool) -> tuple[list[float], list[str]]:
+    plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
+    job = Job(global_batch_size=8, virtual_shards=4, precision="float64", epochs=2)
+    generator = torch.Generator().manual_seed(3)
+    with paceline.init(job, plan=plan, checkpoint_dir=folder, max_steps=stop) as run:
+        model = nn.Linear(4, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if is_kept:
+            run.keep("noise", generator)
+        losses = []
+        for (inputs,) in run.batches(TensorDataset(INPUTS)):
+            noise = torch.randn(inputs.shape, generator=generator)
+            losses.append(float(run.step([inputs + noise], _loss)))
+        return losses, [note for note in run.notes if "run.keep" in note]
+
+
+def test_a_generator_of_the_scripts_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
+    ((whole, notes),) = run_ranks(_by_own_generator, 1, str(tmp_path / "whole"), None, False)
+    assert len(notes) == 1
+    run_ranks(_by_own_generator, 1, str(tmp_path / "resumed"), 3, True)
+    for rest, notes in run_ranks(_by_own_generator, 2, str(tmp_path / "resumed"), None, True):
+        np.testing.assert_allclose(rest, whole[3:], rtol=1e-9)
+        assert not notes

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -214,7 +214,7 @@ class Run(RunView):
             seed_between_steps(self.job.seed, self.steps, self.device)
         return session
 
-    def keep(self, name: str, thing: Stateful) -> None:
+    def keep(self, name: str, thing: Stateful | Generator) -> None:
         """Save and restore something of the script's own with every checkpoint, after `prepare`.
 
         Checkpoints are taken when the next batch is asked for, or the next epoch begins: what the script changes
@@ -222,7 +222,7 @@ class Run(RunView):
 
         Args:
             thing: has `state_dict()`, of tensors, numbers, texts, and lists and dictionaries of these, alike on all
-                workers, and `load_state_dict(state)`, which is called now if the run was resumed.
+                workers, and `load_state_dict(state)`, which is called now if the run was resumed; or a torch.Generator.
         """
         self._kept.add(name, thing)
 

@@ -27,8 +27,13 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 def generator_states(device: torch.device) -> GeneratorStates:
     """The states of all generators that `seed_generators` seeds: equal where nothing was drawn in between."""
+    return _numpy_state(), *torch_states(device), random.getstate()
+
+
+def torch_states(device: torch.device) -> tuple[bytes, bytes]:
+    """The states of torch's own generators, of the host and of a GPU."""
     on_device = _bytes(torch.cuda.get_rng_state(device)) if device.type == "cuda" else b""
-    return _numpy_state(), _bytes(torch.get_rng_state()), on_device, random.getstate()
+    return _bytes(torch.get_rng_state()), on_device
 
 
 def host_states() -> tuple[bytes, object]:

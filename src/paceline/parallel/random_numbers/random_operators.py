@@ -192,6 +192,15 @@ def _integers(size: Any, lowest: int, beyond: int, **options: Any) -> tuple[Tens
 
 _random_from = getattr(_aten.random_, "from")
 
+ROW_BY_ROW = {
+    _aten.poisson.default,
+    _aten.binomial.default,
+    _aten._standard_gamma.default,
+    _aten._sample_dirichlet.default,
+    _aten.multinomial.default,
+}
+"""Operators that draw a row for each row of the tensors that they are given, which may be cut, and are not filled."""
+
 _IN_PLACE: dict[Any, Callable[..., Fill]] = {
     _aten.uniform_.default: _uniform,
     _aten.normal_.default: partial(_filling, _aten.normal_.default),
@@ -228,6 +237,9 @@ _NEW: dict[Any, Callable[..., tuple[Tensor, Fill]]] = {
     **dict.fromkeys(
         (_aten.randint.default, _aten.randint.generator),
         lambda beyond, size, **options: _integers(size, 0, beyond, **options),
+    ),
+    _aten.normal.float_float: lambda mean, std, size, **options: _new(
+        size, _filling(_aten.normal_.default, mean, std), **options
     ),
     _aten.randint_like.default: lambda like, beyond, **options: _new(
         like, _filling(_random_from, 0, beyond), **options

@@ -20,6 +20,19 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
+class KeptGenerator:
+    """A generator of random numbers as something that a checkpoint can keep."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["state"])
+
+
 class Kept:
     """Objects of the user's script that are saved with every checkpoint, by name."""
 
@@ -31,16 +44,22 @@ class Kept:
         """States from a checkpoint that have not been claimed yet."""
         self._after_restoring: Callable[[], None] = lambda: None
 
-    def add(self, name: str, thing: Stateful, *, in_step: bool = False) -> None:
+    def add(self, name: str, thing: Stateful | torch.Generator, *, in_step: bool = False) -> None:
         """
         Args:
             in_step: whether it moves in `Run.step` alone, not in what the script does between two steps.
         """
+        if isinstance(thing, torch.Generator):
+            thing = KeptGenerator(thing)
         self._things[name] = thing
         self.moves_between_steps |= not in_step
         if name in self._restored:
             thing.load_state_dict(self._restored.pop(name))
             self._after_restoring()
+
+    def holds_generator(self, generator: torch.Generator) -> bool:
+        """Whether a generator is saved."""
+        return any(isinstance(one, KeptGenerator) and one.generator is generator for one in self._things.values())
 
     def holds(self, some: Iterable[Tensor]) -> bool:
         """Whether all of these tensors, or copies of them, are saved."""

@@ -21,7 +21,7 @@ from paceline.train.session.state import Trained
 
 _MOST_REQUESTS = 3
 """So often a worker asks for weights to be compared because its script has changed them."""
-_TOLERANCES = (1e-5, 1e-9, 1e-9, 1e-7)
+_TOLERANCES = (1e-5, 1e-9, 1e-9, 1e-7, 1e-12)
 """The relative differences of checksums that rounding may explain: in their order."""
 _HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "betas")
 _REMEDY = (
@@ -93,7 +93,8 @@ def check_alike(compared: Sequence[tuple[float, float] | None], names: Iterable[
     """
     Args:
         compared: the smallest and the largest of the workers' checksums: of tensors that a loss follows from, of
-            numbers that it reads, of learning rates, of weights; None: no worker sent one.
+            numbers that it reads, of learning rates, of weights, of generators before run.step; None: no worker sent
+            one.
         names: of what this worker's script has changed that losses follow from.
 
     Raises:
@@ -110,6 +111,9 @@ def check_alike(compared: Sequence[tuple[float, float] | None], names: Iterable[
         f"After run.step, and what the script did after it, weights differ between workers, or buffers, such as the "
         "running statistics that a call of the model in training mode moves: call it in evaluation mode (model.eval(), "
         f"and model.train() again). {_REMEDY}",
+        "Between run.batches and run.step some workers have drawn more than others before they drew for their samples, "
+        "as for a log on rank 0, or once for each of a worker's samples. Draw for the samples first, in tensors with a "
+        "row for each, or in the loss function, and for all else from a generator of its own.",
     )
     for pair, tolerance, sentence in zip(compared, _TOLERANCES, sentences, strict=True):
         if pair is not None and not math.isclose(*pair, rel_tol=tolerance):

@@ -189,6 +189,8 @@ class Session:
         """Numbers that the script has changed before the last step, and its loss function reads."""
         self.changed_by_script: dict[str, float] = {}
         """Checksums of what the script has put, before the last step, into tensors that its loss follows from."""
+        self.drawn_by_script: float | None = None
+        """A checksum of torch's generators when the script had drawn for the samples of the last batch."""
         self._names_sent: list[str] = []
         self._notes = notes
         self._stopping = stopping
@@ -295,9 +297,10 @@ class Session:
         numbers = sum(abs(one) + max(one, 0) for one in self.numbers_by_script.values())
         rates, weights = (sum(ends) for ends in zip(*(one.checksums() for one in changes), strict=True))
         requests = self._requests() | ({Request.COMPARE} if any(one.asks_all for one in changes) else set())
-        self._status_exchange.send(requests, own_time_s, (checksum, numbers, rates, weights))
+        self._status_exchange.send(requests, own_time_s, (checksum, numbers, rates, weights, self.drawn_by_script))
         self.changed_by_script.clear()
         self.numbers_by_script.clear()
+        self.drawn_by_script = None
 
     def _requests(self) -> set[Request]:
         """This worker's requests, for the others."""
@@ -318,6 +321,10 @@ class Session:
             self._is_split = True
             self.note(_SPLIT_ELSEWHERE)
         return status
+
+    @property
+    def saves_checkpoints(self) -> bool:
+        return self._checkpoints is not None
 
     def note_of_worker(self, sentence: str) -> None:
         """Tell the user that shards of this worker go one by one, which other workers learn with its next status."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-NUM_CHECKSUMS = 4
+NUM_CHECKSUMS = 5
 """So many kinds of what should be alike on all workers travel with the status."""
 
 

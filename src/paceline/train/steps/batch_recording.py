@@ -8,6 +8,7 @@ operators. They are made again with other samples in half of the batch: the othe
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,6 +68,17 @@ class _Call:
         return [one.number for one in tree_leaves((self.args, self.kwargs)) if isinstance(one, _Computed)]
 
 
+class Finding(enum.Enum):
+    """What rows of a tensor follow from besides their own samples and random numbers."""
+
+    MIXES_SAMPLES = enum.auto()
+    """Other samples."""
+    SHARES_ROWS = enum.auto()
+    """Other rows of random numbers that have as many rows as there are samples."""
+    DIVIDES_DRAWS = enum.auto()
+    """Random numbers of another shape, each row from others."""
+
+
 class _CannotRepeatError(Exception):
     """What was recorded cannot be computed again."""
 
@@ -92,9 +104,11 @@ class BatchRecording(TorchDispatchMode):
         """Copies of the tensors that nothing recorded computes, by number."""
         for tensor in filter(_is_plain, batch):
             self._starts[self._number(tensor)] = tensor.detach().clone()
-        self._of_batch, self._of_draws = set(self._starts), set[int]()
+        self._of_batch, self._rows = set(self._starts), set[int]()
         """The numbers of the batch's own tensors, and of random numbers that have a row for each of its samples."""
-        self._rows = next((one.shape[:1] for one in self._starts.values()), None)
+        self._drawn_for_all: dict[int, str] = {}
+        """What draws random numbers of other shapes, by their number."""
+        self._row_shape = next((one.shape[:1] for one in self._starts.values()), None)
         self.__enter__()  # type: ignore[no-untyped-call]
         self._is_entered = True
 
@@ -112,10 +126,15 @@ class BatchRecording(TorchDispatchMode):
         yield
         self._is_recording = was_recording
 
-    def take_rows(self, drawn: Tensor) -> None:
-        """Take random numbers as they are now, one row for each sample."""
-        if self._is_recording and _is_plain(drawn):
-            self._of_draws.add(self._take_as_given(drawn))
+    def take_drawn(self, drawn: Tensor, operator: str, *, of_rows: bool) -> None:
+        """Take random numbers as they are now, one row for each sample, or for all of them."""
+        if not self._is_recording or not _is_plain(drawn):
+            return
+        number = self._take_as_given(drawn)
+        if of_rows:
+            self._rows.add(number)
+        else:
+            self._drawn_for_all[number] = operator
 
     def _number(self, tensor: Tensor) -> int:
         """A new number for a tensor."""
@@ -163,7 +182,7 @@ class BatchRecording(TorchDispatchMode):
         if tensor in self._numbers:
             return int(self._numbers[tensor])
         base = tensor._base
-        if base is None or base.shape[:1] != self._rows or not _is_plain(base):
+        if base is None or base.shape[:1] != self._row_shape or not _is_plain(base):
             self._starts[self._number(tensor)] = tensor.detach().clone()
         else:  # rows that a script fills one after the other
             place = (tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -192,74 +211,76 @@ class BatchRecording(TorchDispatchMode):
             self._calls.append(_Call(copy, args, {}, (int(known),), (_sizes(drawn),), frozenset((int(known),))))
         return number
 
-    def mixes_samples(self, outputs: Iterable[Tensor], num_samples: int) -> list[bool]:
-        """Of each tensor that the script made, whether its rows follow from other samples than their own.
+    def found(self, outputs: Iterable[Tensor], num_samples: int) -> list[Finding | None]:
+        """Of each tensor that the script made, what its rows follow from besides their own samples and numbers.
 
         Args:
-            outputs: with a row for each sample, or without dimensions for what is of all samples; what did not follow
-                from the batch, or cannot be computed again, mixes nothing.
+            outputs: with a row for each sample, or without dimensions for what is of all samples; of what did not
+                follow from the batch, or cannot be computed again, nothing is found.
             num_samples: those of the batch, this worker's.
         """
-        return self._follow_other_rows(outputs, num_samples, self._of_batch)
-
-    def shares_draws(self, outputs: Iterable[Tensor], num_samples: int) -> list[bool]:
-        """Of each tensor that the script made, whether its rows follow from other rows of random numbers than their
-        own: what was drawn was one for all samples, and has as many rows as these are by chance.
-
-        Args:
-            outputs, num_samples: as `mixes_samples` takes them.
-        """
-        return self._follow_other_rows(outputs, num_samples, self._of_draws)
-
-    def _follow_other_rows(self, outputs: Iterable[Tensor], num_samples: int, exchanged: set[int]) -> list[bool]:
-        """Of each output, whether its rows follow from others than their own of the tensors of these numbers."""
         made = list(outputs)
         wanted = {int(self._numbers[one]): one for one in made if one in self._numbers}
-        if not wanted or not exchanged:
-            return [False] * len(made)
-        is_mixed: set[int] = set()
+        found: dict[int, Finding] = {}
         with contextlib.suppress(Exception), torch.no_grad():  # an operator that cannot be repeated, or compared
-            calls = self._needed(set(wanted))
-            again = self._repeat(self._copies_of_starts(calls, wanted), calls, set(wanted))
-            known = {number: one for number, one in wanted.items() if _is_same(one, again[number], None)}
-            del again
-            calls = self._needed(set(known))
+            # Torch does not see all that a script changes, as by `tensor.data` or an array of NumPy of the same memory.
+            rows = self._differing(wanted, set(), torch.arange(num_samples))
+            known = {
+                number: one
+                for number, one in wanted.items()
+                if not rows[number].any() and _is_of_samples(one, num_samples)
+            }
             for kept in _halves(num_samples):
-                is_mixed.update(self._following_others(kept, num_samples, calls, known, exchanged))
-        return [one in self._numbers and int(self._numbers[one]) in is_mixed for one in made]
+                for finding, exchanged in (Finding.MIXES_SAMPLES, self._of_batch), (Finding.SHARES_ROWS, self._rows):
+                    for number, rows_of in self._differing(known, exchanged, _repeating(num_samples, kept)).items():
+                        if (rows_of[kept] if known[number].dim() else rows_of).any():
+                            found.setdefault(number, finding)
+            for number, rows_of in self._differing_from_first(known, num_samples).items():
+                if rows_of.any() and self._draws_for_all(number):
+                    found.setdefault(number, Finding.DIVIDES_DRAWS)
+        return [found.get(int(self._numbers[one])) if one in self._numbers else None for one in made]
+
+    def draws_for_all(self, output: Tensor) -> str:
+        """What drew the random numbers of other shapes that a tensor follows from."""
+        return ", ".join(sorted(self._draws_for_all(int(self._numbers[output]))))
+
+    def _draws_for_all(self, number: int) -> set[str]:
+        reached = {number}.union(*(call.read for call in self._needed({number})))
+        return {name for one, name in self._drawn_for_all.items() if one in reached}
+
+    def _differing(self, wanted: Mapping[int, Tensor], exchanged: set[int], order: Tensor) -> dict[int, Tensor]:
+        """Which rows of the wanted tensors become others where some tensors have their rows in another order.
+
+        Args:
+            exchanged: the numbers of the tensors that get other rows; if none leads to the wanted ones, nothing is
+                computed again.
+        """
+        now = self._with_rows(set(wanted), exchanged, order)
+        return {number: _differing_rows(wanted[number], one) for number, one in now.items()}
+
+    def _differing_from_first(self, wanted: Mapping[int, Tensor], num_samples: int) -> dict[int, Tensor]:
+        """Which rows of the wanted tensors are not the first one, where all samples are, and what was drawn for
+        them."""
+        order = torch.zeros(num_samples, dtype=torch.int64)
+        now = self._with_rows(set(wanted), self._of_batch | self._rows, order)
+        return {number: _differing_rows(one[:1].expand_as(one), one) for number, one in now.items() if one.dim()}
+
+    def _with_rows(self, wanted: set[int], exchanged: set[int], order: Tensor) -> dict[int, Tensor]:
+        calls = self._needed(wanted)
+        values = self._copies_of_starts(calls, wanted)
+        if exchanged and exchanged.isdisjoint(values):
+            return {}
+        for number in exchanged.intersection(values):
+            one = values[number]
+            if one.dim() and len(one) == len(order):
+                one.copy_(one[order.to(one.device)])
+        values = self._repeat(values, calls, wanted)
+        return {number: values[number] for number in wanted}
 
     def _copies_of_starts(self, calls: Sequence[_Call], wanted: Iterable[int]) -> dict[int, Tensor]:
         """Those that the wanted tensors follow from, by these calls."""
         needed = set(wanted).union(*(call.read for call in calls))
         return {number: tensor.clone() for number, tensor in self._starts.items() if number in needed}
-
-    def _following_others(
-        self, kept: Tensor, num_samples: int, calls: Sequence[_Call], wanted: Mapping[int, Tensor], exchanged: set[int]
-    ) -> list[int]:
-        """Those of the wanted tensors, by number, of which rows change with the samples of other rows.
-
-        Args:
-            kept: the numbers of the samples that stay, half of all; each of the others becomes one of these.
-            calls: those that the wanted tensors follow from.
-            wanted: those that become the same where all samples stay: torch does not see all that a script changes,
-                such as `tensor.data` or an array of NumPy that has the same values.
-            exchanged: the numbers of the tensors of which rows are exchanged.
-        """
-        values = self._copies_of_starts(calls, wanted)
-        changed = [number for number in exchanged.intersection(values) if _has_rows(values[number], num_samples)]
-        if not changed:
-            return []
-        for number in changed:
-            values[number].copy_(_repeating(values[number], kept))
-        values = self._repeat(values, calls, set(wanted))
-        found = []
-        for number, before in wanted.items():
-            is_of_rows = _has_rows(before, num_samples)
-            is_of_all = before.dim() == 0 and before.is_floating_point()
-            rows = kept.to(before.device) if is_of_rows else None
-            if (is_of_rows or is_of_all) and not _is_same(before, values[number], rows):
-                found.append(number)
-        return found
 
     def _repeat(self, values: dict[int, Tensor], calls: Sequence[_Call], wanted: set[int]) -> dict[int, Tensor]:
         """The wanted tensors, by number, of recorded calls, which are made again.
@@ -330,28 +351,30 @@ def _halves(num_samples: int) -> list[Tensor]:
     return [numbers[: num_samples // 2], numbers[: num_samples // 2 * 2 : 2]] if num_samples > 1 else []
 
 
-def _has_rows(tensor: Tensor, num_samples: int) -> bool:
-    return tensor.dim() > 0 and len(tensor) == num_samples
+def _is_of_samples(tensor: Tensor, num_samples: int) -> bool:
+    """Whether a tensor has a row for each sample, or is one number of them all."""
+    return len(tensor) == num_samples if tensor.dim() else tensor.is_floating_point()
 
 
-def _repeating(tensor: Tensor, kept: Tensor) -> Tensor:
+def _repeating(num_samples: int, kept: Tensor) -> Tensor:
     """The rows of a batch, of which those that are not kept are replaced by others that are, in turn."""
-    order = torch.arange(len(tensor))
-    is_other = torch.ones(len(tensor), dtype=torch.bool).index_fill(0, kept, False)
+    order = torch.arange(num_samples)
+    is_other = torch.ones(num_samples, dtype=torch.bool).index_fill(0, kept, False)
     order[is_other] = kept[torch.arange(int(is_other.sum())) % len(kept)]
-    return tensor[order.to(tensor.device)]
+    return order
 
 
-def _is_same(before: Tensor, now: Tensor, rows: Tensor | None) -> bool:
-    """Whether some rows, or a number, are equal up to rounding."""
-    if before.shape != now.shape or before.dtype != now.dtype:
-        return True  # what has other sizes cannot be compared
-    if rows is not None:
-        before, now = before[rows], now[rows]
+def _differing_rows(before: Tensor, now: Tensor) -> Tensor:
+    """Which rows, or whether a number, are not equal up to rounding; none of what cannot be compared."""
+    length = len(before) if before.dim() else 1
+    if before.shape != now.shape or before.dtype != now.dtype or not before.numel():
+        return torch.zeros(length, dtype=torch.bool)
     if not (before.is_floating_point() or before.is_complex()):
-        return torch.equal(before, now)
-    tolerance = _TOLERANCE.get(before.dtype, _LOW_PRECISION_TOLERANCE)
-    if before.dtype.itemsize == 1:  # float8 has no such operators
-        before, now = before.float(), now.float()
-    scale = float(before.detach().abs().nan_to_num().max()) if before.numel() else 0.0
-    return torch.allclose(before.detach(), now, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+        differ = before.long() != now.long()
+    else:
+        tolerance = _TOLERANCE.get(before.dtype, _LOW_PRECISION_TOLERANCE)
+        if before.dtype.itemsize == 1:  # float8 has no such operators
+            before, now = before.float(), now.float()
+        scale = float(before.detach().abs().nan_to_num().max())
+        differ = ~torch.isclose(before.detach(), now, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+    return differ.reshape(length, -1).any(1).cpu()

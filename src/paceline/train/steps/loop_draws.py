@@ -9,22 +9,27 @@ gets the same numbers, and the script's generator moves equally far.
 from __future__ import annotations
 
 import functools
+import itertools
 import types
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverloadPacket
 from torch.overrides import _get_current_function_mode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from paceline.data import random_streams
 from paceline.data.counter_random import key
-from paceline.parallel.random_numbers.generators import generator_states, seed_generators
+from paceline.parallel.random_numbers.generators import seed_generators, torch_states
 from paceline.parallel.random_numbers.random_operators import (
+    ROW_BY_ROW,
     Fill,
     UnknownOperatorError,
     call_filled_by,
@@ -60,17 +65,25 @@ class LoopDraws:
         self._first_shard = 0
         self._sizes: Sequence[int] = ()
         self._are_apart = False
-        self._lengths: set[int] = set()
-        """The numbers of rows of the tensors of this batch."""
         self._recording: BatchRecording | None = None
         self._shapes_of_all: set[tuple[str, torch.Size]] = set()
         """What was drawn in batches with other numbers of samples, which is not of samples."""
         self._rows_of_samples: set[tuple[str, torch.Size]] = set()
         """What rows were drawn in batches of several samples."""
-        self._expected: tuple[bytes, bytes] = b"", b""
-        """The states of torch's generators after all that was looked into."""
-        self.has_drawn_elsewhere = False
-        """Whether something was drawn for this batch that may be of its samples, and is not of single shards."""
+        self._expected: set[int] = set()
+        """Checksums of the states of torch's generators after all that was looked into; a script may go back to one."""
+        self.has_drawn_unseen = False
+        """Whether something was drawn for this batch that was not looked into."""
+        self._own_generators: list[torch.Generator] = []
+        self._own_before: list[torch.Generator] = []
+        """Those of the script's that it has drawn from for this batch, and for the one before."""
+        self.checksum: float | None = None
+        """Of the states of torch's generators after the last draw for the samples of this batch; None: there was none.
+        It is alike on all workers."""
+        self.has_drawn_apart = False
+        """Whether something was drawn for shards that have tensors of their own."""
+        self._times_for_all: Counter[tuple[str, torch.Size]] = Counter()
+        """How often something was drawn for all samples of this batch."""
         self.has_drawn_single = False
         """Whether a single number was drawn for a batch of one sample, and taken for this sample's own, which other
         batches have not shown."""
@@ -88,9 +101,11 @@ class LoopDraws:
         """
         self.stop()
         self._first_shard, self._sizes, self._recording = first_shard, sizes, recording
-        self._lengths = set(sizes) if are_apart else {sum(sizes)}
         self._are_apart = are_apart
-        self.has_drawn_elsewhere = self.has_drawn_single = False
+        self.has_drawn_unseen = self.has_drawn_apart = self.has_drawn_single = False
+        self.checksum = None
+        self._times_for_all.clear()
+        self._own_before, self._own_generators = self._own_generators, []
         self.go_on()
 
     def stop(self) -> None:
@@ -115,11 +130,21 @@ class LoopDraws:
 
     def go_on(self) -> None:
         """After `stop`: fill what is drawn for another step on the same batch."""
-        self._expected = self._states()
+        self._expected = {self._state()}
         self._is_active = True
         if not self._is_entered:
             self._is_entered = True
             self._functions.__enter__()  # type: ignore[no-untyped-call]
+
+    @property
+    def has_drawn_each(self) -> bool:
+        """Whether something was drawn for all samples as often as there are samples."""
+        return 2 < self._num_samples <= max(self._times_for_all.values(), default=0)
+
+    @property
+    def lasting_generators(self) -> list[torch.Generator]:
+        """Those of the script's own that it draws from for one batch after the other."""
+        return [one for one in self._own_generators if any(one is before for before in self._own_before)]
 
     def apply(self, function: Callable[[Any], Any], shards: tuple[Any, ...]) -> tuple[Any, ...]:
         """What a function returns for the content of each shard of this worker; all that it draws is the shard's."""
@@ -127,7 +152,7 @@ class LoopDraws:
             return tuple(function(shard) for shard in shards)
         made = []
         with self.paused():
-            number, offset = _next_number(None, self._device)
+            number, offset = self._next_number(None, self._device)
             for shard, content in enumerate(shards, self._first_shard):
                 seed_generators(key(number, random_streams.IN_LOOP, offset, shard), self._device)
                 made.append(function(content))
@@ -138,6 +163,9 @@ class LoopDraws:
         # Compiled functions draw as they do without a mode, which is noticed afterwards.
         if torch.compiler.is_compiling() or not self._is_active or not _may_draw(function):
             return function(*args, **kwargs)
+        generator = kwargs.get("generator")
+        if generator is not None and all(one is not generator for one in self._own_generators):
+            self._own_generators.append(generator)  # operators get another object for it
         with self._operators:
             return function(*args, **kwargs)
 
@@ -145,49 +173,78 @@ class LoopDraws:
         if not draws_random_numbers(operator, args, kwargs):
             return operator(*args, **kwargs)
         self._notice_what_was_not_seen()
-        generator = kwargs.get("generator")
         try:
             if types:  # tensors of other classes, such as DTensor, have rules of their own
-                raise UnknownOperatorError
-            returned = call_filled_by(functools.partial(self._fill, generator), operator, args, kwargs)
+                return operator(*args, **kwargs)
+            return call_filled_by(functools.partial(self._fill, kwargs.get("generator")), operator, args, kwargs)
         except UnknownOperatorError:
-            returned = operator(*args, **kwargs) if types else self._call_for_all(operator, args, kwargs, generator)
-            drawn = [one for one in tree_leaves(returned) if isinstance(one, Tensor)]
-            self.has_drawn_elsewhere |= any(map(self._may_be_of_samples, drawn))
-        self._expected = self._states()
-        return returned
+            return self._call_unknown(operator, args, kwargs)
+        finally:
+            self._expected.add(self._state())
 
-    def _call_for_all(
-        self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], generator: torch.Generator | None
-    ) -> Any:
-        """Call an operator that draws in a way that is not known, with numbers for all samples."""
-        given = [one.device for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        device = torch.empty(0, device=kwargs.get("device") or next(iter(given), "cpu")).device  # with its index
+    def _call_unknown(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an operator that does not fill a tensor: for the rows of each shard, or else for all samples."""
+        generator = kwargs.get("generator")
+        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
+        device = torch.empty(0, device=kwargs.get("device") or (given[0].device if given else "cpu")).device
+        number = self._next_number(generator, device)
+        is_of_rows = operator in ROW_BY_ROW and all(one.dim() > 1 or not _is_multinomial(operator) for one in given)
+        if not is_of_rows or not all(self._is_of_samples(str(operator), one) for one in given):
+            with self._unrecorded():
+                returned = _call_with(self._seeded(device, *number, _OF_ALL), operator, args, kwargs)
+            for one in tree_leaves(returned):
+                if isinstance(one, Tensor):
+                    self._take(one, operator, of_rows=False)
+            return returned
         with self._unrecorded():
-            own = self._seeded(device, *_next_number(generator, device), _OF_ALL)
-        if generator is not None:
-            return operator(*args, **kwargs | {"generator": own})
-        with drawing_from(own):
-            return operator(*args, **kwargs)
+            parts = []
+            for shard, rows in enumerate(_slices(self._sizes), self._first_shard):
+                own_args, own_kwargs = tree_map_only(Tensor, itemgetter(rows), (args, kwargs))
+                parts.append(_call_with(self._seeded(device, *number, shard), operator, own_args, own_kwargs))
+            drawn = torch.cat(parts)
+        self._take(drawn, operator, of_rows=True)
+        return drawn
 
     def _fill(self, generator: torch.Generator | None, operator: str, values: Tensor, fill: Fill) -> None:
         if isinstance(values, nn.Parameter):  # of no batch
             fill(values, generator)
             return
-        # Whatever is drawn, the generator moves by one number: on another number of workers it may be of other rows.
+        number = self._next_number(generator, values.device)
+        is_of_rows = self._is_of_samples(operator, values)
         with self._unrecorded():
-            number = _next_number(generator, values.device)
-        if not self._is_of_samples(operator, values):
-            fill(values, self._seeded(values.device, *number, _OF_ALL))
-            return
-        rows = operator, values.shape[1:]
-        if self._num_samples > 1 and len(self._rows_of_samples) < _MOST_SHAPES:
-            self._rows_of_samples.add(rows)
-        self.has_drawn_single |= values.numel() == 1 and rows not in self._rows_of_samples
-        with self._unrecorded():
-            self._fill_shards(values, fill, *number)
+            if is_of_rows:
+                self._fill_shards(values, fill, *number)
+            else:
+                fill(values, self._seeded(values.device, *number, _OF_ALL))
+        self._take(values, operator, of_rows=is_of_rows)
+
+    def _take(self, drawn: Tensor, operator: object, *, of_rows: bool) -> None:
+        """Take note of random numbers that were drawn: a row for each sample, or for all of them."""
+        if of_rows:
+            rows = str(operator), drawn.shape[1:]
+            if self._num_samples > 1 and len(self._rows_of_samples) < _MOST_SHAPES:
+                self._rows_of_samples.add(rows)
+            self.has_drawn_single |= drawn.numel() == 1 and rows not in self._rows_of_samples
+            # Of the state, as it follows from all that was drawn before, for something else too.
+            self.checksum = float(self._state())
+        else:
+            self._times_for_all[str(operator), drawn.shape] += 1
+        self.has_drawn_apart |= self._are_apart and drawn.dim() > 0
         if self._recording is not None:
-            self._recording.take_rows(values)
+            name = str(operator).removeprefix("aten.").partition(".")[0]
+            self._recording.take_drawn(drawn, name, of_rows=of_rows)
+
+    def _next_number(self, generator: torch.Generator | None, device: torch.device) -> tuple[int, int]:
+        """Two numbers that no other draw from a generator, or from the device's own, has. Whatever is drawn, it moves
+        by one number: on another number of workers there may be other rows."""
+        with self._unrecorded():
+            if (device if generator is None else generator.device).type != "cuda":
+                return int(torch.randint(2**63 - 1, (), generator=generator, device="cpu")), 0
+            # Its state is known to the host, which need not wait for the device.
+            own = generator or torch.cuda.default_generators[device.index]
+            number = own.initial_seed(), own.get_offset()
+            own.set_offset(number[1] + _OFFSET_OF_NUMBER)
+            return number
 
     def _fill_shards(self, values: Tensor, fill: Fill, number: int, offset: int) -> None:
         """Fill the rows of each shard with what follows from two numbers and the shard's own."""
@@ -219,25 +276,20 @@ class LoopDraws:
             return True
         if len(self._shapes_of_all) < _MOST_SHAPES and not self._are_apart:
             self._shapes_of_all.add(drawn)
-        self.has_drawn_elsewhere |= len(values) > 1 and self._may_be_of_samples(values)
         return False
-
-    def _may_be_of_samples(self, values: Tensor) -> bool:
-        return not self._lengths.isdisjoint(values.shape)
 
     @property
     def _num_samples(self) -> int:
         return sum(self._sizes)
 
+    def _state(self) -> int:
+        """A checksum of the states of torch's generators."""
+        return zlib.crc32(b"".join(torch_states(self._device)))
+
     def _notice_what_was_not_seen(self) -> None:
         """Notice draws of functions that are not looked into; a new seed is none."""
-        if self._states() != self._expected and not _are_new(self._device):
-            self.has_drawn_elsewhere = True
-
-    def _states(self) -> tuple[bytes, bytes]:
-        """Of torch's generators alone: Python's and NumPy's mostly give one number for all samples."""
-        _, on_host, on_device, _ = generator_states(self._device)
-        return on_host, on_device
+        if self._state() not in self._expected and not _are_new(self._device):
+            self.has_drawn_unseen = True
 
 
 def _are_new(device: torch.device) -> bool:
@@ -248,15 +300,23 @@ def _are_new(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.default_generators[device.index or 0].get_offset() == 0
 
 
-def _next_number(generator: torch.Generator | None, device: torch.device) -> tuple[int, int]:
-    """Two numbers that no other draw from a generator, or from the device's own, has; moves it."""
-    if (device if generator is None else generator.device).type != "cuda":
-        return int(torch.randint(2**63 - 1, (), generator=generator, device="cpu")), 0
-    # Its state is known to the host, which need not wait for the device.
-    own = generator or torch.cuda.default_generators[device.index]
-    number = own.initial_seed(), own.get_offset()
-    own.set_offset(number[1] + _OFFSET_OF_NUMBER)
-    return number
+def _call_with(generator: torch.Generator, operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call an operator that draws, with numbers of a generator."""
+    if kwargs.get("generator") is not None:
+        return operator(*args, **{**kwargs, "generator": generator})
+    with drawing_from(generator):
+        return operator(*args, **kwargs)
+
+
+def _is_multinomial(operator: Any) -> bool:
+    """Whether it is one that draws once for all where it is given a single row."""
+    return operator is torch.ops.aten.multinomial.default
+
+
+def _slices(sizes: Sequence[int]) -> Iterator[slice]:
+    """The places of the rows of each shard."""
+    for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True):
+        yield slice(stop - size, stop)
 
 
 @functools.cache

@@ -25,7 +25,14 @@ from paceline.train.records.timing import StepTimer
 from paceline.train.session.script_changes import is_examined
 from paceline.train.session.session import Session
 from paceline.train.session.state import Trained
-from paceline.train.steps.given_batch import DRAWS_IN_LOOP, DRAWS_SINGLE, GivenBatch
+from paceline.train.steps.given_batch import (
+    DRAWS_APART,
+    DRAWS_EACH,
+    DRAWS_SINGLE,
+    DRAWS_UNSEEN,
+    GENERATOR_UNSAVED,
+    GivenBatch,
+)
 from paceline.train.steps.loop_draws import LoopDraws
 from paceline.train.steps.model_step import ModelStepper, Pending
 from paceline.train.steps.preparation import Prepared
@@ -102,7 +109,7 @@ class Stepper:
         self.session.heartbeat.step(progress.steps)
         self._may_go_on = model is not None or optimizer is not None
         seed = self._state.job.seed
-        seed_between_steps(seed, progress.steps, self._device, pending.num_steps if self._may_go_on else 0)
+        seed_between_steps(seed, progress.steps, self._device, pending.num_steps)
         self._timer.step_ended(stepper.trained.engine.communication)
         self.session.is_consistent, self._is_finished = True, False
         if self._may_go_on:
@@ -135,11 +142,20 @@ class Stepper:
         given, assignment = pending.given, pending.batch.assignment
         self.draws.stop()
         given.stop()
-        is_changed, has_others = given.is_changed(content), sum(assignment.sizes) < assignment.global_size
-        if is_changed and self.draws.has_drawn_elsewhere:
-            self._tell_of_batches(DRAWS_IN_LOOP)
-        if is_changed and self.draws.has_drawn_single and has_others:
-            self._tell_of_batches(DRAWS_SINGLE)
+        has_others = sum(assignment.sizes) < assignment.global_size
+        if given.is_changed(content):
+            draws = self.draws
+            self.session.drawn_by_script = draws.checksum
+            is_unsaved = any(not self._state.kept.holds_generator(one) for one in draws.lasting_generators)
+            for is_told, sentence in (
+                (draws.has_drawn_unseen, DRAWS_UNSEEN),
+                (draws.has_drawn_apart, DRAWS_APART),
+                (draws.has_drawn_each, DRAWS_EACH),
+                (draws.has_drawn_single and has_others, DRAWS_SINGLE),
+                (is_unsaved and self.session.saves_checkpoints, GENERATOR_UNSAVED),
+            ):
+                if is_told:
+                    self._tell_of_batches(sentence)
         complaint = "" if pending.num_steps else given.complaint(content)
         if complaint:
             if has_others:
@@ -187,8 +203,8 @@ class Stepper:
         """
         if not self._is_finished:
             self._is_finished = True
-            if self._may_go_on:  # what a script draws from now on is what it draws after a resume
-                seed_between_steps(self._state.job.seed, self._state.progress.steps, self._device)
+            # What a script draws from now on is what it draws after a resume, whatever one worker drew for its log.
+            seed_between_steps(self._state.job.seed, self._state.progress.steps, self._device)
             if all(stepper.trained.engine.is_synchronised for stepper in self._steppers.values()):
                 self.session.step_ended(self._timer.own_s, [stepper.changes for stepper in self._steppers.values()])
 
