@@ -137,6 +137,10 @@ def _of_each(batch: Any) -> Any:
     return [torch.stack([one + torch.randn(5)[1:] for one in batch[0]])]
 
 
+def _places(batch: Any) -> Tensor:
+    return torch.arange(len(batch[0])) / len(batch[0])
+
+
 def _decided_for_each(batch: Any) -> Any:
     return [torch.stack([one.flip(0) if torch.rand(1) < 0.5 else one for one in batch[0]])]
 
@@ -144,18 +148,17 @@ def _decided_for_each(batch: Any) -> Any:
 DIVIDED: dict[str, tuple[Change, str]] = {
     "samples in columns": (lambda batch: [batch[0] + torch.rand(5, len(batch[0])).t()[:, 1:]], "(rand)"),
     "twice as many rows": (lambda batch: [batch[0] + torch.randn(2 * len(batch[0]), 4).chunk(2)[1]], "(randn)"),
-    "antithetic": (_antithetic, "(randint)"),
-    "stratified": (
-        lambda batch: [batch[0] * ((torch.rand(1) + torch.arange(len(batch[0])) / len(batch[0])) % 1)[:, None]],
-        "(rand)",
-    ),
+    "apart from the batch": (lambda batch: [*batch, torch.randn(2 * len(batch[0]), 4)[::2]], "(randn)"),
     "each sample": (_of_each, "(randn)"),
 }
 TOLD: dict[str, Change] = {
     "a scripted function": lambda batch: [_noisy_in_script(batch[0])],
+    "antithetic": _antithetic,
     "decided for each": _decided_for_each,
+    "stratified": lambda batch: [batch[0] * ((torch.rand(1) + _places(batch)) % 1)[:, None]],
 }
 HARMLESS: dict[str, Change] = {
+    "classes": lambda batch: [batch[0] * torch.rand(10)[batch[0][:, 0].gt(0).long(), None]],
     "nothing": lambda batch: batch,
     "without draws": lambda batch: [batch[0].double().float() * 2],
     "one number for all": lambda batch: [batch[0] * np.random.rand() * torch.rand(()) + torch.rand(1, 4)],

@@ -77,6 +77,8 @@ class Finding(enum.Enum):
     """Other rows of random numbers that have as many rows as there are samples."""
     DIVIDES_DRAWS = enum.auto()
     """Random numbers of another shape, each row from others."""
+    FOLLOWS_PLACE = enum.auto()
+    """Random numbers for all samples, and something else that differs from row to row, such as its place."""
 
 
 class _CannotRepeatError(Exception):
@@ -224,7 +226,7 @@ class BatchRecording(TorchDispatchMode):
         found: dict[int, Finding] = {}
         with contextlib.suppress(Exception), torch.no_grad():  # an operator that cannot be repeated, or compared
             # Torch does not see all that a script changes, as by `tensor.data` or an array of NumPy of the same memory.
-            rows = self._differing(wanted, set(), torch.arange(num_samples))
+            rows = self._differing(wanted, None, torch.arange(num_samples))
             known = {
                 number: one
                 for number, one in wanted.items()
@@ -235,9 +237,14 @@ class BatchRecording(TorchDispatchMode):
                     for number, rows_of in self._differing(known, exchanged, _repeating(num_samples, kept)).items():
                         if (rows_of[kept] if known[number].dim() else rows_of).any():
                             found.setdefault(number, finding)
-            for number, rows_of in self._differing_from_first(known, num_samples).items():
-                if rows_of.any() and self._draws_for_all(number):
-                    found.setdefault(number, Finding.DIVIDES_DRAWS)
+            drawn = {number: one for number, one in known.items() if one.dim() and self._draws_for_all(number)}
+            differing = self._differing_from_first(drawn, num_samples, levels_draws=False)
+            if any(rows_of.any() for rows_of in differing.values()):
+                others = self._differing_from_first(drawn, num_samples, levels_draws=True)
+                for number, rows_of in differing.items():
+                    if rows_of.any():
+                        by_place = bool(others[number].any())
+                        found.setdefault(number, Finding.FOLLOWS_PLACE if by_place else Finding.DIVIDES_DRAWS)
         return [found.get(int(self._numbers[one])) if one in self._numbers else None for one in made]
 
     def draws_for_all(self, output: Tensor) -> str:
@@ -245,35 +252,53 @@ class BatchRecording(TorchDispatchMode):
         return ", ".join(sorted(self._draws_for_all(int(self._numbers[output]))))
 
     def _draws_for_all(self, number: int) -> set[str]:
-        reached = {number}.union(*(call.read for call in self._needed({number})))
+        reached = self._reached({number})
         return {name for one, name in self._drawn_for_all.items() if one in reached}
 
-    def _differing(self, wanted: Mapping[int, Tensor], exchanged: set[int], order: Tensor) -> dict[int, Tensor]:
+    def _reached(self, wanted: set[int]) -> set[int]:
+        """The numbers of the tensors that the wanted ones follow from, and theirs."""
+        return wanted.union(*(call.read for call in self._needed(wanted)))
+
+    def _differing(self, wanted: Mapping[int, Tensor], exchanged: set[int] | None, order: Tensor) -> dict[int, Tensor]:
         """Which rows of the wanted tensors become others where some tensors have their rows in another order.
 
         Args:
             exchanged: the numbers of the tensors that get other rows; if none leads to the wanted ones, nothing is
-                computed again.
+                computed again. None: nothing changes, and all is computed again.
         """
-        now = self._with_rows(set(wanted), exchanged, order)
+        if exchanged is not None and exchanged.isdisjoint(self._reached(set(wanted))):
+            return {}
+        now = self._with_rows(set(wanted), exchanged or set(), order)
         return {number: _differing_rows(wanted[number], one) for number, one in now.items()}
 
-    def _differing_from_first(self, wanted: Mapping[int, Tensor], num_samples: int) -> dict[int, Tensor]:
+    def _differing_from_first(
+        self, wanted: Mapping[int, Tensor], num_samples: int, *, levels_draws: bool
+    ) -> dict[int, Tensor]:
         """Which rows of the wanted tensors are not the first one, where all samples are, and what was drawn for
         them."""
         order = torch.zeros(num_samples, dtype=torch.int64)
-        now = self._with_rows(set(wanted), self._of_batch | self._rows, order)
-        return {number: _differing_rows(one[:1].expand_as(one), one) for number, one in now.items() if one.dim()}
+        now = self._with_rows(set(wanted), self._of_batch | self._rows, order, levels_draws=levels_draws)
+        return {number: _differing_rows(one[:1].expand_as(one), one) for number, one in now.items()}
 
-    def _with_rows(self, wanted: set[int], exchanged: set[int], order: Tensor) -> dict[int, Tensor]:
+    def _with_rows(
+        self, wanted: set[int], exchanged: set[int], order: Tensor, *, levels_draws: bool = False
+    ) -> dict[int, Tensor]:
+        """
+        Args:
+            levels_draws: whether what one operator draws for all samples becomes a single number.
+        """
         calls = self._needed(wanted)
         values = self._copies_of_starts(calls, wanted)
-        if exchanged and exchanged.isdisjoint(values):
-            return {}
         for number in exchanged.intersection(values):
             one = values[number]
             if one.dim() and len(one) == len(order):
                 one.copy_(one[order.to(one.device)])
+        if levels_draws:
+            first: dict[str, Tensor] = {}
+            for number in sorted(self._drawn_for_all.keys() & values.keys()):
+                one = values[number]
+                if one.numel():
+                    one.fill_(first.setdefault(self._drawn_for_all[number], one.flatten()[0].clone()))
         values = self._repeat(values, calls, wanted)
         return {number: values[number] for number in wanted}
 

@@ -51,6 +51,11 @@ DIVIDES_DRAWS = (
     "for each sample ({2}). Such a tensor is the same on all workers, so which numbers a sample gets depends on the "
     "number of workers. Draw with a row for each sample, such as torch.rand(len(x), …), or in the loss function."
 )
+FOLLOWS_PLACE = (
+    "Between run.batches and run.step each sample of {0} follows from random numbers for all samples ({2}), and from "
+    "something that is different for each, such as its place among those of a worker in torch.arange(len(x)). Places "
+    "depend on the number of workers; in the loss function, which gets virtual shards, they do not."
+)
 MIXES_SAMPLES = (
     "Between run.batches and run.step the script makes {} of several samples of the batch, as by a permutation, "
     "flip(0) or a mean over all of them. A worker has only its part of the batch there, so the result depends on the "
@@ -63,6 +68,7 @@ _SENTENCES = {
     Finding.MIXES_SAMPLES: MIXES_SAMPLES,
     Finding.SHARES_ROWS: SHARES_ROWS,
     Finding.DIVIDES_DRAWS: DIVIDES_DRAWS,
+    Finding.FOLLOWS_PLACE: FOLLOWS_PLACE,
 }
 
 
@@ -88,20 +94,26 @@ class GivenBatch:
         if self.recording is not None:
             self.recording.stop()
 
-    def complaint(self, content: Any) -> str:
+    def finding(self, content: Any) -> tuple[str, bool]:
         """What is wrong with `content`, which the script gives to `run.step`: that a sample of it follows from others
-        of this worker's batch, or from random numbers of others; empty if nothing is known to be."""
+        of this worker's batch, or from random numbers of others; empty if nothing is known to be. And whether that is
+        certain."""
         if self.recording is None:
-            return ""
+            return "", False
         named = list(named_tensors(content, "batch")) if self.is_changed(content) else []
         findings = self.recording.found([tensor for _, tensor in named], self._num_samples)
-        sentence = ""
+        certain = possible = ""
         for (place, tensor), finding in zip(named, findings, strict=True):
-            if finding is not None and not sentence:
-                draws = self.recording.draws_for_all(tensor)
-                sentence = _SENTENCES[finding].format(place, self._num_samples, draws)
+            if finding is None:
+                continue
+            draws = self.recording.draws_for_all(tensor)
+            sentence = _SENTENCES[finding].format(place, self._num_samples, draws)
+            if finding is Finding.FOLLOWS_PLACE:
+                possible = possible or sentence
+            else:
+                certain = certain or sentence
         self.recording.forget()
-        return sentence
+        return certain or possible, bool(certain)
 
     def is_changed(self, content: Any) -> bool:
         """Whether `content`, which the script gives to `run.step`, is not what it got."""

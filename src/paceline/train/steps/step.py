@@ -156,11 +156,11 @@ class Stepper:
             ):
                 if is_told:
                     self._tell_of_batches(sentence)
-        complaint = "" if pending.num_steps else given.complaint(content)
-        if complaint:
-            if has_others:
-                raise ModelError(complaint)
-            self._tell_of_batches(complaint)
+        sentence, is_certain = ("", False) if pending.num_steps else given.finding(content)
+        if sentence and is_certain and has_others:
+            raise ModelError(sentence)
+        if sentence:
+            self._tell_of_batches(sentence)
 
     def _tell_of_batches(self, sentence: str) -> None:
         if sentence not in self._has_told_of_batches:
