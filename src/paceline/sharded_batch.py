@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 from paceline.errors import ModelError
 
 
-def _apply(function: Callable[[Any], Any], shards: tuple[Any, ...]) -> tuple[Any, ...]:
+def apply_to_each(function: Callable[[Any], Any], shards: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a function returns for each shard."""
     return tuple(function(shard) for shard in shards)
 
 
@@ -27,7 +28,7 @@ class ShardedBatch:
     sizes: tuple[int, ...]
     """How many samples are in each of them."""
     apply: Callable[[Callable[[Any], Any], tuple[Any, ...]], tuple[Any, ...]] = field(
-        default=_apply, repr=False, compare=False
+        default=apply_to_each, repr=False, compare=False
     )
     """apply(function, shards): what the function returns for each shard."""
 

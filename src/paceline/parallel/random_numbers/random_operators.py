@@ -108,10 +108,14 @@ def call_filled_by(filled: Filled, operator: Any, args: tuple[Any, ...], kwargs:
         values, fill = _NEW[operator](*args, **{name: one for name, one in kwargs.items() if name != "generator"})
     else:
         raise UnknownOperatorError
-    if values.is_complex() or values.layout != torch.strided:
-        raise UnknownOperatorError
+    _check_can_be_filled(values)
     filled(str(operator), values, fill)
     return values
+
+
+def _check_can_be_filled(values: Tensor) -> None:
+    if values.is_complex() or values.layout != torch.strided:
+        raise UnknownOperatorError
 
 
 def _dropout(filled: Filled, input: Tensor, rate: float, train: bool | None = True) -> Any:
@@ -131,8 +135,7 @@ def _normal(filled: Filled, mean: Tensor | float, std: Tensor | float = 1.0) -> 
     """Normally distributed numbers, each of its own distribution."""
     like = mean + std
     assert isinstance(like, Tensor)
-    if like.is_complex() or like.layout != torch.strided:
-        raise UnknownOperatorError
+    _check_can_be_filled(like)
     values = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     filled("normal", values, _filling(_aten.normal_.default))
     return values.mul_(std).add_(mean)
@@ -192,14 +195,15 @@ def _integers(size: Any, lowest: int, beyond: int, **options: Any) -> tuple[Tens
 
 _random_from = getattr(_aten.random_, "from")
 
-ROW_BY_ROW = {
-    _aten.poisson.default,
-    _aten.binomial.default,
-    _aten._standard_gamma.default,
-    _aten._sample_dirichlet.default,
-    _aten.multinomial.default,
+LEAST_DIMS_OF_ROWS = {
+    _aten.poisson.default: 1,
+    _aten.binomial.default: 1,
+    _aten._standard_gamma.default: 1,
+    _aten._sample_dirichlet.default: 1,
+    _aten.multinomial.default: 2,
 }
-"""Operators that draw a row for each row of the tensors that they are given, which may be cut, and are not filled."""
+"""Operators that fill no tensor, and draw a row for each row of the tensors that they are given; how many dimensions
+these have at least if they have rows."""
 
 _IN_PLACE: dict[Any, Callable[..., Fill]] = {
     _aten.uniform_.default: _uniform,

@@ -68,7 +68,7 @@ class _Call:
         return [one.number for one in tree_leaves((self.args, self.kwargs)) if isinstance(one, _Computed)]
 
 
-class Finding(enum.Enum):
+class RowFinding(enum.Enum):
     """What rows of a tensor follow from besides their own samples and random numbers."""
 
     MIXES_SAMPLES = enum.auto()
@@ -125,8 +125,10 @@ class BatchRecording(TorchDispatchMode):
     def paused(self) -> Iterator[None]:
         """A context in which nothing is recorded."""
         was_recording, self._is_recording = self._is_recording, False
-        yield
-        self._is_recording = was_recording
+        try:
+            yield
+        finally:
+            self._is_recording = was_recording
 
     def take_drawn(self, drawn: Tensor, operator: str, *, of_rows: bool) -> None:
         """Take random numbers as they are now, one row for each sample, or for all of them."""
@@ -213,7 +215,7 @@ class BatchRecording(TorchDispatchMode):
             self._calls.append(_Call(copy, args, {}, (int(known),), (_sizes(drawn),), frozenset((int(known),))))
         return number
 
-    def found(self, outputs: Iterable[Tensor], num_samples: int) -> list[Finding | None]:
+    def found(self, outputs: Iterable[Tensor], num_samples: int) -> list[RowFinding | None]:
         """Of each tensor that the script made, what its rows follow from besides their own samples and numbers.
 
         Args:
@@ -223,7 +225,7 @@ class BatchRecording(TorchDispatchMode):
         """
         made = list(outputs)
         wanted = {int(self._numbers[one]): one for one in made if one in self._numbers}
-        found: dict[int, Finding] = {}
+        found: dict[int, RowFinding] = {}
         with contextlib.suppress(Exception), torch.no_grad():  # an operator that cannot be repeated, or compared
             # Torch does not see all that a script changes, as by `tensor.data` or an array of NumPy of the same memory.
             rows = self._differing(wanted, None, torch.arange(num_samples))
@@ -233,18 +235,18 @@ class BatchRecording(TorchDispatchMode):
                 if not rows[number].any() and _is_of_samples(one, num_samples)
             }
             for kept in _halves(num_samples):
-                for finding, exchanged in (Finding.MIXES_SAMPLES, self._of_batch), (Finding.SHARES_ROWS, self._rows):
+                for finding, exchanged in (
+                    (RowFinding.MIXES_SAMPLES, self._of_batch),
+                    (RowFinding.SHARES_ROWS, self._rows),
+                ):
                     for number, rows_of in self._differing(known, exchanged, _repeating(num_samples, kept)).items():
                         if (rows_of[kept] if known[number].dim() else rows_of).any():
                             found.setdefault(number, finding)
             drawn = {number: one for number, one in known.items() if one.dim() and self._draws_for_all(number)}
             differing = self._differing_from_first(drawn, num_samples, levels_draws=False)
-            if any(rows_of.any() for rows_of in differing.values()):
-                others = self._differing_from_first(drawn, num_samples, levels_draws=True)
-                for number, rows_of in differing.items():
-                    if rows_of.any():
-                        by_place = bool(others[number].any())
-                        found.setdefault(number, Finding.FOLLOWS_PLACE if by_place else Finding.DIVIDES_DRAWS)
+            divided = {number: drawn[number] for number, rows_of in differing.items() if rows_of.any()}
+            for number, rows_of in self._differing_from_first(divided, num_samples, levels_draws=True).items():
+                found.setdefault(number, RowFinding.FOLLOWS_PLACE if rows_of.any() else RowFinding.DIVIDES_DRAWS)
         return [found.get(int(self._numbers[one])) if one in self._numbers else None for one in made]
 
     def draws_for_all(self, output: Tensor) -> str:

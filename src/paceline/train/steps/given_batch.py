@@ -13,63 +13,36 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from paceline.containers import named_tensors, tensors, versions
 from paceline.sharded_batch import ShardedBatch
-from paceline.train.steps.batch_recording import BatchRecording, Finding
-
-DRAWS_UNSEEN = (
-    "Between run.batches and run.step the script draws random numbers in a function that is not looked into, such as a "
-    "compiled or scripted one, and changes the batch: where each sample has numbers of its own, which ones it gets "
-    "depends on the number of workers. Draw in the loss function, where every virtual shard has its own, or in the "
-    "data set."
-)
-DRAWS_APART = (
-    "Between run.batches and run.step the script draws random numbers for virtual shards that were collated apart: "
-    "which ones a shard gets depends on the number of workers. Draw in a function given to batch.map, where every "
-    "shard has its own, in the loss function or in the data set."
-)
-DRAWS_EACH = (
-    "Between run.batches and run.step the script draws as often as a worker has samples, and changes the batch: if it "
-    "draws once for each sample, which numbers a sample gets depends on the number of workers. Draw all at once, with "
-    "a row for each sample, such as torch.rand(len(x)), or in the loss function."
-)
-GENERATOR_UNSAVED = (
-    "Between run.batches and run.step the script draws from a generator of its own that no checkpoint holds: a run "
-    "that resumes begins with its first numbers again. Give it to run.keep(name, generator)."
-)
-DRAWS_SINGLE = (
-    "Between run.batches and run.step the script draws a tensor of a single number where a worker has a single sample: "
-    "it is taken for this sample's own. Draw a number that all samples share without dimensions, as by torch.rand(())."
-)
-SHARES_ROWS = (
-    "Between run.batches and run.step the script draws random numbers of {1} rows, as many as a worker has samples, "
-    "and each sample of {0} follows from several rows. Which numbers these are depends on the number of workers, "
-    "because a tensor with a row for each sample is drawn for every virtual shard apart. Draw what all samples share "
-    "in another shape, such as torch.rand(1, {1}), what is of one sample as its row, and compute over several samples "
-    "in the loss function."
-)
-DIVIDES_DRAWS = (
-    "Between run.batches and run.step each sample of {0} gets other random numbers, of a tensor that has not one row "
-    "for each sample ({2}). Such a tensor is the same on all workers, so which numbers a sample gets depends on the "
-    "number of workers. Draw with a row for each sample, such as torch.rand(len(x), …), or in the loss function."
-)
-FOLLOWS_PLACE = (
-    "Between run.batches and run.step each sample of {0} follows from random numbers for all samples ({2}), and from "
-    "something that is different for each, such as its place among those of a worker in torch.arange(len(x)). Places "
-    "depend on the number of workers; in the loss function, which gets virtual shards, they do not."
-)
-MIXES_SAMPLES = (
-    "Between run.batches and run.step the script makes {} of several samples of the batch, as by a permutation, "
-    "flip(0) or a mean over all of them. A worker has only its part of the batch there, so the result depends on the "
-    "number of workers. Do it in the loss function, which gets one virtual shard after the other where samples are "
-    "mixed, in the data set or in collate_fn."
-)
-
+from paceline.train.steps.batch_recording import BatchRecording, RowFinding
 
 _SENTENCES = {
-    Finding.MIXES_SAMPLES: MIXES_SAMPLES,
-    Finding.SHARES_ROWS: SHARES_ROWS,
-    Finding.DIVIDES_DRAWS: DIVIDES_DRAWS,
-    Finding.FOLLOWS_PLACE: FOLLOWS_PLACE,
+    RowFinding.MIXES_SAMPLES: (
+        "Between run.batches and run.step the script makes {0} of several samples of the batch, as by a permutation, "
+        "flip(0) or a mean over all of them. A worker has only its part of the batch there, so the result depends on "
+        "the number of workers. Do it in the loss function, which gets one virtual shard after the other where "
+        "samples are mixed, in the data set or in collate_fn."
+    ),
+    RowFinding.SHARES_ROWS: (
+        "Between run.batches and run.step the script draws random numbers of {1} rows, as many as a worker has "
+        "samples, and each sample of {0} follows from several rows. Which numbers these are depends on the number of "
+        "workers, because a tensor with a row for each sample is drawn for every virtual shard apart. Draw what all "
+        "samples share in another shape, such as torch.rand(1, {1}), what is of one sample as its row, and compute "
+        "over several samples in the loss function."
+    ),
+    RowFinding.DIVIDES_DRAWS: (
+        "Between run.batches and run.step each sample of {0} gets other random numbers, of a tensor that has not one "
+        "row for each sample ({2}). Such a tensor is the same on all workers, so which numbers a sample gets depends "
+        "on the number of workers. Draw with a row for each sample, such as torch.rand(len(x), …), or in the loss "
+        "function."
+    ),
+    RowFinding.FOLLOWS_PLACE: (
+        "Between run.batches and run.step each sample of {0} follows from random numbers for all samples ({2}), and "
+        "from something that is different for each, such as its place among those of a worker in "
+        "torch.arange(len(x)). Places depend on the number of workers; in the loss function, which gets virtual "
+        "shards, they do not."
+    ),
 }
+"""{0}: the place of a tensor, {1}: the number of samples, {2}: what draws for all of them."""
 
 
 class GivenBatch:
@@ -108,7 +81,7 @@ class GivenBatch:
                 continue
             draws = self.recording.draws_for_all(tensor)
             sentence = _SENTENCES[finding].format(place, self._num_samples, draws)
-            if finding is Finding.FOLLOWS_PLACE:
+            if finding is RowFinding.FOLLOWS_PLACE:
                 possible = possible or sentence
             else:
                 certain = certain or sentence

@@ -29,7 +29,7 @@ from paceline.data import random_streams
 from paceline.data.counter_random import key
 from paceline.parallel.random_numbers.generators import seed_generators, torch_states
 from paceline.parallel.random_numbers.random_operators import (
-    ROW_BY_ROW,
+    LEAST_DIMS_OF_ROWS,
     Fill,
     UnknownOperatorError,
     call_filled_by,
@@ -37,6 +37,7 @@ from paceline.parallel.random_numbers.random_operators import (
     draws_random_numbers,
 )
 from paceline.parallel.random_numbers.torch_calls import FunctionCalls, OperatorCalls
+from paceline.sharded_batch import apply_to_each
 from paceline.train.steps.batch_recording import BatchRecording
 
 _MOST_SHAPES = 1000
@@ -47,6 +48,31 @@ _OF_ALL = -1
 """Stands for a shard where something is drawn for all samples."""
 _PYTHON_FUNCTIONS = {"gumbel_softmax", "multi_head_attention_forward", "rrelu"}
 """Those of torch.nn.functional that draw, besides all kinds of dropout."""
+
+GENERATOR_UNSAVED = (
+    "Between run.batches and run.step the script draws from a generator of its own that no checkpoint holds: a run "
+    "that resumes begins with its first numbers again. Give it to run.keep(name, generator)."
+)
+_DRAWS_UNSEEN = (
+    "Between run.batches and run.step the script draws random numbers in a function that is not looked into, such as a "
+    "compiled or scripted one, and changes the batch: where each sample has numbers of its own, which ones it gets "
+    "depends on the number of workers. Draw in the loss function, where every virtual shard has its own, or in the "
+    "data set."
+)
+_DRAWS_APART = (
+    "Between run.batches and run.step the script draws random numbers for virtual shards that were collated apart: "
+    "which ones a shard gets depends on the number of workers. Draw in a function given to batch.map, where every "
+    "shard has its own, in the loss function or in the data set."
+)
+_DRAWS_EACH = (
+    "Between run.batches and run.step the script draws as often as a worker has samples, and changes the batch: if it "
+    "draws once for each sample, which numbers a sample gets depends on the number of workers. Draw all at once, with "
+    "a row for each sample, such as torch.rand(len(x)), or in the loss function."
+)
+_DRAWS_SINGLE = (
+    "Between run.batches and run.step the script draws a tensor of a single number where a worker has a single sample: "
+    "it is taken for this sample's own. Draw a number that all samples share without dimensions, as by torch.rand(())."
+)
 
 
 class LoopDraws:
@@ -72,7 +98,7 @@ class LoopDraws:
         """What rows were drawn in batches of several samples."""
         self._expected: set[int] = set()
         """Checksums of the states of torch's generators after all that was looked into; a script may go back to one."""
-        self.has_drawn_unseen = False
+        self._has_drawn_unseen = False
         """Whether something was drawn for this batch that was not looked into."""
         self._own_generators: list[torch.Generator] = []
         self._own_before: list[torch.Generator] = []
@@ -80,11 +106,11 @@ class LoopDraws:
         self.checksum: float | None = None
         """Of the states of torch's generators after the last draw for the samples of this batch; None: there was none.
         It is alike on all workers."""
-        self.has_drawn_apart = False
+        self._has_drawn_apart = False
         """Whether something was drawn for shards that have tensors of their own."""
         self._times_for_all: Counter[tuple[str, torch.Size]] = Counter()
         """How often something was drawn for all samples of this batch."""
-        self.has_drawn_single = False
+        self._has_drawn_single = False
         """Whether a single number was drawn for a batch of one sample, and taken for this sample's own, which other
         batches have not shown."""
 
@@ -102,7 +128,7 @@ class LoopDraws:
         self.stop()
         self._first_shard, self._sizes, self._recording = first_shard, sizes, recording
         self._are_apart = are_apart
-        self.has_drawn_unseen = self.has_drawn_apart = self.has_drawn_single = False
+        self._has_drawn_unseen = self._has_drawn_apart = self._has_drawn_single = False
         self.checksum = None
         self._times_for_all.clear()
         self._own_before, self._own_generators = self._own_generators, []
@@ -136,10 +162,20 @@ class LoopDraws:
             self._is_entered = True
             self._functions.__enter__()  # type: ignore[no-untyped-call]
 
-    @property
-    def has_drawn_each(self) -> bool:
-        """Whether something was drawn for all samples as often as there are samples."""
-        return 2 < self._num_samples <= max(self._times_for_all.values(), default=0)
+    def sentences(self, *, has_others: bool) -> list[str]:
+        """What depends on the number of workers if the script has changed the batch by what it drew.
+
+        Args:
+            has_others: whether other workers have samples of the batch.
+        """
+        draws_each = 2 < self._num_samples <= max(self._times_for_all.values(), default=0)
+        told = (
+            (self._has_drawn_unseen, _DRAWS_UNSEEN),
+            (self._has_drawn_apart, _DRAWS_APART),
+            (draws_each, _DRAWS_EACH),
+            (self._has_drawn_single and has_others, _DRAWS_SINGLE),
+        )
+        return [sentence for is_told, sentence in told if is_told]
 
     @property
     def lasting_generators(self) -> list[torch.Generator]:
@@ -149,14 +185,14 @@ class LoopDraws:
     def apply(self, function: Callable[[Any], Any], shards: tuple[Any, ...]) -> tuple[Any, ...]:
         """What a function returns for the content of each shard of this worker; all that it draws is the shard's."""
         if not self._is_active:
-            return tuple(function(shard) for shard in shards)
+            return apply_to_each(function, shards)
         made = []
         with self.paused():
             number, offset = self._next_number(None, self._device)
             for shard, content in enumerate(shards, self._first_shard):
                 seed_generators(key(number, random_streams.IN_LOOP, offset, shard), self._device)
                 made.append(function(content))
-            seed_generators(key(number, random_streams.AFTER_SHARDS, offset, 0), self._device)
+            seed_generators(key(number, random_streams.IN_LOOP, offset, _OF_ALL), self._device)
         return tuple(made)
 
     def _call_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,8 +224,10 @@ class LoopDraws:
         given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
         device = torch.empty(0, device=kwargs.get("device") or (given[0].device if given else "cpu")).device
         number = self._next_number(generator, device)
-        is_of_rows = operator in ROW_BY_ROW and all(one.dim() > 1 or not _is_multinomial(operator) for one in given)
-        if not is_of_rows or not all(self._is_of_samples(str(operator), one) for one in given):
+        least_dims = LEAST_DIMS_OF_ROWS.get(operator)
+        if least_dims is None or not all(
+            one.dim() >= least_dims and self._is_of_samples(str(operator), one) for one in given
+        ):
             with self._unrecorded():
                 returned = _call_with(self._seeded(device, *number, _OF_ALL), operator, args, kwargs)
             for one in tree_leaves(returned):
@@ -224,12 +262,12 @@ class LoopDraws:
             rows = str(operator), drawn.shape[1:]
             if self._num_samples > 1 and len(self._rows_of_samples) < _MOST_SHAPES:
                 self._rows_of_samples.add(rows)
-            self.has_drawn_single |= drawn.numel() == 1 and rows not in self._rows_of_samples
+            self._has_drawn_single |= drawn.numel() == 1 and rows not in self._rows_of_samples
             # Of the state, as it follows from all that was drawn before, for something else too.
             self.checksum = float(self._state())
         else:
             self._times_for_all[str(operator), drawn.shape] += 1
-        self.has_drawn_apart |= self._are_apart and drawn.dim() > 0
+        self._has_drawn_apart |= self._are_apart and drawn.dim() > 0
         if self._recording is not None:
             name = str(operator).removeprefix("aten.").partition(".")[0]
             self._recording.take_drawn(drawn, name, of_rows=of_rows)
@@ -289,7 +327,7 @@ class LoopDraws:
     def _notice_what_was_not_seen(self) -> None:
         """Notice draws of functions that are not looked into; a new seed is none."""
         if self._state() not in self._expected and not _are_new(self._device):
-            self.has_drawn_unseen = True
+            self._has_drawn_unseen = True
 
 
 def _are_new(device: torch.device) -> bool:
@@ -306,11 +344,6 @@ def _call_with(generator: torch.Generator, operator: Any, args: tuple[Any, ...],
         return operator(*args, **{**kwargs, "generator": generator})
     with drawing_from(generator):
         return operator(*args, **kwargs)
-
-
-def _is_multinomial(operator: Any) -> bool:
-    """Whether it is one that draws once for all where it is given a single row."""
-    return operator is torch.ops.aten.multinomial.default
 
 
 def _slices(sizes: Sequence[int]) -> Iterator[slice]:

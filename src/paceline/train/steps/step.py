@@ -25,15 +25,8 @@ from paceline.train.records.timing import StepTimer
 from paceline.train.session.script_changes import is_examined
 from paceline.train.session.session import Session
 from paceline.train.session.state import Trained
-from paceline.train.steps.given_batch import (
-    DRAWS_APART,
-    DRAWS_EACH,
-    DRAWS_SINGLE,
-    DRAWS_UNSEEN,
-    GENERATOR_UNSAVED,
-    GivenBatch,
-)
-from paceline.train.steps.loop_draws import LoopDraws
+from paceline.train.steps.given_batch import GivenBatch
+from paceline.train.steps.loop_draws import GENERATOR_UNSAVED, LoopDraws
 from paceline.train.steps.model_step import ModelStepper, Pending
 from paceline.train.steps.preparation import Prepared
 from paceline.train.steps.trace import ParityTracer
@@ -144,18 +137,12 @@ class Stepper:
         given.stop()
         has_others = sum(assignment.sizes) < assignment.global_size
         if given.is_changed(content):
-            draws = self.draws
-            self.session.drawn_by_script = draws.checksum
-            is_unsaved = any(not self._state.kept.holds_generator(one) for one in draws.lasting_generators)
-            for is_told, sentence in (
-                (draws.has_drawn_unseen, DRAWS_UNSEEN),
-                (draws.has_drawn_apart, DRAWS_APART),
-                (draws.has_drawn_each, DRAWS_EACH),
-                (draws.has_drawn_single and has_others, DRAWS_SINGLE),
-                (is_unsaved and self.session.saves_checkpoints, GENERATOR_UNSAVED),
-            ):
-                if is_told:
-                    self._tell_of_batches(sentence)
+            self.session.drawn_by_script = self.draws.checksum
+            for sentence in self.draws.sentences(has_others=has_others):
+                self._tell_of_batches(sentence)
+            holds = self._state.kept.holds_generator
+            if self.session.saves_checkpoints and not all(map(holds, self.draws.lasting_generators)):
+                self._tell_of_batches(GENERATOR_UNSAVED)
         sentence, is_certain = ("", False) if pending.num_steps else given.finding(content)
         if sentence and is_certain and has_others:
             raise ModelError(sentence)
