@@ -21,7 +21,7 @@ from torch import nn
 _MOST_TRANSFORMS = 64
 """A longer list is one of samples."""
 
-_KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+RandomGenerator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _PLAIN = (bool, int, float, str)
 
 _METHODS = ("__call__", "__getitem__", "__getitems__", "__iter__", "step")
@@ -61,16 +61,11 @@ class OwnGenerators:
 
     def full_states(self) -> list[Any]:
         """What `set_states` goes back to."""
-        return [_full_state(one) for one in self._all]
+        return [full_state(one) for one in self._all]
 
     def set_states(self, states: Sequence[Any]) -> None:
         for one, state in zip(self._all, states, strict=True):
-            if isinstance(one, np.random.Generator):
-                one.bit_generator.state = state
-            elif isinstance(one, random.Random):
-                one.setstate(state)
-            else:
-                one.set_state(state)
+            set_state(one, state)
 
     @contextmanager
     def kept(self) -> Iterator[None]:
@@ -80,6 +75,23 @@ class OwnGenerators:
             yield
         finally:
             self.set_states(before)
+
+
+def full_state(generator: RandomGenerator) -> Any:
+    """What `set_state` goes back to."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def set_state(generator: RandomGenerator, state: Any) -> None:
+    """Have a generator go on from where `full_state` found it."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
 
 
 def is_same_code(one: object, other: object) -> bool:
@@ -112,7 +124,7 @@ def _generators_in(holders: Iterable[object], depth: int, parts: Callable[[objec
         if id(thing) in seen or isinstance(thing, type | types.ModuleType):
             continue
         seen[id(thing)] = thing
-        if isinstance(thing, _KINDS):
+        if isinstance(thing, RandomGenerator):
             yield thing
         elif depth:
             left += [(part, depth - 1) for part in parts(thing)]
@@ -122,7 +134,8 @@ def _parts(thing: Any) -> Iterator[object]:
     """What a thing has, as far as code of a user's keeps generators there."""
     if isinstance(thing, nn.Module):
         modules = list(thing.modules())
-        yield from (value for module in modules for value in vars(module).values() if isinstance(value, _KINDS))
+        values = (value for module in modules for value in vars(module).values())
+        yield from (value for value in values if isinstance(value, RandomGenerator))
         # In an order that is the same on all workers, as each generator is seeded by its number.
         yield from dict.fromkeys(vars(type(module)).get("forward") for module in modules)
     elif isinstance(thing, functools.partial):
@@ -132,7 +145,7 @@ def _parts(thing: Any) -> Iterator[object]:
     elif isinstance(thing, types.FunctionType):
         yield from reached_by(thing)
     elif hasattr(thing, "__dict__"):
-        yield from (value for value in vars(thing).values() if isinstance(value, _KINDS))
+        yield from (value for value in vars(thing).values() if isinstance(value, RandomGenerator))
         yield from (getattr(type(thing), name, None) for name in _METHODS)
 
 
@@ -173,14 +186,8 @@ def _is_global(generator: object) -> bool:
 
 
 def _state(generator: Any) -> object:
-    state = _full_state(generator)
+    state = full_state(generator)
     return state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state)
-
-
-def _full_state(generator: Any) -> Any:
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
 NO_GENERATORS = OwnGenerators()

@@ -155,12 +155,16 @@ TOLD: dict[str, Change] = {
     "a scripted function": lambda batch: [_noisy_in_script(batch[0])],
     "antithetic": _antithetic,
     "decided for each": _decided_for_each,
+    "by NumPy": lambda batch: [batch[0] + torch.from_numpy(np.random.randn(*batch[0].shape)).float()],
+    "by Python": lambda batch: [batch[0] * torch.tensor([[random.random()] for _ in range(2 * len(batch[0]))])[::2]],
     "stratified": lambda batch: [batch[0] * ((torch.rand(1) + _places(batch)) % 1)[:, None]],
 }
 HARMLESS: dict[str, Change] = {
     "classes": lambda batch: [batch[0] * torch.rand(10)[batch[0][:, 0].gt(0).long(), None]],
     "nothing": lambda batch: batch,
     "without draws": lambda batch: [batch[0].double().float() * 2],
+    "a mixup's share": lambda batch: [batch[0] * np.random.beta(0.2, 0.2) * random.uniform(0.5, 1)],
+    "seeds": lambda batch: [batch[0] * 2, np.random.seed(3), random.seed(3)],
     "one number for all": lambda batch: [batch[0] * np.random.rand() * torch.rand(()) + torch.rand(1, 4)],
     "draws for something else": _for_something_else,
 }
@@ -464,10 +468,28 @@ def test_it_is_refused_where_it_changes_what_samples_get() -> None:
         run_ranks(_logged, 2, "before", False)
 
 
-def _by_own_generator(folder: str, stop: int | None, is_kept: bool) -> tuple[list[float], list[str]]:
+_OWN: dict[str, tuple[Callable[[], Any], Callable[[Any, torch.Size], Tensor]]] = {
+    "torch": (
+        lambda: torch.Generator().manual_seed(3),
+        lambda generator, shape: torch.randn(shape, generator=generator),
+    ),
+    "NumPy": (
+        lambda: np.random.default_rng(3),
+        lambda generator, shape: torch.from_numpy(generator.random(shape[1:])),
+    ),
+    "NumPy's older one": (
+        lambda: np.random.RandomState(3),
+        lambda generator, shape: torch.from_numpy(generator.rand(*shape[1:])),
+    ),
+    "Python": (lambda: random.Random(3), lambda generator, _: torch.tensor(generator.gauss(0.0, 1.0))),
+}
+
+
+def _by_own_generator(kind: str, folder: str, stop: int | None, is_kept: bool) -> tuple[list[float], list[str]]:
     plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
     job = Job(global_batch_size=8, virtual_shards=4, precision="float64", epochs=2)
-    generator = torch.Generator().manual_seed(3)
+    make, draw = _OWN[kind]
+    generator = make()
     with paceline.init(job, plan=plan, checkpoint_dir=folder, max_steps=stop) as run:
         model = nn.Linear(4, 1)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -475,15 +497,16 @@ def _by_own_generator(folder: str, stop: int | None, is_kept: bool) -> tuple[lis
             run.keep("noise", generator)
         losses = []
         for (inputs,) in run.batches(TensorDataset(INPUTS)):
-            noise = torch.randn(inputs.shape, generator=generator)
-            losses.append(float(run.step([inputs + noise], _loss)))
+            losses.append(float(run.step([inputs + draw(generator, inputs.shape)], _loss)))
         return losses, [note for note in run.notes if "run.keep" in note]
 
 
-def test_a_generator_of_the_scripts_goes_on_in_a_resumed_run(tmp_path: Path) -> None:
-    ((whole, notes),) = run_ranks(_by_own_generator, 1, str(tmp_path / "whole"), None, False)
-    assert len(notes) == 1
-    run_ranks(_by_own_generator, 1, str(tmp_path / "resumed"), 3, True)
-    for rest, notes in run_ranks(_by_own_generator, 2, str(tmp_path / "resumed"), None, True):
+@pytest.mark.parametrize("kind", _OWN)
+def test_a_generator_of_the_scripts_goes_on_in_a_resumed_run(kind: str, tmp_path: Path) -> None:
+    """The notes tell of torch's alone, whose draws are seen."""
+    ((whole, notes),) = run_ranks(_by_own_generator, 1, kind, str(tmp_path / "whole"), None, False)
+    assert len(notes) == (kind == "torch")
+    run_ranks(_by_own_generator, 1, kind, str(tmp_path / "resumed"), 3, True)
+    for rest, notes in run_ranks(_by_own_generator, 2, kind, str(tmp_path / "resumed"), None, True):
         np.testing.assert_allclose(rest, whole[3:], rtol=1e-9)
         assert not notes

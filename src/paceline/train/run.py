@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -36,7 +36,7 @@ from paceline.train.records.noise_meter import NoiseMeter
 from paceline.train.records.progress import Progress
 from paceline.train.records.timing import StepTimer
 from paceline.train.run_view import RunView
-from paceline.train.session.kept import Kept, Stateful
+from paceline.train.session.kept import Keepable, Kept
 from paceline.train.session.session import RunState, Session
 from paceline.train.session.state import Trained
 from paceline.train.session.stopping import Stopping
@@ -214,7 +214,7 @@ class Run(RunView):
             seed_between_steps(self.job.seed, self.steps, self.device)
         return session
 
-    def keep(self, name: str, thing: Stateful | Generator) -> None:
+    def keep(self, name: str, thing: Keepable) -> None:
         """Save and restore something of the script's own with every checkpoint, after `prepare`.
 
         Checkpoints are taken when the next batch is asked for, or the next epoch begins: what the script changes
@@ -222,7 +222,7 @@ class Run(RunView):
 
         Args:
             thing: has `state_dict()`, of tensors, numbers, texts, and lists and dictionaries of these, alike on all
-                workers, and `load_state_dict(state)`, which is called now if the run was resumed; or a torch.Generator.
+                workers, and `load_state_dict(state)`, which is called if the run was resumed; or a random generator.
         """
         self._kept.add(name, thing)
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from paceline.containers import tensors
+from paceline.own_generators import RandomGenerator, full_state, set_state
 
 
 @runtime_checkable
@@ -20,17 +23,21 @@ class Stateful(Protocol):
     def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
 
 
+Keepable = Stateful | RandomGenerator
+"""What a script may ask a run to keep."""
+
+
 class KeptGenerator:
     """A generator of random numbers as something that a checkpoint can keep."""
 
-    def __init__(self, generator: torch.Generator) -> None:
+    def __init__(self, generator: RandomGenerator) -> None:
         self.generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        return {"state": self.generator.get_state()}
+        return {"state": tree_map_only(np.ndarray, np.ndarray.tolist, full_state(self.generator))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.generator.set_state(state["state"])
+        set_state(self.generator, state["state"])
 
 
 class Kept:
@@ -44,12 +51,12 @@ class Kept:
         """States from a checkpoint that have not been claimed yet."""
         self._after_restoring: Callable[[], None] = lambda: None
 
-    def add(self, name: str, thing: Stateful | torch.Generator, *, in_step: bool = False) -> None:
+    def add(self, name: str, thing: Keepable, *, in_step: bool = False) -> None:
         """
         Args:
             in_step: whether it moves in `Run.step` alone, not in what the script does between two steps.
         """
-        if isinstance(thing, torch.Generator):
+        if isinstance(thing, RandomGenerator):
             thing = KeptGenerator(thing)
         self._things[name] = thing
         self.moves_between_steps |= not in_step
@@ -57,7 +64,7 @@ class Kept:
             thing.load_state_dict(self._restored.pop(name))
             self._after_restoring()
 
-    def holds_generator(self, generator: torch.Generator) -> bool:
+    def holds_generator(self, generator: RandomGenerator) -> bool:
         """Whether a generator is saved."""
         return any(isinstance(one, KeptGenerator) and one.generator is generator for one in self._things.values())
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from paceline.containers import named_tensors, tensors, versions
 from paceline.sharded_batch import ShardedBatch
 from paceline.train.steps.batch_recording import BatchRecording, RowFinding
+from paceline.train.steps.host_draws import HostDraws
 
 _SENTENCES = {
     RowFinding.MIXES_SAMPLES: (
@@ -43,6 +44,14 @@ _SENTENCES = {
     ),
 }
 """{0}: the place of a tensor, {1}: the number of samples, {2}: what draws for all of them."""
+_DRAWS_BY_HOST = (
+    "Between run.batches and run.step the script draws as many random numbers by NumPy or Python as a worker has "
+    "samples, or more, and changes the batch: if each sample gets numbers of its own, which ones they are depends on "
+    "the number of workers. Draw them by torch with a row for each sample, such as torch.rand(len(x)), or in the loss "
+    "function, the data set or collate_fn."
+)
+_WORDS_FOR_ALL = 12
+"""So many words of random bits a script may take for what all samples share, as a mixup's share and a CutMix's box."""
 
 
 class GivenBatch:
@@ -61,6 +70,7 @@ class GivenBatch:
         # Another mode of the script's may end before this one; and shards that were collated alone stay apart.
         is_recorded &= _get_current_dispatch_mode() is None and not isinstance(content, ShardedBatch)
         self.recording = BatchRecording(given) if is_recorded else None
+        self._host_draws = HostDraws() if is_recorded else None
 
     def stop(self) -> None:
         """Look at nothing more that the script does."""
@@ -71,8 +81,9 @@ class GivenBatch:
         """What is wrong with `content`, which the script gives to `run.step`: that a sample of it follows from others
         of this worker's batch, or from random numbers of others; empty if nothing is known to be. And whether that is
         certain."""
-        if self.recording is None:
+        if self.recording is None or self._host_draws is None:
             return "", False
+        is_drawn_by_host = self._host_draws.least_words() >= max(self._num_samples, _WORDS_FOR_ALL)
         named = list(named_tensors(content, "batch")) if self.is_changed(content) else []
         findings = self.recording.found([tensor for _, tensor in named], self._num_samples)
         certain = possible = ""
@@ -86,6 +97,8 @@ class GivenBatch:
             else:
                 certain = certain or sentence
         self.recording.forget()
+        if named and is_drawn_by_host:
+            possible = possible or _DRAWS_BY_HOST
         return certain or possible, bool(certain)
 
     def is_changed(self, content: Any) -> bool:
