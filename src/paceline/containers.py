@@ -137,7 +137,7 @@ def map_tensors(value: Any, convert: Callable[[Tensor], Any], opened: Open = ope
 
 
 def versions(some: Iterable[Tensor]) -> list[int]:
-    """The `version` of each tensor."""
+    """The `version` of each tensor, of any shape."""
     return [version(one) for one in some]
 
 

@@ -302,7 +302,7 @@ def _size_of(sample: Any) -> float:
 
 
 def may_show_validity(tensor: Tensor) -> bool:
-    """Whether padding or masks may be seen in it: numbers of tokens or classes, masks, weights; no images."""
+    """Whether padding or masks may show in a tensor of any shape: tokens, classes, masks, weights; no images."""
     if tensor.layout != torch.strided or tensor.is_nested or tensor.is_complex():
         return False
     return tensor.numel() > 0 and (tensor.ndim <= 2 or not tensor.is_floating_point())

@@ -46,7 +46,7 @@ _ALIGNMENT = 64
 
 
 def dtype_name(name: str, tensor: Tensor) -> str:
-    """The format's name of a tensor's dtype. Raises `CheckpointError`, which names the tensor, where it has none."""
+    """The format's name of the dtype of a tensor, whatever its shape. Raises `CheckpointError` where it has none."""
     if tensor.dtype not in _NAMES:
         raise CheckpointError(f"The tensor '{name}' has dtype {tensor.dtype}, which a checkpoint cannot hold.")
     return _NAMES[tensor.dtype]

@@ -51,7 +51,7 @@ class Checkpoint:
         return weights
 
     def tensors(self, wanted: Callable[[str], bool] = lambda _name: True) -> dict[str, Tensor]:
-        """The whole tensors by name, of the names that are wanted."""
+        """The whole tensors by name, each in the shape of its manifest, of the names that are wanted."""
         return {name: self._tensor(entry) for name, entry in self.manifest.tensors.items() if wanted(name)}
 
     def _tensor(self, entry: TensorEntry) -> Tensor:

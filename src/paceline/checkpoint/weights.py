@@ -19,7 +19,7 @@ _OS_ERROR = re.compile(r"os error (\d+)")
 
 
 def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
-    """Write a model's state_dict; the file is complete or absent. Tied tensors are stored once.
+    """Write a model's state_dict, of any shapes; the file is complete or absent. Tied tensors are stored once.
 
     Raises:
         OSError: it cannot be written.
@@ -42,7 +42,7 @@ def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
 
 
 def export_weights(weights: Mapping[str, Tensor], storage: Storage, name: str) -> None:
-    """Write weights that were read from a checkpoint; the file is complete or absent. Tied ones are stored once."""
+    """Write weights of any shapes from a checkpoint; the file is complete or absent. Tied ones are stored once."""
     storage.write(name, [save(*_stored(weights))])
 
 

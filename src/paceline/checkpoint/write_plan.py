@@ -28,7 +28,7 @@ class WritePlan:
     """All tensors of all workers, with the files that hold them."""
 
     def tensors_to_write(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of `state` that this worker writes, by their names in its file."""
+        """The tensors of `state` that this worker writes, in the shapes of its shards, by their names in its file."""
         return {key: local_shard(state[name]) for key, name in self.mine.items()}
 
 

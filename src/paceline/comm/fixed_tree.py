@@ -85,7 +85,8 @@ def _are_siblings(left: Block, right: Block) -> bool:
 
 
 def finish_tree(blocks: Mapping[Block, Tensor], num_leaves: int) -> Tensor:
-    """The root of the tree over `num_leaves` leaves from the sums of blocks that tile it; may overwrite them."""
+    """The root of the tree over `num_leaves` leaves from the sums of blocks that tile it, all of one shape, in which it
+    is returned; may overwrite them."""
 
     def node(start: int, stop: int) -> Tensor:
         ready = blocks.get((start, stop - start))

@@ -25,7 +25,7 @@ def _spread(nodes: tuple[tuple[int, ...], ...], num_servers: int) -> tuple[int, 
 
 
 def parameter_server_two_level(values: Tensor, links: Links) -> None:
-    """The workers of a node add up first; its leader alone uploads, and hands on what it gets back.
+    """Sum a flat vector in place: the workers of a node add up first, its leader alone sends and receives.
 
     At most one worker a node serves. Over a node's link goes what one worker would send, however many there are.
     """

@@ -26,7 +26,7 @@ def sum_at_servers(values: Tensor, links: Links, *, workers: Sequence[int], serv
 def stages_at_servers(
     values: Tensor, links: Links, *, workers: Sequence[int], servers: Sequence[int]
 ) -> Iterator[None]:
-    """The two stages of `sum_at_servers`: yields where each of them has begun to send."""
+    """The two stages of `sum_at_servers`, in place of a flat vector: yields where each of them has begun to send."""
     rank, wire = links.rank, links.wire
     parts = dict(zip(servers, values.tensor_split(len(servers)), strict=True))
     others = [worker for worker in workers if worker != rank]

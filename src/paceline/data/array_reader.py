@@ -51,7 +51,7 @@ class ArrayReader:
     def read(self, epoch: int, indices: NDArray[np.int64], train: bool) -> tuple[Tensor, Tensor]:
         """The samples `indices` (b,) as (inputs, targets) on the device; augmented if `train`.
 
-        Images: inputs (b, C, H, W) in the reader's dtype and memory format, targets int64 (b,).
+        Shapes of images: inputs (b, C, H, W) in the reader's dtype and memory format, targets int64 (b,).
         Tokens: inputs and targets int64 (b, L).
         """
         inputs, targets = self._gather(indices)

@@ -36,7 +36,7 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
 
 
 def checked_labels(labels: NDArray[Any], num_images: int, num_classes: int, where: str) -> NDArray[np.int64]:
-    """`labels` (n,) as int64.
+    """A vector `labels` (n,) as int64.
 
     Raises:
         DataError: their number is not `num_images`, or one lies outside 0 … num_classes - 1; names `where`.

@@ -98,7 +98,7 @@ def local_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def is_sharded(tensor: Tensor, axis: str) -> bool:
-    """Whether workers along the mesh axis `axis` hold different shards of `tensor`."""
+    """Whether workers along the mesh axis `axis` hold different shards of `tensor`, of any shape."""
     if not is_dtensor(tensor):
         return False
     names = tensor.device_mesh.mesh_dim_names or ()

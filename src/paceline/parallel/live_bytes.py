@@ -57,7 +57,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def ignore(self, tensor: Tensor) -> None:
-        """Leave out the memory of `tensor`, from its beginning on."""
+        """Leave out the memory of `tensor`, of any shape, from its beginning on."""
         self._ignored.add(self._piece_of(tensor))
 
     def begin(self) -> None:

@@ -114,7 +114,7 @@ class ShardSum:
         return len(self._arrived) == self._num_shards
 
     def add(self, blocks: Sequence[Block], sums: Sequence[Tensor]) -> bool:
-        """Count the sums of some aligned blocks, unless a shard of theirs is in already; they are owned from then on.
+        """Count the sums, flat vectors, of aligned blocks, unless a shard of theirs is in; they are owned from now on.
 
         Returns whether all shards of all blocks are in now.
         """

@@ -57,7 +57,7 @@ def squared_gradient_norm(module: nn.Module) -> Tensor:
 
 
 def norm_of_each(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The norm of each, in their order; at least in float32."""
+    """The norm of each gradient, of any shape, as scalars in their order; at least in float32."""
     dense = [_dense(one) for one in gradients]
     norms: dict[int, Tensor] = {}
     for (_, dtype), tensors in alike(dense).items():
@@ -129,6 +129,7 @@ class WorkerNorms:
         """Report the last step's norms, which this sum completes, and keep those of the current step.
 
         Args:
+            small_sqr: a scalar.
             weight, rescale: as of `mean_of_squares`; with a stand-in this worker has the weight 0.
         """
         if self._last is not None:

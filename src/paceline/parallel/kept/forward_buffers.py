@@ -288,7 +288,7 @@ class ForwardBuffers:
             self.start_over()
 
     def hidden_state(self) -> dict[str, Tensor]:
-        """The buffers that passes change and a state_dict leaves out, by name: a resumed run needs them too."""
+        """The buffers, of any shapes, that passes change and a state_dict leaves out: a resumed run needs them too."""
         moving = (self._combined[number] for number in sorted(self._moving))
         return {buffer.name: local_shard(buffer.tensor) for buffer in moving if not buffer.is_persistent}
 

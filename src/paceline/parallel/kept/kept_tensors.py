@@ -93,7 +93,7 @@ class KeptTensors:
                 self._given[path] = sum(map(_checksum, _alive(held[path])))
 
     def newly_leading(self) -> dict[str, list[Tensor]]:
-        """What is in the places in `leading` of which this has not been told before."""
+        """The tensors, of any shapes, in the places in `leading` of which this has not been told before."""
         found: dict[str, list[Tensor]] = {}
         for path in self._given:
             if (name := name_in(path)) in self.leading and path not in self._told:
@@ -209,7 +209,7 @@ class _Follower(TorchDispatchMode):
 
 
 def written_arguments(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that a call of an operator changes, as far as it says so."""
+    """The tensors, of any shapes, that a call of an operator changes in place, as far as it says so."""
     if not isinstance(operator, OpOverload) or not operator._schema.is_mutable:
         return []
     arguments = operator._schema.arguments

@@ -68,7 +68,7 @@ class Novelty:
         return found
 
     def learn_graph(self, loss: Tensor) -> bool:
-        """Whether the loss was computed by other operations than all before; the first are nothing new."""
+        """Whether the loss, a scalar, was computed by other operations than all before; the first are nothing new."""
         graph = _operations(loss)
         if graph in self._graphs:
             return False

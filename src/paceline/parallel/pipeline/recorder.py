@@ -268,7 +268,7 @@ class _InsideLayers(TorchDispatchMode):
             del self._made[tensor]
 
     def origin(self, tensor: Tensor) -> tuple[int, Any] | None:
-        """The layer that made a tensor, with name and output of the module inside of it that returned it."""
+        """The layer that made a tensor of any shape, and name and output of the module in it that returned it."""
         made = self._made.get(tensor)
         return None if made is None else (made[0], self._returned.get(tensor))
 

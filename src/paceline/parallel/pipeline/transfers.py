@@ -118,7 +118,7 @@ class StageLinks:
         outbox.send(tensors, forms, self._queue(self.rank, to), self._ranks[to], taken_by)
 
     def receive(self, forms: Sequence[TensorForm], source: int) -> Callable[[], list[Tensor]]:
-        """Begin to receive tensors of these forms; the returned function waits until they are there."""
+        """Begin to receive tensors of these shapes and dtypes; the returned function waits until they are there."""
         packed = [form.packed(self.device) for form in forms]
         queue = self._queue(source, self.rank)
         works = [dist.irecv(tensor, src=self._ranks[source], group=queue) for tensor in packed]

@@ -373,7 +373,7 @@ class Passes:
 
     @contextmanager
     def stand_in(self, step: StepInput, module: nn.Module) -> Iterator[Tensor]:
-        """The loss of one sample that counts for nothing, for a worker that has to go through collectives with others.
+        """The loss of a sample that counts for nothing, a scalar, for a worker that takes part in others' collectives.
 
         Its backward pass belongs inside.
         """

@@ -55,7 +55,7 @@ class SequenceRegion:
         return whole
 
     def gather(self, own: Tensor) -> Tensor:
-        """All positions, as `leave`, where this worker then computes some features of them."""
+        """All positions, in the shape of `leave`, where this worker then computes some features of them."""
         return exchange.all_gather_to_divide(own, _DIM, self.length, self.axis)
 
     def scatter(self, term: Tensor, bias: Tensor | None) -> Tensor:

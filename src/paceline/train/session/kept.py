@@ -69,7 +69,7 @@ class Kept:
         return any(isinstance(one, KeptGenerator) and one.generator is generator for one in self._things.values())
 
     def holds(self, some: Iterable[Tensor]) -> bool:
-        """Whether all of these tensors, or copies of them, are saved."""
+        """Whether all of these tensors, or copies of them in their shapes, are saved."""
         saved = list(tensors(self.state_dict()))
         return all(any(one.shape == other.shape and torch.equal(one, other.to(one)) for other in saved) for one in some)
 

@@ -337,7 +337,7 @@ class Session:
         self.say(sentence)
 
     def unsaved(self, moved: Mapping[str, Sequence[torch.Tensor]]) -> list[str]:
-        """The names of tensors of the script's that a checkpoint should hold, and does not."""
+        """The names of tensors of the script's, of any shapes, that a checkpoint should hold, and does not."""
         return (
             []
             if self._checkpoints is None

@@ -131,7 +131,7 @@ class BatchRecording(TorchDispatchMode):
             self._is_recording = was_recording
 
     def take_drawn(self, drawn: Tensor, operator: str, *, of_rows: bool) -> None:
-        """Take random numbers as they are now, one row for each sample, or for all of them."""
+        """Take a tensor of random numbers, of any shape, as it is now: one row for each sample, or for all of them."""
         if not self._is_recording or not _is_plain(drawn):
             return
         number = self._take_as_given(drawn)

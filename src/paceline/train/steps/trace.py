@@ -47,7 +47,7 @@ class ParityTracer:
         return cls(file)
 
     def before_update(self, step: int, model: nn.Module, whole: Whole, loss: Tensor, batch: Any, *, idle: bool) -> None:
-        """Where the model is spread: a collective, and rank 0 writes for all."""
+        """Note the loss, a scalar. Where the model is spread: a collective, and rank 0 writes for all."""
         if self._file is None:
             return
         gradients = whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
