@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from paceline.containers import copied
 from paceline.data import random_streams
 from paceline.data.counter_random import key
+from paceline.own_generators import NO_GENERATORS, OwnGenerators, is_same_code
 from paceline.parallel.random_numbers.generators import seed_generators, torch_states
 from paceline.parallel.random_numbers.random_operators import (
     LEAST_DIMS_OF_ROWS,
@@ -99,6 +100,9 @@ class LoopDraws:
         """What rows were drawn in batches of several samples."""
         self._expected: set[int] = set()
         """Checksums of the states of torch's generators after all that was looked into; a script may go back to one."""
+        self._applied: Callable[[Any], Any] | None = None
+        self._generators_of_applied = NO_GENERATORS
+        """What the function that was applied last draws from besides the global ones."""
         self._has_drawn_unseen = False
         """Whether something was drawn for this batch that was not looked into."""
         self._own_generators: list[torch.Generator] = []
@@ -200,11 +204,15 @@ class LoopDraws:
         stand_ins = tuple(copied(shards[0]) for _ in range(len(shards), self._num_calls))
         if not self._is_active:
             return apply_to_each(function, shards + stand_ins)[: len(shards)]
+        if not is_same_code(function, self._applied):
+            self._applied, self._generators_of_applied = function, OwnGenerators(function)
         made = []
-        with self.paused():
+        with self.paused(), self._generators_of_applied.kept():
             number, offset = self._next_number(None, self._device)
             for shard, content in enumerate(shards + stand_ins, self._first_shard):
-                seed_generators(key(number, random_streams.IN_LOOP, offset, shard), self._device)
+                seed = key(number, random_streams.IN_LOOP, offset, shard)
+                seed_generators(seed, self._device)
+                self._generators_of_applied.seed(seed)
                 made.append(function(content))
             seed_generators(key(number, random_streams.IN_LOOP, offset, _OF_ALL), self._device)
         return tuple(made[: len(shards)])
