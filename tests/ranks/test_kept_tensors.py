@@ -4,7 +4,7 @@ them, since it would depend on the number of workers; anything else that is kept
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -69,6 +69,25 @@ class Bank(Classifier):
         centred = hidden - torch.cat(list(self.bank)).mean(0) if self.bank else hidden
         self.bank.append(hidden.detach())
         return centred
+
+
+class PerSample(Classifier):
+    """What is kept fits the samples of one pass, and not of another."""
+
+    def centre(self, hidden: Tensor) -> Tensor:
+        self.kept = hidden.detach() if self.kept is None else self.kept + hidden.detach()
+        return hidden - self.kept
+
+
+class Recurrent(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRU(8, 8, batch_first=True)
+
+    def centre(self, hidden: Tensor) -> Tensor:
+        out, kept = self.cell(hidden[:, None], self.kept)
+        self.kept = kept.detach()
+        return cast(Tensor, out[:, 0])
 
 
 class Entry(Classifier):
@@ -187,9 +206,10 @@ def _train_all(cases: list[tuple[type[Classifier], str, str, str]]) -> list[list
 
 
 MODELS = {Replaced: "average", InPlace: "average", MadeInFirstPass: "kept", Bank: "bank", Entry: "state"}
+OF_SHAPES = {PerSample: "kept", Recurrent: "kept"}
 REFUSED = [
     *((kind, "plain", f"The forward pass computes with a tensor that an earlier pass left in '{name}'")
-      for kind, name in {**MODELS, InObject: "memory.average"}.items()),
+      for kind, name in {**MODELS, **OF_SHAPES, InObject: "memory.average"}.items()),
     *((Classifier, name, "The loss function computes with a tensor that an earlier pass left in 'centre'")
       for name in ("variable", "criterion")),
 ]  # fmt: skip
