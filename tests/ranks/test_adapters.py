@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 import paceline
 from paceline.env import worker_facts
+from paceline.errors import ModelError
 from paceline.spec import Job, Plan, parse_mesh
 from tests.ranks.harness import run_ranks
 from tests.ranks.zoo import ZOO
@@ -92,3 +93,30 @@ def test_adapters_are_trained_alone_and_resumed_on_any_number_of_workers(tmp_pat
         np.testing.assert_allclose(result.losses, numeric.losses[STOP:], rtol=1e-12, err_msg=strategy)
         for name, value in result.weights.items():
             np.testing.assert_allclose(value, numeric.weights[name], rtol=1e-11, atol=1e-12, err_msg=name)
+
+
+def _write() -> tuple[list[list[int]], str]:
+    """The tokens that a model with adapters writes before its first step, and how the call of a part of it ends."""
+    entry, facts = ZOO["llama-lora"], worker_facts()
+    with paceline.init(global_batch_size=8, strategy="fsdp", progress=False) as run:
+        model: Any = entry.make()
+        run.prepare(model, torch.optim.SGD([one for one in model.parameters() if one.requires_grad], 0.1))
+        words = torch.arange(1, 7).view(2, 3)
+        written = model.generate(input_ids=words, max_new_tokens=4, do_sample=False, pad_token_id=0).tolist()
+    try:
+        with paceline.init(global_batch_size=8, strategy="fsdp", progress=False) as run:
+            model = entry.make()
+            run.prepare(model, torch.optim.SGD([one for one in model.parameters() if one.requires_grad], 0.1))
+            model.get_base_model()(input_ids=words)
+    except ModelError as refused:
+        return written, str(refused)
+    assert facts.world_size == 1, "a part of a sharded model was called"
+    return written, ""
+
+
+def test_a_sharded_model_with_adapters_writes_and_a_part_of_it_that_is_called_is_refused_in_a_sentence() -> None:
+    ((alone, _),), workers = run_ranks(_write, 1), run_ranks(_write, 2)
+    assert len(alone[0]) > 3
+    for written, refusal in workers:
+        assert written == alone
+        assert "calls a part or a method of the model" in refusal

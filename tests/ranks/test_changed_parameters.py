@@ -172,7 +172,7 @@ def _penalised(strategy: str) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["fsdp", "tp"])
 def test_a_penalty_on_weights_that_are_sharded_is_refused(strategy: str) -> None:
-    with pytest.raises(AssertionError, match="ModelError: The loss function, or a layer, uses a parameter outside"):
+    with pytest.raises(AssertionError, match="ModelError: The loss function, the script or a layer uses a parameter"):
         run_ranks(_penalised, 2, strategy)
 
 

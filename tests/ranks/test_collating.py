@@ -170,3 +170,35 @@ def test_a_sharded_batch_says_how_it_is_used() -> None:
     for wrong in wrongs:
         with pytest.raises(ModelError, match=r"one collated batch for each virtual shard, .* by batch.map"):
             wrong()
+
+
+def _follow() -> list[float]:
+    """The losses of a run that compares each shard with what the model said of it before two steps; the last batch has
+    fewer shards than others."""
+    job = Job(global_batch_size=8, virtual_shards=4, epochs=1, precision="float64")
+    data = [torch.randn(5, generator=torch.Generator().manual_seed(number)) for number in range(18)]
+
+    def follow(shard: dict[str, Tensor]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            shard["said"] = model(shard["inputs"] + 0.1 * torch.randn(5))
+        return shard
+
+    with paceline.init(job, strategy="fsdp", progress=False) as run:
+        model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2))
+        run.prepare(model, torch.optim.SGD(model.parameters(), 0.3))
+        losses = []
+        for batch in run.batches(data, collate_fn=lambda samples: {"inputs": torch.stack(samples)}):
+            changed = batch.map(follow)
+            for _ in range(2):
+                loss = run.step(
+                    changed, lambda model, one: (model(one["inputs"]) - one["said"]).square().mean(), model=model
+                )
+                losses.append(float(loss))
+            batch.map(follow)
+        return losses
+
+
+def test_a_sharded_model_is_called_equally_often_for_the_shards_of_a_batch() -> None:
+    (alone,) = run_ranks(_follow, 1)
+    for losses in run_ranks(_follow, 3, timeout_s=60):
+        np.testing.assert_allclose(losses, alone, rtol=1e-9)

@@ -394,11 +394,15 @@ def _mapped() -> list[float]:
         model = nn.Linear(4, 1)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         losses = []
+        own, of_torch = np.random.default_rng(3), torch.Generator().manual_seed(3)
+
+        def change(shard: list[Tensor]) -> list[Tensor]:
+            noise = torch.from_numpy(np.random.rand(*shard[0].shape)) + own.random() + torch.rand(1, generator=of_torch)
+            return [shard[0] + noise + torch.multinomial(shard[0].sigmoid(), 1)]
+
         batches = run.batches(TensorDataset(INPUTS[:19]), collate_fn=_collate, sampler=lambda _seed, _epoch: range(19))
         for batch in batches:
-            batch = batch.map(
-                lambda shard: [shard[0] + np.random.rand(*shard[0].shape) + torch.multinomial(shard[0].sigmoid(), 1)]
-            )
+            batch = batch.map(change)
             scale = torch.rand(())
             losses.append(float(run.step(batch.map(lambda shard, scale=scale: [shard[0] * scale]), _loss)))
         assert not run.notes

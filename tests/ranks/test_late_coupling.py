@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -95,6 +96,18 @@ def _with_a_rate_that_rises(model: nn.Module, batch: Any, step: int) -> Tensor:
     return mean + (0.0 if step < BEGINS else 0.5) * spread
 
 
+_FIRST: list[nn.Module] = []
+"""The model as it was before the first step."""
+
+
+def _away_from_the_first(model: nn.Module, batch: Any, _step: int) -> Tensor:
+    """As a model that is fine-tuned is held near its reference, from which it does not differ in the first step."""
+    outputs = model(batch["tokens"]).mean((1, 2))
+    away = (outputs - _FIRST[0](batch["tokens"]).mean((1, 2))).mean()
+    loss: Tensor = outputs.square().mean() + away.square()
+    return loss
+
+
 LOSSES: dict[str, tuple[LossOf, tuple[str, ...]]] = {
     "labels": (_by_labels, ("tokens", "labels")),
     "mask": (_by_mask, ("tokens", "mask")),
@@ -105,6 +118,7 @@ LOSSES: dict[str, tuple[LossOf, tuple[str, ...]]] = {
     "records": (_by_classes_in_records, ("tokens", "classes")),
     "term": (_with_a_term_later, ("tokens",)),
     "rate": (_with_a_rate_that_rises, ("tokens",)),
+    "reference": (_away_from_the_first, ("tokens",)),
 }
 
 
@@ -153,6 +167,7 @@ def _train(name: str, strategy: str, values: dict[str, Any]) -> _Result:
     with paceline.init(job, plan=plan) as run:
         run.say = lambda _sentence: None
         model = nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, WORDS))
+        _FIRST[:] = [copy.deepcopy(model).double().requires_grad_(False)]
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
 
         def loss_fn(model: nn.Module, batch: Any) -> Tensor:

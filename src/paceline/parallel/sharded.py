@@ -15,7 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # torch.compiler.disable loads the compiler, for seconds
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -98,6 +104,9 @@ def shard(
         for group in block_groups(found):
             wrap(cast(Any, group if len(group) > 1 else group[0]))
     wrap(model)
+    if hasattr(model, "generate"):
+        # That of adapters calls the model inside of them: no call of `model` itself would gather what no block has.
+        register_fsdp_forward_method(model, "generate")
     for module in sharded_modules(model):
         _show_outputs(cast(nn.Module, module))
         _copy_views(cast(nn.Module, module))  # before what the other hooks look at

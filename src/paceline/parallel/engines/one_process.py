@@ -164,8 +164,6 @@ class OneProcessDataParallel(Engine):
 
     def _find_coupling(self, step: StepInput) -> tuple[str, ...]:
         """What `Passes.find_coupling` finds, on the first device, of the shards of the last, which has the most."""
-        if step.loss_name in self.functions.couples:
-            return ()
         first, last = self._replicas[0], _divide(step.assignment, len(self._replicas))[-1]
         return first.passes.find_coupling(_on_device(step, last, first.device), self.module)
 

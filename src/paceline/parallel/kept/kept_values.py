@@ -87,8 +87,9 @@ def namespaces_in_model(model: nn.Module) -> Iterator[tuple[str, KeptNames]]:
     """What `places_in_model` looks at, by paths."""
     forwards = {}
     for path, module in model.named_modules():
-        yield path, KeptNames(vars(module))
         packages = _packages(module)
+        for attributes in _attributes_of(module, packages):
+            yield path, attributes
         for name, value in vars(module).items():
             if name not in OF_EVERY_MODULE and (inner := _attributes_or_entries(value, packages)) is not None:
                 yield f"{path}.{name}" if path else name, KeptNames(inner)
@@ -155,12 +156,12 @@ def namespaces_in_function(function: object, *, reads: bool = False) -> Iterator
             yield KeptNames(thing)
         elif isinstance(thing, nn.Module):
             for module in thing.modules():
-                yield KeptNames(vars(module))
+                yield from _attributes_of(module, _packages(module))
                 yield KeptNames(module._parameters)
                 if not isinstance(module, _BatchNorm):  # whose running statistics do not lead to its outputs
                     yield KeptNames(module._buffers)
         elif _is_own_object(thing, packages):
-            yield KeptNames(vars(thing))
+            yield from _attributes_of(thing, packages)
             if isinstance(thing, types.FunctionType):
                 yield from _variables_of(thing, opcodes)
                 parts = reached_by(thing)
@@ -173,6 +174,17 @@ def _is_own_object(thing: object, packages: Collection[str]) -> bool:
     """Whether it has attributes, and is of one of these packages."""
     is_other = isinstance(thing, type | types.ModuleType | nn.Module)
     return not is_other and package_of(thing) in packages and hasattr(thing, "__dict__")
+
+
+def _attributes_of(thing: object, packages: Collection[str]) -> Iterator[KeptNames]:
+    """Those of an object, and those for which its class, of one of these packages, has a None until then."""
+    own = vars(thing)
+    yield KeptNames(own)
+    for kind in type(thing).__mro__:
+        if package_of(kind) in packages:
+            for name, value in vars(kind).items():
+                if value is None and name not in own and not name.startswith("__"):
+                    yield KeptNames(own, name)
 
 
 def _attributes_or_entries(value: object, packages: Collection[str]) -> dict[Any, Any] | None:

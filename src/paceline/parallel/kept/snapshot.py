@@ -122,12 +122,12 @@ class KeptSnapshot:
 
     def made(self) -> list[str]:
         """The names that have a value now and had none, or were False."""
-        return [str(one.only) for one in _singles(self._found) if self._is_made(one)]
+        return [*dict.fromkeys(str(one.only) for one in _singles(self._found) if self._is_made(one))]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Give the values back, but for numbers, which `Counters` moves."""
-        for one in [one for one in _singles(self._found) if _key(one) not in self._saved]:
+        for one in {_key(one): one for one in _singles(self._found) if _key(one) not in self._saved}.values():
             self._note(one)
             del one.place[one.only]
         for saved in self._saved.values():

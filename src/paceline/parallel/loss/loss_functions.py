@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch.distributed as dist
 
 from paceline.errors import ModelError
@@ -28,6 +30,8 @@ class LossFunctions:
         """Whether the forward pass draws random numbers; None before the first one. Saved with checkpoints."""
         self.couples: dict[str, bool] = {}
         """Whether shards have to go through the model one by one; saved with checkpoints."""
+        self._num_steps = Counter[str]()
+        """How many each of them has made since the start of the program."""
         self.counters: dict[str, Counters] = {}
         """The numbers that each keeps from call to call; saved with checkpoints."""
         self.saved_counts: dict[str, dict[str, float]] = {}
@@ -79,6 +83,16 @@ class LossFunctions:
                 return LossLayout()
             self._agreed[name] = layouts[0]
         return self._agreed[name]
+
+    def is_known(self, name: str) -> bool:
+        """Count a step of a loss function; whether nothing is to be found out in it of how it takes shards together.
+        Alike on all workers.
+
+        In ever fewer steps it is found out again: a term by which a model differs from what it was in the beginning, as
+        from its reference, is 0 in the first step.
+        """
+        self._num_steps[name] += 1
+        return name in self.couples and self._num_steps[name].bit_count() > 1  # not in the steps 1, 2, 4, 8, …
 
     def agree_on_coupling(self, name: str, reason: str) -> tuple[str, ...]:
         """Let shards go through the model one by one from now on if any worker has a reason to; a collective.

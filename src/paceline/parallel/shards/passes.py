@@ -167,14 +167,14 @@ class Passes:
 
     def find_coupling(self, step: StepInput, module: nn.Module, *, in_step: bool = False) -> tuple[str, ...]:
         """Find out whether shards may go through the model together, in the first step of a loss function in which a
-        worker has two that could: then a collective. Returns a sentence for the user if they must not.
+        worker has two that could, and in some that follow: then a collective. Returns a sentence if they must not.
 
         The first shards of each worker are computed together and one by one, without gradients and without a trace.
 
         Args:
             in_step: whether all workers have to make equally many passes.
         """
-        if not self._examines or step.loss_name in self.functions.couples:
+        if not self._examines or self.functions.is_known(step.loss_name):
             return ()
         return self.find_coupling_again(step, module, None, in_step=in_step)
 
@@ -188,10 +188,10 @@ class Passes:
             check_repeatable_alone(self, step, module, is_collective=in_step)
             return ()
         own = suspect or next(iter(every[step.assignment.rank]), None)
-        reason = ""
-        if in_step:
+        reason = DRAWS if self.functions.couples.get(step.loss_name) else ""  # maybe known to this worker alone
+        if not reason and in_step:
             reason = self._examine(step, module, own, most)
-        elif own is not None:
+        elif not reason and own is not None:
             reason = self._examine_what_fits(step, module, own)
         return self.functions.agree_on_coupling(step.loss_name, reason)
 

@@ -73,8 +73,8 @@ class TorchSettings:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A context in which torch is set so; restores what was set before."""
-        with ExitStack() as before:
+        """A context in which torch is set so, and what it refuses is a sentence; restores what was set before."""
+        with explaining_refusals(), ExitStack() as before:
             before.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(self.num_threads)
             cudnn: Any = torch.backends.cudnn
@@ -143,9 +143,10 @@ def _sharding_refusal(problem: BaseException) -> ModelError | None:
     """
     if "mixed torch.Tensor and DTensor" in str(problem):
         return ModelError(
-            "The loss function, or a layer, uses a parameter outside of the layer that has it, and a worker holds a "
-            "part of it only: a penalty on weights is the optimizer's weight_decay; else call the layer itself, or use "
-            "the strategy dp."
+            "The loss function, the script or a layer uses a parameter outside of the layer that has it, or calls a "
+            "part or a method of the model that does not call the model itself, and a worker holds a part of each "
+            "parameter only: a penalty on weights is the optimizer's weight_decay; else call the model or the layer "
+            "itself, or use the strategy dp."
         )
     if "FSDP expects uniform original parameter dtype" in str(problem):
         found = str(problem).partition("but got ")[2].replace("torch.", "").strip("{}")

@@ -25,8 +25,10 @@ from torch._ops import OpOverloadPacket
 from torch.overrides import _get_current_function_mode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from paceline.containers import copied
 from paceline.data import random_streams
 from paceline.data.counter_random import key
+from paceline.own_generators import NO_GENERATORS, OwnGenerators, is_same_code
 from paceline.parallel.random_numbers.generators import seed_generators, torch_states
 from paceline.parallel.random_numbers.random_operators import (
     LEAST_DIMS_OF_ROWS,
@@ -88,7 +90,7 @@ class LoopDraws:
         self._operators = OperatorCalls(self._call_operator)
         self._is_active = self._is_entered = False
         self._generators: dict[torch.device, torch.Generator] = {}
-        self._first_shard = 0
+        self._first_shard = self._num_calls = 0
         self._sizes: Sequence[int] = ()
         self._are_apart = False
         self._recording: BatchRecording | None = None
@@ -98,6 +100,9 @@ class LoopDraws:
         """What rows were drawn in batches of several samples."""
         self._expected: set[int] = set()
         """Checksums of the states of torch's generators after all that was looked into; a script may go back to one."""
+        self._applied: Callable[[Any], Any] | None = None
+        self._generators_of_applied = NO_GENERATORS
+        """What the function that was applied last draws from besides the global ones."""
         self._has_drawn_unseen = False
         """Whether something was drawn for this batch that was not looked into."""
         self._own_generators: list[torch.Generator] = []
@@ -115,7 +120,13 @@ class LoopDraws:
         batches have not shown."""
 
     def start(
-        self, first_shard: int, sizes: Sequence[int], recording: BatchRecording | None, *, are_apart: bool
+        self,
+        first_shard: int,
+        sizes: Sequence[int],
+        recording: BatchRecording | None,
+        *,
+        are_apart: bool,
+        num_calls: int = 0,
     ) -> None:
         """Fill what is drawn from now on for the next batch.
 
@@ -124,9 +135,11 @@ class LoopDraws:
             sizes: the numbers of samples of its shards.
             recording: what is recorded of this batch.
             are_apart: whether each shard has tensors of its own: nothing shows which of them something is drawn for.
+            num_calls: how often `apply` calls a function at least.
         """
         self.stop()
         self._first_shard, self._sizes, self._recording = first_shard, sizes, recording
+        self._num_calls = num_calls
         self._are_apart = are_apart
         self._has_drawn_unseen = self._has_drawn_apart = self._has_drawn_single = False
         self.checksum = None
@@ -183,17 +196,26 @@ class LoopDraws:
         return [one for one in self._own_generators if any(one is before for before in self._own_before)]
 
     def apply(self, function: Callable[[Any], Any], shards: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What a function returns for the content of each shard of this worker; all that it draws is the shard's."""
+        """What a function returns for the content of each shard of this worker; all that it draws is the shard's.
+
+        Workers that hold parts of a model, which the function may call, call it equally often: those with fewer shards
+        than others for copies of their first one as well, which count for nothing.
+        """
+        stand_ins = tuple(copied(shards[0]) for _ in range(len(shards), self._num_calls))
         if not self._is_active:
-            return apply_to_each(function, shards)
+            return apply_to_each(function, shards + stand_ins)[: len(shards)]
+        if not is_same_code(function, self._applied):
+            self._applied, self._generators_of_applied = function, OwnGenerators(function)
         made = []
-        with self.paused():
+        with self.paused(), self._generators_of_applied.kept():
             number, offset = self._next_number(None, self._device)
-            for shard, content in enumerate(shards, self._first_shard):
-                seed_generators(key(number, random_streams.IN_LOOP, offset, shard), self._device)
+            for shard, content in enumerate(shards + stand_ins, self._first_shard):
+                seed = key(number, random_streams.IN_LOOP, offset, shard)
+                seed_generators(seed, self._device)
+                self._generators_of_applied.seed(seed)
                 made.append(function(content))
             seed_generators(key(number, random_streams.IN_LOOP, offset, _OF_ALL), self._device)
-        return tuple(made)
+        return tuple(made[: len(shards)])
 
     def _call_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Compiled functions draw as they do without a mode, which is noticed afterwards.

@@ -50,6 +50,8 @@ class Stepper:
         self._device = session.world.device
         self._timer = timer
         self._steppers: dict[str, ModelStepper] = {}
+        self._is_sharded = False
+        """Whether workers with other samples hold parts of one model, which they have to call together."""
         self._is_finished = True
         """Whether the script has done what belongs to the last batch."""
         self._may_go_on = False
@@ -66,6 +68,7 @@ class Stepper:
 
     def add(self, name: str, prepared: Prepared, mesh: Mesh, reader: DatasetReader, tracer: ParityTracer) -> None:
         """Have a model trained."""
+        self._is_sharded = mesh.fsdp > 1
         self._steppers[name] = ModelStepper(prepared, self.session, mesh, reader, tracer)
 
     def _trained_by(self, model: nn.Module | None, optimizer: Optimizer | None) -> tuple[str, Optimizer]:
@@ -119,7 +122,9 @@ class Stepper:
         if are_apart := isinstance(content, ShardedBatch):
             content = replace(content, apply=self.draws.apply)
         sizes = batch.assignment.sizes or (1,)
-        self.draws.start(batch.assignment.own[0], sizes, given.recording, are_apart=are_apart)
+        of_workers = batch.assignment.shards_of_rank if self._is_sharded else ()
+        num_calls = max((stop - start for start, stop in of_workers), default=0)
+        self.draws.start(batch.assignment.own[0], sizes, given.recording, are_apart=are_apart, num_calls=num_calls)
         try:
             yield Pending(batch, content, loading, progress.steps, progress.samples_seen, given)
         finally:
