@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 ALIGNMENT_BYTES = 64
 """Where torch lets host memory begin."""
@@ -18,3 +19,9 @@ def memory_order(tensor: Tensor) -> tuple[list[int], list[int]]:
     if not tensor.permute(order).is_contiguous():  # a view with gaps, or expanded: its copy has another order
         order = list(range(tensor.dim()))
     return order, sorted(range(len(order)), key=order.__getitem__)
+
+
+def has_channels_last(model: nn.Module) -> bool:
+    """Whether some weight lies in memory with its channels last, as what its layer returns then does."""
+    weights = (one for one in model.parameters() if one.dim() == 4)
+    return any(one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous() for one in weights)

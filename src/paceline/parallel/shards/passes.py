@@ -28,6 +28,7 @@ from paceline.parallel.loss.loss_functions import DRAWS, LossFunctions
 from paceline.parallel.loss.novelty import MOST_LOOKS, Novelty
 from paceline.parallel.loss.parameter_watch import ParameterWatch
 from paceline.parallel.losses import ShardLoss, counts, ignore_unless, read_loss, watching_outputs
+from paceline.parallel.memory_order import has_channels_last
 from paceline.parallel.micro_batch import MicroBatchLimit, free_memory, is_out_of_memory
 from paceline.parallel.random_numbers.generators import generator_states, seed_generators
 from paceline.parallel.random_numbers.shard_draws import ShardDraws
@@ -121,7 +122,7 @@ class Passes:
         self._is_concurrent = is_concurrent
         # Shards that take turns are one batch of more channels, which in this format would be a copy to begin with. On
         # a CPU a kernel for each shard costs little.
-        self._norms_rows = device.type == "cpu" and _has_channels_last(model)
+        self._norms_rows = device.type == "cpu" and has_channels_last(model)
 
     # --- which shards go together ---
 
@@ -176,21 +177,25 @@ class Passes:
         """
         if not self._examines or self.functions.is_known(step.loss_name):
             return ()
-        return self.find_coupling_again(step, module, None, in_step=in_step)
+        num_shards = 2 if step.loss_name in self.functions.couples else 0  # two show as much as more, in less time
+        return self.find_coupling_again(step, module, None, in_step=in_step, num_shards=num_shards)
 
     def find_coupling_again(
-        self, step: StepInput, module: nn.Module, suspect: ShardRange | None, *, in_step: bool
+        self, step: StepInput, module: nn.Module, suspect: ShardRange | None, *, in_step: bool, num_shards: int = 0
     ) -> tuple[str, ...]:
-        """As `find_coupling`, in a later step, of shards that look new on this worker; a collective."""
+        """As `find_coupling`, in a later step, of shards that look new on this worker; a collective. Compares the first
+        `num_shards` of those that go together, or all of them (0)."""
         every = [self._ranges(step, rank, self._limit) for rank in range(len(step.assignment.shards_of_rank))]
         most = max((len(shards.sizes) for of_rank in every for shards in of_rank), default=1)
         if most == 1:
             check_repeatable_alone(self, step, module, is_collective=in_step)
             return ()
         own = suspect or next(iter(every[step.assignment.rank]), None)
+        if num_shards and own is not None:
+            own = self._range(step, own.first_shard, sum(own.sizes[:num_shards]))
         reason = DRAWS if self.functions.couples.get(step.loss_name) else ""  # maybe known to this worker alone
         if not reason and in_step:
-            reason = self._examine(step, module, own, most)
+            reason = self._examine(step, module, own, min(most, num_shards or most))
         elif not reason and own is not None:
             reason = self._examine_what_fits(step, module, own)
         return self.functions.agree_on_coupling(step.loss_name, reason)
@@ -442,9 +447,3 @@ class Passes:
         assert self._micro_batch is not None
         free_memory(self.device)
         self._micro_batch.halve(assignment)
-
-
-def _has_channels_last(model: nn.Module) -> bool:
-    """Whether some weight lies in memory with its channels last, as what its layer returns then does."""
-    weights = (one for one in model.parameters() if one.dim() == 4)
-    return any(one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous() for one in weights)
