@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -53,6 +55,7 @@ def init(
         JobError: an unknown key, an invalid value, or more workers than virtual shards.
         LaunchError: an environment that contradicts itself.
     """
+    _check_belong_to_job(values)
     job = (job or Job()).with_values(**values)  # a Job made in Python is checked here too
     facts = env.worker_facts()
     strategy = strategy or env.text(env.STRATEGY) or "dp"
@@ -78,6 +81,14 @@ def init(
         max_minutes=RunLimit.from_mapping({"max_minutes": max_minutes}).max_minutes,
         display=Progress(stream, is_shown=progress is not False) if facts.rank == 0 else None,
     )
+
+
+def _check_belong_to_job(values: Mapping[str, Any]) -> None:
+    """Raises `JobError` for a value that a method of the run takes, and no job has."""
+    keys = {field.name for field in dataclasses.fields(Job)}
+    for method in (Run.prepare, Run.batches, Run.step, Run.evaluate):
+        for name in values.keys() & inspect.signature(method).parameters.keys() - keys:
+            raise JobError(f"'{name}' is no key of a job: give it to run.{method.__name__}(…, {name}=…).")
 
 
 def _micro_batch_size(job: Job, plan: Plan) -> MicroBatchSize | None:

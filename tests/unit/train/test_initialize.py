@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 import paceline
 from paceline import env
+from paceline.errors import JobError
 
 
 def test_a_script_compares_collectives_where_its_launcher_was_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,3 +28,10 @@ def test_a_script_compares_collectives_where_its_launcher_was_asked_to(monkeypat
     assert asked["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"  # for scripts without paceline.init
     monkeypatch.setenv(env.DEBUG_COMM, asked[env.DEBUG_COMM])
     assert paceline.init(global_batch_size=8).plan.debug_comm
+
+
+@pytest.mark.parametrize(("name", "method"), [("find_unused_parameters", "prepare"), ("collate_fn", "batches")])
+def test_what_a_method_of_the_run_takes_is_named_with_it(name: str, method: str) -> None:
+    given: dict[str, Any] = {name: True}
+    with pytest.raises(JobError, match=rf"'{name}' is no key of a job: give it to run.{method}\("):
+        paceline.init(**given)
