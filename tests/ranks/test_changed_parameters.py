@@ -17,7 +17,6 @@ import paceline
 from paceline.env import worker_facts
 from paceline.errors import ModelError
 from paceline.parallel.engines.one_process import OneProcessDataParallel
-from paceline.parallel.engines.unsuitable_layers import check_layers
 from paceline.spec import Job, Plan, parse_mesh
 from tests.ranks.harness import run_ranks
 
@@ -317,6 +316,43 @@ def test_models_whose_copies_would_be_others_get_a_sentence() -> None:
             OneProcessDataParallel(model, Job(), Plan(devices_in_process=2), (torch.device("cpu"),) * 2)
 
 
+def _without_weights() -> str:
+    with pytest.raises(ModelError) as refusal:
+        _train(nn.Sequential(nn.Tanh(), nn.LazyLinear(3)), plain, "numeric")
+    return str(refusal.value)
+
+
 def test_a_layer_without_weights_gets_a_sentence() -> None:
-    with pytest.raises(ModelError, match=r"'1.weight' has no shape yet"):
-        check_layers(nn.Sequential(nn.Tanh(), nn.LazyLinear(3)), Job(), is_alone=True)
+    (said,) = run_ranks(_without_weights, 1)
+    assert "'1.weight' has no shape yet" in said
+
+
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.waves = nn.Parameter(torch.randn(6, 3, dtype=torch.complex128))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs.to(torch.complex128) @ self.waves).abs()
+
+
+def _complex(parity: str = "numeric", **values: Any) -> list[float]:
+    return _train(Waves(), plain, parity, optim={"clip_norm": 0.1}, **values)
+
+
+def _complex_refusals() -> list[str]:
+    found = []
+    for values in ({"parity": "bitwise"}, {"aggregation": {"method": "local_sgd"}}, {"strategy": "fsdp"}):
+        with pytest.raises(ModelError) as refusal:
+            _complex(**values)
+        found.append(str(refusal.value))
+    return found
+
+
+def test_complex_numbers_train_where_their_gradients_are_added_whole() -> None:
+    (alone,) = run_ranks(_complex, 1)
+    for losses in run_ranks(_complex, 2):
+        assert losses == pytest.approx(alone, rel=1e-7)
+    for found in run_ranks(_complex_refusals, 2):
+        assert all("'waves' has complex numbers" in sentence for sentence in found)

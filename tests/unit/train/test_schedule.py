@@ -62,3 +62,14 @@ def test_an_optimizer_whose_groups_have_no_learning_rate_is_refused() -> None:
     said = r"Around\.param_groups have no 'lr'.* self\.param_groups = inner\.param_groups"
     with pytest.raises(ModelError, match=said):
         LearningRates(Job(), Around(SGD(nn.Linear(2, 2).parameters(), lr=0.1)))
+
+
+def test_an_optimizer_that_finds_its_learning_rate_itself_has_no_schedule() -> None:
+    optimizer = SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    optimizer.param_groups[0]["lr"] = None
+    rates = LearningRates(Job(), optimizer)
+    with rates.at_base():
+        rates.set(10, 100)
+    assert optimizer.param_groups[0]["lr"] is None
+    with pytest.raises(ModelError, match=r"SGD finds its learning rate itself"):
+        LearningRates(_job(schedule="cosine"), optimizer)

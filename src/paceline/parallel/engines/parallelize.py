@@ -16,7 +16,7 @@ from paceline.parallel.engines.bitwise import BitwiseDataParallel
 from paceline.parallel.engines.dp import DataParallel
 from paceline.parallel.engines.local_sgd import LocalSGD
 from paceline.parallel.engines.one_process import OneProcessDataParallel, devices_of_process
-from paceline.parallel.engines.unsuitable_layers import check_hooks, check_layers
+from paceline.parallel.engines.unsuitable_layers import check_complex, check_hooks, check_layers
 from paceline.parallel.engines.worker_groups import WorkerGroups
 from paceline.parallel.gradients.aggregation import set_up_aggregation
 from paceline.parallel.micro_batch import check_automatic
@@ -45,6 +45,7 @@ def parallelize(
         ModelError: a layer, or a hook, whose result depends on the number of workers.
     """
     check_layers(model, job, is_alone=group is None and plan.devices_in_process == 1)
+    check_complex(model, job, plan)
     check_hooks(model, job, None if group is None else plan.mesh)
     check_automatic(job, plan, 1 if group is None else dist.get_world_size(group), may_skip=find_unused_parameters)
     if plan.mesh is not None and not plan.mesh.is_plain and group is not None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from paceline.errors import ModelError
-from paceline.spec import Job, Mesh
+from paceline.spec import Job, Mesh, Plan
 
 
 def check_hooks(model: nn.Module, job: Job, mesh: Mesh | None) -> None:
@@ -55,11 +55,8 @@ def _is_linear(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bo
     return True
 
 
-def check_layers(model: nn.Module, job: Job, *, is_alone: bool) -> None:
-    """Refuse lazy layers, and embeddings that would train otherwise on another number of workers.
-
-    Args:
-        is_alone: whether one worker with one device trains the model.
+def check_shapes(model: nn.Module) -> None:
+    """Refuse lazy layers.
 
     Raises:
         ModelError: there is one.
@@ -70,6 +67,35 @@ def check_layers(model: nn.Module, job: Job, *, is_alone: bool) -> None:
                 f"The parameter '{name}' has no shape yet: its layer is a lazy one; call the model with some samples "
                 "before run.prepare, and build the optimizer after that."
             )
+
+
+def check_complex(model: nn.Module, job: Job, plan: Plan) -> None:
+    """Refuse complex parameters where numbers of a gradient are sent and added as real ones.
+
+    Raises:
+        ModelError: there is one.
+    """
+    is_plain = (plan.mesh is None or plan.mesh.is_plain) and plan.devices_in_process == 1
+    if is_plain and job.parity == "numeric" and job.aggregation.method == "every_step":
+        return
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.is_complex():
+            raise ModelError(
+                f"The parameter '{name}' has complex numbers, which train with the strategy dp, parity = 'numeric' and "
+                "aggregation.method = 'every_step' alone; elsewhere hold its real and imaginary parts in a parameter "
+                "and compute with torch.view_as_complex(parameter)."
+            )
+
+
+def check_layers(model: nn.Module, job: Job, *, is_alone: bool) -> None:
+    """Refuse embeddings that would train otherwise on another number of workers.
+
+    Args:
+        is_alone: whether one worker with one device trains the model.
+
+    Raises:
+        ModelError: there is one.
+    """
     for name, layer in model.named_modules():
         if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             continue

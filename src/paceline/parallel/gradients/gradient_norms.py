@@ -36,8 +36,9 @@ _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """All values of a gradient that are not zero, at least: of a sparse one those that it holds."""
-    return gradient.coalesce().values() if gradient.is_sparse else gradient
+    """All values of a gradient that are not zero, at least, as real numbers: of a sparse one those that it holds."""
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return torch.view_as_real(values) if values.is_complex() else values
 
 
 def squared_norm(tensors: Iterable[Tensor]) -> Tensor:

@@ -19,7 +19,7 @@ class LearningRates:
     def __init__(self, job: Job, optimizer: Optimizer) -> None:
         """
         Raises:
-            ModelError: the optimizer's groups have no learning rates.
+            ModelError: the optimizer's groups have no learning rates, or none that the job's schedule could change.
         """
         if not all("lr" in group for group in optimizer.param_groups):
             raise ModelError(
@@ -28,14 +28,21 @@ class LearningRates:
             )
         self._job = job
         self._optimizer = optimizer
-        self._base = [float(group["lr"]) for group in optimizer.param_groups]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        # None: the optimizer finds its rate itself, as Adafactor of transformers does with relative_step.
+        self._base = [None if rate is None else float(rate) for rate in rates]
         self._is_scheduled = counts_epochs(job) or job.optim.base_batch_size is not None
+        if self._is_scheduled and None in self._base:
+            raise ModelError(
+                f"{type(optimizer).__name__} finds its learning rate itself (lr is None), so the job's schedule has "
+                "none to change: give the optimizer a rate, or the job no schedule, warm-up or base batch size."
+            )
 
     def set(self, samples_seen: int, samples_per_epoch: int) -> None:
         """For the step after `samples_seen` samples; without a schedule the rates are the script's business."""
         if self._is_scheduled:
             factor = lr_factor(self._job, samples_seen, samples_per_epoch)
-            self._write([base * factor for base in self._base])
+            self._write([None if base is None else base * factor for base in self._base])
 
     @contextmanager
     def at_base(self) -> Iterator[Optimizer]:
@@ -47,7 +54,7 @@ class LearningRates:
         finally:
             self._write(rates)
 
-    def _write(self, rates: list[float]) -> None:
+    def _write(self, rates: list[float | None]) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
