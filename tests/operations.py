@@ -130,7 +130,7 @@ def plain_backward(case: Case) -> Callable[[], object]:
 
 
 def our_steps(
-    case: Case, parity: str = "numeric", num_steps: int = 4, device_kind: Any = "cpu", **values: Any
+    case: Case, parity: str = "numeric", num_steps: int = 6, device_kind: Any = "cpu", **values: Any
 ) -> Iterator[Callable[[], object]]:
     """The steps of an epoch on whatever workers run this, each to be made before the next is asked for."""
     job = Job.from_mapping(

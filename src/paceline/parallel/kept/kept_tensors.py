@@ -120,8 +120,16 @@ class KeptTensors:
         given = [path for path in self._given if path in before]
         roots = {path: _alive(before[path]) for path in (*of_calls, *given)}
         follower = _Follower(roots) if roots else None
-        with follower or nullcontext():
-            returned = loss_of(model, content)
+        try:
+            with follower or nullcontext():
+                returned = loss_of(model, content)
+        except RuntimeError as problem:
+            # Other passes are of other numbers of samples, for which the tensor has another shape.
+            led = follower.failed if follower else frozenset()
+            wrong = next((path for path in of_calls if path in led or _is_about(problem, roots[path])), None)
+            if wrong is None:
+                raise
+            raise self._refusal(wrong) from problem
         held = self._held()
         changed = _changed(before, held)
         if follower is not None:
@@ -171,6 +179,8 @@ class _Follower(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._paths_of: dict[int, frozenset[str]] = {}
         """The places that led to what lies in a storage."""
+        self.failed = frozenset[str]()
+        """The places that led to what an operator refused."""
         self._kept: list[Tensor] = []
         """What was reached, so that no other tensor gets its storage."""
         for path, some in roots.items():
@@ -185,7 +195,11 @@ class _Follower(TorchDispatchMode):
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        returned = operator(*args, **kwargs)
+        try:
+            returned = operator(*args, **kwargs)
+        except RuntimeError:
+            self.failed = self._of_all((args, kwargs))
+            raise
         overwrites = operator in _OVERWRITING and _is_whole(args[0])
         paths = self._of_all((args[1:], kwargs) if overwrites else (args, kwargs))
         if overwrites:
@@ -250,6 +264,11 @@ def _are_same(some: _Held, others: _Held) -> bool:
         one() is other() and version == other_version
         for (one, version), (other, other_version) in zip(some, others, strict=True)
     )
+
+
+def _is_about(problem: RuntimeError, some: Iterable[Tensor]) -> bool:
+    """Whether an error names the shape of one of some tensors."""
+    return any(name in str(problem) for one in some for name in (str([*one.shape]), str(tuple(one.shape))) if one.dim())
 
 
 def _alive(held: _Held) -> list[Tensor]:
