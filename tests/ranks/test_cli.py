@@ -238,6 +238,8 @@ def assert_one_sentence(result: subprocess.CompletedProcess[str], words: str, ex
         ("verify nothing.py", "There is no script 'nothing.py'"),
         ("verify nothing.toml", "There is no job file 'nothing.toml'"),
         ("launch nothing.py", "There is no script 'nothing.py'"),
+        ("launch --nprocs 2 nothing.py", "There is no option '--nprocs'"),
+        ("train digits-lenet --workers 2 --strategy fspd", "did you mean 'fsdp'?"),
         ("report nothing", "nothing"),
     ],
 )

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 from paceline.errors import WorkerFailed
+from paceline.launch.run_workers import run_workers
+from paceline.launch.team import LaunchOptions
+from paceline.spec import Plan
 from tests.ranks.launching import HEARTBEAT, PATIENCE_S, Stage, open_stage
 
 BOUND_S = 1.0
@@ -98,6 +101,44 @@ dist.all_reduce(values, group=groups[RANK])
     first, second = report["workers"]
     assert "in all_reduce number" in first and "in all_reduce number" in second
     assert first.partition(" in ")[2] != second.partition(" in ")[2]
+
+
+ALONE = """
+import torch
+import paceline
+
+with paceline.init(global_batch_size=8, virtual_shards=8, strategy="{strategy}", progress=False) as run:
+    model = torch.nn.Linear(4, 2)
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    data = torch.utils.data.TensorDataset(torch.ones(64, 4))
+    for batch in run.batches(data):
+        run.step(batch, lambda model, batch: model(batch[0]).square().mean())
+        if run.rank == 0 and run.steps == 2:
+            {call}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "call"),
+    [
+        ("dp", "run.evaluate(data, lambda model, batch: {'loss': model(batch[0])[:, 0]})"),
+        ("fsdp", "run.whole_state()"),
+    ],
+)
+def test_what_one_worker_alone_calls_is_named(stage: Stage, strategy: str, call: str) -> None:
+    """Other collectives of the others, of another size, ended the process."""
+    _, report = _fails(stage, ALONE.format(strategy=strategy, call=call), 2, bound_s=4.0)
+    assert (report["cause"], report["ranks"]) == ("mismatch", [0, 1])
+    assert f"in {call.partition('(')[0]}, which all workers have to call" in report["workers"][0]
+
+
+@pytest.mark.slow
+def test_collectives_can_be_compared_while_a_model_is_trained(stage: Stage) -> None:
+    plan = Plan(world_size=2, debug_comm=True)
+    script = stage.script(ALONE.format(strategy="dp", call="tell('alone')"))
+    run_workers(plan, (script,), LaunchOptions(stage.run_dir))
+    assert (stage.folder / "alone").exists()
 
 
 def test_a_long_computation_that_nobody_waits_for_is_no_hang(stage: Stage) -> None:

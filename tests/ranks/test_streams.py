@@ -317,11 +317,17 @@ def _refusals() -> list[str]:
         with pytest.raises(DataError) as caught:
             next(iter(run.batches(Files(files([20])), collate_fn=padded)))
         sentences.append(str(caught.value))
+    with paceline.init(Job(global_batch_size=10, virtual_shards=4)) as run:
+        run.prepare(model := _Model(), torch.optim.SGD(model.parameters(), 0.3))
+        with pytest.raises(DataError) as caught:
+            next(iter(run.batches(Files([range(0)], has_shards=False), collate_fn=padded)))
+        sentences.append(str(caught.value))
     return sentences
 
 
 def test_what_cannot_be_is_refused() -> None:
-    for others, counts, schedule in run_ranks(_refusals, 2):
+    for others, counts, schedule, empty in run_ranks(_refusals, 2):
+        assert empty.startswith("The training stream gives no sample in epoch 0")
         for sentence in (others, counts):
             assert sentence.startswith("In epoch 0 rank 1 would read other samples than rank 0, or in another order")
         assert "give run.batches samples_per_epoch=…, or leave the schedule out" in schedule

@@ -67,6 +67,13 @@ FAULTS: dict[tuple[Cause, int | None], Fault] = {
         "{workers} was killed",
         _CRASHED,
     ),
+    ("signal", -signal.SIGABRT): Fault(
+        "{who} was killed by SIGABRT.",
+        "{workers} crashed (SIGABRT)",
+        "Compare what the workers were in: where some are in another collective than others, because only some ranks "
+        "run code that is a collective, the backend ends the process. Else read where Python was, {stack}; a crash in "
+        "native code is often a mismatch of versions: `paceline doctor`.",
+    ),
     ("signal", None): Fault("{who} was killed by {signal}.", "{workers} crashed ({signal})", _CRASHED),
     ("out_of_memory", None): Fault(
         "{who} was killed by the kernel: out of memory; try a smaller micro_batch_size, fewer workers a node, or a "
@@ -94,8 +101,9 @@ FAULTS: dict[tuple[Cause, int | None], Fault] = {
     ("mismatch", None): Fault(
         "{everybody} have waited for each other for {seconds:.1f} s: {doing}.",
         "the workers waited for each other",
-        "Compare the collectives: ranks in different ones took different branches (debug_comm names the first "
-        "difference); in the same one, data does not get through: `paceline doctor --hosts …`.",
+        "Compare the collectives: ranks in different ones took different branches, as by `if run.rank == 0: "
+        "run.evaluate(…)` (debug_comm names the first difference); in the same one, data does not get through: "
+        "`paceline doctor --hosts …`.",
         blames_workers=False,
     ),
     ("node_silent", None): Fault(

@@ -392,7 +392,7 @@ def load_job(source: str | Path) -> Job:
     """The job in a TOML file. Raises `JobError` for a file that is missing, no TOML, or no job."""
     path = Path(source)
     try:
-        mapping = _parse_toml(read_text(path))
+        mapping = _parse_toml(read_text(path).removeprefix("\ufeff"))  # some editors begin a file with it
     except FileNotFoundError:
         raise JobError(f"There is no job file '{path}'.") from None
     except IsADirectoryError:

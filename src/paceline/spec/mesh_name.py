@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 
-from paceline.errors import JobError, shortened
+from paceline.errors import JobError, did_you_mean, shortened
 from paceline.spec.job import Job
 from paceline.spec.mesh import AXES, Mesh
 
@@ -52,8 +52,8 @@ def parse_mesh(text: str, num_workers: int, num_nodes: int = 1) -> Mesh:
         term = _TERM.fullmatch(word)
         if term is None:
             raise JobError(
-                f"There is no strategy '{shortened(text)}'; it is one of {', '.join(STRATEGIES)}, auto, or axes with "
-                "their degrees such as 'dp2 x pp2' or 'fsdp2 x tp2'."
+                f"There is no strategy '{shortened(text)}'; {did_you_mean(word, STRATEGIES)}it is one of "
+                f"{', '.join(STRATEGIES)}, auto, or axes with their degrees such as 'dp2 x pp2' or 'fsdp2 x tp2'."
             )
         axis, degree = term.groups()
         if axis.startswith("zero"):

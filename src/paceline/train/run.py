@@ -100,7 +100,6 @@ class Run(RunView):
         self._batches = GlobalBatches(job, progress, self.reader, world, streams)
         self._kept = Kept()
         self._resume_from: dict[str, Any] = {"checkpoint_address": checkpoint_address, "force": force}
-        self._prepared: Stepper | None = None
         self._has_read_batches = False
         self._averages: list[tuple[AveragedModel, Trained]] = []
         self._pending: Pending | None = None
@@ -432,13 +431,6 @@ class Run(RunView):
             self._at_close.__exit__(kind, error, trace)
         if lost is not None:
             raise lost from error
-
-    @property
-    def stepper(self) -> Stepper:
-        """What makes the steps of the prepared model."""
-        if self._prepared is None:
-            raise JobError("Call run.prepare(model, optimizer) first.")
-        return self._prepared
 
     def stop(self, reason: str) -> None:
         """Ask for the end of the run: `batches` ends on all workers, one step later than this. No collective."""

@@ -18,6 +18,7 @@ from paceline.train.records.digest import weights_sha256
 from paceline.train.records.noise_meter import NoiseMeter
 from paceline.train.session.state import Trained
 from paceline.train.session.trained_models import TrainedModels
+from paceline.train.steps.step import Stepper
 
 
 class RunView:
@@ -33,6 +34,7 @@ class RunView:
         self._progress = progress
         self._noise = noise
         self._models = TrainedModels()
+        self._prepared: Stepper | None = None
 
     def epochs(self) -> Iterator[int]:
         """The numbers of the epochs that are not over: all of the job's, or those left of a run that was resumed.
@@ -62,6 +64,8 @@ class RunView:
             model: which of several models that are trained; None: the first.
         """
         trained = self._trained(model)
+        if not trained.engine.holds_all:
+            self.stepper.session.enter_together("run.whole_state")
         return trained.engine.whole(trained.model.state_dict(keep_vars=True))
 
     def weights_sha256(self, model: nn.Module | None = None) -> str:
@@ -85,6 +89,13 @@ class RunView:
         if not self._models.by_name:
             raise JobError("Call run.prepare(model, optimizer) first.")
         return self._models.first
+
+    @property
+    def stepper(self) -> Stepper:
+        """What makes the steps of the prepared model."""
+        if self._prepared is None:
+            raise JobError("Call run.prepare(model, optimizer) first.")
+        return self._prepared
 
     @property
     def engine(self) -> Engine:

@@ -112,6 +112,8 @@ class _Launching:
         if self.micro_batch_size is not None:
             parse_micro_batch(str(self.micro_batch_size))
         check_words(arguments=self.arguments)
+        if self.script.startswith("-"):
+            raise LaunchError(f"There is no option '{self.script}'; `paceline launch --help` lists all.")
         if not self.module and not Path(self.script).is_file():
             may_be_module = all(part.isidentifier() for part in self.script.split("."))
             hint = f"; if it is a module, add -m: -m {self.script}" if may_be_module else ""

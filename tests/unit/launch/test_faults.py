@@ -80,6 +80,9 @@ ROWS: dict[tuple[Cause, int | None], Row] = {
     ("signal", -9): Row(
         ends(lambda rank: ending(rank, -signal.SIGKILL)), -9, f"{WHO} was killed by SIGKILL", "was killed"
     ),
+    ("signal", -6): Row(
+        ends(lambda rank: ending(rank, -signal.SIGABRT)), -6, f"{WHO} was killed by SIGABRT.", "crashed (SIGABRT)"
+    ),
     ("signal", None): Row(
         ends(lambda rank: ending(rank, -signal.SIGSEGV)), -11, f"{WHO} was killed by SIGSEGV.", "crashed (SIGSEGV)"
     ),
@@ -169,5 +172,5 @@ def is_node(report: FailureReport) -> bool:
 
 def test_every_row_of_the_table_is_found_and_tested() -> None:
     assert set(ROWS) == set(FAULTS)
-    codes = (None, 1, 3, 143, EXCLUDED, -9, -11)
+    codes = (None, 1, 3, 143, EXCLUDED, -6, -9, -11)
     assert {id(fault_of(cause, code)) for cause, _ in FAULTS for code in codes} == set(map(id, FAULTS.values()))

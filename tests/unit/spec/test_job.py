@@ -115,6 +115,8 @@ def test_job_files(tmp_path: Path) -> None:
     file.write_text('model = "resnet18"\n[optim]\nlr = 0.5\n')
     job = load_job(file)
     assert (job.name, job.model.name, job.optim.lr) == ("mine", "resnet18", 0.5)
+    file.write_text("\ufeff" + file.read_text())  # as some editors write it
+    assert load_job(file) == job
     file.write_text("model = \n")
     with pytest.raises(JobError, match=r"mine\.toml.*not valid TOML"):
         load_job(file)

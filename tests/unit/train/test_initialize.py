@@ -25,7 +25,7 @@ def test_a_script_compares_collectives_where_its_launcher_was_asked_to(monkeypat
         launched_at=0.0,
         debug_comm=True,
     )
-    assert asked["TORCH_DISTRIBUTED_DEBUG"] == "DETAIL"  # for scripts without paceline.init
+    assert "TORCH_DISTRIBUTED_DEBUG" not in asked  # whose DETAIL ends DistributedDataParallel over Gloo in a crash
     monkeypatch.setenv(env.DEBUG_COMM, asked[env.DEBUG_COMM])
     assert paceline.init(global_batch_size=8).plan.debug_comm
 

@@ -67,6 +67,11 @@ class StreamBatches:
         instead = functools.cache(lambda: self.reader.on_device(stand_in(loading)))
         while progress.steps_left != 0:
             step, sizes = ahead, exchange.received()
+            if step is first and not any(sizes) and progress.at_epoch_start:
+                raise DataError(
+                    f"The training stream gives no sample in epoch {progress.epoch}; what can be read only once, such "
+                    "as a generator, has to be made anew in its __iter__."
+                )
             if not any(sizes) or (loading.drop_last and sum(sizes) < job.global_batch_size):
                 progress.end_stream()
                 return

@@ -55,6 +55,7 @@ def evaluate_between_steps(
         model: what `measure` is called with.
         prepared: all models of the run, which `measure` may call; they all are spread alike.
     """
+    run.stepper.session.enter_together("run.evaluate")
     seed, step, device = run.job.seed, run.steps, run.device
     kind: type[SetChunks | StreamChunks] = StreamChunks if is_stream(loading.dataset) else SetChunks
     chunks = kind(loading, run.reader, run.job, run.mesh, run.world, in_step=not run.engine.holds_all)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from paceline import env
 from paceline.checkpoint import Snapshot, open_storage
@@ -343,6 +344,13 @@ class Session:
             if self._checkpoints is None
             else [name for name, some in moved.items() if not self.state.kept.holds(some)]
         )
+
+    def enter_together(self, what: str) -> None:
+        """Wait until all workers are here. Where one is elsewhere, that is a hang, whose report says where each of them
+        is; collectives of different sizes would end the process instead."""
+        if self._group is not None:
+            with self.heartbeat.inside("paceline", f"{what}, which all workers have to call,"):
+                dist.monitored_barrier(self._group)
 
     def at_rest(self) -> None:
         """Called when all workers rest between updates by servers: exchange status at once, and save if due."""
