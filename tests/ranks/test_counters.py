@@ -24,8 +24,7 @@ DATA = TensorDataset(torch.randn(27, 6, generator=DRAW, dtype=torch.float64), to
 
 
 class _Schedule:
-    def __init__(self) -> None:
-        self.rate = 1.0
+    rate = 1.0
 
     def next_rate(self) -> float:
         self.rate *= 0.9
@@ -33,7 +32,9 @@ class _Schedule:
 
 
 class Annealed(nn.Module):
-    """Keeps numbers in an attribute, in an object and in a dictionary."""
+    """Keeps numbers in attributes, one of which its class has at first, in an object and in a dictionary."""
+
+    num_halved = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,8 +45,9 @@ class Annealed(nn.Module):
         self.num_calls += 1
         if self.num_calls % 4 == 0:
             self.state["scale"] *= 0.5
+            self.num_halved += 1
         hidden = self.layers(inputs * self.schedule.next_rate())
-        out: Tensor = hidden * min(1.0, self.num_calls / 10) * self.state["scale"]
+        out: Tensor = hidden * min(1.0, self.num_calls / 10) * self.state["scale"] + self.num_halved / 8
         return out
 
 

@@ -177,14 +177,20 @@ def _is_own_object(thing: object, packages: Collection[str]) -> bool:
 
 
 def _attributes_of(thing: object, packages: Collection[str]) -> Iterator[KeptNames]:
-    """Those of an object, and those for which its class, of one of these packages, has a None until then."""
+    """Those of an object, and those for which its class, of one of these packages, has a None or a number so far."""
     own = vars(thing)
     yield KeptNames(own)
+    known = set(own)
     for kind in type(thing).__mro__:
         if package_of(kind) in packages:
             for name, value in vars(kind).items():
-                if value is None and name not in own and not name.startswith("__"):
+                if name in known or name.startswith("__"):
+                    continue
+                known.add(name)
+                if value is None:
                     yield KeptNames(own, name)
+                elif is_counted(value):
+                    yield KeptNames(_WithDefault(own, value), name)
 
 
 def _attributes_or_entries(value: object, packages: Collection[str]) -> dict[Any, Any] | None:
@@ -213,6 +219,26 @@ def _variables_of(function: types.FunctionType, opcodes: Collection[str]) -> Ite
         if instruction.opname in opcodes:
             place: Namespace = cells if instruction.opname.endswith("_DEREF") else function.__globals__
             yield KeptNames(place, instruction.argval)
+
+
+@dataclass(frozen=True)
+class _WithDefault:
+    """The attributes of an object, of which one has the value of its class until it is assigned."""
+
+    own: dict[str, Any]
+    default: Any
+
+    def get(self, name: str) -> Any:
+        return self.own.get(name, self.default)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.own
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.own[name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self.own[name]
 
 
 @dataclass
