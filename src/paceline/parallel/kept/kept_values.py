@@ -91,8 +91,9 @@ def namespaces_in_model(model: nn.Module) -> Iterator[tuple[str, KeptNames]]:
         for attributes in _attributes_of(module, packages):
             yield path, attributes
         for name, value in vars(module).items():
-            if name not in OF_EVERY_MODULE and (inner := _attributes_or_entries(value, packages)) is not None:
-                yield f"{path}.{name}" if path else name, KeptNames(inner)
+            if name not in OF_EVERY_MODULE:
+                for inner in _attributes_or_entries(value, packages):
+                    yield f"{path}.{name}" if path else name, inner
         forwards[getattr(type(module), "forward", None)] = path
     for forward, path in forwards.items():
         if isinstance(forward, types.FunctionType):
@@ -193,10 +194,11 @@ def _attributes_of(thing: object, packages: Collection[str]) -> Iterator[KeptNam
                     yield KeptNames(_WithDefault(own, value), name)
 
 
-def _attributes_or_entries(value: object, packages: Collection[str]) -> dict[Any, Any] | None:
+def _attributes_or_entries(value: object, packages: Collection[str]) -> Iterator[KeptNames]:
     if type(value) is dict:
-        return value
-    return vars(value) if _is_own_object(value, packages) else None
+        yield KeptNames(value)
+    elif _is_own_object(value, packages):
+        yield from _attributes_of(value, packages)
 
 
 def _packages(module: nn.Module) -> set[str]:
