@@ -23,6 +23,7 @@ QUESTIONS = {
     "fine-tune transformers": "tutorials/fine-tune.html",
     "image folder": "tutorials/image-folder.html",
     "padded texts": "tutorials/padded-texts.html",
+    "GRPO": "tutorials/preferences-and-rewards.html",
     "slow network": "tutorials/slow-network.html",
 }
 """What is asked, and the page that should come first."""
