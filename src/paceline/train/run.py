@@ -31,7 +31,7 @@ from paceline.train.process.memory_limit import memory_limit
 from paceline.train.process.numerics import LossFn, Precision
 from paceline.train.process.process_group import abandon, join
 from paceline.train.process.seeding import seed_between_steps
-from paceline.train.process.torch_settings import TorchSettings, decide_precision, has_tf32
+from paceline.train.process.torch_settings import TorchSettings, decide_precision, explaining_refusals, has_tf32
 from paceline.train.records.noise_meter import NoiseMeter
 from paceline.train.records.progress import Progress
 from paceline.train.records.timing import StepTimer
@@ -84,6 +84,7 @@ class Run(RunView):
         job, notes = decide_precision(job, world)
         self.job = job
         settings = TorchSettings.of(job, plan, has_tf32=has_tf32(world.device))
+        self._at_close.enter_context(explaining_refusals())
         self._at_close.enter_context(settings.applied())
         self.reader, self.precision = DatasetReader(job, world.device), Precision(job, world.device)
         progress = DataProgress(job, self.mesh.share(facts.rank), self.mesh.num_assignments, max_steps)
@@ -221,7 +222,8 @@ class Run(RunView):
 
         Args:
             thing: has `state_dict()`, of tensors, numbers, texts, and lists and dictionaries of these, alike on all
-                workers, and `load_state_dict(state)`, which is called if the run was resumed; or a random generator.
+                workers, and `load_state_dict(state)`, which is called now if the run was resumed; or a generator of
+                random numbers, of torch, NumPy or Python.
         """
         self._kept.add(name, thing)
 

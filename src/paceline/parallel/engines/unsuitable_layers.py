@@ -55,8 +55,8 @@ def _is_linear(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bo
     return True
 
 
-def check_shapes(model: nn.Module) -> None:
-    """Refuse lazy layers.
+def check_lazy_layers(model: nn.Module) -> None:
+    """Refuse layers whose parameters have no shape yet.
 
     Raises:
         ModelError: there is one.

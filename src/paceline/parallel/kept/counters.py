@@ -56,9 +56,8 @@ class Counters:
 
     def __init__(self, places: Places) -> None:
         self._watched = [_Number(path, place, name, place.get(name), []) for path, (place, name) in places.items()]
-        for number in self._watched:
-            if number.name not in number.place:  # the class has it: it becomes the object's own, as by the first change
-                number.place[number.name] = number.before
+        for number in self._watched:  # what only the class has becomes the object's own, as by the first change
+            number.place[number.name] = number.before
         self._steps_to_look = _STEPS_TO_LOOK
         self._is_passing = False
         self._has_passed = False

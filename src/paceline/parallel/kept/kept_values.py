@@ -6,7 +6,7 @@ import copy
 import dis
 import functools
 import types
-from collections import deque
+from collections import ChainMap, deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -191,7 +191,7 @@ def _attributes_of(thing: object, packages: Collection[str]) -> Iterator[KeptNam
                 if value is None:
                     yield KeptNames(own, name)
                 elif is_counted(value):
-                    yield KeptNames(_WithDefault(own, value), name)
+                    yield KeptNames(ChainMap(own, {name: value}), name)
 
 
 def _attributes_or_entries(value: object, packages: Collection[str]) -> Iterator[KeptNames]:
@@ -221,26 +221,6 @@ def _variables_of(function: types.FunctionType, opcodes: Collection[str]) -> Ite
         if instruction.opname in opcodes:
             place: Namespace = cells if instruction.opname.endswith("_DEREF") else function.__globals__
             yield KeptNames(place, instruction.argval)
-
-
-@dataclass(frozen=True)
-class _WithDefault:
-    """The attributes of an object, of which one has the value of its class until it is assigned."""
-
-    own: dict[str, Any]
-    default: Any
-
-    def get(self, name: str) -> Any:
-        return self.own.get(name, self.default)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.own
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self.own[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self.own[name]
 
 
 @dataclass

@@ -84,15 +84,15 @@ class LossFunctions:
             self._agreed[name] = layouts[0]
         return self._agreed[name]
 
-    def is_known(self, name: str) -> bool:
-        """Count a step of a loss function; whether nothing is to be found out in it of how it takes shards together.
-        Alike on all workers.
+    def begin_step(self, name: str) -> bool:
+        """Count a step of a loss function. Returns whether to find out in it if its loss couples samples; alike on all
+        workers.
 
         In ever fewer steps it is found out again: a term by which a model differs from what it was in the beginning, as
         from its reference, is 0 in the first step.
         """
         self._num_steps[name] += 1
-        return name in self.couples and self._num_steps[name].bit_count() > 1  # not in the steps 1, 2, 4, 8, …
+        return name not in self.couples or self._num_steps[name].bit_count() == 1  # in the steps 1, 2, 4, 8, …
 
     def agree_on_coupling(self, name: str, reason: str) -> tuple[str, ...]:
         """Let shards go through the model one by one from now on if any worker has a reason to; a collective.

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import ctypes
 import random
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_MT19937_BYTES = 624 * 4 + 4
+MT19937_BYTES = 624 * 4 + 4
 """The size of NumPy's state: 624 words and a position."""
 
 GeneratorStates = tuple[bytes, bytes, bytes, object]
@@ -36,7 +37,7 @@ def torch_states(device: torch.device) -> tuple[bytes, bytes]:
     return _bytes(torch.get_rng_state()), on_device
 
 
-def host_states() -> tuple[bytes, object]:
+def host_states() -> tuple[bytes, tuple[Any, ...]]:
     """The states of NumPy's and Python's generators."""
     return _numpy_state(), random.getstate()
 
@@ -49,5 +50,5 @@ def _numpy_state() -> bytes:
     # np.random.get_state() takes 100 us for a list of 624 numbers, which would show in the steps of small models.
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if isinstance(generator, np.random.MT19937):
-        return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+        return ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES)
     return repr(generator.state).encode()  # the user has installed another bit generator

@@ -175,7 +175,7 @@ class Passes:
         Args:
             in_step: whether all workers have to make equally many passes.
         """
-        if not self._examines or self.functions.is_known(step.loss_name):
+        if not self._examines or not self.functions.begin_step(step.loss_name):
             return ()
         num_shards = 2 if step.loss_name in self.functions.couples else 0  # two show as much as more, in less time
         return self.find_coupling_again(step, module, None, in_step=in_step, num_shards=num_shards)

@@ -73,8 +73,8 @@ class TorchSettings:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """A context in which torch is set so, and what it refuses is a sentence; restores what was set before."""
-        with explaining_refusals(), ExitStack() as before:
+        """A context in which torch is set so; restores what was set before."""
+        with ExitStack() as before:
             before.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(self.num_threads)
             cudnn: Any = torch.backends.cudnn

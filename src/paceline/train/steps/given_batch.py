@@ -83,7 +83,6 @@ class GivenBatch:
         certain."""
         if self.recording is None or self._host_draws is None:
             return "", False
-        is_drawn_by_host = self._host_draws.least_words() >= max(self._num_samples, _WORDS_FOR_ALL)
         named = list(named_tensors(content, "batch")) if self.is_changed(content) else []
         findings = self.recording.found([tensor for _, tensor in named], self._num_samples)
         certain = possible = ""
@@ -97,7 +96,7 @@ class GivenBatch:
             else:
                 certain = certain or sentence
         self.recording.forget()
-        if named and is_drawn_by_host:
+        if named and self._host_draws.least_words() >= max(self._num_samples, _WORDS_FOR_ALL):
             possible = possible or _DRAWS_BY_HOST
         return certain or possible, bool(certain)
 

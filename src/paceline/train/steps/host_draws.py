@@ -6,9 +6,9 @@ samples: a number for all samples is right, numbers for each of them are other o
 
 from __future__ import annotations
 
-import random
+import sys
 
-import numpy as np
+from paceline.parallel.random_numbers.generators import MT19937_BYTES, host_states
 
 _WORDS = 624
 """The words of 32 bits that a Mersenne Twister makes at once; every number takes one or more of them."""
@@ -28,12 +28,10 @@ class HostDraws:
 
 def _places() -> list[tuple[object, int]]:
     """The words that each generator has made, and how many of them are used."""
-    _, words, _ = random.getstate()
+    of_numpy, (_, words, _) = host_states()
     found: list[tuple[object, int]] = [(words[:_WORDS], words[_WORDS])]
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if isinstance(generator, np.random.MT19937):
-        state = generator.state["state"]
-        found.append((state["key"].tobytes(), int(state["pos"])))
+    if len(of_numpy) == MT19937_BYTES:  # the user may have installed another bit generator
+        found.append((of_numpy[: 4 * _WORDS], int.from_bytes(of_numpy[4 * _WORDS :], sys.byteorder)))
     return found
 
 

@@ -17,7 +17,7 @@ from paceline.errors import JobError, ModelError
 from paceline.parallel import Companion, parallelize
 from paceline.parallel.batch_norm.norm import ShardBatchNorm, replace_batch_norm
 from paceline.parallel.engine import broadcast
-from paceline.parallel.engines.unsuitable_layers import check_shapes
+from paceline.parallel.engines.unsuitable_layers import check_lazy_layers
 from paceline.parallel.sharding.initial_weights import is_on_meta
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.optimizers.joint_optimizer import JointOptimizer, parts_of
@@ -62,7 +62,7 @@ def prepare_model(
     """
     optimizer = optimizer if isinstance(optimizer, Optimizer) else JointOptimizer(optimizer)
     schedulers = _checked_schedulers(scheduler, optimizer, job)
-    check_shapes(model)
+    check_lazy_layers(model)
     mesh = plan.mesh or Mesh()
     is_plain = mesh.is_plain
     model, compile_again = without_compiler(model, job)
