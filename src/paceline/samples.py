@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import numbers
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -59,12 +59,16 @@ class Samples:
         self._first = first
 
     @classmethod
-    def of(cls, content: Any, num_samples: int, readings: Readings | None = None) -> Samples:
+    def of(
+        cls, content: Any, num_samples: int, readings: Readings | None = None, *, collated: Any = None
+    ) -> Samples:
         """
         Args:
             content: what a script gives to `run.step`.
             readings: of the batches before this one; that of this one is added. Two tensors in a list are two fields
                 or, in a batch of two samples, could be a sample each: then they are what they have been before.
+            collated: what `run.batches` yielded. torch's default collating makes lists of fields there, such as the
+                views of an image; a list of as many values is one of fields too.
 
         Raises:
             ModelError: some of the content cannot be divided among workers.
@@ -76,7 +80,7 @@ class Samples:
                     "run.batches yielded; give it that batch, or what its map(function) returns."
                 )
             return cls(_Part(lambda start, _stop: content.beginning_at(start), is_divided=True))
-        return cls(_Reader(num_samples, {} if readings is None else readings).read(content, "batch"))
+        return cls(_Reader(num_samples, {} if readings is None else readings, collated).read(content, "batch"))
 
     def cut(self, start: int, stop: int) -> Any:
         """The content for the samples start … stop - 1: views of the same tensors, in containers of the same types."""
@@ -134,9 +138,10 @@ def taking_turns(num_parts: int, length: int, rows: int, device: torch.device, f
 class _Reader:
     """Reads the content of a batch of a number of samples."""
 
-    def __init__(self, num_samples: int, readings: Readings) -> None:
+    def __init__(self, num_samples: int, readings: Readings, collated: Any) -> None:
         self._num_samples = num_samples
         self._readings = readings
+        self._collated = collated
 
     def read(self, value: Any, place: str) -> _Part:
         if isinstance(value, _SHARED):
@@ -236,6 +241,8 @@ class _Reader:
         is_of_records = any(kind[0] == "record" for kind in kinds)
         if len(kinds) > 1 or self._num_samples == 1 or (place == "batch" and not is_of_records):
             return True
+        if any(_kinds_in(one) == _kinds_in(value) for one in _lists_in(self._collated)):
+            return True
         raise self._refused(
             place,
             value,
@@ -250,6 +257,15 @@ class _Reader:
         )
 
 
+def _lists_in(content: Any) -> Iterator[Sequence[Any]]:
+    """The lists and tuples inside the containers of a content."""
+    container = open_container(content)
+    for one in () if container is None else container.values:
+        if isinstance(one, list | tuple):
+            yield one
+        yield from _lists_in(one)
+
+
 def _kind(value: Any) -> tuple[Any, ...]:
     """What the samples of a list have in common, and its fields as a rule do not."""
     if isinstance(value, Tensor | np.ndarray):
@@ -258,6 +274,11 @@ def _kind(value: Any) -> tuple[Any, ...]:
     if container is None:
         return ("value", type(value))
     return ("record", type(value), container.places) if container.is_named else ("list", type(value))
+
+
+def _kinds_in(values: Sequence[Any]) -> list[str]:
+    """Whether each value is a tensor, a record, a list or something else."""
+    return [_kind(one)[0] for one in values]
 
 
 def _shared(value: Any) -> _Part:

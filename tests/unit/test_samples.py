@@ -324,6 +324,22 @@ def test_a_list_that_could_be_both_is_what_it_was_before() -> None:
     assert Samples.of(few, 2, readings).cut(1, 2)["x"][1].shape == (1, 2)
 
 
+def test_a_list_is_of_fields_where_default_collating_made_lists_of_as_many() -> None:
+    """Four views of each image, as DINO and SwAV take them, on a worker that has four images."""
+    views = [torch.rand(4, 3, 5, 5) for _ in range(4)]
+    collated = [views, torch.zeros(4)]
+    for content, place in (([views, torch.ones(4)], 0), ({"views": [view * 2 for view in views]}, "views")):
+        with pytest.raises(ModelError, match="could be 4 fields or one entry for each sample"):
+            Samples.of(content, 4)
+        cut: Any = Samples.of(content, 4, collated=collated).cut(1, 3)
+        assert [tuple(view.shape) for view in cut[place]] == [(2, 3, 5, 5)] * 4
+    boxes = {"targets": [{"boxes": torch.zeros(4, 4)}] * 4}  # each image has four boxes
+    with pytest.raises(ModelError, match="could be 4 fields"):
+        Samples.of(boxes, 4, collated=collated)
+    names = {"names": list("abcd")}
+    assert Samples.of(names, 4, collated=collated).cut(1, 3) == {"names": ["b", "c"]}
+
+
 def test_one_sample_is_never_ambiguous() -> None:
     content = {"x": [torch.zeros(1, 3)], "names": ["a"]}
     readings: Readings = {}

@@ -220,7 +220,7 @@ class ModelStepper:
         loss_of = self._tensors_of_loss.around(self._tensors_of_model.around(precision.of(loss_fn)))
         return StepInput(
             assignment=assignment,
-            batch=Samples.of(content, num_samples, self._readings),
+            batch=Samples.of(content, num_samples, self._readings, collated=pending.content),
             loss_of=self._counters_of_loss.around(loss_of),
             shard_seed=lambda shard: shard_seed(seed, index, shard, nth),
             scale=precision.scaler.scale,
