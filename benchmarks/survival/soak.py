@@ -1,6 +1,6 @@
 """Training under fire: an elastic run that is struck again and again, and what it leaves behind.
 
-    python -m benchmarks.survival.soak [--minutes 30] [--workers 3] [--every 20,40] [--seed 0] [--out DIR]
+    python -m benchmarks.survival.soak [--minutes 30] [--workers 3] [--every 20,40] [--seed 0] [--kinds A,B] [--out DIR]
 
 Every so many seconds something happens to the run (`strikes.py`), while the launcher brings it back by itself.
 When the time is over it is asked to end, and started once more for its last steps. The weights then have to be those of
@@ -110,20 +110,30 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--every", default="20,40", help="seconds between two faults: least and most")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kinds", default=",".join(STRIKES), help="the kinds of faults, as 'kill one,kill all'")
     parser.add_argument("--out", type=Path, default=None, help="folder of the runs; a temporary one")
     arguments = parser.parse_args()
     out = (arguments.out or Path(tempfile.mkdtemp(prefix="paceline-soak-"))).resolve()
     least_s, most_s = map(float, arguments.every.split(","))
-    soaked = soak(out, arguments.minutes * 60, arguments.workers, arguments.seed, (least_s, most_s))
+    kinds = arguments.kinds.split(",")
+    soaked = soak(out, arguments.minutes * 60, arguments.workers, arguments.seed, (least_s, most_s), kinds)
     print(soaked)
     raise SystemExit(not soaked.is_clean)
 
 
-def soak(out: Path, duration_s: float, num_workers: int, seed: int, fault_s: tuple[float, float]) -> Soaked:
+def soak(
+    out: Path,
+    duration_s: float,
+    num_workers: int,
+    seed: int,
+    fault_s: tuple[float, float],
+    kinds: Sequence[str] = tuple(STRIKES),
+) -> Soaked:
     """Strike a run for so long, and until there is a checkpoint after a fault; see how it ends.
 
     Args:
         fault_s: seconds between two faults, least and most.
+        kinds: names in `STRIKES`.
     """
     chance = random.Random(seed)
     folder = out / "struck"
@@ -143,7 +153,7 @@ def soak(out: Path, duration_s: float, num_workers: int, seed: int, fault_s: tup
         step = max((worker.step for worker in workers), default=-1)
         if time.monotonic() >= next_fault and step > 0:
             footprints.append(Footprint.of(launcher.pid))
-            way = chance.choice(list(STRIKES))
+            way = chance.choice(kinds)
             STRIKES[way](Struck(launcher.pid, workers, chance))
             faults.append(f"{way} at step {step}")
             print(f"{faults[-1]}; {footprints[-1]}", file=sys.stderr, flush=True)

@@ -8,7 +8,9 @@ seeded wherever the global ones are.
 from __future__ import annotations
 
 import functools
+import inspect
 import random
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,9 @@ from torch import nn
 
 _MOST_TRANSFORMS = 64
 """A longer list is one of samples."""
+_CALLERS = 3
+"""So many functions are looked at: a loop over batches may stand in one that was called by another, or go through a
+progress bar."""
 
 RandomGenerator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _PLAIN = (bool, int, float, str)
@@ -38,6 +43,9 @@ class OwnGenerators:
         """
         parts = _parts_of_data if of_parts else _parts
         self._all = [one for one in _generators_in(holders, 6 if of_parts else 4, parts) if not _is_global(one)]
+
+    def __iter__(self) -> Iterator[RandomGenerator]:
+        return iter(self._all)
 
     def __add__(self, other: OwnGenerators) -> OwnGenerators:
         both = OwnGenerators()
@@ -77,10 +85,29 @@ class OwnGenerators:
             self.set_states(before)
 
 
+def generators_of_caller() -> OwnGenerators:
+    """Those that the functions which called this package hold in their variables, or name in their code."""
+    frame: types.FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("paceline", "contextlib"):
+        frame = frame.f_back
+    holders: list[object] = []
+    for _ in range(_CALLERS):
+        if frame is None:
+            break
+        variables, names = frame.f_locals, frame.f_code.co_names
+        holders += [*variables.values(), *(frame.f_globals[name] for name in names if name in frame.f_globals)]
+        if type(variables) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+            variables.clear()  # a copy, which would keep the values alive until the function returns
+        frame = frame.f_back
+    return OwnGenerators(*holders)
+
+
 def full_state(generator: RandomGenerator) -> Any:
     """What `set_state` goes back to."""
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 

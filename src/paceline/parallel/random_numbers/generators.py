@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MT19937_BYTES = 624 * 4 + 4
+_MT19937_BYTES = 624 * 4 + 4
 """The size of NumPy's state: 624 words and a position."""
 
 GeneratorStates = tuple[bytes, bytes, bytes, object]
@@ -50,5 +50,5 @@ def _numpy_state() -> bytes:
     # np.random.get_state() takes 100 us for a list of 624 numbers, which would show in the steps of small models.
     generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if isinstance(generator, np.random.MT19937):
-        return ctypes.string_at(generator.ctypes.state_address, MT19937_BYTES)
+        return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
     return repr(generator.state).encode()  # the user has installed another bit generator

@@ -12,6 +12,7 @@ from typing import Any
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from paceline.containers import named_tensors, tensors, versions
+from paceline.own_generators import RandomGenerator
 from paceline.sharded_batch import ShardedBatch
 from paceline.train.steps.batch_recording import BatchRecording, RowFinding
 from paceline.train.steps.host_draws import HostDraws
@@ -96,9 +97,14 @@ class GivenBatch:
             else:
                 certain = certain or sentence
         self.recording.forget()
-        if named and self._host_draws.least_words() >= max(self._num_samples, _WORDS_FOR_ALL):
+        if named and self._host_draws.are_many(max(self._num_samples, _WORDS_FOR_ALL)):
             possible = possible or _DRAWS_BY_HOST
         return certain or possible, bool(certain)
+
+    @property
+    def generators_of_host(self) -> list[RandomGenerator]:
+        """Those of NumPy and Python that are the script's own, and that it has drawn from, as far as it is recorded."""
+        return [] if self._host_draws is None else self._host_draws.from_own()
 
     def is_changed(self, content: Any) -> bool:
         """Whether `content`, which the script gives to `run.step`, is not what it got."""

@@ -6,36 +6,61 @@ samples: a number for all samples is right, numbers for each of them are other o
 
 from __future__ import annotations
 
-import sys
+import random
+from typing import Any
 
-from paceline.parallel.random_numbers.generators import MT19937_BYTES, host_states
+import numpy as np
+import torch
+
+from paceline.own_generators import RandomGenerator, full_state, generators_of_caller
 
 _WORDS = 624
 """The words of 32 bits that a Mersenne Twister makes at once; every number takes one or more of them."""
 
 
 class HostDraws:
-    """Counts what is drawn from NumPy's and Python's global generators from now on."""
+    """Counts what is drawn from now on from the global generators, and from those that the script itself has."""
 
     def __init__(self) -> None:
-        self._before = _places()
+        self._own = [one for one in generators_of_caller() if not isinstance(one, torch.Generator)]
+        of_all: list[RandomGenerator] = [random._inst, np.random.mtrand._rand]
+        self._before = [(one, full_state(one)) for one in (*of_all, *self._own)]
 
-    def least_words(self) -> int:
-        """So many words of 32 bits were drawn from one of them, or more."""
-        pairs = zip(self._before, _places(), strict=False)  # the user may have installed another generator
-        return max(_least_words(before, now) for before, now in pairs)
+    def are_many(self, num_words: int) -> bool:
+        """Whether so many words of 32 bits were drawn from one of them, or more."""
+        return any(_has_drawn(one, before, num_words) for one, before in self._before)
 
-
-def _places() -> list[tuple[object, int]]:
-    """The words that each generator has made, and how many of them are used."""
-    of_numpy, (_, words, _) = host_states()
-    found: list[tuple[object, int]] = [(words[:_WORDS], words[_WORDS])]
-    if len(of_numpy) == MT19937_BYTES:  # the user may have installed another bit generator
-        found.append((of_numpy[: 4 * _WORDS], int.from_bytes(of_numpy[4 * _WORDS :], sys.byteorder)))
-    return found
+    def from_own(self) -> list[RandomGenerator]:
+        """Those of the script itself that anything was drawn from."""
+        return [one for one, before in self._before if one in self._own and _has_drawn(one, before, 1)]
 
 
-def _least_words(before: tuple[object, int], now: tuple[object, int]) -> int:
+def _has_drawn(generator: RandomGenerator, before: Any, num_words: int) -> bool:
+    """Whether a generator has made so many words of 32 bits since it was in a state."""
+    twister, twister_now = _twister(before), _twister(full_state(generator))
+    if twister is not None and twister_now is not None:
+        return _words_of_twister(twister, twister_now) >= num_words
+    bits: Any = getattr(generator, "bit_generator", None) or generator._bit_generator  # type: ignore[union-attr]
+    now, copied = repr(bits.state["state"]), type(bits)()
+    copied.state = before
+    for _ in range(num_words):  # a generator makes one word at a time, or two
+        if repr(copied.state["state"]) == now:
+            return False
+        copied.random_raw()
+    return True
+
+
+def _twister(state: Any) -> tuple[bytes, int] | None:
+    """The words that a Mersenne Twister has made, and how many of them are used; None: it is another generator."""
+    if not isinstance(state, dict):  # of Python
+        return repr(state[1][:_WORDS]).encode(), state[1][_WORDS]
+    if state["bit_generator"] != "MT19937":
+        return None
+    return state["state"]["key"].tobytes(), int(state["state"]["pos"])
+
+
+def _words_of_twister(before: tuple[bytes, int], now: tuple[bytes, int]) -> int:
+    """At least so many words were taken in between."""
     (words, used), (words_now, used_now) = before, now
     if words == words_now:
         return used_now - used

@@ -146,7 +146,10 @@ class Stepper:
             for sentence in self.draws.sentences(has_others=has_others):
                 self._tell_of_batches(sentence)
             holds = self._state.kept.holds_generator
-            if self.session.saves_checkpoints and not all(map(holds, self.draws.lasting_generators)):
+            # An earlier step on the batch has seeded the model's own generators.
+            of_host = () if pending.num_steps else given.generators_of_host
+            own = (*self.draws.lasting_generators, *of_host)
+            if self.session.saves_checkpoints and not all(map(holds, own)):
                 self._tell_of_batches(GENERATOR_UNSAVED)
         sentence, is_certain = ("", False) if pending.num_steps else given.finding(content)
         if sentence and is_certain and has_others:
