@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -69,3 +70,35 @@ def test_a_model_that_is_compiled_whole_is_left_alone() -> None:
 
 def test_flex_attention_is_followed() -> None:
     assert "center" in _leading(Scaled(_attend), 1)[1]
+
+
+class Reads(dict[str, Any]):
+    """Counts how often its values are looked at."""
+
+    num_looks = 0
+
+    def __iter__(self) -> Any:
+        self.num_looks += 1
+        return super().__iter__()
+
+
+class Configured(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config: Any = Reads(width=4)
+
+
+def test_places_without_tensors_are_soon_left_alone_in_the_first_stage_of_a_pipeline() -> None:
+    """Which never returns from the loss function: it leaves where the next stage begins."""
+
+    def leaves(_model: nn.Module, _content: Any) -> Tensor:
+        raise BlockingIOError
+
+    model = Configured()
+    loss_of = KeptTensors.of_model(model).around(leaves)
+    looks = []
+    for _ in range(12):
+        with contextlib.suppress(BlockingIOError):
+            loss_of(model, None)
+        looks.append(model.config.num_looks)
+    assert looks[0] > 0 and looks[5] == looks[-1]

@@ -116,6 +116,9 @@ class KeptTensors:
 
     def _call(self, loss_of: LossOf, model: nn.Module, content: Any) -> Any:
         before = self._held()
+        if self._num_calls == _CALLS_TO_LOOK:
+            self._look_at_fewer(before)
+        self._num_calls += 1  # now: the first stages of a pipeline never return
         of_calls = [path for path, left in self._left_to_follow.items() if left and path in before]
         given = [path for path in self._given if path in before]
         roots = {path: _alive(before[path]) for path in (*of_calls, *given)}
@@ -141,13 +144,14 @@ class KeptTensors:
                     raise self._refusal(path)
         for path in changed:
             self._left_to_follow.setdefault(path, _CALLS_TO_FOLLOW)
-        self._num_calls += 1
-        if self._num_calls == _CALLS_TO_LOOK:
-            # The script may put something later where there is nothing now.
-            empty = [path for path, (place, name) in self._places.items() if place.get(name) is None]
-            kept = {*held, *empty} if len(held) + len(empty) <= _MANY else set(self._left_to_follow)
-            self._places = {path: place for path, place in self._places.items() if path in kept}
         return returned
+
+    def _look_at_fewer(self, held: Mapping[str, _Held]) -> None:
+        """Look only at places that hold tensors, or nothing: the script may put something there later. Where these are
+        many, at those that calls have changed."""
+        empty = [path for path, (place, name) in self._places.items() if place.get(name) is None]
+        kept = {*held, *empty} if len(held) + len(empty) <= _MANY else set(self._left_to_follow)
+        self._places = {path: place for path, place in self._places.items() if path in kept}
 
     def _held(self) -> dict[str, _Held]:
         """What is in every place that holds tensors."""
