@@ -65,6 +65,8 @@ def test_the_command_measures_a_recipe_and_its_file_loads_back(tmp_path: Path) -
     assert timing.loader_samples_per_s > 0
     assert timing.checkpoint_bytes_per_s is not None
     assert timing.checkpoint_bytes_per_s > 0
+    assert timing.fresh_memory_bytes_per_s is not None
+    assert timing.fresh_memory_bytes_per_s > 1e6
     assert timing.loads_between_passes
     assert timing.update_s is not None
     assert 0 < timing.update_s < max(seconds)

@@ -53,6 +53,8 @@ _LOADER_SHARE, _CHECKPOINT_SHARE, _TOGETHER_SHARE = 0.1, 0.1, 0.4
 """Shares of the budget; the rest is for passes on one worker."""
 _LOADER_S = 5.0
 _NUM_CHECKPOINTS = 3
+_FRESH_BYTES, _NUM_FRESH = 64 * 2**20, 5
+"""More than the allocator keeps when it is freed."""
 _LOOK_S = 0.05
 """How often a worker that waits looks for the file."""
 
@@ -159,6 +161,7 @@ class FirstWorker:
             update_s=None if step is None else step.update_s,
             load=meter.load(),
             num_samples=len(train_set) or None,
+            fresh_memory_bytes_per_s=time_fresh_memory() if run.device.type == "cpu" else None,
         )
         return timing, step, 0.0 if step is None else peaks[step.micro_batch_size]
 
@@ -312,6 +315,12 @@ def time_checkpoint(run: Run, folder: Path, limit_s: float) -> float:
         return path.stat().st_size / statistics.median(times_s)
     finally:
         path.unlink(missing_ok=True)
+
+
+def time_fresh_memory() -> float:
+    """Bytes a second that this worker writes into memory which the kernel has just given it, page by page."""
+    times_s = [seconds_of(lambda: torch.empty(_FRESH_BYTES, dtype=torch.uint8).fill_(1)) for _ in range(_NUM_FRESH)]
+    return _FRESH_BYTES / statistics.median(times_s)
 
 
 if __name__ == "__main__":

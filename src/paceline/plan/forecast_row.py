@@ -29,8 +29,9 @@ STEP_OVERHEAD_S = 3e-4
 """Seconds per step besides the optimizer: launching it, counting samples, schedules."""
 MEMORY_RATE = {"cuda": 800e9, "cpu": 8e9}
 """Bytes/s at which one worker's optimizer goes through parameters, gradients and state, where it was not timed."""
-_CPU_COPY_RATE = 2e9
-"""Bytes/s at which a CPU worker copies into memory that it has just been given, page by page."""
+_FRESH_WRITES, _FRESH_MEMORY_RATE = 3, 6e9
+"""How often a byte that a CPU worker gathers or scatters is written into memory that it has just been given: by Gloo, in
+one flat tensor, and in the parameters or gradients; and at how many bytes/s, where that was not timed."""
 _COMPUTE_ERROR, _COMMUNICATION_ERROR, _UNSEEN_ERROR = 0.05, 0.2, 0.03
 """Standard deviations of logarithms: of measured compute, of priced communication, and for each doubling of devices
 beyond those that were measured."""
@@ -125,6 +126,7 @@ def workload_on(inputs: PlanInputs, count: int, memory_bytes: float | None = Non
     job, layout, cluster = inputs.job_on(count), inputs.layout(count), inputs.cluster
     neighbours = neighbours_factor_of(inputs, layout)
     on_gpu = cluster.device_kind == "cuda"
+    fresh_s_per_byte = _FRESH_WRITES / (inputs.timing.fresh_memory_bytes_per_s or _FRESH_MEMORY_RATE)
     return Workload(
         num_parameters=inputs.timing.num_parameters,
         global_batch_size=job.global_batch_size,
@@ -136,7 +138,7 @@ def workload_on(inputs: PlanInputs, count: int, memory_bytes: float | None = Non
         layers=inputs.layers,
         shard_size=job.shard_size,
         backend="nccl" if on_gpu else "gloo",
-        copy_s_per_byte=0.0 if on_gpu else neighbours / _CPU_COPY_RATE,
+        copy_s_per_byte=0.0 if on_gpu else neighbours * fresh_s_per_byte,
         sums_are_hidden=sums_are_hidden(inputs, layout),
         plain_sums_s=cheapest_algorithm(inputs, job, layout)[1],
     )

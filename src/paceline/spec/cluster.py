@@ -166,6 +166,8 @@ class JobTiming:
     """What else the processors did while passes were timed; None: it was not measured, or the system does not tell."""
     num_samples: int | None = at_least(1, None)
     """Samples of the training set, that is of an epoch."""
+    fresh_memory_bytes_per_s: float | None = above(0, None)
+    """The rate at which a CPU worker writes memory that the kernel gives it page by page."""
 
 
 @dataclass(frozen=True)

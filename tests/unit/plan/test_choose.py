@@ -88,6 +88,22 @@ def test_meshes_are_priced_at_what_collectives_took_while_all_workers_were_busy(
     sharded = found[Mesh(fsdp=2, pp=2)]
     assert sharded.exposed_s > 8 * 7 * 2 / 3 * price_s / 2
 
+    # Each of these 24 writes half of the model three times into memory that is new to the worker.
+    slow, slower = (
+        {
+            one.mesh: one.exposed_s
+            for one in search_meshes(
+                dataclasses.replace(known, timing=dataclasses.replace(timing, fresh_memory_bytes_per_s=rate)),
+                4,
+                64 * GIB,
+            ).candidates
+        }
+        for rate in (1e9, 0.5e9)
+    )
+    half_bytes = 4.0 * LARGE_LAYERS.num_parameters / 2
+    assert slower[Mesh(fsdp=2, pp=2)] - slow[Mesh(fsdp=2, pp=2)] == pytest.approx(24 * 3 * half_bytes / 1e9, rel=0.05)
+    assert slower[Mesh(dp=4)] == slow[Mesh(dp=4)]
+
 
 def test_jobs_that_need_replicas_get_them_or_a_refusal() -> None:
     half = JOB.with_values(precision="float16")
