@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from paceline.parallel.kept.kept_values import Namespace, Places, is_counted, places_in_function, places_in_model
+from paceline.parallel.kept.kept_values import FunctionNames, Namespace, Places, is_counted, places_in_model
 from paceline.parallel.losses import LossOf
 
 _STEPS_TO_LOOK = 2
@@ -68,8 +68,8 @@ class Counters:
         return cls(places_in_model(model, is_counted))
 
     @classmethod
-    def of_function(cls, loss_fn: object) -> Counters:
-        return cls(places_in_function(loss_fn, is_counted))
+    def of_function(cls, names: FunctionNames) -> Counters:
+        return cls(names.places(is_counted))
 
     def begin_step(self) -> None:
         self._has_passed = self._is_passing = False

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from paceline.parallel.kept.kept_values import Namespace, places_in_function
+from paceline.parallel.kept.kept_values import FunctionNames, Namespace
 
 NOTE = (
     "The loss function calls batch norm layers in training mode that belong to no model given to run.prepare. They "
@@ -25,9 +25,9 @@ NOTE = (
 class ForeignNorms:
     """The batch norm layers that a loss function names, and that are no model's of the run."""
 
-    def __init__(self, loss_fn: object, models: Iterable[nn.Module]) -> None:
+    def __init__(self, names: FunctionNames, models: Iterable[nn.Module]) -> None:
         own = {id(module._buffers) for model in models for module in model.modules()}
-        places = places_in_function(loss_fn, _has_running_statistics, reads=True)
+        places = names.places(_has_running_statistics, reads=True)
         self._layers: list[Namespace] = [
             layer for layer, name in places.values() if name == "_buffers" and id(layer.get(name)) not in own
         ]

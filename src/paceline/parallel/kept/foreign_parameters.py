@@ -11,15 +11,15 @@ from collections.abc import Iterable
 from torch import nn
 
 from paceline.errors import ModelError
-from paceline.parallel.kept.kept_values import Namespace, places_in_function
+from paceline.parallel.kept.kept_values import FunctionNames, Namespace
 
 
 class ForeignParameters:
     """The parameters that a loss function names, alone or in modules, and that are no model's of the run."""
 
-    def __init__(self, loss_fn: object, models: Iterable[nn.Module]) -> None:
+    def __init__(self, names: FunctionNames, models: Iterable[nn.Module]) -> None:
         own = {id(parameter) for model in models for parameter in model.parameters()}
-        places = places_in_function(loss_fn, lambda value: isinstance(value, nn.Parameter), reads=True)
+        places = names.places(lambda value: isinstance(value, nn.Parameter), reads=True)
         self._places: list[tuple[Namespace, str]] = [
             (place, name) for place, name in places.values() if id(place.get(name)) not in own
         ]

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.containers import open_object, tensors, versions
 from paceline.errors import ModelError
-from paceline.parallel.kept.kept_values import OF_EVERY_MODULE, Places, name_in, places_in_function, places_in_model
+from paceline.parallel.kept.kept_values import OF_EVERY_MODULE, FunctionNames, Places, name_in, places_in_model
 from paceline.parallel.losses import LossOf
 
 _CALLS_TO_LOOK = 4
@@ -73,12 +73,12 @@ class KeptTensors:
         return cls(_without(places_in_model(model, _may_hold_tensors), ()), "The forward pass")
 
     @classmethod
-    def of_function(cls, loss_fn: object, models: Iterable[nn.Module]) -> KeptTensors:
+    def of_function(cls, names: FunctionNames, models: Iterable[nn.Module]) -> KeptTensors:
         """
         Args:
             models: those of the run, which the loss function may name: their attributes are not its own.
         """
-        return cls(_without(places_in_function(loss_fn, _may_hold_tensors, reads=True), models), "The loss function")
+        return cls(_without(names.places(_may_hold_tensors, reads=True), models), "The loss function")
 
     def begin_step(self) -> None:
         """Look at what the script has changed since `end_step`."""

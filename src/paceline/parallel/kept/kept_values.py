@@ -48,6 +48,8 @@ class KeptNames:
     place: Namespace
     only: Any = None
     """None: all of its names."""
+    is_only_read: bool = False
+    """Whether it is a variable of a function that does not assign to it here."""
 
     @property
     def value(self) -> Any:
@@ -106,22 +108,29 @@ def name_in(path: str) -> str:
     return path.rpartition(" ")[2]
 
 
-def places_in_function(function: object, is_wanted: IsWanted, *, reads: bool = False) -> Places:
-    """Those in variables that a loss function assigns to, and in attributes and dictionaries that it names; of modules
-    also parameters and buffers.
+class FunctionNames:
+    """What a loss function can name: variables, and the attributes and dictionaries of what it names; of modules also
+    parameters and buffers. One search finds them for all that look for values there.
 
     What belongs to other packages counts only in modules: a loss of another library.
-
-    Args:
-        reads: whether variables that it only reads count too.
     """
-    places = {
-        (id(found.place), name): (found.place, name)
-        for found in namespaces_in_function(function, reads=reads)
-        for name, value in found.items()
-        if is_wanted(value)
-    }
-    return {f"{number} {name}": (place, name) for number, (place, name) in enumerate(places.values())}
+
+    def __init__(self, function: object) -> None:
+        self._found = list(namespaces_in_function(function))
+
+    def places(self, is_wanted: IsWanted, *, reads: bool = False) -> Places:
+        """
+        Args:
+            reads: whether variables that the function only reads count too.
+        """
+        places = {
+            (id(found.place), name): (found.place, name)
+            for found in self._found
+            if reads or not found.is_only_read
+            for name, value in found.items()
+            if is_wanted(value)
+        }
+        return {f"{number} {name}": (place, name) for number, (place, name) in enumerate(places.values())}
 
 
 @contextmanager
@@ -140,9 +149,8 @@ def attributes_kept(module: nn.Module) -> Iterator[None]:
             held.extend(before) if isinstance(held, list | deque) else held.update(before)
 
 
-def namespaces_in_function(function: object, *, reads: bool = False) -> Iterator[KeptNames]:
-    """What `places_in_function` looks at."""
-    opcodes = _ASSIGNING | _READING if reads else _ASSIGNING
+def namespaces_in_function(function: object) -> Iterator[KeptNames]:
+    """What `FunctionNames` looks at."""
     packages, seen, left = {package_of(function)}, set(), [(function, _DEPTH)]
     while left:
         thing, depth = left.pop()
@@ -164,7 +172,7 @@ def namespaces_in_function(function: object, *, reads: bool = False) -> Iterator
         elif _is_own_object(thing, packages):
             yield from _attributes_of(thing, packages)
             if isinstance(thing, types.FunctionType):
-                yield from _variables_of(thing, opcodes)
+                yield from _variables_of(thing, _ASSIGNING | _READING)
                 parts = reached_by(thing)
             else:
                 parts = iter((*vars(thing).values(), vars(type(thing)).get("__call__")))
@@ -220,7 +228,7 @@ def _variables_of(function: types.FunctionType, opcodes: Collection[str]) -> Ite
     for instruction in dis.get_instructions(function):
         if instruction.opname in opcodes:
             place: Namespace = cells if instruction.opname.endswith("_DEREF") else function.__globals__
-            yield KeptNames(place, instruction.argval)
+            yield KeptNames(place, instruction.argval, instruction.opname in _READING)
 
 
 @dataclass

@@ -14,7 +14,7 @@ import types
 from collections.abc import Iterator
 
 from paceline.own_generators import reached_by
-from paceline.parallel.kept.kept_values import Places, name_in, places_in_function
+from paceline.parallel.kept.kept_values import FunctionNames, Places, name_in
 
 _STEPS_TO_COMPARE = 3
 """In so many steps a number is compared that the script has changed before."""
@@ -25,10 +25,9 @@ _RECENT_S = 600.0
 class ReadNumbers:
     """The numbers that one loss function reads."""
 
-    def __init__(self, loss_fn: object) -> None:
-        names = set(_names_in(loss_fn))
-        places = places_in_function(loss_fn, _is_number, reads=True)
-        self._places: Places = {path: place for path, place in places.items() if place[1] in names}
+    def __init__(self, loss_fn: object, names: FunctionNames) -> None:
+        in_code, places = set(_names_in(loss_fn)), names.places(_is_number, reads=True)
+        self._places: Places = {path: place for path, place in places.items() if place[1] in in_code}
         self._steps_left = dict.fromkeys(self._places, _STEPS_TO_COMPARE)
         self._before: dict[str, float] | None = None
         """Their values when the last step had ended; None: no step has."""

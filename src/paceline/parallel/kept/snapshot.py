@@ -87,7 +87,7 @@ class KeptState:
             yield from (found for _, found in namespaces_in_model(model) if id(found.place) not in of_norms)
         if package_of(self._loss_fn) == "paceline":  # our own keep nothing
             return
-        for found in namespaces_in_function(self._loss_fn, reads=True):
+        for found in namespaces_in_function(self._loss_fn):
             if id(found.place) not in of_models:
                 yield found
 

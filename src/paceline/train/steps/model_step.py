@@ -21,11 +21,8 @@ from paceline.parallel.assignment import shard_sizes
 from paceline.parallel.engine import AnyShard
 from paceline.parallel.gradients.gradient_norms import norm_of_norms
 from paceline.parallel.kept import foreign_norms
-from paceline.parallel.kept.counters import Counters
-from paceline.parallel.kept.foreign_parameters import ForeignParameters
 from paceline.parallel.kept.kept_tensors import KeptTensors
-from paceline.parallel.kept.read_numbers import ReadNumbers
-from paceline.parallel.kept.snapshot import NOTHING_KEPT, KeptState
+from paceline.parallel.kept.watched_loss import WatchedLoss
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.parallel.random_numbers.generators import generator_states
@@ -96,17 +93,11 @@ class ModelStepper:
         self._readings: Readings = {}
         self._generators_of_model = OwnGenerators(self.trained.model)
         self._generators_of_optimizer = OwnGenerators(*parts_of(self.trained.optimizer))
-        self._loss_fn: object = None
+        self._tensors_of_model = KeptTensors.of_model(self.trained.model)
+        self._loss = WatchedLoss(None, ())
         """The last loss function."""
         self._generators = NO_GENERATORS
         """Those that it and the model have of their own."""
-        self._counters_of_loss = Counters({})
-        self._numbers_of_loss = ReadNumbers(None)
-        self._tensors_of_model = KeptTensors.of_model(self.trained.model)
-        self._tensors_of_loss = KeptTensors.of_function(None, ())
-        self._kept = NOTHING_KEPT
-        self._foreign = ForeignParameters(None, ())
-        self._foreign_norms = foreign_norms.ForeignNorms(None, ())
 
     def step(
         self, pending: Pending, content: Any, loss_fn: LossFn, companions: Companions, optimizer: Optimizer
@@ -139,7 +130,12 @@ class ModelStepper:
         trained.optimizer.zero_grad(set_to_none=True)
 
         try:
-            with companions.unchanged(), self._foreign_norms.unmoved(), self._generators.kept(), explaining_refusals():
+            with (
+                companions.unchanged(),
+                self._loss.foreign_norms.unmoved(),
+                self._generators.kept(),
+                explaining_refusals(),
+            ):
                 result = engine.step(
                     step_input, functools.partial(self._update, pending, content, step_input, optimizer)
                 )
@@ -153,20 +149,17 @@ class ModelStepper:
             self.session.note(note)
         for note in result.own_notes:
             self.session.note_of_worker(note)
-        if unsaved := self.session.unsaved(self._tensors_of_loss.newly_leading()):
+        if unsaved := self.session.unsaved(self._loss.tensors.newly_leading()):
             self.session.note(_UNSAVED.format(_some(unsaved)))
         self._tracer.after_update(trained.model, engine.whole, result.notes)
         engine.forward_buffers.counters.end_step()
-        self._counters_of_loss.end_step()
-        self._tensors_of_loss.end_step()
-        self._foreign.end_step()
-        self._numbers_of_loss.end_step()
+        self._loss.end_step()
         self.changes.end_step()
         # Not where workers have other weights or losses than each other, or only some stages compute the loss.
         if engine.reads_assignment and not engine.weights_diverge and not self._is_piped:
-            self.session.changed_by_script |= self._tensors_of_loss.leading
-            self.session.numbers_by_script |= self._numbers_of_loss.changed
-        if self._foreign_norms.newly_in_training():
+            self.session.changed_by_script |= self._loss.tensors.leading
+            self.session.numbers_by_script |= self._loss.numbers.changed
+        if self._loss.foreign_norms.newly_in_training():
             self.session.note(foreign_norms.NOTE)
         if moving := engine.forward_buffers.newly_moving():
             self.session.note(f"Forward passes change buffers ({_some(moving)}): {engine.buffers_rule}.")
@@ -178,7 +171,7 @@ class ModelStepper:
 
     def _restore_buffers(self) -> None:
         """After an error: the run is whole if it came before the update."""
-        self._counters_of_loss.restore()
+        self._loss.counters.restore()
         try:
             self.trained.engine.forward_buffers.start_over()
         except RuntimeError:  # the device is of no more use
@@ -194,40 +187,30 @@ class ModelStepper:
 
     def _take(self, loss_fn: LossFn) -> None:
         """Begin a step with this loss function."""
-        if not is_same_code(self._loss_fn, loss_fn):
-            self._loss_fn = loss_fn
-            self._generators = self._generators_of_model + OwnGenerators(loss_fn)
-            self._counters_of_loss = Counters.of_function(loss_fn)
-            self._numbers_of_loss = ReadNumbers(loss_fn)
+        if not is_same_code(self._loss.function, loss_fn):
             models = [one.model for one in self._state.models.companions.values()]
-            self._tensors_of_loss = KeptTensors.of_function(loss_fn, models)
-            self._kept = KeptState(loss_fn, models)
-            self._foreign = ForeignParameters(loss_fn, models)
-            self._foreign_norms = foreign_norms.ForeignNorms(loss_fn, models)
+            self._loss = WatchedLoss(loss_fn, models)
+            self._generators = self._generators_of_model + self._loss.generators
             functions, name = self.trained.engine.functions, loss_name(loss_fn)
-            functions.counters[name] = self._counters_of_loss
-            self._counters_of_loss.load_state(functions.saved_counts.pop(name, {}))
-        self._counters_of_loss.begin_step()
-        self._tensors_of_loss.begin_step()
-        self._foreign.begin_step()
-        self._numbers_of_loss.begin_step()
+            functions.counters[name] = self._loss.counters
+            self._loss.counters.load_state(functions.saved_counts.pop(name, {}))
+        self._loss.begin_step()
 
     def _input(
         self, pending: Pending, index: int, assignment: Assignment, num_samples: int, content: Any, loss_fn: LossFn
     ) -> StepInput:
         """The step input for an assignment of the global batch with this number, counted over the whole run."""
         precision, seed, nth = self.trained.precision, self._state.job.seed, pending.num_steps
-        loss_of = self._tensors_of_loss.around(self._tensors_of_model.around(precision.of(loss_fn)))
         return StepInput(
             assignment=assignment,
             batch=Samples.of(content, num_samples, self._readings, collated=pending.content),
-            loss_of=self._counters_of_loss.around(loss_of),
+            loss_of=self._loss.around(self._tensors_of_model.around(precision.of(loss_fn))),
             shard_seed=lambda shard: shard_seed(seed, index, shard, nth),
             scale=precision.scaler.scale,
             within=precision.autocast,
             loss_name=loss_name(loss_fn),
             generators=self._generators,
-            kept=self._kept,
+            kept=self._loss.kept,
         )
 
     def _update(
