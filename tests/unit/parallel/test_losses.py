@@ -92,6 +92,8 @@ def test_only_what_rounding_does_not_explain_couples_samples() -> None:
     assert describe_coupling(of(1.75 + 1e-8, 1.0), singles, 1e-5) == ""
     sentence = describe_coupling(of(1.75 + 1e-8, 1.0), singles, 1e-9)
     assert "together, 1.75, is not the mean of their own losses, 1.75, so every shard goes" in sentence
+    tiny = describe_coupling(of(1e-17, 1.0), [of(1e-17, 0.25), of(-1e-17, 0.75)], 1e-9)
+    assert "together is 0 but for rounding (1e-17)" in tiny and "goes through the model alone" in tiny
     assert "together is 0.5 times the sum of their own weights" in describe_coupling(of(1.75, 0.5), singles, 1e-9)
     assert describe_coupling(of(1.0, 0.25), [of(1.0, 0.25), of(float("nan"), 0.0)], 1e-9) == ""
     assert describe_coupling(of(float("nan"), 1.0), singles, 1e-9) == ""  # nothing can be said of it

@@ -78,6 +78,12 @@ def describe_coupling(together: ShardLoss, singles: Sequence[ShardLoss], toleran
         )
     if math.isfinite(mean) and abs(whole - mean) <= tolerance * largest:
         return ""
+    if largest <= torch.finfo(together.mean.dtype).eps:
+        return (
+            f"The loss of {len(singles)} virtual shards together is 0 but for rounding ({whole:.2g}), as that of a policy "
+            "in its first update, and does not show whether it is the mean of their own losses, so every shard goes "
+            "through the model alone, which gives the same result on any number of workers."
+        )
     return (
         f"The loss of {len(singles)} virtual shards together, {whole:.6g}, is not the mean of their own losses, "
         f"{mean:.6g}, so every shard goes through the model alone, which gives the same result on any number of "
