@@ -80,8 +80,8 @@ def describe_coupling(together: ShardLoss, singles: Sequence[ShardLoss], toleran
         return ""
     if largest <= torch.finfo(together.mean.dtype).eps:
         return (
-            f"The loss of {len(singles)} virtual shards together is 0 but for rounding ({whole:.2g}), as a policy's is in "
-            "its first update, and does not show whether it is the mean of their own losses, so every shard goes "
+            f"The loss of {len(singles)} virtual shards together is 0 but for rounding ({whole:.2g}), as a policy's is "
+            "in its first update, and does not show whether it is the mean of their own losses, so every shard goes "
             "through the model alone, which gives the same result on any number of workers."
         )
     return (
