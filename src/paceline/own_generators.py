@@ -99,7 +99,10 @@ def generators_of_caller() -> OwnGenerators:
         if type(variables) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
             variables.clear()  # a copy, which would keep the values alive until the function returns
         frame = frame.f_back
-    return OwnGenerators(*holders)
+    try:
+        return OwnGenerators(*holders)
+    except Exception:  # an object of the script's may refuse to be looked at
+        return NO_GENERATORS
 
 
 def full_state(generator: RandomGenerator) -> Any:

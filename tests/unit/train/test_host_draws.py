@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -68,9 +69,24 @@ def test_those_of_attributes_and_of_the_functions_around_are_found() -> None:
     assert inner() == [local]
 
 
+class _Closed:
+    """Has no attributes but those that it makes when they are asked for."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        raise ConnectionError(name)
+
+
+def test_an_object_that_refuses_to_be_looked_at_is_left_alone() -> None:
+    closed = _Closed()
+    draws = HostDraws()
+    random.random()
+    assert draws.are_many(1) and not draws.from_own(), closed
+
+
 def test_looking_keeps_no_value_alive() -> None:
     """The variables of a function that goes on are not copied for longer than the look takes."""
-    import weakref
 
     class Large:
         pass
