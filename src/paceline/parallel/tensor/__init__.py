@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.errors import ModelError
 from paceline.parallel.tensor.apply import Applied, apply_plan
+from paceline.parallel.tensor.divided_activations import begin_divided, counting_divided
 from paceline.parallel.tensor.finder import find_plan
-from paceline.parallel.tensor.kept import begin_divided, counting_divided
 from paceline.parallel.tensor.plan import TensorPlan, given_plan, styles_of_model
 from paceline.parallel.tensor.region_finder import add_sequence_regions
 from paceline.parallel.tensor.traffic import LayerSize, bytes_per_sample, layer_sizes
