@@ -70,11 +70,14 @@ def efficientnet(
     dropout: float | None = None,
     stochastic_depth: float = 0.2,
 ) -> nn.Sequential:
-    """An EfficientNet, named in `VARIANTS`: images (b, in_channels, s, s) -> logits (b, num_classes).
+    """Inverted residual blocks (Tan and Le 2019): images (b, in_channels, s, s) -> logits (b, num_classes).
 
     The net divides the image's side by 32; with `stem_stride` 1 by 16, for small images. `dropout` None: the
     variant's own rate. A block's chance of being skipped grows linearly with its depth towards
     `stochastic_depth` (Huang et al. 2016, "Deep networks with stochastic depth", equation 4).
+
+    Args:
+        variant: a name in `VARIANTS`.
     """
     scale = VARIANTS[variant]
     stem_channels = scaled_channels(STEM_CHANNELS, scale.width)
