@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.env import worker_facts
+from paceline.errors import JobError
 from paceline.spec import Job, Plan
 from tests.ranks.harness import run_ranks
 
@@ -117,3 +118,23 @@ def test_epochs_that_a_script_counts_itself(tmp_path: Path, max_steps: int) -> N
     before = [3, 6][:num_over]
     assert ends == before + num_over * [max_steps] + [6, 9, 12][num_over - 1 :]
     assert [note for note in notes if note.startswith("Epoch 0 was over when this run was saved")]
+
+
+def _one_step_too_many(max_steps: int | None) -> str:
+    with paceline.init(JOB, max_steps=max_steps, progress=False) as run:
+        model = nn.Linear(4, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        loss_fn = lambda model, batch: model(batch[0]).square().mean()  # noqa: E731
+        for batch in run.batches(TensorDataset(INPUTS)):
+            run.step(batch, loss_fn)
+        with pytest.raises(JobError) as refused:
+            run.step(batch, loss_fn)
+        return str(refused.value)
+
+
+def test_a_step_after_the_end_is_told_that_the_run_is_over() -> None:
+    said = [run_ranks(_one_step_too_many, 1, max_steps)[0] for max_steps in (None, 2)]
+    assert [sentence.partition(";")[0] for sentence in said] == [
+        "The run has made all of its 12 steps",
+        "The run has made all of its 2 steps",
+    ]

@@ -17,7 +17,7 @@ from paceline.data.digits import load_digits
 from paceline.data.folder import FolderImages, load_folder
 from paceline.data.loading import Loading, is_loader
 from paceline.data.mnist import load_fashion_mnist, load_mnist
-from paceline.data.sample_reader import MapDataset, SampleRequest, read_samples
+from paceline.data.sample_reader import MapDataset, SampleRequest, read_samples, set_size
 from paceline.data.synthetic import load_synthetic
 from paceline.data.tar_shards import TarShards
 from paceline.data.text_corpus import load_text
@@ -38,6 +38,7 @@ __all__ = [
     "is_loader",
     "load",
     "read_samples",
+    "set_size",
 ]
 
 SOURCES: dict[str, Callable[[DataSpec], tuple[MapDataset, MapDataset]]] = {
@@ -111,11 +112,5 @@ def _from_import_path(spec: DataSpec) -> tuple[MapDataset, MapDataset]:
             "data set, or take none and return two, (train, test)."
         )
     for dataset in pair:
-        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            raise DataError(
-                f"{spec.name} returned a {type(dataset).__name__}, which is not a map-style data set; it needs "
-                "__len__ and __getitem__."
-            )
-        if len(dataset) == 0:
-            raise DataError(f"{spec.name} returned a data set without samples; check its options.")
+        set_size(dataset, f"The data set that {spec.name} returned")
     return pair[0], pair[1]

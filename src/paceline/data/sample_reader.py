@@ -17,7 +17,7 @@ from paceline.data import counter_random, random_streams
 from paceline.data.checksum import checksum
 from paceline.data.generators import global_generators_kept, seed_global_generators
 from paceline.data.loading import Collate, Loading
-from paceline.errors import DataError
+from paceline.errors import DataError, shown
 from paceline.own_generators import OwnGenerators
 
 
@@ -27,6 +27,25 @@ class MapDataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+def set_size(dataset: Any, what: str, alternative: str = "") -> int:
+    """The number of samples in a map-style data set. Raises `DataError` if it has none, or is none.
+
+    Args:
+        what: names it in messages.
+        alternative: what may be given in its place.
+    """
+    kind = type(dataset)
+    what = f"{what}, of type {kind.__name__},"
+    if not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):  # `len` asks no object's own __getattr__ either
+        raise DataError(f"{what} lacks a length or samples by number; give a map-style data set{alternative}.")
+    size = kind.__len__(dataset)
+    if not hasattr(size, "__index__") or size < 0:
+        raise DataError(f"{what} gives {shown(size)} as its length; its __len__ has to return a whole number.")
+    if not size:
+        raise DataError(f"{what} has no samples.")
+    return len(dataset)
 
 
 @dataclass(frozen=True)

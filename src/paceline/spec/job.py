@@ -401,6 +401,8 @@ def load_job(source: str | Path) -> Job:
         raise JobError(f"The job file '{shortened(str(path))}' cannot be read: {problem.strerror}.") from None
     except ValueError as problem:
         raise JobError(f"The job file '{path}' is not valid TOML: {problem}.") from None
+    if not mapping:  # rather a mistake than a wish for all of the defaults
+        raise JobError(f"The job file '{path}' has no keys; give it some of those that `paceline jobs keys` lists.")
     mapping.setdefault("name", path.stem[:MOST_NAME_CHARACTERS])
     try:
         return Job.from_mapping(mapping)

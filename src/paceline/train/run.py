@@ -351,12 +351,17 @@ class Run(RunView):
             are none.
         """
         pending = self._pending
+        is_used = pending is not None and pending.num_steps > 0 and model is None and optimizer is None
+        if (pending is None or is_used) and self.steps and self.steps == self._progress.last_step:
+            raise JobError(
+                f"The run has made all of its {self.steps:,} steps; more need more epochs or a larger max_steps."
+            )
         if pending is None:
             raise JobError(
                 "run.step needs a batch that run.batches just yielded. Samples that the script makes itself, such as "
                 "those of a replay buffer, come from an IterableDataset: for batch in run.batches(stream)."
             )
-        if pending.num_steps and model is None and optimizer is None:
+        if is_used:
             raise JobError(
                 "Each batch of run.batches is used by one step, except by steps that say which model they train: "
                 "run.step(batch, loss_fn, model=…)."

@@ -94,6 +94,7 @@ def plan(
     check_amounts(efficiency_floor=efficiency_floor, **amounts)
     check_counts(devices_per_node=devices_per_node)
     amount, currency = read_price(price)
+    counts = None if devices is None else read_counts("devices", devices)
     resolved = resolve_job(job, settings, data, model)
     known = cluster if isinstance(cluster, Cluster) else _load_cluster(Path(cluster), job)
     request = ForecastRequest(
@@ -106,8 +107,8 @@ def plan(
         link_bytes_per_s=link_rate,
         devices_per_node=devices_per_node,
     )
-    wanted = f"1..{max(1, len(known.devices))}" if devices is None else devices
-    counts = read_counts("devices", wanted)
+    if counts is None:
+        counts = read_counts("devices", f"1..{max(1, len(known.devices))}")
     model_cost = trace_model(resolved) if trace else None
     found = forecast(resolved, known, counts, request, model_cost)
     planned = PlannedJob(found, recommended_plan(resolved, known, found, request, model_cost))

@@ -53,6 +53,12 @@ def test_counts_that_are_none_name_the_option(text: str) -> None:
         read_counts("devices", text)
 
 
+def test_a_mistake_on_the_line_comes_before_a_cluster_that_is_missing(folder: Path) -> None:
+    Path("cluster.json").unlink()
+    with pytest.raises(JobError, match="--devices 0 should be counts"):
+        ask("job.toml", "--devices", "0")
+
+
 def test_table_page_and_files(folder: Path) -> None:
     text = ask("job.toml", "--price", "2.5 USD", "--target-samples", "1e8")
     assert "Use 16 devices" in text

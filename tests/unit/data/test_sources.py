@@ -481,6 +481,26 @@ def single():
 def empty():
     return [], []
 
+class Half:
+    def __len__(self):
+        return 7 / 2
+
+    def __getitem__(self, index):
+        return index
+
+class Around:
+    def __init__(self, inside):
+        self.inside = inside
+
+    def __getattr__(self, name):
+        return getattr(self.inside, name)
+
+def half():
+    return Half(), Half()
+
+def around():
+    return Around([1]), Around([1])
+
 number = 3
 """
 
@@ -507,9 +527,11 @@ def test_import_path(own_module: str) -> None:
     [
         ("own_data_module:nothing", "has no 'nothing'"),
         ("own_data_module:number", "should name a function or class"),
-        ("own_data_module:stream", "not a map-style data set"),
+        ("own_data_module:stream", "lacks a length or samples by number"),
         ("own_data_module:single", "returned dict"),
-        ("own_data_module:empty", "without samples"),
+        ("own_data_module:empty", "of type list, has no samples"),
+        ("own_data_module:half", "of type Half, gives 3.5 as its length; its __len__ has to return a whole number"),
+        ("own_data_module:around", "of type Around, lacks a length or samples by number"),
         ("no_such_module_at_all:build", "no module 'no_such_module_at_all'"),
         ("own_data_module.sub:build", "no module"),
         (":build", "not an import path"),

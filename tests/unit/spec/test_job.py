@@ -120,6 +120,9 @@ def test_job_files(tmp_path: Path) -> None:
     file.write_text("model = \n")
     with pytest.raises(JobError, match=r"mine\.toml.*not valid TOML"):
         load_job(file)
+    file.write_text("# of which all keys were left out\n")
+    with pytest.raises(JobError, match=r"mine\.toml' has no keys"):
+        load_job(file)
     file.write_text("epochz = 1\n")
     with pytest.raises(JobError, match=r"mine\.toml.*'epochs'"):
         load_job(file)

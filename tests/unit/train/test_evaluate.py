@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +126,26 @@ def test_states_are_merged_in_one_tree_whoever_has_them(num_chunks: int, workers
         for block in own.parts():
             whole.push(*block)
     assert whole.root() == alone.root()
+
+
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_a_metric_that_consists_of_others_has_their_states(num_chunks: int) -> None:
+    def metric() -> Any:
+        per_class = torchmetrics.classification.MulticlassAccuracy(3, average=None)
+        of_all = torchmetrics.classification.MulticlassF1Score(3)
+        return {"sum": 2 * of_all + 1, "by class": torchmetrics.wrappers.ClasswiseWrapper(per_class)}
+
+    draw = torch.Generator().manual_seed(0)
+    classes = torch.randint(3, (2, 30), generator=draw)
+    for name, one in metric().items():
+        functions = metric_functions(name, one)
+        first, *rest = [
+            functions.update(*part) for part in zip(*(row.chunk(num_chunks) for row in classes), strict=True)
+        ]
+        state = functools.reduce(functions.merge, rest, first)
+        expected = metric()[name]
+        expected.update(*classes)
+        torch.testing.assert_close(functions.compute(state), expected.compute())
 
 
 def test_what_cannot_be_merged_is_refused() -> None:

@@ -12,11 +12,10 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.containers import to_device
-from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, is_loader, read_samples
+from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, is_loader, read_samples, set_size
 from paceline.data.order import EpochOrder
 from paceline.data.stream_reader import StreamStep, read_stream
 from paceline.data.substreams import StreamPosition
-from paceline.errors import DataError
 from paceline.sharded_batch import ShardedBatch
 from paceline.spec import Job
 from paceline.train.batches.prefetch import ahead
@@ -102,14 +101,7 @@ class DatasetReader:
 
 def num_samples(dataset: Any, purpose: str) -> int:
     """The length of a data set. Raises `DataError` if it is empty, or not map-style."""
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(
-            f"The {purpose} set, of type {type(dataset).__name__}, lacks a length or samples by number; give a "
-            "map-style data set, or a torch DataLoader over one."
-        )
-    if len(dataset) == 0:
-        raise DataError(f"The {purpose} set is empty.")
-    return len(dataset)
+    return set_size(dataset, f"The {purpose} set", ", or a torch DataLoader over one")
 
 
 def loading_of(job: Job, dataset: Any, purpose: str, **given: Any) -> Loading:

@@ -53,36 +53,45 @@ def metric_functions(name: str, metric: Any) -> MetricFunctions:
 
 
 def _of_torchmetrics(name: str, metric: Any) -> MetricFunctions:
-    """A state is (number of updates, values by name), in host memory."""
+    """A state is, for each metric that this one consists of (a sum of two has three), by its path, (number of updates,
+    values by name), in host memory."""
+    parts = {path: part for path, part in metric.named_modules() if hasattr(part, "_defaults")}
 
     def update(*values: Any) -> Any:
         metric.to(next((value.device for value in values if isinstance(value, Tensor)), torch.device("cpu")))
         metric.reset()
         metric.update(*values)
-        return [metric._update_count, {name: _on_host(getattr(metric, name)) for name in metric._defaults}]
-
-    def load(state: Any) -> None:
-        metric.to("cpu")
-        metric.reset()
-        metric._update_count, values = state
-        for name, value in values.items():
-            setattr(metric, name, value)
+        return {
+            path: [part._update_count, {state: _on_host(getattr(part, state)) for state in part._defaults}]
+            for path, part in parts.items()
+        }
 
     def merge(first: Any, second: Any) -> Any:
-        (num_first, one), (num_second, other) = first, second
-        values = {}
-        for state, mine in one.items():
-            rule = getattr(metric._reductions[state], "__name__", None)
-            values[state] = _merged(name, rule, mine, other[state], num_first / (num_first + num_second))
-        return [num_first + num_second, values]
+        merged = {}
+        for path, part in parts.items():
+            (num_first, one), (num_second, other) = first[path], second[path]
+            share = num_first / max(1, num_first + num_second)  # what only consists of others may count no updates
+            values = {}
+            for state, mine in one.items():
+                rule = getattr(part._reductions[state], "__name__", None)
+                values[state] = _merged(name, rule, mine, other[state], share)
+            merged[path] = [num_first + num_second, values]
+        return merged
 
     def compute(state: Any) -> Any:
-        load(state)
-        syncs, metric._to_sync = metric._to_sync, False  # the other workers have given all they know
+        metric.to("cpu")
+        metric.reset()
+        syncs = {path: part._to_sync for path, part in parts.items()}
         try:
+            for path, part in parts.items():
+                part._to_sync = False  # the other workers have given all they know
+                part._update_count, values = state[path]
+                for one, value in values.items():
+                    setattr(part, one, value)
             return metric.compute()
         finally:
-            metric._to_sync = syncs
+            for path, part in parts.items():
+                part._to_sync = syncs[path]
             metric.reset()
 
     return MetricFunctions(update, merge, compute)
