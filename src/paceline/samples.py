@@ -59,9 +59,7 @@ class Samples:
         self._first = first
 
     @classmethod
-    def of(
-        cls, content: Any, num_samples: int, readings: Readings | None = None, *, collated: Any = None
-    ) -> Samples:
+    def of(cls, content: Any, num_samples: int, readings: Readings | None = None, *, collated: Any = None) -> Samples:
         """
         Args:
             content: what a script gives to `run.step`.
