@@ -3,6 +3,7 @@ which samples a worker has: each is refused in a sentence."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -43,13 +44,13 @@ class Words(nn.Module):
 
 
 class Momentum(nn.Module):
-    """A second encoder that follows the first, moved in the forward pass."""
+    """A second encoder that begins as a copy of the first and follows it, moved in the forward pass."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
-        self.first, self.second, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 3)
-        self.second.requires_grad_(False)
+        self.first, self.head = nn.Linear(6, 8), nn.Linear(8, 3)
+        self.second = copy.deepcopy(self.first).requires_grad_(False)
 
     @torch.no_grad()
     def _follow(self) -> None:
@@ -57,7 +58,7 @@ class Momentum(nn.Module):
             if self.how in ("new", "not at all"):
                 continue
             if self.how == "elsewhere":
-                other.data = other.data.clone()
+                other.data = torch.cat([other.data.flatten(), torch.zeros(2)])[:-2].view_as(other)
             elif self.how == "replaced":
                 other.data = other.data * 0.9 + one.data * 0.1
             elif self.how == "hidden":

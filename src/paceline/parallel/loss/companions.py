@@ -77,11 +77,11 @@ class Companions:
                 sharded.reshard()
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self, *, is_examination: bool) -> Iterator[None]:
         """A context for one call of a loss function. Raises `ModelError` if it changes one of these models."""
         with ExitStack() as stack:
             for one in self.models:
-                stack.enter_context(one.watch())
+                stack.enter_context(one.watch(is_examination=is_examination))
             yield
 
     @contextmanager

@@ -16,9 +16,6 @@ from torch import Tensor, nn
 from paceline.containers import versions
 from paceline.errors import ModelError
 
-_MOST_COMPARISONS = 2
-"""Calls in which values are compared: the first may end in an error that is answered by another, with gradients."""
-
 
 class ParameterWatch:
     """Watches the calls of loss functions for changes of a model's parameters and of their gradients."""
@@ -36,23 +33,24 @@ class ParameterWatch:
             # FSDP puts whole parameters in the place of shards.
             if parameter is not None and _local(parameter) is parameter
         ]
-        self._num_comparisons = 0
-        self._may_move = False
-        """Whether a forward pass puts parameters elsewhere with their values, as `flatten_parameters()` of recurrent
-        layers does."""
+        self._num_calls = 0
 
     @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self, *, is_examination: bool) -> Iterator[None]:
         """A context for one call of a loss function.
+
+        Args:
+            is_examination: whether it is called to see what it does.
 
         Raises:
             ModelError: it changed a parameter, or computed gradients of parameters.
         """
         held = self._held()
-        before, places, gradients = versions(held), self._addresses(held), self._gradients()
-        # `.data` lets a model write without autograd's notice, so the first times values themselves are compared.
-        norms = [] if self._num_comparisons == _MOST_COMPARISONS else _norms(held)
-        self._num_comparisons += bool(norms)
+        before, places, gradients = versions(held), [one.data_ptr() for one in held], self._gradients()
+        # `.data` lets a model write without autograd's notice, so in some calls values themselves are compared. Not in
+        # the first step alone, in which an average of weights that began as a copy of them stays what it was.
+        self._num_calls += 1
+        norms = _norms(held) if is_examination or self._num_calls.bit_count() == 1 else []
         yield
         for holder, name, whole_name, parameter in self._places:
             if holder.get(name) is not parameter:
@@ -73,16 +71,11 @@ class ParameterWatch:
             )
         if norms and (name := self._first_that_differs(norms, _norms(held))):
             raise _is_changed(name)
-        if name := self._first_that_differs(places, self._addresses(held)):
-            if not norms:
+        for name, one, place in zip(self._names, held, places, strict=True):
+            if one.data_ptr() != place and not _lies_among_others(one):
                 raise _is_changed(name)
-            self._may_move = True
 
     # In every pass, so with few calls for each parameter.
-
-    def _addresses(self, held: Sequence[Tensor]) -> list[int]:
-        """Where every parameter lies in memory; nothing once they may move."""
-        return [] if self._may_move else [one.data_ptr() for one in held]
 
     def _gradients(self) -> list[tuple[int, int] | None]:
         """Which tensor every gradient is, and how often it was changed."""
@@ -113,6 +106,12 @@ def _local(tensor: Tensor) -> Tensor:
     """The tensor that counts changes: of a sharded one this worker's part, without a new view."""
     is_plain = type(tensor) is nn.Parameter or type(tensor) is Tensor
     return tensor if is_plain else getattr(tensor, "_local_tensor", tensor)
+
+
+def _lies_among_others(tensor: Tensor) -> bool:
+    """Whether it is a part of some memory, as the weights of a recurrent layer are after `flatten_parameters()`, which
+    puts them there with their values. What `parameter.data = ...` assigns has its own."""
+    return tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def _is_changed(name: str) -> ModelError:

@@ -342,8 +342,8 @@ class Passes:
         watch = self.functions.may_be_weighted(step.loss_name)
         before = versions(tensors(samples))
         with (
-            self._watch_parameters(),
-            step.companions.watched() if step.companions.models else nullcontext(),
+            self._watch_parameters(is_examination=are_copies),
+            step.companions.watched(is_examination=are_copies) if step.companions.models else nullcontext(),
             watching_outputs(module) if watch else nullcontext() as outputs,
             within or nullcontext(),
         ):
