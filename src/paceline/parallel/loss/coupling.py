@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -106,9 +107,9 @@ def returns_aux_loss(outputs: Sequence[object]) -> bool:
 
 
 def needs_gradients(problem: BaseException) -> bool:
-    """Whether an error says that a loss function differentiates where autograd records nothing, as a gradient penalty
-    or an adversarial sample does."""
-    return isinstance(problem, RuntimeError) and "not require grad" in str(problem)
+    """Whether an error says that autograd records nothing where a loss function or a model needs it to: for a gradient
+    penalty or an adversarial sample, or for `register_hook` and `retain_grad` on a tensor."""
+    return isinstance(problem, RuntimeError) and re.search("requires?[ _]grad", str(problem)) is not None
 
 
 @contextmanager

@@ -39,12 +39,20 @@ from paceline.parallel.random_numbers.shard_draws import (
     SharedPass,
     SingleShardRehearsal,
 )
+from paceline.parallel.shards.backward_code import (
+    COUPLES_GRADIENTS,
+    MAY_COUPLE_GRADIENTS,
+    BackwardCode,
+    Gradient,
+    are_coupled,
+)
 
 if TYPE_CHECKING:
     from paceline.parallel.kept.snapshot import KeptSnapshot
     from paceline.parallel.shards.passes import Passes
 
 Result = TypeVar("Result")
+Rehearsal = SingleShardRehearsal | SharedPass | OneNumber
 
 _COARSE = 1e-3
 """From this tolerance on, a wrong mask may by chance leave the loss as it is: then three rehearsals have to agree."""
@@ -140,7 +148,8 @@ class _Examination:
         losses += [self._loss(one, rehearsal) for one, rehearsal in zip(singles[1:], rehearsals[1:], strict=True)]
         together = self._shared_rehearsal(shards, rehearsals)
         loss = self._loss(shards, together or self._single_rehearsal(shards))
-        again = self._loss(singles[0], self._single_rehearsal(singles[0]))
+        code = BackwardCode()
+        again = self._loss(singles[0], self._single_rehearsal(singles[0]), code)
         for _ in range(most_shards - len(singles)):
             self._loss(singles[-1], self._single_rehearsal(singles[-1]))
         pattern: Pattern = ()
@@ -163,6 +172,10 @@ class _Examination:
         if self._has_aux_loss:
             return Examined(AUX_LOSS)
         coupling = describe_coupling(loss, losses, most)
+        if code.is_found and not coupling and not is_collective:
+            coupling = self._coupling_of_gradients(shards, singles, rehearsals, most)
+        elif code.is_of_program and not coupling:
+            coupling = MAY_COUPLE_GRADIENTS
         if pattern and (coupling or not _are_finite([loss, *losses])):
             return Examined(self._coupling_besides_draws(shards, singles, is_collective) or DRAWS)
         return Examined(coupling, pattern)
@@ -208,19 +221,54 @@ class _Examination:
             return None
         return self._draws.shared_rehearsal(shards, self._seed_of, [one for one in singles if one is not None])
 
-    def _loss(self, shards: ShardRange, rehearsal: SingleShardRehearsal | SharedPass | OneNumber | None) -> ShardLoss:
+    def _loss(self, shards: ShardRange, rehearsal: Rehearsal | None, code: BackwardCode | None = None) -> ShardLoss:
+        """
+        Args:
+            code: notices the user's own code for the backward pass; the call is made with gradients then.
+        """
+        with self._loss_with_graph(shards, rehearsal, code) as loss:
+            if code is not None:
+                code.look_at(loss)
+            return loss.detached()
+
+    @contextmanager
+    def _loss_with_graph(
+        self, shards: ShardRange, rehearsal: Rehearsal | None, code: BackwardCode | None
+    ) -> Iterator[ShardLoss]:
+        """A context with the loss, which can be differentiated in it if `code` is given."""
         passes, step = self._passes, self._step
-        with _leaving_no_trace(passes, step):
+        with _leaving_no_trace(passes, step, with_gradients=code is not None):
             passes.enter(step, shards)
             before = passes.generator_states(step)
             with watching_outputs(self._module) as outputs:
                 samples = passes.samples(step, shards, copies=True)
-                loss = passes.read(step, self._module, shards, samples, rehearsal, are_copies=True).detached()
+                with code or nullcontext():
+                    loss = passes.read(step, self._module, shards, samples, rehearsal, are_copies=True)
             self._draws_alone |= before != passes.generator_states(step)
             self._draws_alone |= passes.buffers.changed_now() is not None or step.companions.have_changed()
             self._draws_alone |= rehearsal is not None and not rehearsal.is_possible
             self._has_aux_loss |= returns_aux_loss(outputs)
-        return loss
+            yield loss
+
+    def _coupling_of_gradients(
+        self,
+        shards: ShardRange,
+        singles: Sequence[ShardRange],
+        rehearsals: Sequence[SingleShardRehearsal | None],
+        most: float,
+    ) -> str:
+        """A sentence if the gradient of shards together is not the sum of theirs.
+
+        Args:
+            most: the relative difference of two losses that is put down to rounding.
+        """
+        trained = [parameter for parameter in self._passes.model.parameters() if parameter.requires_grad]
+        found = []
+        for one in (shards, *singles):
+            rehearsal = self._single_rehearsal(one) if one in singles else self._shared_rehearsal(shards, rehearsals)
+            with self._loss_with_graph(one, rehearsal, BackwardCode()) as loss:
+                found.append(Gradient.of(loss, trained))
+        return COUPLES_GRADIENTS if are_coupled(found[0], found[1:], most) else ""
 
     def _coupling_besides_draws(self, shards: ShardRange, singles: Sequence[ShardRange], is_collective: bool) -> str:
         """A sentence if the loss couples samples, whatever they draw; unknown where all workers make equally many
@@ -331,10 +379,11 @@ def _with_gradients_if_needed(passes: Passes, step: StepInput, compute: Callable
 
 
 @contextmanager
-def _leaving_no_trace(passes: Passes, step: StepInput) -> Iterator[None]:
+def _leaving_no_trace(passes: Passes, step: StepInput, *, with_gradients: bool = False) -> Iterator[None]:
+    with_gradients |= step.loss_name in passes.functions.differentiates
     with (
         passes.buffers.untouched(),
-        leaving_no_trace(passes.model, passes.device, with_gradients=step.loss_name in passes.functions.differentiates),
+        leaving_no_trace(passes.model, passes.device, with_gradients=with_gradients),
         passes.norm.forgotten_after_error(),
         passes.norm.backward(),
         step.companions.backward(),

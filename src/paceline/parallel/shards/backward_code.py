@@ -1,0 +1,108 @@
+"""Code that is not torch's in the backward pass: an `autograd.Function`, or a hook on a tensor.
+
+It may compute over all samples of a pass, as one that divides a gradient by its norm does. The loss does not show that,
+so where there is such code, gradients are compared: those of virtual shards together and one by one. Workers that hold
+parts of a model cannot compute a gradient for a comparison alone: there, shards go one by one if the code is the
+program's own, and not that of an installed package such as a library of kernels.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from paceline.parallel.losses import ShardLoss
+from paceline.parallel.random_numbers.torch_calls import FunctionCalls
+
+MAY_COUPLE_GRADIENTS = (
+    "The program has code of its own in the backward pass (an autograd.Function, or a hook on a tensor), which may "
+    "compute over all samples of a pass, so every virtual shard goes through the model alone, which gives the same "
+    "result on any number of workers."
+)
+COUPLES_GRADIENTS = (
+    "The gradient of several virtual shards together is not the sum of their own, as their loss is: code of the "
+    "program's own in the backward pass (an autograd.Function, or a hook on a tensor) computes over all samples of a "
+    "pass. So every shard goes through the model alone, which gives the same result on any number of workers; "
+    "shard_by_shard = true says so."
+)
+
+
+class BackwardCode(FunctionCalls):
+    """A context for one call of a loss function, in which it is noticed whether there is such code."""
+
+    def __init__(self) -> None:
+        super().__init__(self._call_function)
+        self.is_found = False
+        self.is_of_program = False
+        """Whether some of it is of no installed package."""
+
+    def _call_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function is Tensor.register_hook:
+            self.is_found = self.is_of_program = True
+        return function(*args, **kwargs)
+
+    def look_at(self, loss: ShardLoss) -> None:
+        """Look through the graph of what the call returned."""
+        functions = [kind for kind in _kinds(loss.mean) if issubclass(kind, BackwardCFunction)]
+        modules = {kind._forward_cls.__module__ for kind in functions}
+        others = [name for name in modules if name.partition(".")[0] not in ("torch", "paceline")]
+        self.is_found |= bool(others)
+        self.is_of_program |= not all(map(_is_installed, others))
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of a loss times its weight, as far as it is compared."""
+
+    products: Tensor
+    """[num_parameters], float64: of each parameter's gradient with random numbers that are the same in every call."""
+    squared_norm: float
+
+    @classmethod
+    def of(cls, loss: ShardLoss, parameters: Sequence[Tensor]) -> Gradient:
+        """That of trained parameters, which have no graph."""
+        draws, products, squared_norm = torch.Generator().manual_seed(0), [], 0.0
+        gradients: Sequence[Tensor | None] = torch.autograd.grad(loss.weighted, parameters, allow_unused=True)
+        for gradient in gradients:
+            if gradient is None:
+                products.append(0.0)
+                continue
+            values = (gradient.to_dense() if gradient.is_sparse else gradient).detach().double()
+            factors = torch.randn(values.shape, generator=draws, dtype=torch.float64)
+            products.append(float((values * factors.to(values.device)).sum()))
+            squared_norm += float(values.square().sum())
+        return cls(torch.tensor(products, dtype=torch.float64), squared_norm)
+
+
+def are_coupled(together: Gradient, alone: Sequence[Gradient], tolerance: float) -> bool:
+    """Whether a gradient is not the sum of others.
+
+    Args:
+        tolerance: the relative difference of two losses that is put down to rounding; of gradients its square root is.
+    """
+    difference = torch.stack([one.products for one in alone]).sum(0) - together.products
+    largest = max(one.squared_norm for one in (together, *alone)) ** 0.5
+    return bool(difference.norm() > tolerance**0.5 * largest)  # not of what is no number
+
+
+def _kinds(loss: Tensor) -> set[Any]:
+    """The classes of all operations that a loss was computed by."""
+    left: list[Any] = [loss.grad_fn]
+    seen = set()
+    while left:
+        node = left.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left += [following for following, _ in node.next_functions]
+    return {type(node) for node in seen}
+
+
+def _is_installed(module: str) -> bool:
+    place = getattr(sys.modules.get(module), "__file__", None) or ""
+    return "site-packages" in place or "dist-packages" in place

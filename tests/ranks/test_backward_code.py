@@ -1,0 +1,86 @@
+"""Code of a program's own in the backward pass may compute over all samples of a pass, which the loss does not show."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.env import worker_facts
+from paceline.spec import Job, Plan, parse_mesh
+from tests.ranks.harness import run_ranks
+
+INPUTS = torch.randn(36, 4, generator=torch.Generator().manual_seed(0)).double()
+
+
+class _Normalised(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx: Any, inputs: Tensor) -> Tensor:
+        return inputs.clone()
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: Tensor) -> Tensor:
+        normalised: Tensor = gradients[0] / gradients[0].norm()
+        return normalised
+
+
+class _Net(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden: Tensor = self.first(inputs).tanh()
+        if self.kind == "a function":
+            hidden = _Normalised.apply(hidden)  # type: ignore[no-untyped-call]
+        elif (self.kind == "a hook" and self.training) or (
+            self.kind == "a guarded hook" and hidden.requires_grad
+        ):  # as torch refuses where nothing is recorded
+            hidden.register_hook(lambda gradient: gradient / gradient.norm())
+        elif self.kind == "a hook that clamps" and self.training:
+            hidden.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        elif self.kind == "a kept gradient" and self.training:
+            hidden.retain_grad()
+        logits: Tensor = self.last(hidden)
+        return logits
+
+
+def _trained(kind: str, strategy: str = "dp") -> tuple[list[float], list[str]]:
+    """The losses of six steps, and the notes on backward passes."""
+    num_workers = worker_facts().world_size
+    mesh = parse_mesh(strategy, num_workers) if num_workers > 1 else None
+    plan = Plan(world_size=num_workers, algorithm="all_reduce", timeout_s=60, mesh=mesh)
+    job = Job(global_batch_size=12, virtual_shards=4, epochs=2, precision="float64")
+    with paceline.init(job, plan=plan, progress=False) as run:
+        model = _Net(kind)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = [
+            float(run.step(batch, lambda model, batch: model(batch[0]).square().mean()))
+            for batch in run.batches(TensorDataset(INPUTS))
+        ]
+        return losses, [note for note in run.notes if "backward pass" in note]
+
+
+@pytest.mark.parametrize("kind", ["a function", "a hook", "a guarded hook"])
+def test_what_computes_over_all_samples_of_a_pass_is_the_same_on_any_number_of_workers(kind: str) -> None:
+    ((alone, notes),) = run_ranks(_trained, 1, kind)
+    assert "not the sum of their own" in notes[0]
+    strategies = ("dp", "fsdp") if kind == "a hook" else ("dp",)
+    for losses, notes in (found for one in strategies for found in run_ranks(_trained, 2, kind, one)):
+        np.testing.assert_allclose(losses, alone, rtol=1e-9)
+        assert len(notes) == 1
+
+
+@pytest.mark.parametrize("kind", ["a hook that clamps", "a kept gradient"])
+def test_what_computes_element_by_element_lets_shards_go_together(kind: str) -> None:
+    ((alone, notes),) = run_ranks(_trained, 1, kind)
+    assert not notes
+    for losses, notes in run_ranks(_trained, 2, kind):
+        np.testing.assert_allclose(losses, alone, rtol=1e-9)
+        assert not notes
