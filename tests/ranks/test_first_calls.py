@@ -83,11 +83,19 @@ class InForward(nn.Linear):
         return super().forward(inputs - self.mean)
 
 
+def _ways(num_workers: int) -> list[str]:
+    """How a model may be trained: "fsdp, bitwise"."""
+    strategies = ("dp", "fsdp") if num_workers > 1 else ("dp",)
+    return [f"{strategy}, {how}" for strategy in strategies for how in ("numeric", "bitwise", "shard by shard")]
+
+
 def _train(kind: str, way: str, virtual_shards: int) -> tuple[list[float], Any, Any] | str:
     num_workers = worker_facts().world_size
-    parity: Any = "bitwise" if way == "bitwise" else "numeric"
-    job = Job(global_batch_size=BATCH_SIZE, virtual_shards=virtual_shards, parity=parity)
-    mesh = parse_mesh(way, num_workers) if num_workers > 1 and way in ("fsdp",) else None
+    strategy, how = way.split(", ")
+    parity: Any = "bitwise" if how == "bitwise" else "numeric"
+    is_alone = how == "shard by shard"
+    job = Job(global_batch_size=BATCH_SIZE, virtual_shards=virtual_shards, parity=parity, shard_by_shard=is_alone)
+    mesh = parse_mesh(strategy, num_workers) if num_workers > 1 else None
     algorithm: Any = "tree_exact" if parity == "bitwise" else "all_reduce"
     plan = Plan(world_size=num_workers, algorithm=algorithm, timeout_s=60, mesh=mesh)
     loss_fn = Loss(kind)
@@ -119,9 +127,7 @@ DEPENDENT = {
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize(("num_workers", "virtual_shards"), [(1, 4), (2, 4), (2, 2)])
 def test_what_depends_on_who_is_first_is_refused(num_workers: int, virtual_shards: int) -> None:
-    ways = ["numeric", "bitwise"] + (["fsdp"] if num_workers > 1 else [])
-    # Under fsdp workers make equally many calls, and not the ones that show what a counter hides.
-    cases = [(kind, way, virtual_shards) for kind in DEPENDENT for way in ways if (kind, way) != ("counted", "fsdp")]
+    cases = [(kind, way, virtual_shards) for kind in DEPENDENT for way in _ways(num_workers)]
     for found in run_ranks(_train_all, num_workers, cases, timeout_s=150):
         for case, outcome in zip(cases, found, strict=True):
             assert isinstance(outcome, str), case
@@ -130,21 +136,19 @@ def test_what_depends_on_who_is_first_is_refused(num_workers: int, virtual_shard
 
 @pytest.mark.timeout(200)
 def test_what_is_alike_whoever_is_first_is_taken() -> None:
-    kinds, ways = ("constant", "told"), ("numeric", "bitwise", "fsdp")
-    cases = [(kind, way, shards) for kind in kinds for way in ways for shards in (2, 4)]
+    cases = [(kind, way, shards) for kind in ("constant", "told") for way in _ways(2) for shards in (2, 4)]
     (alone,) = run_ranks(_train_all, 1, cases, timeout_s=100)
     for found in run_ranks(_train_all, 2, cases, timeout_s=150):
         for case, outcome, expected in zip(cases, found, alone, strict=True):
             assert outcome[0] == pytest.approx(expected[0], rel=1e-12), case
-            assert case[1] != "bitwise" or outcome[2] == expected[2]
+            assert "bitwise" not in case[1] or outcome[2] == expected[2]
 
 
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_a_metric_counts_every_sample_once(num_workers: int) -> None:
     """Also where a worker has no sample, and goes through the model with one that counts for nothing."""
-    ways = ["numeric", "bitwise"] + (["fsdp"] if num_workers > 1 else [])
-    cases = [("metric", way, shards) for way in ways for shards in (3, 4)]
+    cases = [("metric", way, shards) for way in _ways(num_workers) for shards in (3, 4)]
     every = run_ranks(_train_all, num_workers, cases, timeout_s=150)
     for of_workers in zip(*every, strict=True):
         counts = [sum(numbers) for numbers in zip(*(outcome[1] for outcome in of_workers), strict=True)]

@@ -94,6 +94,8 @@ def main() -> None:
     named = [word for word in sys.argv[1:2] if word in COMMANDS]
     try:
         exit_code = command_line(named or COMMANDS)(standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except TyperException as mistake:
         sys.exit(_explain(mistake))
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended
@@ -107,9 +109,13 @@ def main() -> None:
             print(f"The report: {error.report}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            sys.stdout = None  # it would be tried once more
+            print(f"paceline: the output, or a file, cannot be written: {error.strerror}.", file=sys.stderr)
+        elif error.errno == errno.ENAMETOOLONG:
+            print(f"paceline: {shown(str(error.filename))} is longer than a file's name can be.", file=sys.stderr)
+        else:
             raise
-        print(f"paceline: {shown(str(error.filename))} is longer than a file's name can be.", file=sys.stderr)
         sys.exit(PacelineError.exit_code)
     if exit_code == INTERRUPTED:
         print("paceline: interrupted; all workers have ended.", file=sys.stderr)

@@ -12,6 +12,7 @@ import typer
 
 from paceline.cli.catalog import show_recipes
 from paceline.cli.options import AsJson, DryRun, options_of, to_stderr
+from paceline.errors import JobError
 from paceline.spec import RunRecord
 from paceline.workflows import train as workflow
 from paceline.workflows.jobs import resolve_job
@@ -35,6 +36,8 @@ def train(
 ) -> None:
     """Train a job on workers of this machine or of several."""
     options["say"] = to_stderr
+    if dry_run and as_json:
+        raise JobError("--json says what a run has found, and --dry-run starts none; leave one of them out.")
     if dry_run:
         print(workflow.train_commands(**options))
         return

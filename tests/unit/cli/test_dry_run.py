@@ -56,6 +56,11 @@ def test_a_dry_run_refuses_what_the_run_refuses(command: str, words: tuple[str, 
     assert said[0] == said[1] != ""
 
 
+def test_a_dry_run_has_nothing_to_say_in_json() -> None:
+    with in_scratch_folder():
+        assert "leave one of them out" in _said(("train", "job.toml", "-n", "2", "--dry-run", "--json"))
+
+
 @pytest.mark.parametrize("command", ["launch", "train"])
 def test_a_dry_run_refuses_a_folder_that_another_run_uses(command: str) -> None:
     start = {"launch": ("launch", "--out", "used", "script.py"), "train": ("train", "--out", "used", "job.toml")}

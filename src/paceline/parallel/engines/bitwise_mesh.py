@@ -112,6 +112,7 @@ class BitwiseMesh(BitwiseDataParallel):
         if self._pipeline is not None:
             self._pipe(self._pipeline, step, num_stand_ins, add)
             return
+        self._shards.check_repeatable(step, is_collective=True)
         for number in range(*step.assignment.own):
             loss, statistics = self._shards.compute(step, number)
             self._spread.end_pass()

@@ -115,7 +115,9 @@ class MeshParallel(Engine):
         if self._aggregator is not None:
             self._aggregator.scheduler.begin_step()
         step = replace(step, loss_of=self._spread.checked(step.loss_of))
-        notes = list(self._passes.find_coupling(step, self.module, in_step=True))
+        notes: list[str] = []
+        if self._pipeline is None:
+            notes += self._passes.find_coupling(step, self.module, in_step=True)
         return self._passes.starting_over(step, lambda: self._train(step, notes))
 
     def _train(self, step: StepInput, notes: list[str]) -> StepLoss:

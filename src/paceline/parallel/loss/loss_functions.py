@@ -94,6 +94,10 @@ class LossFunctions:
         self._num_steps[name] += 1
         return name not in self.couples or self._num_steps[name].bit_count() == 1  # in the steps 1, 2, 4, 8, …
 
+    def is_so_anywhere(self, is_so: bool) -> bool:
+        """Whether something is so on any worker; a collective."""
+        return any(all_gather_objects(is_so, self._group))
+
     def agree_on_coupling(self, name: str, reason: str) -> tuple[str, ...]:
         """Let shards go through the model one by one from now on if any worker has a reason to; a collective.
 

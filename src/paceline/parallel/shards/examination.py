@@ -105,16 +105,20 @@ def _examine(
         # be the mean of theirs.
         step = replace(step, batch=step.batch.sorted_by_values(shards.start, shards.stop))
     all_found = []
-    for number in range(3 if is_coarse else 1):
+    examinations = [_Examination(passes, step, module, draws, number) for number in range(3 if is_coarse else 1)]
+    for examination in examinations:
         if shards is None:
             for _ in range(2 + most_shards):
                 loss_of_stand_in(passes, step, module)
             all_found.append(Examined())
         else:
             before.restore()
-            all_found.append(_Examination(passes, step, module, draws, number).run(shards, most_shards, before))
+            all_found.append(examination.run(shards, most_shards, before))
         if not most_shards and (all_found[-1].reason or not all_found[-1].pattern):
             break
+    first = None if shards is None else passes.single(step, shards.first_shard)
+    last = None if shards is None else passes.single(step, shards.stop_shard - 1)
+    examinations[0].check_next_step(first, last, before, is_collective=most_shards > 0)
     return next((found for found in all_found if found.reason), all_found[-1])
 
 
@@ -132,6 +136,8 @@ class _Examination:
         self._draws_alone = False
         """Whether it was seen that shards cannot draw together."""
         self._has_aux_loss = False
+        self.made: list[str] = []
+        """The names of what the first call has made."""
 
     def run(self, shards: ShardRange, most_shards: int, before: KeptSnapshot) -> Examined:
         """
@@ -142,8 +148,8 @@ class _Examination:
         singles = [self._passes.single(self._step, one) for one in range(shards.first_shard, shards.stop_shard)]
         rehearsals = [self._single_rehearsal(one) for one in singles]
         losses = [self._loss(singles[0], rehearsals[0])]
-        made = before.made()
-        if made:  # other samples make them now, and then the first ones have to give the same loss
+        self.made = before.made()
+        if self.made:  # other samples make them now, and then the first ones have to give the same loss
             before.restore()
         losses += [self._loss(one, rehearsal) for one, rehearsal in zip(singles[1:], rehearsals[1:], strict=True)]
         together = self._shared_rehearsal(shards, rehearsals)
@@ -161,10 +167,8 @@ class _Examination:
             self._draws_alone = self._answers_decide(singles[0], rehearsals[0], is_collective)
         self._passes.norm.end_pass()
         most = _tolerance(self._passes, self._step, loss.mean.dtype)
-        if made or not self._draws_alone:
-            check_repeatable(losses[0], again, most, made)
-        if made and not is_collective:
-            self.check_next_step(singles[0], singles[-1], before, most, made)
+        if self.made or not self._draws_alone:
+            check_repeatable(losses[0], again, most, self.made)
         if self._draws_alone:
             return Examined(self._coupling_besides_draws(shards, singles, is_collective) or DRAWS)
         if len(singles) == 1:
@@ -181,33 +185,39 @@ class _Examination:
         return Examined(coupling, pattern)
 
     def check_next_step(
-        self, shard: ShardRange, other: ShardRange | None, before: KeptSnapshot, most: float, made: Sequence[str]
+        self, first: ShardRange | None, last: ShardRange | None, before: KeptSnapshot, *, is_collective: bool
     ) -> None:
         """Check that the loss of later steps does not follow from what every call of the first step makes anew, as it
         does by a counter that is 0 in all of them.
 
         Args:
-            other: other samples; None: a stand-in.
-            most: the relative difference that is put down to rounding.
-            made: the names of what the first call has made.
+            first, last: shards of this worker with other samples; None: a stand-in.
+            is_collective: whether every worker makes as many passes.
 
         Raises:
             ModelError: it does.
         """
+        has_made = bool(self.made)
+        if not (self._passes.functions.is_so_anywhere(has_made) if is_collective else has_made):
+            return
         losses = []
-        for maker in (shard, other):
+        for maker in (first, last):
             before.restore()
-            if maker is None:
-                loss_of_stand_in(self._passes, self._step, self._module)
-            else:
-                self._loss(maker, self._single_rehearsal(maker))
+            self._loss_of_one(maker)
             of_loss = self._passes.functions.counters.get(self._step.loss_name)
             with (
                 self._passes.buffers.counters.as_in_next_step(),
                 of_loss.as_in_next_step() if of_loss else nullcontext(),
             ):
-                losses.append(self._loss(shard, self._single_rehearsal(shard)))
-        check_repeatable(losses[0], losses[1], most, made)
+                losses.append(self._loss_of_one(first))
+        if first is not None:
+            most = _tolerance(self._passes, self._step, losses[0].mean.dtype)
+            check_repeatable(losses[0], losses[1], most, self.made)
+
+    def _loss_of_one(self, shard: ShardRange | None) -> ShardLoss:
+        if shard is None:
+            return loss_of_stand_in(self._passes, self._step, self._module)
+        return self._loss(shard, self._single_rehearsal(shard))
 
     def _single_rehearsal(self, shard: ShardRange, *, inverts_answers: bool = False) -> SingleShardRehearsal | None:
         if self._draws is None:
@@ -329,27 +339,21 @@ def check_repeatable_alone(passes: Passes, step: StepInput, module: nn.Module, *
     passes.functions.repeatable.add(step.loss_name)
 
     def examine(before: KeptSnapshot) -> None:
-        before.restore()
-        if not step.assignment.sizes:
-            for _ in range(3):
-                loss_of_stand_in(passes, step, module)
-            return
-        first_shard, stop = step.assignment.own
-        shard = passes.single(step, first_shard)
         examination = _Examination(passes, step, module, None, 0)
-        first = examination._loss(shard, None)
-        made = before.made()
-        before.restore()
-        # Something that leaves behind something else than `first` did.
+        first_shard, stop = step.assignment.own
+        first = passes.single(step, first_shard) if stop > first_shard else None
+        # Something that leaves behind something else than `first` does.
         other = passes.single(step, stop - 1) if stop - first_shard > 1 else None
-        if other is not None:
-            examination._loss(other, None)
-        else:
-            loss_of_stand_in(passes, step, module)
-        again, most = examination._loss(shard, None), _tolerance(passes, step, first.mean.dtype)
-        check_repeatable(first, again, most, made)
-        if made and not is_collective:
-            examination.check_next_step(shard, other, before, most, made)
+        before.restore()
+        loss = examination._loss_of_one(first)
+        if first is not None:
+            examination.made = before.made()
+        before.restore()
+        examination._loss_of_one(other)
+        again = examination._loss_of_one(first)
+        if first is not None:
+            check_repeatable(loss, again, _tolerance(passes, step, loss.mean.dtype), examination.made)
+        examination.check_next_step(first, other, before, is_collective=is_collective)
 
     with step.kept.unchanged() as before:
         _with_gradients_if_needed(passes, step, lambda: examine(before))

@@ -175,10 +175,12 @@ class Passes:
         Args:
             in_step: whether all workers have to make equally many passes.
         """
+        if self._one_by_one:
+            check_repeatable_alone(self, step, module, is_collective=in_step)
         if not self._examines or not self.functions.begin_step(step.loss_name):
             return ()
-        num_shards = 2 if step.loss_name in self.functions.couples else 0  # two show as much as more, in less time
-        return self.find_coupling_again(step, module, None, in_step=in_step, num_shards=num_shards)
+        num = 2 if step.loss_name in self.functions.couples else 0  # two show as much as more, in less time
+        return self.find_coupling_again(step, module, None, in_step=in_step, num_shards=num)
 
     def find_coupling_again(
         self, step: StepInput, module: nn.Module, suspect: ShardRange | None, *, in_step: bool, num_shards: int = 0

@@ -42,9 +42,13 @@ class ShardByShard:
         self._functions.has_returned(step.loss_name, layout)
         return layout
 
-    def check_repeatable(self, step: StepInput) -> None:
-        """In the first step of a loss function: see that the loss of a shard does not follow from earlier calls."""
-        check_repeatable_alone(self.passes, step, self.module)
+    def check_repeatable(self, step: StepInput, *, is_collective: bool = False) -> None:
+        """In the first step of a loss function: see that the loss of a shard does not follow from earlier calls.
+
+        Args:
+            is_collective: whether workers go through the model together.
+        """
+        check_repeatable_alone(self.passes, step, self.module, is_collective=is_collective)
 
     def compute(self, step: StepInput, shard: int) -> tuple[ShardLoss, Tensor]:
         """Leave the gradient of the weighted loss in `.grad` (None where there is none); return loss and statistics."""
