@@ -213,6 +213,23 @@ def test_a_loss_function_must_not_move_another_model() -> None:
         run_ranks(_moved_teacher, 1)
 
 
+def _pruned_later() -> None:
+    job = Job().with_values(global_batch_size=8, virtual_shards=4, precision="float64")
+    with paceline.init(job, plan=Plan(), max_steps=3) as run:
+        model = layers()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches(DATA):
+            run.step(batch, plain)
+            prune.l1_unstructured(model.get_submodule("0"), "weight", 0.3)
+
+
+def test_what_replaces_parameters_after_prepare_gets_a_sentence() -> None:
+    with pytest.raises(
+        AssertionError, match=r"ModelError: The script has replaced or removed the parameter '0.weight'"
+    ):
+        run_ranks(_pruned_later, 1)
+
+
 class Mixed(nn.Module):
     """One block with parameters of two types, or one of them without elements."""
 

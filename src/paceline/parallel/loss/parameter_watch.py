@@ -45,6 +45,13 @@ class ParameterWatch:
         Raises:
             ModelError: it changed a parameter, or computed gradients of parameters.
         """
+        for holder, name, whole_name, parameter in self._places:
+            if holder.get(name) is not parameter:
+                raise ModelError(
+                    f"The script has replaced or removed the parameter '{whole_name}' since run.prepare, and nothing "
+                    "would train what takes its place; do so before run.prepare (prune.identity prunes nothing yet), "
+                    "and change values in place."
+                )
         held = self._held()
         before, places, gradients = versions(held), [one.data_ptr() for one in held], self._gradients()
         # `.data` lets a model write without autograd's notice, so in some calls values themselves are compared. Not in
