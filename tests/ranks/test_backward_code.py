@@ -39,9 +39,7 @@ class _Net(nn.Module):
         hidden: Tensor = self.first(inputs).tanh()
         if self.kind == "a function":
             hidden = _Normalised.apply(hidden)  # type: ignore[no-untyped-call]
-        elif (self.kind == "a hook" and self.training) or (
-            self.kind == "a guarded hook" and hidden.requires_grad
-        ):  # as torch refuses where nothing is recorded
+        elif (self.kind == "a hook" and self.training) or (self.kind == "a guarded hook" and hidden.requires_grad):
             hidden.register_hook(lambda gradient: gradient / gradient.norm())
         elif self.kind == "a hook that clamps" and self.training:
             hidden.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))

@@ -213,6 +213,23 @@ def test_a_loss_function_must_not_move_another_model() -> None:
         run_ranks(_moved_teacher, 1)
 
 
+def _pruned_later() -> None:
+    job = Job().with_values(global_batch_size=8, virtual_shards=4, precision="float64")
+    with paceline.init(job, plan=Plan(), max_steps=3) as run:
+        model = layers()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches(DATA):
+            run.step(batch, plain)
+            prune.l1_unstructured(model.get_submodule("0"), "weight", 0.3)
+
+
+def test_what_replaces_parameters_after_prepare_gets_a_sentence() -> None:
+    with pytest.raises(
+        AssertionError, match=r"ModelError: The script has replaced or removed the parameter '0.weight'"
+    ):
+        run_ranks(_pruned_later, 1)
+
+
 class Mixed(nn.Module):
     """One block with parameters of two types, or one of them without elements."""
 
@@ -243,7 +260,10 @@ def test_parameters_that_cannot_be_sharded_get_a_sentence() -> None:
 
 
 def hooked(how: str = "clamp") -> nn.Module:
-    model = layers()
+    return add_hook(layers(), how)
+
+
+def add_hook(model: nn.Module, how: str) -> nn.Module:
     weight = next(model.parameters())
     if how == "clamp":
         weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
@@ -273,6 +293,22 @@ def test_hooks_on_gradients() -> None:
     (masked,), (clamped,) = run_ranks(_hooked, 1, "mask"), run_ranks(_clamped_by_shards, 1)
     assert run_ranks(_hooked, 2, "mask")[1] == pytest.approx(masked, rel=1e-12)
     assert run_ranks(_clamped_by_shards, 2)[1] == pytest.approx(clamped, rel=1e-12)
+
+
+def _hooked_later(how: str) -> None:
+    job = Job().with_values(global_batch_size=8, virtual_shards=4, precision="float64")
+    with paceline.init(job, plan=Plan(), max_steps=3) as run:
+        model = layers()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        add_hook(model, how)
+        for batch in run.batches(DATA):
+            run.step(batch, plain)
+
+
+def test_hooks_on_gradients_after_prepare() -> None:
+    with pytest.raises(AssertionError, match=r"ModelError: The parameter '0.weight' has a hook that changes parts"):
+        run_ranks(_hooked_later, 1, "clamp")
+    run_ranks(_hooked_later, 1, "mask")
 
 
 class Noisy(torch.optim.SGD):

@@ -67,6 +67,32 @@ class Lookahead(torch.optim.Optimizer):
         self.base.load_state_dict(state_dict)
 
 
+class SlowWeights(torch.optim.Optimizer):
+    """Lookahead as it is published: slow weights are its own state, and its `state_dict` has a form of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        self.fast = torch.optim.Adam(parameters, lr=0.1)
+        super().__init__(self.fast.param_groups, {})
+        self.param_groups = self.fast.param_groups
+        for group in self.param_groups:
+            group["counter"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.fast.step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                slow = self.state[p].setdefault("slow", p.detach().clone())
+                if group["counter"] == 0:
+                    p.copy_(slow.lerp_(p, 0.5))
+            group["counter"] = (group["counter"] + 1) % 2
+
+    def state_dict(self) -> dict[str, Any]:
+        fast = self.fast.state_dict()
+        slow = {id(p): state for p, state in self.state.items()}
+        return {"fast_state": fast["state"], "slow_state": slow, "param_groups": fast["param_groups"]}
+
+
 def _loss(model: nn.Module, batch: Any) -> Tensor:
     return F.mse_loss(model(batch[0]), batch[1])
 
@@ -83,7 +109,7 @@ def _train(by: Any, folder: str, max_steps: int | None = None) -> tuple[list[flo
 
 
 def test_wrapped_optimizers_and_tensors_in_attributes_go_on(tmp_path: Path) -> None:
-    for by in (SAM, Lookahead):
+    for by in (SAM, Lookahead, SlowWeights):
         ((losses, sha),) = run_ranks(_train, 1, by, str(tmp_path / "whole"))
         run_ranks(_train, 2, by, str(tmp_path / "parts"), STOP)
         for found in run_ranks(_train, 3, by, str(tmp_path / "parts")):

@@ -5,11 +5,12 @@ Plain tensors load nothing of DTensors, which takes long.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
@@ -42,6 +43,16 @@ def full_tensor(tensor: Tensor) -> Tensor:
         placements = [Replicate() if one == axis else placed for one, placed in enumerate(gathered.placements)]
         gathered = gathered.redistribute(placements=placements)
     return gathered.to_local().detach()
+
+
+def reshard(model: nn.Module) -> None:
+    """Leave this worker its shards of the parameters that it has gathered."""
+    if "torch.distributed.tensor" not in sys.modules:  # without it nothing is sharded, and it takes long to load
+        return
+    from paceline.parallel.sharded import sharded_modules
+
+    for one in sharded_modules(model):
+        one.reshard()
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:

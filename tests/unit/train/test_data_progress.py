@@ -116,3 +116,18 @@ def test_a_run_that_stops_early_may_go_on() -> None:
     progress.total_steps(50)
     assert resumed(progress.state_dict()).total_steps(50) == 15
     assert resumed(resumed(progress.state_dict()).state_dict()).total_steps(50) == 15
+
+
+def test_no_order_is_asked_for_after_the_last_epoch() -> None:
+    """A sampler whose list follows from `set_epoch` need not know another one."""
+
+    def listed(epoch: int) -> EpochOrder:
+        return (shuffled, shuffled, shuffled)[epoch](epoch)
+
+    progress = DataProgress(JOB, 0, 1)
+    for epoch in range(3):
+        numbers = progress.enter(epoch, listed, 50)
+        for number in numbers:
+            progress.trained_on(progress.batch(number, numbers.stop))
+        progress.leave_epoch()
+    assert progress.epochs_done == 3

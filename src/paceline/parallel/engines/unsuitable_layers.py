@@ -3,13 +3,11 @@ which samples a worker has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from paceline.errors import ModelError
+from paceline.parallel.loss.gradient_hooks import changes_parts, is_linear
 from paceline.spec import Job, Mesh, Plan
 
 
@@ -29,30 +27,8 @@ def check_hooks(model: nn.Module, job: Job, mesh: Mesh | None) -> None:
                 f"The parameter '{name}' has a hook on its gradient, which the part of it that a worker holds would "
                 "not have; change gradients in a hook of the optimizer (register_step_pre_hook), or use dp."
             )
-        if later or (not shards_are_alone and not all(_is_linear(hook, parameter) for hook in hooks)):
-            raise ModelError(
-                f"The parameter '{name}' has a hook that changes parts of its gradient, on each worker those of its "
-                "own samples; change the whole gradient in a hook of the optimizer (register_step_pre_hook)."
-            )
-
-
-def _is_linear(hook: Callable[[Tensor], Tensor | None], parameter: Tensor) -> bool:
-    """Whether a hook makes of a sum of gradients the sum of what it makes of them, as a mask or a factor does."""
-    if parameter.is_meta:
-        return True
-    draws = torch.Generator().manual_seed(0)
-
-    def made_of(gradient: Tensor) -> Tensor:
-        given = gradient.to(parameter, copy=True)
-        made = hook(given)
-        return (given if made is None else made).to(gradient)
-
-    for scale in (1e-4, 1.0, 1e4):
-        one, other = (torch.randn(parameter.shape, generator=draws) * scale for _ in range(2))
-        apart, together = made_of(one) + made_of(other), made_of(one + other)
-        if float((apart - together).norm()) > 2e-2 * float(together.norm()):
-            return False
-    return True
+        if later or (not shards_are_alone and not all(is_linear(hook, parameter) for hook in hooks)):
+            raise ModelError(changes_parts(name))
 
 
 def check_lazy_layers(model: nn.Module) -> None:

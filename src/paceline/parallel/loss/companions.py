@@ -7,7 +7,6 @@ no running statistics, and a buffer that a forward pass of theirs changes is put
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch import nn
 
 from paceline.parallel.assignment import ShardRange
 from paceline.parallel.batch_norm.norm import NormStatistics, standing_in
+from paceline.parallel.dtensor import reshard
 from paceline.parallel.kept.forward_buffers import ForwardBuffers
 from paceline.parallel.loss.parameter_watch import ParameterWatch
 
@@ -37,7 +37,7 @@ class Companion:
             buffers: those of the engine that trains the model in steps of its own.
         """
         norm = NormStatistics(model)
-        return cls(model, norm, buffers or ForwardBuffers(model, norm), ParameterWatch(model))
+        return cls(model, norm, buffers or ForwardBuffers(model, norm), ParameterWatch(model, shards_are_alone=True))
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,8 @@ class Companions:
 
     def _reshard(self) -> None:
         """Leave workers their shards of the parameters that they have gathered."""
-        if "torch.distributed.tensor" not in sys.modules:  # without it nothing is sharded, and it takes long to load
-            return
-        from paceline.parallel.sharded import sharded_modules
-
         for one in self.models:
-            for sharded in sharded_modules(one.model):
-                sharded.reshard()
+            reshard(one.model)
 
     @contextmanager
     def watched(self, *, is_examination: bool) -> Iterator[None]:

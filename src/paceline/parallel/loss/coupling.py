@@ -79,7 +79,7 @@ def describe_coupling(together: ShardLoss, singles: Sequence[ShardLoss], toleran
         )
     if math.isfinite(mean) and abs(whole - mean) <= tolerance * largest:
         return ""
-    if largest <= torch.finfo(together.mean.dtype).eps:
+    if are_zero([together, *singles]):
         return (
             f"The loss of {len(singles)} virtual shards together is 0 but for rounding ({whole:.2g}), as a policy's is "
             "in its first update, and does not show whether it is the mean of their own losses, so every shard goes "
@@ -92,6 +92,11 @@ def describe_coupling(together: ShardLoss, singles: Sequence[ShardLoss], toleran
         "weights for classes their sum; if a term couples samples (a mixture of experts' aux_loss, a contrastive "
         "loss), shard_by_shard = true says so."
     )
+
+
+def are_zero(losses: Sequence[ShardLoss]) -> bool:
+    """Whether losses are 0 but for rounding, so that their differences show nothing."""
+    return all(abs(float(one.mean.detach())) <= torch.finfo(one.mean.dtype).eps for one in losses)
 
 
 AUX_LOSS = (

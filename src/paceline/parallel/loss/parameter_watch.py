@@ -7,7 +7,7 @@ would add to the gradients of the shards before it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 from paceline.containers import versions
 from paceline.errors import ModelError
+from paceline.parallel.loss.gradient_hooks import changes_parts, is_linear
 
 
 class ParameterWatch:
     """Watches the calls of loss functions for changes of a model's parameters and of their gradients."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, shards_are_alone: bool) -> None:
         # Quantized ones are of classes of their own, some of which lie in several places.
         named = [(name, one) for name, one in model.named_parameters() if type(_local(one)) in (Tensor, nn.Parameter)]
         self._names = [name for name, _ in named]
@@ -34,6 +35,9 @@ class ParameterWatch:
             if parameter is not None and _local(parameter) is parameter
         ]
         self._num_calls = 0
+        self._shards_are_alone = shards_are_alone
+        self._known_hooks = [hook for hook, *_ in self._hooks()]
+        """Those of before `run.prepare`, which has looked at them."""
 
     @contextmanager
     def __call__(self, *, is_examination: bool) -> Iterator[None]:
@@ -45,12 +49,22 @@ class ParameterWatch:
         Raises:
             ModelError: it changed a parameter, or computed gradients of parameters.
         """
+        for holder, name, whole_name, parameter in self._places:
+            if holder.get(name) is not parameter:
+                raise ModelError(
+                    f"The script has replaced or removed the parameter '{whole_name}' since run.prepare, and nothing "
+                    "would train what takes its place; do so before run.prepare (prune.identity prunes nothing yet), "
+                    "and change values in place."
+                )
         held = self._held()
         before, places, gradients = versions(held), [one.data_ptr() for one in held], self._gradients()
         # `.data` lets a model write without autograd's notice, so in some calls values themselves are compared. Not in
         # the first step alone, in which an average of weights that began as a copy of them stays what it was.
         self._num_calls += 1
-        norms = _norms(held) if is_examination or self._num_calls.bit_count() == 1 else []
+        is_close = is_examination or self._num_calls.bit_count() == 1
+        norms = _norms(held) if is_close else []
+        if is_close:
+            self._check_new_hooks()
         yield
         for holder, name, whole_name, parameter in self._places:
             if holder.get(name) is not parameter:
@@ -74,6 +88,20 @@ class ParameterWatch:
         for name, one, place in zip(self._names, held, places, strict=True):
             if one.data_ptr() != place and not _lies_among_others(one):
                 raise _is_changed(name)
+
+    def _hooks(self) -> list[tuple[Callable[[Tensor], Tensor | None], str, Tensor]]:
+        """The hooks on gradients of parameters, and whose they are."""
+        named = zip(self._names, self._parameters, strict=True)
+        return [(hook, name, one) for name, one in named for hook in (one._backward_hooks or {}).values()]
+
+    def _check_new_hooks(self) -> None:
+        """Raises `ModelError` for hooks of the script that act otherwise on another number of workers."""
+        for hook, name, parameter in self._hooks():
+            if self._shards_are_alone or any(hook is one for one in self._known_hooks):
+                continue
+            if not self._are_whole or not is_linear(hook, parameter):
+                raise ModelError(changes_parts(name))
+            self._known_hooks.append(hook)
 
     # In every pass, so with few calls for each parameter.
 

@@ -1,8 +1,8 @@
 """Examines virtual shards that are to go through the model together: does each get what it would get alone?
 
 The shards go through the model one by one and then together, without a trace, and without gradients unless the loss
-function computes some itself. Their loss has to be the mean of their own losses (`coupling`), and each has to draw its
-own random numbers (`shard_draws`).
+function computes some itself. Their loss has to be the mean of their own losses (`coupling`), at the model's weights
+and beside them (`nearby_weights`), and each has to draw its own random numbers (`shard_draws`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from paceline.parallel.batch_norm.norm import standing_in
 from paceline.parallel.engine import StepInput
 from paceline.parallel.loss.coupling import (
     AUX_LOSS,
+    are_zero,
     check_repeatable,
     describe_coupling,
     leaving_no_trace,
@@ -29,6 +30,7 @@ from paceline.parallel.loss.coupling import (
     tolerance,
 )
 from paceline.parallel.loss.loss_functions import DRAWS
+from paceline.parallel.loss.nearby_weights import nearby_weights
 from paceline.parallel.losses import ShardLoss, watching_outputs
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.parallel.random_numbers.shard_draws import (
@@ -108,7 +110,7 @@ def _examine(
     examinations = [_Examination(passes, step, module, draws, number) for number in range(3 if is_coarse else 1)]
     for examination in examinations:
         if shards is None:
-            for _ in range(2 + most_shards):
+            for _ in range(3 + 2 * most_shards):
                 loss_of_stand_in(passes, step, module)
             all_found.append(Examined())
         else:
@@ -165,6 +167,7 @@ class _Examination:
             self._draws_alone |= any(len(one.draws) != len(pattern) for one in rehearsals if one is not None)
         if pattern and not self._draws_alone:
             self._draws_alone = self._answers_decide(singles[0], rehearsals[0], is_collective)
+        nearby = self._losses_nearby(shards, singles, most_shards)
         self._passes.norm.end_pass()
         most = _tolerance(self._passes, self._step, loss.mean.dtype)
         if self.made or not self._draws_alone:
@@ -176,6 +179,8 @@ class _Examination:
         if self._has_aux_loss:
             return Examined(AUX_LOSS)
         coupling = describe_coupling(loss, losses, most)
+        if nearby and (not coupling or are_zero([loss, *losses])):
+            coupling = describe_coupling(nearby[-1], nearby[:-1], most)
         if code.is_found and not coupling and not is_collective:
             coupling = self._coupling_of_gradients(shards, singles, rehearsals, most)
         elif code.is_of_program and not coupling:
@@ -183,6 +188,24 @@ class _Examination:
         if pattern and (coupling or not _are_finite([loss, *losses])):
             return Examined(self._coupling_besides_draws(shards, singles, is_collective) or DRAWS)
         return Examined(coupling, pattern)
+
+    def _losses_nearby(self, shards: ShardRange, singles: Sequence[ShardRange], most_shards: int) -> list[ShardLoss]:
+        """The losses of single shards and of all of them at other weights; none where the loss is not defined there."""
+        if len(singles) == 1 and not most_shards:
+            return []
+        with nearby_weights(self._passes.model):
+            rehearsals = [self._single_rehearsal(one) for one in singles]
+            try:
+                losses = [self._loss(one, rehearsal) for one, rehearsal in zip(singles, rehearsals, strict=True)]
+                together = self._shared_rehearsal(shards, rehearsals)
+                losses.append(self._loss(shards, together or self._single_rehearsal(shards)))
+            except Exception as problem:
+                if most_shards or is_out_of_memory(problem):
+                    raise
+                return []
+            for _ in range(most_shards - len(singles)):
+                self._loss(singles[-1], self._single_rehearsal(singles[-1]))
+        return losses
 
     def check_next_step(
         self, first: ShardRange | None, last: ShardRange | None, before: KeptSnapshot, *, is_collective: bool

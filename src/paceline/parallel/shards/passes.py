@@ -101,7 +101,7 @@ class Passes:
         self.norm = NormStatistics(model)
         self.buffers = ForwardBuffers(model, self.norm)
         self.functions = functions
-        self._watch_parameters = ParameterWatch(model)
+        self._watch_parameters = ParameterWatch(model, shards_are_alone=one_by_one)
         self.like = torch.zeros((), dtype=statistics_dtype(model), device=device)
         """A tensor of the dtype, and on the device, in which losses are added."""
         self.model = model

@@ -285,9 +285,9 @@ class DataProgress:
     @property
     def epochs_done(self) -> int | None:
         """How many epochs have been trained on; None in the middle of one."""
-        if self._is_epoch_complete:
-            return self.epoch + 1
-        return self.epoch if self._next == 0 else None
+        if self._next == 0 and not self._has_ended:
+            return self.epoch  # maybe none that comes: a sampler need not know its order
+        return self.epoch + 1 if self._is_epoch_complete else None
 
     def leave_epoch(self) -> None:
         """Note that the epoch is complete, including its evaluation, if all its batches have been trained on."""
