@@ -112,7 +112,7 @@ class RunFollower:
         """
         self._read_metrics()
         metrics = self._metrics.copy()
-        status = RunStatus.load(self._folder / STATUS_FILE)
+        status = RunStatus.read(self._folder / STATUS_FILE)
         self._note_use(status)
         self._status = status
         record, failure = _mapping(self._folder / RECORD_FILE), _mapping(self._folder / FAILURE_FILE)
