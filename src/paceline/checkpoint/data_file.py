@@ -112,8 +112,8 @@ class ChecksumStream:
         return DataFile(name, self.num_bytes, f"{self._crc:08x}")
 
 
-def verify_data_file(pieces: Iterable[bytes], file: DataFile) -> dict[str, Tensor]:
-    """The tensors of a data file without their values (on the meta device); the whole file is never in memory.
+def verify_data_file(pieces: Iterable[bytes], file: DataFile) -> dict[str, Position]:
+    """Where the tensors of a data file are, by name; the whole file is never in memory.
 
     Raises:
         CheckpointError: the file is not what the manifest says.
@@ -122,10 +122,7 @@ def verify_data_file(pieces: Iterable[bytes], file: DataFile) -> dict[str, Tenso
     for piece in _checked(pieces, file):
         if len(beginning) < header_bytes(beginning):
             beginning += piece
-    return {
-        key: torch.empty(place.shape, dtype=place.dtype, device="meta")
-        for key, place in read_header(beginning, file).items()
-    }
+    return read_header(beginning, file)
 
 
 def read_data_file(pieces: Iterable[bytes], file: DataFile) -> dict[str, Tensor]:

@@ -6,12 +6,12 @@ import contextlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.data_file import DTYPES, read_data_file, verify_data_file
+from paceline.checkpoint.data_file import DTYPES, Position, read_data_file, verify_data_file
 from paceline.checkpoint.manifest import MANIFEST_FILE, DataFile, Manifest, StoredSlice, TensorEntry
 from paceline.checkpoint.slice import Slice
 from paceline.checkpoint.state_tree import tensor_names, unflatten_state
@@ -21,6 +21,8 @@ from paceline.errors import CheckpointError, PacelineError
 FOLDER_PREFIX = "step-"
 
 _FOLDER_NAME = re.compile(rf"{FOLDER_PREFIX}([0-9]{{8,18}})")
+
+_Held = TypeVar("_Held", Tensor, Position)
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,8 @@ def _parts(
     storage: Storage,
     name: str,
     manifest: Manifest,
-    read: Callable[[Iterator[bytes], DataFile], dict[str, Tensor]],
-) -> dict[str, dict[str, Tensor]]:
+    read: Callable[[Iterator[bytes], DataFile], dict[str, _Held]],
+) -> dict[str, dict[str, _Held]]:
     parts = {}
     for file in manifest.files:
         with readable(file.name):
@@ -156,16 +158,7 @@ def check_manifest(manifest: Manifest) -> None:
             raise CheckpointError(f"'{name}' has the dtype {entry.dtype!r}, which this release does not know")
 
 
-class _Held(Protocol):
-    """What a data file holds: a tensor, or its position."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
-def check_stored_slice(name: str, entry: TensorEntry, chunk: StoredSlice, held: _Held | None) -> None:
+def check_stored_slice(name: str, entry: TensorEntry, chunk: StoredSlice, held: Tensor | Position | None) -> None:
     """Check that a data file holds the slice that the manifest names. Raises `CheckpointError`."""
     if held is None or tuple(held.shape) != chunk.sizes or held.dtype != DTYPES.get(entry.dtype, held.dtype):
         raise CheckpointError(f"{chunk.file} does not hold what the manifest says of '{name}'")

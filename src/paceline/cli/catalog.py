@@ -15,9 +15,9 @@ app = typer.Typer(no_args_is_help=True, help="The recipes, and the keys of a job
 
 
 @app.command("ls")
-def ls() -> None:
+def show_recipes() -> None:
     """List the recipes: jobs that come with the package."""
-    show_recipes()
+    _show(catalog.recipes())
 
 
 @app.command("keys")
@@ -40,11 +40,6 @@ def models() -> None:
 def data() -> None:
     """List the data sets that a job can name."""
     _show(catalog.data_sets())
-
-
-def show_recipes() -> None:
-    """Print the recipes."""
-    _show(catalog.recipes())
 
 
 def _show(entries: Iterable[CatalogEntry]) -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from paceline.comm.compressor import OWED, Bucket, Compressor, Sum, poison_of, shared_generator
-from paceline.errors import JobError
 
 _FACTOR = "factor/"
 """Q' of the last step by parameter, the same on all workers."""
@@ -38,8 +37,6 @@ class PowerSGD(Compressor):
     kept = (OWED, _FACTOR)
 
     def __init__(self, rank: int, seed: int) -> None:
-        if rank < 1:
-            raise JobError(f"The rank of PowerSGD is {rank}; it needs to be at least 1.")
         super().__init__()
         self._rank = rank
         self._seed = seed

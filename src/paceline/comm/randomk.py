@@ -9,7 +9,6 @@ from torch import Tensor
 
 from paceline.comm.compressor import OWED, Bucket, Compressor, Sum, poison_of, shared_generator
 from paceline.containers import on_device
-from paceline.errors import JobError
 
 _DRAWS = "draws/"
 """How often a bucket was drawn from, by the name of its first parameter."""
@@ -29,8 +28,6 @@ class RandomK(Compressor):
     kept = (OWED, _DRAWS)
 
     def __init__(self, density: float, seed: int) -> None:
-        if not 0 < density <= 1:
-            raise JobError(f"The density of random-k is {density}; it needs to be above 0 and at most 1.")
         super().__init__()
         self._density = density
         self._seed = seed

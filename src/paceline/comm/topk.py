@@ -9,7 +9,6 @@ from torch import Tensor
 
 from paceline.comm.compressor import Bucket, Compressor, Sum
 from paceline.comm.links import Links
-from paceline.errors import JobError
 
 
 class TopK(Compressor):
@@ -25,8 +24,6 @@ class TopK(Compressor):
     """
 
     def __init__(self, density: float, links: Links) -> None:
-        if not 0 < density <= 1:
-            raise JobError(f"The density of top-k is {density}; it needs to be above 0 and at most 1.")
         super().__init__()
         self._density = density
         self._links = links

@@ -41,7 +41,8 @@ def detect() -> Cluster:
         if node.devices:
             return Cluster((node,))
         bare = dataclasses.replace(bare, notes=node.notes)
-    return Cluster((_with_cpus(bare),))
+    node = dataclasses.replace(bare, peripherals=(*sysfs.nics(), *sysfs.disks()))
+    return Cluster((node.with_cpu_workers(num_cores),))
 
 
 def with_gpus(node: Node, found: nvml.Gpus, root: Path) -> Node:
@@ -118,11 +119,6 @@ def _links(
 
     lanes = {label: place.lanes for label, place in places.items() if place.lanes}
     return links_of_pairs(gpus, peripherals, label_of, {gpu.label: gpu.name for gpu in gpus}, lanes)
-
-
-def _with_cpus(node: Node) -> Node:
-    devices = (Device("cpu", i, node.cpu_name, node.memory_bytes // node.num_cores) for i in range(node.num_cores))
-    return dataclasses.replace(node, devices=tuple(devices), peripherals=(*sysfs.nics(), *sysfs.disks()))
 
 
 def _cpu_name() -> str:

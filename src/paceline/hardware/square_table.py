@@ -22,12 +22,13 @@ def square_cells(
     Raises:
         ClusterError: rows and columns that do not agree; names row and column.
     """
+    title = table[0].upper() + table[1:]
     cells: dict[tuple[str, str], str] = {}
     for row, words in rows:
         if row not in columns:
-            raise ClusterError(f"{_capital(table)} has a row {row} but no column of that name.")
+            raise ClusterError(f"{title} has a row {row} but no column of that name.")
         if (row, row) in cells:
-            raise ClusterError(f"{_capital(table)} has two rows {row}; every name stands once.")
+            raise ClusterError(f"{title} has two rows {row}; every name stands once.")
         if len(words) != len(columns):
             missing = f": column {columns[len(words)]} has none" if len(words) < len(columns) else ""
             raise ClusterError(f"Row {row} of {table} has {len(words)} cells for {len(columns)} columns{missing}.")
@@ -40,7 +41,7 @@ def square_cells(
             cells[row, column] = word
     for column in columns:
         if (column, column) not in cells:
-            raise ClusterError(f"{_capital(table)} has a column {column} but no row of that name.")
+            raise ClusterError(f"{title} has a column {column} but no row of that name.")
     for (row, column), cell in cells.items():
         if cells[column, row] != cell:
             raise ClusterError(
@@ -48,7 +49,3 @@ def square_cells(
                 f"{cells[column, row]}; a link is the same in both directions."
             )
     return cells
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

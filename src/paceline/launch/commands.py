@@ -67,10 +67,8 @@ def worker_commands(
     `launched_at` is in seconds since the epoch.
 
     Raises:
-        LaunchError: `program` names nothing to run, or a node's share does not fit its workers.
+        LaunchError: a node's share does not fit its workers.
     """
-    if not program or tuple(program) == ("-m",):
-        raise LaunchError("There is nothing to launch: name a script (train.py) or a module (-m package.module).")
     commands: list[WorkerCommand] = []
     for node, (share, interface) in enumerate(zip(plan.placements, rendezvous.interfaces, strict=True)):
         if share.devices and len(share.devices) < share.num_workers:

@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from paceline.errors import JobError
-from paceline.regular_files import make_run_folder, read_json, replace_text
-from paceline.spec.codec import from_mapping
+from paceline.regular_files import make_run_folder, replace_text
+from paceline.spec.codec import JsonValue
 
 LOST_PEER_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
 """Messages of torch.distributed when a peer is gone. Python's own ConnectionResetError (from a download, say) is
@@ -46,7 +45,7 @@ LONGEST_MESSAGE = 400
 
 
 @dataclass(frozen=True)
-class Failure:
+class Failure(JsonValue):
     """The exception that ended a worker, as the worker itself saw it."""
 
     rank: int
@@ -72,14 +71,6 @@ class Failure:
     def exit_code(self) -> int | None:
         """The argument of `sys.exit`; None for any other exception."""
         return int(self.message) if self.type == SystemExit.__name__ else None
-
-    @classmethod
-    def read(cls, path: Path) -> Failure | None:
-        """The note at `path`; None where no worker left a readable one."""
-        try:
-            return from_mapping(cls, read_json(path))
-        except (OSError, ValueError, JobError):
-            return None
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import queue
 import signal
 import time
@@ -15,8 +14,7 @@ from typing import Any
 from paceline.launch.failures import Ending
 from paceline.launch.hang import Hang, WorkerState, find_hang, interval_s
 from paceline.launch.team import Events, LaunchOptions, Signalled, Team, TeamLost, WorkerExited
-from paceline.regular_files import replace_text, run_file_mode
-from paceline.spec.codec import to_mapping
+from paceline.regular_files import run_file_mode
 from paceline.spec.run_status import STATUS_FILE, RunStatus, WorkerStatus
 
 CULPRIT_WAIT_S = 1.0
@@ -291,6 +289,5 @@ def _write_status(run_dir: Path, states: Sequence[WorkerState]) -> None:
         )
         for state in states
     )
-    text = json.dumps(to_mapping(RunStatus(time.time(), tuple(workers))))
     with contextlib.suppress(OSError):
-        replace_text(run_dir / STATUS_FILE, text + "\n", run_file_mode())
+        RunStatus(time.time(), tuple(workers)).save(run_dir / STATUS_FILE, run_file_mode())

@@ -143,18 +143,10 @@ def report(error: BaseException, rank: int, run_dir: Path | None) -> None:
     error.__traceback__ = _user_frames(error.__traceback__)
     lines = traceback.TracebackException.from_exception(error)
     text = "" if is_user_error else "".join(lines.format())
-    note = Failure(
-        rank=rank,
-        pid=os.getpid(),
-        time=time.time(),
-        type=type(error).__name__,
-        message=_legible(_message(error), MOST_MESSAGE_CHARACTERS),
-        traceback=_legible(text, MOST_TRACEBACK_CHARACTERS),
-        is_user_error=is_user_error,
-    )
-    if not _leave_note(note, rank, run_dir):
+    message = _legible(_message(error), MOST_MESSAGE_CHARACTERS)
+    if not _leave_note(rank, run_dir, type(error), message, _legible(text, MOST_TRACEBACK_CHARACTERS)):
         with contextlib.suppress(OSError, ValueError):
-            print(text or note.message, file=sys.stderr)
+            print(text or message, file=sys.stderr)
 
 
 def _legible(text: str, most_characters: int) -> str:
@@ -162,8 +154,10 @@ def _legible(text: str, most_characters: int) -> str:
     return shortened(text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00"), most_characters)
 
 
-def _leave_note(note: Failure, rank: int, run_dir: Path | None) -> bool:
+def _leave_note(rank: int, run_dir: Path | None, error: type[BaseException], message: str, trace: str = "") -> bool:
     """Write a note for the launcher where that is possible; whether it was."""
+    is_user_error = issubclass(error, PacelineError)
+    note = Failure(rank, os.getpid(), time.time(), error.__name__, message, trace, is_user_error)
     heartbeat = env.path(env.HEARTBEAT)
     places = [] if run_dir is None else [failure_path(run_dir, rank)]
     for place in places if heartbeat is None else [*places, spare_failure_path(heartbeat)]:
@@ -178,13 +172,12 @@ def _note_exit(code: object, rank: int, run_dir: Path | None) -> None:
     interpreter still shuts down."""
     exit_code = (code & 0xFF) if isinstance(code, int) else int(code is not None)
     if exit_code:
-        _leave_note(Failure(rank, os.getpid(), time.time(), SystemExit.__name__, str(exit_code), ""), rank, run_dir)
+        _leave_note(rank, run_dir, SystemExit, str(exit_code))
 
 
 def _give_up(rank: int, run_dir: Path | None, sentence: str) -> None:
     """End this process, whose exit handlers do not return."""
-    note = Failure(rank, os.getpid(), time.time(), LaunchError.__name__, sentence, "", is_user_error=True)
-    if not _leave_note(note, rank, run_dir):
+    if not _leave_note(rank, run_dir, LaunchError, sentence):
         print(sentence, file=sys.stderr)
     leave(LaunchError.exit_code)
 

@@ -14,7 +14,6 @@ import itertools
 import os
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -263,7 +262,7 @@ def sizes_to_time(largest: int, *others: int) -> list[int]:
 
 def _peak_bytes() -> float:
     """The most that this process has held in memory."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1.0 if sys.platform == "darwin" else 1024.0)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
 
 
 def _time_size(subject: Subject, size: int, budget_s: float) -> MicroBatchTiming:

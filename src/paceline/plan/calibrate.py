@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paceline.errors import JobError
 from paceline.plan.model import StepForecast
 from paceline.plan.posterior import posterior_samples, samples_near_best
 from paceline.plan.step_constants import (
@@ -109,10 +108,8 @@ def fit(observations: Sequence[Observation], usual: Mapping[str, Prior] = USUAL)
     """The constants that the rows leave possible.
 
     Raises:
-        JobError: no row, or one whose algorithm has no price.
+        JobError: a row whose algorithm has no price.
     """
-    if not observations:
-        raise JobError("There is no measured row to fit; measure one device and two devices at least.")
     gradient_bytes, link = usual_sizes([observation.placement for observation in observations])
     # The row that says most about computing alone: that of the fewest workers, then the fastest.
     anchor = min(observations, key=lambda row: (row.placement.layout.num_workers, row.step_time_s / row.num_samples))

@@ -112,7 +112,7 @@ class RunFollower:
         """
         self._read_metrics()
         metrics = self._metrics.copy()
-        status = RunStatus.load(self._folder / STATUS_FILE)
+        status = RunStatus.read(self._folder / STATUS_FILE)
         self._note_use(status)
         self._status = status
         record, failure = _mapping(self._folder / RECORD_FILE), _mapping(self._folder / FAILURE_FILE)
@@ -215,10 +215,9 @@ def _step_time(line: Mapping[str, Any]) -> StepTime:
 def _mapping(path: Path) -> dict[str, Any]:
     """A JSON object in a file; empty where there is none that can be read."""
     try:
-        found = read_json(path)
-    except (OSError, ValueError, PacelineError):
+        return read_json(path)
+    except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _text(value: Any) -> str:

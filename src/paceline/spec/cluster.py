@@ -97,6 +97,11 @@ class Node:
         """The link between two labels, in either order; None if unknown."""
         return next((link for link in self.links if link.ends in ((one, other), (other, one))), None)
 
+    def with_cpu_workers(self, count: int) -> Node:
+        """The node with so many CPU workers, which may outnumber its cores and share its memory."""
+        devices = tuple(Device("cpu", i, self.cpu_name, self.memory_bytes // count) for i in range(count))
+        return replace(self, devices=devices)
+
 
 @dataclass(frozen=True)
 class NetworkLink:

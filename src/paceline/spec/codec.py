@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from paceline.errors import InvalidFileError, JobError, did_you_mean, shortened, shown
+from paceline.errors import InvalidFileError, JobError, PacelineError, did_you_mean, shortened, shown
 from paceline.regular_files import read_json, replace_text
 
 T = TypeVar("T")
@@ -65,7 +65,8 @@ PLAIN = types.MappingProxyType({"is_plain": True})
 class JsonValue:
     """A frozen dataclass that is also a JSON file."""
 
-    json_indent: ClassVar[int] = 2
+    json_indent: ClassVar[int | None] = 2
+    """None: all on one line."""
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:
@@ -82,6 +83,14 @@ class JsonValue:
             raise InvalidFileError(f"{path} cannot be read as a {words}: {problem.strerror}.") from None
         except (ValueError, JobError) as problem:
             raise InvalidFileError(f"{path} cannot be read as a {words}: {problem}") from None
+
+    @classmethod
+    def read(cls, path: Path) -> Self | None:
+        """The value in a JSON file; None where there is none that can be read."""
+        try:
+            return cls.load(path)
+        except PacelineError:
+            return None
 
     def to_mapping(self) -> dict[str, Any]:
         return to_mapping(self)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import ClassVar
 
-from paceline.errors import PacelineError
-from paceline.regular_files import read_json
-from paceline.spec.codec import NOT_NEGATIVE, from_mapping
+from paceline.spec.codec import NOT_NEGATIVE, JsonValue
 
 STATUS_FILE = "workers.json"
 """The file name of `RunStatus` in a run folder."""
@@ -45,18 +43,12 @@ class GpuUse:
 
 
 @dataclass(frozen=True)
-class RunStatus:
+class RunStatus(JsonValue):
     """All workers, at one time."""
+
+    json_indent: ClassVar[int | None] = None
 
     time: float = field(metadata=NOT_NEGATIVE)
     """Seconds since the epoch."""
     workers: tuple[WorkerStatus, ...]
     """The status of each worker, by rank."""
-
-    @classmethod
-    def load(cls, path: Path) -> RunStatus | None:
-        """The status in a file; None where there is none that can be read."""
-        try:
-            return from_mapping(cls, read_json(path))
-        except (OSError, ValueError, PacelineError):
-            return None

@@ -240,8 +240,7 @@ def with_num_workers(node: Node, slots: NodeSlots) -> Node:
             raise LaunchError(f"{node.hostname} has {len(free)} free GPUs, not {count}; see paceline topo there.")
         chosen = pick(node, count, free).devices
         return replace(node, devices=tuple(device for device in node.devices if device.index in chosen))
-    devices = tuple(Device("cpu", i, node.cpu_name, node.memory_bytes // count) for i in range(count))
-    return replace(node, devices=devices)
+    return node.with_cpu_workers(count)
 
 
 def with_room(cluster: Cluster, plan: Plan) -> Cluster:
@@ -251,7 +250,7 @@ def with_room(cluster: Cluster, plan: Plan) -> Cluster:
     for node in cluster.nodes:
         count = counts.get(node.hostname if node.is_remote else "", 0)
         is_full = node.device_kind == "cpu" and count > len(node.devices)
-        nodes.append(with_num_workers(node, NodeSlots(node.hostname, count)) if is_full else node)
+        nodes.append(node.with_cpu_workers(count) if is_full else node)
     return replace(cluster, nodes=tuple(nodes))
 
 

@@ -116,15 +116,12 @@ def prune(
         JobError: an invalid rule.
         CheckpointError: there are none, or the storage fails.
     """
-    from paceline.checkpoint.retention import discard, sort_out
+    from paceline.checkpoint import retention
 
     rules = {"keep_last": keep_last, "keep_every_hours": keep_every_hours, "keep_best": keep_best}
     spec = from_mapping(CheckpointSpec, rules)
     with open_checkpoints(place) as (storage, _):
-        pruning = sort_out(storage, spec)
-        for name in () if dry_run else pruning.go:
-            discard(storage, name)
-    return pruning
+        return retention.sort_out(storage, spec) if dry_run else retention.prune(storage, spec)
 
 
 def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, say: Say = silent) -> ExportedWeights:

@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -128,14 +128,13 @@ def _scratch(folder: Path) -> Iterator[Path]:
     with file_problems(f"The folder {folder} cannot be used"):
         make_run_folder(folder)
         scratch = Path(tempfile.mkdtemp(prefix="probe-", dir=folder)).absolute()
-    try:
-        yield scratch
-    except WorkerFailed:
-        raise
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
-    shutil.rmtree(scratch, ignore_errors=True)
+    with ExitStack() as at_end:
+        at_end.callback(shutil.rmtree, scratch, ignore_errors=True)
+        try:
+            yield scratch
+        except WorkerFailed:
+            at_end.pop_all()
+            raise
 
 
 def _measure_links(allocation: Allocation, scratch: Path, *, quiet: bool) -> tuple[tuple[Node, ...], list[str]]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from paceline.comm.compressor import Compressor
 from paceline.comm.powersgd import PowerSGD
-from paceline.errors import JobError
 from tests.unit.comm.buckets import alone, bucket_of, draw, owed, sent, snapshot
 
 
@@ -214,11 +213,6 @@ def test_starts_differ_by_parameter_and_by_seed() -> None:
     assert not torch.equal(one["a"], one["b"])
     assert not torch.equal(sent(PowerSGD(1, seed=1), {"a": matrix})["a"], one["a"])
     assert torch.equal(sent(PowerSGD(1, seed=0), {"a": matrix})["a"], one["a"])
-
-
-def test_a_rank_of_nothing_is_refused() -> None:
-    with pytest.raises(JobError, match="rank"):
-        PowerSGD(0, seed=0)
 
 
 def test_an_empty_bucket() -> None:

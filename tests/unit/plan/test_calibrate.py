@@ -203,9 +203,7 @@ def test_a_faster_link_and_another_algorithm_are_priced() -> None:
     assert at_server.communication_s > 3 * at_slow.communication_s  # 2 (n - 1) against 2 (n - 1) / n, for n = 8
 
 
-def test_nothing_measured_and_an_algorithm_without_a_price() -> None:
-    with pytest.raises(JobError, match="no measured row"):
-        fit([])
+def test_an_algorithm_without_a_price() -> None:
     with pytest.raises(JobError, match="auto has no cost formula"):
         fit([Observation(Placement(Layout((1,)), 1, "auto"), 1.0)])
     assert predict(fit(of_one_node({1: 0.1})), []) == []

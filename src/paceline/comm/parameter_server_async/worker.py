@@ -302,8 +302,6 @@ def _check(optimizer: Optimizer, parameters: Sequence[Tensor], terms: ServerSett
         raise JobError(
             f"num_servers = {terms.num_servers} should be between 1 and {num_leaders}, the workers or nodes."
         )
-    if terms.staleness < 0:
-        raise JobError(f"staleness = {terms.staleness} should be 0 or more.")
     if not isinstance(optimizer, _ELEMENT_WISE):
         raise ModelError(
             f"parameter_server_async cuts parameters among servers, but {type(optimizer).__name__} may need "
