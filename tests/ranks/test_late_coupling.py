@@ -208,3 +208,37 @@ def test_what_begins_later_is_noticed_in_that_step(
                 np.testing.assert_allclose(value, wanted, rtol=1e-12, atol=1e-13, err_msg=f"{place} {name}")
             found = [note for note in result.notes if "goes through the model alone" in note]
             assert len(found) == 1 or rank, (place, result.notes)
+
+
+def _ratios(model: nn.Module, batch: Any) -> Tensor:
+    """PPO with advantages that are normalised over the batch: its term is zero until the weights have moved."""
+    inputs, old, advantages = batch
+    advantages = (advantages - advantages.mean()) / advantages.std()
+    values = model(inputs).squeeze(1)
+    loss: Tensor = 0.1 * (values - inputs[:, 0]).square().mean() - ((values - old).exp() * advantages).mean()
+    return loss
+
+
+def _first_update(strategy: str) -> tuple[list[float], list[str]]:
+    num_workers = worker_facts().world_size
+    mesh = parse_mesh(strategy, num_workers) if num_workers > 1 else None
+    plan = Plan(world_size=num_workers, algorithm="all_reduce", timeout_s=60, mesh=mesh)
+    job = Job().with_values(global_batch_size=16, virtual_shards=4, precision="float64")
+    with paceline.init(job, plan=plan, max_steps=2) as run:
+        model = nn.Linear(5, 1)
+        draw = torch.Generator().manual_seed(0)
+        inputs, advantages = (torch.randn(32, n, generator=draw, dtype=torch.float64) for n in (5, 1))
+        old = model.double()(inputs).detach()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        losses = [
+            float(run.step(batch, _ratios)) for batch in run.batches(TensorDataset(inputs, old[:, 0], advantages[:, 0]))
+        ]
+        return [*losses, *run.whole_state().get("weight", torch.zeros(0)).flatten().tolist()], list(run.notes)
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp", "tp"])
+def test_a_loss_whose_first_value_hides_what_its_gradient_does(strategy: str) -> None:
+    ((alone, notes),) = run_ranks(_first_update, 1, "dp")
+    assert any("is not the mean of their own losses" in note for note in notes)
+    (shared, _), *_ = run_ranks(_first_update, 2, strategy)
+    assert shared == pytest.approx(alone, rel=1e-9, abs=1e-12)

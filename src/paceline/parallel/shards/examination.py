@@ -1,8 +1,8 @@
 """Examines virtual shards that are to go through the model together: does each get what it would get alone?
 
 The shards go through the model one by one and then together, without a trace, and without gradients unless the loss
-function computes some itself. Their loss has to be the mean of their own losses (`coupling`), and each has to draw its
-own random numbers (`shard_draws`).
+function computes some itself. Their loss has to be the mean of their own losses (`coupling`), at the model's weights
+and beside them (`nearby_weights`), and each has to draw its own random numbers (`shard_draws`).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from paceline.parallel.loss.coupling import (
     tolerance,
 )
 from paceline.parallel.loss.loss_functions import DRAWS
+from paceline.parallel.loss.nearby_weights import nearby_weights
 from paceline.parallel.losses import ShardLoss, watching_outputs
 from paceline.parallel.micro_batch import is_out_of_memory
 from paceline.parallel.random_numbers.shard_draws import (
@@ -99,7 +100,7 @@ def _examine(
     all_found = []
     for number in range(3 if is_coarse else 1):
         if shards is None:
-            for _ in range(2 + most_shards):
+            for _ in range(3 + 2 * most_shards):
                 loss_of_stand_in(passes, step, module)
             all_found.append(Examined())
         else:
@@ -150,6 +151,7 @@ class _Examination:
             self._draws_alone |= any(len(one.draws) != len(pattern) for one in rehearsals if one is not None)
         if pattern and not self._draws_alone:
             self._draws_alone = self._answers_decide(singles[0], rehearsals[0], is_collective)
+        nearby = self._losses_nearby(shards, singles, most_shards)
         self._passes.norm.end_pass()
         most = _tolerance(self._passes, self._step, loss.mean.dtype)
         if made or not self._draws_alone:
@@ -163,9 +165,29 @@ class _Examination:
         if self._has_aux_loss:
             return Examined(AUX_LOSS)
         coupling = describe_coupling(loss, losses, most)
+        if nearby and not coupling:
+            coupling = describe_coupling(nearby[-1], nearby[:-1], most)
         if pattern and (coupling or not _are_finite([loss, *losses])):
             return Examined(self._coupling_besides_draws(shards, singles, is_collective) or DRAWS)
         return Examined(coupling, pattern)
+
+    def _losses_nearby(self, shards: ShardRange, singles: Sequence[ShardRange], most_shards: int) -> list[ShardLoss]:
+        """The losses of single shards and of all of them at other weights; none where the loss is not defined there."""
+        if len(singles) == 1 and not most_shards:
+            return []
+        with nearby_weights(self._passes.model):
+            rehearsals = [self._single_rehearsal(one) for one in singles]
+            try:
+                losses = [self._loss(one, rehearsal) for one, rehearsal in zip(singles, rehearsals, strict=True)]
+                together = self._shared_rehearsal(shards, rehearsals)
+                losses.append(self._loss(shards, together or self._single_rehearsal(shards)))
+            except Exception as problem:
+                if most_shards or is_out_of_memory(problem):
+                    raise
+                return []
+            for _ in range(most_shards - len(singles)):
+                self._loss(singles[-1], self._single_rehearsal(singles[-1]))
+        return losses
 
     def check_next_step(
         self, shard: ShardRange, other: ShardRange | None, before: KeptSnapshot, most: float, made: Sequence[str]
