@@ -145,11 +145,12 @@ def test_a_device_splits_its_samples_into_micro_batches() -> None:
         for _ in range(2):
             engine.gradients(step_input(batch, seen))
     # Do samples couple? Two shards one by one and together, and the first again: does its loss follow from other calls?
-    examined = [2, 2, 4, 2]
-    assert sizes[:4] == examined
+    # And at other weights, one by one and together.
+    examined = [2, 2, 4, 2, 2, 2, 4]
+    assert sizes[:7] == examined
     # In each of two steps shards of 3 and 2, and of 2, 2 and 2; the other device has examined its own shards, which
     # looked new to it; and the second step compares two shards again.
-    assert sorted(sizes[4:]) == sorted([*(3, 2, 4, 2) * 2, *examined * 2])
+    assert sorted(sizes[7:]) == sorted([*(3, 2, 4, 2) * 2, *examined * 2])
 
 
 def test_gradient_norms_are_those_of_the_devices_parts() -> None:
