@@ -7,7 +7,6 @@ dtype of the values (float32 or more), never in the format's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,38 +15,13 @@ INT8_CHUNK = 1024
 """Values that share one scale: 4 bytes of scale for 1,024 of values."""
 
 
-class WireFormat(Protocol):
-    """Values (float32 or float64, 1-D, contiguous) to a message (1-D, contiguous) and back."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether a message gives back what was put in."""
-        ...
-
-    def encode(self, values: Tensor) -> Tensor:
-        """The message; it may be `values` itself."""
-        ...
-
-    def message_for(self, values: Tensor) -> Tensor:
-        """An empty message for as many values as `values` has, to receive into."""
-        ...
-
-    def decode(self, message: Tensor, into: Tensor) -> None:
-        """Overwrite `into`, 1-D, with the values of the message."""
-        ...
-
-    def add(self, message: Tensor, into: Tensor) -> None:
-        """Add the values of the message to `into`, 1-D."""
-        ...
-
-
 @dataclass(frozen=True)
 class Float:
     """The values themselves, or rounded to 16 bits: bfloat16 keeps float32's range, float16 has finer steps and
-    overflows at 65,504."""
+    overflows at 65,504.
+
+    Values are float32 or float64; they and messages are 1-D and contiguous.
+    """
 
     name: str
     dtype: torch.dtype | None = None
@@ -55,18 +29,23 @@ class Float:
 
     @property
     def is_exact(self) -> bool:
+        """Whether a message gives back what was put in."""
         return self.dtype is None
 
     def encode(self, values: Tensor) -> Tensor:
+        """The message; it may be `values` itself."""
         return values if self.dtype is None else values.to(self.dtype)
 
     def message_for(self, values: Tensor) -> Tensor:
+        """An empty message for as many values as `values` has, to receive into."""
         return torch.empty_like(values, dtype=self.dtype)
 
     def decode(self, message: Tensor, into: Tensor) -> None:
+        """Overwrite `into` with the values of the message."""
         into.copy_(message)
 
     def add(self, message: Tensor, into: Tensor) -> None:
+        """Add the values of the message to `into`."""
         into.add_(message)
 
 
@@ -115,6 +94,7 @@ def _in_chunks(values: Tensor) -> Tensor:
     return torch.nn.functional.pad(values, (0, -values.numel() % INT8_CHUNK)).view(-1, INT8_CHUNK)
 
 
+WireFormat = Float | Int8
 FLOAT32 = Float("float32")
 
 WIRE_FORMATS: dict[str, WireFormat] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,23 +12,6 @@ from paceline.data.permutation import permuted
 
 _BLOCK = 16384
 """Positions of a permutation that are computed at once: many batches', for the price of a few."""
-
-
-class EpochOrder(Protocol):
-    """The global batches of one epoch: the same on every worker."""
-
-    @property
-    def num_samples(self) -> int:
-        """How many samples all batches have together; one that comes twice counts twice."""
-
-    @property
-    def num_batches(self) -> int: ...
-
-    def batch(self, number: int) -> NDArray[np.int64]:
-        """The numbers, in their data set, of the samples of global batch `number`: [num_samples]."""
-
-    def digest(self) -> str:
-        """A fingerprint: equal for equal orders."""
 
 
 class ShuffledOrder:
@@ -48,10 +30,12 @@ class ShuffledOrder:
         self._key = seed, random_streams.ORDER, epoch
         self.num_batches = set_size // global_batch_size if drop_last else -(-set_size // global_batch_size)
         self.num_samples = min(set_size, self.num_batches * global_batch_size)
+        """How many samples all batches have together."""
         self._block: tuple[int, NDArray[np.int64]] = 0, np.empty(0, np.int64)
         """The block computed last, and the position it begins at; asynchronous servers ask from several threads."""
 
     def batch(self, number: int) -> NDArray[np.int64]:
+        """The numbers, in their data set, of the samples of global batch `number`: [num_samples]."""
         start = number * self._batch_size
         stop = min(start + self._batch_size, self.num_samples)
         first, block = self._block
@@ -62,7 +46,7 @@ class ShuffledOrder:
         return block[start - first : stop - first]
 
     def digest(self) -> str:
-        """A digest of what determines the order, instead of millions of numbers."""
+        """A fingerprint, equal for equal orders; of what determines them, instead of millions of numbers."""
         seed, _, epoch = self._key
         return digest_of(f"shuffled: {self._set_size} samples, {self.num_samples} of them, seed {seed}, epoch {epoch}")
 
@@ -79,6 +63,7 @@ class ListedOrder:
         self._samples = samples
         self._ends = ends
         self.num_samples = len(samples)
+        """One that comes twice counts twice."""
         self.num_batches = len(ends)
 
     @classmethod
@@ -95,6 +80,10 @@ class ListedOrder:
 
     def digest(self) -> str:
         return digest_of(self._samples.astype("<i8").tobytes() + self._ends.astype("<i8").tobytes())
+
+
+EpochOrder = ShuffledOrder | ListedOrder
+"""The global batches of one epoch: the same on every worker."""
 
 
 def digest_of(content: str | bytes) -> str:
