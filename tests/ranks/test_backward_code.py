@@ -29,11 +29,17 @@ class _Normalised(torch.autograd.Function):
         return normalised
 
 
+def _normalised(_module: nn.Module, inside: Any, _outside: Any) -> tuple[Tensor]:
+    return (inside[0] / inside[0].norm(),)
+
+
 class _Net(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind = kind
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 1)
+        if kind == "a module's hook":
+            self.last.register_full_backward_hook(_normalised)
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden: Tensor = self.first(inputs).tanh()
@@ -65,7 +71,7 @@ def _trained(kind: str, strategy: str = "dp") -> tuple[list[float], list[str]]:
         return losses, [note for note in run.notes if "backward pass" in note]
 
 
-@pytest.mark.parametrize("kind", ["a function", "a hook", "a guarded hook"])
+@pytest.mark.parametrize("kind", ["a function", "a hook", "a guarded hook", "a module's hook"])
 def test_what_computes_over_all_samples_of_a_pass_is_the_same_on_any_number_of_workers(kind: str) -> None:
     ((alone, notes),) = run_ranks(_trained, 1, kind)
     assert "not the sum of their own" in notes[0]

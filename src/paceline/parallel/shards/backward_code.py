@@ -1,4 +1,4 @@
-"""Code that is not torch's in the backward pass: an `autograd.Function`, or a hook on a tensor.
+"""Code that is not torch's in the backward pass: an `autograd.Function`, or a hook on a tensor or a module.
 
 It may compute over all samples of a pass, as one that divides a gradient by its norm does. The loss does not show that,
 so where there is such code, gradients are compared: those of virtual shards together and one by one. Workers that hold
@@ -14,32 +14,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from paceline.parallel.losses import ShardLoss
 from paceline.parallel.random_numbers.torch_calls import FunctionCalls
 
 MAY_COUPLE_GRADIENTS = (
-    "The program has code of its own in the backward pass (an autograd.Function, or a hook on a tensor), which may "
-    "compute over all samples of a pass, so every virtual shard goes through the model alone, which gives the same "
-    "result on any number of workers."
+    "The program has code of its own in the backward pass (an autograd.Function, or a hook on a tensor or a module), "
+    "which may compute over all samples of a pass, so every virtual shard goes through the model alone, which gives "
+    "the same result on any number of workers."
 )
 COUPLES_GRADIENTS = (
     "The gradient of several virtual shards together is not the sum of their own, as their loss is: code of the "
-    "program's own in the backward pass (an autograd.Function, or a hook on a tensor) computes over all samples of a "
-    "pass. So every shard goes through the model alone, which gives the same result on any number of workers; "
-    "shard_by_shard = true says so."
+    "program's own in the backward pass (an autograd.Function, or a hook on a tensor or a module) computes over all "
+    "samples of a pass. So every shard goes through the model alone, which gives the same result on any number of "
+    "workers; shard_by_shard = true says so."
 )
 
 
 class BackwardCode(FunctionCalls):
     """A context for one call of a loss function, in which it is noticed whether there is such code."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__(self._call_function)
-        self.is_found = False
-        self.is_of_program = False
+        self.is_found = any(one._backward_hooks or one._backward_pre_hooks for one in model.modules())
+        self.is_of_program = self.is_found
         """Whether some of it is of no installed package."""
 
     def _call_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

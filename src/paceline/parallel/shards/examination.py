@@ -156,7 +156,7 @@ class _Examination:
         losses += [self._loss(one, rehearsal) for one, rehearsal in zip(singles[1:], rehearsals[1:], strict=True)]
         together = self._shared_rehearsal(shards, rehearsals)
         loss = self._loss(shards, together or self._single_rehearsal(shards))
-        code = BackwardCode()
+        code = BackwardCode(self._passes.model)
         again = self._loss(singles[0], self._single_rehearsal(singles[0]), code)
         for _ in range(most_shards - len(singles)):
             self._loss(singles[-1], self._single_rehearsal(singles[-1]))
@@ -299,7 +299,7 @@ class _Examination:
         found = []
         for one in (shards, *singles):
             rehearsal = self._single_rehearsal(one) if one in singles else self._shared_rehearsal(shards, rehearsals)
-            with self._loss_with_graph(one, rehearsal, BackwardCode()) as loss:
+            with self._loss_with_graph(one, rehearsal, BackwardCode(self._passes.model)) as loss:
                 found.append(Gradient.of(loss, trained))
         return COUPLES_GRADIENTS if are_coupled(found[0], found[1:], most) else ""
 
