@@ -230,6 +230,30 @@ def test_what_replaces_parameters_after_prepare_gets_a_sentence() -> None:
         run_ranks(_pruned_later, 1)
 
 
+def _assigned(strategy: str, in_place: bool) -> list[float]:
+    """The losses of a run whose script shrinks the weights after every step."""
+    plan = Plan(world_size=2, algorithm="all_reduce", timeout_s=60, mesh=parse_mesh(strategy, 2))
+    job = Job().with_values(global_batch_size=8, virtual_shards=4, precision="float64")
+    with paceline.init(job, plan=plan, max_steps=3, progress=False) as run:
+        model, losses = layers(), []
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches(DATA):
+            losses.append(float(run.step(batch, plain)))
+            for parameter in model.parameters():
+                if in_place:
+                    parameter.data.mul_(0.5)
+                else:
+                    parameter.data = parameter.data * 0.5
+        return losses
+
+
+def test_data_of_sharded_parameters_is_not_assigned_to_in_vain() -> None:
+    whole, _ = run_ranks(_assigned, 2, "dp", False)
+    assert run_ranks(_assigned, 2, "fsdp", True)[0] == pytest.approx(whole, rel=1e-12)
+    with pytest.raises(AssertionError, match=r"ModelError: The script has assigned to '.data' of the parameter '0.w"):
+        run_ranks(_assigned, 2, "fsdp", False)
+
+
 class Mixed(nn.Module):
     """One block with parameters of two types, or one of them without elements."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.containers import versions
+from paceline.dtensor_type import is_dtensor
 from paceline.errors import ModelError
 from paceline.parallel.loss.gradient_hooks import changes_parts, is_linear
 
@@ -35,6 +36,10 @@ class ParameterWatch:
             if parameter is not None and _local(parameter) is parameter
         ]
         self._num_calls = 0
+        self._storages = [
+            (name, one, one.untyped_storage()) for name, one in named if not self._are_whole and is_dtensor(one)
+        ]
+        """Those of sharded parameters, which hold nothing: `.data = …` exchanges them, and leaves the shards."""
         self._shards_are_alone = shards_are_alone
         self._known_hooks = [hook for hook, *_ in self._hooks()]
         """Those of before `run.prepare`, which has looked at them."""
@@ -55,6 +60,12 @@ class ParameterWatch:
                     f"The script has replaced or removed the parameter '{whole_name}' since run.prepare, and nothing "
                     "would train what takes its place; do so before run.prepare (prune.identity prunes nothing yet), "
                     "and change values in place."
+                )
+        for name, sharded, storage in self._storages:
+            if sharded.untyped_storage()._cdata != storage._cdata:
+                raise ModelError(
+                    f"The script has assigned to '.data' of the parameter '{name}', which is sharded: torch does not "
+                    "change its values by that; change them in place, as by copy_, mul_ or lerp_."
                 )
         held = self._held()
         before, places, gradients = versions(held), [one.data_ptr() for one in held], self._gradients()
