@@ -61,6 +61,20 @@ class NormalisesShards(_Own):
             gradient.mul_(self.most / (local_shard(gradient).norm() + 1e-3))
 
 
+class HasModes(NormalisesEach):
+    """As schedule-free optimizers, which keep other weights for an evaluation."""
+
+    is_training = False
+
+    def train(self) -> None:
+        self.is_training = True
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        assert self.is_training, "not in train mode when step is called"
+        super().step()
+
+
 class ClipsBeforeItsClosure(torch.optim.SGD):
     """As users write it: none of torch's own, so that it gets a closure under dp."""
 
@@ -103,6 +117,8 @@ def _learn(by: Any, strategy: str) -> dict[str, Any]:
         # A scheduler puts a `step` into the optimizer, and begins with a rate of zero.
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, step / 2))
         run.prepare(model, optimizer, scheduler=scheduler, example=torch.randn(2, 8).double())
+        if isinstance(optimizer, HasModes):
+            optimizer.train()
         drawn = torch.rand(3).numpy()
         for batch in run.batches(samples):
             run.step(batch, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
@@ -124,6 +140,7 @@ def _assert_learns_the_same(by: Any, strategy: str, num_workers: int = 2) -> Non
         (NormalisesEach, "pp", 3),
         (NormalisesEach, "fsdp", 3),
         (NormalisesEach, "tp", 2),
+        (HasModes, "fsdp", 2),
         (MakesStateAtOnce, "fsdp", 2),
         (MakesStateAtOnce, "pp", 2),
     ],

@@ -163,6 +163,8 @@ def _updates(
             own["param_names"] = list(names)
         if isinstance(own.get("lr"), float | int):
             own["lr"] = max(own["lr"], _MIN_LR)  # a warm-up may begin with 0
+    if hasattr(optimizer, "train"):  # as schedule-free ones have, which refuse to step in evaluation mode
+        optimizer.train()
     with _FullPrecision():
         for step in range(_NUM_STEPS):
             for name, (_, *gradients) in tensors.items():
