@@ -285,10 +285,12 @@ def _may_hold_tensors(value: object) -> bool:
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
+    """Those that are no parameters: recurrent layers list theirs, which sharding exchanges in every pass."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple | dict | deque) and len(value) <= _MOST_IN_LIST:
-        yield from tensors(list(value) if isinstance(value, deque) else value)
+        held = tensors(list(value) if isinstance(value, deque) else value)
+        yield from (one for one in held if not isinstance(one, nn.Parameter))
 
 
 def _without(places: Places, models: Iterable[nn.Module]) -> Places:

@@ -8,7 +8,9 @@ program's own, and not that of an installed package such as a library of kernels
 
 from __future__ import annotations
 
+import functools
 import sys
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,16 +46,19 @@ class BackwardCode(FunctionCalls):
 
     def _call_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is Tensor.register_hook:
-            self.is_found = self.is_of_program = True
+            self._note(_module_of([*args[1:], *kwargs.values()][0]))
         return function(*args, **kwargs)
+
+    def _note(self, module: str) -> None:
+        if module.partition(".")[0] not in ("torch", "paceline"):  # sharding hooks tensors itself
+            self.is_found = True
+            self.is_of_program |= not _is_installed(module)
 
     def look_at(self, loss: ShardLoss) -> None:
         """Look through the graph of what the call returned."""
-        functions = [kind for kind in _kinds(loss.mean) if issubclass(kind, BackwardCFunction)]
-        modules = {kind._forward_cls.__module__ for kind in functions}
-        others = [name for name in modules if name.partition(".")[0] not in ("torch", "paceline")]
-        self.is_found |= bool(others)
-        self.is_of_program |= not all(map(_is_installed, others))
+        for kind in _kinds(loss.mean):
+            if issubclass(kind, BackwardCFunction):
+                self._note(kind._forward_cls.__module__)
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,12 @@ def _kinds(loss: Tensor) -> set[Any]:
             seen.add(node)
             left += [following for following, _ in node.next_functions]
     return {type(node) for node in seen}
+
+
+def _module_of(hook: Any) -> str:
+    while isinstance(hook, functools.partial | types.MethodType):
+        hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
+    return str(getattr(hook, "__module__", ""))
 
 
 def _is_installed(module: str) -> bool:
