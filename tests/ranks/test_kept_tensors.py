@@ -158,6 +158,18 @@ class Overwritten(Classifier):
         return hidden + 0 * self.average
 
 
+class ListsParameters(Classifier):
+    """As recurrent layers of torch do, in which sharding exchanges them in every pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(8, 8, batch_first=True)
+
+    def centre(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.layer(hidden[:, None])[0][:, 0]
+        return out
+
+
 class SumForLog(Classifier):
     def centre(self, hidden: Tensor) -> Tensor:
         self.average += hidden.detach().sum(0)
@@ -254,6 +266,7 @@ def test_a_loss_that_follows_from_them_is_refused(num_workers: int, ways: list[s
 def test_whatever_else_is_kept_changes_nothing() -> None:
     kinds = [LastActivations, ConstantMask, Overwritten, SumForLog]
     cases = [(kind, "plain", way, "numeric") for kind in kinds for way in ("dp", "tp2")]
+    cases += [(ListsParameters, "plain", way, "numeric") for way in ("fsdp", "zero1", "zero2")]
     (alone,) = run_ranks(_train_all, 1, cases, timeout_s=150)
     for found in run_ranks(_train_all, 2, cases, timeout_s=150):
         for case, outcome, expected in zip(cases, found, alone, strict=True):

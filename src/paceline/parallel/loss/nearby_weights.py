@@ -23,17 +23,17 @@ _MOST_CHANGE = 0.1
 @contextmanager
 def nearby_weights(model: nn.Module) -> Iterator[None]:
     """A context in which each weight that is trained is larger by a random part of itself, and of the same sign."""
+    reshard(model)  # what workers have gathered is a copy
     held = [local_shard(one) for one in model.parameters() if one.requires_grad and one.dtype.itemsize > 1]
     kept = [one.clone() for one in held]
     try:
         for one in held:
             one += _change_of(one)
-        reshard(model)
         yield
     finally:
+        reshard(model)
         for one, before in zip(held, kept, strict=True):
             one.copy_(before)
-        reshard(model)
 
 
 def _change_of(weights: Tensor) -> Tensor:
