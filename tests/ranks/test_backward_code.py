@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import paceline
@@ -43,11 +44,13 @@ class _Net(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden: Tensor = self.first(inputs).tanh()
+        if self.kind == "a clamp beside reentrant checkpointing":
+            hidden = checkpoint(torch.sin, hidden, use_reentrant=True)
         if self.kind == "a function":
             hidden = _Normalised.apply(hidden)  # type: ignore[no-untyped-call]
         elif (self.kind == "a hook" and self.training) or (self.kind == "a guarded hook" and hidden.requires_grad):
             hidden.register_hook(lambda gradient: gradient / gradient.norm())
-        elif self.kind == "a hook that clamps" and self.training:
+        elif "clamp" in self.kind and self.training:
             hidden.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
         elif self.kind == "a kept gradient" and self.training:
             hidden.retain_grad()
@@ -79,6 +82,14 @@ def test_what_computes_over_all_samples_of_a_pass_is_the_same_on_any_number_of_w
     for losses, notes in (found for one in strategies for found in run_ranks(_trained, 2, kind, one)):
         np.testing.assert_allclose(losses, alone, rtol=1e-9)
         assert len(notes) == 1
+
+
+def test_where_no_gradient_can_be_compared_shards_go_one_by_one() -> None:
+    """As torch computes none of chosen parameters through a checkpoint that is reentrant."""
+    ((alone, notes),) = run_ranks(_trained, 1, "a clamp beside reentrant checkpointing")
+    assert "may compute over all samples" in notes[0]
+    for losses, _ in run_ranks(_trained, 2, "a clamp beside reentrant checkpointing"):
+        np.testing.assert_allclose(losses, alone, rtol=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["a hook that clamps", "a kept gradient"])

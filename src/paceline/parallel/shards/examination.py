@@ -299,8 +299,13 @@ class _Examination:
         found = []
         for one in (shards, *singles):
             rehearsal = self._single_rehearsal(one) if one in singles else self._shared_rehearsal(shards, rehearsals)
-            with self._loss_with_graph(one, rehearsal, BackwardCode(self._passes.model)) as loss:
-                found.append(Gradient.of(loss, trained))
+            try:
+                with self._loss_with_graph(one, rehearsal, BackwardCode(self._passes.model)) as loss:
+                    found.append(Gradient.of(loss, trained))
+            except RuntimeError as problem:  # torch refuses so with checkpointing that is reentrant
+                if is_out_of_memory(problem):
+                    raise
+                return MAY_COUPLE_GRADIENTS
         return COUPLES_GRADIENTS if are_coupled(found[0], found[1:], most) else ""
 
     def _coupling_besides_draws(self, shards: ShardRange, singles: Sequence[ShardRange], is_collective: bool) -> str:
