@@ -29,7 +29,8 @@ from paceline.parallel.gradients.gradient_norms import GradientNorms, WorkerNorm
 from paceline.parallel.loss.loss_functions import LossFunctions
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import MicroBatchLimit, free_memory, is_out_of_memory, nothing_of
-from paceline.parallel.shards.passes import Passed, Passes, StartOverError
+from paceline.parallel.shards.outcomes import Passed, StartOverError
+from paceline.parallel.shards.passes import Passes
 from paceline.private_groups import private_group
 from paceline.process_groups import open_group
 from paceline.spec import Job, Plan

@@ -34,7 +34,8 @@ from paceline.parallel.losses import LossLayout, StepLoss
 from paceline.parallel.micro_batch import MicroBatchLimit
 from paceline.parallel.pipeline import ModelCall, Pipeline
 from paceline.parallel.sharding.spread_model import SpreadModel
-from paceline.parallel.shards.passes import Passed, Passes, StartOverError
+from paceline.parallel.shards.outcomes import Passed, StartOverError
+from paceline.parallel.shards.passes import Passes
 from paceline.spec import Job, Plan
 
 

@@ -34,7 +34,8 @@ from paceline.parallel.gradients.gradient_norms import GradientNorms, mean_of_sq
 from paceline.parallel.loss.loss_functions import LossFunctions
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.micro_batch import MicroBatchLimit, is_out_of_memory
-from paceline.parallel.shards.passes import Passed, Passes, StartOverError
+from paceline.parallel.shards.outcomes import Passed, StartOverError
+from paceline.parallel.shards.passes import Passes
 from paceline.spec import Job, Plan
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,45 +33,9 @@ from paceline.parallel.micro_batch import MicroBatchLimit, free_memory, is_out_o
 from paceline.parallel.random_numbers.generators import generator_states, seed_generators
 from paceline.parallel.random_numbers.shard_draws import ShardDraws
 from paceline.parallel.shards.examination import check_repeatable_alone, examine
+from paceline.parallel.shards.outcomes import ForwardPass, StartOverError
 
 Result = TypeVar("Result")
-
-
-class StartOverError(Exception):
-    """The passes of a step have to be made again, after `prepare`."""
-
-    def __init__(self, prepare: Callable[[], object]) -> None:
-        super().__init__()
-        self.prepare = prepare
-
-
-@dataclass(frozen=True)
-class ForwardPass:
-    """What came of a forward pass."""
-
-    loss: ShardLoss
-    has_drawn: bool = False
-    """Whether it drew random numbers or changed buffers, where that was not known before or several shards cannot."""
-    is_unexamined: bool = False
-    """Whether several shards drew random numbers in a way that was not examined."""
-
-
-@dataclass
-class Passed:
-    """What came of this worker's passes in a step."""
-
-    losses: Tensor | None = None
-    """The sums of its losses; None where it has no sample, or not the last stage."""
-    first_weight: float | Tensor = 0.0
-    first_sqr: Tensor | None = None
-    """Where gradient noise can be measured by it: the squared norm of the gradient of all workers' first passes."""
-    first_samples: int = 0
-    """The number of samples behind it."""
-
-    def add(self, loss: ShardLoss) -> None:
-        if self.losses is None:
-            self.first_weight = loss.weight
-        self.losses = loss.sums if self.losses is None else self.losses + loss.sums
 
 
 class Passes:
@@ -179,8 +143,8 @@ class Passes:
             check_repeatable_alone(self, step, module, is_collective=in_step)
         if not self._examines or not self.functions.begin_step(step.loss_name):
             return ()
-        num = 2 if step.loss_name in self.functions.couples else 0  # two show as much as more, in less time
-        return self.find_coupling_again(step, module, None, in_step=in_step, num_shards=num)
+        num_shards = 2 if step.loss_name in self.functions.couples else 0  # two show as much as more, in less time
+        return self.find_coupling_again(step, module, None, in_step=in_step, num_shards=num_shards)
 
     def find_coupling_again(
         self, step: StepInput, module: nn.Module, suspect: ShardRange | None, *, in_step: bool, num_shards: int = 0
