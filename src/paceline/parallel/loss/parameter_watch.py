@@ -134,11 +134,11 @@ class ParameterWatch:
 
 @torch.no_grad()
 def _norms(held: Sequence[Tensor]) -> list[str]:
-    """The norm of each, which tells whether values have changed; NaN is equal to itself."""
-    return [
-        str(float(one.norm())) if one.dtype.itemsize > 1 and (one.is_floating_point() or one.is_complex()) else ""
-        for one in held
-    ]
+    """The norm of each, which tells whether values have changed; NaN is equal to itself. Waits for the device once."""
+    have_norms = [one.dtype.itemsize > 1 and (one.is_floating_point() or one.is_complex()) for one in held]
+    norms = [one.norm().double() for one, has_norm in zip(held, have_norms, strict=True) if has_norm]
+    found = iter(torch.stack(norms).tolist() if norms else ())
+    return [str(next(found)) if has_norm else "" for has_norm in have_norms]
 
 
 def _local(tensor: Tensor) -> Tensor:
