@@ -71,7 +71,7 @@ def test_the_data_directory_survives_a_change_of_directory(tmp_path: Path, monke
 )
 def test_values_are_toml_and_words(value: str, expected: Job, tmp_path: Path) -> None:
     path = tmp_path / "job.toml"
-    path.write_text("")
+    path.write_text('name = "job"')
     assert resolve_job(str(path), [value], None) == expected
 
 
