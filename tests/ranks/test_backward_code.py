@@ -78,7 +78,7 @@ def _trained(kind: str, strategy: str = "dp") -> tuple[list[float], list[str]]:
 def test_what_computes_over_all_samples_of_a_pass_is_the_same_on_any_number_of_workers(kind: str) -> None:
     ((alone, notes),) = run_ranks(_trained, 1, kind)
     assert "not the sum of their own" in notes[0]
-    strategies = ("dp", "fsdp") if kind == "a hook" else ("dp",)
+    strategies = ("dp", "fsdp") if kind == "a module's hook" else ("dp",)
     for losses, notes in (found for one in strategies for found in run_ranks(_trained, 2, kind, one)):
         np.testing.assert_allclose(losses, alone, rtol=1e-9)
         assert len(notes) == 1

@@ -2,14 +2,12 @@
 
 It may compute over all samples of a pass, as one that divides a gradient by its norm does. The loss does not show that,
 so where there is such code, gradients are compared: those of virtual shards together and one by one. Workers that hold
-parts of a model cannot compute a gradient for a comparison alone: there, shards go one by one if the code is the
-program's own, and not that of an installed package such as a library of kernels.
+parts of a model cannot compute a gradient for a comparison alone: there, only hooks on modules are noticed.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,9 +38,8 @@ class BackwardCode(FunctionCalls):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(self._call_function)
-        self.is_found = any(one._backward_hooks or one._backward_pre_hooks for one in model.modules())
-        self.is_of_program = self.is_found
-        """Whether some of it is of no installed package."""
+        self.has_module_hooks = any(one._backward_hooks or one._backward_pre_hooks for one in model.modules())
+        self.is_found = self.has_module_hooks
 
     def _call_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is Tensor.register_hook:
@@ -50,9 +47,7 @@ class BackwardCode(FunctionCalls):
         return function(*args, **kwargs)
 
     def _note(self, module: str) -> None:
-        if module.partition(".")[0] not in ("torch", "paceline"):  # sharding hooks tensors itself
-            self.is_found = True
-            self.is_of_program |= not _is_installed(module)
+        self.is_found |= module.partition(".")[0] not in ("torch", "paceline")
 
     def look_at(self, loss: ShardLoss) -> None:
         """Look through the graph of what the call returned."""
@@ -112,8 +107,3 @@ def _module_of(hook: Any) -> str:
     while isinstance(hook, functools.partial | types.MethodType):
         hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
     return str(getattr(hook, "__module__", ""))
-
-
-def _is_installed(module: str) -> bool:
-    place = getattr(sys.modules.get(module), "__file__", None) or ""
-    return "site-packages" in place or "dist-packages" in place

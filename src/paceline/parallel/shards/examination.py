@@ -110,8 +110,7 @@ def _examine(
     examinations = [_Examination(passes, step, module, draws, number) for number in range(3 if is_coarse else 1)]
     for examination in examinations:
         if shards is None:
-            for _ in range(3 + 2 * most_shards):
-                loss_of_stand_in(passes, step, module)
+            _pass_as_others(passes, step, module, most_shards)
             all_found.append(Examined())
         else:
             before.restore()
@@ -122,6 +121,15 @@ def _examine(
     last = None if shards is None else passes.single(step, shards.stop_shard - 1)
     examinations[0].check_next_step(first, last, before, is_collective=most_shards > 0)
     return next((found for found in all_found if found.reason), all_found[-1])
+
+
+def _pass_as_others(passes: Passes, step: StepInput, module: nn.Module, most_shards: int) -> None:
+    """Make the passes of `_Examination.run` for a worker without samples: others gather parameters in theirs."""
+    for _ in range(2 + most_shards):
+        loss_of_stand_in(passes, step, module)
+    with nearby_weights(passes.model):
+        for _ in range(1 + most_shards):
+            loss_of_stand_in(passes, step, module)
 
 
 class _Examination:
@@ -157,7 +165,8 @@ class _Examination:
         together = self._shared_rehearsal(shards, rehearsals)
         loss = self._loss(shards, together or self._single_rehearsal(shards))
         code = BackwardCode(self._passes.model)
-        again = self._loss(singles[0], self._single_rehearsal(singles[0]), code)
+        # With sharding, a forward pass with gradients has to be followed by its backward pass.
+        again = self._loss(singles[0], self._single_rehearsal(singles[0]), None if is_collective else code)
         for _ in range(most_shards - len(singles)):
             self._loss(singles[-1], self._single_rehearsal(singles[-1]))
         pattern: Pattern = ()
@@ -183,7 +192,7 @@ class _Examination:
             coupling = describe_coupling(nearby[-1], nearby[:-1], most)
         if code.is_found and not coupling and not is_collective:
             coupling = self._coupling_of_gradients(shards, singles, rehearsals, most)
-        elif code.is_of_program and not coupling:
+        elif code.has_module_hooks and not coupling:
             coupling = MAY_COUPLE_GRADIENTS
         if pattern and (coupling or not _are_finite([loss, *losses])):
             return Examined(self._coupling_besides_draws(shards, singles, is_collective) or DRAWS)
