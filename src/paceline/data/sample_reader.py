@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, cast
@@ -45,7 +46,7 @@ def set_size(dataset: Any, what: str, alternative: str = "") -> int:
         raise DataError(f"{what} gives {shown(size)} as its length; its __len__ has to return a whole number.")
     if not size:
         raise DataError(f"{what} has no samples.")
-    return len(dataset)
+    return operator.index(size)
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,11 @@ STEP_OVERHEAD_S = 3e-4
 """Seconds per step besides the optimizer: launching it, counting samples, schedules."""
 MEMORY_RATE = {"cuda": 800e9, "cpu": 8e9}
 """Bytes/s at which one worker's optimizer goes through parameters, gradients and state, where it was not timed."""
-_FRESH_WRITES, _FRESH_MEMORY_RATE = 3, 6e9
+_FRESH_WRITES = 3
 """How often a CPU worker writes a byte that it gathers or scatters into memory that it has just been given: by Gloo, in
-one flat tensor, and in the parameters or gradients; and at how many bytes/s, where that was not timed."""
+one flat tensor, and in the parameters or gradients."""
+_FRESH_MEMORY_RATE = 6e9
+"""Bytes/s at which it writes there, where that was not timed."""
 _COMPUTE_ERROR, _COMMUNICATION_ERROR, _UNSEEN_ERROR = 0.05, 0.2, 0.03
 """Standard deviations of logarithms: of measured compute, of priced communication, and for each doubling of devices
 beyond those that were measured."""

@@ -36,9 +36,7 @@ class ParameterWatch:
             if parameter is not None and _local(parameter) is parameter
         ]
         self._num_calls = 0
-        self._storages = [
-            (name, one, one.untyped_storage()) for name, one in named if not self._are_whole and is_dtensor(one)
-        ]
+        self._storages = [(name, one, one.untyped_storage()) for name, one in named if is_dtensor(one)]
         """Those of sharded parameters, which hold nothing: `.data = …` exchanges them, and leaves the shards."""
         self._shards_are_alone = shards_are_alone
         self._known_hooks = [hook for hook, *_ in self._hooks()]
@@ -54,13 +52,12 @@ class ParameterWatch:
         Raises:
             ModelError: it changed a parameter, or computed gradients of parameters.
         """
-        for holder, name, whole_name, parameter in self._places:
-            if holder.get(name) is not parameter:
-                raise ModelError(
-                    f"The script has replaced or removed the parameter '{whole_name}' since run.prepare, and nothing "
-                    "would train what takes its place; do so before run.prepare (prune.identity prunes nothing yet), "
-                    "and change values in place."
-                )
+        if name := self._first_replaced():
+            raise ModelError(
+                f"The script has replaced or removed the parameter '{name}' since run.prepare, and nothing would train "
+                "what takes its place; do so before run.prepare (prune.identity prunes nothing yet), and change values "
+                "in place."
+            )
         for name, sharded, storage in self._storages:
             if sharded.untyped_storage()._cdata != storage._cdata:
                 raise ModelError(
@@ -77,9 +74,8 @@ class ParameterWatch:
         if is_close:
             self._check_new_hooks()
         yield
-        for holder, name, whole_name, parameter in self._places:
-            if holder.get(name) is not parameter:
-                raise _is_changed(whole_name)
+        if name := self._first_replaced():
+            raise _is_changed(name)
         held = self._held()
         if name := self._first_that_differs(before, versions(held)):
             raise _is_changed(name)
@@ -115,6 +111,11 @@ class ParameterWatch:
             self._known_hooks.append(hook)
 
     # In every pass, so with few calls for each parameter.
+
+    def _first_replaced(self) -> str:
+        """The name of the first parameter in whose place its module has something else; empty where there is none."""
+        places = self._places
+        return next((whole_name for holder, name, whole_name, one in places if holder.get(name) is not one), "")
 
     def _gradients(self) -> list[tuple[int, int] | None]:
         """Which tensor every gradient is, and how often it was changed."""

@@ -7,8 +7,6 @@ parts of a model cannot compute a gradient for a comparison alone: there, only h
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from paceline.parallel.kept.kept_values import package_of
 from paceline.parallel.losses import ShardLoss
 from paceline.parallel.random_numbers.torch_calls import FunctionCalls
 
@@ -38,22 +37,21 @@ class BackwardCode(FunctionCalls):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(self._call_function)
-        self.has_module_hooks = any(one._backward_hooks or one._backward_pre_hooks for one in model.modules())
-        self.is_found = self.has_module_hooks
+        self.is_found = any(one._backward_hooks or one._backward_pre_hooks for one in model.modules())
 
     def _call_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is Tensor.register_hook:
-            self._note(_module_of([*args[1:], *kwargs.values()][0]))
+            self._note([*args[1:], *kwargs.values()][0])
         return function(*args, **kwargs)
 
-    def _note(self, module: str) -> None:
-        self.is_found |= module.partition(".")[0] not in ("torch", "paceline")
+    def _note(self, code: object) -> None:
+        self.is_found |= package_of(code) not in ("torch", "paceline")
 
     def look_at(self, loss: ShardLoss) -> None:
         """Look through the graph of what the call returned."""
         for kind in _kinds(loss.mean):
             if issubclass(kind, BackwardCFunction):
-                self._note(kind._forward_cls.__module__)
+                self._note(kind._forward_cls)
 
 
 @dataclass(frozen=True)
@@ -101,9 +99,3 @@ def _kinds(loss: Tensor) -> set[Any]:
             seen.add(node)
             left += [following for following, _ in node.next_functions]
     return {type(node) for node in seen}
-
-
-def _module_of(hook: Any) -> str:
-    while isinstance(hook, functools.partial | types.MethodType):
-        hook = hook.func if isinstance(hook, functools.partial) else hook.__func__
-    return str(getattr(hook, "__module__", ""))

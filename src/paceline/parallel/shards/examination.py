@@ -1,7 +1,7 @@
 """Examines virtual shards that are to go through the model together: does each get what it would get alone?
 
 The shards go through the model one by one and then together, without a trace, and without gradients unless the loss
-function computes some itself. Their loss has to be the mean of their own losses (`coupling`), at the model's weights
+function computes some itself, or there may be code in the backward pass to notice (`backward_code`). Their loss has to be the mean of their own losses (`coupling`), at the model's weights
 and beside them (`nearby_weights`), and each has to draw its own random numbers (`shard_draws`).
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -190,10 +190,10 @@ class _Examination:
         coupling = describe_coupling(loss, losses, most)
         if nearby and (not coupling or are_zero([loss, *losses])):
             coupling = describe_coupling(nearby[-1], nearby[:-1], most)
-        if code.is_found and not coupling and not is_collective:
-            coupling = self._coupling_of_gradients(shards, singles, rehearsals, most)
-        elif code.has_module_hooks and not coupling:
+        if code.is_found and not coupling and is_collective:
             coupling = MAY_COUPLE_GRADIENTS
+        elif code.is_found and not coupling:
+            coupling = self._coupling_of_gradients(shards, singles, rehearsals, most)
         if pattern and (coupling or not _are_finite([loss, *losses])):
             return Examined(self._coupling_besides_draws(shards, singles, is_collective) or DRAWS)
         return Examined(coupling, pattern)
@@ -268,23 +268,28 @@ class _Examination:
         Args:
             code: notices the user's own code for the backward pass; the call is made with gradients then.
         """
-        with self._loss_with_graph(shards, rehearsal, code) as loss:
+        with self._loss_in(code or nullcontext(), shards, rehearsal, with_gradients=code is not None) as loss:
             if code is not None:
                 code.look_at(loss)
             return loss.detached()
 
     @contextmanager
-    def _loss_with_graph(
-        self, shards: ShardRange, rehearsal: Rehearsal | None, code: BackwardCode | None
+    def _loss_in(
+        self,
+        watch: AbstractContextManager[Any],
+        shards: ShardRange,
+        rehearsal: Rehearsal | None,
+        *,
+        with_gradients: bool,
     ) -> Iterator[ShardLoss]:
-        """A context with the loss, which can be differentiated in it if `code` is given."""
+        """A context with the loss, which can be differentiated in it if asked for; `watch` is that of the call."""
         passes, step = self._passes, self._step
-        with _leaving_no_trace(passes, step, with_gradients=code is not None):
+        with _leaving_no_trace(passes, step, with_gradients=with_gradients):
             passes.enter(step, shards)
             before = passes.generator_states(step)
             with watching_outputs(self._module) as outputs:
                 samples = passes.samples(step, shards, copies=True)
-                with code or nullcontext():
+                with watch:
                     loss = passes.read(step, self._module, shards, samples, rehearsal, are_copies=True)
             self._draws_alone |= before != passes.generator_states(step)
             self._draws_alone |= passes.buffers.changed_now() is not None or step.companions.have_changed()
@@ -309,7 +314,7 @@ class _Examination:
         for one in (shards, *singles):
             rehearsal = self._single_rehearsal(one) if one in singles else self._shared_rehearsal(shards, rehearsals)
             try:
-                with self._loss_with_graph(one, rehearsal, BackwardCode(self._passes.model)) as loss:
+                with self._loss_in(nullcontext(), one, rehearsal, with_gradients=True) as loss:
                     found.append(Gradient.of(loss, trained))
             except RuntimeError as problem:  # torch refuses so with checkpointing that is reentrant
                 if is_out_of_memory(problem):

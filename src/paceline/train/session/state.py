@@ -218,17 +218,19 @@ def _is_fresh_adagrad(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, Adagrad) and not any(float(state["step"]) for state in optimizer.state.values())
 
 
-def _class_of_state(optimizer: Optimizer) -> type[Optimizer]:
-    """Whose `state_dict` and `load_state_dict` keep its state by the numbers of parameters: torch's, where its own has
-    another form, as that of a Lookahead around another optimizer."""
-    has_form = {"state", "param_groups"} <= optimizer.state_dict().keys()
-    return type(optimizer) if has_form else Optimizer
+def _plain_state(optimizer: Optimizer) -> tuple[type[Optimizer], dict[str, Any]]:
+    """The class whose `state_dict` and `load_state_dict` keep its state by the numbers of parameters, and that state:
+    torch's class, where its own has another form, as that of a Lookahead around another optimizer."""
+    own = optimizer.state_dict()
+    if {"state", "param_groups"} <= own.keys():
+        return type(optimizer), own
+    return Optimizer, Optimizer.state_dict(optimizer)
 
 
 def optimizer_state(optimizer: Optimizer, names: Names, model: nn.Module) -> dict[str, Any]:
     """Its state and its groups, with the names of parameters in place of their numbers."""
     held = names.held(optimizer, model)
-    plain = _class_of_state(optimizer).state_dict(optimizer)
+    _, plain = _plain_state(optimizer)
     groups = [group | {"params": list(own)} for group, own in zip(plain["param_groups"], names.groups, strict=True)]
     state = {held[number]: entries for number, entries in plain["state"].items()}
     add_wrapped_state(optimizer, dict(zip(map(id, _parameters(optimizer)), held, strict=True)), state)
@@ -275,7 +277,7 @@ def load_optimizer_state(
             "same model and optimizer, or begin in another folder."
         )
     numbers = {name: number for number, name in enumerate(names.held(optimizer, model))}
-    fresh = _class_of_state(optimizer).state_dict(optimizer)
+    kind, fresh = _plain_state(optimizer)
     parameters = _parameters(optimizer)
     groups = []
     for own, kept in zip(fresh["param_groups"], state["groups"], strict=True):
@@ -292,7 +294,7 @@ def load_optimizer_state(
         if (own := {key: value for key, value in entries.items() if not is_wrapped(key)})
     }
     with sharing_kept(optimizer):
-        _class_of_state(optimizer).load_state_dict(optimizer, {"state": own_state, "param_groups": groups})
+        kind.load_state_dict(optimizer, {"state": own_state, "param_groups": groups})
     load_wrapped_state(optimizer, {parameters[number]: entries for number, entries in by_number.items()})
 
 

@@ -22,17 +22,18 @@ class HostDraws:
     """Counts what is drawn from now on from the global generators, and from those that the script itself has."""
 
     def __init__(self) -> None:
-        self._own = [one for one in generators_of_caller() if not isinstance(one, torch.Generator)]
-        of_all: list[RandomGenerator] = [random._inst, np.random.mtrand._rand]
-        self._before = [(one, full_state(one)) for one in (*of_all, *self._own)]
+        shared: list[RandomGenerator] = [random._inst, np.random.mtrand._rand]
+        self._shared = [(one, full_state(one)) for one in shared]
+        own = (one for one in generators_of_caller() if not isinstance(one, torch.Generator))
+        self._own = [(one, full_state(one)) for one in own]
 
     def are_many(self, num_words: int) -> bool:
         """Whether so many words of 32 bits were drawn from one of them, or more."""
-        return any(_has_drawn(one, before, num_words) for one, before in self._before)
+        return any(_has_drawn(one, before, num_words) for one, before in (*self._shared, *self._own))
 
     def from_own(self) -> list[RandomGenerator]:
         """Those of the script itself that anything was drawn from."""
-        return [one for one, before in self._before if one in self._own and _has_drawn(one, before, 1)]
+        return [one for one, before in self._own if _has_drawn(one, before, 1)]
 
 
 def _has_drawn(generator: RandomGenerator, before: Any, num_words: int) -> bool:
