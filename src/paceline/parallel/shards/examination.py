@@ -1,8 +1,9 @@
 """Examines virtual shards that are to go through the model together: does each get what it would get alone?
 
 The shards go through the model one by one and then together, without a trace, and without gradients unless the loss
-function computes some itself, or there may be code in the backward pass to notice (`backward_code`). Their loss has to be the mean of their own losses (`coupling`), at the model's weights
-and beside them (`nearby_weights`), and each has to draw its own random numbers (`shard_draws`).
+function computes some itself, or there may be code in the backward pass to notice (`backward_code`). Their loss has to
+be the mean of their own losses (`coupling`), at the model's weights and beside them (`nearby_weights`), and each has to
+draw its own random numbers (`shard_draws`).
 """
 
 from __future__ import annotations
