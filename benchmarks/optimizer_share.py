@@ -1,6 +1,6 @@
 """What could be gained by updating parameters while the gradients of others are still on their way.
 
-    python benchmarks/optimizer_share.py --data DIR [--rates 200e6 1e9] [--cases gpt resnet18]
+    python -m benchmarks.optimizer_share --data DIR [--rates 200e6 1e9] [--cases gpt resnet18]
 
 Two workers with a thread each: on one node, and on two nodes whose link has each of the rates (network namespaces;
 needs root). An update can only be hidden behind communication that computation does not hide, so the smaller one of the

@@ -95,10 +95,14 @@ class Samples:
         first, length = self._first + start, (stop - start) // num_parts
         return self._root.picked(lambda device: taking_turns(num_parts, length, 1, device, first))
 
-    def sorted_by_values(self, start: int, stop: int) -> Samples:
+    def sorted_by_values(self, start: int, stop: int, num_first: int = 0) -> Samples:
         """These samples, where those from `start` to `stop` are in an order in which neighbours are alike: by classes,
         numbers of valid tokens, lengths, weights. As they are where no values tell them apart, or nothing else is
-        known to be possible."""
+        known to be possible.
+
+        Args:
+            num_first: how many of those with the largest values stand before those with the smallest.
+        """
         root, first = self._root, self._first + start
         ranks: Tensor | None = None
         for sums in root.sums(first, self._first + stop):
@@ -109,7 +113,7 @@ class Samples:
                 ranks = weighted if ranks is None else ranks + weighted.to(ranks.device)
         if ranks is None or root.picked is None:
             return self
-        places = ranks.argsort(stable=True) + first
+        places = ranks.argsort(stable=True).roll(num_first) + first
 
         def picked(places_of: Order) -> Any:
             assert root.picked is not None

@@ -55,10 +55,13 @@ def test_the_command_measures_a_recipe_and_its_file_loads_back(tmp_path: Path) -
     assert timing.largest_micro_batch_size == sizes[-1]
     seconds = [row.seconds for row in timing.micro_batches]
     assert min(seconds) > 0
-    # More samples take longer in all, and less each.
-    assert max(seconds[-2:]) > min(seconds[:2])
     assert timing.load is not None
-    assert sizes[-1] / seconds[-1] > 1 / seconds[0] or timing.load.is_disturbing
+    if not timing.load.is_disturbing:  # of other programs on this machine
+        # More samples take longer in all, and less each.
+        assert max(seconds[-2:]) > min(seconds[:2])
+        assert sizes[-1] / seconds[-1] > 1 / seconds[0]
+        # Neighbours cost something at most; on one core they would take twice as long.
+        assert 0.5 < timing.together_slowdown < 4
     assert timing.num_parameters == 129_068
     assert timing.threads_per_worker == 1
     assert timing.loader_samples_per_s is not None
@@ -71,8 +74,7 @@ def test_the_command_measures_a_recipe_and_its_file_loads_back(tmp_path: Path) -
     assert timing.update_s is not None
     assert 0 < timing.update_s < max(seconds)
     assert (timing.workers_together, timing.workers_together_on_node) == (2, 2)
-    # Neighbours cost something at most; on one core they would take twice as long.
-    assert 0.5 < timing.together_slowdown < 4
+    assert timing.together_slowdown > 0
     # What training would choose from, and no sum costs as much as seconds.
     assert [timed.algorithm for timed in timing.sums] == ["all_reduce", "hierarchical"]
     assert all(timed.wire == "float32" and 0 <= timed.waiting_s < 10 * max(seconds) for timed in timing.sums)

@@ -57,7 +57,7 @@ class Scheduler:
         self._device = device
         self._check_always = check_always
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
+        self._tasks: queue.Queue[_Task | None] = queue.Queue()
         self._error: BaseException | None = None
         self._step = 0
         self._sequence = 0
@@ -102,6 +102,13 @@ class Scheduler:
         if self._error is not None:
             raise self._error
 
+    def let_go(self) -> None:
+        """Wait until the thread is done with what was submitted, and holds none of it.
+
+        A future is fulfilled a moment earlier, on a busy machine a long one.
+        """
+        self._tasks.join()
+
     def close(self) -> None:
         """End the thread once it has done what was submitted; not waited for long, because a peer may be dead.
 
@@ -115,6 +122,7 @@ class Scheduler:
         while (task := self._tasks.get()) is not None:
             self._finish(task)
             del task  # or its values would stay in memory until there is another one
+            self._tasks.task_done()
 
     def _finish(self, task: _Task) -> None:
         if self._error is None:

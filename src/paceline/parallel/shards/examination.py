@@ -104,9 +104,9 @@ def _examine(
 ) -> Examined:
     is_coarse = _tolerance(passes, step, torch.float32) >= _COARSE
     if shards is not None and len(shards.sizes) > 1:
-        # Shards that differ as much as they can: with as many valid tokens in each by chance, a mean over tokens would
-        # be the mean of theirs.
-        step = replace(step, batch=step.batch.sorted_by_values(shards.start, shards.stop))
+        # Shards that differ as much as they can, the first two most of all: with as many valid tokens in each by chance,
+        # a mean over tokens would be the mean of theirs.
+        step = replace(step, batch=step.batch.sorted_by_values(shards.start, shards.stop, shards.sizes[0]))
     all_found = []
     examinations = [_Examination(passes, step, module, draws, number) for number in range(3 if is_coarse else 1)]
     for examination in examinations:
@@ -119,8 +119,8 @@ def _examine(
         if not most_shards and (all_found[-1].reason or not all_found[-1].pattern):
             break
     first = None if shards is None else passes.single(step, shards.first_shard)
-    last = None if shards is None else passes.single(step, shards.stop_shard - 1)
-    examinations[0].check_next_step(first, last, before, is_collective=most_shards > 0)
+    other = None if shards is None else passes.single(step, min(shards.first_shard + 1, shards.stop_shard - 1))
+    examinations[0].check_next_step(first, other, before, is_collective=most_shards > 0)
     return next((found for found in all_found if found.reason), all_found[-1])
 
 
@@ -128,9 +128,10 @@ def _pass_as_others(passes: Passes, step: StepInput, module: nn.Module, most_sha
     """Make the passes of `_Examination.run` for a worker without samples: others gather parameters in theirs."""
     for _ in range(2 + most_shards):
         loss_of_stand_in(passes, step, module)
-    with nearby_weights(passes.model):
-        for _ in range(1 + most_shards):
-            loss_of_stand_in(passes, step, module)
+    if most_shards > 1:
+        with nearby_weights(passes.model):
+            for _ in range(3):
+                loss_of_stand_in(passes, step, module)
 
 
 class _Examination:
@@ -177,7 +178,7 @@ class _Examination:
             self._draws_alone |= any(len(one.draws) != len(pattern) for one in rehearsals if one is not None)
         if pattern and not self._draws_alone:
             self._draws_alone = self._answers_decide(singles[0], rehearsals[0], is_collective)
-        nearby = self._losses_nearby(shards, singles, most_shards)
+        nearby = self._losses_nearby(self._passes.first_of(self._step, shards, 2), most_shards)
         self._passes.norm.end_pass()
         most = _tolerance(self._passes, self._step, loss.mean.dtype)
         if self.made or not self._draws_alone:
@@ -199,32 +200,35 @@ class _Examination:
             return Examined(self._coupling_besides_draws(shards, singles, is_collective) or DRAWS)
         return Examined(coupling, pattern)
 
-    def _losses_nearby(self, shards: ShardRange, singles: Sequence[ShardRange], most_shards: int) -> list[ShardLoss]:
-        """The losses of single shards and of all of them at other weights; none where the loss is not defined there."""
-        if len(singles) == 1 and not most_shards:
+    def _losses_nearby(self, shards: ShardRange, most_shards: int) -> list[ShardLoss]:
+        """The losses of two single shards and of both at other weights; none where the loss is not defined there.
+
+        Args:
+            shards: two, which show as much as more; or one, where a worker has no others.
+        """
+        if max(len(shards.sizes), most_shards) == 1:
             return []
+        first, last = (self._passes.single(self._step, one) for one in (shards.first_shard, shards.stop_shard - 1))
         with nearby_weights(self._passes.model):
-            rehearsals = [self._single_rehearsal(one) for one in singles]
+            rehearsals = [self._single_rehearsal(one) for one in (first, last)]
             try:
-                losses = [self._loss(one, rehearsal) for one, rehearsal in zip(singles, rehearsals, strict=True)]
+                losses = [self._loss(first, rehearsals[0]), self._loss(last, rehearsals[1])]
                 together = self._shared_rehearsal(shards, rehearsals)
                 losses.append(self._loss(shards, together or self._single_rehearsal(shards)))
             except Exception as problem:
                 if most_shards or is_out_of_memory(problem):
                     raise
                 return []
-            for _ in range(most_shards - len(singles)):
-                self._loss(singles[-1], self._single_rehearsal(singles[-1]))
         return losses
 
     def check_next_step(
-        self, first: ShardRange | None, last: ShardRange | None, before: KeptSnapshot, *, is_collective: bool
+        self, first: ShardRange | None, other: ShardRange | None, before: KeptSnapshot, *, is_collective: bool
     ) -> None:
         """Check that the loss of later steps does not follow from what every call of the first step makes anew, as it
         does by a counter that is 0 in all of them.
 
         Args:
-            first, last: shards of this worker with other samples; None: a stand-in.
+            first, other: shards of this worker with other samples; None: a stand-in.
             is_collective: whether every worker makes as many passes.
 
         Raises:
@@ -234,7 +238,7 @@ class _Examination:
         if not (self._passes.functions.is_so_anywhere(has_made) if is_collective else has_made):
             return
         losses = []
-        for maker in (first, last):
+        for maker in (first, other):
             before.restore()
             self._loss_of_one(maker)
             of_loss = self._passes.functions.counters.get(self._step.loss_name)

@@ -124,6 +124,10 @@ class Passes:
         """One shard of this worker."""
         return self._range(step, shard, 1)
 
+    def first_of(self, step: StepInput, shards: ShardRange, num_shards: int) -> ShardRange:
+        """The first `num_shards` of these shards, or all of fewer."""
+        return self._range(step, shards.first_shard, sum(shards.sizes[:num_shards]))
+
     @property
     def _limit(self) -> int | None:
         return None if self._micro_batch is None else self._micro_batch.size
@@ -158,7 +162,7 @@ class Passes:
             return ()
         own = suspect or next(iter(every[step.assignment.rank]), None)
         if num_shards and own is not None:
-            own = self._range(step, own.first_shard, sum(own.sizes[:num_shards]))
+            own = self.first_of(step, own, num_shards)
         reason = DRAWS if self.functions.couples.get(step.loss_name) else ""  # maybe known to this worker alone
         if not reason and in_step:
             reason = self._examine(step, module, own, min(most, num_shards or most))
@@ -215,7 +219,7 @@ class Passes:
                 if self._micro_batch is None or not self._micro_batch.is_automatic or not is_out_of_memory(problem):
                     raise
             free_memory(self.device)
-            shards = self._range(step, shards.first_shard, sum(shards.sizes[: len(shards.sizes) // 2]))
+            shards = self.first_of(step, shards, len(shards.sizes) // 2)
         return ""
 
     def _must_not_draw(self, shards: ShardRange) -> bool:
