@@ -68,8 +68,6 @@ def test_the_command_measures_a_recipe_and_its_file_loads_back(tmp_path: Path) -
     assert timing.loader_samples_per_s > 0
     assert timing.checkpoint_bytes_per_s is not None
     assert timing.checkpoint_bytes_per_s > 0
-    assert timing.fresh_memory_bytes_per_s is not None
-    assert timing.fresh_memory_bytes_per_s > 1e6
     assert timing.loads_between_passes
     assert timing.update_s is not None
     assert 0 < timing.update_s < max(seconds)
@@ -78,6 +76,9 @@ def test_the_command_measures_a_recipe_and_its_file_loads_back(tmp_path: Path) -
     # What training would choose from, and no sum costs as much as seconds.
     assert [timed.algorithm for timed in timing.sums] == ["all_reduce", "hierarchical"]
     assert all(timed.wire == "float32" and 0 <= timed.waiting_s < 10 * max(seconds) for timed in timing.sums)
+    assert timing.sharding is not None
+    assert timing.sharding.num_bytes == 2**20
+    assert min(timing.sharding.gather_s, timing.sharding.scatter_s) > 1e-6
     assert list((tmp_path / "runs").iterdir()) == []
 
     # A second look, at the links alone, keeps what is known of the job.
@@ -122,4 +123,5 @@ def test_a_worker_alone_has_no_neighbours_to_be_timed_with(tmp_path: Path) -> No
     (timing,) = Cluster.load(tmp_path / "cluster.json").timings
     assert (timing.workers_together, timing.workers_together_on_node, timing.together_slowdown) == (1, 1, 1.0)
     assert timing.sums == ()
+    assert timing.sharding is None
     assert timing.update_s is not None

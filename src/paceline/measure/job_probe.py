@@ -29,6 +29,7 @@ from paceline.data.order import ShuffledOrder
 from paceline.hardware.checks.load_facts import most_disturbed
 from paceline.measure.load import LoadMeter
 from paceline.measure.program import Report, run_program, unreported
+from paceline.measure.sharding import time_sharding
 from paceline.measure.steps import StepTiming, Subject, num_passes, time_steps
 from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.measure.values import JOB_FILE, JobProbe, JobRequest
@@ -52,8 +53,6 @@ _LOADER_SHARE, _CHECKPOINT_SHARE, _TOGETHER_SHARE = 0.1, 0.1, 0.4
 """Shares of the budget; the rest is for passes on one worker."""
 _LOADER_S = 5.0
 _NUM_CHECKPOINTS = 3
-_FRESH_BYTES, _NUM_FRESH = 64 * 2**20, 5
-"""More than the allocator keeps when it is freed."""
 _LOOK_S = 0.05
 """How often a worker that waits looks for the file."""
 
@@ -84,7 +83,9 @@ def probe_job(request: JobRequest, report: Report = unreported) -> JobProbe | No
             (folder / READY_FILE.format(rank=facts.rank)).touch()
             wanted = _wait_for_orders(orders)
             if wanted.micro_batch_size:
-                time_together(subject, join(facts, plan), job, plan, wanted)
+                world = join(facts, plan)
+                time_together(subject, world, job, plan, wanted)
+                time_sharding(world, run.model, plan.timeout_s)
             return None
         while not all((folder / READY_FILE.format(rank=rank)).exists() for rank in range(1, facts.world_size)):
             time.sleep(_LOOK_S)  # workers that still prepare would disturb the one that is timed alone
@@ -94,7 +95,8 @@ def probe_job(request: JobRequest, report: Report = unreported) -> JobProbe | No
         together.save(orders)
         if step is not None and together.micro_batch_size:
             report(f"{facts.world_size} workers at the same time", 1.0 - _TOGETHER_SHARE)
-            timed = time_together(subject, join(facts, plan), job, plan, together)
+            world = join(facts, plan)
+            timed = time_together(subject, world, job, plan, together)
             timing = dataclasses.replace(
                 timing,
                 workers_together=facts.world_size,
@@ -102,6 +104,7 @@ def probe_job(request: JobRequest, report: Report = unreported) -> JobProbe | No
                 together_micro_batch_size=together.micro_batch_size,
                 together_slowdown=timed.step_s / step.seconds,
                 sums=timed.sums,
+                sharding=time_sharding(world, run.model, plan.timeout_s),
                 load=most_disturbed([timing.load, timed.load]),
             )
         return JobProbe(timing, tuple(first.not_measured))
@@ -160,7 +163,6 @@ class FirstWorker:
             update_s=None if step is None else step.update_s,
             load=meter.load(),
             num_samples=len(train_set) or None,
-            fresh_memory_bytes_per_s=time_fresh_memory() if run.device.type == "cpu" else None,
         )
         return timing, step, 0.0 if step is None else peaks[step.micro_batch_size]
 
@@ -314,12 +316,6 @@ def time_checkpoint(run: Run, folder: Path, limit_s: float) -> float:
         return path.stat().st_size / statistics.median(times_s)
     finally:
         path.unlink(missing_ok=True)
-
-
-def time_fresh_memory() -> float:
-    """Bytes a second that this worker writes into memory which the kernel has just given it, page by page."""
-    times_s = [seconds_of(lambda: torch.empty(_FRESH_BYTES, dtype=torch.uint8).fill_(1)) for _ in range(_NUM_FRESH)]
-    return _FRESH_BYTES / statistics.median(times_s)
 
 
 if __name__ == "__main__":

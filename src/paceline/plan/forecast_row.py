@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 from paceline.errors import JobError
+from paceline.plan.collectives import ring
 from paceline.plan.gradient_sums import (
     STRAGGLER_SPREAD,
     cheapest_algorithm,
@@ -29,11 +30,8 @@ STEP_OVERHEAD_S = 3e-4
 """Seconds per step besides the optimizer: launching it, counting samples, schedules."""
 MEMORY_RATE = {"cuda": 800e9, "cpu": 8e9}
 """Bytes/s at which one worker's optimizer goes through parameters, gradients and state, where it was not timed."""
-_FRESH_WRITES = 3
-"""How often a CPU worker writes a byte that it gathers or scatters into memory that it has just been given: by Gloo, in
-one flat tensor, and in the parameters or gradients."""
-_FRESH_MEMORY_RATE = 6e9
-"""Bytes/s at which it writes there, where that was not timed."""
+_COPY_RATE = 0.5e9
+"""Bytes/s at which one CPU worker copies what FSDP and Gloo exchange, where that was not timed."""
 _COMPUTE_ERROR, _COMMUNICATION_ERROR, _UNSEEN_ERROR = 0.05, 0.2, 0.03
 """Standard deviations of logarithms: of measured compute, of priced communication, and for each doubling of devices
 beyond those that were measured."""
@@ -127,8 +125,6 @@ def workload_on(inputs: PlanInputs, count: int, memory_bytes: float | None = Non
     """
     job, layout, cluster = inputs.job_on(count), inputs.layout(count), inputs.cluster
     neighbours = neighbours_factor_of(inputs, layout)
-    on_gpu = cluster.device_kind == "cuda"
-    fresh_s_per_byte = _FRESH_WRITES / (inputs.timing.fresh_memory_bytes_per_s or _FRESH_MEMORY_RATE)
     return Workload(
         num_parameters=inputs.timing.num_parameters,
         global_batch_size=job.global_batch_size,
@@ -139,11 +135,29 @@ def workload_on(inputs: PlanInputs, count: int, memory_bytes: float | None = Non
         memory_bytes=memory_bytes or worker_memory_bytes(cluster, max(layout.workers_per_node)) or math.inf,
         layers=inputs.layers,
         shard_size=job.shard_size,
-        backend="nccl" if on_gpu else "gloo",
-        copy_s_per_byte=0.0 if on_gpu else neighbours * fresh_s_per_byte,
+        backend="nccl" if cluster.device_kind == "cuda" else "gloo",
+        copy_s_per_byte=_copy_s_per_byte(inputs, layout),
         sums_are_hidden=sums_are_hidden(inputs, layout),
         plain_sums_s=cheapest_algorithm(inputs, job, layout)[1],
     )
+
+
+def _copy_s_per_byte(inputs: PlanInputs, layout: Layout) -> float:
+    """What a byte that the fsdp axis gathers or scatters costs on CPUs besides what its link is priced at: its copies
+    into memory that the kernel gives page by page."""
+    timing = inputs.timing
+    if inputs.cluster.device_kind == "cuda":
+        return 0.0
+    neighbours = neighbours_factor_of(inputs, layout)
+    timed = timing.sharding
+    if timed is None:
+        return neighbours / _COPY_RATE
+    together = inputs.layout(timing.workers_together)
+    network = network_in_steps(inputs, together)
+    all_reduce_s = ring(timed.num_bytes, Layout((timing.workers_together_on_node,)), network)
+    # As `MeshPrices` prices a gather and a scatter by Gloo.
+    copies_s = max(0.0, timed.gather_s + timed.scatter_s - 1.5 * all_reduce_s)
+    return copies_s / (2 * timed.num_bytes) * neighbours / neighbours_factor_of(inputs, together)
 
 
 def overhead_beside_passes_s(inputs: PlanInputs, job: Job, layout: Layout) -> float:

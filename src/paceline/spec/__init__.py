@@ -15,6 +15,7 @@ from paceline.spec.cluster import (
     NetworkLink,
     Node,
     Peripheral,
+    ShardingTiming,
     SumTiming,
 )
 from paceline.spec.evaluation import EarlyStoppingSpec, EvaluationRecord
@@ -61,6 +62,7 @@ __all__ = [
     "PipelineSpec",
     "Plan",
     "RunRecord",
+    "ShardingTiming",
     "StepTime",
     "SumTiming",
     "check_mesh",

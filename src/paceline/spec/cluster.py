@@ -141,6 +141,18 @@ class SumTiming:
 
 
 @dataclass(frozen=True)
+class ShardingTiming:
+    """The time in which the workers of a node, all of a plan at once, exchange a sharded parameter as FSDP does."""
+
+    num_bytes: int = field(metadata=POSITIVE)
+    """The size of the whole parameter."""
+    gather_s: float = field(metadata=NOT_NEGATIVE)
+    """Every worker gathers the parameter from the shards of all."""
+    scatter_s: float = field(metadata=NOT_NEGATIVE)
+    """The gradients of all are summed, and every worker keeps its shard."""
+
+
+@dataclass(frozen=True)
 class JobTiming:
     """The timings of one job's model, data and checkpoint on one device of this cluster; None: not measured."""
 
@@ -171,8 +183,8 @@ class JobTiming:
     """What else the processors did while passes were timed; None: it was not measured, or the system does not tell."""
     num_samples: int | None = at_least(1, None)
     """Samples of the training set, that is of an epoch."""
-    fresh_memory_bytes_per_s: float | None = above(0, None)
-    """The rate at which a CPU worker writes memory that the kernel gives it page by page."""
+    sharding: ShardingTiming | None = None
+    """What the fsdp axis would exchange; None on GPUs and where no node has two workers."""
 
 
 @dataclass(frozen=True)

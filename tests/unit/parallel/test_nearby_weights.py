@@ -25,7 +25,8 @@ class _Holds(nn.Module):
 
 
 def _bytes_of(model: nn.Module) -> list[Any]:
-    return [torch.atleast_1d(one.detach()).clone(memory_format=torch.contiguous_format).view(torch.uint8) for one in model.parameters() if one.numel()]
+    dense = [one.detach().clone(memory_format=torch.contiguous_format) for one in model.parameters() if one.numel()]
+    return [torch.atleast_1d(one).view(torch.uint8) for one in dense]
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype, *, seed: int = 0) -> Tensor:

@@ -8,13 +8,14 @@ import pytest
 
 from paceline.errors import JobError
 from paceline.plan import place
-from paceline.plan.collectives import cost_s
+from paceline.plan.collectives import cost_s, ring
 from paceline.plan.forecast_row import search_meshes
 from paceline.plan.gradient_sums import network_in_steps
 from paceline.plan.inputs import ForecastRequest, plan_inputs
 from paceline.plan.memory import worker_memory_bytes, workers_on_fullest_node
 from paceline.plan.mesh_selection import check_fits, choose_mesh
-from paceline.spec import Cluster, Device, Job, Mesh, Plan, SumTiming
+from paceline.plan.model import Layout
+from paceline.spec import Cluster, Device, Job, Mesh, Plan, ShardingTiming, SumTiming
 from paceline.spec.model_cost import Activations, LayerCost, ModelCost
 from tests.sample_clusters import GIB, cpu_cluster, gpu_cluster
 
@@ -88,21 +89,25 @@ def test_meshes_are_priced_at_what_collectives_took_while_all_workers_were_busy(
     sharded = found[Mesh(fsdp=2, pp=2)]
     assert sharded.exposed_s > 8 * 7 * 2 / 3 * price_s / 2
 
-    # Each of these 24 writes half of the model three times into memory that is new to the worker.
-    slow, slower = (
+    # Each of these 24 moves half of the model, and its copies take what the timed exchange takes beyond its messages.
+    all_reduce_s = ring(1e6, Layout((4,)), network_in_steps(timed, known.layout(4)))
+    quick, slow = (
         {
             one.mesh: one.exposed_s
             for one in search_meshes(
-                dataclasses.replace(known, timing=dataclasses.replace(timing, fresh_memory_bytes_per_s=rate)),
+                dataclasses.replace(
+                    known, timing=dataclasses.replace(timing, sharding=ShardingTiming(10**6, gather_s, all_reduce_s))
+                ),
                 4,
                 64 * GIB,
             ).candidates
         }
-        for rate in (1e9, 0.5e9)
+        for gather_s in (all_reduce_s / 2, all_reduce_s / 2 + 4e-3)
     )
     half_bytes = 4.0 * LARGE_LAYERS.num_parameters / 2
-    assert slower[Mesh(fsdp=2, pp=2)] - slow[Mesh(fsdp=2, pp=2)] == pytest.approx(24 * 3 * half_bytes / 1e9, rel=0.05)
-    assert slower[Mesh(dp=4)] == slow[Mesh(dp=4)]
+    difference_s = slow[Mesh(fsdp=2, pp=2)] - quick[Mesh(fsdp=2, pp=2)]
+    assert difference_s == pytest.approx(24 * half_bytes / 1e6 * 2e-3, rel=0.02)
+    assert slow[Mesh(dp=4)] == quick[Mesh(dp=4)]
 
 
 def test_jobs_that_need_replicas_get_them_or_a_refusal() -> None:

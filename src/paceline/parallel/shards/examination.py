@@ -104,8 +104,8 @@ def _examine(
 ) -> Examined:
     is_coarse = _tolerance(passes, step, torch.float32) >= _COARSE
     if shards is not None and len(shards.sizes) > 1:
-        # Shards that differ as much as they can, the first two most of all: with as many valid tokens in each by chance,
-        # a mean over tokens would be the mean of theirs.
+        # Shards that differ as much as they can, the first two most of all: with as many valid tokens in each by
+        # chance, a mean over tokens would be the mean of theirs.
         step = replace(step, batch=step.batch.sorted_by_values(shards.start, shards.stop, shards.sizes[0]))
     all_found = []
     examinations = [_Examination(passes, step, module, draws, number) for number in range(3 if is_coarse else 1)]
