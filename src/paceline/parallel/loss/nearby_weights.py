@@ -45,8 +45,8 @@ def nearby_weights(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         reshard(model)
-        for numbers, is_zero in reversed(changed):  # parameters may share memory
-            _bits(numbers).sub_(_growth(numbers, is_zero))
+        for piece in reversed(changed):  # parameters may share memory
+            _bits(piece[0]).sub_(_growth(*piece))
 
 
 def _pieces(model: nn.Module) -> Iterator[Tensor]:
