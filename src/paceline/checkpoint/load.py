@@ -196,7 +196,8 @@ _Read = TypeVar("_Read")
 
 
 def newest_good(storage: Storage) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that is what it should be, and a sentence for each newer one that is not.
+    """The newest checkpoint that is what it should be, and a sentence for each newer one that is not; where there are
+    only unfinished ones, for the newest of them.
 
     Raises:
         CheckpointError: there are checkpoints, and none of them can be used.
@@ -221,5 +222,11 @@ def newest_that(read: Callable[[str], _Read], storage: Catalogue) -> tuple[_Read
         raise CheckpointError(
             f"None of the {len(names)} checkpoints in {storage.address} can be used; the newest, {names[-1]}: "
             f"{problems[0].partition(': ')[2]} Remove them to start from the beginning."
+        )
+    unfinished = list_unfinished(storage)
+    if unfinished:
+        problems.append(
+            f"{unfinished[-1]} in {storage.address} is not used: {MANIFEST_FILE}, the last file that is written, is "
+            "missing there."
         )
     return None, problems

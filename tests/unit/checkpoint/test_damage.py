@@ -94,7 +94,8 @@ def test_every_damage_is_found(storage: Memory, damage: Damage, file: str) -> No
     assert [NEWER in problem and file in problem for problem in newest_good(storage)[1]] == [True] * (not unfinished)
     storage.remove(OLDER)
     if unfinished:
-        assert newest_good(storage)[0] is None
+        words = f"{NEWER} in memory is not used: manifest.json, the last file that is written, is missing there."
+        assert newest_good(storage) == (None, [words])
     else:
         with pytest.raises(CheckpointError, match=f"None of the 1 checkpoints in memory can be used.*{NEWER}"):
             newest_good(storage)
