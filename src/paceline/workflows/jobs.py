@@ -129,6 +129,36 @@ def check_words(**lists: Sequence[str]) -> None:
                 raise JobError(f"{name} holds {word!r}; each should be a text, such as {str(word)!r}.")
 
 
+def is_script(
+    job: Job | str | Path,
+    arguments: Sequence[str],
+    settings: Sequence[str],
+    data: str | Path | Callable[..., Any] | None,
+    model: str | Callable[..., Any] | None,
+) -> bool:
+    """Whether `job` is a script. Nothing is ignored that is given for the other of the two.
+
+    Raises:
+        JobError: a job with `arguments`, or a script with changes of a job; names them.
+    """
+    check_words(arguments=arguments)
+    if str(job).endswith(".py") and not isinstance(job, Job):
+        changes = {"--set": settings, "--data": data, "--model": model}
+        if given := [name for name, value in changes.items() if value]:
+            raise JobError(
+                f"{' and '.join(given)} would change a job, and '{job}' is a script: give it arguments of its own, "
+                "after its name."
+            )
+        return True
+    if arguments:
+        name = job.name if isinstance(job, Job) else job
+        raise JobError(
+            f"{shlex.join(arguments)} is no option of this command, and arguments go to scripts (*.py), not to a job "
+            f"such as '{name}': leave it out."
+        )
+    return False
+
+
 def resolve_job(
     job: Job | str | Path,
     settings: Iterable[str] | None = None,

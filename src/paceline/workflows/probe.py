@@ -91,6 +91,8 @@ def probe(
     resolved = None if job is None else resolve_job(job, settings, data, model)
     file = Path(out)
     before = Cluster.load(file) if file.exists() else None
+    with file_problems(f"{out} cannot be written", ClusterError), tempfile.TemporaryFile(dir=file.parent):
+        pass  # known before minutes are spent on what could not be kept
     timings: tuple[JobTiming, ...] = ()
     with _scratch(Path(folder)) as scratch, open_allocation(where, scratch) as allocation:
         plan = None

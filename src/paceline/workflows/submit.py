@@ -18,7 +18,7 @@ from paceline.plan import place
 from paceline.regular_files import make_run_folder
 from paceline.spec import Cluster, Device, DeviceKind, Job, Node
 from paceline.spec.job import MOST_WORKERS
-from paceline.workflows.jobs import check_counts, check_words, resolve_job
+from paceline.workflows.jobs import check_counts, check_words, is_script, resolve_job
 from paceline.workflows.run_folder import new_run_dir
 
 __all__ = ["SlurmJob", "kubernetes", "slurm"]
@@ -137,7 +137,6 @@ def kubernetes(
         LaunchError: an invalid argument.
         JobError: a mistake in the job, or more workers than it has virtual shards.
     """
-    check_words(arguments=arguments)
     check_counts(nodes=nodes, workers=workers, cpus=cpus)
     if nodes * workers > MOST_WORKERS:
         raise LaunchError(f"{nodes} nodes with {workers} workers each are more than {MOST_WORKERS:,} workers.")
@@ -152,7 +151,7 @@ def kubernetes(
         cpus_per_worker=cpus,
         memory_bytes=memory_bytes,
     )
-    if str(job).endswith(".py") and not isinstance(job, Job):
+    if is_script(job, arguments, settings, data, model):
         program, stem = [str(job), *arguments], Path(str(job)).stem
     else:
         resolved = resolve_job(job, settings, data, model)

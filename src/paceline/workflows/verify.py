@@ -16,7 +16,7 @@ from paceline.plan import spread
 from paceline.report.parity import ParityVerdict, compare, load_trace
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.mesh_name import check_strategy
-from paceline.workflows.jobs import Say, check_counts, check_words, read_counts, resolve_job, silent
+from paceline.workflows.jobs import Say, check_counts, is_script, read_counts, resolve_job, silent
 from paceline.workflows.run_folder import write_run
 from paceline.workflows.strategy import Strategy
 
@@ -56,13 +56,13 @@ def verify(
         WorkerFailed: a worker failed; says which rank, and why.
     """
     cluster = detect()
-    is_script = str(job).endswith(".py") and not isinstance(job, Job)
     check_counts(steps=steps)
     counts = read_counts("workers", workers)
-    check_words(arguments=arguments)
     if strategy not in (None, "auto", "dp_one_process"):  # which ones there are does not depend on the counts
         check_strategy(strategy)
-    resolved = None if is_script else _in_float64(resolve_job(job, settings, data, model))
+    resolved = None
+    if not is_script(job, arguments, settings, data, model):
+        resolved = _in_float64(resolve_job(job, settings, data, model))
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as scratch:
         traces = []
         for number, count in enumerate([counts[0], *counts]):

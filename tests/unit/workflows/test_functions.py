@@ -114,6 +114,22 @@ def test_this_node_is_checked() -> None:
         (lambda: paceline.bench.comm(algorithms=cast(Any, "ring")), "algorithms = 'ring' should be a list of words"),
         (lambda: paceline.Strategy("pp", cut="layer1"), "cut = 'layer1' should be a list of words"),
         (lambda: paceline.verify("train.py", "--x 1"), "arguments = '--x 1' should be a list of words"),
+        (
+            lambda: paceline.verify("digits-lenet", ["--out", "x"]),
+            "--out x is no option of this command, and arguments go to scripts .*, not to a job such as 'digits-lenet'",
+        ),
+        (
+            lambda: paceline.submit.kubernetes("digits-lenet", ["--step", "2"], image="i", claim="c", out="/x"),
+            "--step 2 is no option of this command",
+        ),
+        (
+            lambda: paceline.verify("train.py", settings=["seed=1"], data="x"),
+            "--set and --data would change a job, and 'train.py' is a script",
+        ),
+        (
+            lambda: paceline.probe("digits-lenet", out="/proc/self/cluster.json"),
+            "/proc/self/cluster.json cannot be written: No such file or directory",
+        ),
         (lambda: paceline.train("digits-lenet", max_steps=0), "max_steps = 0 should be"),
         (lambda: paceline.train("digits-lenet", threads=-3), "threads = -3 should be"),
         (
