@@ -86,7 +86,8 @@ class InForward(nn.Linear):
 def _ways(num_workers: int) -> list[str]:
     """How a model may be trained: "fsdp, bitwise"."""
     strategies = ("dp", "fsdp") if num_workers > 1 else ("dp",)
-    return [f"{strategy}, {how}" for strategy in strategies for how in ("numeric", "bitwise", "shard by shard")]
+    ways = [f"{strategy}, {how}" for strategy in strategies for how in ("numeric", "bitwise", "shard by shard")]
+    return [*ways, "pp, numeric", "pp, bitwise"] if num_workers == 2 else ways
 
 
 def _train(kind: str, way: str, virtual_shards: int) -> tuple[list[float], Any, Any] | str:
@@ -100,7 +101,8 @@ def _train(kind: str, way: str, virtual_shards: int) -> tuple[list[float], Any, 
     plan = Plan(world_size=num_workers, algorithm=algorithm, timeout_s=60, mesh=mesh)
     loss_fn = Loss(kind)
     with paceline.init(job, plan=plan, max_steps=3, progress=False) as run:
-        model = (InForward if kind == "forward" else nn.Linear)(6, 3, dtype=torch.float64)
+        first = (InForward if kind == "forward" else nn.Linear)(6, 4, dtype=torch.float64)
+        model = nn.Sequential(first, nn.Linear(4, 3, dtype=torch.float64))
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         try:
             losses = [float(run.step(batch, loss_fn)) for batch in run.batches(DATA)]
@@ -131,7 +133,14 @@ def test_what_depends_on_who_is_first_is_refused(num_workers: int, virtual_shard
     for found in run_ranks(_train_all, num_workers, cases, timeout_s=150):
         for case, outcome in zip(cases, found, strict=True):
             assert isinstance(outcome, str), case
-            assert f"(the first call makes {DEPENDENT[case[0]]})" in outcome, case
+            # What the first stage has made the last one, where losses are compared, does not know.
+            is_elsewhere = case[0] == "forward" and case[1].startswith("pp")
+            made = (
+                "it follows from what earlier calls left"
+                if is_elsewhere
+                else f"(the first call makes {DEPENDENT[case[0]]})"
+            )
+            assert made in outcome, case
 
 
 @pytest.mark.timeout(200)

@@ -30,7 +30,7 @@ from paceline.parallel.batch_norm.norm import ShardBatchNorm, replace_batch_norm
 from paceline.parallel.dtensor import is_sharded, part, shard_of_part
 from paceline.parallel.engine import StepInput
 from paceline.parallel.engines.bitwise import BitwiseDataParallel, Shard, norms_of
-from paceline.parallel.engines.piped_passes import micro_batch_of, stand_in_batch
+from paceline.parallel.engines.piped_passes import check_repeatable_piped, micro_batch_of, stand_in_batch
 from paceline.parallel.host_facts import HostFacts
 from paceline.parallel.kept.forward_buffers import refused_in_pipeline
 from paceline.parallel.loss.loss_functions import LossFunctions
@@ -110,6 +110,7 @@ class BitwiseMesh(BitwiseDataParallel):
         of_ranks = [stop - start for start, stop in step.assignment.shards_of_rank]
         num_stand_ins = max(of_ranks) - of_ranks[step.assignment.rank] if self._axes.mesh.fsdp > 1 else 0
         if self._pipeline is not None:
+            check_repeatable_piped(self._shards.passes, step, self.module)
             self._pipe(self._pipeline, step, num_stand_ins, add)
             return
         self._shards.check_repeatable(step, is_collective=True)

@@ -23,7 +23,7 @@ from paceline.parallel.batch_norm.norm import ShardBatchNorm, replace_batch_norm
 from paceline.parallel.clock import mark
 from paceline.parallel.dtensor import rescale_gradients
 from paceline.parallel.engine import Engine, StepInput, broadcast
-from paceline.parallel.engines.piped_passes import micro_batch_of, stand_in_batch
+from paceline.parallel.engines.piped_passes import check_repeatable_piped, micro_batch_of, stand_in_batch
 from paceline.parallel.gradients.aggregation import set_up_aggregation
 from paceline.parallel.gradients.gradient_norms import GradientNorms
 from paceline.parallel.gradients.replica_sums import ReplicaSums
@@ -119,6 +119,8 @@ class MeshParallel(Engine):
         notes: list[str] = []
         if self._pipeline is None:
             notes += self._passes.find_coupling(step, self.module, in_step=True)
+        else:
+            check_repeatable_piped(self._passes, step, self.module)
         return self._passes.starting_over(step, lambda: self._train(step, notes))
 
     def _train(self, step: StepInput, notes: list[str]) -> StepLoss:

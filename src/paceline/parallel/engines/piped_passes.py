@@ -4,15 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from paceline.parallel.assignment import ShardRange
 from paceline.parallel.batch_norm.norm import standing_in
 from paceline.parallel.engine import StepInput
 from paceline.parallel.losses import ShardLoss
 from paceline.parallel.pipeline import MicroBatch
+from paceline.parallel.shards.examination import check_repeatable_alone
 from paceline.parallel.shards.passes import Passes
+
+
+def check_repeatable_piped(passes: Passes, step: StepInput, module: nn.Module) -> None:
+    """Check once for each loss function that the loss of a shard does not follow from earlier calls; a collective.
+
+    Args:
+        module: a worker's stages, which computes the whole model without gradients.
+
+    Raises:
+        ModelError: it does.
+    """
+    hook = module.register_forward_hook(_with_gradients)
+    try:
+        check_repeatable_alone(passes, step, module, is_collective=True)
+    finally:
+        hook.remove()
+
+
+def _with_gradients(_module: nn.Module, _arguments: Any, output: Any) -> Any:
+    """The output of a model as a loss function may differentiate by it, where it is called so that it can."""
+    if not torch.is_grad_enabled():
+        return output
+
+    def differentiable(leaf: Any) -> Any:
+        is_real = isinstance(leaf, Tensor) and leaf.is_floating_point()
+        return leaf.detach().requires_grad_().clone() if is_real else leaf  # a leaf could not be changed in place
+
+    return pytree.tree_map(differentiable, output)
 
 
 def micro_batch_of(
