@@ -9,12 +9,14 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+Outcome = TypeVar("Outcome")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.ranks.loaded_once"])
@@ -35,6 +37,32 @@ def join_world(timeout_s: float) -> Any:
         timeout=timedelta(seconds=timeout_s),
     )
     return dist.group.WORLD
+
+
+def close_groups() -> None:
+    """Close all process groups but that of all workers; a collective, behind a run that was not the last of a process.
+
+    A run leaves its groups to those who still use its model. Threads of each wake a hundred times a second.
+    """
+    import gc
+
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    gc.collect()  # what holds groups
+    dist.barrier()
+    for group in [one for one in dist.distributed_c10d._world.pg_map if one is not dist.group.WORLD]:
+        dist.destroy_process_group(group)
+
+
+def in_turn(train: Callable[..., Outcome], cases: Iterable[tuple[Any, ...]]) -> list[Outcome]:
+    """What `train(*case)` returns of each case, by one run after the other in this process; a collective."""
+    found = []
+    for case in cases:
+        found.append(train(*case))
+        close_groups()
+    return found
 
 
 def fork_process(function: Callable[..., None], *args: Any) -> ForkServerProcess:

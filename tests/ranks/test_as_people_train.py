@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline.env import worker_facts
 from paceline.spec import Job, Plan
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import in_turn, run_ranks
 
 STEPS = 6
 DRAW = torch.Generator().manual_seed(3)
@@ -72,7 +72,7 @@ def _train(case: str, parity: str, mesh: str | None) -> tuple[list[float], dict[
 
 
 def _all(cases: list[tuple[str, str, str | None]]) -> list[Any]:
-    return [_train(*case) for case in cases]
+    return in_turn(_train, cases)
 
 
 @pytest.mark.timeout(300)

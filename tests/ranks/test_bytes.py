@@ -25,7 +25,7 @@ from paceline.parallel.engines.mesh import MeshParallel
 from paceline.parallel.tensor import bytes_per_sample, find_plan, layer_sizes
 from paceline.spec import Job, Mesh, PipelineSpec, Plan, parse_mesh
 from paceline.spec.mesh import AXES, AxisName
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import in_turn, run_ranks
 from tests.traffic import bytes_per_pass, padded_bytes, sent_bytes
 
 WORKERS = 4
@@ -157,7 +157,7 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
 
 def _count(cases: list[tuple[Case, tuple[str, ...]]]) -> list[dict[AxisName, float]]:
     """What this worker sends on every axis in a step, but for the loss and such."""
-    return [_counted(*case) for case in cases]
+    return in_turn(_counted, cases)
 
 
 def _counted(case: Case, cuts: tuple[str, ...]) -> dict[AxisName, float]:

@@ -17,7 +17,7 @@ import paceline
 from paceline.env import worker_facts
 from paceline.errors import JobError
 from paceline.spec import Job, Plan, parse_mesh
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import in_turn, run_ranks
 
 
 class _Net(nn.Module):
@@ -113,7 +113,7 @@ def _train(case: _Case) -> _Result:
 
 
 def _train_all(cases: list[_Case]) -> list[_Result]:
-    return [_train(case) for case in cases]
+    return in_turn(_train, [(case,) for case in cases])
 
 
 def _assert_close(result: _Result, expected: _Result) -> None:

@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.env import worker_facts
 from paceline.spec import Job, Plan, parse_mesh
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import in_turn, run_ranks
 
 DRAW = torch.Generator().manual_seed(5)
 DATA = TensorDataset(torch.randn(27, 6, generator=DRAW, dtype=torch.float64), torch.randint(3, (27,), generator=DRAW))
@@ -80,7 +80,7 @@ def _train(
 
 
 def _train_all(cases: list[tuple[str, str]]) -> list[tuple[list[float], int, str]]:
-    return [_train(*case) for case in cases]
+    return in_turn(_train, cases)
 
 
 @pytest.mark.timeout(300)
@@ -194,7 +194,7 @@ def _train_with(
 
 
 def _train_with_all(strategies: list[tuple[str, str]]) -> list[tuple[list[float], int]]:
-    return [_train_with(name, *strategy) for strategy in strategies for name in _loss_functions()]
+    return in_turn(_train_with, [(name, *strategy) for strategy in strategies for name in _loss_functions()])
 
 
 @pytest.mark.timeout(300)

@@ -15,7 +15,7 @@ import paceline
 from paceline.env import worker_facts
 from paceline.errors import ModelError
 from paceline.spec import Job, Plan, parse_mesh
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import in_turn, run_ranks
 
 DRAW = torch.Generator().manual_seed(5)
 DATA = TensorDataset(torch.randn(32, 6, generator=DRAW, dtype=torch.float64), torch.randint(3, (32,), generator=DRAW))
@@ -112,7 +112,7 @@ def _train(kind: str, way: str, virtual_shards: int) -> tuple[list[float], Any, 
 
 
 def _train_all(cases: list[tuple[str, str, int]]) -> list[Any]:
-    return [_train(*case) for case in cases]
+    return in_turn(_train, cases)
 
 
 DEPENDENT = {

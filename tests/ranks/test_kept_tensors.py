@@ -17,7 +17,7 @@ import paceline
 from paceline.env import worker_facts
 from paceline.errors import ModelError
 from paceline.spec import Job, Plan, parse_mesh
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import in_turn, run_ranks
 
 DRAW = torch.Generator().manual_seed(5)
 DATA = TensorDataset(torch.randn(32, 6, generator=DRAW, dtype=torch.float64), torch.randint(3, (32,), generator=DRAW))
@@ -236,7 +236,7 @@ def _train(kind: type[Classifier], loss_name: str, strategy: str, parity: str) -
 
 
 def _train_all(cases: list[tuple[type[Classifier], str, str, str]]) -> list[list[float] | str]:
-    return [_train(*case) for case in cases]
+    return in_turn(_train, cases)
 
 
 MODELS = {Replaced: "average", InPlace: "average", MadeInFirstPass: "kept", Bank: "bank", Entry: "state"}

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.env import worker_facts
 from paceline.spec import Job, Plan, parse_mesh
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import in_turn, run_ranks
 
 WORDS, NUM_SAMPLES, BATCH = 17, 48, 8
 IGNORED = -100
@@ -183,7 +183,7 @@ def _train(name: str, strategy: str, values: dict[str, Any]) -> _Result:
 
 
 def _train_all(strategies: tuple[str, ...], values: dict[str, Any]) -> list[_Result]:
-    return [_train(name, strategy, values) for strategy in strategies for name in LOSSES]
+    return in_turn(_train, [(name, strategy, values) for strategy in strategies for name in LOSSES])
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import paceline
 from paceline.env import worker_facts
 from paceline.errors import PacelineError
 from paceline.spec import Job, Plan, parse_mesh
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import in_turn, run_ranks
 
 IGNORED = -100
 VOCABULARY = 17
@@ -193,7 +193,7 @@ def plain_loop(loss: str) -> Result:
 
 
 def train_all(cases: tuple[Case, ...]) -> list[Result]:
-    return [train(case) for case in cases]
+    return in_turn(train, [(case,) for case in cases])
 
 
 BITWISE = (

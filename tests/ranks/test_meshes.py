@@ -19,7 +19,7 @@ from paceline.errors import JobError, ModelError, PacelineError
 from paceline.parallel.dtensor import local_bytes
 from paceline.spec import Job, PipelineSpec, Plan, check_mesh, parse_mesh
 from paceline.spec.codec import to_mapping
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import in_turn, run_ranks
 from tests.ranks.training import Outcome, images, largest_difference, train
 
 STEPS = 10
@@ -402,7 +402,7 @@ def _learn(
 
 def _learn_all(cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:
     """One run after the other, in one process."""
-    return [_learn(*case) for case in cases]
+    return in_turn(_learn, cases)
 
 
 def assert_learn_the_same(num_workers: int, cases: list[tuple[Any, ...]]) -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ from paceline.env import worker_facts
 from paceline.errors import PacelineError
 from paceline.spec import Job, Plan
 from paceline.train.run import Run
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import in_turn, run_ranks
 
 STEPS = 5
 SHARDS = 6
@@ -231,7 +231,7 @@ def _weights(run: Run, models: dict[str, nn.Module]) -> Weights:
 
 
 def _all(cases: list[tuple[str, str]]) -> list[Weights]:
-    return [_train(*case) for case in cases]
+    return in_turn(_train, cases)
 
 
 def _differ(one: Weights, other: Weights) -> float:
@@ -358,7 +358,8 @@ def _in_shards() -> dict[str, Weights]:
         *((case, "bitwise", strategy) for case in ("gan", "actor_critic") for strategy in ("fsdp", "zero1", "zero2")),
         *(("gan", "numeric", strategy) for strategy in ("zero1", "zero2")),
     ]
-    return {" ".join(one): _train(one[0], one[1], strategy=one[2]) for one in cases}
+    found = in_turn(lambda model, parity, strategy: _train(model, parity, strategy=strategy), cases)
+    return {" ".join(case): weights for case, weights in zip(cases, found, strict=True)}
 
 
 @pytest.mark.timeout(600)

@@ -37,7 +37,7 @@ from paceline.parallel.tensor.sequence_region import SequenceLayerNorm
 from paceline.spec import Job, ModelSpec, PipelineSpec, Plan, parse_mesh
 from paceline.train.optimizers.optim import build_optimizer
 from paceline.train.process.process_group import join
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import in_turn, run_ranks
 from tests.ranks.tensor_zoo import WORDS, ZOO, Asking, Language
 from tests.traffic import bytes_per_pass
 
@@ -237,8 +237,8 @@ def test_losses_and_gradients_are_those_of_one_worker(name: str, degree: int) ->
 
 
 def _by_positions() -> list[dict[str, Any]]:
-    cases = [(case, 10 if name == "gpt" else 1) for name, case in SEQUENCES.items()]
-    return [_train(case, torch.float64, num_steps) for case, num_steps in cases]
+    cases = [(case, torch.float64, 10 if name == "gpt" else 1) for name, case in SEQUENCES.items()]
+    return in_turn(_train, cases)
 
 
 @pytest.mark.slow

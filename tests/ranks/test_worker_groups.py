@@ -18,7 +18,7 @@ from paceline.env import worker_facts
 from paceline.errors import JobError
 from paceline.spec import Job, Plan
 from paceline.train.records.digest import weights_sha256
-from tests.ranks.harness import run_ranks
+from tests.ranks.harness import in_turn, run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +78,7 @@ def _train(
 
 
 def _train_all(cases: list[tuple[str, int, str, int]]) -> list[tuple[list[float], float, str, list[Any]]]:
-    return [_train(*case) for case in cases]
+    return in_turn(_train, cases)
 
 
 @pytest.mark.timeout(400)

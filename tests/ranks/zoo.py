@@ -7,7 +7,7 @@ that call it, so that all columns of as many workers take one launch.
 from __future__ import annotations
 
 from collections import UserDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from paceline.errors import PacelineError
 from paceline.spec import Job, PipelineSpec, Plan, parse_mesh
 from tests.ranks import zoo_samples as samples
 from tests.ranks import zoo_torch
+from tests.ranks.harness import in_turn
 from tests.ranks.zoo_samples import IGNORED, Samples
 
 Losses = Callable[[Any, dict[str, Tensor]], Tensor]
@@ -285,10 +286,14 @@ class Result:
     refusal: str = ""
 
 
-def train_columns(chosen: Mapping[Column, Iterable[str]]) -> dict[Column, dict[str, Result]]:
+def train_columns(chosen: Mapping[Column, Sequence[str]]) -> dict[Column, dict[str, Result]]:
     """Train the models of each column for three steps; all columns have as many workers as this launch."""
     torch.set_num_threads(1)
-    return {column: {name: train_entry(ZOO[name], column) for name in names} for column, names in chosen.items()}
+    found: dict[Column, dict[str, Result]] = {}
+    for column, names in chosen.items():
+        results = in_turn(train_entry, [(ZOO[name], column) for name in names])
+        found[column] = dict(zip(names, results, strict=True))
+    return found
 
 
 def train_entry(entry: Entry, column: Column) -> Result:
