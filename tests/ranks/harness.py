@@ -40,9 +40,10 @@ def join_world(timeout_s: float) -> Any:
 
 
 def close_groups() -> None:
-    """Close all process groups but that of all workers; a collective, behind a run that was not the last of a process.
+    """Close the process groups of runs that have ended; a collective, between two runs of one process.
 
-    A run leaves its groups to those who still use its model. Threads of each wake a hundred times a second.
+    A run leaves them to those who still use its model. Threads of each wake a hundred times a second. Those of meshes
+    stay: of two equal meshes torch remembers the first.
     """
     import gc
 
@@ -52,8 +53,9 @@ def close_groups() -> None:
         return
     gc.collect()  # what holds groups
     dist.barrier()
-    for group in [one for one in dist.distributed_c10d._world.pg_map if one is not dist.group.WORLD]:
-        dist.destroy_process_group(group)
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD and not group.group_desc.startswith("mesh_"):
+            dist.destroy_process_group(group)
 
 
 def in_turn(train: Callable[..., Outcome], cases: Iterable[tuple[Any, ...]]) -> list[Outcome]:
