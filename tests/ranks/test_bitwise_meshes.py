@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -18,6 +18,8 @@ from paceline.errors import ModelError
 from paceline.spec import Job, Mesh, PipelineSpec, Plan
 from tests.ranks.bitwise_cases import CASES, HALF, STEPS, Outcome, can_be_cut, train
 from tests.ranks.harness import run_ranks
+
+Found = TypeVar("Found")
 
 ALL = tuple(CASES)
 MESHES: dict[int, dict[str, Sequence[str]]] = {
@@ -74,40 +76,37 @@ THERE_AND_BACK = ("pp2, 1f1b", "dp2", "fsdp2", "pp2, zero_bubble")
 """A step by each, in the folder of those before."""
 
 
-def _table(
-    meshes: dict[str, Sequence[str]], pipelines: dict[str, Sequence[str]], folder: Path
-) -> dict[tuple[str, str], Outcome]:
-    """Every strategy of this world size with its cases; the runs that move to it, to their end; and a run half trained
-    for each move from it."""
-    found = {
-        (name, strategy): train(CASES[name], strategy)
-        for strategy, names in (meshes | pipelines).items()
-        for name in names
-    }
-    for first, second in MOVES:
-        if second in meshes:
-            found[f"from {first}", second] = train(RESUMED, second, folder / f"{first} to {second}")
-        elif first in meshes:
-            train(RESUMED, first, folder / f"{first} to {second}", HALF)
-    if meshes == MESHES[2]:
-        for stop, strategy in enumerate(THERE_AND_BACK, 1):
-            found["there and back", strategy] = train(RESUMED, strategy, folder / "there and back", stop)
-    return found
-
-
 def _some(world_size: int) -> dict[str, Sequence[str]]:
     return PIPELINES.get(world_size, {}) | TENSOR_GROUPS.get(world_size, {})
 
 
+def _train_all(names: Sequence[str], strategy: str) -> list[Outcome]:
+    return [train(CASES[name], strategy) for name in names]
+
+
+def _alike(function: Callable[..., Found], world_size: int, *args: Any) -> Found:
+    """What all ranks say; in processes of their own, because threads of all groups of a process wake often."""
+    first, *rest = run_ranks(function, world_size, *args, timeout_s=300)
+    assert all(one == first for one in rest)
+    return cast(Found, first)
+
+
 @pytest.fixture(scope="module")
 def table(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Outcome]:
-    """What rank 0 says of every case and strategy; all ranks say the same."""
+    """Every case with its strategies; the runs that move to a strategy, to their end; and a run that moves often."""
     folder = tmp_path_factory.mktemp("checkpoints")
     found: dict[tuple[str, str], Outcome] = {}
+    size_of = {strategy: world_size for world_size, meshes in MESHES.items() for strategy in meshes}
     for world_size, meshes in MESHES.items():
-        first, *rest = run_ranks(_table, world_size, meshes, _some(world_size), folder, timeout_s=900)
-        assert all(one == first for one in rest)
-        found |= first
+        for strategy, names in (meshes | _some(world_size)).items():
+            outcomes = _alike(_train_all, world_size, names, strategy)
+            found |= {(name, strategy): one for name, one in zip(names, outcomes, strict=True)}
+    for first, second in MOVES:
+        there = folder / f"{first} to {second}"
+        _alike(train, size_of[first], RESUMED, first, there, HALF)
+        found[f"from {first}", second] = _alike(train, size_of[second], RESUMED, second, there)
+    for stop, strategy in enumerate(THERE_AND_BACK, 1):
+        found["there and back", strategy] = _alike(train, 2, RESUMED, strategy, folder / "there and back", stop)
     return found
 
 
