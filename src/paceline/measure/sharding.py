@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline.comm.links import node_of_every_rank, open_node_group
 from paceline.comm.timing import largest
 from paceline.measure.stopwatch import seconds_of
-from paceline.process_groups import open_group
 from paceline.spec import ShardingTiming
 from paceline.train.process.allocator import give_back_freed_memory, keep_freed_memory
 from paceline.train.process.process_group import World
@@ -31,11 +31,12 @@ def time_sharding(world: World, model: nn.Module, timeout_s: float) -> ShardingT
     Returns:
         Median seconds of the slowest worker; None on GPUs and where no node has two workers.
     """
-    facts = world.facts
-    if world.device.type != "cpu" or world.group is None or largest(facts.local_world_size, world.group) == 1:
+    if world.device.type != "cpu" or world.group is None:
         return None
-    first = facts.rank - facts.local_rank
-    group = open_group(range(first, first + facts.local_world_size), timeout_s)
+    nodes = node_of_every_rank(world.group)
+    if max(map(len, nodes)) == 1:
+        return None
+    group = open_node_group(nodes, world.group, timeout_s)
     num_shards = 1 if group is None else group.size()
     num_bytes = min(max([_LEAST_BYTES, *(one.nbytes for one in model.parameters())]), _MOST_BYTES)
     shard = torch.ones(num_bytes // 4 // num_shards)
