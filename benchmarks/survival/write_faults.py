@@ -258,6 +258,11 @@ def undisturbed(folder: Path) -> tuple[list[Point], str]:
 def fail_once(folder: Path, point: Point, kind: str, digest: str) -> Left:
     """A run with a fault, and one that goes on from what it left."""
     fault, log = KINDS[kind], _log_of(folder)
+    deleted = folder.with_suffix(".deleted")
+    """Made where the folder is deleted after the run has left its results, which no run can help."""
+
+    def results() -> bool:
+        return (folder / "record.json").exists() and (folder / "model.safetensors").exists()
 
     def on_point(reached: Point) -> None:
         is_first = reached == point and not log.exists()
@@ -265,6 +270,8 @@ def fail_once(folder: Path, point: Point, kind: str, digest: str) -> Left:
             complete = [int(path.parent.name[5:]) for path in folder.glob("checkpoints/step-*/manifest.json")]
             log.write_text(str(max(complete, default=-1)))
         if fault.deletes and is_first:
+            if results():
+                deleted.touch()
             shutil.rmtree(folder, ignore_errors=True)
         elif is_first or (fault.lasts and log.exists() and reached[0] in (fault.at or reached[0])):
             _fail(kind, reached)
@@ -274,8 +281,8 @@ def fail_once(folder: Path, point: Point, kind: str, digest: str) -> Left:
     had = int(log.read_text()) if fired else -1
     found, _ = newest_good(open_storage(folder / "checkpoints"))
     record = folder / "record.json"
-    has_results = record.exists() and (folder / "model.safetensors").exists()
-    resumed, said_then = (0, "") if exit_code == 0 and has_results else train(folder, lambda _point: None)
+    has_results = results() or deleted.exists()
+    resumed, said_then = (0, "") if exit_code == 0 and results() else train(folder, lambda _point: None)
     equal = record.exists() and RunRecord.load(record).weights_sha256 == digest
     good = -1 if found is None else found.manifest.step
     said += said_then if resumed else ""

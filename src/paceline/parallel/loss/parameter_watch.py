@@ -35,7 +35,8 @@ class ParameterWatch:
             # FSDP puts whole parameters in the place of shards.
             if parameter is not None and _local(parameter) is parameter
         ]
-        self._num_calls = 0
+        self._num_steps = 0
+        self._seed_of_step: int | None = None
         self._storages = [(name, one, one.untyped_storage()) for name, one in named if is_dtensor(one)]
         """Those of sharded parameters, which hold nothing: `.data = …` exchanges them, and leaves the shards."""
         self._shards_are_alone = shards_are_alone
@@ -43,11 +44,12 @@ class ParameterWatch:
         """Those of before `run.prepare`, which has looked at them."""
 
     @contextmanager
-    def __call__(self, *, is_examination: bool) -> Iterator[None]:
+    def __call__(self, *, is_examination: bool, seed_of_step: int) -> Iterator[None]:
         """A context for one call of a loss function.
 
         Args:
             is_examination: whether it is called to see what it does.
+            seed_of_step: tells steps apart.
 
         Raises:
             ModelError: it changed a parameter, or computed gradients of parameters.
@@ -66,10 +68,11 @@ class ParameterWatch:
                 )
         held = self._held()
         before, places, gradients = versions(held), [one.data_ptr() for one in held], self._gradients()
-        # `.data` lets a model write without autograd's notice, so in some calls values themselves are compared. Not in
-        # the first step alone, in which an average of weights that began as a copy of them stays what it was.
-        self._num_calls += 1
-        is_close = is_examination or self._num_calls.bit_count() == 1
+        # `.data` lets a model write without autograd's notice, so in the steps 1, 2, 4, 8, … values themselves are
+        # compared. In the first step an average of weights that began as a copy of them stays what it was.
+        self._num_steps += seed_of_step != self._seed_of_step
+        self._seed_of_step = seed_of_step
+        is_close = is_examination or self._num_steps.bit_count() == 1
         norms = _norms(held) if is_close else []
         if is_close:
             self._check_new_hooks()
