@@ -6,7 +6,6 @@ sharded models give back what they free. That takes longer than the messages do.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
 
 import torch
@@ -15,13 +14,12 @@ from torch import nn
 
 from paceline.comm.links import node_of_every_rank, open_node_group
 from paceline.comm.timing import largest
-from paceline.measure.stopwatch import seconds_of
+from paceline.measure.stopwatch import median_s
 from paceline.spec import ShardingTiming
 from paceline.train.process.allocator import give_back_freed_memory, keep_freed_memory
 from paceline.train.process.process_group import World
 
-_NUM_ROUNDS = 4
-"""The first one, in which connections are made, does not count."""
+_NUM_ROUNDS = 3
 _LEAST_BYTES, _MOST_BYTES = 2**20, 2**26
 
 
@@ -53,11 +51,7 @@ def time_sharding(world: World, model: nn.Module, timeout_s: float) -> ShardingT
         dist.reduce_scatter_tensor(torch.empty_like(shard), flat, group=group)
 
     def typical_s(exchange: Callable[[], None]) -> float:
-        times_s = []
-        for _ in range(_NUM_ROUNDS):
-            seconds = 0.0 if group is None else seconds_of(exchange)
-            times_s.append(largest(seconds, world.group))
-        return statistics.median(times_s[1:])
+        return largest(0.0 if group is None else median_s(exchange, _NUM_ROUNDS), world.group)
 
     give_back_freed_memory()
     try:

@@ -55,6 +55,8 @@ class StepInput:
     """What the loss function and the models keep from call to call."""
     any_shard: AnyShard | None = None
     """Input for an engine that does not compute this worker's own assignment."""
+    number: int = 0
+    """Counts the steps of the whole run, from 1 on; 0: it is a step that is only timed."""
 
 
 @dataclass(frozen=True)

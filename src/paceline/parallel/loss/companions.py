@@ -72,11 +72,11 @@ class Companions:
             reshard(one.model)
 
     @contextmanager
-    def watched(self, is_examination: bool, seed_of_step: int) -> Iterator[None]:
+    def watched(self, *, is_examination: bool, step: int) -> Iterator[None]:
         """A context for one call of a loss function. Raises `ModelError` if it changes one of these models."""
         with ExitStack() as stack:
             for one in self.models:
-                stack.enter_context(one.watch(is_examination=is_examination, seed_of_step=seed_of_step))
+                stack.enter_context(one.watch(is_examination=is_examination, step=step))
             yield
 
     @contextmanager

@@ -35,8 +35,6 @@ class ParameterWatch:
             # FSDP puts whole parameters in the place of shards.
             if parameter is not None and _local(parameter) is parameter
         ]
-        self._num_steps = 0
-        self._seed_of_step: int | None = None
         self._storages = [(name, one, one.untyped_storage()) for name, one in named if is_dtensor(one)]
         """Those of sharded parameters, which hold nothing: `.data = …` exchanges them, and leaves the shards."""
         self._shards_are_alone = shards_are_alone
@@ -44,12 +42,12 @@ class ParameterWatch:
         """Those of before `run.prepare`, which has looked at them."""
 
     @contextmanager
-    def __call__(self, *, is_examination: bool, seed_of_step: int) -> Iterator[None]:
+    def __call__(self, *, is_examination: bool, step: int) -> Iterator[None]:
         """A context for one call of a loss function.
 
         Args:
             is_examination: whether it is called to see what it does.
-            seed_of_step: tells steps apart.
+            step: the number of the training step.
 
         Raises:
             ModelError: it changed a parameter, or computed gradients of parameters.
@@ -70,9 +68,7 @@ class ParameterWatch:
         before, places, gradients = versions(held), [one.data_ptr() for one in held], self._gradients()
         # `.data` lets a model write without autograd's notice, so in the steps 1, 2, 4, 8, … values themselves are
         # compared. In the first step an average of weights that began as a copy of them stays what it was.
-        self._num_steps += seed_of_step != self._seed_of_step
-        self._seed_of_step = seed_of_step
-        is_close = is_examination or self._num_steps.bit_count() == 1
+        is_close = is_examination or step.bit_count() == 1
         norms = _norms(held) if is_close else []
         if is_close:
             self._check_new_hooks()

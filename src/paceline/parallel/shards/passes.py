@@ -309,11 +309,13 @@ class Passes:
             within: a context in which it is called.
             are_copies: whether the samples are copies in any case.
         """
-        watch, seed_of_step = self.functions.may_be_weighted(step.loss_name), step.shard_seed(0)
+        watch = self.functions.may_be_weighted(step.loss_name)
         before = versions(tensors(samples))
         with (
-            self._watch_parameters(is_examination=are_copies, seed_of_step=seed_of_step),
-            step.companions.watched(are_copies, seed_of_step) if step.companions.models else nullcontext(),
+            self._watch_parameters(is_examination=are_copies, step=step.number),
+            step.companions.watched(is_examination=are_copies, step=step.number)
+            if step.companions.models
+            else nullcontext(),
             watching_outputs(module) if watch else nullcontext() as outputs,
             within or nullcontext(),
         ):

@@ -211,6 +211,7 @@ class ModelStepper:
             loss_name=loss_name(loss_fn),
             generators=self._generators,
             kept=self._loss.kept,
+            number=index + 1,
         )
 
     def _update(
