@@ -5,8 +5,8 @@
 Every so many seconds something happens to the run (`strikes.py`), while the launcher brings it back by itself.
 When the time is over it is asked to end, and started once more for its last steps. The weights then have to be those of
 a run of as many steps that nobody disturbed, bit for bit; the launcher may not keep a process, a file handle or memory
-for a fault, nor may anything stay in shared memory or in the temporary folder. The exit code says whether all that
-holds.
+for a fault, nor may anything stay in shared memory or in the temporary folder (of the whole machine: no other run may
+use either meanwhile). The exit code says whether all that holds.
 """
 
 from __future__ import annotations
