@@ -6,10 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from paceline.spec import Job
+import paceline
+from paceline.env import worker_facts
+from paceline.errors import ModelError
+from paceline.spec import Job, Plan
 from tests.ranks.harness import run_ranks
 from tests.ranks.training import Outcome, images, largest_difference, train
 
@@ -229,3 +233,34 @@ def norm_and_dropout(in_channels: int, num_classes: int) -> nn.Module:
     return nn.Sequential(
         nn.BatchNorm2d(in_channels), nn.Flatten(), nn.Dropout(0.5), nn.Linear(64 * in_channels, num_classes)
     )
+
+
+@pytest.mark.parametrize(("begins", "num_steps"), [(0, 0), (4, 5)])
+def test_sync_norm_refuses_a_loss_whose_negatives_would_depend_on_the_workers(begins: int, num_steps: int) -> None:
+    """In the first step, or in the step after that in which the term begins."""
+    for world_size in (1, 2):
+        assert run_ranks(_contrast, world_size, begins) == [num_steps] * world_size
+
+
+def _contrast(begins: int) -> int:
+    """The number of steps that were made until a sentence came."""
+    job = Job().with_values(global_batch_size=12, virtual_shards=6, norm="sync", precision="float64")
+    plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=30)
+    with paceline.init(job, plan=plan, max_steps=7) as run:
+        model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(192, 4), nn.BatchNorm1d(4))
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for step, batch in enumerate(run.batches(images(96))):
+
+            def loss(model: nn.Module, batch: Any, step: int = step) -> Tensor:
+                features = model(batch[0])
+                similar = F.normalize(features) @ F.normalize(features).T
+                squares = features.square().mean()
+                return squares if step < begins else squares + similar.logsumexp(1).mean()
+
+            try:
+                run.step(batch, loss)
+            except ModelError as problem:
+                assert "is not the mean of their own losses" in str(problem)
+                assert "use norm = 'shard'" in str(problem)
+                return step
+    return -1

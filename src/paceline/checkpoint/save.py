@@ -150,8 +150,12 @@ class Saver:
         self._was_slow = False
         self._told: object = None
         """The kind of problem that the user was last told of."""
+        self._is_given_up = False
+        """Whether the storage accepted nothing of the newest checkpoint for too long."""
         self.last_step: int | None = None
         """The step of the newest checkpoint that was begun."""
+        self.written_step: int | None = None
+        """The step of the newest complete checkpoint; on other workers than rank 0, of their newest data file."""
         self.stalls_s: list[float] = []
         """How long training waited, for each checkpoint."""
         self._cleans = cleans
@@ -167,13 +171,14 @@ class Saver:
     @property
     def failed(self) -> bool:
         """Whether this worker could not write its data file of the newest checkpoint."""
-        return self._writing is not None and self._writing.problem is not None
+        return self._is_given_up or (self._writing is not None and self._writing.problem is not None)
 
     def begin(self, snapshot: Snapshot) -> None:
         """Copy `snapshot`, and write it in the background. A collective of all workers; none of them may be busy.
         Raises `CheckpointError` for something that a checkpoint cannot hold."""
         began = time.perf_counter()
         self.last_step = snapshot.step
+        self._is_given_up = False
         values, tensors = flatten_state(snapshot.shared)
         own_values, own_tensors = flatten_state(snapshot.own, worker_prefix(self._rank))
         state = tensors | own_tensors
@@ -242,6 +247,7 @@ class Saver:
                 self._report_problem(writing, TimeoutError(f"nothing has moved for {_PATIENCE_S:.0f} seconds"))
                 # That thread may wake up again, and should find what it had.
                 self._part, self._writing = StagedFile(), None
+                self._is_given_up = True
             return
 
     def give_up(self, after_s: float = 0.0) -> None:
@@ -269,6 +275,9 @@ class Saver:
                 self._hand_in(writing.folder, receipt)
             else:
                 self._commit(writing, writing.manifest, receipt)
+            # A thread that was given up may wake up after a later checkpoint was written.
+            self.written_step = max(writing.step, self.written_step or 0)
+            if writing.manifest is not None:
                 self._told = None
                 self._tidy(writing)
         except Exception as problem:

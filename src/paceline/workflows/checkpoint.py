@@ -193,15 +193,12 @@ def _state(storage: Storage, name: str, *, is_verified: bool = False) -> Checkpo
     if not is_complete(storage, name):
         return CheckpointState(name, "unfinished")
     try:
-        if is_verified:
-            verify_checkpoint(storage, name)
-            return CheckpointState(name, "good")
-        manifest = read_manifest(storage, name)
+        manifest = verify_checkpoint(storage, name) if is_verified else read_manifest(storage, name)
     except CheckpointError as problem:
         return CheckpointState(name, "damaged", str(problem))
     return CheckpointState(
         name,
-        "complete",
+        "good" if is_verified else "complete",
         step=manifest.step,
         saved_at=manifest.saved_at,
         workers=manifest.world_size,

@@ -337,7 +337,30 @@ def _float64(numbers: Sequence[Any]) -> Tensor:
 
 def has_other_norms(model: nn.Module) -> bool:
     """Whether there are batch norm layers whose statistics depend on all samples that go through them together."""
-    return any(isinstance(layer, _BatchNorm) and not isinstance(layer, ShardBatchNorm) for layer in model.modules())
+    return bool(_other_norms(model))
+
+
+def _other_norms(model: nn.Module) -> list[_BatchNorm]:
+    layers = [layer for layer in model.modules() if isinstance(layer, _BatchNorm)]
+    return [layer for layer in layers if not isinstance(layer, ShardBatchNorm)]
+
+
+def can_mix_nothing(model: nn.Module) -> bool:
+    """Whether in `mixing_nothing` no batch norm layer mixes samples: those that do have running statistics to use."""
+    return all(isinstance(layer, SyncBatchNorm) and layer.track_running_stats for layer in _other_norms(model))
+
+
+@contextmanager
+def mixing_nothing(model: nn.Module) -> Iterator[None]:
+    """A context in which synchronised layers normalise by their running statistics, and so wait for no other worker."""
+    layers = [layer for layer in model.modules() if isinstance(layer, SyncBatchNorm) and layer.training]
+    for layer in layers:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = True
 
 
 def unknown_buffers(model: nn.Module) -> list[Tensor]:

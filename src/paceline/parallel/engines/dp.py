@@ -36,8 +36,8 @@ from paceline.process_groups import open_group
 from paceline.spec import Job, Plan
 
 _SYNC_REFUSAL = (
-    "norm = 'sync' takes all shards of a worker through the model at once, but this model draws random numbers "
-    "(dropout), which belong to one shard each: the result would depend on the number of workers; use norm = 'shard'."
+    "norm = 'sync' takes all shards of a worker through the model at once, but {}: the result would depend on the "
+    "number of workers; use norm = 'shard'."
 )
 
 

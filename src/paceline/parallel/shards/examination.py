@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from paceline.parallel.assignment import ShardRange
-from paceline.parallel.batch_norm.norm import standing_in
+from paceline.parallel.batch_norm.norm import mixing_nothing, standing_in
 from paceline.parallel.engine import StepInput
 from paceline.parallel.loss.coupling import (
     AUX_LOSS,
@@ -435,6 +435,7 @@ def _leaving_no_trace(passes: Passes, step: StepInput, *, with_gradients: bool =
     with (
         passes.buffers.untouched(),
         leaving_no_trace(passes.model, passes.device, with_gradients=with_gradients),
+        mixing_nothing(passes.model),
         passes.norm.forgotten_after_error(),
         passes.norm.backward(),
         step.companions.backward(),

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from paceline.containers import copied, tensors, versions
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment, ShardRange
-from paceline.parallel.batch_norm.norm import NormStatistics, has_other_norms, standing_in
+from paceline.parallel.batch_norm.norm import NormStatistics, can_mix_nothing, has_other_norms, standing_in
 from paceline.parallel.engine import StepInput, statistics_dtype
 from paceline.parallel.kept.forward_buffers import ForwardBuffers
 from paceline.parallel.loss.loss_functions import DRAWS, LossFunctions
@@ -36,6 +36,12 @@ from paceline.parallel.shards.examination import check_repeatable_alone, examine
 from paceline.parallel.shards.outcomes import ForwardPass, StartOverError
 
 Result = TypeVar("Result")
+
+_MODEL_DRAWS = "this model draws random numbers (dropout), which belong to one shard each"
+_LOSS_COUPLES = (
+    "the loss of several shards is not the mean of their own losses, as that of a contrastive loss, or of a mean over "
+    "valid tokens that is not returned as paceline.Mean"
+)
 
 
 class Passes:
@@ -59,7 +65,8 @@ class Passes:
                 together.
             may_split: whether shards that could go together may also go one by one.
             one_by_one: whether they always do.
-            refusal: the error message for a model that draws random numbers, if the engine cannot train one.
+            refusal: the error message for what would need shards to go one by one, where they never do; `{}` stands
+                for the reason.
             is_concurrent: whether other devices use the same generators at the same time, until numbers are drawn.
         """
         self.norm = NormStatistics(model)
@@ -75,14 +82,18 @@ class Passes:
         """How many shards went through the model together last."""
         self._may_split = may_split
         self._one_by_one = one_by_one
-        # Where batch norm mixes the shards of a pass, their losses differ from those of single shards.
-        self._examines = may_split and not one_by_one and not has_other_norms(model)
+        # Where batch norm mixes the shards of a pass, their losses differ from those of single shards; synchronised
+        # layers can do without that (`mixing_nothing`).
+        mixes = has_other_norms(model) and not (refusal and can_mix_nothing(model))
+        self._examines = not one_by_one and not mixes and (may_split or bool(refusal))
         self._may_share_draws = self._examines and not refusal and not is_concurrent
         """Whether shards that draw random numbers may go together."""
         self._draws: defaultdict[str, ShardDraws] = defaultdict(partial(ShardDraws, device))
         self._num_looks_at_draws = 0
         self._novelties: defaultdict[str, Novelty] = defaultdict(Novelty)
         self._refusal = refusal
+        self._last_looked_new = False
+        """Whether the last pass could not be examined, though its loss was computed as in no step before."""
         self._is_concurrent = is_concurrent
         # Shards that take turns are one batch of more channels, which in this format would be a copy to begin with. On
         # a CPU a kernel for each shard costs little.
@@ -168,7 +179,10 @@ class Passes:
             reason = self._examine(step, module, own, min(most, num_shards or most))
         elif not reason and own is not None:
             reason = self._examine_what_fits(step, module, own)
-        return self.functions.agree_on_coupling(step.loss_name, reason)
+        sentences = self.functions.agree_on_coupling(step.loss_name, reason)
+        if sentences and self._refusal:
+            raise ModelError(self._refusal.format(_LOSS_COUPLES))
+        return sentences
 
     def shows_new_values(self, step: StepInput, shards: ShardRange, samples: Any) -> bool:
         """Whether samples that are to go through the model together show what no step has shown before."""
@@ -195,6 +209,8 @@ class Passes:
         """Examine shards that look new; whether shards have to go one by one from now on. Other workers see by
         themselves whether theirs have to."""
         reason = self._examine_what_fits(step, module, shards)
+        if self._refusal and reason not in ("", DRAWS):
+            raise ModelError(self._refusal.format(_LOSS_COUPLES))
         if reason:
             self.functions.couples[step.loss_name] = True
             self.functions.found_late = "" if reason == DRAWS else reason
@@ -243,7 +259,9 @@ class Passes:
         while next_shard < stop:
             shards = self._range(step, next_shard, self._most_samples(step))
             samples = self.samples(step, shards)
-            if self.shows_new_values(step, shards, samples) and self._couples_now(step, module, shards):
+            looks_new = self.shows_new_values(step, shards, samples) or self._last_looked_new
+            self._last_looked_new = False
+            if looks_new and self._couples_now(step, module, shards):
                 continue  # with the first of them alone
             is_wrong_if_drawn = self._must_not_draw(shards) or self._share_draws(shards)
             made = self.compute_loss(step, module, shards, samples)
@@ -254,7 +272,10 @@ class Passes:
             if self.functions.draws is None:
                 self.functions.draws = made.has_drawn
             if self.shows_new_operations(step, shards, made.loss):
-                raise StartOverError(partial(self._couples_now, step, module, shards))
+                if self._may_split:
+                    raise StartOverError(partial(self._couples_now, step, module, shards))
+                # A pass whose layers wait for other workers cannot be made again by one of them alone.
+                self._last_looked_new = True
             yield shards, made.loss
             next_shard = shards.stop_shard
 
@@ -410,7 +431,7 @@ class Passes:
     def go_one_by_one(self, loss_name: str) -> None:
         """Have shards that drew random numbers together go one by one from now on."""
         if self._refusal:
-            raise ModelError(self._refusal)
+            raise ModelError(self._refusal.format(_MODEL_DRAWS))
         self.functions.draws = True
         self.functions.couples[loss_name] = True
 

@@ -58,7 +58,7 @@ class Checkpoints:
         """After which step it was last looked at what is due: workers that train alone do not meet after every one."""
         self._handlers: dict[int, Any] = {}
         self._saver = Saver(storage, spec, group, say)
-        self._saver.last_step = saved_step
+        self._saver.last_step = self._saver.written_step = saved_step
         self._will_save = will_save
         self.was_saved: Callable[[int], None] = lambda _step: None
         """Receives the step of each complete checkpoint, on all workers after the same step; may be replaced."""
@@ -112,9 +112,9 @@ class Checkpoints:
 
     @property
     def newest(self) -> tuple[int, str] | None:
-        """Step and address of the newest checkpoint that was begun; None: there is none, or it could not be written."""
-        step = self._saver.last_step
-        return None if step is None or self._saver.failed else (step, f"{self._address}/{folder_name(step)}")
+        """Step and address of the newest checkpoint that is complete, as rank 0 knows; None: there is none."""
+        step = self._saver.written_step
+        return None if step is None else (step, f"{self._address}/{folder_name(step)}")
 
     def rescue(self, *, is_whole: bool) -> None:
         """After an error: save this worker's state, without the others, which may be gone, if it is the whole state.
