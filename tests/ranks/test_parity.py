@@ -254,7 +254,7 @@ def _contrast(begins: int) -> int:
             def loss(model: nn.Module, batch: Any, step: int = step) -> Tensor:
                 features = model(batch[0])
                 similar = F.normalize(features) @ F.normalize(features).T
-                squares = features.square().mean()
+                squares: Tensor = features.square().mean()
                 return squares if step < begins else squares + similar.logsumexp(1).mean()
 
             try:

@@ -171,13 +171,13 @@ def test_a_storage_that_stands_still(monkeypatch: pytest.MonkeyPatch, said: Said
     first = saver._writing
     saver.wait()
     assert len(said) == 1 and "step 1 could not be written to memory: nothing has moved" in said[0]
-    assert saver.failed and saver.written_step is None
+    assert (saver.failed, saver.written_step) == (True, None)
     saver.begin(_snapshot(2))  # into memory of its own: the first may still be written, and is
     saver.wait()
     goes_on.set()
     assert first is not None and first.thread is not None
     first.thread.join(60)
-    assert not saver.failed and saver.written_step == 2
+    assert (saver.failed, saver.written_step) == (False, 2)
     for step in (1, 2):
         weight = read_checkpoint(storage, f"step-{step:08d}").shared["model"]["weight"]
         assert weight.tolist() == [float(step)] * 10
