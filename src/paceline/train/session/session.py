@@ -46,7 +46,8 @@ class _SavedMetrics:
 
 @contextlib.contextmanager
 def _as_saved(name: str) -> Iterator[None]:
-    """One sentence for a checkpoint whose checksums are right and whose state is none of a run."""
+    """A context that turns errors while a state is loaded into a `CheckpointError`: its checksums are right, but it is
+    not a state that this run can load."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -311,7 +312,7 @@ class Session:
         return requests | {Request.STOP} if self._stopping.is_wanted() else requests
 
     def _received(self) -> Status:
-        """The status of all workers, of which it is done what they request."""
+        """Receive the status of all workers, and carry out their requests."""
         status = self._status_exchange.received()
         check_alike(status.checksums, self._names_sent)
         if self._checkpoints is not None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 NUM_CHECKSUMS = 5
-"""So many kinds of what should be alike on all workers travel with the status."""
+"""Number of checksums in a status message, each of which should be equal on all workers."""
 
 
 class Request(enum.IntEnum):
