@@ -1,4 +1,4 @@
-"""The algorithms that sum gradients: their names, and what rooms without tensors have to know of them."""
+"""The algorithms that sum gradients: their names, and what the parts that do not load torch need."""
 
 from __future__ import annotations
 

@@ -294,7 +294,8 @@ class Job(JsonValue):
         return Job.from_mapping(mapping)
 
     def grown(self, factor: int) -> Job:
-        """The job the books run on `factor` devices: batch, shards and (by its rule) learning rate scaled."""
+        """This job for weak scaling on `factor` devices: batch size and virtual shards times `factor`, and a learning
+        rate scaled by the rule in `optim`."""
         return dataclasses.replace(
             self,
             global_batch_size=self.global_batch_size * factor,

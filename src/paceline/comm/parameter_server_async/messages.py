@@ -57,7 +57,7 @@ class WorkRequest:
     """The worker has the statistics of all batches before this one."""
     is_ahead: bool = False
     """The worker still computes: it is answered at once, with no task if there is none now."""
-    wants_rest: bool = False
+    wants_pause: bool = False
     """All workers should stop as soon as the batches that are begun are finished."""
     report: TaskReport | None = None
 
@@ -68,7 +68,7 @@ class WorkReply:
 
     finished: int
     """All batches before this one are in the parameters, on every server."""
-    rest_at: int | None = None
+    pause_at: int | None = None
     """All workers stop when all batches before this one are finished, because some worker wanted it."""
     statistics: tuple[Tensor, ...] = ()
     """The sums over the shards of every batch from `WorkRequest.seen` to `finished` - 1."""

@@ -31,7 +31,7 @@ from paceline.parallel.batch_norm.sync_norm import BatchNorm, SyncBatchNorm
 
 
 class CurrentPass:
-    """What is in the model right now; one value shared by all norm layers of a model."""
+    """The current forward pass: which virtual shards it holds. One object shared by all norm layers of a model."""
 
     def __init__(self) -> None:
         self.shards: ShardRange | None = None

@@ -353,12 +353,12 @@ class Session:
             with self.heartbeat.inside("paceline", f"{what}, which all workers have to call,"):
                 dist.monitored_barrier(self._group)
 
-    def at_rest(self) -> None:
-        """Called when all workers rest between updates by servers: exchange status at once, and save if due."""
+    def on_pause(self) -> None:
+        """Called when all workers pause between updates by servers: exchange status at once, and save if due."""
         self._status_exchange.send(self._requests(), 0.0)
         self._received()
 
-    def wants_rest(self) -> bool:
+    def wants_pause(self) -> bool:
         """Whether this worker requests a checkpoint, and could write it now, or the end. No collective."""
         return self._stopping.is_wanted() or (self._checkpoints is not None and self._checkpoints.wants_save)
 

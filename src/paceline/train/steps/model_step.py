@@ -368,8 +368,8 @@ class ModelStepper:
             read=read,
             at_base_rates=self._rates.at_base,
             stop=int(min(progress.steps + batch.num_left, self.session.next_save())),
-            wants_rest=self.session.wants_rest,
-            at_rest=self.session.at_rest,
+            wants_pause=self.session.wants_pause,
+            on_pause=self.session.on_pause,
         )
 
 
