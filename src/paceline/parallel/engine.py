@@ -50,7 +50,7 @@ class StepInput:
     companions: Companions = ALONE
     """The other models that the loss function may call."""
     generators: OwnGenerators = NO_GENERATORS
-    """Those that the loss function and the model have of their own."""
+    """The random generators that the loss function and the model have of their own."""
     kept: KeptState = NOTHING_KEPT
     """What the loss function and the models keep from call to call."""
     any_shard: AnyShard | None = None
@@ -134,7 +134,7 @@ class Engine:
         """End what runs in the background.
 
         Args:
-            error: that ends the run, if one does.
+            error: the error that ends the run; None: none does.
         """
 
     # --- a step ---

@@ -217,7 +217,7 @@ class ModelOnMesh:
 
     @cached_property
     def _numbers(self) -> dict[int, tuple[float, float, float]]:
-        """By the identity of a layer."""
+        """The results of `numbers`, by the `id` of a layer."""
         return {}
 
     def waiting(self, layer: LayerCost) -> float:

@@ -33,7 +33,7 @@ MOST_SAMPLES = 2**31 - 1
 MOST_WORKERS = 2**20
 """The most workers that one run may have."""
 MOST_NAME_CHARACTERS = 200
-"""In the name of a job, by which folders are called."""
+"""The most characters of a job's name, which is part of the names of folders."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which evaluation of a run was the best, and when there is no use in going on.
+"""The best evaluation of a run, and early stopping.
 
 Both are functions of the evaluations so far, which are the same on all workers and kept with every checkpoint: so a run
 ends at the same step on any number of workers, and however often it was interrupted.

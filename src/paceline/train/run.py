@@ -407,7 +407,7 @@ class Run(RunView):
             measure: called as measure(model, batch) in evaluation mode without gradients; returns one value per
                 sample for every metric, {"accuracy": correct, "loss": losses}, each of shape (samples in batch,), or
                 `paceline.Mean(loss, weight=number of tokens)`; the result is the mean over all samples, or tokens.
-            metrics: those that are no means, by name: a torchmetrics metric, or three functions (update, merge,
+            metrics: metrics that are not means, by name: a torchmetrics metric, or three functions (update, merge,
                 compute). `measure` then returns under this name what `update` takes, {"f1": (predictions, targets)}.
         """
         loading = loading_of(self.job, dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)

@@ -38,7 +38,7 @@ late."""
 
 @dataclass(frozen=True)
 class Fetched:
-    """What has come, and the parameters with it: None where the worker has them."""
+    """The next work, and the parameters with it: None if the worker has them already."""
 
     next_work: NextWork
     values: Tensor | None = None
@@ -82,7 +82,7 @@ class Exchange:
         self._has_task = False
 
     def next(self, wants_pause: bool) -> Fetched:
-        """What comes next: statistics, work, or the end of all work.
+        """The next message: statistics, work, or the end of all work.
 
         Raises:
             PeerLost: a server is lost, or the others gave this worker up.

@@ -1,4 +1,4 @@
-"""What workers, servers and the coordinator of `parameter_server_async` tell each other."""
+"""Messages of `parameter_server_async` between workers, servers and the coordinator."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class WorkReply:
 
 @dataclass(frozen=True)
 class NextWork:
-    """What comes to a worker, or to all workers of its node."""
+    """The next work of a worker, or of all workers of its node."""
 
     statistics: tuple[tuple[int, Tensor], ...] = ()
     """The number of each batch that is finished now, and the sum of its statistics over the shards."""

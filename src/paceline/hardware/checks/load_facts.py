@@ -1,4 +1,4 @@
-"""What the processors of a node are busy with."""
+"""The CPU load of a node: by this program, by other programs, by other virtual machines."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class ShardBatchNorm(BatchNorm):
         """Normalise values of shape (rows, count * channels, ...): those of the pass's shards from `first` on.
 
         Args:
-            seen_weight: of each of these shards in this call.
+            seen_weight: the weight of each of these shards in this call.
         """
         weight: Tensor | None = self.weight
         bias: Tensor | None = self.bias

@@ -285,7 +285,7 @@ def _may_hold_tensors(value: object) -> bool:
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
-    """Those that are no parameters: recurrent layers list theirs, which sharding exchanges in every pass."""
+    """The tensors in a value except parameters: recurrent layers list theirs, which sharding replaces in every pass."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple | dict | deque) and len(value) <= _MOST_IN_LIST:

@@ -1,4 +1,4 @@
-"""What workers have learned about the loss functions of a run, each in its first steps."""
+"""Facts about the loss functions of a run, found in the first steps of each."""
 
 from __future__ import annotations
 

@@ -208,7 +208,7 @@ class DataProgress:
         Args:
             sizes: how many samples each substream gives.
             states: the stream's own states after it, as far as this worker knows them.
-            fingerprint: that of the stream's samples so far; 0: not known.
+            fingerprint: the fingerprint of the stream's samples so far; 0: not known.
         """
         position, job = self._position, self._job
         assert position is not None
@@ -348,7 +348,7 @@ class _SavedStream:
     states: str
     """The stream's own states, by substream, in JSON."""
     fingerprint: int = 0
-    """That of the samples that were trained on, where the stream is read as it comes; 0: not known."""
+    """The fingerprint of the samples trained on, if the stream is read as it comes; 0: not known."""
 
 
 @dataclass(frozen=True)

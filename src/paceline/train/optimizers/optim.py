@@ -25,7 +25,7 @@ _OURS: Mapping[str, tuple[str, ...]] = {"SGD": _OF_SGD, "Adam": _OF_ADAM, "AdamW
 """The keys of `OptimSpec` that an optimizer takes besides lr and weight_decay; `options` has the rest."""
 
 _TOTALS = ("total_steps", "num_training_steps")
-"""What schedulers call the number of steps of the whole run."""
+"""Names of the scheduler options for the number of steps of the whole run."""
 _FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
 FUSED = (*_FUSED_ON_SHARDS, torch.optim.SGD)
 """Optimizers that torch has fused kernels for; subclasses are not included. The kernels look at

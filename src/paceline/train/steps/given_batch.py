@@ -104,7 +104,7 @@ class GivenBatch:
 
     @property
     def generators_of_host(self) -> list[RandomGenerator]:
-        """Those of NumPy and Python that are the script's own, and that it has drawn from, as far as it is recorded."""
+        """The script's own generators of NumPy and Python that it has drawn from, as far as it is recorded."""
         return [] if self._host_draws is None else self._host_draws.from_own()
 
     def is_changed(self, content: Any) -> bool:
