@@ -27,11 +27,11 @@ class WireFacts:
 
 WIRE_FACTS: dict[WireName, WireFacts] = {
     "float32": WireFacts(4.0, 2.0**-24),
-    "bfloat16": WireFacts(2.0, 2.0**-8, loss="they travel rounded to bfloat16 (8 bits of precision)"),
+    "bfloat16": WireFacts(2.0, 2.0**-8, loss="they are sent rounded to bfloat16 (8 bits of precision)"),
     "float16": WireFacts(
-        2.0, 2.0**-11, loss="they travel rounded to float16 (11 bits of precision, overflow at 65,504)"
+        2.0, 2.0**-11, loss="they are sent rounded to float16 (11 bits of precision, overflow at 65,504)"
     ),
     "int8": WireFacts(  # a scale of 4 bytes for each block
-        1 + 4 / 1024, 1 / 254, has_blocks=True, loss="they travel rounded to 255 steps per block of 1,024 values"
+        1 + 4 / 1024, 1 / 254, has_blocks=True, loss="they are sent rounded to 255 steps per block of 1,024 values"
     ),
 }

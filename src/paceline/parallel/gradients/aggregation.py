@@ -32,9 +32,9 @@ LOSSY = (WIRE_FORMATS["bfloat16"], WIRE_FORMATS["int8"])
 
 _LOSSES: dict[str, str] = {
     **{name: facts.loss for name, facts in WIRE_FACTS.items() if facts.loss},
-    "powersgd": "of each matrix an approximation of rank {spec.powersgd_rank} travels, the rest is sent in later steps",
-    "topk": "each worker's largest {spec.density:.2%} of the values travel, the rest is sent in later steps",
-    "randomk": "a random {spec.density:.2%} of the values travel, the rest is sent in later steps",
+    "powersgd": "an approximation of rank {spec.powersgd_rank} of each matrix is sent, the rest in later steps",
+    "topk": "each worker's largest {spec.density:.2%} of the values are sent, the rest in later steps",
+    "randomk": "a random {spec.density:.2%} of the values is sent, the rest in later steps",
 }
 
 
