@@ -1,4 +1,4 @@
-"""`paceline.doctor`: finds problems of this node, or of several and the network between them, and says how to fix them."""
+"""`paceline.doctor`: finds problems of this node, or of several and the network between them, and how to fix them."""
 
 from __future__ import annotations
 
