@@ -101,8 +101,8 @@ class Unsent:
         if self._compressor is None:
             return {"sums": dict(self._residuals)} if self._residuals else {}
         state = self._compressor.state_dict()
-        residual = {key: value for key, value in state.items() if key.startswith(RESIDUAL)}
-        return {"sums": residual, "means": {key: value for key, value in state.items() if key not in residual}}
+        residuals = {key: value for key, value in state.items() if key.startswith(RESIDUAL)}
+        return {"sums": residuals, "means": {key: value for key, value in state.items() if key not in residuals}}
 
     def load(self, own: dict[str, Any]) -> None:
         """Go on from a `state`."""
