@@ -62,8 +62,7 @@ def printable(text: str) -> str:
 class PacelineError(Exception):
     """A mistake that the user can correct; its message is one sentence.
 
-    What it quotes may come from anywhere: nothing in it moves a terminal's cursor, and nobody has to read thousands of
-    characters.
+    Messages may quote any input: control characters are escaped, and long messages are shortened.
     """
 
     exit_code = 2

@@ -66,7 +66,7 @@ def checked_options(
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """Those of a function or class; None where it is written in C and does not show them."""
+    """The parameters of a function or class; None if it is written in C and does not show them."""
     try:
         return list(inspect.signature(function).parameters.values())
     except ValueError:

@@ -23,14 +23,14 @@ from torch import nn
 _MOST_TRANSFORMS = 64
 """A longer list is one of samples."""
 _CALLERS = 3
-"""So many functions are looked at: a loop over batches may stand in one that was called by another, or go through a
-progress bar."""
+"""The number of calling functions to look at: a loop over batches may be in a nested function, or go through a progress
+bar."""
 
 RandomGenerator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 _PLAIN = (bool, int, float, str)
 
 _METHODS = ("__call__", "__getitem__", "__getitems__", "__iter__", "step")
-"""Those of a user's objects whose code may draw, of data sets, transforms, samplers, streams and optimizers."""
+"""Methods whose code may draw random numbers, of a user's data sets, transforms, samplers, streams and optimizers."""
 
 
 class OwnGenerators:
@@ -86,7 +86,7 @@ class OwnGenerators:
 
 
 def generators_of_caller() -> OwnGenerators:
-    """Those that the functions which called this package hold in their variables, or name in their code."""
+    """The generators that the functions which called this package hold in variables, or name in their code."""
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("paceline", "contextlib"):
         frame = frame.f_back
@@ -146,7 +146,7 @@ def is_same_code(one: object, other: object) -> bool:
 
 
 def _generators_in(holders: Iterable[object], depth: int, parts: Callable[[object], Iterator[object]]) -> Iterator[Any]:
-    """Those that things are, hold, or can reach by a name in their code."""
+    """The generators that `holders` are, hold, or can reach by a name in their code."""
     left = [(holder, depth) for holder in holders]
     seen: dict[int, object] = {}
     while left:

@@ -48,7 +48,7 @@ class Lease(JsonValue):
     """Which process uses a folder."""
 
     token: str
-    """The same for all processes of one run, which may follow each other in the folder."""
+    """A token that all processes of one run share, which may use the folder one after the other."""
     node: str
     boot: str
     """The node's boot, and the processes that see each other there: a pid means nothing outside of these."""

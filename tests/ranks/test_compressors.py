@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline import env
-from paceline.comm.compressor import OWED, Bucket, Compressor, Sum
+from paceline.comm.compressor import RESIDUAL, Bucket, Compressor, Sum
 from paceline.comm.links import Links
 from paceline.comm.powersgd import PowerSGD
 from paceline.comm.randomk import RandomK
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.slow
 
 Array = NDArray[Any]
 Steps = list[tuple[Array, Array]]
-"""For every step a bucket's result and what this worker owes afterwards, both flat."""
+"""For every step a bucket's result and this worker's residuals after it, both flat."""
 
 KINDS = ("powersgd", "topk", "randomk")
 SHAPES: dict[str, tuple[int, ...]] = {"dense": (20, 30), "bias": (20,), "conv": (8, 3, 3, 3), "small": (2, 3)}
@@ -79,10 +79,10 @@ def _bucket(values: Tensor) -> Bucket:
     )
 
 
-def _owed(compressor: Compressor, like: Tensor) -> Array:
+def _residuals(compressor: Compressor, like: Tensor) -> Array:
     state, bucket = compressor.state_dict(), _bucket(torch.zeros_like(like))
     for name, part in bucket.parts:
-        part.copy_(state.get(OWED + name, part))
+        part.copy_(state.get(RESIDUAL + name, part))
     return bucket.values.numpy()
 
 
@@ -90,7 +90,7 @@ def _aggregate(compressor: Compressor, total: Sum, gradients: list[Tensor]) -> S
     steps = []
     for values in gradients:
         compressor.aggregate(_bucket(values), total)
-        steps.append((values.numpy().copy(), _owed(compressor, values).copy()))
+        steps.append((values.numpy().copy(), _residuals(compressor, values).copy()))
     return steps
 
 
@@ -130,8 +130,8 @@ def test_all_workers_get_the_same_and_nothing_is_lost(world_size: int) -> None:
             else:
                 assert np.abs(summed[0] - expected).max() > 0.1, case
             missing += expected - summed[0]
-            owed = sum(steps[step][1] for steps in results)
-            np.testing.assert_allclose(owed, missing, atol=1e-9, err_msg=str(case))
+            residuals = sum(steps[step][1] for steps in results)
+            np.testing.assert_allclose(residuals, missing, atol=1e-9, err_msg=str(case))
 
 
 def test_powersgd_and_randomk_do_not_depend_on_the_number_of_workers() -> None:
@@ -152,10 +152,10 @@ def test_an_overflow_on_one_worker_is_seen_by_all_and_forgotten(bad: float) -> N
     by_rank = run_ranks(_many_steps, 2, cases, 4, {(1, 1): bad})
     for number, case in enumerate(cases):
         for rank, cases_of_rank in enumerate(by_rank):
-            results, owed = zip(*cases_of_rank[number], strict=True)
+            results, residuals = zip(*cases_of_rank[number], strict=True)
             assert not np.isfinite(results[1]).any(), (case, rank)
-            np.testing.assert_array_equal(owed[1], owed[0], err_msg=f"{case} {rank}")
-            assert np.isfinite(results[2]).all() and np.isfinite(owed[3]).all(), (case, rank)
+            np.testing.assert_array_equal(residuals[1], residuals[0], err_msg=f"{case} {rank}")
+            assert np.isfinite(results[2]).all() and np.isfinite(residuals[3]).all(), (case, rank)
         missing = sum(_true_sum(2, step) - by_rank[0][number][step][0] for step in (0, 2, 3))
         np.testing.assert_allclose(by_rank[0][number][3][1] + by_rank[1][number][3][1], missing, atol=1e-9)
 
@@ -172,20 +172,20 @@ def _top_of_each() -> tuple[Array, Array, int]:
             dist.all_reduce(vector)
 
         compressor.aggregate(Bucket(values, (("w", values.view(3, 4)),)), total)
-        return values.numpy(), compressor.state_dict()[OWED + "w"].numpy(), lengths[0]
+        return values.numpy(), compressor.state_dict()[RESIDUAL + "w"].numpy(), lengths[0]
 
 
 def test_topk_sums_what_anybody_chose_over_everybody() -> None:
     """Each worker chooses two of its own and one that all choose: 3 x 2 + 1 values are summed, whole."""
     chosen = [0, 1, 2, 5, 8, 9, 10]
-    for rank, (summed, owed, length) in enumerate(run_ranks(_top_of_each, 3)):
+    for rank, (summed, residuals, length) in enumerate(run_ranks(_top_of_each, 3)):
         assert length == len(chosen)
         # Chosen by worker w: its hundreds, and the ones of the others.
         ones = [105.0, 204.0, 303.0, 600.0, 105.0, 204.0, 303.0]
         np.testing.assert_array_equal(summed[chosen], ones)
         np.testing.assert_array_equal(np.delete(summed, chosen), 0.0)
-        np.testing.assert_array_equal(owed.reshape(-1)[chosen], 0.0)
-        np.testing.assert_array_equal(np.delete(owed.reshape(-1), chosen), 1.0 + rank)
+        np.testing.assert_array_equal(residuals.reshape(-1)[chosen], 0.0)
+        np.testing.assert_array_equal(np.delete(residuals.reshape(-1), chosen), 1.0 + rank)
 
 
 def _over_the_ring(wires: list[str]) -> dict[tuple[str, str], tuple[Array, Array]]:

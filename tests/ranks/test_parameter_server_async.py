@@ -33,7 +33,7 @@ MakeOptimizer = Callable[[nn.Module], Optimizer]
 TERMS = ServerSettings(staleness=0, num_servers=1, timeout_s=20)
 NUM_BATCHES = 6
 REST_AT = 2
-"""The batch before which all workers rest in `_train`."""
+"""The batch before which all workers pause in `_train`."""
 
 
 def sgd(model: nn.Module) -> Optimizer:

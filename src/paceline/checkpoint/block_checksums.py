@@ -11,7 +11,7 @@ from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError
 
 BLOCK_BYTES = 1 << 20
-"""Whole blocks are read, so small ones waste less; all workers exchange their checksums, so there should be few."""
+"""Only whole blocks are read, so small ones waste less; workers exchange a checksum of each, so there should be few."""
 
 
 class BlockReader:
@@ -71,8 +71,8 @@ def num_blocks(num_bytes: int) -> int:
 def sum_of_blocks(sums: Mapping[int, int], num_bytes: int) -> int:
     """The CRC-32 of a file of `num_bytes`, from the CRC-32 of each of its blocks.
 
-    A sum that goes on behind other bytes differs from one that begins anew by what their sum becomes when as many
-    zeros follow it: CRC-32 is linear over the field of two elements (Peterson and Brown 1961).
+    crc(a + b) = crc(b) XOR shift(crc(a)), where shift is the effect of appending len(b) zero bytes: CRC-32 is linear
+    over GF(2) (Peterson and Brown 1961).
     """
     total = 0
     for number in range(num_blocks(num_bytes)):

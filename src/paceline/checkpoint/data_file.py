@@ -157,7 +157,7 @@ class Position:
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
-    """In the file, in bytes."""
+    """The offset in the file, in bytes."""
 
     def tensor_in(self, content: bytearray) -> Tensor:
         count = math.prod(self.shape)

@@ -168,11 +168,11 @@ def check_cover(name: str, whole: Slice, boxes: Sequence[Slice]) -> None:
     """Raise `CheckpointError` if stored slices leave a part of a tensor, or of a slice of one, uncovered.
 
     Args:
-        boxes: known to lie inside of `whole`, and to hold as many numbers as it.
+        boxes: known to lie inside of `whole`, and to hold as many elements in all as it has.
     """
     if len(boxes) == 1 and boxes[0].sizes == whole.sizes:
         return
-    # There are as many numbers as it needs, so one that is missing lies under another.
+    # The boxes hold exactly as many elements as the tensor, so an uncovered element means that two boxes overlap.
     if all(whole.sizes):
         covered = torch.zeros(whole.sizes, dtype=torch.bool)
         for slice in boxes:

@@ -77,9 +77,9 @@ class Manifest:
     job: dict[str, Any]
     """What was trained."""
     values: dict[str, Any]
-    """All state but tensors; see `tree`."""
+    """All state but tensors; see `state_tree`."""
     workers: tuple[dict[str, Any], ...] = ()
-    """The same of each worker by itself, where workers differ."""
+    """For each worker, the part of `values` in which workers differ."""
     files: tuple[DataFile, ...] = ()
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     format: int = FORMAT

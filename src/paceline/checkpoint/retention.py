@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""Retention rules: which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.spec.job import CheckpointSpec
 
 @dataclass(frozen=True)
 class KnownCheckpoint:
-    """What the rules ask of a checkpoint."""
+    """The facts about a checkpoint that the retention rules use."""
 
     name: str
     saved_at_s: float
@@ -25,7 +25,7 @@ class KnownCheckpoint:
 
 
 def wanted(known: Sequence[KnownCheckpoint], spec: CheckpointSpec) -> set[str]:
-    """The names of those that the rules keep.
+    """The names of the checkpoints that the rules keep.
 
     The last `keep_last`; of every span of `keep_every_hours` hours the first; the best by `keep_best`.
 
@@ -57,15 +57,15 @@ def best_of(known: Sequence[KnownCheckpoint], spec: CheckpointSpec) -> str | Non
 
 @dataclass(frozen=True)
 class Pruning:
-    """What becomes of the checkpoints that are there; names, oldest first."""
+    """The checkpoints to keep and to delete: names, oldest first."""
 
     stay: tuple[str, ...]
     """Checkpoints that were verified and are good."""
     best: str | None
-    """The one of them that is kept because it is the best."""
+    """The one of `stay` that is kept because it is the best."""
     go: tuple[str, ...]
     damaged: dict[str, str]
-    """What is wrong with those that can be no substitute for others; they are left as they are."""
+    """The problems of checkpoints that cannot replace others, by name; they are left as they are."""
 
 
 def sort_out(storage: Storage, spec: CheckpointSpec, trusted: Collection[str] = ()) -> Pruning:

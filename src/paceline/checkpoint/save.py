@@ -251,7 +251,7 @@ class Saver:
             return
 
     def give_up(self, after_s: float = 0.0) -> None:
-        """Another worker could not write its file: do not wait for it, or only `after_s` seconds."""
+        """Stop waiting after `after_s` seconds for a checkpoint that another worker could not write its file of."""
         if self._writing is not None:
             if self._writing.thread is not None:
                 self._writing.thread.join(after_s)

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a folder of this machine or of a shared file system, or a place behind an address."""
+"""The storage of checkpoints: a folder of a local or shared file system, or an address such as s3://bucket/run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_READ_BYTES = 1 << 30
 """No manifest is larger: one of a million slices of tensors has some 200 MB."""
 
 PIECE_BYTES = 8 << 20
-"""Read, written and summed at a time: the sum is taken of what is still in the processor's cache."""
+"""Bytes read, written and checksummed at a time: the checksum is taken of data still in the processor's cache."""
 
 
 class Catalogue(Protocol):
@@ -35,14 +35,14 @@ class Catalogue(Protocol):
         """The whole content, `MOST_READ_BYTES` at most. Raises `FileNotFoundError` where there is no such file."""
 
     def names(self, folder: str = "") -> list[str]:
-        """What lies in a folder, sorted; nothing where there is no such folder."""
+        """The names in a folder, sorted; an empty list if there is no such folder."""
 
     def folders(self) -> list[str]:
-        """Which of `names()` are folders."""
+        """Those of `names()` that are folders."""
 
 
 class Storage(Catalogue, Protocol):
-    """The same, with contents that are too large for one look, and can be changed."""
+    """A catalogue whose files can also be read in pieces, written and removed."""
 
     def write(self, name: str, pieces: Iterable[Piece]) -> None:
         """Make or replace a file. It has its name only once it is complete and would survive a power cut."""
@@ -128,8 +128,8 @@ class Folder:
 
 @contextlib.contextmanager
 def held(storage: Storage, token: str, say: Callable[[str], None]) -> Iterator[None]:
-    """Lets no other run save there while the block is open (`hold_folder`); of stores of objects that is not known.
-    Raises `LaunchError`, which says which, where one does."""
+    """A context in which no other run can save to the storage (`hold_folder`); object stores cannot be locked, so
+    nothing is done for them. Raises `LaunchError`, which names the other run, if one saves there."""
     with contextlib.ExitStack() as held:
         if isinstance(storage, Folder):
             with contextlib.suppress(OSError):  # nothing can be written there; that is told when it is tried

@@ -118,7 +118,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "max_bytes": _size("--max-bytes", show_default="256M"),
     "max_minutes": {
         "metavar": "MINUTES",
-        "help": "Save and end after this time since the launch; the same command with the same --out goes on.",
+        "help": "Save and end this many minutes after the launch; the same command with the same --out resumes.",
     },
     "max_restarts": {"min": 0},
     "memory_bytes": _size("--memory"),

@@ -25,7 +25,7 @@ def _print_recipes(is_asked: bool) -> None:
         raise typer.Exit
 
 
-@options_of(workflow.train, plan={"help": "The plan.json that `paceline plan` wrote; options given here win over it."})
+@options_of(workflow.train, plan={"help": "The plan.json that `paceline plan` wrote; options given here override it."})
 def train(
     as_json: AsJson = False,
     dry_run: DryRun = False,

@@ -1,4 +1,4 @@
-"""The backend's own all-reduce: the oracle of the other algorithms."""
+"""The backend's own all-reduce: the reference that the other algorithms are tested against."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A vector in chunks that are under way at the same time: while one is between nodes, others are inside one."""
+"""A vector in chunks that are sent at the same time: some between nodes, others inside of nodes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ def chunk_length(values: Tensor) -> int:
 
 
 def in_turns(chunks: Iterable[Iterator[None]]) -> None:
-    """Each chunk one stage on in every turn, and one chunk more; the same order on every worker.
+    """Run the chunks as a pipeline: in each round start one more chunk and advance every started one by a stage, newest
+    first. The order is the same on every worker.
 
     Args:
-        chunks: the way of each one, which yields where it has begun to send; equally many times on every worker.
+        chunks: one iterator per chunk, which yields after it has begun to send; equally often on every worker.
     """
     waiting, under_way = deque(chunks), deque[Iterator[None]]()
     while waiting or under_way:

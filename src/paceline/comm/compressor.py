@@ -1,8 +1,8 @@
-"""Lossy compressors: less is sent than the gradients, and what is left out is added to the next step's gradient.
+"""Lossy compressors: a part of the gradient is sent, and the residual, which is not, is added to the next gradient.
 
 With such error feedback, sending a part of the gradient converges like sending all of it (Stich, Cordonnier, Jaggi:
 "Sparsified SGD with Memory", 2018; Karimireddy et al.: "Error Feedback Fixes SignSGD and other Gradient Compression
-Schemes", 2019). That holds because nothing disappears: what was sent so far plus what is owed is the sum of all
+Schemes", 2019). That holds because nothing is lost: all that was sent so far, plus the residual, is the sum of all
 gradients so far.
 """
 
@@ -19,8 +19,9 @@ from torch import Tensor
 Sum = Callable[[Tensor], None]
 """Adds a 1-D contiguous vector of one length over all workers, in place; any algorithm in any wire format."""
 
-OWED = "owed/"
-"""How the key of what is owed to a parameter begins in a compressor's state; the parameter's name follows."""
+RESIDUAL = "owed/"
+"""The prefix of the key of a parameter's residual in a compressor's state; the parameter's name follows. It is part of
+the format of checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +39,14 @@ class Bucket:
 
 
 class Compressor:
-    """Sums less than the gradients, and owes the rest: in each parameter's own shape and dtype, always finite.
+    """Sums a part of the gradients, and keeps the rest as residuals, of a parameter's shape and dtype, always finite.
 
-    What is owed differs from worker to worker. Only its sum over all workers matters to training, so that a run that
-    goes on with other workers may hand it out anew as long as the sum stays.
+    Residuals differ from worker to worker. Only their sum over all workers matters to training, so that a run that
+    continues with other workers may distribute it anew.
     """
 
-    kept: tuple[str, ...] = (OWED,)
-    """What is remembered from step to step, as the beginnings of the keys of its state."""
+    kept: tuple[str, ...] = (RESIDUAL,)
+    """The prefixes of the keys of its state, which it keeps from step to step."""
 
     def __init__(self) -> None:
         self._state: dict[str, Tensor] = {}
@@ -54,31 +55,31 @@ class Compressor:
         """Replace the bucket's values by (about) their sum over all workers, bit for bit the same on each of them.
 
         If the sum is not finite, the step will be skipped: the bucket says so (it holds NaN or infinity on every
-        worker) and what is owed stays as it was.
+        worker) and the residuals stay as they were.
         """
         raise NotImplementedError
 
     def add_to(self, parts: Iterable[tuple[str, Tensor]]) -> None:
-        """Add to each named gradient what is owed to it, in place."""
+        """Add to each named gradient its residual, in place."""
         for name, part in parts:
-            if OWED + name in self._state:
-                # `to` moves what was loaded from a file; otherwise it does nothing.
-                owed = self._state[OWED + name] = self._state[OWED + name].to(part)
-                part.add_(owed)
+            if RESIDUAL + name in self._state:
+                # `to` moves a residual that was loaded from a file; otherwise it does nothing.
+                residual = self._state[RESIDUAL + name] = self._state[RESIDUAL + name].to(part)
+                part.add_(residual)
 
     def remember(self, name: str, left_out: Tensor, poison: Tensor) -> None:
-        """From now on this, and no more, is owed to parameter `name`, unless `poison` is NaN."""
-        owed = self._state.setdefault(OWED + name, torch.zeros_like(left_out))
-        torch.where(poison == 0, left_out, owed, out=owed)
+        """Set the residual of parameter `name` to `left_out`, unless `poison` is NaN; else it must be 0."""
+        residual = self._state.setdefault(RESIDUAL + name, torch.zeros_like(left_out))
+        torch.where(poison == 0, left_out, residual, out=residual)
 
     def settle(self, bucket: Bucket, chosen: Tensor, sums: Tensor) -> None:
-        """Leave in the bucket the sums of what was sent, and zero elsewhere; owe what was not sent.
+        """Store what was not sent as residuals, and write the sums of what was sent into the bucket, zero elsewhere.
 
         Args:
             chosen: the indices of the values that were sent.
-            sums: theirs over all workers; more numbers may follow, which only have to be finite.
+            sums: the sums of these over all workers; more numbers may follow, which only have to be finite.
         """
-        values, poison = bucket.values, poison_of(sums)
+        values, poison = bucket.values, nan_if_not_finite(sums)
         values[chosen] = 0.0
         for name, part in bucket.parts:
             self.remember(name, part, poison)
@@ -87,15 +88,15 @@ class Compressor:
         values.add_(poison)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What is remembered from step to step, by parameter and kind."""
+        """The state that is kept from step to step, by kind and parameter."""
         return dict(self._state)
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         self._state = {key: value.detach().clone() for key, value in state.items() if key.startswith(self.kept)}
 
 
-def poison_of(values: Tensor) -> Tensor:
-    """A scalar that is 0, or NaN if any value is NaN or infinite. On its device: to read it would be to wait for it."""
+def nan_if_not_finite(values: Tensor) -> Tensor:
+    """A scalar that is 0, or NaN if any value is NaN or infinite; on the device of `values`, without waiting for it."""
     return torch.linalg.vector_norm(values, math.inf) * 0 if values.numel() else values.new_zeros(())
 
 

@@ -1,4 +1,4 @@
-"""PowerSGD: the gradient of a matrix travels as two thin factors of it.
+"""PowerSGD: the gradient of a matrix is sent as two thin factors.
 
 Vogels, Karimireddy, Jaggi: "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization", 2019,
 arXiv 1905.13727.
@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.comm.compressor import OWED, Bucket, Compressor, Sum, poison_of, shared_generator
+from paceline.comm.compressor import RESIDUAL, Bucket, Compressor, Sum, nan_if_not_finite, shared_generator
 
 _FACTOR = "factor/"
 """Q' of the last step by parameter, the same on all workers."""
@@ -25,16 +25,16 @@ class PowerSGD(Compressor):
 
         P = orthonormal(sum of M_w Q)      Q' = sum of M_w^T P      sum of M_w ~ P Q'^T
 
-    and worker w goes on owing M_w - P (M_w^T P)^T. All of it is linear in the sum of the gradients, so that but for
-    rounding the result does not depend on how many workers there are; it is exact where that sum has at most this rank.
+    and M_w - P (M_w^T P)^T is the residual of worker w. All of it is linear in the sum of the gradients, so that up to
+    rounding the result does not depend on the number of workers; it is exact if that sum has at most this rank.
 
     A bucket travels as two vectors: first what is not worth compressing (vectors, small matrices) together with all
-    M Q, then all M^T P. What a lossy wire format rounds off on top is not owed.
+    M Q, then all M^T P. The rounding error of a lossy wire format is not part of the residual.
 
     P and the product are computed by every worker for itself from equal numbers: equal bits need workers of one kind.
     """
 
-    kept = (OWED, _FACTOR)
+    kept = (RESIDUAL, _FACTOR)
 
     def __init__(self, rank: int, seed: int) -> None:
         super().__init__()
@@ -97,4 +97,4 @@ def _summed(tensors: list[Tensor], total: Sum) -> tuple[list[Tensor], Tensor]:
     vector = torch.cat([tensor.reshape(-1) for tensor in tensors])
     total(vector)
     pieces = vector.split([tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)], poison_of(vector)
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)], nan_if_not_finite(vector)

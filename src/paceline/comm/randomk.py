@@ -1,4 +1,4 @@
-"""Random-k: all workers send the same values of the gradient, chosen by lot; indices need not travel."""
+"""Random-k: all workers send the same values, chosen at random by a shared seed, so without their indices."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from paceline.comm.compressor import OWED, Bucket, Compressor, Sum, poison_of, shared_generator
+from paceline.comm.compressor import RESIDUAL, Bucket, Compressor, Sum, nan_if_not_finite, shared_generator
 from paceline.containers import on_device
 
 _DRAWS = "draws/"
-"""How often a bucket was drawn from, by the name of its first parameter."""
+"""The number of draws from a bucket, by the name of its first parameter."""
 
 
 class RandomK(Compressor):
@@ -21,11 +21,11 @@ class RandomK(Compressor):
     result does not depend on how many workers there are.
 
     Values are sent as they are, not multiplied by 1 / density. That would make each step's sum right on average, but
-    what is not sent now is owed and will be sent: it would be counted twice, and what is owed would grow instead of
-    staying bounded (Stich et al. 2018, Karimireddy et al. 2019; both in `compressor`).
+    the residual is sent later: it would be counted twice, and grow instead of staying bounded (Stich et al. 2018,
+    Karimireddy et al. 2019; both in `compressor`).
     """
 
-    kept = (OWED, _DRAWS)
+    kept = (RESIDUAL, _DRAWS)
 
     def __init__(self, density: float, seed: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class RandomK(Compressor):
         self.add_to(bucket.parts)
         chosen = on_device(self._draw(bucket.parts[0][0], values.numel()), values.device)
         # A value that is not finite may not have been chosen, but all workers have to know of it.
-        vector = torch.cat([values[chosen], poison_of(values).view(1)])
+        vector = torch.cat([values[chosen], nan_if_not_finite(values).view(1)])
         total(vector)
         self.settle(bucket, chosen, vector)
 

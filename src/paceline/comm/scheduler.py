@@ -69,7 +69,7 @@ class Scheduler:
             self._thread.start()
 
     def begin_step(self) -> None:
-        """What is submitted from now on belongs to the next training step."""
+        """Begin the next training step, to which work submitted from now on belongs."""
         self._step += 1
 
     def submit(
@@ -98,21 +98,21 @@ class Scheduler:
         return done
 
     def raise_error(self) -> None:
-        """Raise what went wrong in what was submitted, if anything did. The group is of no use after that."""
+        """Raise the first error of submitted work, if any; the group cannot be used after it."""
         if self._error is not None:
             raise self._error
 
-    def let_go(self) -> None:
-        """Wait until the thread is done with what was submitted, and holds none of it.
+    def release(self) -> None:
+        """Wait until the communication thread holds no reference to submitted work any more.
 
-        A future is fulfilled a moment earlier, on a busy machine a long one.
+        The work's future is fulfilled a little earlier.
         """
         self._tasks.join()
 
     def close(self) -> None:
-        """End the thread once it has done what was submitted; not waited for long, because a peer may be dead.
+        """End the thread after the submitted work; the wait for it is short, because a peer may be dead.
 
-        It is waited for at all because an interpreter that ends under a running thread may abort the process.
+        There is a wait because an interpreter that ends under a running thread may abort the process.
         """
         if self._thread is not None:
             self._tasks.put(None)

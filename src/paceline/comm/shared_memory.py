@@ -150,7 +150,7 @@ class SharedMemory:
             self._pipeline(values, self._put_parts, self._sum_part, self._take_sum)
 
     def reduce(self, values: Tensor) -> None:
-        """The same sum for the leader only; the others' values stay as they are."""
+        """Sum values to the leader only; the others' values stay as they are."""
         if self.num_workers == 2:
             self._pipeline(values, *([self._add_other] if self._me == 0 else [self._put, self._leave]))
         else:

@@ -14,10 +14,10 @@ from paceline.comm.links import Links
 class TopK(Compressor):
     """Sends about k = ceil(density x values) values of a bucket, those that are largest on some worker.
 
-    Each worker chooses k values of gradient plus what it owes, by magnitude. The choices differ, so they go around the
-    ring; then every worker contributes its value at *every* index that anybody chose. The support is one for all, so
-    any algorithm in any wire format can carry the sum, all workers get the same bits, and what a worker sends because
-    another one chose it is one thing less to owe.
+    Each worker chooses the k largest values of gradient plus residual, by magnitude. The choices differ, so they go
+    around the ring; then every worker contributes its value at *every* index that any worker chose. All send the same
+    indices, so any algorithm in any wire format can compute the sum, all workers get the same bits, and values that a
+    worker sends because another one chose them do not become part of its residual.
 
     With n workers a bucket costs each of them 4 (n - 1) k bytes of indices, and a sum over between k and n k values:
     k where the workers agree, n k where no two choose the same. At n x density near 1 this is no compression.

@@ -81,13 +81,13 @@ class _Columns:
 
 @dataclass(frozen=True)
 class _Division:
-    """Who does what in a sum."""
+    """Which worker sums which blocks."""
 
     num_leaves: int
     blocks_of_rank: Sequence[Sequence[Block]]
-    """What each worker has added up."""
+    """The blocks that each worker sums."""
     blocks_of_node: Sequence[Sequence[Block]]
-    """What each node has added up when its workers have added up theirs."""
+    """The blocks that each node has sums of, when its workers have summed theirs."""
     columns: Mapping[int, _Columns]
     """The columns of each rank, node after node."""
 

@@ -237,7 +237,7 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _parquet_files(directory: Path, split: str) -> list[Path]:
-    """In the directory itself, or in a folder of it as data set hubs lay them out."""
+    """The Parquet files of a split: in the directory itself, or in a folder of it as data set hubs lay them out."""
     for pattern in (f"{split}*.parquet", f"*/{split}*.parquet"):
         files = sorted(directory.glob(pattern))
         if files:

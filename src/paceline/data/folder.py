@@ -130,7 +130,7 @@ def _scan(directory: Path) -> dict[str, list[Path]]:
 
 
 def _is_test(path: Path) -> bool:
-    """One file in ten, by a hash of its name: a file keeps its side when others come and go."""
+    """One file in ten, by a hash of its name: a file stays in the same split when other files are added or removed."""
     digest = hashlib.sha256(f"{path.parent.name}/{path.name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % 10 == 0
 

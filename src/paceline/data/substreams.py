@@ -38,7 +38,7 @@ class StreamPosition:
     states: Mapping[str, Any] = field(default_factory=dict)
     """States of the stream itself there, by the number of the substream; those that are known on this worker."""
     fingerprint: int = 0
-    """That of the samples before it, where the stream is read as it comes; 0: not known."""
+    """The fingerprint of the samples before it, if the stream is read as it comes; 0: not known."""
 
 
 def is_stream(dataset: Any) -> bool:
@@ -161,7 +161,7 @@ class _Source:
         """Continue after the first `count` samples: by the stream's own state, or by reading them again.
 
         Args:
-            fingerprint: that of these samples; 0: not known.
+            fingerprint: the fingerprint of these samples; 0: not known.
         """
         if count == 0:
             return

@@ -34,8 +34,8 @@ class TarShards(IterableDataset[Any]):
     ) -> None:
         """
         Args:
-            addresses: of tar files, each a path or an address such as s3://bucket/train.tar; {000..127} stands for all
-                these numbers, and * and ? for what there is.
+            addresses: tar files, each a path or an address such as s3://bucket/train.tar; {000..127} stands for all
+                these numbers, and * and ? are wildcards for files that exist.
             decode: makes a sample of its raw fields; None: these are the sample.
             shuffle_seed: visit the files in another order in every epoch; None: in the given order.
 

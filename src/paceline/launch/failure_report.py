@@ -40,7 +40,7 @@ class FailureReport:
 
     cause: Cause
     sentence: str
-    """Who and what."""
+    """The failed workers and what happened to them, in a sentence."""
     ranks: tuple[int, ...]
     """The ranks to blame."""
     hostname: str

@@ -27,7 +27,7 @@ ANSWER_S = 10.0
 LOAD_S = 120.0
 """Time for the server to load; after that workers are started without it."""
 LOAD_WAIT_S = 40.0
-"""The same for an agent, which does nothing else meanwhile."""
+"""Time for the server of an agent to load: the agent does nothing else meanwhile."""
 
 _LOOK_S = 0.1
 

@@ -83,7 +83,7 @@ class Supervisor:
             could_grow: whether there is a reason to start again with more workers.
         """
         self._teams = list(teams)
-        """Those that are not lost."""
+        """The teams that are not lost."""
         self._events = events
         self._grace_s = options.grace_s
         self._save_s = options.grace_s if options.save_s is None else options.save_s

@@ -51,7 +51,7 @@ class LaunchOptions:
     grace_s: float = GRACE_S
     """Seconds between SIGTERM and SIGKILL."""
     save_s: float | None = None
-    """The same for workers that have something to save after SIGTERM or SIGHUP; None: `grace_s`."""
+    """Seconds between SIGTERM and SIGKILL for workers that have something to save; None: `grace_s`."""
     hang_timeout_s: float = HANG_TIMEOUT_S
     """How long workers may wait for another one, or a node be silent, before the run is ended."""
     environ: Mapping[str, str] = field(default_factory=dict)

@@ -43,7 +43,7 @@ PR_SET_PDEATHSIG = 1
 
 MOST_MESSAGE_CHARACTERS = 10_000
 MOST_TRACEBACK_CHARACTERS = 100_000
-"""What a note keeps of an exception: its beginning and its end."""
+"""The most characters of an exception in a note: its beginning and its end."""
 
 
 class Terminated(SystemExit):

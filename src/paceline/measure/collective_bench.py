@@ -182,7 +182,7 @@ def fit(timings: Sequence[CommTiming]) -> list[CommFit]:
 class _Sample:
     sum_s: float
     whole_s: float
-    """The same including the time to write and check the numbers."""
+    """Seconds of a sum, including the time to write and check the numbers."""
     link_bytes: float | None
 
 

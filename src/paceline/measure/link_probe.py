@@ -193,7 +193,7 @@ class _Ring:
 
 @contextmanager
 def _partner(work: Callable[..., None], *arguments: Any) -> Iterator[None]:
-    """Another process for the time of a `with`; it inherits what it is given."""
+    """A context in which another process runs `work`; it inherits the arguments."""
     # Inheriting an unnamed mapping leaves nothing behind, whatever happens to either process.
     process = multiprocessing.get_context("fork").Process(target=work, args=arguments, daemon=True)
     process.start()

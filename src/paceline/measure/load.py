@@ -1,4 +1,4 @@
-"""What disturbs a measurement: other programs on its processors, GPUs that are slowed down.
+"""Disturbances of a measurement: other programs on its CPU cores, throttled GPUs.
 
 Loads torch only to ask other workers.
 """
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class LoadMeter:
-    """Watches the processors from its making on, and in the end the GPU that this worker computes on."""
+    """Measures the CPU load from its creation on, and checks in the end if this worker's GPU is throttled."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -35,7 +35,7 @@ class LoadMeter:
         return replace(now.since(self._before), throttled=throttled)
 
     def load(self, group: dist.ProcessGroup | None = None) -> MachineLoad | None:
-        """What others did meanwhile, with the workers of `group` counted as the measurement; a collective.
+        """The load by other programs since the creation; the workers of `group` count as the measurement. A collective.
 
         The result is on rank 0 of the group; None on the others.
         """

@@ -50,7 +50,7 @@ class StepInput:
     companions: Companions = ALONE
     """The other models that the loss function may call."""
     generators: OwnGenerators = NO_GENERATORS
-    """Those that the loss function and the model have of their own."""
+    """The random generators that the loss function and the model have of their own."""
     kept: KeptState = NOTHING_KEPT
     """What the loss function and the models keep from call to call."""
     any_shard: AnyShard | None = None
@@ -61,7 +61,7 @@ class StepInput:
 
 @dataclass(frozen=True)
 class AnyShard:
-    """How to compute any virtual shard of the run, and when all workers rest. Global batches are counted from the
+    """How to compute any virtual shard of the run, and when all workers pause. Global batches are counted from the
     beginning of the run."""
 
     batch: int
@@ -75,12 +75,11 @@ class AnyShard:
     at_base_rates: Callable[[], AbstractContextManager[Optimizer]]
     """A context in which the optimizer has its base learning rates."""
     stop: int
-    """The number of updates after which all workers rest: an epoch ends, or a checkpoint is due."""
-    wants_rest: Callable[[], bool]
-    """Whether this worker asks all workers to rest now."""
-    at_rest: Callable[[], None]
-    """Called when all workers rest, before they continue: they exchange their status and may save. A
-    collective."""
+    """The number of updates after which all workers pause: an epoch ends, or a checkpoint is due."""
+    wants_pause: Callable[[], bool]
+    """Whether this worker asks all workers to pause now."""
+    on_pause: Callable[[], None]
+    """Called when all workers pause, before they continue: they exchange their status and may save. A collective."""
 
 
 Update = Callable[[Tensor], None]
@@ -135,7 +134,7 @@ class Engine:
         """End what runs in the background.
 
         Args:
-            error: that ends the run, if one does.
+            error: the error that ends the run; None: none does.
         """
 
     # --- a step ---

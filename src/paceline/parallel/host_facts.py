@@ -1,4 +1,4 @@
-"""What the hosts of a mesh's workers tell each other in a step. Devices do not know it, so none is waited for."""
+"""Boolean facts that the workers of a mesh exchange over the CPU in every step, without waiting for GPUs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Told = tuple[list[bool], list[bool]]
 
 
 class HostFacts:
-    """Exchanges facts of all workers, and of each parameter those of the workers that have it: whether any says yes."""
+    """All-reduces booleans with OR: some over all workers, and one per parameter over the workers that hold it."""
 
     def __init__(self, axes: Axes, num_parameters: int, timeout_s: float) -> None:
         """A collective of all workers of the run.
 
         Args:
-            num_parameters: the most that this worker, which may hold a stage, will speak of.
+            num_parameters: the largest number of parameters that this worker passes to `begin`.
         """
         self._group = axes.world
         if device_of(axes.world).type != "cpu":
@@ -31,7 +31,11 @@ class HostFacts:
         self._stage = axes.mesh.place(dist.get_rank(axes.world))["pp"]
 
     def begin(self, facts: Sequence[bool], of_parameters: Sequence[bool]) -> Callable[[], Told]:
-        """Tell the others; what is returned waits for them, and says of what any of them says yes. A collective."""
+        """Begin the exchange; the returned function waits for it and returns the results. A collective.
+
+        Args:
+            facts: equally many on all workers.
+            of_parameters: one for each parameter of this worker, in the same order on all workers of its stage."""
         message = torch.zeros(len(facts) + self._num_stages * self._num_places, dtype=torch.uint8)
         first = len(facts) + self._stage * self._num_places
         mine = slice(first, first + len(of_parameters))

@@ -94,7 +94,7 @@ class ShardLoss:
         return _times(self.mean, self.weight)
 
     def detached(self) -> ShardLoss:
-        """The same without what autograd keeps for a backward pass."""
+        """This loss without its autograd graph."""
         weight = self.weight.detach() if isinstance(self.weight, Tensor) else self.weight
         return replace(self, mean=self.mean.detach(), weight=weight, sums=self.sums.detach())
 

@@ -1,4 +1,4 @@
-"""From a cluster and a job to a plan."""
+"""Plans: how to spread a job over a cluster's devices, and forecasts of its speed and memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients are summed in buckets during backward: the exposed part of that communication."""
+"""The exposed part of summing gradients in buckets during backward: the time not hidden by computation."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ def sums_s(size_bytes: float, sum_s: Callable[[float], float]) -> float:
 def exposed_s(compute_s: float, size_bytes: float, all_sums_s: float) -> float:
     """The part of `all_sums_s` that is exposed after the end of a pass of `compute_s`.
 
-    Bucket j of n is ready after forward and j / n of backward, and travels when those before it have arrived (Zhang et
-    al. 2017, "Poseidon", wait-free backpropagation). Nothing travels during forward, and the last one is never hidden:
-    buckets of equal size become ready at equal distances, so the queue either is empty whenever one comes, and one
-    transfer is left in the end, or never, and all of them lie behind the first bucket.
+    Bucket j of n is ready after forward and j / n of backward, and is sent when those before it have arrived (Zhang et
+    al. 2017, "Poseidon", wait-free backpropagation). Nothing is sent during forward, and the last one is never hidden.
+    Buckets of equal size become ready at equal intervals. So either each transfer ends before the next bucket is ready,
+    and only the last one is exposed, or the link is never idle after the first bucket is ready.
     """
     return max(all_sums_s / num_buckets(size_bytes), all_sums_s - _behind_first_s(compute_s, size_bytes))
 
 
 def sums_of_exposed_s(compute_s: float, size_bytes: float, waiting_s: float) -> float:
-    """How long all sums take, if so much of them lies behind the end of a pass: the inverse of `exposed_s`."""
+    """The time of all sums whose exposed part is `waiting_s`: the inverse of `exposed_s`."""
     return min(waiting_s * num_buckets(size_bytes), waiting_s + _behind_first_s(compute_s, size_bytes))
 
 

@@ -92,7 +92,7 @@ class Calibration:
         return float(np.median(self.unseen_errors))
 
     def parts(self, placements: Sequence[Placement]) -> StepParts:
-        """The steps that each sample of the constants makes of the placements."""
+        """The forecast steps of the placements, for each sample of the constants."""
         return StepArrays.of(placements, self.gradient_bytes, self.link_bytes_per_s).parts(self.constants)
 
     def medians(self) -> dict[str, float]:
@@ -105,13 +105,13 @@ class Calibration:
 
 
 def fit(observations: Sequence[Observation], usual: Mapping[str, Prior] = USUAL) -> Calibration:
-    """The constants that the rows leave possible.
+    """Samples of the constants that are consistent with the measured rows.
 
     Raises:
-        JobError: a row whose algorithm has no price.
+        JobError: an observation uses an algorithm without a cost model.
     """
     gradient_bytes, link = usual_sizes([observation.placement for observation in observations])
-    # The row that says most about computing alone: that of the fewest workers, then the fastest.
+    # Compute time dominates the observation with the fewest workers, and of these the fastest.
     anchor = min(observations, key=lambda row: (row.placement.layout.num_workers, row.step_time_s / row.num_samples))
     one = anchor.placement
     priors = priors_of(anchor.step_time_s, one.micro_batch_size, gradient_bytes, link, one.num_passes, usual)
@@ -131,7 +131,7 @@ def fit(observations: Sequence[Observation], usual: Mapping[str, Prior] = USUAL)
 
 @dataclass(frozen=True)
 class _Rows:
-    """Measured rows as arrays, and how likely they are where constants are."""
+    """Measured rows as arrays, and their likelihood for given constants."""
 
     priors: dict[str, Prior]
     steps: StepArrays
@@ -222,16 +222,16 @@ def predict(calibration: Calibration, placements: Sequence[Placement]) -> list[S
 
 
 def log_steps(calibration: Calibration, placements: Sequence[Placement]) -> Array:
-    """[num_samples, num_placements]: the logarithm of the step that each sample of the constants makes."""
+    """[num_samples, num_placements]: logarithms of the step times by each sample of the constants."""
     return np.log(calibration.parts(placements).total_s)
 
 
 def _middle(totals: Array) -> Array:
-    """[num_steps]: the geometric mean of the middle half of the samples. Where the rows leave two explanations it lies
+    """[num_steps]: the geometric mean of the middle half of the samples. If two explanations fit the rows, it lies
     between them, while the median jumps from one to the other.
 
-    Each sample weighs 1 over its step, for errors are parts of what will be measured: of two explanations the shorter
-    step is the one that a forecast misses by the larger part.
+    Samples are weighted by 1 / step time, because errors are relative to the measured time: if the shorter of two
+    explanations is the true one, a forecast between them has the larger relative error.
     """
     totals = np.sort(totals, axis=0)
     weights = 1 / totals

@@ -1,4 +1,4 @@
-"""Measured rows that the other rows contradict: mistakes of writing, another unit, a disturbed measurement."""
+"""Measured rows that the other rows contradict: typing errors, wrong units, a disturbed measurement."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from paceline.plan.step_time import INTERVAL_SIGMAS
 _SIGMAS, _FACTOR = 4.0, 1.1
 """A row contradicts the others if their forecast misses it by both."""
 _IMPOSSIBLE_FACTOR = 5.0
-"""Beyond this factor a row is left out, for what it says is of another job, unit or machine."""
+"""Beyond this factor a row is left out, since it must be of another job, unit or machine."""
 _ALL_ROWS = 4
-"""Up to so many rows each is tried; of more, those that a fit of all misses by most."""
+"""Up to this many rows each is tried; of more, the `_SUSPECTS` with the largest error in a fit of all."""
 _SUSPECTS = 3
 
 
@@ -30,7 +30,7 @@ class Contradiction:
     """The forecast from all other rows."""
     is_left_out: bool
     is_one_of_two: bool = False
-    """Whether there is one other row alone, which may as well be the mistake."""
+    """Whether there is only one other row, which may be the wrong one as well."""
 
     def sentence(self, name: str) -> str:
         if self.is_one_of_two:
@@ -49,9 +49,9 @@ class Contradiction:
 
 
 def fit_without_mistakes(observations: Sequence[Observation]) -> tuple[Calibration, tuple[Contradiction, ...]]:
-    """The fit of all rows but those that cannot be true beside the others, and the rows that contradict.
+    """The fit of all rows except impossible ones, and the rows that the others contradict.
 
-    Of two rows none is left out, for either may be the mistake.
+    With only two rows neither is left out, since either may be wrong.
     """
     calibration = fit(observations)
     kept, left_out = list(range(len(observations))), list[int]()
@@ -73,7 +73,7 @@ def fit_without_mistakes(observations: Sequence[Observation]) -> tuple[Calibrati
 
 
 def _contradictions(observations: Sequence[Observation], calibration: Calibration) -> list[Contradiction]:
-    """The rows that a fit of all others misses by far: those that cannot be true first, then those missed by most."""
+    """Rows far from the forecast of a fit of all others: impossible ones first, then by decreasing error."""
     if len(observations) < 2:
         return []
     forecasts = predict(calibration, [observation.placement for observation in observations])
@@ -94,7 +94,7 @@ def _contradictions(observations: Sequence[Observation], calibration: Calibratio
         end_s = forecast.high_s if miss > 0 else forecast.low_s
         sigma = abs(math.log(end_s / forecast.total_s)) / INTERVAL_SIGMAS
         if abs(miss) > max(_SIGMAS * sigma, math.log(_FACTOR)):
-            # A row that cannot be true makes others look so too; without it these agree, and miss it by most.
+            # An impossible row biases the fit of the others. Without it they agree, and its error is the largest.
             distance = abs(miss) / (others.error if _is_impossible(miss) else max(sigma, 1e-9))
             one = Contradiction(row, observations[row].step_time_s, forecast.total_s, _is_impossible(miss))
             found.append((one.is_left_out, distance, one))

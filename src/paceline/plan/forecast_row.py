@@ -161,7 +161,8 @@ def _copy_s_per_byte(inputs: PlanInputs, layout: Layout) -> float:
 
 
 def overhead_beside_passes_s(inputs: PlanInputs, job: Job, layout: Layout) -> float:
-    """The optimizer and what stands around it, without waiting for the slowest worker."""
+    """Seconds of a step outside of passes and communication: the optimizer and a fixed overhead, without the wait for
+    the slowest worker."""
     busy_s = _update_s(inputs, job)
     if layout.num_workers > 1 and job.measure_noise and job.parity == "numeric":
         # In every second step gradients are read twice more, before they are summed and after.
@@ -229,7 +230,8 @@ def _replica_bytes(inputs: PlanInputs, count: int, micro_batch_size: int, num_pa
 
 
 def _loader_s(inputs: PlanInputs, samples: int, neighbours: float) -> float:
-    """Every worker has a loader of its own; who loads between passes is slowed by neighbours as in passes."""
+    """Seconds of loading. Every worker has its own loader; workers that load between passes are slowed by the other
+    workers of their node, as their passes are."""
     rate = inputs.timing.loader_samples_per_s
     if rate is None:
         return 0.0
@@ -240,7 +242,7 @@ def _error(inputs: PlanInputs, count: int, spread: float, exposed_fraction: floa
     """Standard deviation of log(measured / forecast); every doubling beyond the cluster adds to it.
 
     Args:
-        spread: of the passes that were timed.
+        spread: standard deviation of the logarithm of the times of the measured passes.
     """
     unseen = max(0.0, math.log2(count / sum(inputs.node_sizes)))
     return math.hypot(_COMPUTE_ERROR, spread, _COMMUNICATION_ERROR * exposed_fraction, _UNSEEN_ERROR * unseen)

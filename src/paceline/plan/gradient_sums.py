@@ -58,7 +58,7 @@ def sums_inside_groups(inputs: PlanInputs, job: Job, layout: Layout, compute_s: 
 def neighbours_factor_of(inputs: PlanInputs, layout: Layout) -> float:
     """Compute time of a worker on the fullest node over that of a single worker, from timings of all workers."""
     timing = inputs.timing
-    # Without what waiting for the slowest is taken to cost.
+    # Divide out the assumed factor for waiting for the slowest worker.
     waiting = slowest_s(1.0, STRAGGLER_SPREAD, expected_maximum(timing.workers_together))
     slowdown = neighbour_slowdown(timing.together_slowdown / waiting, timing.workers_together_on_node)
     return float(neighbours_factor(slowdown, max(layout.workers_per_node)))

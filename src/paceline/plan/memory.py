@@ -102,7 +102,7 @@ def workers_on_fullest_node(cluster: Cluster, num_workers: int) -> int:
 
 @lru_cache(maxsize=256)
 def cut(layers: Layers, num_stages: int) -> tuple[Layers, ...]:
-    """The layers in `num_stages` stages, none empty, the slowest of which is as fast as can be."""
+    """The layers cut into `num_stages` stages, none empty, so that the slowest stage is as fast as possible."""
     return split(layers, best_cut(layers, num_stages))
 
 
@@ -124,13 +124,15 @@ def device_memory(
     recompute: bool = False,
     memory_bytes: float = math.inf,
 ) -> DeviceMemory:
-    """The fullest device of `mesh`, with the fastest cut into stages; where a device cannot hold that one, with the
-    fastest that it can, if there is any. With several stages on a worker training knows the fastest cut only.
+    """The memory of the device of `mesh` that uses the most, with the fastest cut into pipeline stages. If that does
+    not fit into `memory_bytes`, it is the fastest cut that fits, if any; with several stages per worker only the
+    fastest cut is supported.
 
     Args:
         micro_batch_size: Samples of one forward pass.
         num_micro_batches: Micro-batches of one worker in a step.
-        layers: Empty: as many equal ones as there are stages, which tensor groups divide like a transformer's.
+        layers: The model's layers; empty: one for each stage, all equal, divided by tensor parallelism like those of
+            a transformer.
         memory_bytes: Memory of one device.
     """
     num_stages = mesh.pp * pipeline.stages_per_worker
@@ -160,7 +162,7 @@ def device_memory(
 
 
 def _equal_layer(tp: int) -> LayerCost:
-    """A layer where only the number of parameters is known; tensor groups divide it like a transformer's."""
+    """A layer of which only the number of parameters is known; tensor parallelism divides it like a transformer's."""
     return LayerCost(
         time_s=1.0,
         parameter_bytes=1.0,

@@ -1,9 +1,9 @@
 """The order of a node's devices in a mesh: the axis that sends most gets the fastest links.
 
 Ranks are laid out with the tensor axis innermost, then fsdp, dp and pp (`spec.mesh.AXES`), so a tensor group has
-neighbouring ranks, and with them neighbouring places in this order. Groups are made from the inside out: of all ways to
-part the devices into groups, that in which the slowest group's ring is fastest, then the sum over groups; groups of the
-next axis are made of whole groups of the one before, by the same rule.
+neighbouring ranks, and with them neighbouring places in this order. Groups are formed from the inside out: of all
+partitions of the devices into groups, the one whose slowest ring is fastest, then the one with the largest sum over
+groups; groups of the next axis are formed of whole groups of the one before, by the same rule.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.spec.device_choice import DeviceRing
 from paceline.spec.mesh import AXES
 
 _MOST_EXACT = 8
-"""Groups or devices up to which every way to part them is tried; beyond, the fastest group is taken first."""
+"""Up to this many groups or devices all partitions are tried; beyond, a greedy search takes the fastest group first."""
 
 Group = tuple[int, ...]
 """Devices in the order of their ranks."""
@@ -26,14 +26,14 @@ Group = tuple[int, ...]
 def mesh_order(node: Node, ring: Sequence[int], mesh: Mesh) -> Group:
     """The devices of `ring`, which work on this node, in the order of their ranks.
 
-    Where no axis parts them into groups, that is the ring as it is.
+    If no axis divides them into groups, that is `ring` itself.
     """
     sizes = _group_sizes(len(ring), mesh)
     return _Arranger(node).arranged([(device,) for device in ring], [1, *sizes])[1] if sizes else tuple(ring)
 
 
 def _group_sizes(num_devices: int, mesh: Mesh) -> list[int]:
-    """Devices in a group of each axis that parts the node's, innermost first."""
+    """The number of devices in a group of each axis that divides the node's devices, innermost first."""
     sizes, size = [], 1
     for axis in reversed(AXES):
         degree = mesh.degree(axis)
@@ -51,11 +51,11 @@ class _Arranger:
         self._rings: dict[frozenset[int], DeviceRing] = {}
 
     def arranged(self, groups: Sequence[Group], sizes: Sequence[int]) -> tuple[list[tuple[float, float]], Group]:
-        """What the best way to part `groups` is worth, axis by axis, and the devices in its order.
+        """The best partition of `groups`: (slowest ring, sum over rings) for each axis, and the devices in its order.
 
         Args:
-            sizes: of what the groups are made of, but for single devices of the groups themselves, then of those that
-                are to be made.
+            sizes: the number of devices in each unit that `groups` were formed from (1 for single devices), then in
+                the groups to form for each further axis, innermost first.
         """
         step, *wanted = sizes
         if not wanted:
@@ -69,7 +69,7 @@ class _Arranger:
         return max(found, key=lambda pair: pair[0])  # the first of those that are worth the same
 
     def _partings(self, groups: Sequence[Group], num_each: int) -> Iterator[list[tuple[Group, ...]]]:
-        """Ways to part the groups into sets of `num_each`."""
+        """Partitions of the groups into sets of `num_each`."""
         if len(groups) > _MOST_EXACT:
             yield self._greedy(groups, num_each)
         elif not groups:

@@ -1,4 +1,4 @@
-"""The best mesh and the next best in words: how fast each is, and why."""
+"""The best mesh and the second best in words: step time and the reason for it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def _parts(candidate: MeshCandidate) -> dict[str, float]:
 
 
 def _difference(winner: MeshCandidate, other: MeshCandidate) -> str:
-    """What the runner-up loses by, or saves."""
+    """A sentence: the part of the step in which the runner-up is slower, and the difference in memory."""
     mine, theirs = _parts(winner) | {"compute": winner.compute_s}, _parts(other) | {"compute": other.compute_s}
     name = max(mine, key=lambda key: theirs[key] - mine[key])
     saved = winner.memory.total_bytes - other.memory.total_bytes

@@ -23,7 +23,7 @@ class Layout:
         return len(self.workers_per_node)
 
     def first(self, num_workers: int) -> Layout:
-        """That of the first `num_workers` of them."""
+        """The layout of the first `num_workers` workers."""
         found: list[int] = []
         for size in self.workers_per_node:
             if left := num_workers - sum(found):

@@ -1,7 +1,7 @@
-"""The most that a worker of a mesh holds while backward goes through its part of a model.
+"""The peak memory of a worker of a mesh while backward goes through its part of a model.
 
-A peak has state, what layers keep for backward, what lives for the length of one layer, and parameters and gradients
-that are gathered or on their way.
+A peak consists of state, activations that layers keep for backward, temporary tensors of one layer, and parameters and
+gradients that are gathered or in messages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from paceline.spec.algorithm import MIN_BLOCK_BYTES
 from paceline.spec.model_cost import DeviceMemory, LayerCost, Layers
 
 USABLE_FRACTION = 0.92
-"""The rest of a device's memory is the driver's, the communication library's and lost between allocations."""
+"""The usable fraction of a device's memory; the rest is used by the driver and the communication library, or lost to
+fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +53,16 @@ def _scatters_every_pass(mesh: Mesh, num_passes: int) -> bool:
 
 
 class _Moment(NamedTuple):
-    """What a worker holds at one moment of backward, beside its state."""
+    """The memory of a worker at one moment of backward, beside its state."""
 
     activation_bytes: float
-    """Less the gradients of its state that are not made yet."""
+    """Bytes of activations, less those of the gradients in the state that have not been computed yet."""
     gathered_bytes: float
     transit_bytes: float
 
-    def without_debts(self) -> _Moment:
-        """The same sum, where what is missing from the state is taken from activations first, and none is negative."""
+    def non_negative(self) -> _Moment:
+        """The same total without negative parts: negative activation bytes reduce the transit bytes, and these, if they
+        become negative, the gathered bytes."""
         activation_bytes, gathered_bytes, transit_bytes = self
         transit_bytes += min(0.0, activation_bytes)
         gathered_bytes += min(0.0, transit_bytes)
@@ -68,7 +70,7 @@ class _Moment(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Layers that are gathered together, while backward goes through them; the numbers are of parameters.
+    """Layers that are gathered together, while backward goes through them.
 
     As torch's `fully_shard` does it: before backward comes to a block, its parameters are copied out of the message
     that brought them; then the message for the block before it is there too. When backward has left the block its
@@ -77,22 +79,23 @@ class _Block(NamedTuple):
 
     model: ModelOnMesh
     own: float
-    """All of the worker."""
+    """Number of parameters of this worker."""
     previous: float
-    """In the block before it."""
+    """Number of parameters of the previous block."""
     size: float
+    """Number of parameters of this block."""
     following: float
-    """In the block behind it."""
+    """Number of parameters of the next block."""
     behind: float
-    """In all that are behind it."""
+    """Number of parameters of all blocks behind this one."""
     copied_bytes: float
-    """Of each gradient that has been made, which replicas copy to sum it."""
+    """Bytes per parameter whose gradient has been computed, which replicas copy to sum it."""
 
     def within(self, layer: LayerCost, activation_bytes: float, done: float) -> _Moment:
-        """While backward goes through one of its layers.
+        """The memory while backward goes through one of the block's layers.
 
         Args:
-            done: parameters of the layer and of those behind it.
+            done: number of parameters of the layer and of those behind it.
         """
         model, parameters = self.model, self.model.numbers(layer)[0]
         if model.gathers_blocks:
@@ -107,10 +110,10 @@ class _Block(NamedTuple):
         )
 
     def at_its_ends(self, bytes_before: float, bytes_behind: float) -> tuple[_Moment, ...]:
-        """When its parameters or gradients are there twice, in messages too.
+        """The memory at the moments when the block's parameters or gradients exist twice, also in messages.
 
         Args:
-            bytes_before, bytes_behind: of activations, without it and with it.
+            bytes_before, bytes_behind: bytes of activations without those of the block, and with them.
         """
         previous, size, behind = self.previous, self.size, self.behind
         # In the forward pass a message stays until the next one has been copied out, and there are no gradients.
@@ -126,16 +129,16 @@ class _Block(NamedTuple):
 
     @property
     def _arriving(self) -> float:
-        """Gradients of the block behind it in a message."""
+        """Number of parameters of the next block whose gradients are in a message."""
         return self.following if self.model.scatters_every_pass else 0.0
 
     def _gathered(self, gathered: float, *, gone: float, messages: float = 0.0) -> float:
-        """Parameters beside those that `DeviceMemory` has among the worker's own.
+        """Number of parameters beside those that `DeviceMemory` counts as the worker's own.
 
         Args:
-            gathered: those that stage 3 gathers.
-            gone: those that stages 1 and 2 do not hold whole, whose passes gather and scatter.
-            messages: those that they hold in messages.
+            gathered: parameters that ZeRO stage 3 gathers.
+            gone: parameters that stages 1 and 2 do not hold whole, if their passes gather and scatter.
+            messages: parameters that stages 1 and 2 hold in messages.
         """
         model = self.model
         if model.gathers_parameters:
@@ -146,8 +149,8 @@ class _Block(NamedTuple):
     def _moment(self, activation_bytes: float, made: float, gathered: float, passing: float) -> _Moment:
         """
         Args:
-            made: parameters whose gradients are among the worker's.
-            passing: parameters whose gradients are on their way.
+            made: number of parameters whose gradients the worker holds.
+            passing: number of parameters whose gradients are in messages.
         """
         to_come, parameter, gradient = self.model.bytes_of_parameter
         return _Moment(
@@ -214,7 +217,7 @@ class ModelOnMesh:
 
     @cached_property
     def _numbers(self) -> dict[int, tuple[float, float, float]]:
-        """By the identity of a layer."""
+        """The results of `numbers`, by the `id` of a layer."""
         return {}
 
     def waiting(self, layer: LayerCost) -> float:
@@ -224,7 +227,7 @@ class ModelOnMesh:
     def on_worker(self, worker: int, stages: tuple[Layers, ...], arriving_bytes: float = 0.0) -> DeviceMemory:
         """
         Args:
-            stages: the worker's.
+            stages: the stages of this worker.
             arriving_bytes: bytes a sample of messages that arrive while the worker computes another micro-batch.
         """
         own = sum(self.numbers(layer)[0] for stage in stages for layer in stage)
@@ -232,7 +235,7 @@ class ModelOnMesh:
         moments = [(one, 0.0 if self.copies_late else self.bytes_copied) for one in self.in_flight[worker]]
         if self.copies_late:
             moments += [(self.in_flight_at_last(place, len(stages)), self.bytes_copied) for place in range(len(stages))]
-        peak = max((self.peak_of_backward(worker, stages, *one, own) for one in moments), key=sum).without_debts()
+        peak = max((self.peak_of_backward(worker, stages, *one, own) for one in moments), key=sum).non_negative()
         return DeviceMemory(
             parameter_bytes=own * state.parameter / (shards if self.mesh.zero_stage == 3 else 1),
             gradient_bytes=own * state.gradient * state.gradient_copies(self.mesh, self.num_micro_batches),

@@ -13,7 +13,7 @@ from paceline.spec.forecast import ForecastRow
 _NEARLY = 0.97
 """A smaller count that reaches this fraction of the best throughput is preferred."""
 _WORTH_A_DEVICE = 0.5
-"""Scaling bends where one more device brings less than this part of what the first one brought."""
+"""Scaling is inefficient where one more device brings less than this part of what the first one brought."""
 
 
 def _worth(row: ForecastRow) -> float:
@@ -94,7 +94,7 @@ def _bound(row: ForecastRow) -> str:
 
 
 def _locked(locked: Sequence[ForecastRow], chosen: ForecastRow) -> str:
-    """What the job itself rules out, and what would be gained."""
+    """A sentence about numbers of devices that the job rules out, and the speed they would have."""
     best = max(locked, key=_worth)
     gain = _worth(best) / _worth(chosen)
     promise = f"; {_devices(best.devices)} would be {gain:.2f}x as fast" if gain > 1 / _NEARLY else ""
@@ -104,7 +104,7 @@ def _locked(locked: Sequence[ForecastRow], chosen: ForecastRow) -> str:
 
 
 def batch_advice(chosen: ForecastRow, noise_scale: float, better: tuple[int, float] | None) -> str:
-    """What the batch is to the noise scale, where it is beyond it, and a smaller one if that is clearly faster.
+    """A sentence about a batch larger than the noise scale, with a smaller batch if that is clearly faster; else empty.
 
     Args:
         better: the best batch on the same devices, and its useful samples/s; None: the batch follows the devices.
@@ -115,7 +115,7 @@ def batch_advice(chosen: ForecastRow, noise_scale: float, better: tuple[int, flo
     useful = efficiency(batch, noise_scale)
     said = (
         f" The global batch of {batch:,} is {batch / noise_scale:.3g}x the noise scale of {noise_scale:,.0f}: "
-        f"{100 * (1 - useful):.0f} % of its samples bring nothing."
+        f"{100 * (1 - useful):.0f} % of its samples are wasted."
     )
     if better is not None and better[0] < batch:
         gain = better[1] / (chosen.samples_per_s * useful)
@@ -125,22 +125,23 @@ def batch_advice(chosen: ForecastRow, noise_scale: float, better: tuple[int, flo
 
 
 def scaling_knee(rows: Sequence[ForecastRow]) -> str:
-    """Where one more device brings less than half of what the first one did, and what the step waits for there."""
+    """The number of devices after which one more brings less than half of what the first one did, and the largest loss
+    there, in sentences."""
     for before, row in pairwise(rows):
         later = [other for other in rows if before.devices < other.devices <= 2 * before.devices]
         # Counts that divide the shards unevenly do not count: the best gain up to twice the devices decides.
         gain = max((other.speedup - before.speedup) / (other.devices - before.devices) for other in (row, *later))
         if gain < _WORTH_A_DEVICE:
             return (
-                f"Scaling bends after {_devices(before.devices)} ({before.speedup:.3g}x): from there a further device "
-                f"brings less than half of what the first one brought. {_losses(row)}"
+                f"Scaling becomes inefficient after {_devices(before.devices)} ({before.speedup:.3g}x): from there a "
+                f"further device brings less than half of what the first one brought. {_losses(row)}"
             )
     last = rows[-1]
-    return f"Scaling does not bend up to {_devices(last.devices)} ({last.speedup:.3g}x)."
+    return f"Scaling stays efficient up to {_devices(last.devices)} ({last.speedup:.3g}x)."
 
 
 def _losses(row: ForecastRow) -> str:
-    """What keeps a step from taking one device's step over the number of devices."""
+    """The largest loss compared with ideal scaling, in a sentence."""
     ideal_s = row.step_s * row.efficiency
     lost = {
         "waiting for gradients": row.exposed_s,

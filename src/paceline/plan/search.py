@@ -241,7 +241,7 @@ def _most(stages: Sequence[Layers], mesh: Mesh, of: Callable[[LayerCost], float]
 
 
 def _largest_part(stages: Sequence[Layers], mesh: Mesh, of: Callable[[LayerCost], float]) -> float:
-    """The same as a fraction of what all layers have; tensor groups divide it."""
+    """The largest amount of a stage, as a fraction of the total of all layers; tensor parallelism divides it."""
     most = _most(stages, mesh, lambda layer: of(layer) / layer.tensor_shards(mesh.tp))
     return most / (sum(of(layer) for stage in stages for layer in stage) or 1.0)
 

@@ -174,7 +174,7 @@ USUAL: Mapping[str, Prior] = MappingProxyType(
         "tail_fraction": Prior(0.06, 0.8),
     }
 )
-"""What hardware usually has, where nothing is told of it."""
+"""Priors of the constants for hardware of which nothing is known."""
 
 _LONG_STEP_S = 0.3
 """A shorter step is one of a smaller model or a faster device, whose launches and sums are shorter too."""

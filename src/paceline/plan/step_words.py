@@ -1,4 +1,4 @@
-"""What a fit of step times learnt, what it had to assume, and what looks wrong, in words."""
+"""Sentences about a fit of step times: constants, assumptions, and rows that look wrong."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from paceline.spec.wire import WIRE_FACTS
 PAGE_FILE = "comm.html"
 
 BASELINE = CommCase("all_reduce")
-"""What others are compared with: the backend's own."""
+"""The algorithm that others are compared with: the backend's own."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What a study leaves on disk."""
+"""The files of a scaling study."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ _ROW_KEYS = (
     *("forecast_samples_per_s", "forecast_error", "time_to_first_step_s", "wall_s", "step_time", "step_p10_s"),
     *("step_p90_s", "same_weights", "weights_sha256"),
 )
-"""What scaling.json holds of a row, by the names of its attributes."""
+"""The attributes of a row that scaling.json holds."""
 
 
 def _row_mapping(row: StudyRow) -> dict[str, Any]:

@@ -91,7 +91,7 @@ def cost_text(amount: float | None, currency: str) -> str:
 
 
 def shown_rows(forecast: Forecast) -> list[ForecastRow]:
-    """All of them; of many, powers of two, the first, the last and the recommended one."""
+    """The rows to show: all, or if there are many, powers of two, the first, the last and the recommended one."""
     rows = forecast.rows
     if len(rows) <= _MOST_ROWS:
         return list(rows)

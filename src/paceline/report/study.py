@@ -1,4 +1,4 @@
-"""`analyse`: what the runs of one job on several device counts say about adding devices. Pure."""
+"""`analyse`: what the runs of one job on several device counts say about adding devices. Has no side effects."""
 
 from __future__ import annotations
 

@@ -287,7 +287,7 @@ def device_words(devices: Sequence[int]) -> str:
 
 
 def _naive_sentence(choice: DeviceChoice) -> str:
-    """The cost of the first devices in the order of their ids, by the law of the ring, for one gigabyte."""
+    """The cost of the first devices in the order of their ids, by the ring all-reduce formula, for one gigabyte."""
     if choice.naive.devices == choice.ring.devices:
         return "A naive choice, the first ones in the order of their ids, is the same."
     naive_s, best_s = (ring.all_reduce_s(NAIVE_SIZE_BYTES) for ring in (choice.naive, choice.ring))

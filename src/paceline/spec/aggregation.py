@@ -14,8 +14,8 @@ from paceline.spec.wire import CompressorName, WireName
 class AggregationSpec:
     """How workers aggregate their gradients, and how often.
 
-    The defaults keep the law: the number of workers does not change what is learned. Everything else trades
-    some of that for less traffic, and a run's summary says so.
+    With the defaults the result does not depend on the number of workers, up to rounding. Other settings give up some
+    of that for less communication, and a run's summary says so.
     """
 
     method: Literal["every_step", "local_sgd", "diloco", "parameter_server_async"] = "every_step"

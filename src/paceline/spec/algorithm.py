@@ -1,4 +1,4 @@
-"""The algorithms that sum gradients: their names, and what rooms without tensors have to know of them."""
+"""The algorithms that sum gradients: their names, and what the parts that do not load torch need."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class AlgorithmFacts:
     """How an algorithm differs from the others, besides its formula."""
 
     has_levels: bool = False
-    """Whether it adds up inside nodes first; there values travel as they are in any wire format."""
+    """Whether it sums inside nodes first, where values are sent unchanged in any wire format."""
     ignores_wire: bool = False
-    """Whether values travel as they are everywhere."""
+    """Whether values are sent unchanged in any wire format, between nodes too."""
     is_candidate: bool = False
     """Whether "auto" may choose it between nodes; one that has levels, only where a node has several workers."""
 

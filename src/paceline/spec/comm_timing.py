@@ -21,7 +21,7 @@ TIMINGS_FILE = "timings.json"
 VectorType = Literal["float32", "bfloat16", "float16", "float64"]
 """The type of the values that are summed."""
 NodeOrder = Literal["by_node", "alternating"]
-"""Which worker follows which: node after node, or one of each node in turn, to show what that costs."""
+"""The order of workers: node after node, or one of each node in turn, to show the cost of that."""
 
 SMALLEST_BYTES, LARGEST_BYTES, GROWTH = 4 << 10, 256 << 20, 4
 

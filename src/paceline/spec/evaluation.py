@@ -1,4 +1,4 @@
-"""What is made of a run's evaluations: which one is the best, and when there is no use in going on."""
+"""The best of a run's evaluations, and early stopping."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from paceline.spec.codec import JsonValue
 
 BoundBy = Literal["compute", "communication", "loader", "overhead"]
 Grow = Literal["none", "batch"]
-"""What grows with the devices: nothing (fixed global batch), or the batch (fixed batch per device)."""
+"""What grows with the number of devices: nothing (fixed global batch), or the global batch (fixed batch per device)."""
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ MOST_SAMPLES = 2**31 - 1
 MOST_WORKERS = 2**20
 """The most workers that one run may have."""
 MOST_NAME_CHARACTERS = 200
-"""In the name of a job, by which folders are called."""
+"""The most characters of a job's name, which is part of the names of folders."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class CheckpointSpec:
 
 @dataclass(frozen=True)
 class CallbackSpec:
-    """What happens beside the training, at the events of its loop."""
+    """A callback of a training job, called at the events of its loop."""
 
     name: str
     """An import path "package.module:Class" of a subclass of `paceline.Callback`."""
@@ -113,7 +113,7 @@ class CallbackSpec:
 
 @dataclass(frozen=True)
 class Job(JsonValue):
-    """What to train. A run is a function of its job alone: devices change how fast, never what it learns."""
+    """What to train. The result of a run depends on its job only; the devices affect only its speed."""
 
     name: str = "job"
     """What tables and pages call the job; a file's name if it is left out."""
@@ -147,7 +147,7 @@ class Job(JsonValue):
     """Whether the model goes through torch.compile, or in which of its modes; "reduce-overhead" replays forward and
     backward passes as CUDA graphs."""
     measure_noise: bool = True
-    """Keep the gradient noise scale up to date, every epoch in the log; it never changes what is learned."""
+    """Whether to measure the gradient noise scale and log it every epoch; it never changes what is learned."""
     nonfinite: Reaction = "skip"
     """What to do in a step whose loss or gradient is not finite: skip the update; skip it and restore the last
     checkpoint (without repeating data); end the run; or do not check."""
@@ -156,13 +156,13 @@ class Job(JsonValue):
     eval_every_steps: int | None = at_least(1, None)
     """Steps between two evaluations, beside those at the ends of epochs; None: only those."""
     eval_batch_size: int = between(1, MOST_SAMPLES, 256)
-    """Samples that go through the model together in an evaluation."""
+    """Samples in one forward pass of an evaluation."""
     average_decay: float | None = between(0, 1, None)
     """The decay of an exponential moving average of the weights, such as 0.999, which is then what is evaluated, and
     saved in model.safetensors; None: the weights themselves are."""
     callbacks: tuple[CallbackSpec, ...] = ()
-    """What happens beside the training: a list of { name = "package.module:Class", options = {} }, subclasses of
-    `paceline.Callback`."""
+    """Callbacks, called at the events of the training loop: a list of { name = "package.module:Class", options = {} },
+    subclasses of `paceline.Callback`."""
     model: ModelSpec = field(default_factory=ModelSpec)
     data: DataSpec = field(default_factory=DataSpec)
     optim: OptimSpec = field(default_factory=OptimSpec)
@@ -294,7 +294,8 @@ class Job(JsonValue):
         return Job.from_mapping(mapping)
 
     def grown(self, factor: int) -> Job:
-        """The job the books run on `factor` devices: batch, shards and (by its rule) learning rate scaled."""
+        """This job for weak scaling on `factor` devices: batch size and virtual shards times `factor`, and a learning
+        rate scaled by the rule in `optim`."""
         return dataclasses.replace(
             self,
             global_batch_size=self.global_batch_size * factor,

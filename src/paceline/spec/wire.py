@@ -1,4 +1,4 @@
-"""How gradients travel: the names of wire formats and compressors, and what rooms without tensors know of them."""
+"""Wire formats and compressors of gradients: their names, and what the parts that do not load torch need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 WireName = Literal["float32", "bfloat16", "float16", "int8"]
 """The wire format; "float32" sends values unchanged."""
 CompressorName = Literal["powersgd", "topk", "randomk"]
-"""What sends less than all values."""
+"""Compressors, which send less than all values."""
 
 
 @dataclass(frozen=True)
@@ -22,16 +22,16 @@ class WireFacts:
     has_blocks: bool = False
     """Whether values share a scale, so that small whole numbers are rounded too."""
     loss: str = ""
-    """What is lost, for the log of a run; empty: nothing."""
+    """The loss of precision, in words for the log of a run; empty: none."""
 
 
 WIRE_FACTS: dict[WireName, WireFacts] = {
     "float32": WireFacts(4.0, 2.0**-24),
-    "bfloat16": WireFacts(2.0, 2.0**-8, loss="they travel rounded to bfloat16 (8 bits of precision)"),
+    "bfloat16": WireFacts(2.0, 2.0**-8, loss="they are sent rounded to bfloat16 (8 bits of precision)"),
     "float16": WireFacts(
-        2.0, 2.0**-11, loss="they travel rounded to float16 (11 bits of precision, overflow at 65,504)"
+        2.0, 2.0**-11, loss="they are sent rounded to float16 (11 bits of precision, overflow at 65,504)"
     ),
     "int8": WireFacts(  # a scale of 4 bytes for each block
-        1 + 4 / 1024, 1 / 254, has_blocks=True, loss="they travel rounded to 255 steps per block of 1,024 values"
+        1 + 4 / 1024, 1 / 254, has_blocks=True, loss="they are sent rounded to 255 steps per block of 1,024 values"
     ),
 }

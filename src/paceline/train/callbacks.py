@@ -1,4 +1,4 @@
-"""What happens beside the training of a job: the events of its loop, and what may be done at them."""
+"""Callbacks: methods that the training loop calls at its events: steps, evaluations, ends of epochs, checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """What happens beside the training of a job. Override the methods of the events that matter.
+    """Base class of callbacks for a training job. Override the methods of the events you need.
 
     Every worker has the same callbacks and calls the same methods at the same steps, in the order of the job's list.
     So a callback may make collectives (`training.run.evaluate`, `training.run.whole_state`) as long as it makes them on
@@ -31,25 +31,26 @@ class Callback:
     """
 
     def run_began(self, training: Training) -> None:
-        """Before the first step, or the first after a resume."""
+        """Called before the first step, or the first step after a resume."""
 
     def step_made(self, training: Training, loss: Tensor) -> None:
-        """After every optimizer update; `loss`, a scalar on the device, is that of the global batch."""
+        """Called after every optimizer update; `loss`, a scalar on the device, is the loss of the global batch."""
 
     def evaluated(self, training: Training, metrics: Mapping[str, float]) -> None:
-        """After every evaluation on the test set."""
+        """Called after every evaluation on the test set, with its metrics by name."""
 
     def epoch_ended(self, training: Training) -> None:
-        """After each epoch and its evaluation, if there was one; also where the run ends in the middle of an epoch."""
+        """Called after each epoch and its evaluation, if any; also if the run ends in the middle of an epoch."""
 
     def checkpoint_saved(self, training: Training, step: int) -> None:
-        """A checkpoint is complete: that of an earlier step, since it is written while training goes on.
+        """Called when the checkpoint of `step` has been written completely. Checkpoints are written while training
+        continues, so `step` is earlier than the current step.
 
-        The last one of a run is written after `run_ended`, and does not come here.
+        The last checkpoint of a run is written after `run_ended`; this method is not called for it.
         """
 
     def run_ended(self, training: Training) -> None:
-        """After the last step and evaluation, before the record is written; not after an error."""
+        """Called after the last step and evaluation, before the record is written; not after an error."""
 
 
 def build_callbacks(specs: Sequence[CallbackSpec]) -> list[Callback]:

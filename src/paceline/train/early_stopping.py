@@ -1,4 +1,4 @@
-"""Which evaluation of a run was the best, and when there is no use in going on.
+"""The best evaluation of a run, and early stopping.
 
 Both are functions of the evaluations so far, which are the same on all workers and kept with every checkpoint: so a run
 ends at the same step on any number of workers, and however often it was interrupted.
@@ -25,7 +25,7 @@ def best_evaluation(
 
 
 def why_to_stop(evaluations: Sequence[EvaluationRecord], spec: EarlyStoppingSpec) -> str | None:
-    """Why a run with these evaluations ends; None: it goes on.
+    """The reason to stop a run after these evaluations, in a few words; None to continue training.
 
     Evaluations that were made only because a run ended do not count: had it not ended there, they would not exist.
     """
@@ -48,7 +48,7 @@ class EarlyStopping(Callback):
     def __init__(self, job: Job, metrics: Sequence[str]) -> None:
         """
         Args:
-            metrics: those that evaluations have.
+            metrics: the names of the metrics that evaluations compute.
 
         Raises:
             JobError: evaluations have no such metric.

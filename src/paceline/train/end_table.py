@@ -1,4 +1,4 @@
-"""What is said of a run at its end: how far it came, what it learned, how fast, and where it is saved."""
+"""The summary table at the end of a run: steps, metrics, throughput and the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def end_rows(run: Run, progress: DataProgress, checkpoint: str | None) -> list[tuple[str, str]]:
-    """The rows of the table, on rank 0; none on the others, which print nothing.
+    """The rows (name, value) of the table on rank 0; an empty list on other ranks, which print nothing.
 
     Args:
         checkpoint: the address of the newest checkpoint.

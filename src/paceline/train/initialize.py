@@ -38,18 +38,20 @@ def init(
 
     Args:
         job: what to train; None: the defaults.
-        plan: how it is spread; None: one worker for each process of this launch, on GPUs if there are any.
+        plan: how the job is spread over workers; None: one worker for each process of this launch, on GPUs if there
+            are any.
         strategy: how the model is spread over the workers without a plan: "dp", "fsdp", "hsdp", "pp", "tp", or a
             mesh such as "fsdp2 x tp2"; None: as `paceline launch --strategy` says, else "dp". It has no effect on one
             worker alone.
         max_steps: end `Run.batches` after this many steps, whatever the epochs say.
-        max_minutes: end `Run.batches`, and save, after this time since the launch; the same command goes on.
-        checkpoint_dir: where checkpoints go if the job does not say; None: there are none.
+        max_minutes: save a checkpoint and end `Run.batches` this many minutes after the launch; the same command,
+            run again, resumes.
+        checkpoint_dir: the folder of checkpoints if the job names none; None: no checkpoints are written.
         force: resume even a checkpoint of another job.
-        progress: whether rank 0 shows how far the run is, on standard error: one line that stays in its place in a
-            terminal, else a line now and then; or the stream for it.
-        values: any key of a job over that, `global_batch_size=256, optim={"clip_norm": 1.0}`. The schedule in
-            `optim` acts as a factor on the learning rates of the optimizer that `prepare` is given.
+        progress: whether rank 0 shows the progress of the run on standard error: in a terminal one line that is
+            updated in place, else a new line now and then; or the stream to write to.
+        values: keys of a job, which replace those of `job`: `global_batch_size=256, optim={"clip_norm": 1.0}`. The
+            schedule in `optim` acts as a factor on the learning rates of the optimizer that `prepare` is given.
 
     Raises:
         JobError: an unknown key, an invalid value, or more workers than virtual shards.

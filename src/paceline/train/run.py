@@ -50,17 +50,17 @@ OptimizerT = TypeVar("OptimizerT", bound="Optimizer | Sequence[Optimizer]")
 
 
 class Run(RunView):
-    """One worker's hold on a run: prepare, batches, step, evaluate. Use it as a context manager.
+    """One worker's handle on a training run: prepare, batches, step, evaluate. Use it as a context manager.
 
     Attributes:
         job: what is trained.
-        plan, mesh: how it is spread over workers.
+        plan, mesh: how the job is spread over workers.
         notes: notes for the run's report on how the result came about.
-        metrics: those of the last `evaluate`.
+        metrics: the results of the last `evaluate`, by name.
         values: what the loss function returned besides the loss of the last `step`, by name: detached scalars, the same
             on every worker. Reading one waits for the device.
         say: receives messages for the user during the run, on rank 0; may be replaced.
-        timer, display, stopping: where each step's time goes; how far the run is, on rank 0; whether it ends early.
+        timer, display, stopping: the times of each step; the progress display, on rank 0; whether to end early.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class Run(RunView):
     ) -> Tensor:
         """Forward, backward, aggregate, clip, update.
 
-        With `model` or `optimizer` a batch may have several steps, each of its model only: see `parallel.companions`.
+        With `model` or `optimizer` a batch may have several steps, each of one model: see `parallel.loss.companions`.
 
         Args:
             batch: what `batches` just yielded.
@@ -342,7 +342,7 @@ class Run(RunView):
                 loss is then the mean over all units of the global batch. Or a pair of either and a dict of further
                 numbers, each a mean over the samples or a `Mean`: see `values`.
             model: the model to train, as `prepare` returned it; None: the only one.
-            optimizer: of a list given to `prepare`, the one that makes the update; None: all of them.
+            optimizer: the one of several optimizers given to `prepare` that makes the update; None: all of them.
 
         Returns:
             The loss of the global batch, the same on every worker; a detached scalar. Workers that synchronise
@@ -377,7 +377,7 @@ class Run(RunView):
         return result.loss
 
     def _note_micro_batch(self, engine: Engine) -> None:
-        """Say it, and keep it with the plan, if memory had no room for the micro-batch so far."""
+        """If the engine reduced the micro-batch for lack of memory, tell the user and store it in the plan."""
         found, known = engine.micro_batch, self.plan.micro_batch_size
         if found is None or not found.is_automatic or found.size is None:
             return
@@ -407,7 +407,7 @@ class Run(RunView):
             measure: called as measure(model, batch) in evaluation mode without gradients; returns one value per
                 sample for every metric, {"accuracy": correct, "loss": losses}, each of shape (samples in batch,), or
                 `paceline.Mean(loss, weight=number of tokens)`; the result is the mean over all samples, or tokens.
-            metrics: those that are no means, by name: a torchmetrics metric, or three functions (update, merge,
+            metrics: metrics that are not means, by name: a torchmetrics metric, or three functions (update, merge,
                 compute). `measure` then returns under this name what `update` takes, {"f1": (predictions, targets)}.
         """
         loading = loading_of(self.job, dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)

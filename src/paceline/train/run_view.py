@@ -1,4 +1,4 @@
-"""What a run shows of itself: its models, how far it is, what it has measured."""
+"""The read-only part of `Run`: its models, progress and measurements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RunView:
     """The part of `Run` that changes nothing.
 
     Attributes:
-        rank, world_size, device: of this worker.
+        rank, world_size, device: this worker's rank, the number of workers, and this worker's device.
     """
 
     def __init__(self, world: World, world_size: int, progress: DataProgress, noise: NoiseMeter) -> None:
@@ -37,9 +37,9 @@ class RunView:
         self._prepared: Stepper | None = None
 
     def epochs(self) -> Iterator[int]:
-        """The numbers of the epochs that are not over: all of the job's, or those left of a run that was resumed.
+        """The numbers of the remaining epochs, from 0: all of the job's, or in a resumed run those not yet finished.
 
-        They end with the epoch in which the run ends, because of `max_steps`, `max_minutes` or `stop`.
+        The last one is the epoch in which the run ends, because of `max_steps`, `max_minutes` or `stop`.
         """
         progress = self._progress
         if progress.steps and progress.steps_left == 0 and progress.at_epoch_start:
@@ -92,14 +92,14 @@ class RunView:
 
     @property
     def stepper(self) -> Stepper:
-        """What makes the steps of the prepared model."""
+        """The object that makes the steps of the prepared models."""
         if self._prepared is None:
             raise JobError("Call run.prepare(model, optimizer) first.")
         return self._prepared
 
     @property
     def engine(self) -> Engine:
-        """What the prepared model, the first if there are several, is trained by."""
+        """The engine that trains the prepared model, the first if there are several."""
         return self._trained().engine
 
     @property
@@ -114,28 +114,29 @@ class RunView:
 
     @property
     def steps(self) -> int:
-        """Optimizer updates made."""
+        """Number of optimizer updates made so far."""
         return self._progress.steps
 
     @property
     def samples_seen(self) -> int:
-        """Samples of all workers that updates have been made by."""
+        """Number of samples, over all workers, used by optimizer updates so far."""
         return self._progress.samples_seen
 
     def total_steps(self, num_samples: int) -> int:
         """Optimizer updates of the whole run on a training set of `num_samples`: of all epochs, or `max_steps`.
 
         Raises:
-            JobError: a resumed run was told another number, and may have made its schedule of it.
+            JobError: before the run was saved the number was another one, from which the script may have built a
+                learning-rate schedule.
         """
         return self._progress.total_steps(num_samples)
 
     @property
     def noise(self) -> SmoothedNoise:
-        """What is known of gradient noise by now. On a GPU, reading it waits for the steps before."""
+        """The measurements of gradient noise so far. On a GPU, reading it waits for the steps before."""
         return self._noise.read()
 
     @property
     def noise_scale(self) -> float | None:
-        """The gradient noise scale in samples; None where it was not measured or no signal shows in the noise yet."""
+        """The gradient noise scale in samples; None if not measured, or while noise hides the gradient."""
         return self._noise.scale()

@@ -26,12 +26,12 @@ class _SavedLoop:
 
 
 class Training:
-    """The training of a job: what callbacks are given.
+    """The training of a job; callbacks receive it as their first argument.
 
     Attributes:
-        run: this worker's hold on the run.
+        run: this worker's `Run`.
         job: what is trained.
-        evaluations: all of them so far, the same on every worker.
+        evaluations: all evaluations so far, the same on every worker.
         epoch: the number of the current epoch, from 0 on.
         is_between_epochs: whether the epoch is over: at its evaluation, and at `epoch_ended`.
     """
@@ -46,9 +46,9 @@ class Training:
     ) -> None:
         """
         Args:
-            callbacks: the loop's own.
+            callbacks: the training loop's own callbacks.
             evaluate: evaluates the model on the test set; a collective.
-            custom: the job's.
+            custom: the callbacks that the job names.
         """
         self.run = run
         self.job = run.job
@@ -101,7 +101,10 @@ class Training:
             self._save()
 
     def end_epoch(self, epoch: int) -> None:
-        """At the end of an epoch, or of the run in the middle of it; does nothing where that was told already."""
+        """End an epoch, or the run in the middle of one: evaluate if due, tell the callbacks, save if asked.
+
+        Does nothing if this was done after the last step already.
+        """
         run, job = self.run, self.job
         if self._ended_at == run.steps:
             return
@@ -144,7 +147,7 @@ class Training:
             event(callback)
 
     def _compare_and_agree(self) -> None:
-        """After an evaluation or an epoch: what takes a collective, and is too much for every step."""
+        """Run collectives that are too expensive for every step: compare workers, agree on stopping, save if asked."""
         run = self.run
         if self._compares_workers:
             holds_all = run.engine.holds_all and not run.engine.weights_diverge

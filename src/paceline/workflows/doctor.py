@@ -1,4 +1,4 @@
-"""`paceline.doctor`: what is wrong with this node, or with several and what is between them, and how to fix it."""
+"""`paceline.doctor`: finds problems of this node, or of several and the network between them, and how to fix them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def doctor(*, hosts: str = "", folder: Path | str = Path("runs")) -> tuple[Finding, ...]:
-    """Check this node, or all that are named and what is between them.
+    """Check this node, or all that are named and the network between them.
 
     Example: `[finding.what for finding in paceline.doctor() if finding.level == "error"]`.
 

@@ -136,7 +136,7 @@ def is_script(
     data: str | Path | Callable[..., Any] | None,
     model: str | Callable[..., Any] | None,
 ) -> bool:
-    """Whether `job` is a script. Nothing is ignored that is given for the other of the two.
+    """Whether `job` is a Python script (*.py). Options for the other kind of job are refused, never ignored.
 
     Raises:
         JobError: a job with `arguments`, or a script with changes of a job; names them.
@@ -187,7 +187,7 @@ def resolve_job(
 
 
 def check_names(job: Job) -> None:
-    """Raise what workers would of names that Paceline or torch does not know; import paths are left to them.
+    """Raise early what workers would raise for names that are unknown; import paths are not checked.
 
     Raises:
         ModelError, DataError, JobError: there is no such model, data set or optimizer.
@@ -208,7 +208,7 @@ def with_callbacks(
     """`job` with further callbacks; see `workflows.train.train`.
 
     Raises:
-        JobError: a class that workers cannot import, or something else.
+        JobError: a class that workers cannot import, or a value that names no callback.
     """
     check_lists(callbacks=callbacks)
     specs = list(job.callbacks)

@@ -67,7 +67,7 @@ def plan(
 
     Args:
         job: a job that was probed: a job, a job file (TOML) or the name of a recipe.
-        cluster: what `probe` measured, or its file.
+        cluster: the cluster that `probe` measured, or its file.
         devices: the device counts: numbers, or a text such as "1..64" or "1,2,4"; None: up to all of the cluster.
         grow: "none": the same global batch on every count; "batch": the same batch for each device.
         efficiency_floor: least scaling efficiency worth recommending, in [0, 1].

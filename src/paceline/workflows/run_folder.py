@@ -81,7 +81,7 @@ def put_record_aside(run_dir: Path) -> None:
 
 
 def _is_all(record: RunRecord, run_dir: Path, job: Job, max_steps: int | None) -> bool:
-    """Whether the run of a record is what is asked for, to its end."""
+    """Whether the finished run of this record is exactly the one asked for."""
     if not (run_dir / LIMIT_FILE).exists():  # the folder was deleted during the run, and made again for its results
         return False
     before, limit = record.job, RunLimit.load(run_dir / LIMIT_FILE).max_steps
@@ -91,7 +91,7 @@ def _is_all(record: RunRecord, run_dir: Path, job: Job, max_steps: int | None) -
 
 
 def check_folder(folder: Path) -> None:
-    """Raise what a run would raise that cannot make its folder, and make nothing.
+    """Check that a run could create and use this folder, without creating it.
 
     Raises:
         LaunchError: something else has its name or that of a folder above it, nothing may be written there, or

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.spec.forecast import Forecast, ForecastRow
 
 _MOST_NODES = 16
-"""In the range that is assumed where the file names none."""
+"""The most nodes in the range of forecasts if the file names none."""
 
 PAGE_FILE = "plan.html"
 

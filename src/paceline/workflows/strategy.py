@@ -85,7 +85,7 @@ class Strategy:
             mesh = parse_mesh(self.strategy, num_devices, len(cluster.nodes))
         plan = place(job, cluster, num_devices, mesh=mesh, **options)
         self._check_options(mesh)
-        if self.strategy == "dp":  # who says nothing gets it unasked, at once
+        if self.strategy == "dp":  # named by the user: the default skips this check, which needs a trace of the model
             from paceline.plan.mesh_selection import check_fits
 
             check_fits(job, trace_model(job), num_devices, worker_memory_bytes(cluster, num_devices))
@@ -98,7 +98,7 @@ class Strategy:
         )
 
     def _chosen(self, job: Job, cluster: Cluster, num_devices: int, say: Say, options: dict[str, Any]) -> Plan:
-        """The plan that the planner takes for the best."""
+        """The best plan according to the planner."""
         from paceline.plan.mesh_selection import choose_mesh
 
         choice = choose_mesh(

@@ -75,12 +75,12 @@ def train(
         model: a model by name, or a function or class in a module, which builds one; None: the job's.
         data: the directory of the job's data set, or a function in a module that builds (train_set, test_set).
         max_steps: end after this many optimizer updates.
-        max_minutes: save and end after this time since the launch; the same call with the same `out` goes on.
-        callbacks: what happens beside the training, after the job's own: subclasses of `paceline.Callback` in a module,
-            or import paths of some, or pairs of either and options.
-        out: the run's folder; None: a new one under runs/. A run in it that was interrupted is resumed, one that is
-            finished gives its record again, or goes on where more epochs or steps are asked for.
-        force: go on from a checkpoint of another job.
+        max_minutes: save and end this many minutes after the launch; the same call with the same `out` resumes the run.
+        callbacks: further callbacks, called after the job's own: subclasses of `paceline.Callback` in a module, their
+            import paths, or pairs of either and a mapping of options.
+        out: the run's folder; None: a new one under runs/. An interrupted run in it is resumed; a finished one
+            returns its record, or continues if more epochs or steps are asked for.
+        force: resume even from a checkpoint of another job.
         settings: keys of the job to change, such as "optim.lr=0.1".
         threads: CPU threads that each worker computes with; None: an equal share of the cores.
         micro_batch_size: most samples in one forward pass of a worker; "auto": as many as memory has room for; None:
@@ -93,13 +93,13 @@ def train(
         elastic: whether the run restarts after a failure.
         strategy: how workers divide the model, such as "fsdp" or "dp2 x pp2".
         debug_comm: compare every collective across workers, and turn on NCCL's debug output.
-        cluster: what `probe` measured, for a forecast beside the measurement; need not exist.
-        plan: what `plan` recommended, or its file; arguments given here win over it.
+        cluster: the file of `probe`'s measurements, for a forecast beside the measurement; need not exist.
+        plan: the plan that `plan` recommended, or its file; arguments given here override it.
         say: receives the planner's choices, one line at a time.
 
     Raises:
         PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
-        WorkerFailed: a worker failed; says which rank, and why.
+        WorkerFailed: a worker failed; its message names the rank and the reason.
     """
     training = _Training(
         with_callbacks(resolve_job(job, settings, data, model), callbacks),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from paceline.comm.compressor import OWED, Bucket, Compressor
+from paceline.comm.compressor import RESIDUAL, Bucket, Compressor
 
 
 def bucket_of(gradients: Mapping[str, Tensor]) -> Bucket:
@@ -33,8 +33,8 @@ def sent(compressor: Compressor, gradients: Mapping[str, Tensor]) -> dict[str, T
     return dict(bucket.parts)
 
 
-def owed(compressor: Compressor, name: str) -> Tensor | float:
-    return compressor.state_dict().get(OWED + name, 0.0)
+def residual(compressor: Compressor, name: str) -> Tensor | float:
+    return compressor.state_dict().get(RESIDUAL + name, 0.0)
 
 
 def snapshot(compressor: Compressor) -> dict[str, Tensor]:

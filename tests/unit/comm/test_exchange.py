@@ -73,11 +73,11 @@ SUMS = ShardSums(((0, 1),), (torch.zeros(3),), torch.tensor([True]), (torch.zero
 
 def _deliver(exchange: Exchange, fetched: Fetched) -> None:
     assert fetched.next_work.task is not None and fetched.next_work.version is not None
-    exchange.deliver(fetched.next_work.task, fetched.next_work.version, SUMS, wants_rest=False)
+    exchange.deliver(fetched.next_work.task, fetched.next_work.version, SUMS, wants_pause=False)
 
 
 def _next_task(exchange: Exchange) -> Fetched:
-    while (fetched := exchange.next(wants_rest=False)).next_work.task is None:
+    while (fetched := exchange.next(wants_pause=False)).next_work.task is None:
         assert not fetched.next_work.is_last
     return fetched
 
@@ -104,7 +104,7 @@ def test_parameters_are_those_from_the_staleness_before_and_come_once() -> None:
     server = _Server()
     versions = []
     with _exchange(server) as exchange:
-        while not (fetched := exchange.next(wants_rest=False)).next_work.is_last:
+        while not (fetched := exchange.next(wants_pause=False)).next_work.is_last:
             if fetched.next_work.task is not None:
                 versions.append(fetched.next_work.version)
                 with exchange.computing():
@@ -122,6 +122,6 @@ def test_a_wish_for_a_rest_goes_with_the_delivery() -> None:
         assert first.next_work.task is not None
         with exchange.computing():
             pass
-        exchange.deliver(first.next_work.task, 0, SUMS, wants_rest=True)
+        exchange.deliver(first.next_work.task, 0, SUMS, wants_pause=True)
         _next_task(exchange)
-    assert [request.wants_rest for request in server.requests if request.report is not None] == [True]
+    assert [request.wants_pause for request in server.requests if request.report is not None] == [True]

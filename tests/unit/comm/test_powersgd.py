@@ -1,4 +1,4 @@
-"""PowerSGD on one worker: what it sends, what it owes, what it remembers."""
+"""PowerSGD on one worker: what it sends, its residuals, its state."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from paceline.comm.compressor import Compressor
 from paceline.comm.powersgd import PowerSGD
-from tests.unit.comm.buckets import alone, bucket_of, draw, owed, sent, snapshot
+from tests.unit.comm.buckets import alone, bucket_of, draw, residual, sent, snapshot
 
 
 def _low_rank(rows: int, columns: int, rank: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -49,7 +49,7 @@ def test_exact_where_the_gradient_has_no_higher_rank(
     # How well a random basis finds the matrix depends on the draw: far from rounding, but far from wrong too.
     tolerance = (2e-3 if dtype == torch.float32 else 1e-9) * float(matrix.norm())
     assert float((result - matrix).norm()) <= tolerance
-    assert float(torch.as_tensor(owed(compressor, "w")).norm()) <= tolerance
+    assert float(torch.as_tensor(residual(compressor, "w")).norm()) <= tolerance
 
 
 def test_vectors_and_small_matrices_are_sent_whole() -> None:
@@ -58,7 +58,7 @@ def test_vectors_and_small_matrices_are_sent_whole() -> None:
     result = sent(compressor, gradients)
     for name in ("bias", "small", "scale"):
         assert torch.equal(result[name], gradients[name])
-        assert owed(compressor, name) == 0.0
+        assert residual(compressor, name) == 0.0
     for name in ("dense", "conv"):
         assert not torch.allclose(result[name], gradients[name])
         assert torch.linalg.matrix_rank(result[name].reshape(len(result[name]), -1), rtol=1e-4) == 2
@@ -89,11 +89,11 @@ def test_memory_in_another_order_makes_no_difference() -> None:
     result = sent(compressor, last)["conv"]
     assert not result.is_contiguous()
     assert torch.equal(result, plain)
-    torch.testing.assert_close(result + owed(compressor, "conv"), gradients["conv"])
+    torch.testing.assert_close(result + residual(compressor, "conv"), gradients["conv"])
 
 
 def test_warm_start_finds_the_best_approximation() -> None:
-    """Without what is owed, the iteration alone: it converges to the truncated singular value decomposition."""
+    """Without residuals, the iteration alone: it converges to the truncated singular value decomposition."""
     left, right = torch.linalg.qr(draw(20, 20, seed=1))[0], torch.linalg.qr(draw(30, 20, seed=2))[0]
     spectrum = 0.6 ** torch.arange(20.0)
     matrix = left * spectrum @ right.T
@@ -131,7 +131,9 @@ def test_what_was_sent_and_what_is_owed_is_all_there_was(seed: int, rank: int, s
             for name in group:
                 gone[name] = gone[name] + gradients[name] - result[name]
     for name in names:
-        torch.testing.assert_close(gone[name] - owed(compressor, name), torch.zeros_like(gone[name]), rtol=0, atol=1e-9)
+        torch.testing.assert_close(
+            gone[name] - residual(compressor, name), torch.zeros_like(gone[name]), rtol=0, atol=1e-9
+        )
 
 
 def test_nothing_depends_on_how_parameters_are_put_into_buckets() -> None:
@@ -201,10 +203,10 @@ def test_state_of_another_rank_is_no_warm_start_but_still_owed() -> None:
     sent(compressor, _model(0))
     other = PowerSGD(1, seed=0)
     other.load_state_dict(compressor.state_dict())
-    debt = torch.as_tensor(owed(compressor, "dense")).clone()
+    debt = torch.as_tensor(residual(compressor, "dense")).clone()
     gradients = _model(1)
     result = sent(other, gradients)["dense"]
-    torch.testing.assert_close(result + owed(other, "dense"), gradients["dense"] + debt)
+    torch.testing.assert_close(result + residual(other, "dense"), gradients["dense"] + debt)
 
 
 def test_starts_differ_by_parameter_and_by_seed() -> None:

@@ -1,4 +1,4 @@
-"""Top-k and random-k on one worker: what they choose, what they owe, what they remember."""
+"""Top-k and random-k on one worker: what they choose, their residuals, their state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.comm.compressor import Compressor
 from paceline.comm.links import Links
 from paceline.comm.randomk import RandomK
 from paceline.comm.topk import TopK
-from tests.unit.comm.buckets import alone, bucket_of, draw, owed, sent, snapshot
+from tests.unit.comm.buckets import alone, bucket_of, draw, residual, sent, snapshot
 
 ALONE = cast(Links, SimpleNamespace(rank=0, ring=(0,)))
 
@@ -49,7 +49,7 @@ def test_a_density_of_one_sends_all(build: Build, seed: int, dtype: torch.dtype)
         for name, part in sent(compressor, gradients).items():
             assert part.dtype == dtype
             assert torch.equal(part, gradients[name])
-            assert not torch.as_tensor(owed(compressor, name)).any()
+            assert not torch.as_tensor(residual(compressor, name)).any()
 
 
 @BOTH
@@ -77,7 +77,7 @@ def test_what_was_sent_and_what_is_owed_is_all_there_was(
                 gone[name] = gone[name] + gradients[name] - result[name]
     for name in names:
         torch.testing.assert_close(
-            gone[name] - owed(compressor, name), torch.zeros_like(gone[name]), rtol=0, atol=1e-12
+            gone[name] - residual(compressor, name), torch.zeros_like(gone[name]), rtol=0, atol=1e-12
         )
 
 
@@ -92,7 +92,7 @@ def test_everything_owed_is_sent_in_the_end(build: Build) -> None:
             received[name] = received[name] + part
     for name, gradient in gradients.items():
         torch.testing.assert_close(received[name], gradient)
-        assert not torch.as_tensor(owed(compressor, name)).any()
+        assert not torch.as_tensor(residual(compressor, name)).any()
 
 
 @BOTH
@@ -109,10 +109,10 @@ def test_a_step_that_overflows_is_seen_and_owes_nothing_new(
     compressor.aggregate(bucket, alone)
     assert not bucket.values.isfinite().any()
     for name in _model(0):
-        assert torch.equal(torch.as_tensor(owed(compressor, name)), before["owed/" + name])
+        assert torch.equal(torch.as_tensor(residual(compressor, name)), before["owed/" + name])
     after = sent(compressor, _model(3))
     for name, gradient in _model(3).items():
-        torch.testing.assert_close(after[name] + owed(compressor, name), gradient + before["owed/" + name])
+        torch.testing.assert_close(after[name] + residual(compressor, name), gradient + before["owed/" + name])
 
 
 @BOTH
@@ -141,7 +141,7 @@ def test_memory_in_another_order_is_remembered_in_the_right_place(build: Build) 
     last = plain.to(memory_format=torch.channels_last)
     gone = plain - sent(compressor, {"w": plain})["w"]
     gone = gone + plain - sent(compressor, {"w": last})["w"]
-    torch.testing.assert_close(owed(compressor, "w"), gone)
+    torch.testing.assert_close(residual(compressor, "w"), gone)
 
 
 @BOTH

@@ -290,7 +290,7 @@ def test_a_small_model_on_a_slow_link_stays_where_it_is() -> None:
     assert found.verdict == "Stay with 1 device: adding devices does not pay here."
     assert "bound by communication" in found.reason
     assert "below the floor of 50 %" in found.reason
-    assert found.bend.startswith("Scaling bends after 1 device ")
+    assert found.bend.startswith("Scaling becomes inefficient after 1 device ")
     fast = dataclasses.replace(cluster, network=cpu_cluster(4, link_bytes_per_s=10e9).network)
     large = dataclasses.replace(SMALL, global_batch_size=2048)
     assert forecast(large, fast, [1, 2, 4]).recommended_devices == 4
@@ -309,7 +309,7 @@ def test_a_batch_beyond_the_noise_scale_takes_fewer_devices() -> None:
 def test_a_batch_that_was_too_large_from_the_start_is_told_with_a_better_one() -> None:
     found = forecast(JOB, gpu_cluster(), [1, 2, 4, 8, 16], ForecastRequest(noise_scale=256))
     assert found.recommended_devices == 1
-    assert "The global batch of 4,096 is 16x the noise scale of 256: 94 % of its samples bring nothing." in found.reason
+    assert "The global batch of 4,096 is 16x the noise scale of 256: 94 % of its samples are wasted." in found.reason
     assert "global_batch_size =" in found.reason
 
 
@@ -350,7 +350,7 @@ def test_near_the_best_fewer_devices_are_taken() -> None:
 def test_thousands_of_devices_show_where_scaling_bends_and_what_failures_leave() -> None:
     found = forecast(JOB, gpu_cluster(), counts_between(1, 4096))
     assert found.rows[-1].nodes == 512
-    assert found.bend.startswith("Scaling bends after ")
+    assert found.bend.startswith("Scaling becomes inefficient after ")
     assert "most of it to waiting for gradients" in found.bend
     by_devices = {row.devices: row for row in found.rows}
     assert [row.devices for row in found.simulated] == [16 << power for power in range(9)]

@@ -5,7 +5,7 @@ next shard, computes its gradient on the parameters after k - staleness updates,
 shards of batch k have arrived, each server adds them in the order of `comm.fixed_tree` and makes update k on its slice
 of the parameters. So the number and speed of the workers decide who computes a shard; never which shards there are, how
 old their parameters are, nor how they are added: the weights are the same, bit for bit, on any number of workers and
-servers, and with staleness 0 those of synchronous training. Whenever all workers rest, no gradient is late; from
+servers, and with staleness 0 those of synchronous training. Whenever all workers pause, no gradient is late; from
 there staleness grows again.
 
 A node may act as one worker: it takes one shard for each of its workers, adds their gradients inside, in the same

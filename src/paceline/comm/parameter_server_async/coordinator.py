@@ -28,7 +28,7 @@ POLL_S = 0.25
 
 
 class Coordinator:
-    """Gives out shards, adds up their statistics, and notices who is lost."""
+    """Gives out shards, sums their statistics, and notices lost workers."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Coordinator:
         self._statistics: dict[int, Tensor] = {}
         self._arrived: dict[int, set[int]] = defaultdict(set)
         self._passed: set[int] = set()
-        self._rest_at: int | None = None
+        self._pause_at: int | None = None
         self._pings: dict[int, Call] = {}
         self._stopped = threading.Event()
         self._watch: threading.Thread | None = None
@@ -69,8 +69,9 @@ class Coordinator:
         with self._changed:
             if request.report is not None:
                 self._take_report(request.report)
-            if request.wants_rest and self._rest_at is None:
-                self._rest_at = max(self._ledger.next_batch, request.seen + 1)  # nobody rests without having worked
+            if request.wants_pause and self._pause_at is None:
+                # At least one batch is finished before a pause.
+                self._pause_at = max(self._ledger.next_batch, request.seen + 1)
             self._seen[request.rank] = request.seen
             known_to_all = min((self._seen[rank] for rank in self._present), default=request.seen)
             self._statistics = {batch: total for batch, total in self._statistics.items() if batch >= known_to_all}
@@ -80,7 +81,7 @@ class Coordinator:
             return self._wait(lambda: self._task_for(request)) or self._reply(request)
 
     def barrier(self, rank: int, number: int) -> frozenset[int]:
-        """Wait until all workers that are still there have come to barrier `number`; who has not come yet."""
+        """Wait until all remaining workers have come to barrier `number`, for a while; returns those that have not."""
         with self._changed:
             self._arrived[number].add(rank)
             self._changed.notify_all()
@@ -112,20 +113,20 @@ class Coordinator:
         lost_servers = [rank for rank in self._lost if rank in self._servers]
         if lost_servers:
             return WorkReply(self._ledger.finished, lost_server=lost_servers[0])
-        until = request.until if self._rest_at is None else min(request.until, self._rest_at)
+        until = request.until if self._pause_at is None else min(request.until, self._pause_at)
         task = self._ledger.take(request.rank, request.most, until, time.monotonic()) if request.most else None
         return self._reply(request, task) if task or self._ledger.finished >= until else None
 
     def _reply(self, request: WorkRequest, task: Task | None = None) -> WorkReply:
         finished = self._ledger.finished
         statistics = tuple(self._statistics[batch] for batch in range(request.seen, finished))
-        return WorkReply(finished, self._rest_at, statistics, task)
+        return WorkReply(finished, self._pause_at, statistics, task)
 
     def _has_passed(self, number: int) -> bool | None:
         """True once all have come to a barrier, for all of them alike, whoever is lost afterwards."""
         if number not in self._passed and not self._missing(number):
             self._passed.add(number)
-            self._rest_at = None
+            self._pause_at = None
         return number in self._passed or None
 
     def _missing(self, number: int) -> frozenset[int]:

@@ -38,7 +38,7 @@ late."""
 
 @dataclass(frozen=True)
 class Fetched:
-    """What has come, and the parameters with it: None where the worker has them."""
+    """The next work, and the parameters with it: None if the worker has them already."""
 
     next_work: NextWork
     values: Tensor | None = None
@@ -81,14 +81,14 @@ class Exchange:
         self._version: int | None = None
         self._has_task = False
 
-    def next(self, wants_rest: bool) -> Fetched:
-        """What comes next: statistics, work, or the end of all work.
+    def next(self, wants_pause: bool) -> Fetched:
+        """The next message: statistics, work, or the end of all work.
 
         Raises:
             PeerLost: a server is lost, or the others gave this worker up.
         """
         if not self._under_way:
-            self._begin_to(self._ask, wants_rest)
+            self._begin_to(self._ask, wants_pause)
         fetched = self._under_way.popleft().result()
         while fetched.next_work.is_last and self._under_way:
             self._under_way.popleft().result()  # what was asked for in vain
@@ -105,9 +105,9 @@ class Exchange:
             is_done.set()
         self._shard_s = min(time.monotonic() - began_s, _FORGET * self._shard_s)
 
-    def deliver(self, task: Task, version: int, sums: ShardSums, wants_rest: bool) -> None:
+    def deliver(self, task: Task, version: int, sums: ShardSums, wants_pause: bool) -> None:
         """Begin to send what was computed with the parameters after `version` updates."""
-        self._begin_to(self._push, task, version, sums, wants_rest)
+        self._begin_to(self._push, task, version, sums, wants_pause)
 
     def ask_coordinator(self, name: str, *arguments: Any) -> Any:
         return self._peers.call(self._servers[0], name, *arguments).result(COORDINATOR_ROLE)
@@ -132,7 +132,7 @@ class Exchange:
             return Fetched(NextWork(version=self._version))
         return self._ask(is_ahead=True)
 
-    def _push(self, task: Task, version: int, sums: ShardSums, wants_rest: bool) -> Fetched:
+    def _push(self, task: Task, version: int, sums: ShardSums, wants_pause: bool) -> Fetched:
         """Send every server its slice, and report whether all of them count these shards now."""
         at = self._weight_at
         counted = self._answers(
@@ -151,13 +151,13 @@ class Exchange:
                 for start, stop in self._spans
             ]
         )
-        return self._ask(wants_rest, TaskReport(task, all(counted), sums.blocks, sums.statistics))
+        return self._ask(wants_pause, TaskReport(task, all(counted), sums.blocks, sums.statistics))
 
-    def _ask(self, wants_rest: bool = False, report: TaskReport | None = None, is_ahead: bool = False) -> Fetched:
+    def _ask(self, wants_pause: bool = False, report: TaskReport | None = None, is_ahead: bool = False) -> Fetched:
         """Report, and ask for a task where the worker has none; the task's parameters come with it."""
         began_s = time.monotonic()
         most = 0 if self._has_task else self._most
-        request = WorkRequest(self._rank, self._until, most, self._seen, is_ahead, wants_rest, report)
+        request = WorkRequest(self._rank, self._until, most, self._seen, is_ahead, wants_pause, report)
         reply = cast(WorkReply, self.ask_coordinator("ask", request))
         if reply.lost_server is not None:
             raise lost(reply.lost_server, SERVER_ROLE, "it gives no sign of life")
@@ -167,7 +167,7 @@ class Exchange:
                 "without it; give it more time (timeout_s), or start again from the last checkpoint.",
                 rank=self._rank,
             )
-        self._until = self._until if reply.rest_at is None else min(self._until, reply.rest_at)
+        self._until = self._until if reply.pause_at is None else min(self._until, reply.pause_at)
         self._finished = reply.finished
         statistics = tuple(enumerate(reply.statistics, self._seen))
         self._seen += len(statistics)

@@ -1,4 +1,4 @@
-"""What workers, servers and the coordinator of `parameter_server_async` tell each other."""
+"""Messages of `parameter_server_async` between workers, servers and the coordinator."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class WorkRequest:
     """The worker has the statistics of all batches before this one."""
     is_ahead: bool = False
     """The worker still computes: it is answered at once, with no task if there is none now."""
-    wants_rest: bool = False
+    wants_pause: bool = False
     """All workers should stop as soon as the batches that are begun are finished."""
     report: TaskReport | None = None
 
@@ -68,7 +68,7 @@ class WorkReply:
 
     finished: int
     """All batches before this one are in the parameters, on every server."""
-    rest_at: int | None = None
+    pause_at: int | None = None
     """All workers stop when all batches before this one are finished, because some worker wanted it."""
     statistics: tuple[Tensor, ...] = ()
     """The sums over the shards of every batch from `WorkRequest.seen` to `finished` - 1."""
@@ -80,7 +80,7 @@ class WorkReply:
 
 @dataclass(frozen=True)
 class NextWork:
-    """What comes to a worker, or to all workers of its node."""
+    """The next work of a worker, or of all workers of its node."""
 
     statistics: tuple[tuple[int, Tensor], ...] = ()
     """The number of each batch that is finished now, and the sum of its statistics over the shards."""

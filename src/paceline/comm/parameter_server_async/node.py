@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ShardResult:
-    """What came of one shard."""
+    """The result of one shard."""
 
     gradient: Tensor
     """All parameters', flattened, one after the other, in host memory; zero where there is none."""
@@ -30,7 +30,7 @@ class ShardResult:
 
 @dataclass(frozen=True)
 class ShardSums:
-    """What came of a run of shards: sums over aligned blocks of `comm.fixed_tree`."""
+    """The result of consecutive shards: sums over aligned blocks of `comm.fixed_tree`."""
 
     blocks: tuple[Block, ...]
     gradients: tuple[Tensor, ...]

@@ -106,8 +106,8 @@ class ParameterSlice:
             version: after how many updates the values were with which these gradients were computed.
             oldest: nobody needs the values after fewer updates.
             used: for every parameter of the model whether any of these shards gave it a gradient.
-            weights: of each of `sums`, a vector of one element: the update is made by the sum of all gradients divided
-                by that of all weights. Empty: by the sum.
+            weights: the weight of each of `sums`, of shape (1,): the update uses the sum of all gradients divided by
+                the sum of all weights. Empty: the sum itself.
 
         Returns:
             Whether all of these shards are counted now.

@@ -57,13 +57,13 @@ class ServerSettings:
 
 
 class ParameterServerAsync:
-    """Asynchronous training as one worker takes part in it; a context manager that all workers enter together.
+    """One worker's part in asynchronous training; a context manager that all workers enter together.
 
     Args:
         optimizer: element-wise, over the parameters to train; parameters, rates and state alike on every worker. The
             parameters stay the same objects and get their values from the servers.
         store: one that all workers share, such as the process group's.
-        rank: this worker's.
+        rank: this worker's rank.
         nodes: which ranks act as one worker: ((0,), (1,), …) where each stands for itself.
         node_group: this worker's node as a process group, where it has more than one worker.
 
@@ -142,20 +142,20 @@ class ParameterServerAsync:
         self,
         compute: ShardGradient,
         until: int,
-        wants_rest: Callable[[], bool] = lambda: False,
+        wants_pause: Callable[[], bool] = lambda: False,
         weight_at: int | None = None,
     ) -> Iterator[tuple[int, Tensor]]:
-        """Take part until `until` updates have been made in all, or until somebody wants a rest.
+        """Compute shards until `until` updates have been made in all, or until a worker asks for a pause.
 
         Args:
-            wants_rest: asked between two shards, on workers that lead their nodes; if it says so anywhere, all stop
-                as soon as the batches that are begun are finished, but not without having finished one.
-            weight_at: the place in the statistics of a shard's weight: the sum of gradients is divided by the sum of
-                weights before the update. None: it is the gradient already.
+            wants_pause: called between two shards, on workers that lead their nodes; if it is True on any, all stop as
+                soon as the batches that are begun are finished, at least one of them.
+            weight_at: the index of a shard's weight in its statistics: the sum of gradients is divided by the sum of
+                weights before the update. None: it is not divided.
 
         Yields, on every worker, for every batch in order as it is finished, its number and the sum of its statistics.
-        At the end (so take them all) every worker has the parameters after the updates that were made, as many
-        everywhere; all wait for one another.
+        The iterator must be exhausted: at its end all workers wait for one another, and each has the parameters after
+        the same number of updates.
 
         Raises:
             PeerLost: a server is lost (says which), or this worker was given up by the others.
@@ -164,17 +164,17 @@ class ParameterServerAsync:
         if self._exchange is not None:
             self._exchange.begin(until, weight_at)
         while True:
-            next_work, values = self._next(wants_rest)
+            next_work, values = self._next(wants_pause)
             self._take(next_work.version, values)
             yield from next_work.statistics
             if next_work.is_last:
                 break
             if next_work.task is not None:
-                self._do(next_work.task, compute, wants_rest)
+                self._do(next_work.task, compute, wants_pause)
         self.barrier()
 
     def barrier(self) -> None:
-        """Wait for all workers that are still there.
+        """Wait for all remaining workers.
 
         Raises:
             PeerLost: some did not come within the timeout; says which.
@@ -196,7 +196,7 @@ class ParameterServerAsync:
         self.barrier()
 
     def close(self) -> None:
-        """Leave when all workers that are still there do so. A collective."""
+        """Leave together with all remaining workers. A collective."""
         self.barrier()
         if self._node.leads:
             if self._coordinator is not None:
@@ -248,19 +248,19 @@ class ParameterServerAsync:
                 parameter.copy_(part.view(parameter.shape))
         self._version = version
 
-    def _next(self, wants_rest: Callable[[], bool]) -> tuple[NextWork, Tensor | None]:
-        """What comes next, for all workers of the node; parameters for its leader only."""
+    def _next(self, wants_pause: Callable[[], bool]) -> tuple[NextWork, Tensor | None]:
+        """The next work for all workers of the node; parameters for its leader only."""
         values: Tensor | None = None
 
         def fetch() -> NextWork:
             nonlocal values
-            fetched = self._own_exchange.next(wants_rest())
+            fetched = self._own_exchange.next(wants_pause())
             values = fetched.values
             return fetched.next_work
 
         return self._node.on_leader(fetch), values
 
-    def _do(self, task: Task, compute: ShardGradient, wants_rest: Callable[[], bool]) -> None:
+    def _do(self, task: Task, compute: ShardGradient, wants_pause: Callable[[], bool]) -> None:
         """Compute a task, and begin to deliver it."""
         if self._exchange is None:
             self._compute(task, compute)
@@ -268,7 +268,7 @@ class ParameterServerAsync:
         with self._exchange.computing():
             sums = self._compute(task, compute)
         assert sums is not None and self._version is not None
-        self._exchange.deliver(task, self._version, sums, wants_rest())
+        self._exchange.deliver(task, self._version, sums, wants_pause())
 
     def _compute(self, task: Task, compute: ShardGradient) -> ShardSums | None:
         """This worker's shard of `task`, added to those of its node; the sums on its leader."""
@@ -285,7 +285,7 @@ class ParameterServerAsync:
         return self._node.add(task.start, mine)
 
     def _ask_who_is_missing(self, number: int, give_up_at_s: float) -> bool:
-        """Whether anybody has still to come to barrier `number`."""
+        """Whether barrier `number` still waits for some worker."""
         missing = cast("frozenset[int]", self._own_exchange.ask_coordinator("barrier", self._rank, number))
         if missing and time.monotonic() > give_up_at_s:
             first = min(missing)

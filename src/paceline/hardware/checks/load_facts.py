@@ -1,4 +1,4 @@
-"""What the processors of a node are busy with."""
+"""The CPU load of a node: by this program, by other programs, by other virtual machines."""
 
 from __future__ import annotations
 
@@ -81,12 +81,12 @@ def load_of(spent: Sequence[CpuTimes]) -> MachineLoad | None:
 
 
 def most_disturbed(loads: Sequence[MachineLoad | None]) -> MachineLoad | None:
-    """The load that disturbed more, of several measurements that belong together."""
+    """The largest disturbance of several measurements that belong together; None if there is none."""
     return max((load for load in loads if load is not None), key=lambda load: load.disturbance, default=None)
 
 
 def collect_load(seconds: float = 0.5, stat: Path = STAT) -> MachineLoad | None:
-    """What other programs and other virtual machines do while this process looks on for a moment."""
+    """The CPU time that other programs and virtual machines use during `seconds`; None if /proc does not tell it."""
     before = cpu_times(stat)
     time.sleep(seconds)
     after = cpu_times(stat)

@@ -154,7 +154,7 @@ SYSTEM_CHECKS: tuple[Check[NodeFacts, Any], ...] = (
 
 
 SHARED_MEMORY_BYTES = 32 * 2**20
-"""What sums through shared memory take at most, for all workers of a node."""
+"""The most bytes that sums through shared memory take, for all workers of a node."""
 LOADER_BYTES = 2**30
 """Batches under way between loader processes and workers: tens of megabytes each, a few of every process."""
 MIN_DISK_BYTES = 2**30

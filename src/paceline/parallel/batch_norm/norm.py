@@ -31,7 +31,7 @@ from paceline.parallel.batch_norm.sync_norm import BatchNorm, SyncBatchNorm
 
 
 class CurrentPass:
-    """What is in the model right now; one value shared by all norm layers of a model."""
+    """The current forward pass: which virtual shards it holds. One object shared by all norm layers of a model."""
 
     def __init__(self) -> None:
         self.shards: ShardRange | None = None
@@ -117,7 +117,7 @@ class ShardBatchNorm(BatchNorm):
         """Normalise values of shape (rows, count * channels, ...): those of the pass's shards from `first` on.
 
         Args:
-            seen_weight: of each of these shards in this call.
+            seen_weight: the weight of each of these shards in this call.
         """
         weight: Tensor | None = self.weight
         bias: Tensor | None = self.bias

@@ -29,7 +29,7 @@ Repeated = tuple[Tensor, tuple[Any, int]]
 
 
 def source_of(parameter: Tensor) -> tuple[Any, int]:
-    """Another one as soon as the parameter has other values."""
+    """A key that changes when the parameter's values do: its storage and version counter."""
     return parameter.untyped_storage()._cdata, parameter._version
 
 
@@ -42,7 +42,7 @@ class RepeatedParameters:
         self._orders: dict[Any, Tensor] = {}
 
     def repeated(self, num_shards: int) -> dict[Tensor, Repeated]:
-        """Each trained parameter, so many times; autograd adds the gradients up when it has those of all layers."""
+        """Each trained parameter, repeated `num_shards` times; autograd sums the gradients of all layers and shards."""
         if not torch.is_grad_enabled():
             return {}
         own = dict.fromkeys(one for layer in self._layers for one in layer.parameters(recurse=False))

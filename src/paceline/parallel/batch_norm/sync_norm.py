@@ -69,8 +69,8 @@ def _global_statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and biased variance per channel over all workers, and the number of values behind them.
 
-    Worker statistics are merged pairwise-free by the parallel formula of Chan, Golub and LeVeque (1983), which does
-    not cancel as sum-of-squares does.
+    Per-worker statistics are combined by the parallel formula of Chan, Golub and LeVeque (1983), which avoids the
+    cancellation of sum-of-squares formulas.
     """
     values = input if input.dtype == torch.float64 else input.float()
     dims = [d for d in range(input.dim()) if d != 1]

@@ -64,7 +64,7 @@ class StageCost:
     """What one worker of a pipeline stage holds, and what it sends for one micro-batch."""
 
     layers: tuple[str, str]
-    """The ranks of the first and the last worker."""
+    """The names of the stage's first and last layer."""
     time: float
     """Time of forward and backward in an arbitrary unit, the same for all stages."""
     parameter_bytes: int

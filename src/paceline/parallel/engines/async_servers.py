@@ -26,14 +26,14 @@ class AsyncServers(Engine):
     """Idle workers compute the next virtual shards, of any global batch; servers make the updates.
 
     The servers start with the first step. From then on workers either work, until a number of updates is reached or
-    a worker asks for a rest, or rest: then no gradient is in flight and all have the servers' parameters. They work
-    from one `AnyShard.at_rest` to the next, through as many calls of `step` as updates are made in between.
+    a worker asks for a pause, or pause: then no gradient is in flight and all have the servers' parameters. They work
+    from one `AnyShard.on_pause` to the next, through as many calls of `step` as updates are made in between.
     """
 
     reads_assignment = False
-    is_synchronised = False  # status is exchanged in `AnyShard.at_rest`
+    is_synchronised = False  # status is exchanged in `AnyShard.on_pause`
     changes_state = True
-    buffers_rule = "each worker's are its own, and become the first worker's when all workers rest"
+    buffers_rule = "each worker's are its own, and become the first worker's when all workers pause"
     counters_rule = "each worker's are its own, so they depend on how many workers there are"
 
     def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
@@ -47,7 +47,7 @@ class AsyncServers(Engine):
         self._group = group
         self._servers: ParameterServerAsync | None = None
         self._work: Iterator[tuple[int, Tensor]] | None = None
-        """The number of updates until the next rest; None: this worker rests."""
+        """Yields the number and statistics of each batch until the next pause; None: this worker pauses."""
         self._any_shard: AnyShard | None = None
         self._layout: LossLayout | None = None
         """Which numbers the loss function returns; the same in all steps."""
@@ -65,18 +65,18 @@ class AsyncServers(Engine):
         while True:
             if self._work is None:
                 if any_shard.batch:
-                    any_shard.at_rest()
+                    any_shard.on_pause()
                 self._has_optimizer_state = False
                 weight_at = 1 if self._layout.is_weighted else None
-                self._work = self._servers.work(self._compute, any_shard.stop, any_shard.wants_rest, weight_at)
+                self._work = self._servers.work(self._compute, any_shard.stop, any_shard.wants_pause, weight_at)
             for batch, statistics in self._work:
                 assert batch == any_shard.batch
                 if batch + 1 == any_shard.stop:
-                    self._rest()
+                    self._pause()
                 return self._shards.apply(statistics.to(self._device), self._layout)
-            self._work = None  # some worker asked for a rest
+            self._work = None  # some worker asked for a pause
 
-    def _rest(self) -> None:
+    def _pause(self) -> None:
         """Stop working after the last update and fetch the servers' parameters."""
         assert self._work is not None
         more = next(self._work, None)
@@ -119,7 +119,7 @@ class AsyncServers(Engine):
         return not self._has_optimizer_state
 
     def sync_buffers(self) -> bool:
-        """While all workers rest: copy the optimizer's state from the servers to every worker."""
+        """While all workers pause: copy the optimizer's state from the servers to every worker."""
         if self._work is not None:
             return False
         if self._servers is not None:
@@ -130,7 +130,7 @@ class AsyncServers(Engine):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Allowed while all workers rest, at the end of an epoch, when they have the servers' parameters."""
+        """Allowed while all workers pause, at the end of an epoch, when they have the servers' parameters."""
         if self._work is not None:
             raise JobError(
                 "aggregation.method = 'parameter_server_async' has weights that all workers agree on at the end of an "

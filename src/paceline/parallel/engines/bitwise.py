@@ -50,7 +50,7 @@ class _Vector:
         """
         Args:
             forms: tensors of the gradients' shapes and orders in memory.
-            lengths: those of the parts after `gradients`.
+            lengths: the lengths of the parts after `gradients`.
         """
         gradients, start = [], values.storage_offset()
         for form in forms:

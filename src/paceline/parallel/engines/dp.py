@@ -172,7 +172,7 @@ class DataParallel(Engine):
         self._hook_called = False
         if self._aggregator is not None:
             self._aggregator.scheduler.begin_step()
-            self._aggregator.scheduler.let_go()  # in the second step there are new buckets, beside old ones otherwise
+            self._aggregator.scheduler.release()  # in the second step there are new buckets, beside old ones otherwise
         if list(map(id, self._trained_now())) != list(map(id, self._trained)):
             self._set_up_again()
         if self._has_other_norms:

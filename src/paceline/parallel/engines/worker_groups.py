@@ -24,13 +24,13 @@ class WorkerGroups:
     members: tuple[tuple[int, ...], ...]
     """The ranks of the workers of each group."""
     own: tuple[int, ...]
-    """Those of this worker's group."""
+    """The ranks of the workers of this worker's group."""
     inside: dist.ProcessGroup | None
     """This worker's group; None: it is the only one in it."""
     across: dist.ProcessGroup | None
     """The workers at this worker's place in every group; None: there is one group, or some group has no such place."""
     num_places: int
-    """So many workers of each group take part in sums over groups."""
+    """The number of workers of each group that take part in sums over groups."""
 
     @classmethod
     def open(cls, spec: AggregationSpec, everyone: dist.ProcessGroup | None, timeout_s: float) -> WorkerGroups:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, Compressor, Links, Scheduler
-from paceline.comm.compressor import OWED
+from paceline.comm.compressor import RESIDUAL
 from paceline.comm.powersgd import PowerSGD
 from paceline.comm.randomk import RandomK
 from paceline.comm.selection import AlgorithmCandidate, choose, sensible
@@ -32,9 +32,9 @@ LOSSY = (WIRE_FORMATS["bfloat16"], WIRE_FORMATS["int8"])
 
 _LOSSES: dict[str, str] = {
     **{name: facts.loss for name, facts in WIRE_FACTS.items() if facts.loss},
-    "powersgd": "of each matrix an approximation of rank {spec.powersgd_rank} travels, the rest is sent in later steps",
-    "topk": "each worker's largest {spec.density:.2%} of the values travel, the rest is sent in later steps",
-    "randomk": "a random {spec.density:.2%} of the values travel, the rest is sent in later steps",
+    "powersgd": "an approximation of rank {spec.powersgd_rank} of each matrix is sent, the rest in later steps",
+    "topk": "each worker's largest {spec.density:.2%} of the values are sent, the rest in later steps",
+    "randomk": "a random {spec.density:.2%} of the values is sent, the rest in later steps",
 }
 
 
@@ -80,7 +80,7 @@ def candidates(plan: Plan, wanted: str, links: Links) -> list[AlgorithmCandidate
 
 
 class Unsent:
-    """What the compressors of a run have not sent yet, as it is saved and loaded.
+    """The residuals of a run's compressors, which they have not sent yet, as they are saved and loaded.
 
     A run that goes on where nothing is compressed, as on one worker, adds what earlier workers had not sent to its next
     gradients: nothing that was computed is lost.
@@ -88,27 +88,27 @@ class Unsent:
 
     def __init__(self, aggregator: Aggregator | None) -> None:
         self._compressor = None if aggregator is None else aggregator.compressor
-        self._owed: dict[str, Tensor] = {}
-        """By `OWED` and the parameter's name; empty where a compressor has it."""
+        self._residuals: dict[str, Tensor] = {}
+        """By `RESIDUAL` and the parameter's name; empty if a compressor keeps them."""
 
     @property
     def changes(self) -> bool:
         """Whether it changes with every bucket, before the whole gradient of a step is known."""
-        return self._compressor is not None or bool(self._owed)
+        return self._compressor is not None or bool(self._residuals)
 
     def state(self) -> dict[str, Any]:
         """Part of an engine's `own_state`: unsent values count by their sum over the workers."""
         if self._compressor is None:
-            return {"sums": dict(self._owed)} if self._owed else {}
+            return {"sums": dict(self._residuals)} if self._residuals else {}
         state = self._compressor.state_dict()
-        owed = {key: value for key, value in state.items() if key.startswith(OWED)}
-        return {"sums": owed, "means": {key: value for key, value in state.items() if key not in owed}}
+        residuals = {key: value for key, value in state.items() if key.startswith(RESIDUAL)}
+        return {"sums": residuals, "means": {key: value for key, value in state.items() if key not in residuals}}
 
     def load(self, own: dict[str, Any]) -> None:
         """Go on from a `state`."""
         sums = own.get("sums", {})
         if self._compressor is None:
-            self._owed = {key: value for key, value in sums.items() if key.startswith(OWED)}
+            self._residuals = {key: value for key, value in sums.items() if key.startswith(RESIDUAL)}
             return
         means = {key: value for key, value in own.get("means", {}).items() if isinstance(value, Tensor)}
         self._compressor.load_state_dict(sums | means)
@@ -116,11 +116,11 @@ class Unsent:
     def add_to(self, parts: Iterable[tuple[str, Tensor]]) -> None:
         """Add to each named gradient what was loaded for it, in place, until the sum was finite once: other steps are
         skipped. A compressor does so itself."""
-        for name, part in parts if self._owed else ():
-            if (owed := self._owed.get(OWED + name)) is not None:
-                part.add_(owed.to(part))
+        for name, part in parts if self._residuals else ():
+            if (residual := self._residuals.get(RESIDUAL + name)) is not None:
+                part.add_(residual.to(part))
                 if torch.isfinite(part).all():
-                    del self._owed[OWED + name]
+                    del self._residuals[RESIDUAL + name]
 
 
 def _bucket_bytes(parameters: Sequence[Tensor]) -> list[int]:

@@ -20,24 +20,24 @@ from paceline.parallel.kept.kept_values import FunctionNames, Namespace, Places,
 from paceline.parallel.losses import LossOf
 
 _STEPS_TO_LOOK = 2
-"""After so many steps only numbers beside one that has changed are watched, since a large model has thousands. They may
-follow later, as a rate that falls every hundred steps does."""
+"""After this many steps, only numbers of objects in which some number has changed are watched, since a large model has
+thousands. The others there may change later, such as a rate that falls every hundred steps."""
 _FEW = 64
-"""So many are watched in any case."""
+"""Up to this many numbers, all are watched."""
 
 
 @dataclass
 class _Number:
     path: str
-    """Names it, alike in every run of the program."""
+    """Its path, the same in every run of the program."""
     place: Namespace
     name: str
     before: Any
     """Its value before the step."""
     moves: list[float]
-    """By how much each pass of the step moved it."""
+    """The change by each pass of the step."""
     last_move: float = 0
-    """By how much the last step with a pass moved it."""
+    """The change by the last step that had a pass on this worker."""
     has_moved: bool = False
     """Whether any pass has moved it."""
 
@@ -121,13 +121,13 @@ class Counters:
                 self._watched = [number for number in self._watched if id(number.place) in moving]
 
     def let_stand(self) -> None:
-        """Begin the next pass with what the last one has made of the numbers."""
+        """Use the values left by the last pass as the starting values of the next."""
         self._end_pass()
         self.begin_step()
 
     @contextmanager
     def as_in_next_step(self) -> Iterator[None]:
-        """A context in which passes begin with what the last one has made of the numbers."""
+        """A context in which passes start from the values left by the last pass."""
         has_passed, before = self._has_passed, [(number, number.before, number.moves) for number in self._watched]
         self.let_stand()
         try:

@@ -7,7 +7,7 @@ each for all workers:
     b_0                                           any other, a counter: that of the global batch's first shard
 
 with b the buffer before the step, b_s what shard s made of it and n_s its samples. What a forward pass leaves alone
-does not change by a bit. Batch norm layers have rules of their own (`parallel.norm`).
+does not change by a bit. Batch norm layers have rules of their own (`parallel.batch_norm.norm`).
 """
 
 from __future__ import annotations

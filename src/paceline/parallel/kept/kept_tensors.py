@@ -1,9 +1,9 @@
 """Refuses losses that follow from tensors which a model or a loss function keeps from call to call outside of buffers.
 
 How many passes a step takes depends on the number of workers, and with it how often such a tensor is moved. What
-workers hold in buffers is combined over the passes of a step (`parallel.forward_buffers`). A tensor in an attribute is
-more often a harmless one: the last activations, a mask that is computed once, a sum for a log. So it is refused only if
-a pass replaces or changes it, and the loss of that pass follows from what was there before.
+workers hold in buffers is combined over the passes of a step (`parallel.kept.forward_buffers`). A tensor in an
+attribute is more often a harmless one: the last activations, a mask that is computed once, a sum for a log. So it is
+refused only if a pass replaces or changes it, and the loss of that pass follows from what was there before.
 
 What the script itself changes between two steps, such as the centre of a teacher's outputs, is compared among workers
 if the loss follows from it: the script may have computed it of one worker's samples.
@@ -30,16 +30,16 @@ from paceline.parallel.kept.kept_values import OF_EVERY_MODULE, FunctionNames, P
 from paceline.parallel.losses import LossOf
 
 _CALLS_TO_LOOK = 4
-"""So many calls every place is looked at; after them only those that hold tensors, or where these are many, those that
-were changed."""
+"""Calls in which every place is looked at; later ones look only at places that hold tensors, or if these are many, at
+those that were changed."""
 _MANY = 256
 _CALLS_TO_FOLLOW = 3
-"""In so many calls it is followed what a changed tensor leads to: each operator is looked at, which takes time. In so
-many steps, if the script changes it."""
+"""Calls in which everything computed from a changed tensor is tracked, operator by operator, which takes time; steps,
+if the script changes the tensor."""
 _MOST_IN_LIST = 1024
-"""A longer list is one of other things, such as tokens."""
+"""Longer lists are assumed to hold data, such as tokens, and are skipped."""
 _OVERWRITING = (torch.ops.aten.copy_.default, torch.ops.aten.zero_.default, torch.ops.aten.fill_.Scalar)
-"""Operators that leave nothing of what their first argument was."""
+"""Operators that overwrite their first argument."""
 
 _Held = tuple[tuple[weakref.ref[Tensor], int], ...]
 """The tensors in a place, and how often each was changed."""
@@ -51,21 +51,21 @@ class KeptTensors:
     def __init__(self, places: Places, owner: str) -> None:
         """
         Args:
-            owner: what keeps them, in words.
+            owner: what keeps the tensors, for messages: "The forward pass", "The loss function".
         """
         self._places = places
         self._owner = owner
         self._num_calls = 0
         self._left_to_follow: dict[str, int] = {}
-        """In how many more calls what is in a place is followed, by the path of each place that calls have changed."""
+        """For the path of each place that calls have changed: in how many more calls its tensors are tracked."""
         self._after_step: dict[str, _Held] | None = None
-        """What was in the places when the last step had ended; None: no step has."""
+        """The contents of the places at the end of the last step; None before the first one has ended."""
         self._steps_left: dict[str, int] = {}
-        """In how many more steps it is followed, by the path of each place that the script has changed."""
+        """For the path of each place that the script has changed: in how many more steps its tensors are tracked."""
         self._given: dict[str, float] = {}
-        """What the script has put into places since the last step, as a checksum by path; while it is followed."""
+        """Checksums of tracked tensors that the script has changed since the last step, by path."""
         self.leading: dict[str, float] = {}
-        """Those of them that the loss of this step follows from, by name."""
+        """The entries of `_given` that the loss of this step is computed from, by name."""
         self._told: set[str] = set()
 
     @classmethod
@@ -76,7 +76,7 @@ class KeptTensors:
     def of_function(cls, names: FunctionNames, models: Iterable[nn.Module]) -> KeptTensors:
         """
         Args:
-            models: those of the run, which the loss function may name: their attributes are not its own.
+            models: the models of the run, whose attributes do not count as the loss function's own.
         """
         return cls(_without(names.places(_may_hold_tensors, reads=True), models), "The loss function")
 
@@ -103,7 +103,7 @@ class KeptTensors:
         return found
 
     def end_step(self) -> None:
-        """Whatever changes until `begin_step` is the script's doing."""
+        """Note the state after a step: whatever changes until `begin_step` was changed by the script."""
         self._after_step = self._held()
 
     def around(self, loss_of: LossOf) -> LossOf:
@@ -171,7 +171,7 @@ class KeptTensors:
 
 
 class _Follower(TorchDispatchMode):
-    """Inside, it is followed what some tensors lead to; not within functions that torch has compiled."""
+    """A dispatch mode that tracks which tensors are computed from given ones; not within compiled functions."""
 
     supports_higher_order_operators = True
 
@@ -182,17 +182,17 @@ class _Follower(TorchDispatchMode):
     def __init__(self, roots: Mapping[str, Iterable[Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._paths_of: dict[int, frozenset[str]] = {}
-        """The places that led to what lies in a storage."""
+        """For each storage, the places that its values were computed from."""
         self.failed = frozenset[str]()
-        """The places that led to what an operator refused."""
+        """The places that the arguments of a failed operator were computed from."""
         self._kept: list[Tensor] = []
-        """What was reached, so that no other tensor gets its storage."""
+        """The tensors found so far, kept so that no other tensor gets their storage."""
         for path, some in roots.items():
             for one in some:
                 self._reach(one, self._of(one) | {path})
 
     def leads_to(self, path: str, returned: Any) -> bool:
-        """Whether what was in a place led to what was returned."""
+        """Whether the returned tensors were computed from those in a place."""
         return any(path in self._of(one) for one in tensors(returned, open_object))
 
     def __torch_dispatch__(
@@ -285,7 +285,7 @@ def _may_hold_tensors(value: object) -> bool:
 
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
-    """Those that are no parameters: recurrent layers list theirs, which sharding exchanges in every pass."""
+    """The tensors in a value except parameters: recurrent layers list theirs, which sharding replaces in every pass."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple | dict | deque) and len(value) <= _MOST_IN_LIST:

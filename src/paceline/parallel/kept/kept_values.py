@@ -53,7 +53,7 @@ class KeptNames:
 
     @property
     def value(self) -> Any:
-        """That of the one name."""
+        """The value of the only name."""
         return self.place.get(self.only)
 
     def items(self) -> Iterator[tuple[Any, Any]]:
@@ -73,8 +73,8 @@ def is_counted(value: object) -> bool:
 
 
 def places_in_model(model: nn.Module, is_wanted: IsWanted) -> Places:
-    """Those in attributes of modules, in objects and dictionaries that are attributes, and in global variables that
-    forward passes assign to."""
+    """The places in attributes of modules, in objects and dictionaries that are attributes, and in global variables
+    that forward passes assign to."""
     seen: set[tuple[int, str]] = set()
     places: Places = {}
     for path, found in namespaces_in_model(model):
@@ -210,7 +210,7 @@ def _attributes_or_entries(value: object, packages: Collection[str]) -> Iterator
 
 
 def _packages(module: nn.Module) -> set[str]:
-    """Those of its class and of the ones that it inherits from: sharding puts another class in front."""
+    """The packages of the module's class and of its base classes: sharding puts another class in front."""
     return {package_of(kind) for kind in type(module).__mro__} - {"torch", "builtins"}
 
 

@@ -32,7 +32,7 @@ class ReadNumbers:
         self._before: dict[str, float] | None = None
         """Their values when the last step had ended; None: no step has."""
         self.changed: dict[str, float] = {}
-        """Those that the script has changed since then, as long as they are compared, by name."""
+        """The numbers that the script has changed since the last step, by name, as long as they are compared."""
 
     def begin_step(self) -> None:
         """Look at what the script has changed since `end_step`."""

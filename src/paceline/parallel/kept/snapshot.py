@@ -38,7 +38,7 @@ _MOST_BYTES_IN_STEP = 2**20
 _MOST_IN_CONTAINER = 1024
 """A larger one is rather data or a vocabulary, and is not looked through."""
 _DEPTH = 3
-"""So deep containers within each other are looked at."""
+"""The depth of nested containers that are looked at."""
 
 _Key = tuple[int, Any]
 _Mutable = list[Any] | deque[Any] | dict[Any, Any] | set[Any]
@@ -50,14 +50,14 @@ class KeptState:
     def __init__(self, loss_fn: object, models: Iterable[nn.Module]) -> None:
         """
         Args:
-            models: those of the run: what they hold in parameters and buffers is looked after elsewhere.
+            models: the models of the run: what they hold in parameters and buffers is looked after elsewhere.
         """
         self._loss_fn = loss_fn
         self._models = tuple(models)
         self._changing: dict[_Key, KeptNames] = {}
         """The single names whose values calls have changed, as far as snapshots have shown."""
         self._namespaces: dict[int, Namespace] = {}
-        """Those found, by their ids: `Counters` moves the numbers in them."""
+        """The namespaces found, by `id`: `Counters` changes the numbers in them."""
 
     def snapshot_of_changing(self) -> KeptSnapshot:
         """The small ones of those that calls have been seen to change."""

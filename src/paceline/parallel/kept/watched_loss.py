@@ -24,7 +24,7 @@ class WatchedLoss:
     def __init__(self, loss_fn: object, models: Sequence[nn.Module]) -> None:
         """
         Args:
-            models: those of the run.
+            models: the models of the run.
         """
         names = FunctionNames(loss_fn)
         self.function = loss_fn

@@ -1,1 +1,1 @@
-"""What is known of a loss function: how its values of several shards combine, and what it calls and changes."""
+"""Facts about a loss function: whether it couples samples, and what it calls and changes."""

@@ -33,8 +33,8 @@ class Companion:
     def of(cls, model: nn.Module, buffers: ForwardBuffers | None = None) -> Companion:
         """
         Args:
-            model: its batch norm layers are those of `parallel.norm`.
-            buffers: those of the engine that trains the model in steps of its own.
+            model: its batch norm layers are those of `parallel.batch_norm.norm`.
+            buffers: the buffers of the engine that trains the model, if steps of its own do.
         """
         norm = NormStatistics(model)
         return cls(model, norm, buffers or ForwardBuffers(model, norm), ParameterWatch(model, shards_are_alone=True))

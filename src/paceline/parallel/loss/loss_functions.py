@@ -1,4 +1,4 @@
-"""What workers have learned about the loss functions of a run, each in its first steps."""
+"""Facts about the loss functions of a run, found in the first steps of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.parallel.kept.counters import Counters
 from paceline.parallel.losses import LossLayout
 
 DRAWS = "draws random numbers"
-"""In place of a sentence: shards that draw random numbers or change buffers go through the model alone anyway."""
+"""A reason without a message for the user: shards that draw random numbers or change buffers run one by one anyway."""
 
 
 class LossFunctions:
@@ -31,19 +31,19 @@ class LossFunctions:
         self.couples: dict[str, bool] = {}
         """Whether shards have to go through the model one by one; saved with checkpoints."""
         self._num_steps = Counter[str]()
-        """How many each of them has made since the start of the program."""
+        """The steps of each loss function since the start of the program."""
         self.counters: dict[str, Counters] = {}
         """The numbers that each keeps from call to call; saved with checkpoints."""
         self.saved_counts: dict[str, dict[str, float]] = {}
-        """Those of a checkpoint, until the function is called again."""
+        """The numbers of a checkpoint for each loss function that has not been called since."""
         self.changes_batch: dict[str, bool] = {}
-        """Whether it changes tensors of its batch in place, as far as this worker has seen."""
+        """Whether each loss function changes tensors of its batch in place, as far as this worker has seen."""
         self.differentiates: set[str] = set()
         """The loss functions that compute gradients themselves, as far as this worker has seen."""
         self.repeatable: set[str] = set()
-        """Those of which this worker has seen, shard by shard, that their losses do not follow from earlier calls."""
+        """Loss functions whose losses, computed shard by shard on this worker, did not depend on earlier calls."""
         self.is_batch_spoiled = False
-        """Whether it changed samples in this step of which there is no other copy."""
+        """Whether a loss function changed samples in this step of which there is no other copy."""
         self.found_late = ""
         """A sentence for the user about a loss that was found to couple samples after its first step."""
 

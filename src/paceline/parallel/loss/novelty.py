@@ -1,4 +1,4 @@
-"""What the shards that go through the model together show for the first time: then their loss is examined again.
+"""Detects values of batches and operations of a loss that have not occurred before; its loss is then examined again.
 
 Whether a loss couples samples is found out in its first step. Padding may come later, a mask may hide its first token,
 a term may be added after a warm-up: such a thing shows in the values of the batch, or in the operations that the loss
@@ -18,16 +18,16 @@ from paceline.containers import tensors, with_tensors
 from paceline.samples import may_show_validity
 
 _MOST_NODES = 24
-"""So many operations of the graph are looked at, from the loss downwards."""
+"""The number of operations of the autograd graph that are compared, from the loss on."""
 MOST_LOOKS = 64
-"""After so many new things, random values are taken to be what is new."""
+"""After this many findings no more are reported: they are assumed to come from random values."""
 
 Facts = dict[tuple[int, str], float]
 """The largest value seen of each fact, by the number of a tensor in a batch and the fact's name; more is new."""
 
 
 class Novelty:
-    """What one loss function's passes have shown so far on this worker."""
+    """The facts and operations that have occurred in one loss function's passes on this worker."""
 
     def __init__(self) -> None:
         self._known: Facts = {}
@@ -36,8 +36,7 @@ class Novelty:
         self._on_its_way: tuple[torch.cuda.Event, list[tuple[int, str]], Tensor] | None = None
 
     def learn(self, content: Any) -> bool:
-        """Whether some value of a batch is unlike all before. Of tensors on a GPU, what is told is that of the batch
-        before: to read it now would make the CPU wait for the device."""
+        """Whether a fact about a batch is new; for tensors on a GPU, about the batch before: the CPU does not wait."""
         found = self._arrived()
         keys: list[tuple[int, str]] = []
         on_gpu: list[Tensor] = []
@@ -56,7 +55,7 @@ class Novelty:
         return found and self._may_look()
 
     def _arrived(self) -> bool:
-        """Whether some value that was still on its way from a GPU is unlike all before."""
+        """Whether a fact that was being copied from a GPU is new."""
         if self._on_its_way is None:
             return False
         sent, keys, values = self._on_its_way
@@ -87,7 +86,7 @@ class Novelty:
 
 
 def _facts(tensor: Tensor) -> Iterator[tuple[str, int, Any]]:
-    """Name, sign and value of what is to be known of a tensor's values; computed on its device."""
+    """Name, sign and value of facts about a tensor, computed on its device; new is a larger sign times value."""
     if not may_show_validity(tensor):
         return
     values: Any = tensor.detach() if tensor.requires_grad else tensor
@@ -104,7 +103,7 @@ def _facts(tensor: Tensor) -> Iterator[tuple[str, int, Any]]:
 
 
 def _operations(loss: Tensor) -> tuple[str, ...]:
-    """The operations next to the loss; a product with zero, which a warm-up may end, is one of its own."""
+    """The names of the operations next to the loss; a product with zero, as during a warm-up, has a name of its own."""
     found: list[str] = []
     left = [loss.grad_fn]
     seen = set()

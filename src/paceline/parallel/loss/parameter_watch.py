@@ -1,4 +1,4 @@
-"""Sees to it that a loss function leaves the parameters of a model, and their gradients, as they are.
+"""Checks that a loss function does not change a model's parameters or their gradients.
 
 How often it is called in a step depends on the number of workers. A forward pass that moves a momentum encoder would
 move it that often, and each worker's copy by what its own samples say; a backward pass inside of the loss function
@@ -36,10 +36,10 @@ class ParameterWatch:
             if parameter is not None and _local(parameter) is parameter
         ]
         self._storages = [(name, one, one.untyped_storage()) for name, one in named if is_dtensor(one)]
-        """Those of sharded parameters, which hold nothing: `.data = …` exchanges them, and leaves the shards."""
+        """The empty storages of sharded parameters: `.data = …` replaces them, and leaves the shards."""
         self._shards_are_alone = shards_are_alone
         self._known_hooks = [hook for hook, *_ in self._hooks()]
-        """Those of before `run.prepare`, which has looked at them."""
+        """The hooks that `run.prepare` has checked, and those found to be harmless since."""
 
     @contextmanager
     def __call__(self, *, is_examination: bool, step: int) -> Iterator[None]:
@@ -96,7 +96,7 @@ class ParameterWatch:
                 raise _is_changed(name)
 
     def _hooks(self) -> list[tuple[Callable[[Tensor], Tensor | None], str, Tensor]]:
-        """The hooks on gradients of parameters, and whose they are."""
+        """The hooks on gradients of parameters, each with the parameter's name and the parameter."""
         named = zip(self._names, self._parameters, strict=True)
         return [(hook, name, one) for name, one in named for hook in (one._backward_hooks or {}).values()]
 
@@ -122,7 +122,7 @@ class ParameterWatch:
         return [None if one is None else (id(one), _local(one)._version) for one in gradients]
 
     def _held(self) -> list[Tensor]:
-        """What this worker has of every parameter."""
+        """Every parameter, or this worker's shard of it."""
         return self._parameters if self._are_whole else [_local(one) for one in self._parameters]
 
     def _first_that_differs(self, before: Sequence[object], now: Sequence[object]) -> str:

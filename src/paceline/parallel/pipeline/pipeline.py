@@ -29,7 +29,7 @@ from paceline.parallel.pipeline.recorder import record
 from paceline.parallel.pipeline.recording import Recording, record_sequential
 from paceline.parallel.pipeline.schedules import Schedule, make_schedule
 from paceline.parallel.pipeline.shared import Holders, SharedParameters, holders_of
-from paceline.parallel.pipeline.stage import Stage, Stages, let_go, stages_of
+from paceline.parallel.pipeline.stage import Stage, Stages, free_other_layers, stages_of
 from paceline.parallel.pipeline.transfers import Destination, Outbox, StageLinks
 from paceline.partition import StageLimits
 from paceline.spec import PipelineSpec
@@ -107,7 +107,7 @@ class Pipeline:
         self.num_parameters = len([*model.parameters()])
         """The number of parameters of the whole model."""
         own = list(self._stages.values())
-        let_go(model, own)
+        free_other_layers(model, own)
         self.stages: list[nn.Module] = [*own]
         """This worker's stages, in their order."""
         self.module: nn.Module = Stages(own, self._evaluate, frozenset(dir(model)))

@@ -192,14 +192,14 @@ def _slots_of_adopted(layer: Layer, outputs: Sequence[Any]) -> Sequence[int]:
 
 
 def _nothing(form: TensorForm, device: torch.device) -> Tensor:
-    """A tensor of that form in the memory of one number. Where it is used by mistake, the loss is not a number."""
+    """A tensor of that form, expanded from a scalar; NaN if floating, so that a loss that uses it by mistake is NaN."""
     is_float = form.dtype.is_floating_point or form.dtype.is_complex
     one = torch.full((), torch.nan if is_float else 0, dtype=form.dtype, device=device)
     return one.expand(form.shape).requires_grad_(form.requires_grad)
 
 
 def _after_hooks(module: nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
-    """Calls the forward hooks that the model itself has, which may collect outputs for its last layers."""
+    """Call the model's own forward hooks, which may collect outputs for its last layers; returns their output."""
     for key, hook in module._forward_hooks.items():
         if getattr(hook, "__module__", "").startswith(("torch.distributed", "paceline.")):
             continue  # they belong to a stage that computes the module

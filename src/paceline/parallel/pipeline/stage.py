@@ -149,8 +149,9 @@ def stages_of(recording: Recording, starts: Sequence[int]) -> list[Stage]:
     return stages
 
 
-def let_go(model: nn.Module, stages: Sequence[Stage]) -> None:
-    """Free the parameters of `model` that are in none of this worker's stages; their shapes stay."""
+def free_other_layers(model: nn.Module, stages: Sequence[Stage]) -> None:
+    """Free the parameters of `model` that are in none of this worker's stages: they become scalars, expanded to their
+    shapes."""
     own = {module for stage in stages for module in stage.modules()}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -207,7 +208,7 @@ def _called(layer: Layer) -> tuple[str, Any]:
 
 
 class _NotHereError(ModelError, AttributeError):
-    """What `hasattr` takes for no, and a user reads."""
+    """The whole model has this attribute, its stages do not; an `AttributeError`, so that `hasattr` is False."""
 
 
 def _not_here(used: str) -> str:
@@ -228,7 +229,7 @@ class Stages(nn.Module):
         """
         Args:
             whole: computes the whole model.
-            attributes: what the whole model has, of which the stages have nothing.
+            attributes: names of attributes of the whole model that stages lack.
         """
         super().__init__()
         self._own_stages = nn.ModuleList(stages)

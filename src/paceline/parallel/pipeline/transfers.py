@@ -182,7 +182,7 @@ class StageLinks:
         """Send values, and before the first of their kind their form.
 
         Args:
-            outbox: of the worker that has the stage `to`.
+            outbox: the outbox to the worker that has the stage `to`.
             taken_by: the number of that worker's action that takes them.
 
         Raises:

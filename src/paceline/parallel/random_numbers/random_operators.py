@@ -35,7 +35,7 @@ class Fill:
     is_of_two: bool = False
     """Whether all numbers are 0 or 1."""
     probabilities: Tensor | None = None
-    """Those of ones, of the shape of the tensor, where each element has its own."""
+    """The probability of 1 for each element, of the tensor's shape; None if all have the same."""
 
     def __call__(self, values: Tensor, generator: torch.Generator | None = None) -> None:
         """Fill `values`; without a generator from torch's own."""

@@ -161,7 +161,7 @@ class _Draws:
 
 
 class SingleShardRehearsal(_Draws):
-    """Inside, a shard goes through the model alone; its draws are noted."""
+    """A context for the pass of a single shard; its draws are noted."""
 
     def __init__(self, generators: Generators, functions: WatchedFunctions, *, inverts_answers: bool = False) -> None:
         """
@@ -188,7 +188,7 @@ class SingleShardRehearsal(_Draws):
 
 
 class OneNumber(_Draws):
-    """Inside, all numbers that are drawn at once are one number, whichever samples go through the model together."""
+    """A context in which every random tensor is filled with one value, whichever samples share a pass."""
 
     def _read(self, value: Any) -> Any:
         return value
@@ -198,7 +198,7 @@ class OneNumber(_Draws):
 
 
 class SharedPass(_Draws):
-    """Inside, several shards go through the model together."""
+    """A context for a pass of several shards."""
 
     def __init__(
         self,

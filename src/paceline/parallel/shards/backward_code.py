@@ -64,7 +64,7 @@ class Gradient:
 
     @classmethod
     def of(cls, loss: ShardLoss, parameters: Sequence[Tensor]) -> Gradient:
-        """That of trained parameters, which have no graph."""
+        """The gradient of trained parameters, which have no graph."""
         draws, products, squared_norm = torch.Generator().manual_seed(0), [], 0.0
         gradients: Sequence[Tensor | None] = torch.autograd.grad(loss.weighted, parameters, allow_unused=True)
         for gradient in gradients:

@@ -1,4 +1,4 @@
-"""What comes of passes over virtual shards, and the wish to make them again."""
+"""Results of forward passes over virtual shards, and the exception that restarts a step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class StartOverError(Exception):
 
 @dataclass(frozen=True)
 class ForwardPass:
-    """What came of a forward pass."""
+    """The result of a forward pass."""
 
     loss: ShardLoss
     has_drawn: bool = False
@@ -31,15 +31,15 @@ class ForwardPass:
 
 @dataclass
 class Passed:
-    """What came of this worker's passes in a step."""
+    """The results of this worker's passes in a step."""
 
     losses: Tensor | None = None
-    """The sums of its losses; None where it has no sample, or not the last stage."""
+    """The sums of the worker's losses, 1-D; None if it has no sample, or not the last stage."""
     first_weight: float | Tensor = 0.0
     first_sqr: Tensor | None = None
-    """Where gradient noise can be measured by it: the squared norm of the gradient of all workers' first passes."""
+    """The squared norm of the gradient of all workers' first passes, if gradient noise can be measured by it."""
     first_samples: int = 0
-    """The number of samples behind it."""
+    """The number of samples that `first_sqr` is the gradient of."""
 
     def add(self, loss: ShardLoss) -> None:
         if self.losses is None:

@@ -227,7 +227,7 @@ class Passes:
         return found.reason
 
     def _examine_what_fits(self, step: StepInput, module: nn.Module, shards: ShardRange) -> str:
-        """As `_examine`, of as many of these shards as memory has room for."""
+        """Call `_examine` on as many of these shards as memory has room for."""
         while len(shards.sizes) > 1:
             try:
                 return self._examine(step, module, shards)

@@ -1,4 +1,4 @@
-"""What of a model's activations the workers of a tensor group keep in parts."""
+"""The activations of a model that the workers of a tensor group divide among them."""
 
 from __future__ import annotations
 

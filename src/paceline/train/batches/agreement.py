@@ -1,4 +1,4 @@
-"""What all workers must have alike, compared before they train on it, or go on with it."""
+"""Checks that all workers have the same data, weights and learning rates, before they train on with them."""
 
 from __future__ import annotations
 

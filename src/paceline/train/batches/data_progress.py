@@ -30,9 +30,9 @@ class Batch:
 
     epoch: int
     number: int
-    """In its epoch."""
+    """Index of the batch within its epoch, from 0."""
     index: int
-    """The number of the batch counted from the beginning of the job, over all epochs."""
+    """Index of the batch over all epochs of the job, from 0."""
     num_left: int
     """How many batches this run trains on until the epoch ends, including this one."""
     samples: NDArray[np.int64]
@@ -44,7 +44,7 @@ class Batch:
 
     @property
     def own_shards(self) -> tuple[NDArray[np.int64], ...]:
-        """The numbers of the samples of each of this worker's shards, 1-D; without any, the batch's first stands in."""
+        """The indices of the samples of each of this worker's shards, 1-D; if it has none, the batch's first sample."""
         ends = itertools.accumulate(self.assignment.sizes, initial=self.assignment.span[0])
         return tuple(self.samples[start:stop] for start, stop in itertools.pairwise(ends)) or (self.samples[:1],)
 
@@ -79,7 +79,7 @@ class DataProgress:
         self._is_resumed = False
         """Whether the position comes from a checkpoint, and the run has not reached it yet."""
         self._orders: Orders | None = None
-        """That of the most recently used epoch is kept."""
+        """Returns the order of an epoch; the one used last is cached."""
         self._one_by_one = False
         self._position: StreamPosition | None = None
         """How far the stream of this epoch has been trained on; its states are those that this worker knows."""
@@ -88,15 +88,16 @@ class DataProgress:
         self._told_steps: dict[int, int] = {}
         """What `total_steps` first told the script, by the number of samples."""
         self._told_before: dict[int, int] = {}
-        """The same of the run that was saved, where it has to be the same now."""
+        """The `_told_steps` of the checkpoint, which must not change after a resume."""
         self.gather: Callable[[Any], list[Any]] = lambda value: [value]
-        """Gives what all workers have of a value, while a stream is trained on; a collective."""
+        """Returns the values of all workers, while a stream is trained on; a collective."""
 
     def total_steps(self, num_samples: int) -> int:
         """Updates of the whole run on a training set of `num_samples`, in batches of the job's size.
 
         Raises:
-            JobError: a resumed run was told another number, and may have made its schedule of it.
+            JobError: before the run was saved the number was another one, from which the script may have built a
+                learning-rate schedule.
         """
         steps = self._job.epochs * -(-num_samples // self._job.global_batch_size)
         steps = steps if self._max_steps is None else min(steps, self._max_steps)
@@ -207,7 +208,7 @@ class DataProgress:
         Args:
             sizes: how many samples each substream gives.
             states: the stream's own states after it, as far as this worker knows them.
-            fingerprint: that of the stream's samples so far; 0: not known.
+            fingerprint: the fingerprint of the stream's samples so far; 0: not known.
         """
         position, job = self._position, self._job
         assert position is not None
@@ -347,7 +348,7 @@ class _SavedStream:
     states: str
     """The stream's own states, by substream, in JSON."""
     fingerprint: int = 0
-    """That of the samples that were trained on, where the stream is read as it comes; 0: not known."""
+    """The fingerprint of the samples trained on, if the stream is read as it comes; 0: not known."""
 
 
 @dataclass(frozen=True)

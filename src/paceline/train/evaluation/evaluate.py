@@ -213,7 +213,8 @@ def evaluate(
 
 
 def _chunk_sums(name: str, value: Any, num_samples: int) -> list[Any]:
-    """The sum over samples; of a `Mean` [value times weight, weight]. What a GPU has is not waited for."""
+    """[sum over samples], or [value times weight, weight] of a `Mean`: float64 scalars. Values on a GPU stay there, so
+    that the CPU does not wait for them."""
     if isinstance(value, Mean):
         mean, weight = (torch.as_tensor(one, dtype=torch.float64).detach() for one in (value.value, value.weight))
         device = weight.device if weight.is_cuda else mean.device

@@ -14,7 +14,7 @@ from paceline.spec import OptimSpec
 from paceline.train.evaluation.evaluate import Measure
 
 METRICS = ("accuracy", "loss")
-"""What `accuracy_and_loss` measures."""
+"""The names of the metrics that `accuracy_and_loss` measures."""
 
 
 def training_loss(optim: OptimSpec) -> Callable[[nn.Module, Any], Tensor]:

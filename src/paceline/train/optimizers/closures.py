@@ -16,9 +16,13 @@ from paceline.train.optimizers.joint_optimizer import JointOptimizer
 
 
 def takes_closure(optimizer: Optimizer, engine: Engine, job: Job) -> bool:
-    """Whether `optimizer.step` is given a closure: it has such a parameter without a default; or with one, and is none
-    of torch's own, which then compute the gradient once. Raises `JobError` where it must be given one, and this run
-    cannot compute a step's gradient again."""
+    """Whether to pass a closure to `optimizer.step`: always if its parameter `closure` has no default; if it has one,
+    only for optimizers outside of torch.optim, and if this run can compute a step's gradient again (those of
+    torch.optim compute it once without a closure).
+
+    Raises:
+        JobError: the optimizer needs a closure, but this run cannot compute a step's gradient again.
+    """
     if isinstance(optimizer, JointOptimizer):
         for one in optimizer.optimizers:
             if must_have_closure(one):

@@ -25,10 +25,10 @@ _OURS: Mapping[str, tuple[str, ...]] = {"SGD": _OF_SGD, "Adam": _OF_ADAM, "AdamW
 """The keys of `OptimSpec` that an optimizer takes besides lr and weight_decay; `options` has the rest."""
 
 _TOTALS = ("total_steps", "num_training_steps")
-"""What schedulers call the number of steps of the whole run."""
+"""Names of the scheduler options for the number of steps of the whole run."""
 _FUSED_ON_SHARDS = (torch.optim.Adam, torch.optim.AdamW)
 FUSED = (*_FUSED_ON_SHARDS, torch.optim.SGD)
-"""Optimizers that torch has fused kernels for, exactly these and none made from them. The kernels look at
+"""Optimizers that torch has fused kernels for; subclasses are not included. The kernels look at
 `found_inf`."""
 BY_ELEMENT = (
     *FUSED,
@@ -41,7 +41,7 @@ BY_ELEMENT = (
     torch.optim.RMSprop,
     torch.optim.Rprop,
 )
-"""Optimizers that update each number by its own gradient alone, exactly these."""
+"""Optimizers whose update of an element depends on that element's gradient alone; subclasses are not included."""
 
 
 def build_optimizer(optim: OptimSpec, model: nn.Module) -> Optimizer:

@@ -112,7 +112,7 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
 
 
 def _several_interfaces(facts: env.WorkerFacts, device: torch.device) -> tuple[str, ...]:
-    """Those that the environment names for Gloo's messages between nodes; none if there are not several."""
+    """The network interfaces that the environment names for Gloo's messages between nodes, if several; else empty."""
     names = env.gloo_interfaces()
     return names if len(names) > 1 and facts.local_world_size < facts.world_size and device.type == "cpu" else ()
 

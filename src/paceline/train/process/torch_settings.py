@@ -31,12 +31,12 @@ _INSTEAD = {
     "max_unpooling": "nn.ConvTranspose2d",
     "scatter_add": "index_add, or a product with a one-hot matrix",
 }
-"""What does the same or nearly so, by how torch's names of operations begin."""
+"""Deterministic alternatives to suggest to the user, by the start of torch's name of the operation."""
 
 
 @dataclass(frozen=True)
 class TorchSettings:
-    """What a run sets in the whole process while it lasts."""
+    """Global settings of torch that a run makes while it lasts."""
 
     num_threads: int
     deterministic: bool
@@ -66,7 +66,7 @@ class TorchSettings:
         )
 
     def notes(self, job: Job) -> list[str]:
-        """What of it the user should know, for the run's log and report."""
+        """The settings that the user should know of, in sentences for the run's log and report."""
         if not self.tf32 or job.precision == "float64":
             return []
         return ["float32 products are computed in TF32, to 10 bits of mantissa; tf32 = false computes them in float32"]

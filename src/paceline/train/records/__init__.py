@@ -1,1 +1,1 @@
-"""What a run measures of itself and shows."""
+"""Measurements and progress of a run: timing, metrics, noise, environment."""

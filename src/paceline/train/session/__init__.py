@@ -1,1 +1,1 @@
-"""What runs beside the steps: checkpoints and resuming, status among workers, stragglers, the end."""
+"""The work of a run between its steps: checkpoints and resuming, status exchange, stragglers, the end."""

@@ -1,4 +1,4 @@
-"""What a run leaves at its end: its weights and its record, in another place if its own cannot be written to."""
+"""Saves the weights and the record at the end of a run, in another folder if its own cannot be written to."""
 
 from __future__ import annotations
 

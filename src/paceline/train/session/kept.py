@@ -24,7 +24,7 @@ class Stateful(Protocol):
 
 
 Keepable = Stateful | RandomGenerator
-"""What a script may ask a run to keep."""
+"""Objects that a script may ask a run to save with checkpoints."""
 
 
 class KeptGenerator:

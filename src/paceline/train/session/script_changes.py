@@ -1,7 +1,7 @@
-"""What a script changes between steps has to be alike on all workers: weights, learning rates, what losses follow from.
+"""Checks that a script changes weights, learning rates and other inputs of the loss identically on all workers.
 
-A worker has only its part of a batch, so what a script computes of it is each worker's own. Checksums travel with the
-status of a step, and differences end the run one step later.
+A worker has only its part of a batch, so values that a script computes from it between two steps differ between
+workers. Checksums are sent with the status of a step, and a difference ends the run one step later.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from paceline.train.records.digest import checksums
 from paceline.train.session.state import Trained
 
 _MOST_REQUESTS = 3
-"""So often a worker asks for weights to be compared because its script has changed them."""
+"""How often a worker may request a comparison of weights because its script has changed them."""
 _TOLERANCES = (1e-5, 1e-9, 1e-9, 1e-7, 1e-12)
-"""The relative differences of checksums that rounding may explain: in their order."""
+"""The relative differences that rounding may explain, for each kind of checksum in the order of a status message."""
 _HYPERPARAMETERS = ("lr", "weight_decay", "momentum", "betas")
 _REMEDY = (
     "A worker has only its part of a batch: return what it gives beside the loss, and take the mean over the global "
@@ -44,7 +44,8 @@ class ScriptChanges:
         self._requests_left = _MOST_REQUESTS
         holds_all_buffers = mesh.pp == mesh.tp == 1 and not has_other_norms(trained.model)
         self._buffers = [one for one in trained.model.buffers() if one.is_floating_point()] if holds_all_buffers else []
-        """Those that are the same on all workers after a step; norm layers that are each device's own have others."""
+        """Floating-point buffers that are equal on all workers after a step; empty if workers hold parts of the model,
+        or norm layers keep statistics of each device."""
         self._num_steps = 0
         self._versions: list[int] = []
         self._is_asked = False
@@ -54,7 +55,7 @@ class ScriptChanges:
         has put others there for a while."""
 
     def end_step(self) -> None:
-        """Whatever changes until `checksums` is the script's doing."""
+        """Note the state after a step: whatever changes until `checksums` was changed by the script."""
         self._num_steps += 1
         if self._requests_left:
             self._versions = versions(self._watched)
@@ -64,7 +65,7 @@ class ScriptChanges:
         self._is_asked = True
 
     def checksums(self) -> tuple[float, float]:
-        """Of the learning rates, and of the weights, where they are compared in this step; alike on all workers."""
+        """Checksums of learning rates and of weights (0.0 if not compared in this step); equal on all workers."""
         engine = self._trained.engine
         if not engine.reads_assignment or engine.weights_diverge:
             return 0.0, 0.0
@@ -79,7 +80,7 @@ class ScriptChanges:
 
     @cached_property
     def _compared(self) -> list[Tensor]:
-        """What every worker has whole."""
+        """The tensors that every worker holds whole."""
         return [*(self._trained.model.parameters() if self._trained.engine.holds_all else ()), *self._buffers]
 
     @cached_property

@@ -46,7 +46,8 @@ class _SavedMetrics:
 
 @contextlib.contextmanager
 def _as_saved(name: str) -> Iterator[None]:
-    """One sentence for a checkpoint whose checksums are right and whose state is none of a run."""
+    """A context that turns errors while a state is loaded into a `CheckpointError`: its checksums are right, but it is
+    not a state that this run can load."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -311,7 +312,7 @@ class Session:
         return requests | {Request.STOP} if self._stopping.is_wanted() else requests
 
     def _received(self) -> Status:
-        """The status of all workers, of which it is done what they request."""
+        """Receive the status of all workers, and carry out their requests."""
         status = self._status_exchange.received()
         check_alike(status.checksums, self._names_sent)
         if self._checkpoints is not None:
@@ -352,12 +353,12 @@ class Session:
             with self.heartbeat.inside("paceline", f"{what}, which all workers have to call,"):
                 dist.monitored_barrier(self._group)
 
-    def at_rest(self) -> None:
-        """Called when all workers rest between updates by servers: exchange status at once, and save if due."""
+    def on_pause(self) -> None:
+        """Called when all workers pause between updates by servers: exchange status at once, and save if due."""
         self._status_exchange.send(self._requests(), 0.0)
         self._received()
 
-    def wants_rest(self) -> bool:
+    def wants_pause(self) -> bool:
         """Whether this worker requests a checkpoint, and could write it now, or the end. No collective."""
         return self._stopping.is_wanted() or (self._checkpoints is not None and self._checkpoints.wants_save)
 

@@ -48,7 +48,7 @@ class NonFiniteSteps:
 
     num_in_a_row: int = 0
     catch_up: Callable[[], None] = lambda: None
-    """Counts a step on which the device alone knows the verdict."""
+    """Counts the last step if the result of its check is still on the GPU, for which it waits."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,8 @@ def set_numbers(optimizer: Optimizer, numbers: Mapping[str, float]) -> None:
 
 
 _OF_THIS_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
-"""What of an optimizer's groups says how this run computes, not what it learns: another device has other kernels."""
+"""Keys of `param_groups` that are not loaded from a checkpoint: those that select kernels, since the device may differ,
+and the parameters themselves."""
 
 
 def load_optimizer_state(

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 NUM_CHECKSUMS = 5
-"""So many kinds of what should be alike on all workers travel with the status."""
+"""Number of checksums in a status message, each of which should be equal on all workers."""
 
 
 class Request(enum.IntEnum):
@@ -77,7 +77,7 @@ class StatusExchange:
         """Begin to send this worker's status. A collective after every step, followed by `received`.
 
         Args:
-            checksums: of what should be alike on all workers; None if this one does not know it.
+            checksums: `NUM_CHECKSUMS` numbers that should be equal on all workers; None if this one does not know it.
         """
         self._message = self._empty_message()
         for request in requests:

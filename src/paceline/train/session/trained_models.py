@@ -28,9 +28,9 @@ class TrainedModels:
         self.frozen: dict[str, str | None] = {}
         """The fingerprint of the weights that each frozen model was prepared with; None where it is not needed."""
         self._checksums: dict[str, list[float]] = {}
-        """Those of the same weights."""
+        """The checksums of the weights that each frozen model was prepared with."""
         self.companions: dict[str, Companion] = {}
-        """All of them, as loss functions call them."""
+        """All models of the run, as loss functions call them."""
 
     @property
     def first(self) -> Trained:

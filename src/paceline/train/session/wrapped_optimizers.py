@@ -23,7 +23,7 @@ def wrapped_in(optimizer: Optimizer) -> list[tuple[Optimizer, Optimizer]]:
 
 
 def holders(optimizer: Optimizer) -> list[Optimizer]:
-    """Its parts, and the optimizers that these have in them."""
+    """The parts of an optimizer, and the optimizers that these wrap."""
     return [*parts_of(optimizer), *(inner for _, inner in wrapped_in(optimizer))]
 
 

@@ -216,12 +216,12 @@ class BatchRecording(TorchDispatchMode):
         return number
 
     def found(self, outputs: Iterable[Tensor], num_samples: int) -> list[RowFinding | None]:
-        """Of each tensor that the script made, what its rows follow from besides their own samples and numbers.
+        """For each tensor that the script made, what its rows are computed from besides their own samples and numbers.
 
         Args:
             outputs: with a row for each sample, or without dimensions for what is of all samples; of what did not
                 follow from the batch, or cannot be computed again, nothing is found.
-            num_samples: those of the batch, this worker's.
+            num_samples: the number of this worker's samples in the batch.
         """
         made = list(outputs)
         wanted = {int(self._numbers[one]): one for one in made if one in self._numbers}

@@ -52,7 +52,8 @@ _DRAWS_BY_HOST = (
     "function, the data set or collate_fn."
 )
 _WORDS_FOR_ALL = 12
-"""So many words of random bits a script may take for what all samples share, as a mixup's share and a CutMix's box."""
+"""Number of random words that a script may draw for values shared by all samples, such as the mixing ratio of mixup or
+the box of CutMix."""
 
 
 class GivenBatch:
@@ -61,7 +62,7 @@ class GivenBatch:
     def __init__(self, content: Any, num_samples: int, *, is_recorded: bool = False) -> None:
         """
         Args:
-            num_samples: this worker's.
+            num_samples: the number of this worker's samples.
             is_recorded: whether to find out if the script mixes samples, until `stop`.
         """
         given = list(tensors(content))
@@ -103,7 +104,7 @@ class GivenBatch:
 
     @property
     def generators_of_host(self) -> list[RandomGenerator]:
-        """Those of NumPy and Python that are the script's own, and that it has drawn from, as far as it is recorded."""
+        """The script's own generators of NumPy and Python that it has drawn from, as far as it is recorded."""
         return [] if self._host_draws is None else self._host_draws.from_own()
 
     def is_changed(self, content: Any) -> bool:

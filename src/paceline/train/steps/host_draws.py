@@ -32,7 +32,7 @@ class HostDraws:
         return any(_has_drawn(one, before, num_words) for one, before in (*self._shared, *self._own))
 
     def from_own(self) -> list[RandomGenerator]:
-        """Those of the script itself that anything was drawn from."""
+        """The script's own generators that have been drawn from."""
         return [one for one, before in self._own if _has_drawn(one, before, 1)]
 
 

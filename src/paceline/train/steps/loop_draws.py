@@ -43,13 +43,13 @@ from paceline.sharded_batch import apply_to_each
 from paceline.train.steps.batch_recording import BatchRecording
 
 _MOST_SHAPES = 1000
-"""So many are remembered: padding may make ever new ones."""
+"""The most shapes to remember: padding may create new ones in every batch."""
 _OFFSET_OF_NUMBER = 4
 """By so much a number moves the Philox generator of a GPU, which moves in steps of four."""
 _OF_ALL = -1
 """Stands for a shard where something is drawn for all samples."""
 _PYTHON_FUNCTIONS = {"gumbel_softmax", "multi_head_attention_forward", "rrelu"}
-"""Those of torch.nn.functional that draw, besides all kinds of dropout."""
+"""The functions of torch.nn.functional that draw random numbers, besides all kinds of dropout."""
 
 GENERATOR_UNSAVED = (
     "Between run.batches and run.step the script draws from a generator of its own that no checkpoint holds: a run "
@@ -107,10 +107,10 @@ class LoopDraws:
         """Whether something was drawn for this batch that was not looked into."""
         self._own_generators: list[torch.Generator] = []
         self._own_before: list[torch.Generator] = []
-        """Those of the script's that it has drawn from for this batch, and for the one before."""
+        """The script's own generators that it has drawn from for this batch, and for the batch before."""
         self.checksum: float | None = None
-        """Of the states of torch's generators after the last draw for the samples of this batch; None: there was none.
-        It is alike on all workers."""
+        """A checksum of the states of torch's generators after the last draw for the samples of this batch; None: there
+        was none. It should be equal on all workers."""
         self._has_drawn_apart = False
         """Whether something was drawn for shards that have tensors of their own."""
         self._times_for_all: Counter[tuple[str, torch.Size]] = Counter()
@@ -192,7 +192,7 @@ class LoopDraws:
 
     @property
     def lasting_generators(self) -> list[torch.Generator]:
-        """Those of the script's own that it draws from for one batch after the other."""
+        """The script's own generators that it has drawn from for this batch and the batch before."""
         return [one for one in self._own_generators if any(one is before for before in self._own_before)]
 
     def apply(self, function: Callable[[Any], Any], shards: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -97,7 +97,7 @@ class ModelStepper:
         self._loss = WatchedLoss(None, ())
         """The last loss function."""
         self._generators = NO_GENERATORS
-        """Those that it and the model have of their own."""
+        """The random generators that the last loss function and the model have of their own."""
 
     def step(
         self, pending: Pending, content: Any, loss_fn: LossFn, companions: Companions, optimizer: Optimizer
@@ -107,7 +107,7 @@ class ModelStepper:
         Args:
             content: `pending.content` as the script passed it to `step`.
             companions: the other models that the loss function may call.
-            optimizer: that makes the update: the model's, or one of several.
+            optimizer: the one that makes the update: the model's, or one of several.
         """
         trained, batch = self.trained, pending.batch
         engine = trained.engine
@@ -368,8 +368,8 @@ class ModelStepper:
             read=read,
             at_base_rates=self._rates.at_base,
             stop=int(min(progress.steps + batch.num_left, self.session.next_save())),
-            wants_rest=self.session.wants_rest,
-            at_rest=self.session.at_rest,
+            wants_pause=self.session.wants_pause,
+            on_pause=self.session.on_pause,
         )
 
 

@@ -1,8 +1,9 @@
-"""The verdict on a step: whether its loss and gradients are finite, before they reach the weights.
+"""The finiteness check of a step: whether its loss and gradients are finite, before they change the weights.
 
-The host knows it before the update, for which it waits for the device; or the device alone knows it then, and the host
-reads it when the next step's gradients are under way. Late is a verdict only while all is well: after a step without an
-update every verdict is known at once until one is good again, so that a run ends in the same step either way.
+Either the host waits for the result before the update. Or the check is deferred: the GPU itself skips an update that is
+not finite, and the host reads the result while the next step's gradients are computed. The check is deferred only while
+steps are finite: after a skipped step the host waits for it until a step is finite again, so that a run ends in the
+same step either way.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ _SHOWN_SAMPLES = 8
 
 
 @dataclass(frozen=True)
-class _OnItsWay:
-    """What the host is to learn of a step whose update the device has made or left out."""
+class _PendingCheck:
+    """A finiteness check whose result is being copied from the GPU, which has made or skipped the update."""
 
     step: int
     samples: NDArray[Any]
     names: list[str]
     """The parameters that have a gradient."""
     found: Tensor
-    """The loss and the norms of these gradients, in host memory once they have arrived."""
+    """The loss and the norms of these gradients, 1-D; in host memory, valid after `arrived`."""
     num_judged: int
-    """How many of these numbers have to be finite: under a loss scale the loss alone, for the scaler sees the rest."""
+    """How many of these numbers have to be finite: only the loss under a loss scale, whose scaler checks the rest."""
     arrived: torch.cuda.Event
 
 
@@ -53,14 +54,14 @@ class NonFiniteGuard:
         self._reaction = session.state.job.nonfinite
         self._nonfinite = trained.nonfinite
         self._nonfinite.catch_up = self.catch_up
-        self._late: _OnItsWay | None = None
+        self._late: _PendingCheck | None = None
 
     @property
     def may_be_late(self) -> bool:
-        """Whether the next verdict may be known to the device alone.
+        """Whether the next check may be deferred.
 
-        Not where a step that is left out changes more than is said about it, nor where workers hold shards of a
-        gradient, or the host waits anyway until no worker is lost.
+        It may not if a step that is not finite has other effects than a skipped update, workers hold shards of the
+        gradient, or the host has to wait anyway to find out about lost workers.
         """
         return (
             self._reaction == "skip"
@@ -111,21 +112,21 @@ class NonFiniteGuard:
         return False
 
     def judge_on_device(self, step: int, loss: Tensor, samples: NDArray[Any]) -> Tensor:
-        """1 where the update is to be left out, else 0: a float32 scalar on the device. The host learns it in
-        `catch_up`, where `may_be_late`."""
+        """1 if the update is to be skipped, else 0: a float32 scalar on the device. The host reads it in `catch_up`.
+        Only for steps whose check `may_be_late`."""
         gradients = {name: p.grad for name, p in self._trained.model.named_parameters() if p.grad is not None}
         found = torch.stack([loss, *norm_of_each(list(gradients.values()))])
         in_host_memory = found.to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
         num_judged = 1 if self._trained.precision.scaler.is_enabled() else len(found)
-        self._late = _OnItsWay(step, samples, list(gradients), in_host_memory, num_judged, arrived)
+        self._late = _PendingCheck(step, samples, list(gradients), in_host_memory, num_judged, arrived)
         # As `is_finite`: a loss or a norm that is not finite makes the sum so, and infinity times 0 is NaN.
         whole: Tensor = torch.linalg.vector_norm(found[1:num_judged])
         return ((found[0] + whole) * 0 != 0).float()
 
     def catch_up(self) -> None:
-        """Learn the verdict on the last step if it is not known yet, and say so if it had no update."""
+        """Read the result of the last step's check if it is pending, and tell the user if its update was skipped."""
         late, self._late = self._late, None
         if late is None:
             return
@@ -150,10 +151,10 @@ class NonFiniteGuard:
 
 
 def is_finite(found: Tensor) -> bool:
-    """Whether a loss and norms are, which one pass over the gradients gave; waits for the device that they are on.
+    """Whether a loss and norms of gradients, in one 1-D tensor, are finite; waits for the device that they are on.
 
-    Gradients whose squared norm overflows float32, or their own dtype if that is wider, count as infinite: so it is
-    where the norm of all of them is computed on the device.
+    Gradients whose squared norm overflows float32, or their own dtype if that is wider, count as infinite, as they do
+    if the norm of all of them is computed on the device.
     """
     loss, *norms = found.tolist()
     return math.isfinite(loss) and math.hypot(*norms) <= math.sqrt(torch.finfo(found.dtype).max)

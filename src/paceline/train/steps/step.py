@@ -1,4 +1,4 @@
-"""The steps that a run makes on its batches: whose turn it is, and when all that belongs to a batch is done."""
+"""The steps of a run: selects the model that a step trains, and finishes the batch (status exchange, checkpoint)."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Stepper:
         self._given: GivenBatch | None = None
 
     def add(self, name: str, prepared: Prepared, mesh: Mesh, reader: DatasetReader, tracer: ParityTracer) -> None:
-        """Have a model trained."""
+        """Add a model to those that `step` can train."""
         self._is_sharded = mesh.fsdp > 1
         self._steppers[name] = ModelStepper(prepared, self.session, mesh, reader, tracer)
 
