@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
 from paceline.private_groups import private_group
 from paceline.spec import Mesh
 from paceline.spec.mesh import AXES
-
-if TYPE_CHECKING:
-    pass
 
 
 def device_mesh_of(mesh: Mesh, device_kind: str) -> DeviceMesh:

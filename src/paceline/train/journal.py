@@ -178,8 +178,8 @@ class Journal(Callback):
         samples, train_s = self._epoch_start
         self._epoch_start = (run.samples_seen, run.timer.train_s)
         lr = float(run.optimizer.param_groups[0]["lr"])
-        mean_loss = self._epoch_loss / (run.samples_seen - samples)
         trained_samples = run.samples_seen - samples
+        mean_loss = self._epoch_loss / trained_samples
         step_values = {name: total / trained_samples for name, total in self._epoch_values.items()}
         self._epoch_loss, self._epoch_values = 0.0, {}
         noise_scale = run.noise_scale

@@ -56,7 +56,7 @@ def train(
         optimizer = build_optimizer(job.optim, model)
         run.prepare(model, optimizer, example=_example(run, train_set))
         average = None if job.average_decay is None else run.average(job.average_decay)
-        loss_fn, measure = training_loss(job.optim), accuracy_and_loss()
+        loss_fn = training_loss(job.optim)
         steps_per_epoch = -(-len(train_set) // job.global_batch_size)
 
         journal = Journal(run, output)
@@ -65,7 +65,7 @@ def train(
         training = Training(
             run,
             callbacks,
-            evaluate=lambda: run.evaluate(test_set, measure, model=average),
+            evaluate=lambda: run.evaluate(test_set, accuracy_and_loss, model=average),
             steps_per_epoch=steps_per_epoch,
             custom=build_callbacks(job.callbacks),
         )

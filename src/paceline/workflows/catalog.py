@@ -62,9 +62,6 @@ def recipes() -> list[CatalogEntry]:
     """The jobs that come with the package; `paceline.train` takes their names.
 
     Example: `paceline.catalog.recipes()`.
-
-    Raises:
-        JobError: never on a complete installation.
     """
     entries = []
     for name in recipe_names():
@@ -79,9 +76,6 @@ def models() -> list[CatalogEntry]:
     """The reference models, which `model = "NAME"` in a job names, and their options.
 
     Example: `paceline.catalog.models()`.
-
-    Raises:
-        JobError: never on a complete installation.
     """
     from paceline.models import MODELS  # loads torch
 
@@ -95,9 +89,6 @@ def data_sets() -> list[CatalogEntry]:
     """The data sets that `data = "NAME"` in a job names.
 
     Example: `paceline.catalog.data_sets()`.
-
-    Raises:
-        JobError: never on a complete installation.
     """
     from paceline.data import SOURCES  # loads torch
 

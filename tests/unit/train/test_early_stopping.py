@@ -7,8 +7,8 @@ import math
 import pytest
 
 from paceline.errors import JobError
-from paceline.spec import EarlyStoppingSpec, EvaluationRecord, Job
-from paceline.spec.evaluation import smaller_is_better
+from paceline.spec import EvaluationRecord, Job
+from paceline.spec.evaluation import EarlyStoppingSpec, smaller_is_better
 from paceline.spec.job import differences
 from paceline.train.early_stopping import EarlyStopping, best_evaluation, why_to_stop
 

@@ -40,6 +40,7 @@ from paceline.parallel.random_numbers.generators import host_states
 from paceline.parallel.sharded import sharded_modules
 from paceline.parallel.sharding.initial_weights import align
 from paceline.parallel.sharding.spread_model import SpreadModel
+from paceline.parallel.shards.examination import check_repeatable_alone
 from paceline.parallel.shards.passes import Passes
 from paceline.spec import Job, Plan
 
@@ -113,7 +114,7 @@ class BitwiseMesh(BitwiseDataParallel):
             check_repeatable_piped(self._shards.passes, step, self.module)
             self._pipe(self._pipeline, step, num_stand_ins, add)
             return
-        self._shards.check_repeatable(step, is_collective=True)
+        check_repeatable_alone(self._shards.passes, step, self.module, is_collective=True)
         for number in range(*step.assignment.own):
             loss, statistics = self._shards.compute(step, number)
             self._spread.end_pass()

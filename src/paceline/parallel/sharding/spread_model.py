@@ -98,7 +98,9 @@ class SpreadModel:
 
             self._same_collectives = SameCollectives(axes.device_mesh.get_group("fsdp"))
         self.stages: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
-        self._shard_stages()
+        applied = Applied()
+        for stage in self.stages:
+            self._shard(stage, applied)
         if self.pipeline is not None:
             self.pipeline.forget_example()
         self.module = model
@@ -151,11 +153,6 @@ class SpreadModel:
         if axes.mesh.fsdp > 1:
             _check_shared(pipeline.stages_that_share, axes.mesh)
         return pipeline
-
-    def _shard_stages(self) -> None:
-        applied = Applied()
-        for stage in self.stages:
-            self._shard(stage, applied)
 
     def _shard(self, stage: nn.Module, applied: Applied) -> None:
         """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""

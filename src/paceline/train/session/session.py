@@ -66,8 +66,8 @@ class RunState:
     progress: DataProgress
     noise: NoiseMeter
     models: TrainedModels
-    kept: Kept = field(default_factory=Kept)
-    metrics: dict[str, float] = field(default_factory=dict)
+    kept: Kept
+    metrics: dict[str, float]
     """The metrics of the last evaluation; changed in place."""
 
     def snapshot(self, collective: bool) -> Snapshot | None:
