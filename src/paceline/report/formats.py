@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from paceline.words import number_of
+
 NOTHING = "\N{EN DASH}"
 """Stands where there is no number."""
 
@@ -85,12 +87,7 @@ def quantity(number: float | None) -> str:
 
 
 def devices(count: int) -> str:
-    return "1 device" if count == 1 else f"{count} devices"
-
-
-def listing(words: list[str]) -> str:
-    """["1", "2", "4"] as "1, 2 and 4"."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return number_of(count, "device")
 
 
 def size_text(num_bytes: int) -> str:

@@ -11,6 +11,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from paceline.report import formats
 from paceline.report.figure import TEMPLATE
+from paceline.words import listing
 
 _FOLDER = resources.files("paceline.report")
 
@@ -33,7 +34,13 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"tie": _tie, "px": "{:.1f}".format, "short": shortened, "printable": _printable}
+    environment.filters |= {
+        "tie": _tie,
+        "px": "{:.1f}".format,
+        "listing": listing,
+        "short": shortened,
+        "printable": _printable,
+    }
     plotly = base64.b64encode((_FOLDER / "plotly-basic.min.js.gz").read_bytes()).decode()
     environment.globals |= {"f": formats, "plotly_gzip": plotly, "template": TEMPLATE}
     return environment

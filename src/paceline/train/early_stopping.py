@@ -12,8 +12,8 @@ from paceline.errors import JobError
 from paceline.spec import Job
 from paceline.spec.evaluation import EarlyStoppingSpec, EvaluationRecord, Mode, best_place
 from paceline.train.callbacks import Callback
-from paceline.train.end_table import number_of
 from paceline.train.training import Training
+from paceline.words import number_of
 
 
 def best_evaluation(

@@ -18,13 +18,14 @@ from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, from_mapping, to_mapp
 from paceline.train.batches.batch_warning import batch_warning
 from paceline.train.callbacks import Callback
 from paceline.train.early_stopping import best_evaluation
-from paceline.train.end_table import number_of, samples_per_s, shown_metrics
+from paceline.train.end_table import samples_per_s, shown_metrics
 from paceline.train.optimizers.schedule import describe_scaling
 from paceline.train.records.digest import weights_sha256
 from paceline.train.records.environment import describe_environment
 from paceline.train.records.metrics import Sink, open_sinks
 from paceline.train.run import Run
 from paceline.train.training import Training
+from paceline.words import number_of
 
 # Reading a loss makes the CPU wait for the GPU, so losses are read and logged this many steps at a time.
 _LOG_STEPS = 50

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
+from paceline.words import listing
+
 F = TypeVar("F")
 S = TypeVar("S")
 
@@ -123,4 +125,4 @@ def words(items: Sequence[str], most: int = 4) -> str:
     """ "a, b and c"; no more than `most` by name."""
     if len(items) > most:
         items = [*items[: most - 1], f"{len(items) - most + 1} more"]
-    return " and ".join(filter(None, (", ".join(items[:-1]), *items[-1:])))
+    return listing(items)

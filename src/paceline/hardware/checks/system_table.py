@@ -10,6 +10,7 @@ from paceline.hardware.checks.storage_facts import StorageFacts
 from paceline.hardware.checks.system_facts import ProcessLimit, SystemFacts
 from paceline.spec import MachineLoad
 from paceline.spec.machine_load import MOST_FOREIGN_SHARE
+from paceline.words import number_of
 
 MIN_OPEN_FILES = 4096
 """Loader processes pass tensors as open files, and each worker has sockets to its peers; 1024, a usual default, runs
@@ -77,9 +78,7 @@ SYSTEM_CHECKS: tuple[Check[NodeFacts, Any], ...] = (
     Check[NodeFacts, SystemFacts](
         "hyper-threads",
         lambda node: [] if node.gpus.gpus else [node.system],
-        lambda node: (
-            f"{node.system.threads_per_core} hardware thread{'s' * (node.system.threads_per_core > 1)} a core."
-        ),
+        lambda node: f"{number_of(node.system.threads_per_core, 'hardware thread')} a core.",
         warning(
             lambda system: 1 < system.threads_per_core < system.num_cores,
             "{threads_per_core} of the {num_cores} processors share a core each, so CPU workers beyond {real_cores} "

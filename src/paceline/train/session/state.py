@@ -36,6 +36,7 @@ from paceline.train.session.wrapped_optimizers import (
     load_wrapped_state,
     sharing_kept,
 )
+from paceline.words import and_more
 
 _ALONE = "alone"
 """In a worker's own state: what another number of workers does not use."""
@@ -152,7 +153,7 @@ class Trained:
             for parameter in others.values():
                 parameter.requires_grad_(is_trained)
             if others:
-                more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+                more = and_more(len(others) - 1)
                 said.append(
                     f"As when the run was saved, '{next(iter(others))}'{more} is {word}; to choose otherwise, set "
                     "requires_grad after run.prepare."

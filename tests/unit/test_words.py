@@ -1,0 +1,20 @@
+"""Counted nouns and lists in sentences."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.words import and_more, listing, name_ranks, number_of
+
+
+@pytest.mark.parametrize(("count", "words"), [(0, "0 workers"), (1, "1 worker"), (1200, "1,200 workers")])
+def test_one_worker_is_one_worker(count: int, words: str) -> None:
+    assert number_of(count, "worker") == words
+
+
+def test_lists_are_words_of_a_sentence() -> None:
+    assert listing([]) == ""
+    assert listing(["1"]) == "1"
+    assert listing(["1", "2", "4"]) == "1, 2 and 4"
+    assert (and_more(0), and_more(3)) == ("", " and 3 more")
+    assert (name_ranks([3]), name_ranks([1, 2])) == ("rank 3", "ranks 1, 2")
