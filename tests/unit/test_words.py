@@ -1,10 +1,10 @@
-"""Counted nouns and lists in sentences."""
+"""Counted nouns, lists and quoted messages in sentences."""
 
 from __future__ import annotations
 
 import pytest
 
-from paceline.words import and_more, listing, name_ranks, number_of
+from paceline.words import and_more, listing, name_ranks, number_of, on_one_line
 
 
 @pytest.mark.parametrize(("count", "words"), [(0, "0 workers"), (1, "1 worker"), (1200, "1,200 workers")])
@@ -18,3 +18,7 @@ def test_lists_are_words_of_a_sentence() -> None:
     assert listing(["1", "2", "4"]) == "1, 2 and 4"
     assert (and_more(0), and_more(3)) == ("", " and 3 more")
     assert (name_ranks([3]), name_ranks([1, 2])) == ("rank 3", "ranks 1, 2")
+
+
+def test_a_quoted_message_is_one_line() -> None:
+    assert on_one_line("size mismatch:\n\tfc.weight  is\n") == "size mismatch: fc.weight is"

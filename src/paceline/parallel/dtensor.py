@@ -102,7 +102,7 @@ def with_local(own: Tensor, like: Tensor, whole: Tensor | None = None) -> Tensor
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of this worker's shards of tensors of any shape."""
-    return sum(mine.numel() * mine.element_size() for mine in map(local_shard, tensors))
+    return sum(mine.nbytes for mine in map(local_shard, tensors))
 
 
 def is_sharded(tensor: Tensor, axis: str) -> bool:

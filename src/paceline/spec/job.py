@@ -26,6 +26,8 @@ Augmentation = Literal["crop", "flip", "cutout"]
 MicroBatchSize = int | Literal["auto"]
 """A number of samples, or as many as memory has room for."""
 
+JOB_FILE = "job.json"
+
 TRACKER_NAMES = ("tensorboard", "wandb", "mlflow")
 """Where measured values can be logged besides the run folder."""
 MOST_SAMPLES = 2**31 - 1

@@ -12,6 +12,8 @@ from paceline.spec.codec import JsonValue, above, at_least, between
 from paceline.spec.job import MOST_WORKERS
 from paceline.spec.mesh import Mesh, ScheduleName
 
+PLAN_FILE, LIMIT_FILE = "plan.json", "limit.json"
+
 EXCLUDED = 75
 """The exit code of a worker that leaves the run because it is a straggler."""
 

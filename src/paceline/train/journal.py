@@ -13,6 +13,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from paceline import env
+from paceline.checkpoint.location import IN_RUN_FOLDER
 from paceline.spec import EpochRecord, RunRecord
 from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, from_mapping, to_mapping
 from paceline.train.batches.batch_warning import batch_warning
@@ -43,7 +44,7 @@ class RunOutput:
 
     @property
     def checkpoint_dir(self) -> Path:
-        return self.run_dir / "checkpoints"
+        return self.run_dir / IN_RUN_FOLDER
 
 
 @dataclass(frozen=True)

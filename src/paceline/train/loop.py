@@ -14,6 +14,7 @@ from paceline.checkpoint import save_weights
 from paceline.data import ArraySet
 from paceline.regular_files import run_file_mode
 from paceline.spec import Job, Plan, RunRecord
+from paceline.spec.record import RECORD_FILE
 from paceline.train.callbacks import build_callbacks
 from paceline.train.early_stopping import EarlyStopping
 from paceline.train.evaluation.objective import METRICS, accuracy_and_loss, training_loss
@@ -91,7 +92,7 @@ def train(
 def _write_results(weights: dict[str, Tensor] | None, record: RunRecord, folder: Path) -> None:
     if weights is not None:
         save_weights(weights, folder / "model.safetensors")
-    record.save(folder / "record.json", run_file_mode())
+    record.save(folder / RECORD_FILE, run_file_mode())
 
 
 def _example(run: Run, train_set: Any) -> Any:

@@ -42,7 +42,7 @@ def measure_layers(recording: Recording, device: torch.device) -> list[LayerCost
         for number, layer in enumerate(recording.layers):
             parameters = [p for p in _parameters(recording, number) if id(p) not in counted]
             counted.update(map(id, parameters))
-            parameter_bytes = sum(p.numel() * p.element_size() for p in parameters)
+            parameter_bytes = sum(p.nbytes for p in parameters)
             measured = _Measured(float(parameter_bytes))
             if recording.values:
                 measured = _measure_layer(recording, number, device)
@@ -57,7 +57,7 @@ def measure_layers(recording: Recording, device: torch.device) -> list[LayerCost
                     activation_bytes=measured.kept_bytes,
                     moment_bytes=measured.moment_bytes,
                     waiting_bytes=measured.waiting_bytes,
-                    largest_parameter_bytes=max((p.numel() * p.element_size() for p in parameters), default=0),
+                    largest_parameter_bytes=max((p.nbytes for p in parameters), default=0),
                     output_bytes=output_bytes,
                     draws=measured.draws,
                     may_begin=allowed[number],

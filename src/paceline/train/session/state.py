@@ -36,7 +36,7 @@ from paceline.train.session.wrapped_optimizers import (
     load_wrapped_state,
     sharing_kept,
 )
-from paceline.words import and_more
+from paceline.words import and_more, on_one_line
 
 _ALONE = "alone"
 """In a worker's own state: what another number of workers does not use."""
@@ -120,9 +120,7 @@ class Trained:
         try:
             load_model_state(self.model, shared["model"], holds_all=self.engine.holds_all)
         except RuntimeError as problem:
-            raise CheckpointError(
-                f"The checkpoint belongs to another model: {' '.join(str(problem).split())}"
-            ) from None
+            raise CheckpointError(f"The checkpoint belongs to another model: {on_one_line(str(problem))}") from None
         alone = {"optimizer": shared["optimizer"], "scaler": shared["scaler"]} | own.get(_ALONE, {})
         optimizer, means = alone["optimizer"], own.get("means", {})
         if "optimizer" in means:  # workers' weights differed
