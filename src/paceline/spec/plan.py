@@ -8,7 +8,7 @@ from typing import Literal
 from paceline.errors import JobError
 from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.cluster import DeviceKind
-from paceline.spec.codec import JsonValue, above, at_least, between
+from paceline.spec.codec import JsonValue, above_zero, at_least, between
 from paceline.spec.job import MOST_WORKERS
 from paceline.spec.mesh import Mesh, ScheduleName
 
@@ -108,5 +108,5 @@ class RunLimit(JsonValue):
 
     max_steps: int | None = at_least(1, None)
     """The number of optimizer updates; None: it does not."""
-    max_minutes: float | None = above(0, None)
+    max_minutes: float | None = above_zero(None)
     """Minutes since the launch; None: it does not."""

@@ -17,7 +17,7 @@ from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.record import RECORD_FILE
 from paceline.train.callbacks import build_callbacks
 from paceline.train.early_stopping import EarlyStopping
-from paceline.train.evaluation.objective import METRICS, accuracy_and_loss, training_loss
+from paceline.train.evaluation.objective import accuracy_and_loss, training_loss
 from paceline.train.initialize import init
 from paceline.train.journal import Journal, RunOutput
 from paceline.train.optimizers.optim import build_optimizer
@@ -62,7 +62,7 @@ def train(
 
         journal = Journal(run, output)
         scheduling = [] if job.optim.scheduler.name is None else [Scheduling(run, steps_per_epoch)]
-        callbacks = [journal, *scheduling, EarlyStopping(job, METRICS)]
+        callbacks = [journal, *scheduling, EarlyStopping(job)]
         training = Training(
             run,
             callbacks,
