@@ -7,9 +7,8 @@ from itertools import pairwise
 
 from paceline.errors import JobError
 from paceline.noise import efficiency
-from paceline.plan.words import duration
 from paceline.spec.forecast import ForecastRow
-from paceline.words import number_of
+from paceline.words import duration, number_of
 
 _NEARLY = 0.97
 """A smaller count that reaches this fraction of the best throughput is preferred."""

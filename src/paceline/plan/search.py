@@ -19,11 +19,10 @@ from paceline.plan.collectives import halving_doubling, hierarchical, ring, tree
 from paceline.plan.memory import device_memory, fits
 from paceline.plan.model import Layout, Network
 from paceline.plan.peak_memory import USABLE_FRACTION, StateBytes
-from paceline.plan.words import size
 from paceline.spec import Mesh, PipelineSpec
 from paceline.spec.algorithm import MIN_BLOCK_BYTES
 from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
-from paceline.words import number_of
+from paceline.words import number_of, size
 
 Backend = Literal["nccl", "gloo"]
 

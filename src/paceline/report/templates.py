@@ -34,15 +34,9 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {
-        "tie": _tie,
-        "px": "{:.1f}".format,
-        "listing": listing,
-        "short": shortened,
-        "printable": _printable,
-    }
+    environment.filters |= {"tie": _tie, "px": "{:.1f}".format, "short": shortened, "printable": _printable}
     plotly = base64.b64encode((_FOLDER / "plotly-basic.min.js.gz").read_bytes()).decode()
-    environment.globals |= {"f": formats, "plotly_gzip": plotly, "template": TEMPLATE}
+    environment.globals |= {"f": formats, "listing": listing, "plotly_gzip": plotly, "template": TEMPLATE}
     return environment
 
 

@@ -27,6 +27,7 @@ MicroBatchSize = int | Literal["auto"]
 """A number of samples, or as many as memory has room for."""
 
 JOB_FILE = "job.json"
+"""The job, in a run folder."""
 
 TRACKER_NAMES = ("tensorboard", "wandb", "mlflow")
 """Where measured values can be logged besides the run folder."""

@@ -13,6 +13,7 @@ from paceline.spec.job import MOST_WORKERS
 from paceline.spec.mesh import Mesh, ScheduleName
 
 PLAN_FILE, LIMIT_FILE = "plan.json", "limit.json"
+"""The plan, and when the run ends, in a run folder."""
 
 EXCLUDED = 75
 """The exit code of a worker that leaves the run because it is a straggler."""

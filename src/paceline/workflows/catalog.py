@@ -63,6 +63,9 @@ def recipes() -> list[CatalogEntry]:
     """The jobs that come with the package; `paceline.train` takes their names.
 
     Example: `paceline.catalog.recipes()`.
+
+    Raises:
+        JobError: never on a complete installation.
     """
     entries = []
     for name in recipe_names():
@@ -77,6 +80,9 @@ def models() -> list[CatalogEntry]:
     """The reference models, which `model = "NAME"` in a job names, and their options.
 
     Example: `paceline.catalog.models()`.
+
+    Raises:
+        JobError: never on a complete installation.
     """
     from paceline.models import MODELS  # loads torch
 
@@ -90,6 +96,9 @@ def data_sets() -> list[CatalogEntry]:
     """The data sets that `data = "NAME"` in a job names.
 
     Example: `paceline.catalog.data_sets()`.
+
+    Raises:
+        JobError: never on a complete installation.
     """
     from paceline.data import SOURCES  # loads torch
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import JobError, ModelError, shown
 from paceline.spec import Job, Mesh, parse_mesh
 from paceline.spec.model_cost import DeviceMemory
+from paceline.words import size
 from paceline.workflows.jobs import check_counts, resolve_job
 from paceline.workflows.traced_model import model_on_paper
 
@@ -51,7 +52,6 @@ class MemoryTable:
         """A table with a row for each strategy, and what cannot be done below it."""
         from rich.console import Group
 
-        from paceline.plan.words import size
         from paceline.report.tables import table
 
         headings = ("strategy", "parameters", "gradients", "optimizer", "activations", "gathered", "total", "fits")

@@ -11,6 +11,7 @@ from paceline.errors import JobError
 from paceline.spec import Job, Mesh, parse_mesh
 from paceline.spec.mesh import AXES, AxisName
 from paceline.spec.mesh_name import num_named
+from paceline.words import size
 from paceline.workflows.jobs import resolve_job
 from paceline.workflows.traced_model import model_on_paper
 
@@ -38,7 +39,6 @@ class MeshDryRun:
         """A table of the stages, and the lines around it."""
         from rich.console import Group
 
-        from paceline.plan.words import size
         from paceline.report.tables import table
 
         stages = table("stage", "layers", "parameters", "activations", "memory", left=["layers"])

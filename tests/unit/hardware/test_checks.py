@@ -30,7 +30,7 @@ from paceline.hardware.checks import (
 )
 from paceline.hardware.checks import network_facts as network
 from paceline.hardware.checks.between_nodes import check_nodes
-from paceline.hardware.checks.engine import Check, Finding, error, filled_in, size_text, warning, words
+from paceline.hardware.checks.engine import Check, Finding, error, filled_in, warning, words
 from paceline.hardware.checks.gpu_facts import GpuFacts, GpusFacts, collect_gpus
 from paceline.hardware.checks.network_facts import Interface, Lookup, NetworkFacts
 from paceline.hardware.checks.node_checks import check_node
@@ -777,20 +777,13 @@ def _fits(template: str, subject: object) -> bool:
         return False
 
 
-def test_words_and_sizes() -> None:
+def test_words() -> None:
     assert [words(list("abcde"[:n])) for n in (0, 1, 2, 3, 5)] == [
         "",
         "a",
         "a and b",
         "a, b and c",
         "a, b, c and 2 more",
-    ]
-    assert [size_text(n) for n in (0, 1023, 2**20, 1.5 * 2**30, 2**40)] == [
-        "0 bytes",
-        "1023 bytes",
-        "1 MiB",
-        "1.5 GiB",
-        "1.0 TiB",
     ]
 
 

@@ -112,15 +112,6 @@ class _Attributes(dict[str, Any]):
         return getattr(self._subject, name)
 
 
-def size_text(num_bytes: float) -> str:
-    """ "64 MiB", "1.5 GiB": in powers of 1024, to four digits."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:,.1f} TiB"
-
-
 def words(items: Sequence[str], most: int = 4) -> str:
     """ "a, b and c"; no more than `most` by name."""
     if len(items) > most:
