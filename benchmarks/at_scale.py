@@ -262,15 +262,15 @@ def goodput() -> str:
             for pattern in PATTERNS
         ]
         sample = min(steps, key=lambda one: float(one.total_s.mean()))
-        step_s, slowest_s = float(sample.total_s.mean()), float(sample.slowest_compute_s.mean())
+        step_s, exposed_s = float(sample.total_s.mean()), float(sample.exposed_s.mean())
         faults = Faults(DEVICE_MTBF_S / machine.devices_per_node, CHECKPOINT_S, RESTART_S)
         lasting = availability(faults, machine.num_nodes)
         rows.append(
             [
                 f"{machine.num_devices:,}",
                 f"{step_s:.2f}",
-                f"{slowest_s / compute_s - 1:.1%}",
-                f"{float(sample.exposed_s.mean()) / step_s:.1%}",
+                f"{(step_s - exposed_s) / compute_s - 1:.1%}",
+                f"{exposed_s / step_s:.1%}",
                 f"{DEVICE_MTBF_S / machine.num_devices / 3600:,.1f}",
                 f"{lasting:.1%}",
                 f"{lasting * tokens / step_s:,.0f}",

@@ -31,6 +31,19 @@ def addresses(interface: str | None = None) -> list[tuple[str, str]]:
     return found
 
 
+def address_towards(host: str) -> str:
+    """The address of this node from which it would send to `host`; nothing is sent, the kernel only chooses the route.
+
+    Raises:
+        OSError: there is no way.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as asking:
+        asking.connect(address)
+        found: str = asking.getsockname()[0]
+    return found
+
+
 def _ipv4(interface: str, may_be_loopback: bool) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         request = struct.pack("256s", interface.encode()[:15])

@@ -62,7 +62,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Iterabl
     return [value, *(recv_object(group, rank, classes) for rank in range(1, dist.get_world_size(group)))]
 
 
-def scatter_objects(values: Sequence[Any], group: dist.ProcessGroup | None, classes: Iterable[type] = ()) -> Any:
+def scatter_objects(values: Sequence[Any], group: dist.ProcessGroup | None) -> Any:
     """The value that rank 0 has for this worker; a collective.
 
     Args:
@@ -71,7 +71,7 @@ def scatter_objects(values: Sequence[Any], group: dist.ProcessGroup | None, clas
     if group is None:
         return values[0]
     if dist.get_rank(group) != 0:
-        return recv_object(group, 0, classes)
+        return recv_object(group, 0)
     for receiver, value in enumerate(values[1:], start=1):
         send_object(value, group, receiver)
     return values[0]

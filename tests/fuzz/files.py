@@ -91,7 +91,7 @@ def _use_note(path: Path) -> None:
 
 
 def _use_metrics(path: Path) -> None:
-    json_lines(path.parent, 3).close()
+    json_lines(path.parent, 3, print).close()
 
 
 def _use_nodes(path: Path) -> None:

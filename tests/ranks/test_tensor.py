@@ -28,11 +28,10 @@ from paceline.parallel.tensor import (
     TensorPlan,
     bytes_per_sample,
     find_plan,
-    given_plan,
     layer_sizes,
     tensor_parallel,
 )
-from paceline.parallel.tensor.plan import LAYER_STYLES
+from paceline.parallel.tensor.plan import LAYER_STYLES, given_plan
 from paceline.parallel.tensor.sequence_region import SequenceLayerNorm
 from paceline.spec import Job, ModelSpec, PipelineSpec, Plan, parse_mesh
 from paceline.train.optimizers.optim import build_optimizer

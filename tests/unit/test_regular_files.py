@@ -161,13 +161,13 @@ def test_what_is_written_replaces_pipes_and_links(tmp_path: Path) -> None:
 def test_metrics_go_on_whatever_lies_there(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 0.5}\n[]\n{"step": "2"}\n{"step": 2}\n{"step": 3}\n{"st')
-    sink = json_lines(tmp_path, 2)
+    sink = json_lines(tmp_path, 2, print)
     sink.log(3, {"loss": 0.25})
     sink.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
     path.unlink()
     os.mkfifo(path)
-    sink = json_lines(tmp_path, 0)
+    sink = json_lines(tmp_path, 0, print)
     sink.log(1, {"loss": 0.5})
     sink.close()
     assert path.read_text() == '{"step": 1, "loss": 0.5}\n'

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from paceline.checkpoint.load import Checkpoint, newest_good, newest_that, read_checkpoint, verify_checkpoint
+from paceline.checkpoint.load import newest_good, newest_that, read_checkpoint, verify_checkpoint
 from paceline.checkpoint.read_sharded import Loaded, SharedCatalogue, Stored, read_together
 from paceline.checkpoint.save import Saver, Snapshot
-from paceline.checkpoint.state_tree import flatten_state, unflatten_state
 from paceline.checkpoint.storage import open_storage
 from paceline.checkpoint.weights import save_weights
 
 __all__ = [
-    "Checkpoint",
     "Loaded",
     "Saver",
     "SharedCatalogue",
     "Snapshot",
     "Stored",
-    "flatten_state",
     "newest_good",
     "newest_that",
     "open_storage",
     "read_checkpoint",
     "read_together",
     "save_weights",
-    "unflatten_state",
     "verify_checkpoint",
 ]

@@ -83,7 +83,7 @@ class StagedFile:
         self._block[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         places = {}
         for name, tensor in tensors.items():
-            place = self._block[starts[name] : starts[name] + tensor.numel() * tensor.element_size()]
+            place = self._block[starts[name] : starts[name] + tensor.nbytes]
             places[name] = place.view(tensor.dtype).view(tensor.shape)
         return places
 
@@ -239,7 +239,7 @@ def _layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, int], int]:
     offset = 0
     starts = {}
     for name, tensor in ordered:
-        end = offset + tensor.numel() * tensor.element_size()
+        end = offset + tensor.nbytes
         entries[name] = {"dtype": dtype_name(name, tensor), "shape": list(tensor.shape), "data_offsets": [offset, end]}
         starts[name], offset = offset, end
     text = json.dumps(entries, separators=(",", ":")).encode()

@@ -52,18 +52,15 @@ class Checkpoint:
             raise CheckpointError(f"The checkpoint {self.name} holds no model.")
         return weights
 
-    def tensors(self, wanted: Callable[[str], bool] = lambda _name: True) -> dict[str, Tensor]:
-        """The whole tensors by name, each in the shape of its manifest, of the names that are wanted."""
-        return {name: self._tensor(entry) for name, entry in self.manifest.tensors.items() if wanted(name)}
-
-    def _tensor(self, entry: TensorEntry) -> Tensor:
+    def _tensor(self, name: str) -> Tensor:
+        entry = self.manifest.tensors[name]
         tensor, whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype]), Slice.whole(entry.shape)
         for chunk in entry.chunks:
             tensor[chunk.slices_in(whole)] = self.parts[chunk.file][chunk.key]
         return tensor
 
     def _whole(self, plain: Any) -> Any:
-        return unflatten_state(plain, self.tensors(tensor_names(plain).__contains__).__getitem__)
+        return unflatten_state(plain, {name: self._tensor(name) for name in tensor_names(plain)}.__getitem__)
 
 
 def worker_prefix(rank: int) -> str:

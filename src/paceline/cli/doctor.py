@@ -13,6 +13,7 @@ import typer
 
 from paceline.cli.console import table_console
 from paceline.cli.options import AsJson
+from paceline.words import number_of
 from paceline.workflows import doctor as workflow
 
 if TYPE_CHECKING:
@@ -81,6 +82,5 @@ def _show(findings: Sequence[Finding], *, as_json: bool, show_all: bool) -> None
         table_console(pipe_columns=100).print(table)
     num_errors, num_warnings, num_ok = (len(by_level[level]) for level in LEVELS)
     print(
-        f"{num_ok} check{'s' * (num_ok != 1)} passed, {num_warnings} warning{'s' * (num_warnings != 1)}, "
-        f"{num_errors} error{'s' * (num_errors != 1)}."
+        f"{number_of(num_ok, 'check')} passed, {number_of(num_warnings, 'warning')}, {number_of(num_errors, 'error')}."
     )

@@ -15,6 +15,7 @@ from paceline.errors import JobError
 from paceline.spec import Job, parse_mesh
 from paceline.spec.job import MOST_SAMPLES
 from paceline.spec.mesh_name import num_named
+from paceline.spec.plan import PLAN_FILE
 from paceline.workflows import plan as workflow
 from paceline.workflows.jobs import resolve_job
 from paceline.workflows.mesh_dry_run import dry_run_mesh as try_mesh
@@ -108,9 +109,9 @@ def _show(planned: PlannedJob, out: Path, *, as_json: bool) -> None:
     console.print(plan_table(planned.forecast, console.width))
     if planned.plan is None:
         num_devices = planned.forecast.recommended.devices
-        print(f"No {workflow.PLAN_FILE}: the cluster lacks devices for {num_devices}; probe the nodes they are on.")
+        print(f"No {PLAN_FILE}: the cluster lacks devices for {num_devices}; probe the nodes they are on.")
     else:
-        print(out / workflow.PLAN_FILE)
+        print(out / PLAN_FILE)
     print(out / workflow.PAGE_FILE)
 
 

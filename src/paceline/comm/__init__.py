@@ -19,7 +19,7 @@ from paceline.comm.parameter_server import parameter_server, parameter_server_tw
 from paceline.comm.ring import ring
 from paceline.comm.scheduler import Scheduler
 from paceline.comm.tree_exact import tree_exact
-from paceline.comm.wire import WIRE_FORMATS, WireFormat
+from paceline.comm.wire import WIRE_FORMATS
 
 ALGORITHMS: dict[str, Algorithm] = {
     "all_reduce": all_reduce,
@@ -41,6 +41,5 @@ __all__ = [
     "Compressor",
     "Links",
     "Scheduler",
-    "WireFormat",
     "open_links",
 ]

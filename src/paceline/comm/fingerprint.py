@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from paceline.errors import DivergenceError
 from paceline.object_collectives import all_gather_objects
+from paceline.words import and_more
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def describe_divergence(calls: Sequence[CollectiveCall]) -> str:
     common = max(counts, key=lambda call: (counts[call], call == calls[0]))
     differing = [rank for rank, call in enumerate(calls) if call != common]
     others = " and ".join(f"rank {rank} is at {calls[rank]}" for rank in differing[:4])
-    more = f" and {len(differing) - 4} more" if len(differing) > 4 else ""
+    more = and_more(len(differing) - 4)
     return (
         f"The workers are no longer doing the same: {others}{more}, while the other {counts[common]} are at {common}; "
         "look for code that depends on the rank, or on data of its own, before that step."

@@ -32,7 +32,6 @@ __all__ = [
     "Augmentation",
     "FolderImages",
     "Loading",
-    "MapDataset",
     "SampleRequest",
     "TarShards",
     "is_loader",

@@ -22,6 +22,7 @@ from paceline.data.sources import checked_labels, no_options
 from paceline.errors import DataError
 from paceline.regular_files import read_bytes
 from paceline.spec import DataSpec
+from paceline.words import number_of
 
 _STEMS = {"train": "train", "test": "t10k"}
 _NUM_CLASSES = 10
@@ -91,7 +92,7 @@ def read_idx(path: Path, num_dims: int) -> NDArray[np.uint8]:
     # Magic number: two zeros, 8 for unsigned bytes, the number of dimensions.
     if raw[:4] != bytes((0, 0, 8, num_dims)):
         raise DataError(
-            f"{path} is not an idx file of unsigned bytes in {num_dims} dimension{'s' * (num_dims > 1)}: it "
+            f"{path} is not an idx file of unsigned bytes in {number_of(num_dims, 'dimension')}: it "
             f"begins with {raw[:4].hex(' ') or 'nothing'}; download the file again."
         )
     shape = struct.unpack(f">{num_dims}I", raw[4:header_bytes]) if len(raw) >= header_bytes else (0,)

@@ -20,6 +20,7 @@ from typing import Literal
 from paceline.errors import LaunchError
 from paceline.launch.remote_team import NodeAccess
 from paceline.launch.variables import with_variables
+from paceline.words import on_one_line
 
 Runtime = Literal["apptainer", "podman"]
 
@@ -155,7 +156,7 @@ def _output_on(access: NodeAccess, argv: Sequence[str]) -> str:
         raise LaunchError(f"The image on {access.hostname} cannot be checked: {problem}.") from None
     if done.returncode != 0:
         explained = access.explain(done.returncode, done.stderr)
-        raise LaunchError(explained or f"{access.hostname}: {' '.join(done.stderr.split()) or f'{argv[0]} failed'}")
+        raise LaunchError(explained or f"{access.hostname}: {on_one_line(done.stderr) or f'{argv[0]} failed'}")
     return done.stdout
 
 

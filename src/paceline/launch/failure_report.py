@@ -15,7 +15,6 @@ from paceline.launch.failures import (
     Ending,
     Failure,
     log_path,
-    name_ranks,
     one_line,
     root_cause,
     signal_name,
@@ -26,6 +25,7 @@ from paceline.launch.faults import Cause, fault_of
 from paceline.launch.hang import Hang, WorkerState
 from paceline.launch.supervise import NodeLoss, Outcome
 from paceline.regular_files import open_regular, refuge, replace_text
+from paceline.words import name_ranks, number_of
 
 LOG_TAIL_LINES = 30
 MOST_STACK_LINES = 25
@@ -62,7 +62,7 @@ class FailureReport:
         """The report as text for the terminal."""
         lines = [self.sentence, ""]
         if self.step is not None:
-            lines.append(f"After     {self.step} step{'s' if self.step != 1 else ''}")
+            lines.append(f"After     {number_of(self.step, 'step')}")
         lines.append(f"Next      {self.next}")
         if self.workers:
             shown = self.workers[:MOST_WORKER_LINES]
@@ -263,7 +263,7 @@ def _line_of_running(state: WorkerState) -> str:
 
 
 def _line_of_ended(ending: Ending) -> str:
-    step = "" if ending.step is None else f" after {ending.step} step{'s' * (ending.step != 1)}"
+    step = "" if ending.step is None else f" after {number_of(ending.step, 'step')}"
     last = f"; its last collective was {ending.collective}" if ending.collective else ""
     return f"rank {ending.rank}: ended{step}{last}"
 

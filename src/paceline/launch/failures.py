@@ -12,6 +12,7 @@ from pathlib import Path
 
 from paceline.regular_files import make_run_folder, replace_text
 from paceline.spec.codec import JsonValue
+from paceline.words import name_ranks, on_one_line
 
 LOST_PEER_TYPES = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
 """Messages of torch.distributed when a peer is gone. Python's own ConnectionResetError (from a download, say) is
@@ -153,14 +154,9 @@ def whereabouts(endings: Sequence[Ending], stopped_at: float) -> str:
     return f" ({name_ranks(busy)} kept it waiting)" if busy else ""
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """The ranks as text: "rank 3", or "ranks 1, 2"."""
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)
-
-
 def one_line(message: str) -> str:
     """`message` without line breaks and without locations in torch's C++ sources."""
-    line = " ".join(re.sub(r"\[\S+\.(cc|cpp|h):\d+\]", "", message).split())
+    line = on_one_line(re.sub(r"\[\S+\.(cc|cpp|h):\d+\]", "", message))
     return line if len(line) <= LONGEST_MESSAGE else line[: LONGEST_MESSAGE - 1] + "…"
 
 

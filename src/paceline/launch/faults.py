@@ -128,6 +128,6 @@ FAULTS: dict[tuple[Cause, int | None], Fault] = {
 """By cause, and by exit code where a row is for one alone."""
 
 
-def fault_of(cause: Cause, exit_code: int | None = None) -> Fault:
+def fault_of(cause: Cause, exit_code: int | None) -> Fault:
     """The row of the table for a report: that of the exit code (negative: a signal), if it has one, else of all."""
     return FAULTS.get((cause, exit_code)) or FAULTS[cause, None]

@@ -32,6 +32,7 @@ from paceline import env
 from paceline.errors import LaunchError
 from paceline.launch.node_list import NodeSlots
 from paceline.launch.variables import with_variables
+from paceline.words import on_one_line
 
 JOIN_TIMEOUT_S = 60
 """Timeout for joining the cluster, and for starting the actor; a cold node needs several seconds."""
@@ -247,7 +248,7 @@ def _run(options: argparse.Namespace, output: int) -> int:
         _check_address(env.text(env.RAY_ADDRESS))
         ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
     except (OSError, RuntimeError, ValueError) as problem:
-        raise LaunchError(f"No Ray cluster answers: {' '.join(str(problem).split())}") from None
+        raise LaunchError(f"No Ray cluster answers: {on_one_line(str(problem))}") from None
     try:
         if options.list:
             found = name_nodes(ray.nodes(), ray.get_runtime_context().get_node_id())

@@ -84,7 +84,7 @@ def run_once(
     options: LaunchOptions,
     events: Events,
     *,
-    fork_server: ForkServer | None = None,
+    fork_server: ForkServer | None,
     could_grow: Callable[[], bool] = lambda: False,
 ) -> Outcome:
     """Start the workers of `plan` and watch them until the last one has ended.

@@ -16,6 +16,7 @@ from pathlib import Path
 from paceline.errors import LaunchError
 from paceline.launch.node_list import NodeSlots
 from paceline.launch.variables import with_variables
+from paceline.words import on_one_line
 
 ASK_TIMEOUT_S = 30.0
 """Timeout for scontrol and sbatch; a busy controller needs some seconds."""
@@ -169,5 +170,5 @@ def _ask(argv: Sequence[str], stdin: str = "") -> str:
     except subprocess.TimeoutExpired:
         raise LaunchError(f"{argv[0]} has not answered within {ASK_TIMEOUT_S:.0f} s; is it overloaded?") from None
     if done.returncode != 0:
-        raise LaunchError(f"{argv[0]} refused: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}")
+        raise LaunchError(f"{argv[0]} refused: {on_one_line(done.stderr) or f'exit code {done.returncode}'}")
     return done.stdout

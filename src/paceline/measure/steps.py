@@ -80,7 +80,7 @@ def spread_of(times_s: Sequence[float]) -> float:
 
 
 def step_of(
-    subject: Subject, engine: Engine, size: int, rank: int = 0, world_size: int = 1, *, with_updates: bool = False
+    subject: Subject, engine: Engine, size: int, rank: int = 0, world_size: int = 1, *, with_updates: bool
 ) -> Callable[[], tuple[float, float]]:
     """A function that makes this worker's pass over `size` samples, and an update if asked; returns their seconds."""
     run, optimizer = subject.run, subject.optimizer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.spec import DeviceKind, Job, JobTiming, Link, NetworkLink, Node
-from paceline.spec.codec import JsonValue, above, at_least
+from paceline.spec.codec import JsonValue, above_zero, at_least
 
 REQUEST_FILE = "request.json"
 LINKS_FILE, NETWORK_FILE, JOB_FILE = "links{rank}.json", "network.json", "probe.json"
@@ -66,7 +66,7 @@ class JobRequest(JsonValue):
     device: str = ""
     """What the device is called in the result."""
     threads_per_worker: int = at_least(1, 1)
-    budget_s: float = above(0, 60.0)
+    budget_s: float = above_zero(60.0)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,6 @@ from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
 from paceline.private_groups import private_group
 from paceline.spec import Mesh
 from paceline.spec.mesh import AXES
-
-if TYPE_CHECKING:
-    pass
 
 
 def device_mesh_of(mesh: Mesh, device_kind: str) -> DeviceMesh:
@@ -105,7 +102,7 @@ def with_local(own: Tensor, like: Tensor, whole: Tensor | None = None) -> Tensor
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of this worker's shards of tensors of any shape."""
-    return sum(mine.numel() * mine.element_size() for mine in map(local_shard, tensors))
+    return sum(mine.nbytes for mine in map(local_shard, tensors))
 
 
 def is_sharded(tensor: Tensor, axis: str) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,12 @@ def memory_order(tensor: Tensor) -> tuple[list[int], list[int]]:
     order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
     if not tensor.permute(order).is_contiguous():  # a view with gaps, or expanded: its copy has another order
         order = list(range(tensor.dim()))
-    return order, sorted(range(len(order)), key=order.__getitem__)
+    return order, inverse(order)
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """The permutation that undoes `order`: of [2, 0, 1] it is [1, 2, 0]."""
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def has_channels_last(model: nn.Module) -> bool:

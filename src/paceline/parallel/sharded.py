@@ -54,7 +54,7 @@ def block_groups(found: list[nn.Module], min_bytes: int = MIN_BLOCK_BYTES) -> It
     size_bytes = 0
     for block in found:
         group.append(block)
-        size_bytes += sum(parameter.numel() * parameter.element_size() for parameter in block.parameters())
+        size_bytes += sum(parameter.nbytes for parameter in block.parameters())
         if size_bytes >= min_bytes:
             yield group
             group, size_bytes = [], 0

@@ -25,6 +25,7 @@ from paceline.plan.step_time import INTERVAL_SIGMAS, bound_by, expected_maximum,
 from paceline.spec import Job, Mesh
 from paceline.spec.forecast import ForecastRow
 from paceline.spec.model_cost import Activations
+from paceline.words import size
 
 STEP_OVERHEAD_S = 3e-4
 """Seconds per step besides the optimizer: launching it, counting samples, schedules."""
@@ -207,8 +208,8 @@ def _micro_batch(inputs: PlanInputs, job: Job, count: int, samples: int, shard: 
             num_shards := -(-samples // shard),
         )
         if fitting < shard:
-            needed = (_replica_bytes(inputs, count, shard, num_shards) or 0.0) / 2**30
-            room = f"{needed:.3g} GiB of a device's {memory_bytes / 2**30:.3g} GiB"
+            needed = _replica_bytes(inputs, count, shard, num_shards) or 0.0
+            room = f"{size(needed)} of a device's {size(memory_bytes)}"
             return shard, f"a virtual shard of {shard} samples needs {room}"
     # As few passes as fit, all of nearly the same size.
     num_passes = -(-samples // (fitting // shard * shard))

@@ -20,10 +20,10 @@ from paceline.plan.model import Network
 from paceline.plan.network_costs import BETWEEN_ALPHA_S, INSIDE_ALPHA_S, PER_MESSAGE_S, between_link, inside_link
 from paceline.plan.peak_memory import USABLE_FRACTION
 from paceline.plan.search import MeshCandidate, SearchResult, Workload, search
-from paceline.plan.words import duration, size
 from paceline.spec import Cluster, DeviceKind, Job, Mesh, PipelineSpec, Plan
 from paceline.spec.algorithm import AlphaBeta
 from paceline.spec.model_cost import Activations, DeviceMemory, ModelCost
+from paceline.words import duration, size
 
 _CLEARLY_FASTER = 0.9
 """A mesh is taken in place of replicas where its step takes at most this fraction of theirs."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline.plan.search import MeshCandidate, SearchResult
-from paceline.plan.words import duration, size
+from paceline.words import duration, size
 
 
 def explain(result: SearchResult) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ PER_MESSAGE_S: dict[DeviceKind, float] = {"cuda": 3e-6, "cpu": 20e-6}
 """Software overhead of NCCL and Gloo per message."""
 
 
-def between_link(cluster: Cluster, given_bytes_per_s: float | None = None) -> AlphaBeta | None:
+def between_link(cluster: Cluster, given_bytes_per_s: float | None) -> AlphaBeta | None:
     """The worst link between nodes that was measured, else what the user gives; None: neither is there."""
     if cluster.network:
         rate = min(link.bytes_per_s for link in cluster.network)

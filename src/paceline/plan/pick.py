@@ -28,6 +28,7 @@ from paceline.errors import ClusterError
 from paceline.spec import Node
 from paceline.spec.cluster import Link
 from paceline.spec.device_choice import DeviceChoice, DeviceRing
+from paceline.words import number_of
 
 MOST_EXACT = 16
 """Devices up to which every choice is searched; beyond, only where all links are equal or one link is the ring."""
@@ -49,8 +50,10 @@ def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> 
     graph = _Graph.of(node, allowed)
     present = len(graph.devices)
     if not 1 <= num_devices <= present:
-        some = f"{present} device{'s' * (present != 1)} to choose from"
-        raise ClusterError(f"{num_devices} devices cannot be chosen: {node.hostname or 'the node'} has {some}.")
+        raise ClusterError(
+            f"{num_devices} devices cannot be chosen: {node.hostname or 'the node'} has "
+            f"{number_of(present, 'device')} to choose from."
+        )
     is_exact = num_devices <= 2 or present <= MOST_EXACT or graph.is_uniform
     if num_devices == 1 or graph.is_uniform:
         ring = _lowest(graph, num_devices)

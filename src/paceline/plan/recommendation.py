@@ -7,8 +7,8 @@ from itertools import pairwise
 
 from paceline.errors import JobError
 from paceline.noise import efficiency
-from paceline.plan.words import duration
 from paceline.spec.forecast import ForecastRow
+from paceline.words import duration, number_of
 
 _NEARLY = 0.97
 """A smaller count that reaches this fraction of the best throughput is preferred."""
@@ -157,4 +157,4 @@ def _losses(row: ForecastRow) -> str:
 
 
 def _devices(count: int) -> str:
-    return "1 device" if count == 1 else f"{count:,} devices"
+    return number_of(count, "device")

@@ -19,10 +19,10 @@ from paceline.plan.collectives import halving_doubling, hierarchical, ring, tree
 from paceline.plan.memory import device_memory, fits
 from paceline.plan.model import Layout, Network
 from paceline.plan.peak_memory import USABLE_FRACTION, StateBytes
-from paceline.plan.words import size
 from paceline.spec import Mesh, PipelineSpec
 from paceline.spec.algorithm import MIN_BLOCK_BYTES
 from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
+from paceline.words import number_of, size
 
 Backend = Literal["nccl", "gloo"]
 
@@ -386,7 +386,7 @@ def _nothing_fits(workload: Workload, num_workers: int, too_large: list[tuple[Me
         )
     mesh, memory = min(too_large, key=lambda one: one[1].total_bytes)
     return (
-        f"This job fits into no mesh of {num_workers} device{'s' * (num_workers > 1)}: {mesh} needs the least, "
+        f"This job fits into no mesh of {number_of(num_workers, 'device')}: {mesh} needs the least, "
         f"{size(memory.total_bytes)} a device, and {size(USABLE_FRACTION * workload.memory_bytes)} can be used; "
         "take more devices or a smaller model."
     )

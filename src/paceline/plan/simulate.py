@@ -57,8 +57,6 @@ class StepSample:
     """Simulated steps: one value a step, in seconds."""
 
     total_s: Array
-    slowest_compute_s: Array
-    """Seconds until the last node had computed."""
     exposed_s: Array
     """Seconds from when the last node had computed to the end of the step."""
 
@@ -99,7 +97,7 @@ def simulate_steps(
         free = exchange(start, bucket_bytes, machine.network.between, machine.network.per_message_s, links)
     computed = compute_s * stretch.max(axis=1)
     total = np.maximum(free.max(axis=1), computed)
-    return StepSample(total, computed, total - computed)
+    return StepSample(total, total - computed)
 
 
 def _slowest_of(num_devices: int, spread: float, uniform: Array) -> Array:

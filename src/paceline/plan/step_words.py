@@ -8,7 +8,7 @@ import numpy as np
 
 from paceline.plan.calibrate import Calibration
 from paceline.plan.step_constants import Constants, Observation, Placement
-from paceline.plan.words import duration
+from paceline.words import duration
 
 _LONG_STEP_S, _LONG_SAMPLE_S = 20.0, 0.1
 """A step and a sample of this many seconds are rare; of so many milliseconds, usual."""

@@ -11,6 +11,7 @@ from paceline.report.formats import megabytes_text, percent, rate_text, ratio_te
 from paceline.report.tables import plain_table
 from paceline.spec import CheckpointSpec
 from paceline.spec.checkpoint_timing import CheckpointTimings
+from paceline.words import number_of
 
 
 def checkpoint_mapping(timings: CheckpointTimings) -> dict[str, Any]:
@@ -45,10 +46,10 @@ def checkpoint_table(timings: CheckpointTimings) -> RenderableType:
     return Group(
         Text(
             f"{timings.request.num_parameters:,} parameters with Adam's state, {megabytes_text(timings.num_bytes)} MB, "
-            f"{n} worker{'s' * (n > 1)} ({timings.device_kind})",
+            f"{number_of(n, 'worker')} ({timings.device_kind})",
             style="bold",
         ),
-        Text(f"{timings.request.address}, median of {rounds} round{'s' * (rounds > 1)}"),
+        Text(f"{timings.request.address}, median of {number_of(rounds, 'round')}"),
         plain_table(figures, right=(1,)),
         Text(f"\n{_meaning(timings)}", style="bold"),
     )

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from paceline.report.formats import listing, size_text, time_text
+from paceline.report.formats import size_text, time_text
 from paceline.spec.comm_timing import CommCase, CommTiming, CommTimings
 from paceline.spec.wire import WIRE_FACTS
+from paceline.words import listing, number_of
 
 PAGE_FILE = "comm.html"
 
@@ -134,8 +135,7 @@ def comm_mapping(timings: CommTimings) -> dict[str, Any]:
 
 def place_text(timings: CommTimings) -> str:
     """ "4 workers on 2 nodes"."""
-    n, nodes = timings.world_size, len(timings.nodes)
-    return f"{n} worker{'s' * (n > 1)} on {nodes} node{'s' * (nodes > 1)}"
+    return f"{number_of(timings.world_size, 'worker')} on {number_of(len(timings.nodes), 'node')}"
 
 
 def rounds_text(rows: Sequence[CommRow]) -> str:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from paceline import words
+from paceline.words import number_of, three_digits
+
 NOTHING = "\N{EN DASH}"
 """Stands where there is no number."""
 
@@ -46,20 +49,8 @@ def short_points(fraction: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Two or three significant digits in the fitting unit: "340 ms", "8.1 s", "3 min 20 s", "2 h 05 min"."""
-    if seconds is None:
-        return NOTHING
-    if seconds >= 3600:
-        minutes = round(seconds / 60)
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    if seconds >= 119.5:
-        whole = round(seconds)
-        return f"{whole // 60} min {whole % 60:02d} s"
-    if seconds >= 1:
-        return f"{_three(seconds, 1)} s"
-    if seconds >= 1e-3:
-        return f"{_three(seconds * 1e3, 1)} ms"
-    return f"{_three(seconds * 1e6, 1)} µs" if seconds > 0 else "0 s"
+    """In the fitting unit: "340 ms", "8.1 s", "3 min 20 s", "2 h 05 min"."""
+    return NOTHING if seconds is None else words.duration(seconds)
 
 
 def duration_range(low: float | None, high: float | None) -> str:
@@ -81,16 +72,11 @@ def quantity(number: float | None) -> str:
     """A count or rate with thin groups of three: 12345.6 as "12,346", 9.87 as "9.9"."""
     if number is None:
         return NOTHING
-    return f"{number:,.0f}" if number >= 100 else _three(number, 1)
+    return f"{number:,.0f}" if number >= 100 else three_digits(number, 1)
 
 
 def devices(count: int) -> str:
-    return "1 device" if count == 1 else f"{count} devices"
-
-
-def listing(words: list[str]) -> str:
-    """["1", "2", "4"] as "1, 2 and 4"."""
-    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+    return number_of(count, "device")
 
 
 def size_text(num_bytes: int) -> str:
@@ -112,28 +98,20 @@ def time_text(seconds: float | None) -> str:
         return NOTHING
     for scale, unit in ((1.0, "s"), (1e3, "ms")):
         if seconds * scale >= 0.9995:
-            return f"{_three(seconds * scale)} {unit}"
-    return f"{_three(seconds * 1e6)} µs"
+            return f"{three_digits(seconds * scale)} {unit}"
+    return f"{three_digits(seconds * 1e6)} µs"
 
 
 def ratio_text(factor: float | None) -> str:
-    return NOTHING if factor is None else f"{_three(factor)}x"
+    return NOTHING if factor is None else f"{three_digits(factor)}x"
 
 
 def megabytes_text(num_bytes: float | None) -> str:
     """Three digits, without the unit."""
-    return NOTHING if num_bytes is None else _three(num_bytes / 1e6)
+    return NOTHING if num_bytes is None else three_digits(num_bytes / 1e6)
 
 
 def _scaled(number: float, units: Sequence[str]) -> str:
     power = min(max(0, int(math.log10(max(number, 1)) // 3)), len(units) - 1)
     scaled = number / 1000**power
-    return f"{scaled:g} {units[power]}" if scaled == int(scaled) else f"{_three(scaled)} {units[power]}"
-
-
-def _three(number: float, most_decimals: int | None = None) -> str:
-    """Three significant digits, without an exponent; fewer where that takes more decimals than `most_decimals`."""
-    if number <= 0:
-        return "0"
-    decimals = max(0, 2 - math.floor(math.log10(number)))
-    return f"{number:.{decimals if most_decimals is None else min(decimals, most_decimals)}f}"
+    return f"{scaled:g} {units[power]}" if scaled == int(scaled) else f"{three_digits(scaled)} {units[power]}"

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from paceline.errors import PacelineError
 from paceline.regular_files import open_regular, parse_json, read_json
 from paceline.report.job_text import flat
+from paceline.spec.job import JOB_FILE
 from paceline.spec.record import RECORD_FILE, StepTime
 from paceline.spec.run_status import STATUS_FILE, GpuUse, RunStatus, WorkerStatus
 
@@ -124,7 +125,7 @@ class RunFollower:
             name=self._folder.resolve().name,
             state=state,
             sentence=sentence,
-            job={key: _text(value) for key, value in flat(_mapping(self._folder / "job.json")).items()},
+            job={key: _text(value) for key, value in flat(_mapping(self._folder / JOB_FILE)).items()},
             metrics=metrics,
             workers=status.workers if status is not None and state in ("starting", "training") else (),
             processor_use=dict(self._processor_use),
@@ -171,7 +172,7 @@ class RunFollower:
     def _events(
         self, record: Mapping[str, Any], failure: Mapping[str, Any], metrics: Metrics
     ) -> Iterator[tuple[float, str]]:
-        if started_s := _modified_s(self._folder / "job.json"):
+        if started_s := _modified_s(self._folder / JOB_FILE):
             yield started_s, "The job was written; workers start."
         for manifest in self._folder.glob("checkpoints/step-*/manifest.json"):
             yield _modified_s(manifest), f"Checkpoint {manifest.parent.name} was saved."

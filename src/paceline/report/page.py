@@ -12,6 +12,7 @@ from paceline.report.study_plots import study_plots
 from paceline.report.study_table import figures
 from paceline.report.templates import render
 from paceline.spec.record import RunRecord
+from paceline.words import listing, number_of
 
 
 def render_page(study: Study) -> str:
@@ -75,9 +76,9 @@ def _who(study: Study, runs: Iterable[RunRecord]) -> str:
     for row in study.rows:
         seeds = [seed for seed in row.seeds if (row.devices, seed) in held]
         if seeds:
-            which = "" if len(seeds) == len(row.seeds) else f" (seed {formats.listing([str(seed) for seed in seeds])})"
+            which = "" if len(seeds) == len(row.seeds) else f" (seed {listing([str(seed) for seed in seeds])})"
             said.append(formats.devices(row.devices) + which)
-    return formats.listing(said)
+    return listing(said)
 
 
 def _environment(study: Study) -> list[tuple[str, str]]:
@@ -94,7 +95,7 @@ def _device(study: Study) -> str:
     plan = study.base.runs[0].plan
     if plan.device_kind == "cuda":
         return "One GPU, driven by one worker process."
-    threads = "1 thread" if plan.threads_per_worker == 1 else f"{plan.threads_per_worker} threads"
+    threads = number_of(plan.threads_per_worker, "thread")
     return (
         f"One worker process that computes with {threads} of the processor. The workers of one machine share "
         "its memory and caches, and more workers than cores cannot be faster."
@@ -107,14 +108,14 @@ def _seeds(study: Study) -> str:
             f"One (seed {study.seeds[0]}). A single seed shows no spread, so a small difference in accuracy "
             "may be chance; run three or more to know."
         )
-    sentence = f"{len(study.seeds)} ({formats.listing([str(seed) for seed in study.seeds])})"
+    sentence = f"{len(study.seeds)} ({listing([str(seed) for seed in study.seeds])})"
     partial = [
-        f"{formats.devices(row.devices)} has only {formats.listing([str(seed) for seed in row.seeds])}"
+        f"{formats.devices(row.devices)} has only {listing([str(seed) for seed in row.seeds])}"
         for row in study.rows
         if set(row.seeds) != set(study.seeds)
     ]
     if partial:
-        return f"{sentence}, but {formats.listing(partial)}, so its averages are over other runs than the rest."
+        return f"{sentence}, but {listing(partial)}, so its averages are over other runs than the rest."
     return f"{sentence} on every device count. The spread is the range from the lowest to the highest of them."
 
 
@@ -127,11 +128,11 @@ def _differences(study: Study) -> str:
     said = []
     if inside:
         said.append(
-            f"Within the spread on {formats.listing(inside)}: the seeds' ranges overlap with that of {base}, "
+            f"Within the spread on {listing(inside)}: the seeds' ranges overlap with that of {base}, "
             "so the difference may be chance."
         )
     if outside:
-        said.append(f"Outside the spread on {formats.listing(outside)}: no seed's result lies in the range of {base}.")
+        said.append(f"Outside the spread on {listing(outside)}: no seed's result lies in the range of {base}.")
     if not said:
         return "Cannot be told from chance with a single seed on either side."
     return " ".join(said)

@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.regular_files import parse_json, read_text
+from paceline.words import number_of
 
 Fingerprints = Mapping[str, Sequence[float]]
 """Per tensor: its norm, then its inner products with fixed random sign vectors."""
@@ -56,7 +57,7 @@ class ParityVerdict:
     """What a run found out about the loss, such as that it couples samples."""
 
     def sentence(self) -> str:
-        who = f"{self.workers} worker{'s' if self.workers > 1 else ''}"
+        who = number_of(self.workers, "worker")
         if self.passed:
             how = "bit for bit" if self.largest_difference == 0 else f"within {self.largest_difference:.1e}"
             return f"PASS  {who}: the same over {self.steps} steps, {how}" + (f". {self.note}" if self.note else "")
@@ -83,7 +84,7 @@ def load_trace(directory: Path, workers: int) -> Trace:
         ranks.append(lines)
     if any(len(lines) < 2 for lines in ranks):
         raise PacelineError(
-            f"The run on {workers} worker{'s' if workers > 1 else ''} took no training step that could be compared; "
+            f"The run on {number_of(workers, 'worker')} took no training step that could be compared; "
             "the script should call paceline.init, and run.step in its loop."
         )
     header = ranks[0][0]

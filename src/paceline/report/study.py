@@ -15,6 +15,7 @@ from paceline.report.job_text import flat
 from paceline.spec.forecast import Grow
 from paceline.spec.job import Job
 from paceline.spec.record import RunRecord, StepTime
+from paceline.words import listing
 
 _ROUNDING = 1e-9
 """Slack of comparisons with a limit, so that losing exactly one point meets a tolerance of one point."""
@@ -296,9 +297,7 @@ def _recommend(rows: Sequence[StudyRow], tolerance: float, floor: float) -> Reco
         verdict=_verdict(best, rows),
         reason=_reason(best, rows, accepted, tolerance, floor),
         rejected={
-            count: f"Not {formats.devices(count)}: {formats.listing(found)}."
-            for count, found in objections.items()
-            if found
+            count: f"Not {formats.devices(count)}: {listing(found)}." for count, found in objections.items() if found
         },
     )
 

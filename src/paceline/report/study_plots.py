@@ -30,6 +30,7 @@ from paceline.report.figure import (
     stacked_bar,
 )
 from paceline.report.study import Study, StudyRow
+from paceline.words import listing
 
 _LABEL = {"color": INK, "size": 13}
 
@@ -272,7 +273,7 @@ def _step_time(study: Study) -> Plot:
     return Plot(
         "step-time",
         "Where each step's time went",
-        f"Communication that compute does not hide: {formats.listing(exposed) if exposed else 'none'}.",
+        f"Communication that compute does not hide: {listing(exposed) if exposed else 'none'}.",
         "Parts of the median step. " + _in_words(study, _step_in_words),
         figure(
             data,

@@ -10,6 +10,7 @@ from rich.text import Text
 from paceline.report import formats
 from paceline.report.study import Study, StudyRow
 from paceline.report.tables import table
+from paceline.words import listing
 
 MARK = "*"
 """Stands before the recommended device count, so that the mark survives a pipe without colours."""
@@ -31,7 +32,7 @@ def study_table(study: Study) -> RenderableType:
     found = study.recommendation
     lines = [Text(found.verdict, style="bold"), Text(found.reason), *map(Text, found.rejected.values())]
     if study.same_weights:
-        counts = formats.listing([str(row.devices) for row in study.rows])
+        counts = listing([str(row.devices) for row in study.rows])
         lines.append(Text(f"Same weights bit for bit on {counts} devices: {_hashes(study)}"))
     legend = Text(f"{MARK} recommended", style="dim") if len(study.rows) > 1 else Text()
     return Group(rows, legend, Text(), *lines)

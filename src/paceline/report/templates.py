@@ -11,6 +11,7 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 
 from paceline.report import formats
 from paceline.report.figure import TEMPLATE
+from paceline.words import listing
 
 _FOLDER = resources.files("paceline.report")
 
@@ -35,7 +36,7 @@ def _environment() -> Environment:
     )
     environment.filters |= {"tie": _tie, "px": "{:.1f}".format, "short": shortened, "printable": _printable}
     plotly = base64.b64encode((_FOLDER / "plotly-basic.min.js.gz").read_bytes()).decode()
-    environment.globals |= {"f": formats, "plotly_gzip": plotly, "template": TEMPLATE}
+    environment.globals |= {"f": formats, "listing": listing, "plotly_gzip": plotly, "template": TEMPLATE}
     return environment
 
 

@@ -9,10 +9,11 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from paceline.report.formats import NOTHING, duration, listing, times
+from paceline.report.formats import NOTHING, duration, times
 from paceline.report.tables import plain_table, table
 from paceline.spec import Device, Link, Node, Peripheral
 from paceline.spec.device_choice import DeviceChoice, DeviceRing
+from paceline.words import listing, number_of
 
 RING_MARK = "*"
 """Stands after the links of the ring, so that it survives a pipe without colours."""
@@ -123,7 +124,7 @@ def title(node: Node) -> str:
     words = [f"{count} x {name}" for name, count in kinds.items()] or ["no device"]
     num_nics = sum(peripheral.kind == "nic" for peripheral in node.peripherals)
     if num_nics:
-        words.append(f"{num_nics} NIC{'s' * (num_nics != 1)}")
+        words.append(number_of(num_nics, "NIC"))
     if len(numa_nodes) > 1:
         words.append(f"{len(numa_nodes)} NUMA nodes")
     return f"{node.hostname}: {', '.join(words)}" if node.hostname else ", ".join(words)

@@ -64,7 +64,7 @@ class _Box:
     detail: str
 
 
-def draw_topology(node: Node, ring: Sequence[int] = ()) -> str:
+def draw_topology(node: Node, ring: Sequence[int]) -> str:
     """The SVG document of one node, the `ring` of device indices in it highlighted."""
     devices = _in_order(node, ring)
     nics = [part for part in node.peripherals if part.kind == "nic"] if devices else []

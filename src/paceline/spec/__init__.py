@@ -18,7 +18,7 @@ from paceline.spec.cluster import (
     ShardingTiming,
     SumTiming,
 )
-from paceline.spec.evaluation import EarlyStoppingSpec, EvaluationRecord
+from paceline.spec.evaluation import EvaluationRecord
 from paceline.spec.job import (
     CallbackSpec,
     CheckpointSpec,
@@ -43,7 +43,6 @@ __all__ = [
     "DataSpec",
     "Device",
     "DeviceKind",
-    "EarlyStoppingSpec",
     "EpochRecord",
     "EvaluationRecord",
     "ForecastCheck",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from paceline.errors import JobError
-from paceline.spec.codec import above, at_least, between
+from paceline.spec.codec import above_zero, at_least, between
 from paceline.spec.wire import CompressorName, WireName
 
 
@@ -38,7 +38,7 @@ class AggregationSpec:
     every node."""
     overlap_steps: int = at_least(0, 0)
     """Steps that workers train on while the sums of an outer step are sent, with local_sgd and diloco; 0: they wait."""
-    outer_lr: float = above(0, 0.7)
+    outer_lr: float = above_zero(0.7)
     """The learning rate of outer steps, with diloco."""
     outer_momentum: float = between(0, 1, 0.9)
     """The Nesterov momentum of outer steps, with diloco."""

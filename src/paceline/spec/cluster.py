@@ -10,7 +10,7 @@ from typing import Literal
 from paceline.errors import ClusterError, JobError, file_problems
 from paceline.regular_files import parse_json, read_text, replace_text
 from paceline.spec.algorithm import AlgorithmName
-from paceline.spec.codec import ABOVE_ZERO, NOT_NEGATIVE, POSITIVE, JsonValue, above, at_least, between
+from paceline.spec.codec import ABOVE_ZERO, NOT_NEGATIVE, POSITIVE, JsonValue, above_zero, at_least, between
 from paceline.spec.job import MOST_WORKERS
 from paceline.spec.machine_load import MachineLoad
 
@@ -163,8 +163,8 @@ class JobTiming:
     micro_batches: tuple[MicroBatchTiming, ...] = ()
     largest_micro_batch_size: int | None = at_least(1, None)
     """The largest micro-batch tried that fits in memory."""
-    loader_samples_per_s: float | None = above(0, None)
-    checkpoint_bytes_per_s: float | None = above(0, None)
+    loader_samples_per_s: float | None = above_zero(None)
+    checkpoint_bytes_per_s: float | None = above_zero(None)
     loads_between_passes: bool = False
     """Whether a worker loads each batch itself before it computes; else loading overlaps with computing."""
     update_s: float | None = at_least(0, None)
@@ -175,7 +175,7 @@ class JobTiming:
     """The largest number of these workers on one node."""
     together_micro_batch_size: int = at_least(0, 0)
     """Samples of each worker's pass while they computed at the same time."""
-    together_slowdown: float = above(0, 1.0)
+    together_slowdown: float = above_zero(1.0)
     """Time of a pass and an update of the slowest of these workers, over that of a single worker."""
     sums: tuple[SumTiming, ...] = ()
     """Timings with all workers at once, in the job's wire format; empty if not measured."""

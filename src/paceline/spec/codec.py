@@ -47,9 +47,9 @@ def between(low: float, high: float, default: Any) -> Any:
     return dataclasses.field(default=default, metadata={"low": low, "high": high})
 
 
-def above(low: float, default: Any) -> Any:
-    """A dataclass field whose numbers are greater than `low`."""
-    return dataclasses.field(default=default, metadata={"above": low})
+def above_zero(default: Any) -> Any:
+    """A dataclass field whose numbers are greater than 0."""
+    return dataclasses.field(default=default, metadata=ABOVE_ZERO)
 
 
 # Metadata of fields, with `dataclasses.field`.

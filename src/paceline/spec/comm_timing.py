@@ -10,7 +10,7 @@ from typing import Any, Literal
 from paceline.errors import JobError
 from paceline.spec.algorithm import AlgorithmName, algorithm_names
 from paceline.spec.cluster import DeviceKind
-from paceline.spec.codec import NOT_NEGATIVE, POSITIVE, JsonValue, above, at_least, between
+from paceline.spec.codec import NOT_NEGATIVE, POSITIVE, JsonValue, above_zero, at_least, between
 from paceline.spec.job import MOST_SAMPLES, MOST_WORKERS
 from paceline.spec.machine_load import MachineLoad
 from paceline.spec.wire import WireName
@@ -67,11 +67,11 @@ class CommRequest(JsonValue):
     num_servers: int = between(1, MOST_WORKERS, 1)
     num_rounds: int = between(1, MOST_SAMPLES, 20)
     """The maximum number of rounds per size; every case is timed once per round."""
-    budget_s: float = above(0, 60.0)
+    budget_s: float = above_zero(60.0)
     """Seconds for all timings. Long calls get fewer rounds, and cases that do not fit are left out."""
     timeout_s: float = at_least(1, 600.0)
     """How long a call waits for a silent worker."""
-    link_rate_bytes_per_s: float | None = above(0, None)
+    link_rate_bytes_per_s: float | None = above_zero(None)
     """Bandwidth in one direction of links between nodes, or workers of one node; None: unknown."""
     interface: str | None = None
     """Network interface of the nodes whose bytes are to be counted, such as "eth0", or several as "eth0,eth1"."""

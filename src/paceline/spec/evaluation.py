@@ -45,7 +45,7 @@ def smaller_is_better(metric: str, mode: Mode) -> bool:
     return mode == "min" or (mode == "auto" and any(word in metric for word in ("loss", "error", "perplexity")))
 
 
-def best_place(values: Sequence[float], metric: str, mode: Mode = "auto", min_change: float = 0.0) -> int | None:
+def best_place(values: Sequence[float], metric: str, mode: Mode, min_change: float = 0.0) -> int | None:
     """The place of the best of a metric's values; None if none is finite.
 
     The first of equal values; a later one must be better by more than `min_change`.

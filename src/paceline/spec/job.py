@@ -14,7 +14,7 @@ from typing import Any, Literal
 from paceline.errors import JobError, shortened, shown
 from paceline.regular_files import read_text
 from paceline.spec.aggregation import AggregationSpec
-from paceline.spec.codec import PLAIN, JsonValue, above, at_least, between
+from paceline.spec.codec import PLAIN, JsonValue, above_zero, at_least, between
 from paceline.spec.evaluation import EarlyStoppingSpec, Mode
 from paceline.spec.optim import OptimSpec
 
@@ -25,6 +25,9 @@ Reaction = Literal["skip", "rollback", "stop", "ignore"]
 Augmentation = Literal["crop", "flip", "cutout"]
 MicroBatchSize = int | Literal["auto"]
 """A number of samples, or as many as memory has room for."""
+
+JOB_FILE = "job.json"
+"""The job, in a run folder."""
 
 TRACKER_NAMES = ("tensorboard", "wandb", "mlflow")
 """Where measured values can be logged besides the run folder."""
@@ -83,7 +86,7 @@ class CheckpointSpec:
     dir: str | None = None
     """Where checkpoints go: a folder that all nodes see, or an address such as s3://bucket/run. None: with the run's
     results; a user's own script then keeps none."""
-    every_minutes: float | None = above(0, 2.0)
+    every_minutes: float | None = above_zero(2.0)
     """Minutes between checkpoints; None: not by time."""
     every_steps: int | None = at_least(1, None)
     """Steps between checkpoints; None: not by steps."""
@@ -91,7 +94,7 @@ class CheckpointSpec:
     """Whether to save at the end of each epoch, after its evaluation."""
     keep_last: int = between(1, MOST_SAMPLES, 2)
     """How many of the newest checkpoints are kept."""
-    keep_every_hours: float | None = above(0, None)
+    keep_every_hours: float | None = above_zero(None)
     """Also keep the first checkpoint of every period of this many hours."""
     keep_best: str | None = None
     """Also keep the best checkpoint by this metric of `evaluate`, such as "accuracy"; early stopping keeps the best by

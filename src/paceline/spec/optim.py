@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from paceline.errors import JobError, shown
-from paceline.spec.codec import PLAIN, above, at_least, between
+from paceline.spec.codec import PLAIN, above_zero, at_least, between
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class OptimSpec:
 
     name: str = "sgd"
     """A class of torch.optim, such as "sgd", "adamw" or "rmsprop", or an import path "package.module:Optimizer"."""
-    lr: float = above(0, 0.1)
+    lr: float = above_zero(0.1)
     """The learning rate, for `base_batch_size` samples a step."""
     momentum: float = between(0, 1, 0.9)
     """Momentum of "sgd"."""
@@ -35,7 +35,7 @@ class OptimSpec:
     """Whether the momentum of "sgd" is Nesterov's."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay rates of the two running means of "adam" and "adamw"."""
-    eps: float = above(0, 1e-8)
+    eps: float = above_zero(1e-8)
     """The number that "adam" and "adamw" add to the denominator."""
     weight_decay: float = at_least(0, 0.0)
     """Weight decay, as the optimizer defines it."""
@@ -50,9 +50,9 @@ class OptimSpec:
     schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
     """How the learning rate changes after the warm-up, counted in samples: not at all, along a cosine or a line to 0,
     in steps."""
-    step_epochs: tuple[float, ...] = above(0, ())
+    step_epochs: tuple[float, ...] = above_zero(())
     """Epochs at which the step schedule multiplies the rate by `step_factor`."""
-    step_factor: float = above(0, 0.1)
+    step_factor: float = above_zero(0.1)
     """What each step of the step schedule multiplies the rate by."""
     warmup_epochs: float = at_least(0, 0.0)
     """Epochs in which the rate rises linearly to its full value."""
@@ -62,7 +62,7 @@ class OptimSpec:
     """How the rate follows a global batch other than `base_batch_size`: in proportion, by the square root, or not."""
     label_smoothing: float = between(0, 1, 0.0)
     """The share of a target that is spread evenly over all classes."""
-    clip_norm: float | None = above(0, None)
+    clip_norm: float | None = above_zero(None)
     """The largest norm of the whole gradient; None: not clipped."""
 
     def __post_init__(self) -> None:

@@ -8,9 +8,12 @@ from typing import Literal
 from paceline.errors import JobError
 from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.cluster import DeviceKind
-from paceline.spec.codec import JsonValue, above, at_least, between
+from paceline.spec.codec import JsonValue, above_zero, at_least, between
 from paceline.spec.job import MOST_WORKERS
 from paceline.spec.mesh import Mesh, ScheduleName
+
+PLAN_FILE, LIMIT_FILE = "plan.json", "limit.json"
+"""The plan, and when the run ends, in a run folder."""
 
 EXCLUDED = 75
 """The exit code of a worker that leaves the run because it is a straggler."""
@@ -106,5 +109,5 @@ class RunLimit(JsonValue):
 
     max_steps: int | None = at_least(1, None)
     """The number of optimizer updates; None: it does not."""
-    max_minutes: float | None = above(0, None)
+    max_minutes: float | None = above_zero(None)
     """Minutes since the launch; None: it does not."""

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from paceline.regular_files import make_run_folder, parse_json
 from paceline.spec import Job, Plan
-from paceline.spec.plan import RunLimit
+from paceline.spec.job import JOB_FILE
+from paceline.spec.plan import LIMIT_FILE, PLAN_FILE, RunLimit
 from paceline.train.loop import RunOutput, train
 
 
@@ -23,9 +24,9 @@ def main() -> None:
     arguments = parser.parse_args()
     run_dir: Path = arguments.run_dir
     make_run_folder(run_dir)
-    job = Job.from_mapping(parse_json(arguments.job)) if arguments.job else Job.load(run_dir / "job.json")
-    plan = Plan.from_mapping(parse_json(arguments.plan)) if arguments.plan else Plan.load(run_dir / "plan.json")
-    limit = run_dir / "limit.json"
+    job = Job.from_mapping(parse_json(arguments.job)) if arguments.job else Job.load(run_dir / JOB_FILE)
+    plan = Plan.from_mapping(parse_json(arguments.plan)) if arguments.plan else Plan.load(run_dir / PLAN_FILE)
+    limit = run_dir / LIMIT_FILE
     is_limited = arguments.job is None and limit.exists()
     limits = RunLimit.load(limit) if is_limited else RunLimit()
     output = RunOutput(run_dir, None if arguments.quiet else sys.stderr, arguments.track)

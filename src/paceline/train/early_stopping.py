@@ -12,12 +12,13 @@ from paceline.errors import JobError
 from paceline.spec import Job
 from paceline.spec.evaluation import EarlyStoppingSpec, EvaluationRecord, Mode, best_place
 from paceline.train.callbacks import Callback
-from paceline.train.end_table import number_of
+from paceline.train.evaluation.objective import METRICS
 from paceline.train.training import Training
+from paceline.words import number_of
 
 
 def best_evaluation(
-    evaluations: Sequence[EvaluationRecord], metric: str, mode: Mode = "auto", min_change: float = 0.0
+    evaluations: Sequence[EvaluationRecord], metric: str, mode: Mode, min_change: float = 0.0
 ) -> EvaluationRecord | None:
     """The evaluation with the best value of `metric`, as `best_place` says; None if no value is finite."""
     place = best_place([one.metrics[metric] for one in evaluations], metric, mode, min_change)
@@ -45,19 +46,13 @@ def why_to_stop(evaluations: Sequence[EvaluationRecord], spec: EarlyStoppingSpec
 class EarlyStopping(Callback):
     """Ends the run when its evaluations do not get better any more, and has the best checkpoint saved."""
 
-    def __init__(self, job: Job, metrics: Sequence[str]) -> None:
-        """
-        Args:
-            metrics: the names of the metrics that evaluations compute.
-
-        Raises:
-            JobError: evaluations have no such metric.
-        """
+    def __init__(self, job: Job) -> None:
+        """Raises `JobError` for a metric that evaluations do not have."""
         self._spec, kept = job.early_stopping, job.kept_checkpoints
         self._metric, self._mode = kept.keep_best, kept.best_mode
         for key, metric in (("early_stopping.metric", self._spec.metric), ("checkpoint.keep_best", self._metric)):
-            if metric is not None and metric not in metrics:
-                raise JobError(f"{key} = {metric!r} is not a metric of the evaluation; there are {', '.join(metrics)}.")
+            if metric is not None and metric not in METRICS:
+                raise JobError(f"{key} = {metric!r} is not a metric of the evaluation; there are {', '.join(METRICS)}.")
 
     def run_began(self, training: Training) -> None:
         self._stop(training)

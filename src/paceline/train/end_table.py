@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.spec import StepTime
 from paceline.train.batches.data_progress import DataProgress
 from paceline.train.records.progress import rate
+from paceline.words import number_of
 
 if TYPE_CHECKING:
     from paceline.train.run import Run
@@ -58,11 +59,6 @@ def _shares(step_time: StepTime) -> str:
     total = sum(parts.values())
     shown = [f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if total and seconds >= 0.005 * total]
     return f": {', '.join(shown)}" if shown else ""
-
-
-def number_of(count: int, what: str) -> str:
-    """ "1 worker", "2 workers"."""
-    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
 
 
 def shown_metrics(metrics: Mapping[str, float]) -> str:

@@ -13,18 +13,20 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from paceline import env
+from paceline.checkpoint.location import IN_RUN_FOLDER
 from paceline.spec import EpochRecord, RunRecord
 from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, from_mapping, to_mapping
 from paceline.train.batches.batch_warning import batch_warning
 from paceline.train.callbacks import Callback
 from paceline.train.early_stopping import best_evaluation
-from paceline.train.end_table import number_of, samples_per_s, shown_metrics
+from paceline.train.end_table import samples_per_s, shown_metrics
 from paceline.train.optimizers.schedule import describe_scaling
 from paceline.train.records.digest import weights_sha256
 from paceline.train.records.environment import describe_environment
 from paceline.train.records.metrics import Sink, open_sinks
 from paceline.train.run import Run
 from paceline.train.training import Training
+from paceline.words import number_of
 
 # Reading a loss makes the CPU wait for the GPU, so losses are read and logged this many steps at a time.
 _LOG_STEPS = 50
@@ -42,7 +44,7 @@ class RunOutput:
 
     @property
     def checkpoint_dir(self) -> Path:
-        return self.run_dir / "checkpoints"
+        return self.run_dir / IN_RUN_FOLDER
 
 
 @dataclass(frozen=True)
@@ -178,8 +180,8 @@ class Journal(Callback):
         samples, train_s = self._epoch_start
         self._epoch_start = (run.samples_seen, run.timer.train_s)
         lr = float(run.optimizer.param_groups[0]["lr"])
-        mean_loss = self._epoch_loss / (run.samples_seen - samples)
         trained_samples = run.samples_seen - samples
+        mean_loss = self._epoch_loss / trained_samples
         step_values = {name: total / trained_samples for name, total in self._epoch_values.items()}
         self._epoch_loss, self._epoch_values = 0.0, {}
         noise_scale = run.noise_scale

@@ -14,9 +14,10 @@ from paceline.checkpoint import save_weights
 from paceline.data import ArraySet
 from paceline.regular_files import run_file_mode
 from paceline.spec import Job, Plan, RunRecord
+from paceline.spec.record import RECORD_FILE
 from paceline.train.callbacks import build_callbacks
 from paceline.train.early_stopping import EarlyStopping
-from paceline.train.evaluation.objective import METRICS, accuracy_and_loss, training_loss
+from paceline.train.evaluation.objective import accuracy_and_loss, training_loss
 from paceline.train.initialize import init
 from paceline.train.journal import Journal, RunOutput
 from paceline.train.optimizers.optim import build_optimizer
@@ -56,16 +57,16 @@ def train(
         optimizer = build_optimizer(job.optim, model)
         run.prepare(model, optimizer, example=_example(run, train_set))
         average = None if job.average_decay is None else run.average(job.average_decay)
-        loss_fn, measure = training_loss(job.optim), accuracy_and_loss()
+        loss_fn = training_loss(job.optim)
         steps_per_epoch = -(-len(train_set) // job.global_batch_size)
 
         journal = Journal(run, output)
         scheduling = [] if job.optim.scheduler.name is None else [Scheduling(run, steps_per_epoch)]
-        callbacks = [journal, *scheduling, EarlyStopping(job, METRICS)]
+        callbacks = [journal, *scheduling, EarlyStopping(job)]
         training = Training(
             run,
             callbacks,
-            evaluate=lambda: run.evaluate(test_set, measure, model=average),
+            evaluate=lambda: run.evaluate(test_set, accuracy_and_loss, model=average),
             steps_per_epoch=steps_per_epoch,
             custom=build_callbacks(job.callbacks),
         )
@@ -91,7 +92,7 @@ def train(
 def _write_results(weights: dict[str, Tensor] | None, record: RunRecord, folder: Path) -> None:
     if weights is not None:
         save_weights(weights, folder / "model.safetensors")
-    record.save(folder / "record.json", run_file_mode())
+    record.save(folder / RECORD_FILE, run_file_mode())
 
 
 def _example(run: Run, train_set: Any) -> Any:

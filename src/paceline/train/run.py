@@ -88,7 +88,7 @@ class Run(RunView):
         self._at_close.enter_context(settings.applied())
         self.reader, self.precision = DatasetReader(job, world.device), Precision(job, world.device)
         progress = DataProgress(job, self.mesh.share(facts.rank), self.mesh.num_assignments, max_steps)
-        super().__init__(world, facts.world_size, progress, NoiseMeter(job, self.precision.scaler, world.device))
+        super().__init__(world, progress, NoiseMeter(job, self.precision.scaler, world.device))
         self.notes: list[str] = notes + settings.notes(job) + world.notes
         self.metrics: dict[str, float] = {}
         self.values: Mapping[str, Tensor] = {}

@@ -28,9 +28,9 @@ class RunView:
         rank, world_size, device: this worker's rank, the number of workers, and this worker's device.
     """
 
-    def __init__(self, world: World, world_size: int, progress: DataProgress, noise: NoiseMeter) -> None:
+    def __init__(self, world: World, progress: DataProgress, noise: NoiseMeter) -> None:
         self.world = world
-        self.rank, self.world_size, self.device = world.rank, world_size, world.device
+        self.rank, self.world_size, self.device = world.rank, world.world_size, world.device
         self._progress = progress
         self._noise = noise
         self._models = TrainedModels()

@@ -13,6 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from paceline.errors import JobError
 from paceline.report.job_text import toml_value
 from paceline.spec import Job
+from paceline.words import number_of
 from paceline.workflows.jobs import recipe, recipe_names
 
 _KIND_WORDS: Mapping[Any, str] = {bool: "true or false", int: "whole number", float: "number", str: "text"}
@@ -69,7 +70,7 @@ def recipes() -> list[CatalogEntry]:
     entries = []
     for name in recipe_names():
         job = recipe(name)
-        epochs = "1 epoch" if job.epochs == 1 else f"{job.epochs} epochs"
+        epochs = number_of(job.epochs, "epoch")
         meaning = f"{job.model.name} on {job.data.name}, {epochs}, global batch {job.global_batch_size}"
         entries.append(CatalogEntry(name, meaning))
     return entries

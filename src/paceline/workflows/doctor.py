@@ -78,7 +78,7 @@ def connect(targets: str) -> list[ReachTest]:
         if not (name and address and port.isdigit()):
             raise LaunchError(f"connect = {target!r} should be NAME=ADDRESS:PORT.")
         doors.append((name, address, int(port)))
-    return try_to_reach("", doors)
+    return try_to_reach(doors)
 
 
 def _names(hosts: str) -> list[str]:

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from paceline.errors import ClusterError, JobError
 from paceline.spec import Cluster, ForecastCheck, Job, Plan, RunRecord
-from paceline.workflows.jobs import Say, silent
+from paceline.workflows.jobs import Say
 
 CLUSTER_FILE = Path("cluster.json")
 
 
-def with_forecasts(job: Job, plans: Sequence[Plan], cluster_file: Path, say: Say = silent) -> list[Plan]:
+def with_forecasts(job: Job, plans: Sequence[Plan], cluster_file: Path, say: Say) -> list[Plan]:
     """The plans, each with its forecast; unchanged if this job was not probed.
 
     Raises:

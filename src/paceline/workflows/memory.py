@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import JobError, ModelError, shown
 from paceline.spec import Job, Mesh, parse_mesh
 from paceline.spec.model_cost import DeviceMemory
+from paceline.words import size
 from paceline.workflows.jobs import check_counts, resolve_job
 from paceline.workflows.traced_model import model_on_paper
 
@@ -49,27 +50,23 @@ class MemoryTable:
 
     def table(self) -> RenderableType:
         """A table with a row for each strategy, and what cannot be done below it."""
-        from rich import box
         from rich.console import Group
-        from rich.table import Table
 
-        from paceline.plan.words import size
+        from paceline.report.tables import table
 
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
         headings = ("strategy", "parameters", "gradients", "optimizer", "activations", "gathered", "total", "fits")
-        for heading in headings if self.device_bytes else headings[:-1]:
-            table.add_column(heading, justify="left" if heading == "strategy" else "right")
+        rows = table(*(headings if self.device_bytes else headings[:-1]), left=["strategy"])
         words = {True: "yes", False: "no", None: ""}
         for row in self.rows:
             if row.memory is not None:
                 one = row.memory
                 held = (one.parameter_bytes, one.gradient_bytes, one.optimizer_bytes, one.activation_bytes)
                 cells = [size(num) for num in (*held, one.gathered_bytes, one.total_bytes)]
-                table.add_row(row.strategy, *cells, *([words[self.fits(row)]] if self.device_bytes else []))
+                rows.add_row(row.strategy, *cells, *([words[self.fits(row)]] if self.device_bytes else []))
         devices = "1 device" if self.num_devices == 1 else f"each of {self.num_devices} devices"
         return Group(
             f"Memory of {devices}, {self.micro_batch_size} samples in a forward pass:",
-            table,
+            rows,
             *(f"{row.strategy}: {row.problem}" for row in self.rows if row.problem),
         )
 

@@ -11,6 +11,7 @@ from paceline.errors import JobError
 from paceline.spec import Job, Mesh, parse_mesh
 from paceline.spec.mesh import AXES, AxisName
 from paceline.spec.mesh_name import num_named
+from paceline.words import size
 from paceline.workflows.jobs import resolve_job
 from paceline.workflows.traced_model import model_on_paper
 
@@ -36,23 +37,19 @@ class MeshDryRun:
 
     def table(self) -> RenderableType:
         """A table of the stages, and the lines around it."""
-        from rich import box
         from rich.console import Group
-        from rich.table import Table
 
-        from paceline.plan.words import size
+        from paceline.report.tables import table
 
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
-        for heading in ("stage", "layers", "parameters", "activations", "memory"):
-            table.add_column(heading, justify="left" if heading == "layers" else "right", overflow="fold")
+        stages = table("stage", "layers", "parameters", "activations", "memory", left=["layers"])
         for number, (stage, memory) in enumerate(zip(self.found.stages, self.found.memory, strict=True)):
             held = (stage.parameter_bytes, stage.activation_bytes, memory.total_bytes)
-            table.add_row(str(number), " … ".join(stage.layers), *map(size, held))
+            stages.add_row(str(number), " … ".join(stage.layers), *map(size, held))
         count = self.found.num_micro_batches
         return Group(
             f"{self.mesh}: {self.mesh.num_workers} workers, {count} micro-batch{'es' * (count > 1)} of "
             f"{self.virtual_shard_size} a share and step",
-            table,
+            stages,
             *([f"--cut {' --cut '.join(self.found.cuts)}"] if self.found.cuts else []),
             *([f"tensor plan:\n{self.found.tensor_plan}"] if self.mesh.tp > 1 else []),
             *(f"{axis}: a worker sends {size(num_bytes)} a step" for axis, num_bytes in self.sent_bytes.items()),

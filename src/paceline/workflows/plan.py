@@ -12,6 +12,7 @@ from paceline.errors import ClusterError, file_problems
 from paceline.plan import place
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.forecast import Forecast, Grow
+from paceline.spec.plan import PLAN_FILE
 from paceline.workflows.forecasts import CLUSTER_FILE
 from paceline.workflows.jobs import check_amounts, check_counts, read_counts, read_price, resolve_job
 from paceline.workflows.traced_model import trace_model
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.plan.inputs import ForecastRequest
     from paceline.spec.model_cost import ModelCost
 
-PLAN_FILE, PAGE_FILE, FORECAST_FILE = "plan.json", "plan.html", "forecast.json"
+PAGE_FILE, FORECAST_FILE = "plan.html", "forecast.json"
 
 
 @dataclass(frozen=True)

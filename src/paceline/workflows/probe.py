@@ -27,6 +27,7 @@ from paceline.measure.which_links import MOST_NODES_IN_FULL, merged_reasons, nod
 from paceline.plan import place
 from paceline.regular_files import make_run_folder
 from paceline.spec import Cluster, Job, JobTiming, NetworkLink, Node, NodePlacement, Plan
+from paceline.words import number_of
 from paceline.workflows.allocation import Allocation, open_allocation
 from paceline.workflows.forecasts import CLUSTER_FILE
 from paceline.workflows.jobs import check_amounts, check_counts, resolve_job
@@ -144,7 +145,7 @@ def _measure_links(allocation: Allocation, scratch: Path, *, quiet: bool) -> tup
     from rich.console import Console
 
     nodes = allocation.cluster.nodes
-    with Console(stderr=True, quiet=quiet).status("links inside " + _count(len(nodes), "node")):
+    with Console(stderr=True, quiet=quiet).status("links inside " + number_of(len(nodes), "node")):
         plan = _one_worker_a_node(allocation.cluster)
         allocation.measure("link_probe", LinkRequest(nodes), plan, scratch, quiet=True, **_PCI_ORDER)
     results = [LinkProbe.load(scratch / LINKS_FILE.format(rank=rank)) for rank in range(len(nodes))]
@@ -166,8 +167,8 @@ def _measure_network(
     allocation.measure("network_probe", request, _one_worker_a_node(cluster), scratch, quiet=quiet, **_PCI_ORDER)
     left_out = num_nodes * (num_nodes - 1) // 2 - len(pairs)
     reason = (
-        f"{_count(left_out, 'pair')} of nodes: beyond {MOST_NODES_IN_FULL} nodes, neighbours in their order and some "
-        "that stand far apart in it are timed"
+        f"{number_of(left_out, 'pair')} of nodes: beyond {MOST_NODES_IN_FULL} nodes, neighbours in their order and "
+        "some that stand far apart in it are timed"
     )
     return NetworkProbe.load(scratch / NETWORK_FILE).links, [reason] if left_out else []
 
@@ -175,10 +176,6 @@ def _measure_network(
 def _one_worker_a_node(cluster: Cluster) -> Plan:
     placements = tuple(NodePlacement(node.hostname if node.is_remote else "") for node in cluster.nodes)
     return Plan(world_size=len(placements), device_kind=cluster.device_kind, nodes=placements)
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def _least_disturbed(

@@ -16,11 +16,9 @@ from paceline.errors import LaunchError, PacelineError, file_problems
 from paceline.regular_files import STALE_VIEW_S, make_run_folder, run_file_mode
 from paceline.run_lease import check_free
 from paceline.spec import Job, Plan, RunRecord
-from paceline.spec.job import differences
-from paceline.spec.plan import RunLimit
+from paceline.spec.job import JOB_FILE, differences
+from paceline.spec.plan import LIMIT_FILE, PLAN_FILE, RunLimit
 from paceline.spec.record import RECORD_FILE
-
-JOB_FILE, PLAN_FILE, LIMIT_FILE = "job.json", "plan.json", "limit.json"
 
 NO_LIMIT = RunLimit()
 """A run that ends with its epochs."""

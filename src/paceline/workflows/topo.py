@@ -11,6 +11,7 @@ from paceline.hardware import detect, read_topology
 from paceline.plan.pick import pick as pick_devices
 from paceline.spec import Cluster, Node
 from paceline.spec.device_choice import DeviceChoice
+from paceline.words import number_of
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def what_is_there(node: Node, free: Sequence[int]) -> str:
         return f"{where} has no GPU, only {node.num_cores} CPU cores" if node.num_cores else f"{where} has no GPU"
     num_busy = len(gpus) - len(free)
     listed = f" ({', '.join(map(str, free))})" if free else ""
-    words = f"{where} has {len(free)} {'free ' if num_busy else ''}GPU{'s' * (len(free) != 1)}{listed}"
+    words = f"{where} has {number_of(len(free), 'free GPU' if num_busy else 'GPU')}{listed}"
     return f"{words} and {num_busy} busy, which keep_busy = True takes too" if num_busy else words
 
 

@@ -16,6 +16,7 @@ from paceline.plan import spread
 from paceline.report.parity import ParityVerdict, compare, load_trace
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.mesh_name import check_strategy
+from paceline.words import number_of
 from paceline.workflows.jobs import Say, check_counts, is_script, read_counts, resolve_job, silent
 from paceline.workflows.run_folder import write_run
 from paceline.workflows.strategy import Strategy
@@ -73,7 +74,7 @@ def verify(
             else:
                 plan = Strategy(shared).placed(resolved, cluster, count, say=say, threads_per_worker=1)
                 program = write_run(resolved, plan, run_dir, quiet=True)
-            say(f"training {steps} steps on {count} worker{'s' if count > 1 else ''} …")
+            say(f"training {steps} steps on {number_of(count, 'worker')} …")
             # A script reads it from the environment. Every worker is a new process: those that are forked hash texts
             # alike, and would hide what depends on the order of a set.
             environ = env.trace_request(run_dir / "trace", steps) | env.note(env.STRATEGY, shared)

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.checkpoint import flatten_state, unflatten_state
-from paceline.checkpoint.state_tree import tensor_names
+from paceline.checkpoint.state_tree import flatten_state, tensor_names, unflatten_state
 from paceline.errors import CheckpointError
 
 _NAMES = st.sampled_from(["tensor", "tuple", "pairs", "number", "a", "a/b", "b", "0", "a'", "", "__metadata__"])

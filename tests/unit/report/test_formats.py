@@ -57,11 +57,6 @@ def test_limits_drop_needless_zeros() -> None:
     assert formats.short_points(0.0025) == "0.25 points"
 
 
-def test_listing() -> None:
-    assert formats.listing(["1"]) == "1"
-    assert formats.listing(["1", "2", "4"]) == "1, 2 and 4"
-
-
 def test_quantity() -> None:
     assert formats.quantity(12345.6) == "12,346"
     assert formats.quantity(9.87) == "9.9"

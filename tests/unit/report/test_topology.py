@@ -191,7 +191,7 @@ def test_every_device_and_card_is_drawn_once(name: str) -> None:
 )
 def test_a_switch_is_drawn_where_a_gpu_has_not_that_many_links(name: str, has_switch: bool) -> None:
     node = gpu_node(name)
-    drawing = ET.fromstring(draw_topology(node))
+    drawing = ET.fromstring(draw_topology(node, ()))
     lines = [line for line in drawing.iter(f"{SVG}line") if "to-nic" not in line.get("class", "")]
     samples = [line for line in lines if "sample" in line.get("class", "")]
     n = len(node.devices)
@@ -218,7 +218,7 @@ def test_a_card_that_only_shares_the_numa_node_has_no_lines() -> None:
 def test_names_from_a_file_do_not_become_markup() -> None:
     hostname = 'a"<script>&\x07\u202e'
     node = dataclasses.replace(gpu_node("dgx1"), hostname=hostname)
-    drawing = ET.fromstring(draw_topology(node))
+    drawing = ET.fromstring(draw_topology(node, ()))
     found = drawing.find(f"{SVG}title")
     assert found is not None and found.text == 'a"<script>&: 8 x GPU'
     assert drawing.find(f".//{SVG}script") is None
@@ -248,8 +248,8 @@ def test_cards_with_room_stay_where_they_want_to_be() -> None:
 def test_gpus_of_a_numa_node_are_drawn_as_a_group() -> None:
     devices = [Device("cuda", index, "A GPU", 2**30, numa_node=index // 2) for index in range(4)]
     node = Node("node0", 8, 2**30, "a processor", tuple(devices))
-    drawn = draw_topology(node)
+    drawn = draw_topology(node, ())
     assert drawn.count('<polyline class="group"') == 2
     assert "GPUs of one NUMA node, usually one socket" in drawn
     together = dataclasses.replace(node, devices=tuple(dataclasses.replace(device, numa_node=0) for device in devices))
-    assert "group" not in draw_topology(together).split("</style>")[1]
+    assert "group" not in draw_topology(together, ()).split("</style>")[1]

@@ -7,8 +7,8 @@ import math
 import pytest
 
 from paceline.errors import JobError
-from paceline.spec import EarlyStoppingSpec, EvaluationRecord, Job
-from paceline.spec.evaluation import smaller_is_better
+from paceline.spec import EvaluationRecord, Job
+from paceline.spec.evaluation import EarlyStoppingSpec, smaller_is_better
 from paceline.spec.job import differences
 from paceline.train.early_stopping import EarlyStopping, best_evaluation, why_to_stop
 
@@ -60,11 +60,11 @@ def test_an_evaluation_that_was_made_because_a_run_ended_does_not_count() -> Non
 
 
 def test_the_best_of_equals_is_the_first() -> None:
-    best = best_evaluation(_after(2.0, 1.0, math.nan, 1.0, 3.0), "loss")
+    best = best_evaluation(_after(2.0, 1.0, math.nan, 1.0, 3.0), "loss", "auto")
     assert best is not None
     assert best.step == 20
-    assert best_evaluation(_after(math.nan), "loss") is None
-    assert best_evaluation([], "loss") is None
+    assert best_evaluation(_after(math.nan), "loss", "auto") is None
+    assert best_evaluation([], "loss", "auto") is None
 
 
 def test_which_way_is_better() -> None:
@@ -83,7 +83,7 @@ def test_which_way_is_better() -> None:
 )
 def test_a_metric_that_there_is_not_is_refused_before_training(values: dict[str, object], sentence: str) -> None:
     with pytest.raises(JobError, match=sentence):
-        EarlyStopping(Job.from_mapping(values), ("accuracy", "loss"))
+        EarlyStopping(Job.from_mapping(values))
 
 
 @pytest.mark.parametrize(

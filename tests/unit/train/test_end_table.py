@@ -6,10 +6,8 @@ import io
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from paceline.spec import Job, StepTime
-from paceline.train.end_table import end_rows, number_of
+from paceline.train.end_table import end_rows
 from paceline.train.records.progress import Progress, table
 
 
@@ -66,8 +64,3 @@ def test_other_workers_say_nothing_and_nobody_says_it_of_a_run_without_steps() -
     screen = io.StringIO()
     Progress(screen).end([("steps", "0")])
     assert screen.getvalue() == ""
-
-
-@pytest.mark.parametrize(("count", "words"), [(0, "0 workers"), (1, "1 worker"), (1200, "1,200 workers")])
-def test_one_worker_is_one_worker(count: int, words: str) -> None:
-    assert number_of(count, "worker") == words

@@ -15,7 +15,7 @@ from paceline.train.records.metrics import TRACKERS, json_lines, open_sinks
 
 
 def test_json_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
-    (sink,) = open_sinks(tmp_path, [])
+    (sink,) = open_sinks(tmp_path, [], 0, print)
     sink.log(1, {"loss": 0.1 + 0.2})
     path = tmp_path / "metrics.jsonl"
     assert [json.loads(line) for line in path.read_text().splitlines()] == [{"step": 1, "loss": 0.1 + 0.2}]
@@ -26,7 +26,7 @@ def test_json_lines_can_be_read_while_the_run_goes_on(tmp_path: Path) -> None:
 
 def test_tensorboard_gets_the_same_values(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    sinks = open_sinks(tmp_path, ["tensorboard"])
+    sinks = open_sinks(tmp_path, ["tensorboard"], 0, print)
     assert len(sinks) == 2
     for step in (1, 2):
         for sink in sinks:
@@ -40,7 +40,7 @@ def test_tensorboard_gets_the_same_values(tmp_path: Path) -> None:
 
 def test_an_unknown_tracker_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"no tracker 'tensorbord'; it is one of tensorboard, wandb, mlflow"):
-        open_sinks(tmp_path, ["tensorbord"])
+        open_sinks(tmp_path, ["tensorbord"], 0, print)
 
 
 @pytest.mark.parametrize("name", TRACKERS)
@@ -55,7 +55,7 @@ def test_a_tracker_that_is_not_installed_says_how(name: str, tmp_path: Path, mon
 
     monkeypatch.setattr(builtins, "__import__", fail)
     with pytest.raises(JobError, match=rf"'{name}' is not installed; pip install 'paceline\[{name}\]'"):
-        open_sinks(tmp_path, [name])
+        open_sinks(tmp_path, [name], 0, print)
 
 
 def test_the_command_line_knows_the_trackers() -> None:

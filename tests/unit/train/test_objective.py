@@ -39,7 +39,7 @@ def test_training_loss_is_the_mean_over_samples_and_tokens(shape: tuple[int, ...
 @pytest.mark.parametrize("shape", [(6,), (6, 3)], ids=["classes", "tokens"])
 def test_metrics_have_one_value_a_sample(shape: tuple[int, ...]) -> None:
     logits, targets = drawn(*shape)
-    values = accuracy_and_loss()(IDENTITY, (logits, targets))
+    values = accuracy_and_loss(IDENTITY, (logits, targets))
     assert set(values) == {"accuracy", "loss"}
     assert all(value.shape == (6,) for value in values.values())
     hits = (logits.argmax(-1) == targets).double()
@@ -59,4 +59,4 @@ def test_half_precision_is_left_before_the_logarithm() -> None:
 @pytest.mark.parametrize("batch", [torch.zeros(3, 2, 2), (torch.zeros(3),), None, {"a": 1, "b": 2, "c": 3}])
 def test_batches_that_are_no_pairs_are_one_sentence(batch: Any) -> None:
     with pytest.raises(ModelError, match=r"pairs \(input, target\)"):
-        accuracy_and_loss()(IDENTITY, batch)
+        accuracy_and_loss(IDENTITY, batch)

@@ -106,7 +106,7 @@ def test_bfloat16_is_taken_where_gpus_have_it_and_nothing_else_was_asked_for(
 
 def test_what_a_user_has_set_for_cublas_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    with TorchSettings.of(BITWISE, GPU).applied():
+    with TorchSettings.of(BITWISE, GPU, has_tf32=False).applied():
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 

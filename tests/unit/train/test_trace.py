@@ -101,7 +101,7 @@ def test_a_tracer_writes_a_line_a_step(tmp_path: Path, monkeypatch: pytest.Monke
         model.zero_grad()
         loss.backward()
         tracer.before_update(step, model, dict, loss.detach(), batch, idle=step == 1)
-        tracer.after_update(model, dict)
+        tracer.after_update(model, dict, [])
     tracer.close()
     header, first, second = map(json.loads, (tmp_path / "trace" / "rank0.jsonl").read_text().splitlines())
     assert header == {"parity": "numeric", "precision": "float32", "norm": "sync", "tp": 1}
@@ -118,6 +118,6 @@ def test_where_nobody_asked_nothing_is_written_or_computed(tmp_path: Path, monke
     tracer = ParityTracer.from_environment(ALONE, Job(), Mesh(tp=4))
     model = nn.Linear(1, 1)
     tracer.before_update(0, model, dict, torch.tensor(float("nan")), object(), idle=False)
-    tracer.after_update(model, dict)
+    tracer.after_update(model, dict, [])
     tracer.close()
     assert list(tmp_path.iterdir()) == []

@@ -33,19 +33,19 @@ def cluster_file(tmp_path: Path) -> Path:
 
 
 def test_without_a_probe_plans_stay_as_they_are(tmp_path: Path, cluster_file: Path) -> None:
-    assert with_forecasts(JOB, [Plan()], tmp_path / "none.json") == [Plan()]
+    assert with_forecasts(JOB, [Plan()], tmp_path / "none.json", print) == [Plan()]
     other = dataclasses.replace(JOB, name="other")
-    assert with_forecasts(other, [Plan()], cluster_file) == [Plan()]
+    assert with_forecasts(other, [Plan()], cluster_file, print) == [Plan()]
 
 
 def test_a_broken_file_is_said_to_be_one(tmp_path: Path) -> None:
     (tmp_path / "cluster.json").write_text("{")
     with pytest.raises(ClusterError, match="cannot be read as a cluster"):
-        with_forecasts(JOB, [Plan()], tmp_path / "cluster.json")
+        with_forecasts(JOB, [Plan()], tmp_path / "cluster.json", print)
 
 
 def test_a_plan_carries_what_is_expected_of_it(cluster_file: Path) -> None:
-    alone, two = with_forecasts(JOB, [Plan(), Plan(world_size=2)], cluster_file)
+    alone, two = with_forecasts(JOB, [Plan(), Plan(world_size=2)], cluster_file, print)
     assert alone.forecast_samples_per_s == pytest.approx(64 / (0.001 + 0.0005 * 64), rel=0.1)
     assert two.forecast_samples_per_s is not None and two.world_size == 2
     assert without_forecasts(two) == Plan(world_size=2)

@@ -28,7 +28,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from paceline import env
 from paceline.comm.links import node_identity
 from paceline.errors import PeerLost
-from paceline.network_addresses import addresses
+from paceline.network_addresses import address_towards, addresses
 from paceline.plain_messages import MAX_TEXT_BYTES, decode, empty_tensors, encode, memory
 from paceline.run_lease import temporary_folder
 
@@ -264,11 +264,7 @@ def _own_address() -> str:
     name = env.own_interface()
     if name is not None and name in (one for _, one in socket.if_nameindex()):
         return addresses(name)[0][1]
-    host = urlsplit(env.worker_facts().init_method).hostname or socket.gethostname()
-    family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing; the kernel only chooses the route
-        found: str = probe.getsockname()[0]
+    found = address_towards(urlsplit(env.worker_facts().init_method).hostname or socket.gethostname())
     others = [one for _, one in addresses()]
     return others[0] if found.startswith("127.") and others else found
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.hardware.checks.engine import Check, Finding, error, size_text, warning, words
+from paceline.hardware.checks.engine import Check, Finding, error, warning, words
 from paceline.hardware.checks.reachability import ReachTest
 from paceline.hardware.checks.survey import ONE_ENVIRONMENT, Survey
+from paceline.words import size
 
 MAX_SKEW_S = 1.0
 """Time stamps of logs, heartbeats and files of different nodes stay comparable below it."""
@@ -99,7 +100,7 @@ def _without_folder(found: Survey) -> list[Mapping[str, str]]:
 
 def _least_room(found: Survey) -> str:
     sizes = [facts.storage.free_bytes for facts in found.nodes.values() if facts.storage.free_bytes is not None]
-    return size_text(min(sizes, default=0))
+    return size(min(sizes, default=0))
 
 
 CHECKS_BETWEEN_NODES: tuple[Check[Survey, Any], ...] = (

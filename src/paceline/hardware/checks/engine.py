@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
+from paceline.words import listing
+
 F = TypeVar("F")
 S = TypeVar("S")
 
@@ -110,17 +112,8 @@ class _Attributes(dict[str, Any]):
         return getattr(self._subject, name)
 
 
-def size_text(num_bytes: float) -> str:
-    """ "64 MiB", "1.5 GiB": in powers of 1024, to four digits."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.4g} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:,.1f} TiB"
-
-
 def words(items: Sequence[str], most: int = 4) -> str:
     """ "a, b and c"; no more than `most` by name."""
     if len(items) > most:
         items = [*items[: most - 1], f"{len(items) - most + 1} more"]
-    return " and ".join(filter(None, (", ".join(items[:-1]), *items[-1:])))
+    return listing(items)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from paceline.hardware.sources import entries, read_integer, read_text
+from paceline.network_addresses import address_towards
 
 T = TypeVar("T")
 
@@ -147,11 +148,8 @@ def route(addresses: Sequence[str], own: Sequence[tuple[str, str]]) -> str:
     """
     if not addresses:
         return ""
-    family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_DGRAM) as asking:
-            asking.connect((addresses[0], 9))
-            source = asking.getsockname()[0]
+        source = address_towards(addresses[0])
     except OSError:
         return ""
     if source == addresses[0] or source.startswith("127.") or source == "::1":

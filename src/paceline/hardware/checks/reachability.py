@@ -59,16 +59,16 @@ def _answer(server: socket.socket) -> None:
             connection.sendall(f"{time.time()!r}\n".encode())
 
 
-def try_to_reach(source: str, targets: Sequence[tuple[str, str, int]]) -> list[ReachTest]:
-    """Connect to each of `targets`, (name, address, port), all at once."""
+def try_to_reach(targets: Sequence[tuple[str, str, int]]) -> list[ReachTest]:
+    """Connect to each of `targets`, (name, address, port), all at once; the results have no `source` yet."""
 
     def attempt(target: tuple[str, str, int]) -> ReachTest:
         name, address, port = target
         try:
             rtt_s, skew_s = _ask_time(address, port)
         except (OSError, ValueError) as problem:
-            return ReachTest(source, name, problem=getattr(problem, "strerror", None) or str(problem))
-        return ReachTest(source, name, rtt_s=rtt_s, skew_s=skew_s)
+            return ReachTest("", name, problem=getattr(problem, "strerror", None) or str(problem))
+        return ReachTest("", name, rtt_s=rtt_s, skew_s=skew_s)
 
     with ThreadPoolExecutor(max_workers=max(1, min(32, len(targets)))) as pool:
         return list(pool.map(attempt, targets))

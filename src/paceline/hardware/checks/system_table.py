@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.hardware.checks.engine import Check, error, size_text, warning
+from paceline.hardware.checks.engine import Check, error, warning
 from paceline.hardware.checks.node_facts import NodeFacts
 from paceline.hardware.checks.storage_facts import StorageFacts
 from paceline.hardware.checks.system_facts import ProcessLimit, SystemFacts
 from paceline.spec import MachineLoad
 from paceline.spec.machine_load import MOST_FOREIGN_SHARE
+from paceline.words import number_of, size
 
 MIN_OPEN_FILES = 4096
 """Loader processes pass tensors as open files, and each worker has sockets to its peers; 1024, a usual default, runs
@@ -77,9 +78,7 @@ SYSTEM_CHECKS: tuple[Check[NodeFacts, Any], ...] = (
     Check[NodeFacts, SystemFacts](
         "hyper-threads",
         lambda node: [] if node.gpus.gpus else [node.system],
-        lambda node: (
-            f"{node.system.threads_per_core} hardware thread{'s' * (node.system.threads_per_core > 1)} a core."
-        ),
+        lambda node: f"{number_of(node.system.threads_per_core, 'hardware thread')} a core.",
         warning(
             lambda system: 1 < system.threads_per_core < system.num_cores,
             "{threads_per_core} of the {num_cores} processors share a core each, so CPU workers beyond {real_cores} "
@@ -163,7 +162,7 @@ COMFORTABLE_DISK_BYTES = 10 * 2**30
 
 
 def _shm_text(storage: StorageFacts) -> str:
-    return f"/dev/shm has {size_text(storage.shm_free_bytes or 0)} free of {size_text(storage.shm_bytes or 0)}"
+    return f"/dev/shm has {size(storage.shm_free_bytes or 0)} free of {size(storage.shm_bytes or 0)}"
 
 
 def _make_room_in_shm(storage: StorageFacts) -> str:
@@ -173,7 +172,7 @@ def _make_room_in_shm(storage: StorageFacts) -> str:
 
 
 def _folder_text(storage: StorageFacts) -> str:
-    return f"{storage.folder} has {size_text(storage.free_bytes or 0)} free"
+    return f"{storage.folder} has {size(storage.free_bytes or 0)} free"
 
 
 STORAGE_CHECKS: tuple[Check[NodeFacts, Any], ...] = (
@@ -181,7 +180,7 @@ STORAGE_CHECKS: tuple[Check[NodeFacts, Any], ...] = (
     Check[NodeFacts, StorageFacts](
         "/dev/shm",
         lambda node: [node.storage],
-        lambda node: f"/dev/shm has {size_text(node.storage.shm_free_bytes or 0)} free.",
+        lambda node: f"/dev/shm has {size(node.storage.shm_free_bytes or 0)} free.",
         warning(
             lambda storage: storage.shm_free_bytes is None,
             "There is no /dev/shm: workers of this node will sum over sockets, and loader processes cannot pass "
@@ -190,9 +189,7 @@ STORAGE_CHECKS: tuple[Check[NodeFacts, Any], ...] = (
         ),
         error(
             lambda storage: (storage.shm_free_bytes or 0) < SHARED_MEMORY_BYTES,
-            lambda storage: (
-                f"{_shm_text(storage)}; sums through shared memory take up to {size_text(SHARED_MEMORY_BYTES)}."
-            ),
+            lambda storage: f"{_shm_text(storage)}; sums through shared memory take up to {size(SHARED_MEMORY_BYTES)}.",
             _make_room_in_shm,
         ),
         warning(

@@ -18,6 +18,7 @@ from paceline.parallel.loss.loss_functions import LossFunctions
 from paceline.parallel.losses import LossLayout, StepLoss
 from paceline.parallel.shards.shard_by_shard import ShardByShard
 from paceline.spec import AggregationSpec, Job, Plan
+from paceline.words import number_of
 
 _LOSS_NAME = "loss"
 
@@ -142,7 +143,7 @@ class AsyncServers(Engine):
 
 def describe_asynchrony(spec: AggregationSpec, plan: Plan) -> str:
     """Notes for the run's log and report."""
-    servers = f"{plan.num_servers} parameter server{'s' if plan.num_servers > 1 else ''}"
+    servers = number_of(plan.num_servers, "parameter server")
     if spec.staleness == 0:
         return f"{servers}, staleness 0: workers take shards as they come, the result is that of synchronous training"
     updates = "update" if spec.staleness == 1 else "updates"

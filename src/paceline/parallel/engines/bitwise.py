@@ -23,6 +23,7 @@ from paceline.parallel.engine import Engine, StepInput, broadcast
 from paceline.parallel.gradients.gradient_norms import GradientNorms, mean_of_squares, norm_of_each, squared_norm
 from paceline.parallel.loss.loss_functions import LossFunctions
 from paceline.parallel.losses import LossLayout, StepLoss
+from paceline.parallel.shards.examination import check_repeatable_alone
 from paceline.parallel.shards.shard_by_shard import ShardByShard
 
 
@@ -193,7 +194,7 @@ class BitwiseDataParallel(Engine):
 
     def _compute(self, step: StepInput, add: Callable[[Shard], None]) -> None:
         """Call `add` with each of this worker's shards, in their order."""
-        self._shards.check_repeatable(step)
+        check_repeatable_alone(self._shards.passes, step, self.module, is_collective=False)
         for number in range(*step.assignment.own):
             loss, statistics = self._shards.compute(step, number)
             add(Shard([parameter.grad for parameter in self._parameters], statistics, loss.weight))

@@ -27,7 +27,7 @@ from paceline.dtensor_type import local_shard
 from paceline.errors import ModelError
 from paceline.parallel.axes import Axes
 from paceline.parallel.batch_norm.norm import ShardBatchNorm, replace_batch_norm
-from paceline.parallel.dtensor import is_sharded, part, shard_of_part
+from paceline.parallel.dtensor import is_sharded, part, reshard, shard_of_part
 from paceline.parallel.engine import StepInput
 from paceline.parallel.engines.bitwise import BitwiseDataParallel, Shard, norms_of
 from paceline.parallel.engines.piped_passes import check_repeatable_piped, micro_batch_of, stand_in_batch
@@ -40,6 +40,7 @@ from paceline.parallel.random_numbers.generators import host_states
 from paceline.parallel.sharded import sharded_modules
 from paceline.parallel.sharding.initial_weights import align
 from paceline.parallel.sharding.spread_model import SpreadModel
+from paceline.parallel.shards.examination import check_repeatable_alone
 from paceline.parallel.shards.passes import Passes
 from paceline.spec import Job, Plan
 
@@ -93,7 +94,7 @@ class BitwiseMesh(BitwiseDataParallel):
             return super().gradients(replace(step, loss_of=self._spread.checked(step.loss_of)))
         finally:
             self._shards.passes.norm.end_pass()
-            self._reshard(self.module)
+            reshard(self.module)
 
     def _trained(self) -> list[nn.Parameter]:
         elsewhere = frozenset[str]() if self._pipeline is None else self._pipeline.is_elsewhere
@@ -113,7 +114,7 @@ class BitwiseMesh(BitwiseDataParallel):
             check_repeatable_piped(self._shards.passes, step, self.module)
             self._pipe(self._pipeline, step, num_stand_ins, add)
             return
-        self._shards.check_repeatable(step, is_collective=True)
+        check_repeatable_alone(self._shards.passes, step, self.module, is_collective=True)
         for number in range(*step.assignment.own):
             loss, statistics = self._shards.compute(step, number)
             self._spread.end_pass()
@@ -163,12 +164,8 @@ class BitwiseMesh(BitwiseDataParallel):
         for parameter in stage.parameters():
             parameter.grad = None
         if not self._keeps_gathered:
-            self._reshard(stage)
+            reshard(stage)
         return [found.get(name) for name in self._names]
-
-    def _reshard(self, module: nn.Module) -> None:
-        for sharded in sharded_modules(module):
-            sharded.reshard()
 
     def _keep(self, gradients: Sequence[Tensor | None]) -> None:
         self._norm_of = {

@@ -125,7 +125,7 @@ class Unsent:
 
 def _bucket_bytes(parameters: Sequence[Tensor]) -> list[int]:
     """The approximate bucket sizes of DistributedDataParallel for these parameters."""
-    total = sum(p.numel() * p.element_size() for p in parameters)
+    total = sum(p.nbytes for p in parameters)
     first = min(FIRST_BUCKET_BYTES, total)
     full, last = divmod(total - first, BUCKET_BYTES)
     return [size for size in (first, *[BUCKET_BYTES] * full, last) if size]

@@ -20,7 +20,7 @@ from torch import nn
 from paceline.errors import ModelError
 from paceline.parallel.losses import ShardLoss
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 """The relative difference of two losses that rounding may explain."""
 _LOW_PRECISION_TOLERANCE = 2e-3
 _TF32_TOLERANCE = 2e-4
@@ -34,7 +34,7 @@ def tolerance(model: nn.Module, device: torch.device, loss_dtype: torch.dtype) -
     dtypes = {loss_dtype, *(parameter.dtype for parameter in model.parameters())}
     if torch.float32 in dtypes and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
         return _TF32_TOLERANCE
-    return max(_TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes)
+    return max(TOLERANCE.get(dtype, _LOW_PRECISION_TOLERANCE) for dtype in dtypes)
 
 
 def check_repeatable(first: ShardLoss, again: ShardLoss, tolerance: float, made: Sequence[str] = ()) -> None:

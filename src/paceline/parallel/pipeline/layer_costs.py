@@ -24,11 +24,13 @@ from paceline.spec.model_cost import LayerCost
 # A model without values has no times: its layers are compared by their arithmetic, on a device of this speed.
 META_FLOPS_PER_S = 1e12
 
+_NUM_REPEATS = 3
 
-def measure_layers(recording: Recording, device: torch.device, num_repeats: int = 3) -> list[LayerCost]:
+
+def measure_layers(recording: Recording, device: torch.device) -> list[LayerCost]:
     """The cost of every layer for the example that the model was recorded with.
 
-    Layers run one by one, forward and backward, on the values they were given then; the fastest of `num_repeats` runs
+    Layers run one by one, forward and backward, on the values they were given then; the fastest of several runs
     counts, which is the least disturbed. On the meta device times are in proportion to floating-point operations, and
     what lives for a moment of a layer's backward pass is counted too.
     Without an example every layer counts as much as its parameters.
@@ -40,10 +42,10 @@ def measure_layers(recording: Recording, device: torch.device, num_repeats: int 
         for number, layer in enumerate(recording.layers):
             parameters = [p for p in _parameters(recording, number) if id(p) not in counted]
             counted.update(map(id, parameters))
-            parameter_bytes = sum(p.numel() * p.element_size() for p in parameters)
+            parameter_bytes = sum(p.nbytes for p in parameters)
             measured = _Measured(float(parameter_bytes))
             if recording.values:
-                measured = _measure_layer(recording, number, device, num_repeats)
+                measured = _measure_layer(recording, number, device)
             is_last = number + 1 == len(recording.layers)
             crossing = [] if is_last or not recording.values else recording.trained.crossing(number + 1)
             output_bytes = tensor_bytes([recording.values[slot] for slot in crossing])
@@ -55,7 +57,7 @@ def measure_layers(recording: Recording, device: torch.device, num_repeats: int 
                     activation_bytes=measured.kept_bytes,
                     moment_bytes=measured.moment_bytes,
                     waiting_bytes=measured.waiting_bytes,
-                    largest_parameter_bytes=max((p.numel() * p.element_size() for p in parameters), default=0),
+                    largest_parameter_bytes=max((p.nbytes for p in parameters), default=0),
                     output_bytes=output_bytes,
                     draws=measured.draws,
                     may_begin=allowed[number],
@@ -89,7 +91,7 @@ class _Measured:
     draws: bool = False
 
 
-def _measure_layer(recording: Recording, number: int, device: torch.device, num_repeats: int) -> _Measured:
+def _measure_layer(recording: Recording, number: int, device: torch.device) -> _Measured:
     layer = recording.layers[number]
     function: Any = layer.function
     if function is None:
@@ -130,7 +132,7 @@ def _measure_layer(recording: Recording, number: int, device: torch.device, num_
             counter.get_total_flops() / META_FLOPS_PER_S, kept_bytes(), moment_bytes, waiting_bytes, draws.has_drawn
         )
     times_s = []
-    for repeat in range(1 + num_repeats):  # the first warms up
+    for repeat in range(1 + _NUM_REPEATS):  # the first warms up
         args, kwargs = inputs()
         begin = mark(device)
         if repeat == 0:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from paceline.errors import ModelError
-from paceline.parallel.memory_order import ALIGNMENT_BYTES
+from paceline.parallel.memory_order import ALIGNMENT_BYTES, inverse
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -47,9 +47,8 @@ class TensorForm:
         if not self.strides:
             return TensorForm(self.shape, self.dtype)
         order = self._order
-        back = sorted(range(len(order)), key=order.__getitem__)
         packed = _contiguous(tuple(self.shape[dim] for dim in order))
-        return TensorForm(self.shape, self.dtype, tuple(packed[place] for place in back))
+        return TensorForm(self.shape, self.dtype, tuple(packed[place] for place in inverse(order)))
 
     def lies_like(self, other: TensorForm) -> bool:
         return (self.strides, self.offset) == (other.strides, other.offset)
@@ -71,7 +70,7 @@ class TensorForm:
         if not self.strides and not self.offset:
             return packed
         strides, distinct, order = self.strides or _contiguous(self.shape), self._distinct, self._order
-        values = packed.permute(sorted(range(len(order)), key=order.__getitem__))
+        values = packed.permute(inverse(order))
         triples = zip(distinct, values.stride(), strides, strict=True)
         if not self.offset and all(length == 1 or has == wanted for length, has, wanted in triples):
             return packed.as_strided(self.shape, strides)

@@ -225,7 +225,7 @@ class Stages(nn.Module):
     output.
     """
 
-    def __init__(self, stages: Sequence[Stage], whole: Any, attributes: Container[str] = ()) -> None:
+    def __init__(self, stages: Sequence[Stage], whole: Any, attributes: Container[str]) -> None:
         """
         Args:
             whole: computes the whole model.

@@ -81,7 +81,7 @@ class StageLinks:
         device: torch.device,
         timeout_s: float,
         *,
-        is_exact: bool = False,
+        is_exact: bool,
     ) -> None:
         """A collective of all workers of the run, each with its own `group`.
 

@@ -147,7 +147,7 @@ class _Draws:
 
     def _read(self, value: Any) -> Any:
         """The value that the model gets when it reads this one out of a tensor."""
-        raise NotImplementedError
+        return value
 
     def _fill(self, operator: str, values: Tensor, fill: Fill) -> None:
         raise NotImplementedError
@@ -189,9 +189,6 @@ class SingleShardRehearsal(_Draws):
 
 class OneNumber(_Draws):
     """A context in which every random tensor is filled with one value, whichever samples share a pass."""
-
-    def _read(self, value: Any) -> Any:
-        return value
 
     def _fill(self, operator: str, values: Tensor, fill: Fill) -> None:  # noqa: ARG002 - whichever
         fill.repeat_one(values, self._generators[0][0])

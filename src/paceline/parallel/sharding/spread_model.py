@@ -16,7 +16,7 @@ from paceline.dtensor_type import is_dtensor, local_shard
 from paceline.errors import JobError, ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.axes import Axes
-from paceline.parallel.dtensor import full_tensor, is_sharded
+from paceline.parallel.dtensor import full_tensor, is_sharded, reshard
 from paceline.parallel.engine import statistics_dtype
 from paceline.parallel.gradients.gradient_norms import mean_of_squares, squared_norm
 from paceline.parallel.kept.forward_buffers import looking_at, refused_in_pipeline
@@ -98,7 +98,9 @@ class SpreadModel:
 
             self._same_collectives = SameCollectives(axes.device_mesh.get_group("fsdp"))
         self.stages: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
-        self._shard_stages()
+        applied = Applied()
+        for stage in self.stages:
+            self._shard(stage, applied)
         if self.pipeline is not None:
             self.pipeline.forget_example()
         self.module = model
@@ -151,11 +153,6 @@ class SpreadModel:
         if axes.mesh.fsdp > 1:
             _check_shared(pipeline.stages_that_share, axes.mesh)
         return pipeline
-
-    def _shard_stages(self) -> None:
-        applied = Applied()
-        for stage in self.stages:
-            self._shard(stage, applied)
 
     def _shard(self, stage: nn.Module, applied: Applied) -> None:
         """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""
@@ -211,8 +208,7 @@ class SpreadModel:
     def _after_evaluation(self, module: nn.Module, _arguments: Any, _output: Any) -> None:
         # No backward pass follows that would free the gathered parameters, and what comes next reads the shards.
         if not torch.is_grad_enabled():
-            for sharded in sharded_modules(module):
-                sharded.reshard()
+            reshard(module)
 
     def sync_gradients(self, module: nn.Module, is_last: bool) -> None:
         """ZeRO 1 adds gradients up once a step, 2 and 3 after every pass."""

@@ -372,7 +372,7 @@ def _are_finite(losses: Sequence[ShardLoss]) -> bool:
     return all(math.isfinite(float(one.mean)) and float(one.weight) > 0 for one in losses)
 
 
-def check_repeatable_alone(passes: Passes, step: StepInput, module: nn.Module, *, is_collective: bool = False) -> None:
+def check_repeatable_alone(passes: Passes, step: StepInput, module: nn.Module, *, is_collective: bool) -> None:
     """Do what `_Examination.run` does for shards that never go together, once for each loss function.
 
     Args:

@@ -9,7 +9,7 @@ from paceline.parallel.batch_norm.norm import ShardBatchNorm, replace_batch_norm
 from paceline.parallel.engine import StepInput
 from paceline.parallel.loss.loss_functions import LossFunctions
 from paceline.parallel.losses import LossLayout, ShardLoss, StepLoss
-from paceline.parallel.shards.examination import check_repeatable_alone, loss_of_stand_in
+from paceline.parallel.shards.examination import loss_of_stand_in
 from paceline.parallel.shards.passes import Passes
 
 
@@ -41,14 +41,6 @@ class ShardByShard:
         layout = loss_of_stand_in(self.passes, step, self.module).layout
         self._functions.has_returned(step.loss_name, layout)
         return layout
-
-    def check_repeatable(self, step: StepInput, *, is_collective: bool = False) -> None:
-        """In the first step of a loss function: see that the loss of a shard does not follow from earlier calls.
-
-        Args:
-            is_collective: whether workers go through the model together.
-        """
-        check_repeatable_alone(self.passes, step, self.module, is_collective=is_collective)
 
     def compute(self, step: StepInput, shard: int) -> tuple[ShardLoss, Tensor]:
         """Leave the gradient of the weighted loss in `.grad` (None where there is none); return loss and statistics."""

@@ -18,18 +18,16 @@ from paceline.parallel.tensor.divided_activations import begin_divided, counting
 from paceline.parallel.tensor.finder import find_plan
 from paceline.parallel.tensor.plan import TensorPlan, given_plan, styles_of_model
 from paceline.parallel.tensor.region_finder import add_sequence_regions
-from paceline.parallel.tensor.traffic import LayerSize, bytes_per_sample, layer_sizes
+from paceline.parallel.tensor.traffic import bytes_per_sample, layer_sizes
 
 __all__ = [
     "Applied",
-    "LayerSize",
     "TensorPlan",
     "begin_divided",
     "bytes_per_sample",
     "counting_divided",
     "declared_plan",
     "find_plan",
-    "given_plan",
     "layer_sizes",
     "tensor_parallel",
 ]

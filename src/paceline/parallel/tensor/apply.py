@@ -168,7 +168,7 @@ def _shard(module: nn.Module, dim: int, axis: DeviceMesh, sharded: dict[Tensor, 
             own = distribute_tensor(parameter.detach(), axis, [Shard(dim)], src_data_rank=None)
             # A view would keep the whole tensor in memory.
             local = own.to_local().contiguous()
-            if local.untyped_storage().size() > local.numel() * local.element_size():
+            if local.untyped_storage().size() > local.nbytes:
                 local = local.clone()
             own = DTensor.from_local(local, axis, [Shard(dim)], run_check=False, shape=own.shape, stride=own.stride())
             sharded[parameter] = nn.Parameter(own, requires_grad=parameter.requires_grad)

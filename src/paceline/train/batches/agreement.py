@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from paceline.containers import tensors
 from paceline.errors import DataError, DivergenceError
 from paceline.object_collectives import all_gather_objects
+from paceline.words import name_ranks
 
 
 def check_same_order(digest: str, epoch: int | None, group: dist.ProcessGroup | None) -> None:
@@ -29,8 +30,8 @@ def check_same_order(digest: str, epoch: int | None, group: dist.ProcessGroup | 
     others = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if others:
         raise DataError(
-            f"In {_where(epoch)} {_ranks(others)} would read other samples than rank 0, or in another order; build the "
-            "data set and the sampler alike on all workers, and draw from torch's, NumPy's or random's global "
+            f"In {_where(epoch)} {name_ranks(others)} would read other samples than rank 0, or in another order; build "
+            "the data set and the sampler alike on all workers, and draw from torch's, NumPy's or random's global "
             "generator only."
         )
 
@@ -56,9 +57,9 @@ def check_same_samples(content: Any, epoch: int | None, group: dist.ProcessGroup
     ]
     if others:
         raise DataError(
-            f"In {_where(epoch)} {_ranks(others)} read other values than rank 0 in samples of the same numbers; build "
-            "and split the data set after paceline.init, which seeds the global generators alike on all workers, or "
-            "with a seed of its own."
+            f"In {_where(epoch)} {name_ranks(others)} read other values than rank 0 in samples of the same numbers; "
+            "build and split the data set after paceline.init, which seeds the global generators alike on all workers, "
+            "or with a seed of its own."
         )
 
 
@@ -71,10 +72,6 @@ def _sums(tensor: Tensor) -> Iterator[float]:
 
 def _where(epoch: int | None) -> str:
     return "the evaluation" if epoch is None else f"epoch {epoch}"
-
-
-def _ranks(numbers: list[int]) -> str:
-    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
 def check_same_state(

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from paceline.errors import ModelError
 from paceline.spec import OptimSpec
-from paceline.train.evaluation.evaluate import Measure
 
 METRICS = ("accuracy", "loss")
 """The names of the metrics that `accuracy_and_loss` measures."""
@@ -27,16 +26,12 @@ def training_loss(optim: OptimSpec) -> Callable[[nn.Module, Any], Tensor]:
     return loss
 
 
-def accuracy_and_loss() -> Measure:
+def accuracy_and_loss(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     """Accuracy and cross-entropy of every sample, each the mean over the sample's tokens if it has several."""
-
-    def measure(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        logits, targets = _logits(model, batch)
-        losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
-        correct = (logits.argmax(-1) == targets).to(torch.float64)
-        return {"accuracy": _per_sample(correct), "loss": _per_sample(losses)}
-
-    return measure
+    logits, targets = _logits(model, batch)
+    losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
+    correct = (logits.argmax(-1) == targets).to(torch.float64)
+    return {"accuracy": _per_sample(correct), "loss": _per_sample(losses)}
 
 
 def _per_sample(values: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ class TorchSettings:
     """Products in float16 and bfloat16 may add up in these as well."""
 
     @classmethod
-    def of(cls, job: Job, plan: Plan, *, has_tf32: bool = False) -> TorchSettings:
+    def of(cls, job: Job, plan: Plan, *, has_tf32: bool) -> TorchSettings:
         """What this job needs on a worker's device.
 
         Args:

@@ -25,7 +25,7 @@ class Sink:
     close: Callable[[], object]
 
 
-def json_lines(run_dir: Path, first_step: int, say: Callable[[str], None] = print) -> Sink:
+def json_lines(run_dir: Path, first_step: int, say: Callable[[str], None]) -> Sink:
     """metrics.jsonl in the run folder: one object a call, readable during the run.
 
     It continues after `first_step`: later lines of an earlier process are removed, because these steps are repeated.
@@ -122,9 +122,7 @@ def _step(line: str) -> float:
     return step if isinstance(step, int) else math.inf
 
 
-def open_sinks(
-    run_dir: Path, trackers: Sequence[str], first_step: int = 0, say: Callable[[str], None] = print
-) -> list[Sink]:
+def open_sinks(run_dir: Path, trackers: Sequence[str], first_step: int, say: Callable[[str], None]) -> list[Sink]:
     """JSON lines and every tracker named. Raises `JobError` for a tracker that is unknown or not installed."""
     sinks: list[Sink] = [json_lines(run_dir, first_step, say)]
     for name in trackers:

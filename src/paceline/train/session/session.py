@@ -35,6 +35,7 @@ from paceline.train.session.status_exchange import Request, Status, StatusExchan
 from paceline.train.session.stopping import Stopping
 from paceline.train.session.stragglers import Stragglers
 from paceline.train.session.trained_models import TrainedModels
+from paceline.words import on_one_line
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ def _as_saved(name: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
-        why = f"{type(problem).__name__}: {shortened(' '.join(str(problem).split()), 200)}"
+        why = f"{type(problem).__name__}: {shortened(on_one_line(str(problem)), 200)}"
         raise CheckpointError(
             f"The checkpoint {name} holds no state that this run can resume from ({why})."
         ) from problem
@@ -67,8 +68,8 @@ class RunState:
     progress: DataProgress
     noise: NoiseMeter
     models: TrainedModels
-    kept: Kept = field(default_factory=Kept)
-    metrics: dict[str, float] = field(default_factory=dict)
+    kept: Kept
+    metrics: dict[str, float]
     """The metrics of the last evaluation; changed in place."""
 
     def snapshot(self, collective: bool) -> Snapshot | None:

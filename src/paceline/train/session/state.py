@@ -36,6 +36,7 @@ from paceline.train.session.wrapped_optimizers import (
     load_wrapped_state,
     sharing_kept,
 )
+from paceline.words import and_more, on_one_line
 
 _ALONE = "alone"
 """In a worker's own state: what another number of workers does not use."""
@@ -119,9 +120,7 @@ class Trained:
         try:
             load_model_state(self.model, shared["model"], holds_all=self.engine.holds_all)
         except RuntimeError as problem:
-            raise CheckpointError(
-                f"The checkpoint belongs to another model: {' '.join(str(problem).split())}"
-            ) from None
+            raise CheckpointError(f"The checkpoint belongs to another model: {on_one_line(str(problem))}") from None
         alone = {"optimizer": shared["optimizer"], "scaler": shared["scaler"]} | own.get(_ALONE, {})
         optimizer, means = alone["optimizer"], own.get("means", {})
         if "optimizer" in means:  # workers' weights differed
@@ -152,7 +151,7 @@ class Trained:
             for parameter in others.values():
                 parameter.requires_grad_(is_trained)
             if others:
-                more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+                more = and_more(len(others) - 1)
                 said.append(
                     f"As when the run was saved, '{next(iter(others))}'{more} is {word}; to choose otherwise, set "
                     "requires_grad after run.prepare."

@@ -16,6 +16,7 @@ from paceline.errors import CheckpointError, ModelError
 from paceline.parallel import Companion
 from paceline.train.records.digest import checksums, weights_sha256
 from paceline.train.session.state import Trained
+from paceline.words import on_one_line
 
 _OWN = ("sums", "means")
 
@@ -170,7 +171,7 @@ class TrainedModels:
             try:
                 self.companions[name].model.load_state_dict(state)
             except RuntimeError as problem:
-                why = " ".join(str(problem).split())
+                why = on_one_line(str(problem))
                 raise CheckpointError(f"The checkpoint's frozen model '{name}' is another one: {why}") from None
         return [
             f"The frozen model '{name}' has the weights that the script had given it when the run was saved."

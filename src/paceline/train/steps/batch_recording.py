@@ -23,10 +23,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.containers import version
 from paceline.parallel.kept.kept_tensors import written_arguments
+from paceline.parallel.loss.coupling import TOLERANCE
 
 _MOST_CALLS = 20_000
 """After so many calls of operators nothing more is recorded, and nothing is said."""
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}
 _LOW_PRECISION_TOLERANCE = 2e-2
 
 
@@ -399,7 +399,7 @@ def _differing_rows(before: Tensor, now: Tensor) -> Tensor:
     if not (before.is_floating_point() or before.is_complex()):
         differ = before.long() != now.long()
     else:
-        tolerance = _TOLERANCE.get(before.dtype, _LOW_PRECISION_TOLERANCE)
+        tolerance = TOLERANCE.get(before.dtype, _LOW_PRECISION_TOLERANCE)
         if before.dtype.itemsize == 1:  # float8 has no such operators
             before, now = before.float(), now.float()
         scale = float(before.detach().abs().nan_to_num().max())

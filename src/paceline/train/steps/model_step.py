@@ -44,6 +44,7 @@ from paceline.train.steps.given_batch import GivenBatch
 from paceline.train.steps.nonfinite import NonFiniteGuard
 from paceline.train.steps.preparation import Prepared
 from paceline.train.steps.trace import ParityTracer
+from paceline.words import and_more
 
 _UNSAVED = (
     "The loss follows from tensors that the script changes between steps ({}), and no checkpoint holds them: a run "
@@ -375,4 +376,4 @@ class ModelStepper:
 
 def _some(names: Sequence[str]) -> str:
     """The first of these names, and how many more there are."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ", ".join(names[:3]) + and_more(len(names) - 3)

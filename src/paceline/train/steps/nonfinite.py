@@ -23,6 +23,7 @@ from paceline.object_collectives import all_gather_objects
 from paceline.parallel.gradients.gradient_norms import norm_of_each
 from paceline.train.session.session import Session
 from paceline.train.session.state import Trained
+from paceline.words import and_more
 
 MOST_IN_A_ROW = 10
 """The run ends after this many consecutive steps without an update."""
@@ -166,8 +167,7 @@ def _describe(step: int, loss: Tensor, culprits: Sequence[str], samples: NDArray
     if not what and not culprits:
         what.append("the norm of the gradient is not finite")
     if culprits:
-        more = f" and {len(culprits) - 1} more" if len(culprits) > 1 else ""
-        what.append(f"the gradient of '{culprits[0]}'{more} is not finite")
+        what.append(f"the gradient of '{culprits[0]}'{and_more(len(culprits) - 1)} is not finite")
     shown = ", ".join(map(str, samples[:_SHOWN_SAMPLES].tolist()))
-    rest = f" and {len(samples) - _SHOWN_SAMPLES:,} more" if len(samples) > _SHOWN_SAMPLES else ""
+    rest = and_more(len(samples) - _SHOWN_SAMPLES)
     return f"Step {step + 1}: {' and '.join(what)}; its batch is samples {shown}{rest}"

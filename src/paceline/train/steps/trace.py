@@ -58,7 +58,7 @@ class ParityTracer:
             "gradients": fingerprints(gradients.items()),
         }
 
-    def after_update(self, model: nn.Module, whole: Whole, notes: Sequence[str] = ()) -> None:
+    def after_update(self, model: nn.Module, whole: Whole, notes: Sequence[str]) -> None:
         if self._file is None or not self._line:  # servers make updates without a gradient of all workers
             return
         self._line["parameters"] = fingerprints(whole(dict(model.named_parameters())).items())

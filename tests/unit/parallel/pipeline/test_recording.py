@@ -51,7 +51,7 @@ def test_cut_anywhere_a_model_computes_the_same(name: str) -> None:
     assert all(recording.may_begin())
     with torch.no_grad():
         assert torch.equal(run_in_stages(recording, list(range(len(recording.layers))), example), model(example))
-    stages = Stages([Stage(recording, 0, 2), Stage(recording, 2, len(recording.layers))], None)
+    stages = Stages([Stage(recording, 0, 2), Stage(recording, 2, len(recording.layers))], None, ())
     state = stages.state_dict()
     assert set(state) == set(model.state_dict())
     assert {name for name, _ in stages.named_parameters()} == {name for name, _ in model.named_parameters()}

@@ -21,7 +21,7 @@ def test_parameters_come_in_the_models_order_in_every_process() -> None:
 
 def test_layers_of_a_model_in_stages_are_not_reached_by_number() -> None:
     with pytest.raises(ModelError, match=r"model\[0\], and a worker of a pipeline has some layers"):
-        Stages([], None)[0]
+        Stages([], None, ())[0]
 
 
 def test_what_a_model_in_stages_has_no_more_is_named_where_a_script_reaches_for_it() -> None:

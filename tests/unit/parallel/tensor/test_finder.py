@@ -17,11 +17,12 @@ from paceline.parallel.memory_order import memory_order
 from paceline.parallel.pipeline.calls import ModelCall
 from paceline.parallel.pipeline.recorder import record
 from paceline.parallel.pipeline.stage import Stage
-from paceline.parallel.tensor import LayerSize, TensorPlan, bytes_per_sample, find_plan
+from paceline.parallel.tensor import TensorPlan, bytes_per_sample, find_plan
 from paceline.parallel.tensor.exchange import block_runs, rows_to_send
 from paceline.parallel.tensor.pairs import trace
 from paceline.parallel.tensor.sequence_region import SequenceLayerNorm, SequenceRegion
 from paceline.parallel.tensor.slices import degrees_that_fit, every_worker_has_some, slice_of
+from paceline.parallel.tensor.traffic import LayerSize
 from paceline.spec import ModelSpec
 
 DEGREES = st.integers(1, 9)

@@ -12,8 +12,8 @@ from torch import nn
 
 from paceline.errors import ModelError
 from paceline.models import build
-from paceline.parallel.tensor import TensorPlan, declared_plan, find_plan, given_plan, tensor_parallel
-from paceline.parallel.tensor.plan import parse_style
+from paceline.parallel.tensor import TensorPlan, declared_plan, find_plan, tensor_parallel
+from paceline.parallel.tensor.plan import given_plan, parse_style
 from paceline.spec import ModelSpec, Plan
 from tests.ranks.tensor_zoo import Gated, SeparateHeads
 
