@@ -1,7 +1,8 @@
-"""Code of a program's own in the backward pass may compute over all samples of a pass, which the loss does not show."""
+"""What a program does in the backward pass may compute over all samples of a pass, which the loss does not show."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from paceline.env import worker_facts
 from paceline.spec import Job, Plan, parse_mesh
 from tests.ranks.harness import run_ranks
 
+Loss = Callable[[nn.Module, Any], Tensor]
 INPUTS = torch.randn(36, 4, generator=torch.Generator().manual_seed(0)).double()
 
 
@@ -58,8 +60,41 @@ class _Net(nn.Module):
         return logits
 
 
-def _trained(kind: str, strategy: str = "dp") -> tuple[list[float], list[str]]:
-    """The losses of six steps, and the notes on backward passes."""
+def _scaled(model: nn.Module, batch: Any) -> Tensor:
+    """Two terms, each divided by its own value."""
+    outputs = model(batch[0])
+    terms = outputs.square().mean(), (outputs - 1).abs().mean()
+    return terms[0] / terms[0].detach() + terms[1] / terms[1].item()
+
+
+def _policy(model: nn.Module, batch: Any) -> Tensor:
+    """The first update of a policy, by advantages that are normalised over the batch, and a distance to a reference."""
+    outputs, rewards = model(batch[0])[:, 0], batch[0][:, 0]
+    advantages = (rewards - rewards.mean()) / rewards.std()
+    return 0.1 * outputs.square().mean() - ((outputs - outputs.detach()).exp() * advantages).mean()
+
+
+def _weighted(model: nn.Module, batch: Any) -> Tensor:
+    """Samples weigh as much as the model says, relative to the others."""
+    losses = model(batch[0]).square()
+    with torch.no_grad():
+        scale = losses.max()
+    return (losses / scale).mean() + losses.mean() - (losses.detach() / scale).mean()
+
+
+def _rounded(model: nn.Module, batch: Any) -> Tensor:
+    """Straight through, sample by sample."""
+    outputs = model(batch[0])
+    return (outputs + ((4 * outputs).round() / 4 - outputs).detach()).square().mean()
+
+
+def _squared(model: nn.Module, batch: Any) -> Tensor:
+    squares: Tensor = model(batch[0]).square().mean()
+    return squares
+
+
+def _trained(kind: str, strategy: str = "dp", loss: Loss = _squared) -> tuple[list[float], list[str]]:
+    """The losses of six steps, and the notes on backward passes and gradients."""
     num_workers = worker_facts().world_size
     mesh = parse_mesh(strategy, num_workers) if num_workers > 1 else None
     plan = Plan(world_size=num_workers, algorithm="all_reduce", timeout_s=60, mesh=mesh)
@@ -67,11 +102,8 @@ def _trained(kind: str, strategy: str = "dp") -> tuple[list[float], list[str]]:
     with paceline.init(job, plan=plan, progress=False) as run:
         model = _Net(kind)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        losses = [
-            float(run.step(batch, lambda model, batch: model(batch[0]).square().mean()))
-            for batch in run.batches(TensorDataset(INPUTS))
-        ]
-        return losses, [note for note in run.notes if "backward pass" in note]
+        losses = [float(run.step(batch, loss)) for batch in run.batches(TensorDataset(INPUTS))]
+        return losses, [note for note in run.notes if "backward pass" in note or "gradient" in note]
 
 
 @pytest.mark.parametrize("kind", ["a function", "a hook", "a guarded hook", "a module's hook"])
@@ -97,5 +129,22 @@ def test_what_computes_element_by_element_lets_shards_go_together(kind: str) -> 
     ((alone, notes),) = run_ranks(_trained, 1, kind)
     assert not notes
     for losses, notes in run_ranks(_trained, 2, kind):
+        np.testing.assert_allclose(losses, alone, rtol=1e-9)
+        assert not notes
+
+
+@pytest.mark.parametrize("loss", [_scaled, _policy, _weighted])
+def test_constants_that_are_computed_over_all_samples_of_a_pass_change_nothing_on_several_workers(loss: Loss) -> None:
+    ((alone, notes),) = run_ranks(_trained, 1, "plain", "dp", loss)
+    assert "that the loss takes as a constant" in notes[0]
+    for losses, notes in run_ranks(_trained, 2, "plain", "dp", loss):
+        np.testing.assert_allclose(losses, alone, rtol=1e-9)
+        assert len(notes) == 1
+
+
+def test_constants_of_single_samples_let_shards_go_together() -> None:
+    ((alone, notes),) = run_ranks(_trained, 1, "plain", "dp", _rounded)
+    assert not notes
+    for losses, notes in run_ranks(_trained, 2, "plain", "dp", _rounded):
         np.testing.assert_allclose(losses, alone, rtol=1e-9)
         assert not notes

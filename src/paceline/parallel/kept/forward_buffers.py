@@ -26,6 +26,10 @@ from paceline.parallel.assignment import ShardRange
 from paceline.parallel.batch_norm.norm import NormStatistics, ShardBatchNorm
 from paceline.parallel.kept.counters import Counters
 
+_MOVE_TO_ZERO = 2.0**-900
+"""Stands for the move to 0 of a value that was not finite, since a move of 0 is none; added to another number, it is
+lost in rounding."""
+
 
 class _Buffer:
     """A buffer and its value before the step."""
@@ -74,14 +78,18 @@ class _Buffer:
     def move_to(self, now: Tensor) -> Tensor:
         """The difference of a value from that before the step; where that is infinite, as of a minimum, from 0."""
         start = self.before.double()
-        start = start.where(start.isfinite(), 0.0)
-        return (now.double() - start).where(~_same(now, self.before), 0.0)
+        is_finite = start.isfinite()
+        move = now.double() - start.where(is_finite, 0.0)
+        move = move.where(is_finite | (move != 0), _MOVE_TO_ZERO)
+        return move.where(~_same(now, self.before), 0.0)
 
     def add(self, move: Tensor) -> None:
         """Add a difference to the value before the step, if all of it is finite."""
         start = self.before.double()
         move = move.view(start.shape)
-        moved = (start.where(start.isfinite(), 0.0) + move).where(move != 0, start)
+        is_finite = start.isfinite()
+        to_zero = ~is_finite & (move.abs() <= _MOVE_TO_ZERO)
+        moved = (start.where(is_finite, 0.0) + move.where(~to_zero, 0.0)).where(move != 0, start)
         self.set(moved.where(move.isfinite().all(), start))
 
     @torch.no_grad()

@@ -1,14 +1,18 @@
-"""Code that is not torch's in the backward pass: an `autograd.Function`, or a hook on a tensor or a module.
+"""What a program does in the backward pass that the value of its loss does not show.
 
-It may compute over all samples of a pass, as one that divides a gradient by its norm does. The loss does not show that,
-so where there is such code, gradients are compared: those of virtual shards together and one by one. Workers that hold
-parts of a model cannot compute a gradient for a comparison alone: there, only hooks on modules are noticed.
+Code that is not torch's, an `autograd.Function` or a hook on a tensor or a module, may compute over all samples of a
+pass, as one that divides a gradient by its norm does. And what a loss takes as a constant may be computed from all of
+them, as in `loss / loss.detach()`, which is 1 whatever the samples are. Where there is either, gradients are compared:
+those of virtual shards together and one by one. Workers that hold parts of a model cannot compute a gradient for a
+comparison alone: there, only hooks on modules are noticed.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,19 +34,36 @@ COUPLES_GRADIENTS = (
     "samples of a pass. So every shard goes through the model alone, which gives the same result on any number of "
     "workers; shard_by_shard = true says so."
 )
+COUPLES_CONSTANTS = (
+    "The gradient of several virtual shards together is not the sum of their own, as their loss is: a value that the "
+    "loss takes as a constant (detach(), torch.no_grad()) is computed over all samples of a pass. So every shard goes "
+    "through the model alone, which gives the same result on any number of workers; shard_by_shard = true says so."
+)
+
+_READS = (Tensor.item, Tensor.tolist, Tensor.__float__)
+_NOT_THE_PROGRAM = ("torch", "paceline")
 
 
 class BackwardCode(FunctionCalls):
-    """A context for one call of a loss function, in which it is noticed whether there is such code."""
+    """A context for one call of a loss function, with gradients, in which it is noticed whether there is such code."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(self._call_function)
         self.is_found = any(one._backward_hooks or one._backward_pre_hooks for one in model.modules())
+        self.has_constants = False
+        """Whether the program takes floating-point numbers that depend on the model for constants."""
 
     def _call_function(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is Tensor.register_hook:
             self._note([*args[1:], *kwargs.values()][0])
-        return function(*args, **kwargs)
+        depends_on_model = any(isinstance(one, Tensor) and one.requires_grad for one in args)
+        result = function(*args, **kwargs)
+        if depends_on_model and not self.has_constants:
+            is_constant = function in _READS or any(
+                map(_is_constant, result if isinstance(result, tuple) else [result])
+            )
+            self.has_constants = is_constant and not _is_called_by_batch_norm()
+        return result
 
     def _note(self, code: object) -> None:
         self.is_found |= package_of(code) not in ("torch", "paceline")
@@ -52,6 +73,17 @@ class BackwardCode(FunctionCalls):
         for kind in _kinds(loss.mean):
             if issubclass(kind, BackwardCFunction):
                 self._note(kind._forward_cls)
+
+
+def describe_gradients(code: BackwardCode, is_coupled: bool | None) -> str:
+    """A sentence if shards have to go one by one.
+
+    Args:
+        is_coupled: whether the gradient of several together is not the sum of their own; None: it is not known.
+    """
+    if is_coupled:
+        return COUPLES_GRADIENTS if code.is_found else COUPLES_CONSTANTS
+    return MAY_COUPLE_GRADIENTS if code.is_found and is_coupled is None else ""
 
 
 @dataclass(frozen=True)
@@ -87,6 +119,20 @@ def are_coupled(together: Gradient, alone: Sequence[Gradient], tolerance: float)
     difference = torch.stack([one.products for one in alone]).sum(0) - together.products
     largest = max(one.squared_norm for one in (together, *alone)) ** 0.5
     return bool(difference.norm() > tolerance**0.5 * largest)  # not of what is no number
+
+
+def _is_constant(result: object) -> bool:
+    return isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad
+
+
+def _is_called_by_batch_norm() -> bool:
+    """Whether a layer of `parallel.batch_norm` has made the call, and not the program: it notes statistics."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (module := frame.f_globals.get("__name__", "")).partition(".")[0] in _NOT_THE_PROGRAM:
+        if module.startswith("paceline.parallel.batch_norm"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _kinds(loss: Tensor) -> set[Any]:

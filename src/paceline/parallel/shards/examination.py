@@ -43,11 +43,11 @@ from paceline.parallel.random_numbers.shard_draws import (
     SingleShardRehearsal,
 )
 from paceline.parallel.shards.backward_code import (
-    COUPLES_GRADIENTS,
     MAY_COUPLE_GRADIENTS,
     BackwardCode,
     Gradient,
     are_coupled,
+    describe_gradients,
 )
 
 if TYPE_CHECKING:
@@ -194,8 +194,9 @@ class _Examination:
             coupling = describe_coupling(nearby[-1], nearby[:-1], most)
         if code.is_found and not coupling and is_collective:
             coupling = MAY_COUPLE_GRADIENTS
-        elif code.is_found and not coupling:
-            coupling = self._coupling_of_gradients(shards, singles, rehearsals, most)
+        elif (code.is_found or code.has_constants) and not coupling:
+            is_coupled = self._couples_gradients(shards, singles, rehearsals, most)
+            coupling = describe_gradients(code, is_coupled)
         if pattern and (coupling or not _are_finite([loss, *losses])):
             return Examined(self._coupling_besides_draws(shards, singles, is_collective) or DRAWS)
         return Examined(coupling, pattern)
@@ -302,14 +303,14 @@ class _Examination:
             self._has_aux_loss |= returns_aux_loss(outputs)
             yield loss
 
-    def _coupling_of_gradients(
+    def _couples_gradients(
         self,
         shards: ShardRange,
         singles: Sequence[ShardRange],
         rehearsals: Sequence[SingleShardRehearsal | None],
         most: float,
-    ) -> str:
-        """A sentence if the gradient of shards together is not the sum of theirs.
+    ) -> bool | None:
+        """Whether the gradient of shards together is not the sum of theirs; None where torch computes none.
 
         Args:
             most: the relative difference of two losses that is put down to rounding.
@@ -324,8 +325,8 @@ class _Examination:
             except RuntimeError as problem:  # torch refuses so with checkpointing that is reentrant
                 if is_out_of_memory(problem):
                     raise
-                return MAY_COUPLE_GRADIENTS
-        return COUPLES_GRADIENTS if are_coupled(found[0], found[1:], most) else ""
+                return None
+        return are_coupled(found[0], found[1:], most)
 
     def _coupling_besides_draws(self, shards: ShardRange, singles: Sequence[ShardRange], is_collective: bool) -> str:
         """A sentence if the loss couples samples, whatever they draw; unknown where all workers make equally many
