@@ -64,14 +64,17 @@ def _scaled(model: nn.Module, batch: Any) -> Tensor:
     """Two terms, each divided by its own value."""
     outputs = model(batch[0])
     terms = outputs.square().mean(), (outputs - 1).abs().mean()
-    return terms[0] / terms[0].detach() + terms[1] / terms[1].item()
+    ratio: Tensor = terms[0] / terms[0].detach() + terms[1] / terms[1].item()
+    return ratio
 
 
 def _policy(model: nn.Module, batch: Any) -> Tensor:
     """The first update of a policy, by advantages that are normalised over the batch, and a distance to a reference."""
     outputs, rewards = model(batch[0])[:, 0], batch[0][:, 0]
     advantages = (rewards - rewards.mean()) / rewards.std()
-    return 0.1 * outputs.square().mean() - ((outputs - outputs.detach()).exp() * advantages).mean()
+    gains = (outputs - outputs.detach()).exp() * advantages
+    loss: Tensor = 0.1 * outputs.square().mean() - gains.mean()
+    return loss
 
 
 def _weighted(model: nn.Module, batch: Any) -> Tensor:
@@ -79,13 +82,15 @@ def _weighted(model: nn.Module, batch: Any) -> Tensor:
     losses = model(batch[0]).square()
     with torch.no_grad():
         scale = losses.max()
-    return (losses / scale).mean() + losses.mean() - (losses.detach() / scale).mean()
+    loss: Tensor = (losses / scale).mean() + losses.mean() - (losses.detach() / scale).mean()
+    return loss
 
 
 def _rounded(model: nn.Module, batch: Any) -> Tensor:
     """Straight through, sample by sample."""
     outputs = model(batch[0])
-    return (outputs + ((4 * outputs).round() / 4 - outputs).detach()).square().mean()
+    loss: Tensor = (outputs + ((4 * outputs).round() / 4 - outputs).detach()).square().mean()
+    return loss
 
 
 def _squared(model: nn.Module, batch: Any) -> Tensor:
@@ -103,7 +108,7 @@ def _trained(kind: str, strategy: str = "dp", loss: Loss = _squared) -> tuple[li
         model = _Net(kind)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         losses = [float(run.step(batch, loss)) for batch in run.batches(TensorDataset(INPUTS))]
-        return losses, [note for note in run.notes if "backward pass" in note or "gradient" in note]
+        return losses, [note for note in run.notes if "backward pass" in note or "gradient of several" in note]
 
 
 @pytest.mark.parametrize("kind", ["a function", "a hook", "a guarded hook", "a module's hook"])
@@ -137,7 +142,8 @@ def test_what_computes_element_by_element_lets_shards_go_together(kind: str) -> 
 def test_constants_that_are_computed_over_all_samples_of_a_pass_change_nothing_on_several_workers(loss: Loss) -> None:
     ((alone, notes),) = run_ranks(_trained, 1, "plain", "dp", loss)
     assert "that the loss takes as a constant" in notes[0]
-    for losses, notes in run_ranks(_trained, 2, "plain", "dp", loss):
+    strategies = ("dp",) if loss is _weighted else ("dp", "fsdp", "zero1")
+    for losses, notes in (found for one in strategies for found in run_ranks(_trained, 2, "plain", one, loss)):
         np.testing.assert_allclose(losses, alone, rtol=1e-9)
         assert len(notes) == 1
 
@@ -145,6 +151,6 @@ def test_constants_that_are_computed_over_all_samples_of_a_pass_change_nothing_o
 def test_constants_of_single_samples_let_shards_go_together() -> None:
     ((alone, notes),) = run_ranks(_trained, 1, "plain", "dp", _rounded)
     assert not notes
-    for losses, notes in run_ranks(_trained, 2, "plain", "dp", _rounded):
+    for losses, notes in (found for one in ("dp", "fsdp") for found in run_ranks(_trained, 2, "plain", one, _rounded)):
         np.testing.assert_allclose(losses, alone, rtol=1e-9)
         assert not notes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from torch.overrides import TorchFunctionMode
@@ -37,3 +39,19 @@ class FunctionCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         return self._call(func, args, kwargs or {})
+
+
+_CONTEXTS = ("paceline.parallel.random_numbers", "paceline.parallel.shards")
+"""The packages in which there are classes of such contexts."""
+
+
+def calling_module(*passed_over: str) -> str:
+    """The name of the module whose code made the call that a context handles now.
+
+    Args:
+        passed_over: packages that call torch for others.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith((*_CONTEXTS, *passed_over)):
+        frame = frame.f_back
+    return "" if frame is None else frame.f_globals.get("__name__", "")

@@ -9,10 +9,8 @@ comparison alone: there, only hooks on modules are noticed.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from torch.autograd.function import BackwardCFunction
 
 from paceline.parallel.kept.kept_values import package_of
 from paceline.parallel.losses import ShardLoss
-from paceline.parallel.random_numbers.torch_calls import FunctionCalls
+from paceline.parallel.random_numbers.torch_calls import FunctionCalls, calling_module
 
 MAY_COUPLE_GRADIENTS = (
     "The program has code of its own in the backward pass (an autograd.Function, or a hook on a tensor or a module), "
@@ -41,7 +39,6 @@ COUPLES_CONSTANTS = (
 )
 
 _READS = (Tensor.item, Tensor.tolist, Tensor.__float__)
-_NOT_THE_PROGRAM = ("torch", "paceline")
 
 
 class BackwardCode(FunctionCalls):
@@ -62,7 +59,9 @@ class BackwardCode(FunctionCalls):
             is_constant = function in _READS or any(
                 map(_is_constant, result if isinstance(result, tuple) else [result])
             )
-            self.has_constants = is_constant and not _is_called_by_batch_norm()
+            # Batch norm layers note statistics.
+            is_noted = is_constant and calling_module("torch.").startswith("paceline.parallel.batch_norm")
+            self.has_constants = is_constant and not is_noted
         return result
 
     def _note(self, code: object) -> None:
@@ -123,16 +122,6 @@ def are_coupled(together: Gradient, alone: Sequence[Gradient], tolerance: float)
 
 def _is_constant(result: object) -> bool:
     return isinstance(result, Tensor) and result.is_floating_point() and not result.requires_grad
-
-
-def _is_called_by_batch_norm() -> bool:
-    """Whether a layer of `parallel.batch_norm` has made the call, and not the program: it notes statistics."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (module := frame.f_globals.get("__name__", "")).partition(".")[0] in _NOT_THE_PROGRAM:
-        if module.startswith("paceline.parallel.batch_norm"):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _kinds(loss: Tensor) -> set[Any]:

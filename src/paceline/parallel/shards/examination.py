@@ -9,24 +9,21 @@ draw its own random numbers (`shard_draws`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from paceline.parallel.assignment import ShardRange
-from paceline.parallel.batch_norm.norm import mixing_nothing, standing_in
 from paceline.parallel.engine import StepInput
 from paceline.parallel.loss.coupling import (
     AUX_LOSS,
     are_zero,
     check_repeatable,
     describe_coupling,
-    leaving_no_trace,
-    needs_gradients,
     returns_aux_loss,
     tolerance,
 )
@@ -43,18 +40,20 @@ from paceline.parallel.random_numbers.shard_draws import (
     SingleShardRehearsal,
 )
 from paceline.parallel.shards.backward_code import (
+    COUPLES_CONSTANTS,
     MAY_COUPLE_GRADIENTS,
     BackwardCode,
     Gradient,
     are_coupled,
     describe_gradients,
 )
+from paceline.parallel.shards.calls_without_trace import loss_of_stand_in, with_gradients_if_needed, without_trace
+from paceline.parallel.shards.held_constants import HeldConstants
 
 if TYPE_CHECKING:
     from paceline.parallel.kept.snapshot import KeptSnapshot
     from paceline.parallel.shards.passes import Passes
 
-Result = TypeVar("Result")
 Rehearsal = SingleShardRehearsal | SharedPass | OneNumber
 
 _COARSE = 1e-3
@@ -88,7 +87,7 @@ def examine(
         most_shards: if given, this is a collective: every worker makes as many passes as one with so many shards.
     """
     with step.kept.unchanged() as before:
-        return _with_gradients_if_needed(
+        return with_gradients_if_needed(
             passes, step, lambda: _examine(passes, step, module, shards, draws, most_shards, before)
         )
 
@@ -126,12 +125,19 @@ def _examine(
 
 def _pass_as_others(passes: Passes, step: StepInput, module: nn.Module, most_shards: int) -> None:
     """Make the passes of `_Examination.run` for a worker without samples: others gather parameters in theirs."""
-    for _ in range(2 + most_shards):
-        loss_of_stand_in(passes, step, module)
+
+    def stand_in(times: int) -> None:
+        for _ in range(times):
+            loss_of_stand_in(passes, step, module)
+
+    stand_in(2 + most_shards)
     if most_shards > 1:
         with nearby_weights(passes.model):
-            for _ in range(3):
-                loss_of_stand_in(passes, step, module)
+            stand_in(3)
+        if passes.functions.is_so_anywhere(False):
+            stand_in(3)
+            with nearby_weights(passes.model):
+                stand_in(3)
 
 
 class _Examination:
@@ -166,9 +172,9 @@ class _Examination:
         losses += [self._loss(one, rehearsal) for one, rehearsal in zip(singles[1:], rehearsals[1:], strict=True)]
         together = self._shared_rehearsal(shards, rehearsals)
         loss = self._loss(shards, together or self._single_rehearsal(shards))
-        code = BackwardCode(self._passes.model)
+        code, constants = BackwardCode(self._passes.model), HeldConstants()
         # With sharding, a forward pass with gradients has to be followed by its backward pass.
-        again = self._loss(singles[0], self._single_rehearsal(singles[0]), None if is_collective else code)
+        again = self._loss(singles[0], self._single_rehearsal(singles[0]), constants if is_collective else code)
         for _ in range(most_shards - len(singles)):
             self._loss(singles[-1], self._single_rehearsal(singles[-1]))
         pattern: Pattern = ()
@@ -178,7 +184,11 @@ class _Examination:
             self._draws_alone |= any(len(one.draws) != len(pattern) for one in rehearsals if one is not None)
         if pattern and not self._draws_alone:
             self._draws_alone = self._answers_decide(singles[0], rehearsals[0], is_collective)
-        nearby = self._losses_nearby(self._passes.first_of(self._step, shards, 2), most_shards)
+        two = self._passes.first_of(self._step, shards, 2)
+        nearby = self._losses_nearby(two, most_shards)
+        with_constants: list[ShardLoss] = []
+        if most_shards > 1 and self._passes.functions.is_so_anywhere(bool(constants.values)):
+            with_constants = self._losses_with_constants(two)
         self._passes.norm.end_pass()
         most = _tolerance(self._passes, self._step, loss.mean.dtype)
         if self.made or not self._draws_alone:
@@ -192,6 +202,8 @@ class _Examination:
         coupling = describe_coupling(loss, losses, most)
         if nearby and (not coupling or are_zero([loss, *losses])):
             coupling = describe_coupling(nearby[-1], nearby[:-1], most)
+        if with_constants and not coupling and describe_coupling(with_constants[-1], with_constants[:-1], most):
+            coupling = COUPLES_CONSTANTS
         if code.is_found and not coupling and is_collective:
             coupling = MAY_COUPLE_GRADIENTS
         elif (code.is_found or code.has_constants) and not coupling:
@@ -202,25 +214,37 @@ class _Examination:
         return Examined(coupling, pattern)
 
     def _losses_nearby(self, shards: ShardRange, most_shards: int) -> list[ShardLoss]:
-        """The losses of two single shards and of both at other weights; none where the loss is not defined there.
+        """`_losses_of_two` at other weights; none where the loss is not defined there, or there is one shard.
 
         Args:
             shards: two, which show as much as more; or one, where a worker has no others.
         """
         if max(len(shards.sizes), most_shards) == 1:
             return []
-        first, last = (self._passes.single(self._step, one) for one in (shards.first_shard, shards.stop_shard - 1))
         with nearby_weights(self._passes.model):
-            rehearsals = [self._single_rehearsal(one) for one in (first, last)]
             try:
-                losses = [self._loss(first, rehearsals[0]), self._loss(last, rehearsals[1])]
-                together = self._shared_rehearsal(shards, rehearsals)
-                losses.append(self._loss(shards, together or self._single_rehearsal(shards)))
+                return self._losses_of_two(shards)
             except Exception as problem:
                 if most_shards or is_out_of_memory(problem):
                     raise
                 return []
-        return losses
+
+    def _losses_with_constants(self, shards: ShardRange) -> list[ShardLoss]:
+        """`_losses_of_two` at other weights, with the constants of the model's own weights."""
+        constants = [HeldConstants() for _ in range(3)]
+        self._losses_of_two(shards, constants)
+        with nearby_weights(self._passes.model):
+            return self._losses_of_two(shards, [one.held() for one in constants])
+
+    def _losses_of_two(
+        self, shards: ShardRange, watches: Sequence[HeldConstants | None] = (None,) * 3
+    ) -> list[ShardLoss]:
+        """The losses of two single shards and of both; `watches` are contexts for the three calls."""
+        first, last = (self._passes.single(self._step, one) for one in (shards.first_shard, shards.stop_shard - 1))
+        rehearsals = [self._single_rehearsal(one) for one in (first, last)]
+        losses = [self._loss(first, rehearsals[0], watches[0]), self._loss(last, rehearsals[1], watches[1])]
+        together = self._shared_rehearsal(shards, rehearsals) or self._single_rehearsal(shards)
+        return [*losses, self._loss(shards, together, watches[2])]
 
     def check_next_step(
         self, first: ShardRange | None, other: ShardRange | None, before: KeptSnapshot, *, is_collective: bool
@@ -269,12 +293,15 @@ class _Examination:
             return None
         return self._draws.shared_rehearsal(shards, self._seed_of, [one for one in singles if one is not None])
 
-    def _loss(self, shards: ShardRange, rehearsal: Rehearsal | None, code: BackwardCode | None = None) -> ShardLoss:
+    def _loss(
+        self, shards: ShardRange, rehearsal: Rehearsal | None, watch: AbstractContextManager[Any] | None = None
+    ) -> ShardLoss:
         """
         Args:
-            code: notices the user's own code for the backward pass; the call is made with gradients then.
+            watch: a context for the call; with a `BackwardCode` it is made with gradients.
         """
-        with self._loss_in(code or nullcontext(), shards, rehearsal, with_gradients=code is not None) as loss:
+        code = watch if isinstance(watch, BackwardCode) else None
+        with self._loss_in(watch or nullcontext(), shards, rehearsal, with_gradients=code is not None) as loss:
             if code is not None:
                 code.look_at(loss)
             return loss.detached()
@@ -290,7 +317,7 @@ class _Examination:
     ) -> Iterator[ShardLoss]:
         """A context with the loss, which can be differentiated in it if asked for; `watch` is that of the call."""
         passes, step = self._passes, self._step
-        with _leaving_no_trace(passes, step, with_gradients=with_gradients):
+        with without_trace(passes, step, with_gradients=with_gradients):
             passes.enter(step, shards)
             before = passes.generator_states(step)
             with watching_outputs(self._module) as outputs:
@@ -404,41 +431,4 @@ def check_repeatable_alone(passes: Passes, step: StepInput, module: nn.Module, *
         examination.check_next_step(first, other, before, is_collective=is_collective)
 
     with step.kept.unchanged() as before:
-        _with_gradients_if_needed(passes, step, lambda: examine(before))
-
-
-def loss_of_stand_in(passes: Passes, step: StepInput, module: nn.Module) -> ShardLoss:
-    """The loss of a sample that counts for nothing, by a pass without a trace."""
-
-    def loss() -> ShardLoss:
-        with _leaving_no_trace(passes, step), standing_in(passes.model), step.companions.standing_in():
-            return passes.loss_of_nothing(step, module).detached()
-
-    return _with_gradients_if_needed(passes, step, loss)
-
-
-def _with_gradients_if_needed(passes: Passes, step: StepInput, compute: Callable[[], Result]) -> Result:
-    """What `compute` returns, which calls the loss function without a trace: again with gradients where it computes
-    some itself. All workers find that in the first of their passes."""
-    known = passes.functions.differentiates
-    try:
-        return compute()
-    except RuntimeError as problem:
-        if step.loss_name in known or not needs_gradients(problem):
-            raise
-    known.add(step.loss_name)
-    return compute()
-
-
-@contextmanager
-def _leaving_no_trace(passes: Passes, step: StepInput, *, with_gradients: bool = False) -> Iterator[None]:
-    with_gradients |= step.loss_name in passes.functions.differentiates
-    with (
-        passes.buffers.untouched(),
-        leaving_no_trace(passes.model, passes.device, with_gradients=with_gradients),
-        mixing_nothing(passes.model),
-        passes.norm.forgotten_after_error(),
-        passes.norm.backward(),
-        step.companions.backward(),
-    ):
-        yield
+        with_gradients_if_needed(passes, step, lambda: examine(before))

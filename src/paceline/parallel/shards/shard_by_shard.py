@@ -9,7 +9,7 @@ from paceline.parallel.batch_norm.norm import ShardBatchNorm, replace_batch_norm
 from paceline.parallel.engine import StepInput
 from paceline.parallel.loss.loss_functions import LossFunctions
 from paceline.parallel.losses import LossLayout, ShardLoss, StepLoss
-from paceline.parallel.shards.examination import loss_of_stand_in
+from paceline.parallel.shards.calls_without_trace import loss_of_stand_in
 from paceline.parallel.shards.passes import Passes
 
 
