@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,9 @@ SENTENCES = {
     "attribute": "The loss function reads 'weight', which the script changed before the last step",
     "attribute in a method": "The loss function reads 'weight', which the script changed before the last step",
     "attribute in a property": "The loss function reads 'weight', which the script changed before the last step",
+    "attribute of a model": "The loss function reads '1.temperature', which the script changed before the last step",
+    "array": "The loss function reads 'of_samples', which the script changed before the last step",
+    "dictionary": "The loss function reads 'of_classes', which the script changed before the last step",
 }
 STEPS_WITHOUT_A_VERSION = {"late data of weights": range(20, 40), "last data of weights": [NUM_STEPS]}
 
@@ -57,9 +61,20 @@ class _Settings:
         return self._factor * model(batch[0]).square().mean(), {"mean": batch[0].abs().mean()}
 
 
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+        self.seen = 0.0
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs / self.temperature
+
+
 def _train(kind: str) -> str:
     plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
     scale, settings = 1.0, _Settings()
+    of_samples, of_classes = np.ones(8 * NUM_STEPS), {0: 1.0, 1: 1.0}
 
     def loss_fn(model: nn.Module, batch: Any) -> Any:
         loss: Tensor = scale * settings.weight * (model(batch[0]) - 1).square().mean()
@@ -69,12 +84,20 @@ def _train(kind: str) -> str:
         "attribute in a method": settings.loss_by_method,
         "clock": settings.loss_by_method,
         "attribute in a property": lambda model, batch: settings.loss_by_property(model, batch),
+        "array": lambda model, batch: (
+            model(batch[0]).square().mean() * of_samples[0],
+            {"mean": batch[0].abs().mean()},
+        ),
+        "dictionary": lambda model, batch: (model(batch[0]).mean() * of_classes[0], {"mean": batch[0].abs().mean()}),
     }
 
     try:
         with paceline.init(Job(global_batch_size=8, virtual_shards=4), plan=plan, progress=False) as run:
             layer = nn.Linear(4, 1)
+            scaled = _Scaled()
             model: nn.Module = nn.Sequential(nn.BatchNorm1d(4), layer) if kind.endswith("log") else layer
+            if "model" in kind or kind == "of all workers":
+                model = nn.Sequential(layer, scaled)
             model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
             for batch in run.batches(TensorDataset(INPUTS.float())):
                 run.step(batch, losses.get(kind, loss_fn))
@@ -103,10 +126,18 @@ def _train(kind: str) -> str:
                         layer.weight.data *= own
                     elif kind == "variable":
                         scale = own
+                    elif kind == "attribute of a model":
+                        scaled.temperature = own
                     elif kind.startswith("attribute"):
                         settings.weight = own
+                    elif kind == "array":
+                        of_samples[run.steps] = own
+                    elif kind == "dictionary":
+                        of_classes[1] = own
                     elif kind == "of all workers":
-                        optimizer.param_groups[0]["lr"] = scale = settings.weight = common
+                        optimizer.param_groups[0]["lr"] = scale = settings.weight = scaled.temperature = common
+                        of_samples[run.steps] = of_classes[0] = common
+                        scaled.seen = own  # nothing reads it
                         layer.weight.mul_(common)
                         settings.seconds = own  # nothing reads it
                     elif kind == "clock":

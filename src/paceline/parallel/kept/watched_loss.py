@@ -30,7 +30,7 @@ class WatchedLoss:
         self.function = loss_fn
         self.generators = OwnGenerators(loss_fn)
         self.counters = Counters.of_function(names)
-        self.numbers = ReadNumbers(loss_fn, names)
+        self.numbers = ReadNumbers(loss_fn, names, models)
         self.tensors = KeptTensors.of_function(names, models)
         self.kept = KeptState(loss_fn, models)
         self.foreign_norms = ForeignNorms(names, models)

@@ -59,7 +59,7 @@ def check_same_samples(content: Any, epoch: int | None, group: dist.ProcessGroup
         raise DataError(
             f"In {_where(epoch)} {name_ranks(others)} read other values than rank 0 in samples of the same numbers; "
             "build and split the data set after paceline.init, which seeds the global generators alike on all workers, "
-            "or with a seed of its own."
+            "or with a seed of its own, and leave it as it is: what the script writes into it, it writes on one worker."
         )
 
 

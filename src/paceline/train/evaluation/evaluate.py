@@ -173,7 +173,7 @@ def evaluate(
         metrics: by name, as `metric_states` takes them.
 
     Raises:
-        ModelError: a metric that is neither one value per sample nor a `Mean`.
+        ModelError: `measure` returns no dict, or a metric that is neither one value per sample nor a `Mean`.
     """
     others = {name: metric_functions(name, metric) for name, metric in (metrics or {}).items()}
     trees = {name: chunks.tree(functions.merge) for name, functions in others.items()}
@@ -181,6 +181,11 @@ def evaluate(
     for number, batch in chunks:
         before_chunk(number)
         values = measure(model, batch)
+        if not isinstance(values, Mapping):
+            raise ModelError(
+                f"measure returned {type(values).__name__}; it should return a dict of metrics, such as "
+                "{'loss': losses} with a value for each sample."
+            )
         if number not in pending and chunks.counts_here(number):
             update_trees(others, trees, number, values)
         size = chunks.size(number)

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from paceline.containers import tensors
+from paceline.errors import JobError, shown
 from paceline.own_generators import RandomGenerator, full_state, set_state
 
 
@@ -55,13 +56,22 @@ class Kept:
         """
         Args:
             in_step: whether it moves in `Run.step` alone, not in what the script does between two steps.
+
+        Raises:
+            JobError: a thing without a state, or a name that another thing has.
         """
-        if isinstance(thing, RandomGenerator):
-            thing = KeptGenerator(thing)
-        self._things[name] = thing
+        if not isinstance(thing, Keepable):
+            raise JobError(
+                f"run.keep({name!r}, …) takes something with state_dict() and load_state_dict(state), or a generator "
+                f"of random numbers, not {shown(thing)}; put numbers into an object of your own that has both."
+            )
+        kept = KeptGenerator(thing) if isinstance(thing, RandomGenerator) else thing
+        if name in self._things:
+            raise JobError(f"run.keep({name!r}, …) was called before; give each thing a name of its own.")
+        self._things[name] = kept
         self.moves_between_steps |= not in_step
         if name in self._restored:
-            thing.load_state_dict(self._restored.pop(name))
+            kept.load_state_dict(self._restored.pop(name))
             self._after_restoring()
 
     def holds_generator(self, generator: RandomGenerator) -> bool:

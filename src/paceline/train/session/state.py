@@ -12,7 +12,7 @@ never had a gradient.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -182,6 +182,22 @@ class Names:
             )
         return cls(tuple(tuple(name for name in names if name is not None) for names in held), first)
 
+    def groups_now(self, optimizer: Optimizer, model: nn.Module) -> Sequence[tuple[str, ...]]:
+        """`groups`, and those that a script has added since.
+
+        Raises:
+            ModelError: an added group has parameters that are not the model's, or workers hold parts of the model.
+        """
+        if len(optimizer.param_groups) == len(self.groups):
+            return self.groups
+        known = {id(parameter): self.first[name] for name, parameter in model.named_parameters()}
+        if len(known) < len(set(self.first.values())):
+            raise ModelError(
+                "Groups were added to the optimizer after run.prepare, and workers that hold parts of the model cannot "
+                "save them; give it all groups before, and freeze with requires_grad_(False) what is to train later."
+            )
+        return Names.of(optimizer, model).groups
+
     def held(self, optimizer: Optimizer, model: nn.Module) -> list[str]:
         """The names of the parameters that the optimizer has on this worker, by their numbers in its state."""
         known = {id(parameter): self.first[name] for name, parameter in model.named_parameters()}
@@ -230,7 +246,8 @@ def optimizer_state(optimizer: Optimizer, names: Names, model: nn.Module) -> dic
     """Its state and its groups, with the names of parameters in place of their numbers."""
     held = names.held(optimizer, model)
     _, plain = _plain_state(optimizer)
-    groups = [group | {"params": list(own)} for group, own in zip(plain["param_groups"], names.groups, strict=True)]
+    names_now = names.groups_now(optimizer, model)
+    groups = [group | {"params": list(own)} for group, own in zip(plain["param_groups"], names_now, strict=True)]
     state = {held[number]: entries for number, entries in plain["state"].items()}
     add_wrapped_state(optimizer, dict(zip(map(id, _parameters(optimizer)), held, strict=True)), state)
     return {"state": state, "groups": groups}
@@ -274,7 +291,8 @@ def load_optimizer_state(
     if [tuple(group["params"]) for group in state["groups"]] != list(names.groups):
         raise CheckpointError(
             "The checkpoint's optimizer has different parameters or parameter groups from this run's; resume with the "
-            "same model and optimizer, or begin in another folder."
+            "same model and optimizer (groups that were added during the run are given to it before run.prepare), or "
+            "begin in another folder."
         )
     numbers = {name: number for number, name in enumerate(names.held(optimizer, model))}
     kind, fresh = _plain_state(optimizer)

@@ -64,7 +64,8 @@ class Stepper:
         """What the script draws for a batch before `Run.step`."""
         self._has_told_of_batches = set[str]()
         """What the script was told of what it does to batches there."""
-        self._given: GivenBatch | None = None
+        self._pending: Pending | None = None
+        """The batch that the script has, while the iterator that gave it waits."""
 
     def add(self, name: str, prepared: Prepared, mesh: Mesh, reader: DatasetReader, tracer: ParityTracer) -> None:
         """Add a model to those that `step` can train."""
@@ -118,7 +119,7 @@ class Stepper:
         progress, num_samples = self._state.progress, sum(batch.assignment.sizes)
         # By the number of the whole training: torch chooses other kernels under a mode, as for linear layers in
         # inference mode, and a run that was interrupted must not get other bits than one that was not.
-        self._given = given = GivenBatch(content, num_samples, is_recorded=is_examined(progress.steps + 1))
+        given = GivenBatch(content, num_samples, is_recorded=is_examined(progress.steps + 1))
         if are_apart := isinstance(content, ShardedBatch):
             content = replace(content, apply=self.draws.apply)
         sizes = batch.assignment.sizes or (1,)
@@ -126,8 +127,10 @@ class Stepper:
         num_calls = max((stop - start for start, stop in of_workers), default=0)
         self.draws.start(batch.assignment.own[0], sizes, given.recording, are_apart=are_apart, num_calls=num_calls)
         try:
-            yield Pending(batch, content, loading, progress.steps, progress.samples_seen, given)
+            self._pending = Pending(batch, content, loading, progress.steps, progress.samples_seen, given)
+            yield self._pending
         finally:
+            self._pending = None
             given.stop()
             self.draws.stop()
 
@@ -168,7 +171,16 @@ class Stepper:
             stepper.guard.catch_up()
 
     def begin_epoch(self) -> None:
-        """Before the first batch of an epoch: all models of the run are known."""
+        """Before the first batch of an epoch: all models of the run are known.
+
+        Raises:
+            JobError: the script reads batches of another data set at the same time.
+        """
+        if self._pending is not None and not self._pending.num_steps:
+            raise JobError(
+                "run.batches was called before the batch of another run.batches had its run.step; a run reads one data "
+                "set at a time: put two into one, as torch.utils.data.StackDataset(labelled=…, unlabelled=…) does."
+            )
         self.catch_up()
         self.finish_step()
         self._is_between_epochs = False
@@ -209,8 +221,8 @@ class Stepper:
         Returns:
             The loss of a worker that led to the error; None if none did.
         """
-        if self._given is not None:  # of a batch whose iterator the script still has
-            self._given.stop()
+        if self._pending is not None:
+            self._pending.given.stop()
             self.draws.stop()
         if error is None:
             self.catch_up()
