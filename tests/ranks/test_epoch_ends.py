@@ -11,6 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.checkpoint import open_storage
+from paceline.checkpoint.load import read_manifest
 from paceline.env import worker_facts
 from paceline.errors import JobError
 from paceline.spec import Job, Plan
@@ -138,3 +140,25 @@ def test_a_step_after_the_end_is_told_that_the_run_is_over() -> None:
         "The run has made all of its 12 steps",
         "The run has made all of its 2 steps",
     ]
+
+
+def _save_before_and_after_an_evaluation(folder: str) -> dict[str, float]:
+    plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=60)
+    job = JOB.with_values(epochs=1, checkpoint={"keep_best": "output", "best_mode": "min"})
+    with paceline.init(job, plan=plan, checkpoint_dir=folder, progress=False) as run:
+        model = nn.Linear(4, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for batch in run.batches(TensorDataset(INPUTS)):
+            run.step(batch, lambda model, batch: model(batch[0]).square().mean())
+        run.save()
+        found = run.evaluate(TensorDataset(INPUTS), lambda model, batch: {"output": model(batch[0]).squeeze(1)})
+        run.save()
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_checkpoint_has_the_metrics_of_an_evaluation_that_came_after_it(tmp_path: Path, num_workers: int) -> None:
+    found = run_ranks(_save_before_and_after_an_evaluation, num_workers, str(tmp_path))
+    storage = open_storage(str(tmp_path))
+    assert storage.read("best") == storage.read("latest") == b"step-00000003\n"
+    assert read_manifest(storage, "step-00000003").metrics == found[0]

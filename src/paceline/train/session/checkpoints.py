@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from types import FrameType
 from typing import Any
 
@@ -59,6 +59,8 @@ class Checkpoints:
         self._handlers: dict[int, Any] = {}
         self._saver = Saver(storage, spec, group, say)
         self._saver.last_step = self._saver.written_step = saved_step
+        self._saved_metrics: Mapping[str, float] | None = None
+        """The metrics in the newest checkpoint that was begun; None: the run has begun none."""
         self._will_save = will_save
         self.was_saved: Callable[[int], None] = lambda _step: None
         """Receives the step of each complete checkpoint, on all workers after the same step; may be replaced."""
@@ -103,11 +105,16 @@ class Checkpoints:
         """Note that an epoch has ended: the run is saved at the next opportunity."""
         self._is_due |= self._spec.every_epoch
 
-    def save(self, step: int) -> None:
-        """Save the state of this step, unless that is done. A collective."""
-        if self._saver.last_step != step:
+    def save(self, step: int, metrics: Mapping[str, float] | None = None) -> None:
+        """Save the state of this step, unless that is done. A collective.
+
+        Args:
+            metrics: those of the last evaluation, by which the best checkpoint is found; where it came after the step
+                was saved, the step is saved again. None: it is not.
+        """
+        if self._saver.last_step != step or metrics not in (None, self._saved_metrics):
             self.wait()
-            self._is_due = True
+            self._is_due, self._saver.last_step = True, None
             self._save()
 
     @property
@@ -152,7 +159,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         if snapshot.step != self._saver.last_step:
             self._saver.begin(snapshot)
-            self._in_writing = snapshot.step
+            self._in_writing, self._saved_metrics = snapshot.step, dict(snapshot.shared["metrics"])
 
     @property
     def wants_save(self) -> bool:

@@ -380,7 +380,7 @@ class Session:
     def save(self) -> None:
         """Save the state as it is now, unless that is done. A collective."""
         if self._checkpoints is not None:
-            self._checkpoints.save(self.state.progress.steps)
+            self._checkpoints.save(self.state.progress.steps, self.state.metrics)
 
     @property
     def newest_checkpoint(self) -> str | None:
