@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, JobError, shown
 from paceline.spec.codec import from_mapping
 from paceline.spec.job import CheckpointSpec
 from paceline.workflows.jobs import Say, silent
@@ -113,14 +114,16 @@ def prune(
         The names of those that stay, of those that go, and what is wrong with damaged ones, which are left alone.
 
     Raises:
-        JobError: an invalid rule.
+        JobError: an invalid rule, or a metric that no checkpoint has.
         CheckpointError: there are none, or the storage fails.
     """
     from paceline.checkpoint import retention
 
     rules = {"keep_last": keep_last, "keep_every_hours": keep_every_hours, "keep_best": keep_best}
     spec = from_mapping(CheckpointSpec, rules)
-    with open_checkpoints(place) as (storage, _):
+    with open_checkpoints(place) as (storage, names):
+        if keep_best is not None:
+            _check_metric(storage, names, keep_best)
         return retention.sort_out(storage, spec) if dry_run else retention.prune(storage, spec)
 
 
@@ -183,6 +186,16 @@ def open_checkpoints(place: Path | str) -> Iterator[tuple[Storage, list[str]]]:
         if not names:
             raise CheckpointError(f"There is no checkpoint in {found.storage.address}.")
         yield found.storage, names
+
+
+def _check_metric(storage: Storage, names: Iterable[str], metric: str) -> None:
+    """Raise `JobError` where no checkpoint has a finite value of a metric: none would be kept as the best."""
+    values = [item for name in names for item in _state(storage, name).metrics.items()]
+    if any(name == metric and math.isfinite(value) for name, value in values):
+        return
+    known = sorted({name for name, _ in values})
+    there = f"they have {', '.join(known)}" if known else "they have no metrics"
+    raise JobError(f"keep_best = {shown(metric)}: no checkpoint in {storage.address} has a value of it; {there}.")
 
 
 def _state(storage: Storage, name: str, *, is_verified: bool = False) -> CheckpointState:
