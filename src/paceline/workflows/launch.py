@@ -94,6 +94,16 @@ def launch_commands(
     return dry_run(plan, launching.program, run_dir, allocation.where, launching.notes)
 
 
+def check_script(script: str, *, is_module: bool) -> None:
+    """Raises `LaunchError` for an option in place of a script, and for a script that is not there."""
+    if script.startswith("-"):
+        raise LaunchError(f"There is no option '{script}'; `paceline launch --help` lists all.")
+    if not is_module and not Path(script).is_file():
+        may_be_module = all(part.isidentifier() for part in script.split("."))
+        hint = f"; if it is a module, add -m: -m {script}" if may_be_module else ""
+        raise LaunchError(f"There is no script '{script}'{hint}.")
+
+
 @dataclass(frozen=True)
 class _Launching:
     """The arguments of `launch` that decide what runs, and how it is spread over workers."""
@@ -112,12 +122,7 @@ class _Launching:
         if self.micro_batch_size is not None:
             parse_micro_batch(str(self.micro_batch_size))
         check_words(arguments=self.arguments)
-        if self.script.startswith("-"):
-            raise LaunchError(f"There is no option '{self.script}'; `paceline launch --help` lists all.")
-        if not self.module and not Path(self.script).is_file():
-            may_be_module = all(part.isidentifier() for part in self.script.split("."))
-            hint = f"; if it is a module, add -m: -m {self.script}" if may_be_module else ""
-            raise LaunchError(f"There is no script '{self.script}'{hint}.")
+        check_script(self.script, is_module=self.module)
 
     @property
     def name(self) -> str:

@@ -19,6 +19,7 @@ from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.job import JOB_FILE, differences
 from paceline.spec.plan import LIMIT_FILE, PLAN_FILE, RunLimit
 from paceline.spec.record import RECORD_FILE
+from paceline.words import number_of
 
 NO_LIMIT = RunLimit()
 """A run that ends with its epochs."""
@@ -57,13 +58,16 @@ def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool)
         return None
     record = RunRecord.load(file)
     changes = differences(record.job.to_mapping(), dataclasses.replace(job, epochs=record.job.epochs).to_mapping())
-    is_less = job.epochs < record.job.epochs or (max_steps is not None and max_steps < record.steps)
-    if is_less:
-        changes.append(f"it has made {record.steps} steps of {record.job.epochs} epochs")
-    if changes and not (force and not is_less):
+    if changes and not force:
         raise PacelineError(
             f"{run_dir} already holds a finished run of another job ({'; '.join(changes)}); name another folder, or "
             "remove the folder."
+        )
+    if job.epochs < record.job.epochs or (max_steps is not None and max_steps < record.steps):
+        asked = f"epochs = {job.epochs}" if job.epochs < record.job.epochs else f"max_steps = {max_steps}"
+        raise PacelineError(
+            f"{run_dir} already holds a finished run that is longer: it has made {number_of(record.steps, 'step')} of "
+            f"{number_of(record.job.epochs, 'epoch')}, and {asked} here; name another folder, or remove the folder."
         )
     return record if _is_all(record, run_dir, job, max_steps) else None
 
