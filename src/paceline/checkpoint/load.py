@@ -20,6 +20,9 @@ from paceline.errors import CheckpointError, PacelineError
 
 FOLDER_PREFIX = "step-"
 
+LATEST_FILE = "latest"
+"""Names the newest checkpoint, for people and scripts; what is resumed from does not rely on it."""
+
 _FOLDER_NAME = re.compile(rf"{FOLDER_PREFIX}([0-9]{{8,18}})")
 
 _Held = TypeVar("_Held", Tensor, Position)
@@ -197,7 +200,7 @@ def newest_good(storage: Storage) -> tuple[Checkpoint | None, list[str]]:
     only unfinished ones, for the newest of them.
 
     Raises:
-        CheckpointError: there are checkpoints, and none of them can be used.
+        CheckpointError: there are checkpoints, or were, and none of them can be used.
     """
     return newest_that(lambda name: read_checkpoint(storage, name), storage)
 
@@ -221,6 +224,12 @@ def newest_that(read: Callable[[str], _Read], storage: Catalogue) -> tuple[_Read
             f"{problems[0].partition(': ')[2]} Remove them to start from the beginning."
         )
     unfinished = list_unfinished(storage)
+    if unfinished and LATEST_FILE in storage.names():  # which is written once a checkpoint is complete
+        raise CheckpointError(
+            f"None of the {len(unfinished)} checkpoints in {storage.address} can be used; of the newest, "
+            f"{unfinished[-1]}, {MANIFEST_FILE} is missing, and one was complete before. Remove them to start from the "
+            "beginning."
+        )
     if unfinished:
         problems.append(
             f"{unfinished[-1]} in {storage.address} is not used: {MANIFEST_FILE}, the last file that is written, is "

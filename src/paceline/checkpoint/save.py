@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.checkpoint.data_file import ChecksumStream, StagedFile, data_file_name
-from paceline.checkpoint.load import folder_name, is_complete, list_unfinished, worker_prefix
+from paceline.checkpoint.load import LATEST_FILE, folder_name, is_complete, list_unfinished, worker_prefix
 from paceline.checkpoint.manifest import MANIFEST_FILE, DataFile, Manifest
 from paceline.checkpoint.retention import discard, prune
 from paceline.checkpoint.state_tree import flatten_state
@@ -33,9 +33,6 @@ from paceline.errors import PacelineError
 from paceline.object_collectives import broadcast_object
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.job import CheckpointSpec
-
-LATEST_FILE = "latest"
-"""Names the newest checkpoint, for people and scripts; nothing here relies on it."""
 
 BEST_FILE = "best"
 """Names the best checkpoint by `keep_best`, likewise."""

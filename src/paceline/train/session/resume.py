@@ -61,8 +61,7 @@ class CheckpointReader:
         if self.group is None or dist.get_rank(self.group) == 0:
             try:
                 checkpoint, problems = newest_good(self.storage)
-                for problem in problems:
-                    self.say(problem)
+                self._tell(problems, is_found=checkpoint is not None)
                 if checkpoint is not None:
                     self._check_is_run(checkpoint.name, checkpoint.manifest)
                     name = checkpoint.name
@@ -92,8 +91,7 @@ class CheckpointReader:
             found, problems = newest_that(read, SharedCatalogue(self.storage, group))
         except OSError as failure:
             raise CheckpointError(str(failure)) from None
-        for problem in problems:
-            self.say(problem)
+        self._tell(problems, is_found=found is not None)
         if found is None:
             return None
         name, manifest, shared = found
@@ -104,6 +102,12 @@ class CheckpointReader:
                 "or gradients not sent yet), from which a sharded model cannot resume; resume it with strategy = 'dp'."
             )
         return Found(name, {"job": manifest.job, **shared}, {})
+
+    def _tell(self, problems: Sequence[str], *, is_found: bool) -> None:
+        for problem in problems:
+            self.say(problem)
+        if problems and not is_found:
+            self.say("There is no other checkpoint: the run starts from the beginning.")
 
     def _check_is_run(self, name: str, manifest: Manifest) -> None:
         if not _is_run(manifest.values):
