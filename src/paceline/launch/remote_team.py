@@ -52,7 +52,12 @@ class NodeAccess:
     def run(self, program: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
         """Run a program on the node until it ends; raises `OSError` or `subprocess.TimeoutExpired`."""
         return subprocess.run(
-            self.argv(program), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+            self.argv(program),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
         )
 
     def succeeds(self, program: Sequence[str], timeout_s: float) -> bool:
