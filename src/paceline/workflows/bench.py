@@ -22,6 +22,7 @@ from paceline.spec.comm_timing import (
 from paceline.spec.record import RECORD_FILE
 from paceline.spec.wire import WireName
 from paceline.workflows.allocation import open_allocation
+from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import check_amounts, check_counts, check_words
 from paceline.workflows.run_folder import new_run_dir
 from paceline.workflows.where import HERE, Where
@@ -29,6 +30,7 @@ from paceline.workflows.where import HERE, Where
 __all__ = ["checkpoint", "comm"]
 
 
+@checked
 def comm(
     *,
     workers: int | None = None,
@@ -103,6 +105,7 @@ def comm(
     return timings
 
 
+@checked
 def checkpoint(
     *,
     directory: str | None = None,

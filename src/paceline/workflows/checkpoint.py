@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from paceline.errors import CheckpointError, JobError, shown
 from paceline.spec.codec import from_mapping
 from paceline.spec.job import CheckpointSpec
+from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import Say, silent
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class ExportedWeights:
     step: int
 
 
+@checked
 def ls(place: str | Path) -> CheckpointList:
     """The checkpoints of a run, oldest first, by what their manifests say; only `verify` reads them.
 
@@ -70,6 +72,7 @@ def ls(place: str | Path) -> CheckpointList:
         return CheckpointList(storage.address, tuple(_state(storage, name) for name in names))
 
 
+@checked
 def verify(place: str | Path, on_each: Callable[[CheckpointState], None] | None = None) -> tuple[CheckpointState, ...]:
     """Read every byte of every checkpoint: which are good, damaged or unfinished.
 
@@ -91,6 +94,7 @@ def verify(place: str | Path, on_each: Callable[[CheckpointState], None] | None 
     return tuple(states)
 
 
+@checked
 def prune(
     place: str | Path,
     *,
@@ -127,6 +131,7 @@ def prune(
         return retention.sort_out(storage, spec) if dry_run else retention.prune(storage, spec)
 
 
+@checked
 def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, say: Say = silent) -> ExportedWeights:
     """Write the model of a checkpoint into one safetensors file, under plain state_dict names.
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from paceline import env
 from paceline.errors import LaunchError, file_problems
+from paceline.workflows.arguments import checked
 
 if TYPE_CHECKING:
     from paceline.hardware.checks.engine import Finding
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from paceline.hardware.checks.reachability import ReachTest
 
 
+@checked
 def doctor(*, hosts: str | None = None, folder: Path | str = Path("runs")) -> tuple[Finding, ...]:
     """Check this node, or all that are named and the network between them.
 

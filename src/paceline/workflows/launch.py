@@ -15,12 +15,14 @@ from paceline.spec import Cluster, Plan, parse_mesh
 from paceline.spec.job import MicroBatchSize, parse_micro_batch
 from paceline.spec.mesh_name import check_strategy
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
+from paceline.workflows.arguments import checked
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.jobs import check_counts, check_words
 from paceline.workflows.run_folder import check_folder, new_run_dir
 from paceline.workflows.where import HERE, RIGID, Elastic, Where
 
 
+@checked
 def launch(
     script: str | Path,
     arguments: Sequence[str] = (),

@@ -11,6 +11,7 @@ from paceline.errors import JobError, ModelError, shown
 from paceline.spec import Job, Mesh, parse_mesh
 from paceline.spec.model_cost import DeviceMemory
 from paceline.words import size
+from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import check_counts, resolve_job
 from paceline.workflows.traced_model import model_on_paper
 
@@ -76,6 +77,7 @@ class MemoryTable:
         return html_of(self.table())
 
 
+@checked
 def memory(
     job: Job | str | Path,
     devices: int = 8,

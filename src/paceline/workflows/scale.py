@@ -19,6 +19,7 @@ from paceline.spec.plan import RunLimit
 from paceline.spec.record import RECORD_FILE
 from paceline.words import and_more
 from paceline.workflows.allocation import Allocation, open_allocation
+from paceline.workflows.arguments import checked
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts, without_forecasts
 from paceline.workflows.jobs import Say, check_amounts, check_counts, import_folders, read_counts, resolve_job, silent
 from paceline.workflows.run_folder import begun_with, finished_record, new_run_dir, write_run
@@ -33,6 +34,7 @@ _RUNS = "runs"
 """The folder of a study's runs."""
 
 
+@checked
 def scale(
     job: Job | str | Path,
     *,

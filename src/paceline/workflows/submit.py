@@ -19,6 +19,7 @@ from paceline.plan import place
 from paceline.regular_files import make_run_folder, replace_text
 from paceline.spec import Cluster, Device, DeviceKind, Job, Node, Plan
 from paceline.spec.job import MOST_WORKERS
+from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import check_counts, check_names, check_words, is_script, resolve_job
 from paceline.workflows.launch import check_script
 from paceline.workflows.run_folder import check_folder, new_run_dir
@@ -38,6 +39,7 @@ class SlurmJob:
     job_id: str = ""
 
 
+@checked
 def slurm(
     command: str,
     arguments: Sequence[str] = (),
@@ -146,6 +148,7 @@ def check_command(command: str, given: Mapping[str, Any]) -> None:
         Plan.load(Path(given["plan"]))
 
 
+@checked
 def kubernetes(
     job: Job | str | Path,
     arguments: Sequence[str] = (),

@@ -14,6 +14,7 @@ from paceline.spec import AlgorithmName, CallbackSpec, Cluster, Job, Plan, RunRe
 from paceline.spec.job import MicroBatchSize, parse_micro_batch
 from paceline.spec.plan import RunLimit
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
+from paceline.workflows.arguments import checked
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts
 from paceline.workflows.jobs import (
@@ -39,6 +40,7 @@ from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, RIGID, Elastic, Where
 
 
+@checked
 def train(
     job: Job | str | Path,
     *,

@@ -17,11 +17,13 @@ from paceline.report.parity import ParityVerdict, compare, load_trace
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.mesh_name import check_strategy
 from paceline.words import number_of
+from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import Say, check_counts, is_script, read_counts, resolve_job, silent
 from paceline.workflows.run_folder import write_run
 from paceline.workflows.strategy import Strategy
 
 
+@checked
 def verify(
     job: Job | str | Path,
     arguments: Sequence[str] = (),
