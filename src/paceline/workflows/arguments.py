@@ -48,7 +48,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 def check_fields(options: Any) -> None:
     """Raise `JobError` for a field of a dataclass that is of another type than its annotation says."""
-    _check(vars(options), _field_types(type(options)))
+    _check(vars(options), get_type_hints(type(options)))
 
 
 def _check(values: Mapping[str, Any], types: Mapping[str, Any]) -> None:
@@ -57,9 +57,6 @@ def _check(values: Mapping[str, Any], types: Mapping[str, Any]) -> None:
         if not any(_is_of(value, one) for one in members):
             wanted = list(dict.fromkeys(_name(one) for one in members))
             raise JobError(f"{name} = {shown(value)} should be {' or '.join(wanted)}.")
-
-
-_field_types = functools.cache(get_type_hints)
 
 
 @functools.cache

@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.errors import PacelineError
+from paceline.errors import JobError, PacelineError
 from paceline.plan import spread
 from paceline.spec import AlgorithmName, Cluster, Plan
-from paceline.spec.algorithm import algorithm_names
+from paceline.spec.algorithm import SERVER_ALGORITHMS, algorithm_names
 from paceline.spec.checkpoint_timing import CheckpointRequest, CheckpointTimings
 from paceline.spec.comm_timing import (
     TIMINGS_FILE,
@@ -82,6 +82,10 @@ def comm(
     else:
         check_counts(workers=workers)
         check_words(algorithms=algorithms or (), wires=wires)
+        if servers != 1 and algorithms and not set(algorithms) & set(SERVER_ALGORITHMS):
+            raise JobError(
+                f"servers = {servers} goes with the algorithms {' and '.join(SERVER_ALGORITHMS)}; leave it out."
+            )
         request = CommRequest.from_mapping(
             {
                 "cases": [CommCase(name, wire) for wire in wires for name in algorithms or algorithm_names()],

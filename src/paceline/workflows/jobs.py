@@ -21,6 +21,10 @@ Say = Callable[[str], None]
 """Receives progress messages of a workflow, one line at a time; such as `print`."""
 
 
+_READ_NO_FOLDER = ("digits", "synthetic")
+"""Data sets that are made, or come with a package; nor does one that is given by its import path read data.dir."""
+
+
 def silent(_line: str) -> None:
     """Discards the message."""
 
@@ -187,6 +191,8 @@ def resolve_job(
     if data is None:
         return changed
     if isinstance(data, str | Path):
+        if changed.data.name in _READ_NO_FOLDER or ":" in changed.data.name:
+            raise JobError(f"The data set '{changed.data.name}' reads no folder; leave data = {shown(str(data))} out.")
         return changed.with_values(data={"dir": str(Path(data).resolve())})
     return changed.with_values(data=import_path(data, "data"))
 

@@ -109,6 +109,11 @@ def memory(
     if device_bytes is not None and not device_bytes >= 1:
         raise JobError(f"device_bytes = {shown(device_bytes)} should be the memory of a device in bytes.")
     resolved = resolve_job(job, settings, data, model)
+    if (micro_batch_size or 0) > resolved.global_batch_size:
+        raise JobError(
+            f"micro_batch_size = {micro_batch_size} is more than the global batch of {resolved.global_batch_size} "
+            "samples; use that many at most, or set global_batch_size."
+        )
     num_samples = micro_batch_size or resolved.shard_size
     strategies = ("dp",) if devices == 1 else _STRATEGIES
     rows = tuple(_row(resolved, parse_mesh(name, devices), name, num_samples) for name in strategies)

@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 import paceline
-from paceline.errors import ClusterError
+from paceline.errors import ClusterError, JobError
+from paceline.workflows import verify as verify_workflow
 from tests import topologies
 from tests.fixtures.checkpoint import FOLDER
 from tests.sample_clusters import cpu_cluster, gpu_cluster
@@ -92,6 +93,19 @@ def test_runs_are_handed_to_schedulers() -> None:
 def test_this_node_is_checked() -> None:
     levels = {finding.level for finding in paceline.doctor()}
     assert "ok" in levels and levels <= {"ok", "warning", "error"}
+
+
+@pytest.mark.parametrize("job", ["digits-lenet", "train.py"])
+def test_verify_trains_nothing_before_all_numbers_of_workers_are_checked(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify_workflow, "run_workers", lambda *_: pytest.fail("it trains"))
+    Path("train.py").write_text("")
+    with pytest.raises(JobError, match="'dp2 x pp2' does not make 3 workers"):
+        paceline.verify(job, strategy="dp2 x pp2", workers="1,3")
+    if job == "digits-lenet":
+        with pytest.raises(JobError, match="64 workers cannot share virtual_shards"):
+            paceline.verify(job, workers=[1, 64])
 
 
 @pytest.mark.parametrize(
@@ -180,6 +194,28 @@ def test_this_node_is_checked() -> None:
             "efficiency_floor = None should be a number",
         ),
         (lambda: paceline.bench.comm(budget=cast(Any, None)), "budget = None should be a number"),
+        (
+            lambda: paceline.train("digits-lenet", servers=2),
+            r"servers = 2 goes with algorithm = 'parameter_server' or .*; leave it out",
+        ),
+        (
+            lambda: paceline.bench.comm(algorithms=["ring"], servers=2),
+            "servers = 2 goes with the algorithms parameter_se",
+        ),
+        (lambda: paceline.train("digits-lenet", data="nix"), "'digits' reads no folder; leave data = 'nix' out"),
+        (
+            lambda: paceline.memory("digits-lenet", 2, micro_batch_size=100000),
+            "micro_batch_size = 100000 is more than the global batch of 64 samples",
+        ),
+        (
+            lambda: paceline.launch(__file__, workers=2, where=paceline.Where(interface="nix")),
+            "interface = 'nix' is for workers on other nodes, and all of these run on this one",
+        ),
+        (
+            lambda: paceline.launch(__file__, workers=2, where=paceline.Where(python="nix")),
+            "python = 'nix' is for workers on other nodes",
+        ),
+        (lambda: paceline.dry_run_mesh("digits-lenet", "dp0"), "'dp0' gives dp the degree 0; a degree is 1 or more"),
         (lambda: paceline.checkpoint.ls(Path("nowhere")), "no folder 'nowhere'"),
     ],
 )
