@@ -16,7 +16,7 @@ from paceline.checkpoint.manifest import MANIFEST_FILE, DataFile, Manifest, Stor
 from paceline.checkpoint.slice import Slice
 from paceline.checkpoint.state_tree import tensor_names, unflatten_state
 from paceline.checkpoint.storage import Catalogue, Storage
-from paceline.errors import CheckpointError, PacelineError
+from paceline.errors import CheckpointError, PacelineError, reason_of
 
 FOLDER_PREFIX = "step-"
 
@@ -103,7 +103,7 @@ def read_manifest(storage: Catalogue, name: str) -> Manifest:
     except FileNotFoundError:
         raise CheckpointError(f"{MANIFEST_FILE} is missing: it was never finished") from None
     except OSError as problem:
-        raise CheckpointError(f"{MANIFEST_FILE} cannot be read: {problem}") from None
+        raise CheckpointError(f"{MANIFEST_FILE} cannot be read: {reason_of(problem)}") from None
     if _FOLDER_NAME.fullmatch(name) and name != folder_name(manifest.step):
         raise CheckpointError(f"{MANIFEST_FILE} is of step {manifest.step}")
     return manifest
@@ -189,7 +189,7 @@ def readable(file: str) -> Iterator[None]:
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing") from None
     except OSError as problem:
-        raise CheckpointError(f"{file} cannot be read: {problem}") from None
+        raise CheckpointError(f"{file} cannot be read: {reason_of(problem)}") from None
 
 
 _Read = TypeVar("_Read")

@@ -245,7 +245,7 @@ def _still_answers(outcome: Outcome, nodes: Sequence[RemoteTeam]) -> bool:
 
 def prepare(run_dir: Path) -> None:
     """Make the folders, readable only by the user, and delete files of an earlier run in the same folder."""
-    with file_problems(f"The run folder {run_dir} cannot be used", LaunchError):
+    with file_problems(f"The run folder {run_dir} cannot be used", LaunchError, "name another one with out = DIR"):
         for folder in (run_dir, run_dir / "logs", run_dir / "failures"):
             make_run_folder(folder)
         reports = "failure.json", "failure.txt", "failure-*.json", "failure-*.txt"

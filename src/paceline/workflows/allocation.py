@@ -187,7 +187,7 @@ def open_allocation(where: Where, run_dir: Path, script: Path | None = None) -> 
     slots, where = _chosen(where)
     shown = [path.absolute() for path in (run_dir, script and script.parent) if path is not None]
     with contextlib.ExitStack() as held:
-        with file_problems(f"The run folder {run_dir} cannot be used", LaunchError):
+        with file_problems(f"The run folder {run_dir} cannot be used", LaunchError, "name another one with out = DIR"):
             make_run_folder(run_dir)
             held.enter_context(hold_folder(run_dir, say=lambda line: print(f"paceline: {line}", file=sys.stderr)))
         yield held.enter_context(_opened(where, slots, shown))

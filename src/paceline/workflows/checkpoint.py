@@ -164,7 +164,7 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
             for problem in problems:
                 say(problem)
             if found is None:
-                raise CheckpointError(f"There is no checkpoint in {place.storage.address}.")
+                raise CheckpointError(f"There is no checkpoint in '{place.storage.address}'.")
         else:
             try:
                 found = read_checkpoint(place.storage, place.name)
@@ -189,7 +189,7 @@ def open_checkpoints(place: Path | str) -> Iterator[tuple[Storage, list[str]]]:
         found = find_location(str(place))
         names = list_folders(found.storage) if found.name is None else [found.name]
         if not names:
-            raise CheckpointError(f"There is no checkpoint in {found.storage.address}.")
+            raise CheckpointError(f"There is no checkpoint in '{found.storage.address}'.")
         yield found.storage, names
 
 

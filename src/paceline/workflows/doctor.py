@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from paceline import env
-from paceline.errors import LaunchError, file_problems
+from paceline.errors import LaunchError, file_problems, reason_of
 from paceline.workflows.arguments import checked
 
 if TYPE_CHECKING:
@@ -98,4 +98,4 @@ def _start_over_ssh(host: str, program: Sequence[str]) -> subprocess.Popen[str]:
     try:
         return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace")
     except OSError as problem:
-        raise LaunchError(f"ssh cannot be started: {problem}; install the OpenSSH client.") from None
+        raise LaunchError(f"ssh cannot be started: {reason_of(problem)}; install the OpenSSH client.") from None

@@ -244,7 +244,7 @@ def _named(job: str) -> Job:
 
 def _is_file(name: str) -> bool:
     try:
-        return Path(name).exists()
+        return name != "" and Path(name).exists()
     except (OSError, ValueError):  # no file can have such a name
         return False
 

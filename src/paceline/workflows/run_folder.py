@@ -104,7 +104,8 @@ def check_folder(folder: Path) -> None:
     problem = 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
     problem = problem if there.is_dir() else errno.EEXIST
     if problem:
-        raise LaunchError(f"The run folder {folder} cannot be used: {os.strerror(problem)}.")
+        why = os.strerror(problem)
+        raise LaunchError(f"The run folder {folder} cannot be used: {why}; name another one with out = DIR.")
     check_free(folder)
 
 
@@ -119,7 +120,7 @@ def write_run(
     force: bool = False,
 ) -> list[str]:
     """Write job, plan and limit into the run folder; return the program that trains them, as python's arguments."""
-    with file_problems(f"The run folder {run_dir} cannot be made"):
+    with file_problems(f"The run folder {run_dir} cannot be made", remedy="name another one with out = DIR"):
         make_run_folder(run_dir)  # that only its owner can read
     values = {JOB_FILE: job, PLAN_FILE: plan, LIMIT_FILE: limit}
     with file_problems(f"The run folder {run_dir} cannot be written to"):

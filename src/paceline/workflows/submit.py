@@ -102,7 +102,7 @@ def slurm(
         return SlurmJob(script, run_dir)
     was_there = out is not None and run_dir.exists()
     try:
-        with file_problems(f"The run folder {run_dir} cannot be used", LaunchError):
+        with file_problems(f"The run folder {run_dir} cannot be used", LaunchError, "name another one with out = DIR"):
             make_run_folder(run_dir)  # before the job begins: its output goes there
         job_id = submit_script(script)
     except LaunchError:

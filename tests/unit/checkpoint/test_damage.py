@@ -140,7 +140,7 @@ def test_a_storage_that_fails_is_no_reason_to_give_up(storage: Memory) -> None:
 
     failing = Failing(storage.files)
     _assert_found(failing, OLDER, 4)
-    assert "worker-00000.safetensors cannot be read: [Errno 13]" in newest_good(failing)[1][0]
+    assert "worker-00000.safetensors cannot be read: Permission denied" in newest_good(failing)[1][0]
 
 
 def test_a_file_without_end_is_not_read_to_its_end(storage: Memory) -> None:

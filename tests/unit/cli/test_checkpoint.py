@@ -167,7 +167,7 @@ def test_mistakes(run: Run, tmp_path: Path, command: str) -> None:
     assert "There is no folder 'nowhere', or there is nothing in it." in ask("nowhere")
     (tmp_path / "notes.txt").write_text("")
     assert "There is no folder" in ask(tmp_path / "notes.txt")
-    assert f"There is no checkpoint in {tmp_path}." in ask(tmp_path)
+    assert f"There is no checkpoint in '{tmp_path}'." in ask(tmp_path)
     assert "cannot be kept at s4://bucket" in ask("s4://bucket/run")
 
 

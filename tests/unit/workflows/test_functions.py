@@ -216,6 +216,9 @@ def test_verify_trains_nothing_before_all_numbers_of_workers_are_checked(
             "python = 'nix' is for workers on other nodes",
         ),
         (lambda: paceline.dry_run_mesh("digits-lenet", "dp0"), "'dp0' gives dp the degree 0; a degree is 1 or more"),
+        (lambda: paceline.memory(""), "'' is neither a job file nor a recipe"),
+        (lambda: paceline.checkpoint.ls("."), "There is no checkpoint in '.'|There is no folder '.'"),
+        (lambda: paceline.report("."), r"There is no run record '/.*record\.json'"),
         (lambda: paceline.checkpoint.ls(Path("nowhere")), "no folder 'nowhere'"),
     ],
 )

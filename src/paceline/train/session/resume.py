@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.checkpoint import SharedCatalogue, newest_good, newest_that, read_together
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.storage import Storage
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, reason_of
 from paceline.object_collectives import broadcast_object, scatter_objects
 from paceline.parallel.engine import AS_RANK
 
@@ -68,7 +68,7 @@ class CheckpointReader:
                     shared = {"job": checkpoint.manifest.job, **checkpoint.shared}
                     owns = [checkpoint.own(rank) for rank in range(checkpoint.manifest.world_size)]
             except (CheckpointError, OSError) as problem:
-                name, why_not = None, str(problem)
+                name, why_not = None, reason_of(problem)
         name, why_not, shared = broadcast_object((name, why_not, shared), self.group)
         if why_not is not None:
             raise CheckpointError(why_not)
@@ -90,7 +90,7 @@ class CheckpointReader:
         try:
             found, problems = newest_that(read, SharedCatalogue(self.storage, group))
         except OSError as failure:
-            raise CheckpointError(str(failure)) from None
+            raise CheckpointError(reason_of(failure)) from None
         self._tell(problems, is_found=found is not None)
         if found is None:
             return None
