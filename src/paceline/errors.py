@@ -71,13 +71,19 @@ class PacelineError(Exception):
         super().__init__(shortened(printable(message), _LONGEST_SENTENCE))
 
 
+def reason_of(problem: BaseException | str) -> str:
+    """What a problem says of itself, without the number and the path that the system's errors have in front."""
+    return (problem.strerror if isinstance(problem, OSError) else None) or str(problem)
+
+
 @contextlib.contextmanager
-def file_problems(what: str, kind: type[PacelineError] = PacelineError) -> Iterator[None]:
-    """While the block is open, a file that cannot be used raises `kind`, which says `what` and the system's reason."""
+def file_problems(what: str, kind: type[PacelineError] = PacelineError, remedy: str = "") -> Iterator[None]:
+    """While the block is open, a file that cannot be used raises `kind`, which says `what`, the system's reason, and
+    the `remedy`."""
     try:
         yield
     except OSError as problem:
-        raise kind(f"{what}: {problem.strerror or problem}.") from None
+        raise kind(f"{what}: {reason_of(problem)}{remedy and '; '}{remedy}.") from None
 
 
 class JobError(PacelineError):

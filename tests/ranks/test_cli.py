@@ -99,6 +99,28 @@ def test_train_does_not_write_over_a_finished_run(trained: Any, tmp_path: Path) 
     assert (run_dir / "record.json").read_bytes() == before
 
 
+def test_a_run_that_could_not_save_says_so_at_its_end(tmp_path: Path) -> None:
+    options = ("-n", "1", "--max-steps", "1", "--set", "checkpoint.dir=/proc/x")
+    result = succeeded(started("train", "digits-lenet", *options, cwd=tmp_path))
+    assert re.search(r"^checkpoint +none was written$", result.stderr, re.MULTILINE)
+
+
+def test_a_run_whose_checkpoints_have_lost_their_manifests_does_not_begin_anew(tmp_path: Path) -> None:
+    train = ("train", "digits-lenet", "-n", "1", "--out", "half", "--max-steps")
+    succeeded(started(*train, "2", cwd=tmp_path))
+    manifests = list((tmp_path / "half" / "checkpoints").glob("*/manifest.json"))
+    assert manifests
+    for manifest in manifests:
+        manifest.rename(manifest.with_name("elsewhere"))
+    result = started(*train, "3", cwd=tmp_path)
+    assert_one_sentence(result, "manifest.json is missing, and one was complete before. Remove them to start from the")
+    assert not (tmp_path / "half" / "record.json").exists()
+    assert RunRecord.load(tmp_path / "half" / "record-2-steps.json").steps == 2
+    for manifest in manifests:
+        manifest.with_name("elsewhere").rename(manifest)
+    assert "resum" in succeeded(started(*train, "3", cwd=tmp_path)).stderr
+
+
 # --- scripts of users, under every launcher ---
 
 SCRIPT = """\

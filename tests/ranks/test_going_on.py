@@ -44,7 +44,7 @@ def test_a_finished_run_gives_its_result_again_and_goes_on(tmp_path: Path) -> No
     kept = sorted(path.name for path in (tmp_path / "parts").glob("record*.json"))
     assert kept == ["record-3-steps.json", "record-5-steps.json", "record.json"]
     for less in ({"epochs": 1}, {"epochs": 2, "max_steps": 4}, {"epochs": 2, "seed": 1}):
-        with pytest.raises(PacelineError, match="already holds a finished run of another job"):
+        with pytest.raises(PacelineError, match=r"already holds a finished run (of another job|that is longer)"):
             _train(tmp_path / "parts", **less)
 
 

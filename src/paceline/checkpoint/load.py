@@ -16,9 +16,12 @@ from paceline.checkpoint.manifest import MANIFEST_FILE, DataFile, Manifest, Stor
 from paceline.checkpoint.slice import Slice
 from paceline.checkpoint.state_tree import tensor_names, unflatten_state
 from paceline.checkpoint.storage import Catalogue, Storage
-from paceline.errors import CheckpointError, PacelineError
+from paceline.errors import CheckpointError, PacelineError, reason_of
 
 FOLDER_PREFIX = "step-"
+
+LATEST_FILE = "latest"
+"""Names the newest checkpoint, for people and scripts; what is resumed from does not rely on it."""
 
 _FOLDER_NAME = re.compile(rf"{FOLDER_PREFIX}([0-9]{{8,18}})")
 
@@ -100,7 +103,7 @@ def read_manifest(storage: Catalogue, name: str) -> Manifest:
     except FileNotFoundError:
         raise CheckpointError(f"{MANIFEST_FILE} is missing: it was never finished") from None
     except OSError as problem:
-        raise CheckpointError(f"{MANIFEST_FILE} cannot be read: {problem}") from None
+        raise CheckpointError(f"{MANIFEST_FILE} cannot be read: {reason_of(problem)}") from None
     if _FOLDER_NAME.fullmatch(name) and name != folder_name(manifest.step):
         raise CheckpointError(f"{MANIFEST_FILE} is of step {manifest.step}")
     return manifest
@@ -186,7 +189,7 @@ def readable(file: str) -> Iterator[None]:
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing") from None
     except OSError as problem:
-        raise CheckpointError(f"{file} cannot be read: {problem}") from None
+        raise CheckpointError(f"{file} cannot be read: {reason_of(problem)}") from None
 
 
 _Read = TypeVar("_Read")
@@ -197,7 +200,7 @@ def newest_good(storage: Storage) -> tuple[Checkpoint | None, list[str]]:
     only unfinished ones, for the newest of them.
 
     Raises:
-        CheckpointError: there are checkpoints, and none of them can be used.
+        CheckpointError: there are checkpoints, or were, and none of them can be used.
     """
     return newest_that(lambda name: read_checkpoint(storage, name), storage)
 
@@ -221,6 +224,12 @@ def newest_that(read: Callable[[str], _Read], storage: Catalogue) -> tuple[_Read
             f"{problems[0].partition(': ')[2]} Remove them to start from the beginning."
         )
     unfinished = list_unfinished(storage)
+    if unfinished and LATEST_FILE in storage.names():  # which is written once a checkpoint is complete
+        raise CheckpointError(
+            f"None of the {len(unfinished)} checkpoints in {storage.address} can be used; of the newest, "
+            f"{unfinished[-1]}, {MANIFEST_FILE} is missing, and one was complete before. Remove them to start from the "
+            "beginning."
+        )
     if unfinished:
         problems.append(
             f"{unfinished[-1]} in {storage.address} is not used: {MANIFEST_FILE}, the last file that is written, is "

@@ -10,7 +10,7 @@ from pathlib import Path
 from paceline.checkpoint.load import list_folders
 from paceline.checkpoint.manifest import MANIFEST_FILE
 from paceline.checkpoint.storage import Storage, open_storage
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, reason_of
 
 IN_RUN_FOLDER = "checkpoints"
 """The folder of checkpoints in a run folder."""
@@ -61,4 +61,4 @@ def storage_problems(address: str, done: str = "read") -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        raise CheckpointError(f"{address} cannot be {done}: {problem.strerror or problem}.") from None
+        raise CheckpointError(f"{address} cannot be {done}: {reason_of(problem)}.") from None

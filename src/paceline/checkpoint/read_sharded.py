@@ -24,7 +24,7 @@ from paceline.checkpoint.manifest import Manifest, StoredSlice, TensorEntry
 from paceline.checkpoint.slice import Slice
 from paceline.checkpoint.state_tree import unflatten_state
 from paceline.checkpoint.storage import Catalogue, Storage
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, reason_of
 from paceline.object_collectives import all_gather_objects, broadcast_object
 
 _Answer = TypeVar("_Answer")
@@ -81,7 +81,7 @@ class SharedCatalogue:
             try:
                 answer = look()
             except OSError as error:
-                problem = isinstance(error, FileNotFoundError), str(error)
+                problem = isinstance(error, FileNotFoundError), reason_of(error)
         answer, problem = broadcast_object((answer, problem), self._group)
         if problem is not None:
             is_missing, words = problem

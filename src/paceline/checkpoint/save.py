@@ -23,19 +23,16 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.checkpoint.data_file import ChecksumStream, StagedFile, data_file_name
-from paceline.checkpoint.load import folder_name, is_complete, list_unfinished, worker_prefix
+from paceline.checkpoint.load import LATEST_FILE, folder_name, is_complete, list_unfinished, worker_prefix
 from paceline.checkpoint.manifest import MANIFEST_FILE, DataFile, Manifest
 from paceline.checkpoint.retention import discard, prune
 from paceline.checkpoint.state_tree import flatten_state
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.write_plan import WritePlan, plan_writes
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, reason_of
 from paceline.object_collectives import broadcast_object
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.job import CheckpointSpec
-
-LATEST_FILE = "latest"
-"""Names the newest checkpoint, for people and scripts; nothing here relies on it."""
 
 BEST_FILE = "best"
 """Names the best checkpoint by `keep_best`, likewise."""
@@ -283,7 +280,7 @@ class Saver:
         except Exception as problem:
             with contextlib.suppress(OSError):  # first: once this worker has failed, rank 0 does not wait for why
                 if writing.manifest is None:
-                    self._hand_in(writing.folder, _Receipt(writing.attempt, {}, None, str(problem)))
+                    self._hand_in(writing.folder, _Receipt(writing.attempt, {}, None, reason_of(problem)))
                 else:
                     self._discard(writing.folder)
             self._report_problem(writing, problem)
@@ -342,18 +339,18 @@ class Saver:
         except (OSError, PacelineError) as problem:
             self._say(
                 f"The checkpoint of step {writing.step} is complete, but older ones in {self._storage.address} could "
-                f"not be removed: {problem}. Training goes on."
+                f"not be removed: {reason_of(problem)}. Training goes on."
             )
 
     def _report_problem(self, writing: _Writing, problem: Exception) -> None:
         """Tell the user once for each kind of problem in a row: a full disk stays full for a while."""
-        writing.problem = str(problem)
+        writing.problem = reason_of(problem)
         kind = (type(problem), getattr(problem, "errno", None))
         if kind != self._told:
             self._told = kind
             self._say(
-                f"The checkpoint of step {writing.step} could not be written to {self._storage.address}: {problem}. "
-                "Training goes on, earlier checkpoints are not touched, and later ones are tried."
+                f"The checkpoint of step {writing.step} could not be written to {self._storage.address}: "
+                f"{writing.problem}. Training goes on, earlier checkpoints are not touched, and later ones are tried."
             )
 
     def _note_slowness(self, writing: _Writing) -> None:
@@ -374,7 +371,7 @@ class Saver:
             for folder in list_unfinished(self._storage):
                 self._storage.remove(folder)
         except OSError as problem:
-            self._say(f"What an earlier run left in {self._storage.address} cannot be removed: {problem}.")
+            self._say(f"What an earlier run left in {self._storage.address} cannot be removed: {reason_of(problem)}.")
 
 
 def _receipt_name(rank: int) -> str:

@@ -26,8 +26,8 @@ _STYLES = {"error": "bold red", "warning": "yellow", "ok": "green"}
 
 def doctor(
     hosts: Annotated[
-        str, typer.Option(metavar="NODES", help="Look at these nodes over SSH too, and between them: a:8,b:8.")
-    ] = "",
+        str | None, typer.Option(metavar="NODES", help="Look at these nodes over SSH too, and between them: a:8,b:8.")
+    ] = None,
     folder: Annotated[Path, typer.Option(metavar="DIR", help="Where runs are written.")] = Path("runs"),
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings too.")] = False,
     show_all: Annotated[bool, typer.Option("--all", help="Also list what is fine.")] = False,
@@ -40,7 +40,7 @@ def doctor(
     """Check this machine and say what to fix: exit code 0 is fine, 2 is an error."""
     # Options by which the doctor on one node queries another node.
     if facts:
-        print(json.dumps(workflow.own_facts(folder, marker, hosts).to_mapping()))
+        print(json.dumps(workflow.own_facts(folder, marker, hosts or None).to_mapping()))
     elif listen:
         workflow.listen(listen, sys.stdin, sys.stdout)
     elif connect:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace, UnionType
+from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
@@ -22,6 +22,7 @@ import typer
 from paceline.errors import InvalidFileError, JobError, LaunchError, PacelineError, WorkerFailed, shortened
 from paceline.spec import Job
 from paceline.spec.job import parse_micro_batch
+from paceline.workflows.arguments import parameter_types
 from paceline.workflows.catalog import field_meanings
 from paceline.workflows.strategy import Strategy
 from paceline.workflows.where import Elastic, Where
@@ -187,7 +188,7 @@ def options_of(
         signature = inspect.signature(command, eval_str=True)
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
         taken = {*IN_PYTHON, *(one.name for one in own)}
-        hints, meanings = _hints(workflow), meanings_of(workflow)
+        hints, meanings = parameter_types(workflow), meanings_of(workflow)
         derived: list[inspect.Parameter] = []
         groups: dict[str, tuple[type, list[inspect.Parameter]]] = {}
         for name, parameter in inspect.signature(workflow).parameters.items():
@@ -241,12 +242,6 @@ def naming_options(message: str, names: Mapping[str, str]) -> str:
         before_value = "( = True| =)?" if "_" in name else "( = True| =(?= ))"
         message = re.sub(rf"(?<![\w.\-/'\"]){name}\b(?![.(]\w){before_value}", option, message)
     return message
-
-
-def _hints(workflow: Callable[..., Any]) -> dict[str, Any]:
-    """The types of a function's parameters; that of its result may be one that is not loaded."""
-    named = {name: kind for name, kind in workflow.__annotations__.items() if name != "return"}
-    return get_type_hints(SimpleNamespace(__annotations__=named), vars(sys.modules[workflow.__module__]))
 
 
 @functools.cache  # several commands have the same options

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from paceline.cli.options import DryRun, options_of
 from paceline.workflows import submit as workflow
@@ -18,12 +20,27 @@ CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 @options_of(workflow.slurm)
 def slurm(context: typer.Context, dry_run: DryRun = False, **options: Any) -> None:
     """Write a job script that runs `paceline COMMAND …` on the nodes of an allocation, and submit it."""
+    command = options["command"]
+    if command in workflow.COMMANDS:
+        workflow.check_command(command, _parsed([command, *context.args]))
     job = workflow.slurm(arguments=context.args, dry_run=dry_run, **options)
     if dry_run:
         print(job.script, end="")
         return
     log = f"{job.run_dir}/slurm-{job.job_id}.log"
     print(f"Slurm job {job.job_id}; its output goes to {log}. scancel {job.job_id} ends it.")
+
+
+def _parsed(words: list[str]) -> dict[str, Any]:
+    """The options of a command line, read as the command itself reads them; raises what that raises."""
+    from paceline.cli import command_line  # which loads this module
+
+    context = get_command(command_line(words[:1])).make_context("paceline", list(words))
+    while isinstance(group := context.command, TyperGroup):
+        name, command, words = group.resolve_command(context, words)
+        assert command is not None
+        context = command.make_context(name, list(words), parent=context)
+    return context.params
 
 
 @app.command("kubernetes", context_settings=CONTEXT)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from paceline import env
 from paceline.data.file_lock import file_lock
-from paceline.errors import DataError
+from paceline.errors import DataError, reason_of
 from paceline.spec import DataSpec
 
 _CHUNK_BYTES = 1 << 18
@@ -88,7 +88,7 @@ def fetch(files: Sequence[RemoteFile], directory: Path) -> None:
                     _fetch_one(file, directory)
     except OSError as error:
         raise DataError(
-            f"Downloads cannot be kept in {directory} ({error.strerror or error}); point PACELINE_DATA to a "
+            f"Downloads cannot be kept in {directory} ({reason_of(error)}); point PACELINE_DATA to a "
             "directory that can be written, or data.dir to one that has the files."
         ) from None
 
@@ -100,7 +100,8 @@ def _fetch_one(file: RemoteFile, directory: Path) -> None:
         try:
             found = _download(url, part)
         except (OSError, http.client.HTTPException) as error:
-            failures.append(f"{url} ({getattr(error, 'reason', None) or error or type(error).__name__})")
+            reason = getattr(error, "reason", None) or error
+            failures.append(f"{url} ({reason_of(reason) or type(error).__name__})")
         else:
             if found == file.md5:
                 part.rename(directory / file.name)

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, reason_of
 from paceline.launch.remote_team import NodeAccess
 from paceline.launch.variables import with_variables
 from paceline.words import on_one_line
@@ -153,7 +153,7 @@ def _output_on(access: NodeAccess, argv: Sequence[str]) -> str:
     try:
         done = access.run(argv, DIGEST_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as problem:
-        raise LaunchError(f"The image on {access.hostname} cannot be checked: {problem}.") from None
+        raise LaunchError(f"The image on {access.hostname} cannot be checked: {reason_of(problem)}.") from None
     if done.returncode != 0:
         explained = access.explain(done.returncode, done.stderr)
         raise LaunchError(explained or f"{access.hostname}: {on_one_line(done.stderr) or f'{argv[0]} failed'}")

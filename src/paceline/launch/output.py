@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import os
 import re
+import resource
 import selectors
 import struct
 import termios
@@ -17,10 +18,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import IO
 
+from paceline.errors import LaunchError
+from paceline.words import number_of
+
 CHUNK_BYTES = 1 << 16
 
 LONGEST_LINE_BYTES = 1 << 16
 """A longer line is shown as several lines; the log has it unbroken."""
+
+_FILES_OF_A_WORKER = 3
+"""Files that stay open for each worker whose output is shown: two pipes, and its log."""
+_FILES_BESIDE = 32
+"""Files that this process has open besides."""
 
 _ERASE_REST = b"\x1b[K"
 """Erases a terminal's line from the cursor on."""
@@ -160,6 +169,18 @@ class LinePump:
     def _show(self, stream: _Stream, lines: list[bytes]) -> None:
         if stream.prefix is not None and lines:
             self._show_lines(stream.target_fd, b"".join(stream.prefix + harmless(line) for line in lines))
+
+
+def check_open_files(num_workers: int) -> None:
+    """Raise `LaunchError` where this process may not have as many files open as the output of so many workers needs."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _FILES_BESIDE + _FILES_OF_A_WORKER * num_workers
+    if most != resource.RLIM_INFINITY and needed > most:
+        room = max(0, (most - _FILES_BESIDE) // _FILES_OF_A_WORKER)
+        raise LaunchError(
+            f"{number_of(num_workers, 'worker')} on one node need {needed:,} open files, and a process may have "
+            f"{most:,} here: ask for {number_of(room, 'worker')} at most, or raise the limit with ulimit -n."
+        )
 
 
 def harmless(line: bytes) -> bytes:

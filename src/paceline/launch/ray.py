@@ -71,7 +71,7 @@ def ray_nodes() -> tuple[NodeSlots, ...]:
         raise LaunchError("Ray is not installed; install paceline[ray].")
     command = [sys.executable, "-m", "paceline.launch.ray", "--list"]
     try:
-        listing = subprocess.run(command, capture_output=True, text=True, timeout=2 * JOIN_TIMEOUT_S)
+        listing = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=2 * JOIN_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise LaunchError("The Ray cluster does not answer; check it with ray status.") from None
     if listing.returncode != 0:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, reason_of
 from paceline.launch import messages
 from paceline.launch.commands import Rendezvous, WorkerCommand
 from paceline.launch.endpoints import TRY_TIMEOUT_S, Endpoint
@@ -52,7 +52,12 @@ class NodeAccess:
     def run(self, program: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
         """Run a program on the node until it ends; raises `OSError` or `subprocess.TimeoutExpired`."""
         return subprocess.run(
-            self.argv(program), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+            self.argv(program),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
         )
 
     def succeeds(self, program: Sequence[str], timeout_s: float) -> bool:
@@ -90,7 +95,7 @@ class RemoteTeam:
                 argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
             )
         except OSError as error:
-            raise LaunchError(f"{argv[0]} cannot be started to reach {self.hostname}: {error}.") from error
+            raise LaunchError(f"{argv[0]} cannot be started to reach {self.hostname}: {reason_of(error)}.") from error
         self._threads = [
             threading.Thread(target=task, name=f"{self.hostname}-{task.__name__.strip('_')}", daemon=True)
             for task in (self._read, self._relay_stderr, self._ping)

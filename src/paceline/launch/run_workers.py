@@ -20,6 +20,7 @@ from paceline.launch.commands import Rendezvous, WorkerCommand, rendezvous_on_on
 from paceline.launch.endpoints import listen
 from paceline.launch.failure_report import FailureReport, describe_failure, user_mistake
 from paceline.launch.forking import LOAD_S, ForkServer
+from paceline.launch.output import check_open_files
 from paceline.launch.remote_team import ANSWER_TIMEOUT_S, RemoteTeam, arrange_rendezvous
 from paceline.launch.supervise import Outcome, Supervisor
 from paceline.launch.team import Events, LaunchOptions, LocalTeam, Signalled, Team
@@ -106,6 +107,8 @@ def run_once(
         if any(placement.hostname for placement in plan.nodes):
             teams = _start_on(_chosen(nodes, plan), commands, options, events, at_end)
         else:
+            if options.output == "all":
+                check_open_files(plan.world_size)  # before there is a command for each worker
             teams = [_start_here(fork_server, commands, options, events, at_end)]
         supervisor = Supervisor(teams, events, options, could_grow=could_grow)
         supervisor.wait()
@@ -242,7 +245,7 @@ def _still_answers(outcome: Outcome, nodes: Sequence[RemoteTeam]) -> bool:
 
 def prepare(run_dir: Path) -> None:
     """Make the folders, readable only by the user, and delete files of an earlier run in the same folder."""
-    with file_problems(f"The run folder {run_dir} cannot be used", LaunchError):
+    with file_problems(f"The run folder {run_dir} cannot be used", LaunchError, "name another one with out = DIR"):
         for folder in (run_dir, run_dir / "logs", run_dir / "failures"):
             make_run_folder(folder)
         reports = "failure.json", "failure.txt", "failure-*.json", "failure-*.txt"

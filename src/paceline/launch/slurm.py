@@ -163,7 +163,15 @@ def _clock(seconds: float) -> str:
 def _ask(argv: Sequence[str], stdin: str = "") -> str:
     """The answer of a command of Slurm on this machine."""
     try:
-        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=ASK_TIMEOUT_S)
+        # UTF-8 whatever the locale: paths in a script may have any bytes, and so may Slurm's reasons.
+        done = subprocess.run(
+            argv,
+            input=stdin,
+            capture_output=True,
+            encoding="utf-8",
+            errors="surrogateescape",
+            timeout=ASK_TIMEOUT_S,
+        )
     except FileNotFoundError:
         where = "on this machine; run on a login node of the Slurm cluster"
         raise LaunchError(f"There is no {argv[0]} {where}.") from None

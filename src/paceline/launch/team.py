@@ -22,7 +22,7 @@ from paceline.launch.failures import Ending, Failure, failure_path, log_path, sp
 from paceline.launch.forking import Adopted, ForkServer
 from paceline.launch.hang import WatchClock, WorkerState
 from paceline.launch.out_of_memory import count_oom_kills, kernel_log_names
-from paceline.launch.output import LinePump, Show, is_behind, show_here
+from paceline.launch.output import LinePump, Show, check_open_files, is_behind, show_here
 from paceline.regular_files import open_regular
 from paceline.run_lease import temporary_folder
 
@@ -173,16 +173,19 @@ class LocalTeam:
             show: shows the workers' lines; None: this process does, and rank 0 writes to its terminal directly.
 
         Raises:
-            LaunchError: the system refuses another process.
+            LaunchError: more workers than there can be open files for, or the system refuses another process.
         """
         if self._options.output == "all" or show is not None:
+            check_open_files(len(commands))
             self._pump = LinePump(show or show_here)
         for command in commands:
             inherited = sockets or {} if command.rank == 0 else {}
             try:
                 process = self._popen(command, inherited, inherits=command.rank == 0 and show is None)
             except OSError as error:
-                raise LaunchError(f"Worker {command.rank} cannot be started on this machine: {error}.") from error
+                raise LaunchError(
+                    f"Worker {command.rank} cannot be started on this machine: {error.strerror or error}."
+                ) from error
             self._running[command.rank] = process
             self._variables.append(command.variables)
             self._oom_kills[command.rank] = count_oom_kills(process.pid)
@@ -300,8 +303,10 @@ class LocalTeam:
 
     def close(self) -> None:
         self.signal(signal.SIGKILL)
-        for rank in tuple(self._running):
-            self.collect(rank)
+        for process in self._running.values():  # how they ended is known: it need not be looked for
+            process.wait()
+            _reap_group(process.pid)
+        self._running.clear()
         if self._pump is not None:
             self._pump.close()
         os.close(self._lifeline_read)

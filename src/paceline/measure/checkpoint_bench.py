@@ -18,7 +18,7 @@ from paceline.checkpoint import Saver, Snapshot, open_storage, read_checkpoint
 from paceline.checkpoint.load import folder_name
 from paceline.checkpoint.write_plan import plan_writes
 from paceline.comm.timing import largest
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, reason_of
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.measure.workers import join_workers
@@ -129,7 +129,9 @@ def _remove(address: str) -> None:
     try:
         open_storage(parent or "/").remove(name)
     except OSError as problem:
-        raise CheckpointError(f"The benchmark's checkpoints in {address} cannot be removed: {problem}.") from None
+        raise CheckpointError(
+            f"The benchmark's checkpoints in {address} cannot be removed: {reason_of(problem)}."
+        ) from None
 
 
 if __name__ == "__main__":

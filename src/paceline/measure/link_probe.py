@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline import env
+from paceline.errors import reason_of
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.stopwatch import median_s
 from paceline.measure.values import LINKS_FILE, LinkProbe, LinkRequest
@@ -69,7 +70,7 @@ def measure_links(node: Node) -> LinkProbe:
         try:
             times = measure()
         except (OSError, RuntimeError) as problem:
-            reasons.append(f"{what}: {problem}")
+            reasons.append(f"{what}: {reason_of(problem)}")
         else:
             links.append(Link(ends, label, times.bytes_per_s, times.latency_s, "measured"))
     return LinkProbe(tuple(links), tuple(reasons))

@@ -37,7 +37,7 @@ def write_files(files: Mapping[str, str], out: Path, what: str = "report") -> No
     Raises:
         PacelineError: the folder cannot be made or written to; says that `what` could not be written.
     """
-    with file_problems(f"The {what} cannot be written into '{out}'"):
+    with file_problems(f"The {what} cannot be written into '{out}'", remedy="name another folder"):
         out.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             (out / name).write_text(text, encoding="utf-8", newline="\n")

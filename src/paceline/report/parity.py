@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, reason_of
 from paceline.regular_files import parse_json, read_text
 from paceline.words import number_of
 
@@ -78,7 +78,7 @@ def load_trace(directory: Path, workers: int) -> Trace:
         except FileNotFoundError:
             lines = []
         except (OSError, ValueError) as problem:
-            raise PacelineError(f"The trace '{path}' cannot be read: {problem}.") from None
+            raise PacelineError(f"The trace '{path}' cannot be read: {reason_of(problem)}.") from None
         if not all(isinstance(line, dict) for line in lines):
             raise PacelineError(f"The trace '{path}' is damaged; run paceline verify again.")
         ranks.append(lines)

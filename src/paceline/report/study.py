@@ -15,7 +15,7 @@ from paceline.report.job_text import flat
 from paceline.spec.forecast import Grow
 from paceline.spec.job import Job
 from paceline.spec.record import RunRecord, StepTime
-from paceline.words import listing
+from paceline.words import listing, number_of
 
 _ROUNDING = 1e-9
 """Slack of comparisons with a limit, so that losing exactly one point meets a tolerance of one point."""
@@ -184,11 +184,13 @@ def analyse(records: Sequence[RunRecord], *, grow: Grow, tolerance: float, effic
         efficiency_floor: least scaling efficiency of a device count worth recommending, in [0, 1].
 
     Raises:
-        PacelineError: there are no records, or they are not runs of one job.
+        PacelineError: there are no records, or they are not runs of one job and one length, each given once.
     """
     if not records:
         raise PacelineError("There is no finished run to report on; train the job on at least one device count.")
     _check_one_job(records, grow)
+    _check_given_once(records)
+    _check_one_length(records, grow)
     by_devices: dict[int, list[RunRecord]] = defaultdict(list)
     for record in records:
         by_devices[record.world_size].append(record)
@@ -228,10 +230,43 @@ def _check_one_job(records: Sequence[RunRecord], grow: Grow) -> None:
             if expected.get(key) != found.get(key):
                 hint = "; if the batch grew with the devices, say grow = 'batch'" if key == "global_batch_size" else ""
                 raise PacelineError(
-                    f"These are not runs of one job: {key} is {expected.get(key)!r} on "
-                    f"{formats.devices(first.world_size)} (seed {first.job.seed}) and {found.get(key)!r} on "
-                    f"{formats.devices(record.world_size)} (seed {record.job.seed}){hint}."
+                    f"These are not runs of one job: {key} is {expected.get(key)!r} on {_which(first)} and "
+                    f"{found.get(key)!r} on {_which(record)}{hint}."
                 )
+
+
+def _check_given_once(records: Sequence[RunRecord]) -> None:
+    """A study has one run for each device count and seed: a second one would count as another seed."""
+    seen = set()
+    for record in records:
+        run = record.world_size, record.job.seed
+        if run in seen:
+            raise PacelineError(
+                f"Two of these runs are on {_which(record)}: a study takes one run for each number of devices and "
+                "seed; leave one of them out, or train it with another seed."
+            )
+        seen.add(run)
+
+
+def _check_one_length(records: Sequence[RunRecord], grow: Grow) -> None:
+    """All runs made as many steps, or as many epochs where the batch grew; but those that stopped by themselves."""
+    whole = [record for record in records if record.stopped is None or not record.is_complete]
+
+    def is_as_long(one: RunRecord, other: RunRecord) -> bool:
+        return one.steps == other.steps or (grow == "batch" and len(one.epochs) == len(other.epochs))
+
+    for record in whole[1:]:
+        if not is_as_long(record, whole[0]):
+            shorter, longer = sorted((whole[0], record), key=lambda run: run.steps)
+            raise PacelineError(
+                f"These runs are not of one length: {number_of(longer.steps, 'step')} on {_which(longer)} and "
+                f"{number_of(shorter.steps, 'step')} on {_which(shorter)}; train the shorter one on, with the same "
+                "--out and the epochs and steps of the longer one."
+            )
+
+
+def _which(record: RunRecord) -> str:
+    return f"{formats.devices(record.world_size)} (seed {record.job.seed})"
 
 
 def _row(runs: tuple[RunRecord, ...], base: tuple[RunRecord, ...]) -> StudyRow:

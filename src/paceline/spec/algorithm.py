@@ -66,6 +66,10 @@ ALGORITHM_FACTS: dict[AlgorithmName, AlgorithmFacts] = {
 }
 
 
+SERVER_ALGORITHMS: tuple[AlgorithmName, ...] = ("parameter_server", "parameter_server_two_level")
+"""Those in which some of the workers serve."""
+
+
 def algorithm_names() -> tuple[AlgorithmName, ...]:
     """Every algorithm there is; "auto" is a choice among them."""
     return tuple(ALGORITHM_FACTS)

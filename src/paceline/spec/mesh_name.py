@@ -56,6 +56,8 @@ def parse_mesh(text: str, num_workers: int, num_nodes: int = 1) -> Mesh:
                 f"{', '.join(STRATEGIES)}, auto, or axes with their degrees such as 'dp2 x pp2' or 'fsdp2 x tp2'."
             )
         axis, degree = term.groups()
+        if degree and not int(degree):
+            raise JobError(f"The strategy '{shortened(text)}' gives {axis} the degree 0; a degree is 1 or more.")
         if axis.startswith("zero"):
             axis, zero_stage = "fsdp", int(axis[-1])
         if axis in degrees or (not degree and is_open is not None):

@@ -102,7 +102,8 @@ class RunRecord(JsonValue):
             return cls.from_mapping(read_json(path))
         except (FileNotFoundError, NotADirectoryError):
             raise PacelineError(
-                f"There is no run record '{path}': name folders of finished runs, which hold a {RECORD_FILE}."
+                f"There is no run record '{path.absolute()}': name folders of finished runs, which hold a "
+                f"{RECORD_FILE}."
             ) from None
         except OSError as problem:
             raise PacelineError(f"The run record '{path}' cannot be read: {problem.strerror}.") from None

@@ -18,7 +18,7 @@ def end_rows(run: Run, progress: DataProgress, checkpoint: str | None) -> list[t
     """The rows (name, value) of the table on rank 0; an empty list on other ranks, which print nothing.
 
     Args:
-        checkpoint: the address of the newest checkpoint.
+        checkpoint: the address of the newest checkpoint, or that there is none; None: the run saves none.
     """
     if run.rank != 0:
         return []

@@ -27,6 +27,7 @@ from paceline.regular_files import make_run_folder
 from paceline.run_lease import hold_folder
 from paceline.spec import Cluster, Device, Node, Plan
 from paceline.spec.codec import JsonValue, from_mapping
+from paceline.words import number_of
 from paceline.workflows.launchers import LAUNCHERS, chosen_launcher, node_access
 from paceline.workflows.strategy import PlanFor, check_may_shrink, largest_that_fits
 from paceline.workflows.where import Elastic, Where
@@ -66,7 +67,7 @@ class Allocation:
         Workers of Paceline's own programs are forked. A program of the user gets new processes: it may set variables
         that are read while torch is loaded.
         """
-        self._check_debug(plan)
+        self._check_size(plan)
         if self.where.launcher == "debug":
             make_run_folder(run_dir)
             run_program(program)
@@ -139,7 +140,14 @@ class Allocation:
         with contextlib.closing(Fleet(with_room(self.cluster, plan), self.teams, self.describe)) as fleet:
             run_elastic(fleet, limits, largest_that_fits(plan_for, limits.min_workers), program_for, options)
 
-    def _check_debug(self, plan: Plan) -> None:
+    def _check_size(self, plan: Plan) -> None:
+        counts = [node.num_workers for node in self.where.named_hosts()]
+        given = sum(count or 0 for count in counts)
+        if counts and None not in counts and plan.world_size > given:
+            raise LaunchError(
+                f"{number_of(plan.world_size, 'worker')} are more than the {given} of hosts; give a node more of them, "
+                "or ask for fewer workers."
+            )
         if self.where.launcher == "debug" and plan.world_size != 1:
             raise LaunchError(
                 f"launcher = 'debug' runs one worker in this process, not {plan.world_size}; ask for 1 worker."
@@ -150,7 +158,7 @@ class Allocation:
         limits = elastic.limits(num_workers)
         if limits is None:
             plan = plan_for(self.cluster, num_workers)
-            self._check_debug(plan)
+            self._check_size(plan)
             return plan
         if self.where.launcher == "debug":
             raise LaunchError(
@@ -158,7 +166,9 @@ class Allocation:
             )
         plan_within = largest_that_fits(plan_for, limits.min_workers)
         check_may_shrink(plan_within, self.cluster, limits.min_workers, limits.max_workers)
-        return plan_within(self.cluster, limits.max_workers)
+        plan = plan_within(self.cluster, limits.max_workers)
+        self._check_size(plan)
+        return plan
 
 
 @contextlib.contextmanager
@@ -174,14 +184,27 @@ def open_allocation(where: Where, run_dir: Path, script: Path | None = None) -> 
         LaunchError: another run uses the folder, options that contradict each other, or nodes that cannot be reached
             or differ in versions.
     """
-    slots = where.named_hosts()
-    where = replace(where, launcher=chosen_launcher(where.launcher, slots))
+    slots, where = _chosen(where)
     shown = [path.absolute() for path in (run_dir, script and script.parent) if path is not None]
     with contextlib.ExitStack() as held:
-        with file_problems(f"The run folder {run_dir} cannot be used", LaunchError):
+        with file_problems(f"The run folder {run_dir} cannot be used", LaunchError, "name another one with out = DIR"):
             make_run_folder(run_dir)
             held.enter_context(hold_folder(run_dir, say=lambda line: print(f"paceline: {line}", file=sys.stderr)))
         yield held.enter_context(_opened(where, slots, shown))
+
+
+def _chosen(where: Where) -> tuple[tuple[NodeSlots, ...], Where]:
+    """The nodes that are named, and the launcher that is meant; options that it would ignore are refused."""
+    slots = where.named_hosts()
+    chosen = replace(where, launcher=chosen_launcher(where.launcher, slots))
+    if chosen.launcher in ("local", "debug"):
+        inside = where.container is not None and chosen.launcher == "local"
+        for name, value, is_used in (("interface", where.interface, False), ("python", where.python, inside)):
+            if value is not None and not is_used:
+                raise LaunchError(
+                    f"{name} = {value!r} is for workers on other nodes, and all of these run on this one; leave it out."
+                )
+    return slots, chosen
 
 
 @contextlib.contextmanager
@@ -217,8 +240,7 @@ def allocation_on_paper(where: Where) -> Allocation:
     Raises:
         LaunchError: options that contradict each other, or Slurm has allocated nothing to this command.
     """
-    slots = where.named_hosts()
-    where = replace(where, launcher=chosen_launcher(where.launcher, slots))
+    slots, where = _chosen(where)
     if where.launcher == "slurm":
         slots = slots or LAUNCHERS["slurm"].nodes()
     here = detect()

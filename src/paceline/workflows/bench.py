@@ -7,10 +7,10 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.errors import PacelineError
+from paceline.errors import JobError, PacelineError
 from paceline.plan import spread
 from paceline.spec import AlgorithmName, Cluster, Plan
-from paceline.spec.algorithm import algorithm_names
+from paceline.spec.algorithm import SERVER_ALGORITHMS, algorithm_names
 from paceline.spec.checkpoint_timing import CheckpointRequest, CheckpointTimings
 from paceline.spec.comm_timing import (
     TIMINGS_FILE,
@@ -22,6 +22,7 @@ from paceline.spec.comm_timing import (
 from paceline.spec.record import RECORD_FILE
 from paceline.spec.wire import WireName
 from paceline.workflows.allocation import open_allocation
+from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import check_amounts, check_counts, check_words
 from paceline.workflows.run_folder import new_run_dir
 from paceline.workflows.where import HERE, Where
@@ -29,6 +30,7 @@ from paceline.workflows.where import HERE, Where
 __all__ = ["checkpoint", "comm"]
 
 
+@checked
 def comm(
     *,
     workers: int | None = None,
@@ -80,6 +82,10 @@ def comm(
     else:
         check_counts(workers=workers)
         check_words(algorithms=algorithms or (), wires=wires)
+        if servers != 1 and algorithms and not set(algorithms) & set(SERVER_ALGORITHMS):
+            raise JobError(
+                f"servers = {servers} goes with the algorithms {' and '.join(SERVER_ALGORITHMS)}; leave it out."
+            )
         request = CommRequest.from_mapping(
             {
                 "cases": [CommCase(name, wire) for wire in wires for name in algorithms or algorithm_names()],
@@ -103,6 +109,7 @@ def comm(
     return timings
 
 
+@checked
 def checkpoint(
     *,
     directory: str | None = None,

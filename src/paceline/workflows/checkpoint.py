@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, JobError, shown
 from paceline.spec.codec import from_mapping
 from paceline.spec.job import CheckpointSpec
+from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import Say, silent
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class ExportedWeights:
     step: int
 
 
+@checked
 def ls(place: str | Path) -> CheckpointList:
     """The checkpoints of a run, oldest first, by what their manifests say; only `verify` reads them.
 
@@ -69,6 +72,7 @@ def ls(place: str | Path) -> CheckpointList:
         return CheckpointList(storage.address, tuple(_state(storage, name) for name in names))
 
 
+@checked
 def verify(place: str | Path, on_each: Callable[[CheckpointState], None] | None = None) -> tuple[CheckpointState, ...]:
     """Read every byte of every checkpoint: which are good, damaged or unfinished.
 
@@ -90,6 +94,7 @@ def verify(place: str | Path, on_each: Callable[[CheckpointState], None] | None 
     return tuple(states)
 
 
+@checked
 def prune(
     place: str | Path,
     *,
@@ -113,17 +118,20 @@ def prune(
         The names of those that stay, of those that go, and what is wrong with damaged ones, which are left alone.
 
     Raises:
-        JobError: an invalid rule.
+        JobError: an invalid rule, or a metric that no checkpoint has.
         CheckpointError: there are none, or the storage fails.
     """
     from paceline.checkpoint import retention
 
     rules = {"keep_last": keep_last, "keep_every_hours": keep_every_hours, "keep_best": keep_best}
     spec = from_mapping(CheckpointSpec, rules)
-    with open_checkpoints(place) as (storage, _):
+    with open_checkpoints(place) as (storage, names):
+        if keep_best is not None:
+            _check_metric(storage, names, keep_best)
         return retention.sort_out(storage, spec) if dry_run else retention.prune(storage, spec)
 
 
+@checked
 def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, say: Say = silent) -> ExportedWeights:
     """Write the model of a checkpoint into one safetensors file, under plain state_dict names.
 
@@ -156,7 +164,7 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
             for problem in problems:
                 say(problem)
             if found is None:
-                raise CheckpointError(f"There is no checkpoint in {place.storage.address}.")
+                raise CheckpointError(f"There is no checkpoint in '{place.storage.address}'.")
         else:
             try:
                 found = read_checkpoint(place.storage, place.name)
@@ -181,8 +189,18 @@ def open_checkpoints(place: Path | str) -> Iterator[tuple[Storage, list[str]]]:
         found = find_location(str(place))
         names = list_folders(found.storage) if found.name is None else [found.name]
         if not names:
-            raise CheckpointError(f"There is no checkpoint in {found.storage.address}.")
+            raise CheckpointError(f"There is no checkpoint in '{found.storage.address}'.")
         yield found.storage, names
+
+
+def _check_metric(storage: Storage, names: Iterable[str], metric: str) -> None:
+    """Raise `JobError` where no checkpoint has a finite value of a metric: none would be kept as the best."""
+    values = [item for name in names for item in _state(storage, name).metrics.items()]
+    if any(name == metric and math.isfinite(value) for name, value in values):
+        return
+    known = sorted({name for name, _ in values})
+    there = f"they have {', '.join(known)}" if known else "they have no metrics"
+    raise JobError(f"keep_best = {shown(metric)}: no checkpoint in {storage.address} has a value of it; {there}.")
 
 
 def _state(storage: Storage, name: str, *, is_verified: bool = False) -> CheckpointState:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from paceline import env
-from paceline.errors import LaunchError, file_problems
+from paceline.errors import LaunchError, file_problems, reason_of
+from paceline.workflows.arguments import checked
 
 if TYPE_CHECKING:
     from paceline.hardware.checks.engine import Finding
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
     from paceline.hardware.checks.reachability import ReachTest
 
 
-def doctor(*, hosts: str = "", folder: Path | str = Path("runs")) -> tuple[Finding, ...]:
+@checked
+def doctor(*, hosts: str | None = None, folder: Path | str = Path("runs")) -> tuple[Finding, ...]:
     """Check this node, or all that are named and the network between them.
 
     Example: `[finding.what for finding in paceline.doctor() if finding.level == "error"]`.
 
     Args:
-        hosts: nodes to look at over SSH, such as "a:8,b:8"; empty: this node alone.
+        hosts: nodes to look at over SSH, such as "a:8,b:8"; None: this node alone.
         folder: where runs are written.
 
     Returns:
@@ -51,7 +53,7 @@ def doctor(*, hosts: str = "", folder: Path | str = Path("runs")) -> tuple[Findi
     return tuple(findings)
 
 
-def own_facts(folder: Path, marker: Path | None = None, hosts: str = "") -> NodeFacts:
+def own_facts(folder: Path, marker: Path | None = None, hosts: str | None = None) -> NodeFacts:
     """The facts of this node, for the doctor on another one; `marker` is a file that both should see."""
     from paceline.hardware.checks.node_facts import node_facts
     from paceline.network_addresses import addresses
@@ -81,11 +83,11 @@ def connect(targets: str) -> list[ReachTest]:
     return try_to_reach(doors)
 
 
-def _names(hosts: str) -> list[str]:
+def _names(hosts: str | None) -> list[str]:
     """The names of nodes. Raises `LaunchError` for invalid ones."""
     from paceline.launch.node_list import parse_node_list
 
-    return [node.address for node in parse_node_list(hosts)] if hosts else []
+    return [node.address for node in parse_node_list(hosts)] if hosts is not None else []
 
 
 def _start_over_ssh(host: str, program: Sequence[str]) -> subprocess.Popen[str]:
@@ -96,4 +98,4 @@ def _start_over_ssh(host: str, program: Sequence[str]) -> subprocess.Popen[str]:
     try:
         return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace")
     except OSError as problem:
-        raise LaunchError(f"ssh cannot be started: {problem}; install the OpenSSH client.") from None
+        raise LaunchError(f"ssh cannot be started: {reason_of(problem)}; install the OpenSSH client.") from None

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.errors import ClusterError, JobError
+from paceline.errors import ClusterError, JobError, reason_of
 from paceline.spec import Cluster, ForecastCheck, Job, Plan, RunRecord
 from paceline.workflows.jobs import Say
 
@@ -50,4 +50,6 @@ def feed_back(record: RunRecord, cluster_file: Path) -> None:
         check = ForecastCheck(record.job.name, record.world_size, forecast, record.samples_per_s)
         Cluster.load(cluster_file).checked(check).save(cluster_file)
     except (OSError, ClusterError) as problem:  # the run is good nevertheless
-        print(f"paceline: The forecast's error cannot be noted in {cluster_file}: {problem}", file=sys.stderr)
+        print(
+            f"paceline: The forecast's error cannot be noted in {cluster_file}: {reason_of(problem)}", file=sys.stderr
+        )

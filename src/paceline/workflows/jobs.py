@@ -21,6 +21,10 @@ Say = Callable[[str], None]
 """Receives progress messages of a workflow, one line at a time; such as `print`."""
 
 
+_READ_NO_FOLDER = ("digits", "synthetic")
+"""Data sets that are made, or come with a package; nor does one that is given by its import path read data.dir."""
+
+
 def silent(_line: str) -> None:
     """Discards the message."""
 
@@ -37,16 +41,18 @@ def recipe(name: str) -> Job:
         return load_job(path)
 
 
-def check_counts(**counts: int | Sequence[int] | None) -> None:
-    """Check numbers that have to be 1 or more; None is left to the program.
+def check_counts(**counts: Any) -> None:
+    """Check numbers, or lists of them, that have to be 1 or more; None is left to the program.
 
     Raises:
         JobError: a number below 1, no number, or something else; names the argument.
     """
     for name, value in counts.items():
-        numbers = [] if value is None else [value] if isinstance(value, int) else list(value)
-        if value is not None and (not numbers or not all(_is_count(one) for one in numbers)):
-            kind = "a whole number of 1" if isinstance(value, int | str) else "whole numbers of 1"
+        numbers = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
+        if value is not None and not (
+            _is_count(value) if numbers is None else numbers and all(map(_is_count, numbers))
+        ):
+            kind = "a whole number of 1" if numbers is None else "whole numbers of 1"
             raise JobError(f"{name} = {shown(value)} should be {kind} or more, and {MOST_SAMPLES:,} at most.")
 
 
@@ -61,6 +67,8 @@ def read_counts(name: str, given: Sequence[int] | str) -> list[int]:
         JobError: something else; names the argument.
     """
     if not isinstance(given, str):
+        if not isinstance(given, Iterable):
+            raise JobError(f"{name} = {shown(given)} should be a list of counts, such as [1, 2, 4], or a text.")
         check_counts(**{name: given})
         return sorted(set(given))
     counts: set[int] = set()
@@ -175,13 +183,16 @@ def resolve_job(
     Raises:
         JobError: neither a file nor a recipe, an invalid setting, or a function that workers cannot import.
     """
-    settings = [settings] if isinstance(settings, str) else settings or []
+    settings = [settings] if isinstance(settings, str) else list(settings or ())
+    check_words(settings=settings)
     changed = (job if isinstance(job, Job) else _named(str(job))).with_settings(settings)
     if model is not None:
         changed = changed.with_values(model=model if isinstance(model, str) else import_path(model, "model"))
     if data is None:
         return changed
     if isinstance(data, str | Path):
+        if changed.data.name in _READ_NO_FOLDER or ":" in changed.data.name:
+            raise JobError(f"The data set '{changed.data.name}' reads no folder; leave data = {shown(str(data))} out.")
         return changed.with_values(data={"dir": str(Path(data).resolve())})
     return changed.with_values(data=import_path(data, "data"))
 
@@ -233,7 +244,7 @@ def _named(job: str) -> Job:
 
 def _is_file(name: str) -> bool:
     try:
-        return Path(name).exists()
+        return name != "" and Path(name).exists()
     except (OSError, ValueError):  # no file can have such a name
         return False
 

@@ -15,12 +15,14 @@ from paceline.spec import Cluster, Plan, parse_mesh
 from paceline.spec.job import MicroBatchSize, parse_micro_batch
 from paceline.spec.mesh_name import check_strategy
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
+from paceline.workflows.arguments import checked
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.jobs import check_counts, check_words
 from paceline.workflows.run_folder import check_folder, new_run_dir
 from paceline.workflows.where import HERE, RIGID, Elastic, Where
 
 
+@checked
 def launch(
     script: str | Path,
     arguments: Sequence[str] = (),
@@ -94,6 +96,16 @@ def launch_commands(
     return dry_run(plan, launching.program, run_dir, allocation.where, launching.notes)
 
 
+def check_script(script: str, *, is_module: bool) -> None:
+    """Raises `LaunchError` for an option in place of a script, and for a script that is not there."""
+    if script.startswith("-"):
+        raise LaunchError(f"There is no option '{script}'; `paceline launch --help` lists all.")
+    if not is_module and not Path(script).is_file():
+        may_be_module = all(part.isidentifier() for part in script.split("."))
+        hint = f"; if it is a module, add -m: -m {script}" if may_be_module else ""
+        raise LaunchError(f"There is no script '{script}'{hint}.")
+
+
 @dataclass(frozen=True)
 class _Launching:
     """The arguments of `launch` that decide what runs, and how it is spread over workers."""
@@ -112,12 +124,7 @@ class _Launching:
         if self.micro_batch_size is not None:
             parse_micro_batch(str(self.micro_batch_size))
         check_words(arguments=self.arguments)
-        if self.script.startswith("-"):
-            raise LaunchError(f"There is no option '{self.script}'; `paceline launch --help` lists all.")
-        if not self.module and not Path(self.script).is_file():
-            may_be_module = all(part.isidentifier() for part in self.script.split("."))
-            hint = f"; if it is a module, add -m: -m {self.script}" if may_be_module else ""
-            raise LaunchError(f"There is no script '{self.script}'{hint}.")
+        check_script(self.script, is_module=self.module)
 
     @property
     def name(self) -> str:

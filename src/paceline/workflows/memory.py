@@ -11,6 +11,7 @@ from paceline.errors import JobError, ModelError, shown
 from paceline.spec import Job, Mesh, parse_mesh
 from paceline.spec.model_cost import DeviceMemory
 from paceline.words import size
+from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import check_counts, resolve_job
 from paceline.workflows.traced_model import model_on_paper
 
@@ -76,6 +77,7 @@ class MemoryTable:
         return html_of(self.table())
 
 
+@checked
 def memory(
     job: Job | str | Path,
     devices: int = 8,
@@ -107,6 +109,11 @@ def memory(
     if device_bytes is not None and not device_bytes >= 1:
         raise JobError(f"device_bytes = {shown(device_bytes)} should be the memory of a device in bytes.")
     resolved = resolve_job(job, settings, data, model)
+    if (micro_batch_size or 0) > resolved.global_batch_size:
+        raise JobError(
+            f"micro_batch_size = {micro_batch_size} is more than the global batch of {resolved.global_batch_size} "
+            "samples; use that many at most, or set global_batch_size."
+        )
     num_samples = micro_batch_size or resolved.shard_size
     strategies = ("dp",) if devices == 1 else _STRATEGIES
     rows = tuple(_row(resolved, parse_mesh(name, devices), name, num_samples) for name in strategies)

@@ -12,6 +12,7 @@ from paceline.spec import Job, Mesh, parse_mesh
 from paceline.spec.mesh import AXES, AxisName
 from paceline.spec.mesh_name import num_named
 from paceline.words import size
+from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import resolve_job
 from paceline.workflows.traced_model import model_on_paper
 
@@ -62,6 +63,7 @@ class MeshDryRun:
         return html_of(self.table())
 
 
+@checked
 def dry_run_mesh(
     job: Job | str | Path,
     mesh: str,

@@ -8,6 +8,7 @@ from string import Template
 from typing import Literal, get_args
 
 from paceline.errors import JobError, shown
+from paceline.workflows.arguments import checked
 
 StarterName = Literal["images", "text", "tensors", "transformers"]
 
@@ -19,6 +20,7 @@ _FILES: dict[StarterName, str] = {
 }
 
 
+@checked
 def new(kind: StarterName, data: str | Path, *, out: str | Path | None = None) -> Path:
     """Write a starter and return its path: a complete job file or script that trains on data of yours.
 

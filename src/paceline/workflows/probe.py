@@ -29,6 +29,7 @@ from paceline.regular_files import make_run_folder
 from paceline.spec import Cluster, Job, JobTiming, NetworkLink, Node, NodePlacement, Plan
 from paceline.words import number_of
 from paceline.workflows.allocation import Allocation, open_allocation
+from paceline.workflows.arguments import checked
 from paceline.workflows.forecasts import CLUSTER_FILE
 from paceline.workflows.jobs import check_amounts, check_counts, resolve_job
 from paceline.workflows.where import HERE, Where
@@ -53,6 +54,7 @@ class ProbeResult:
         return self.measured.timings[0] if self.measured.timings else None
 
 
+@checked
 def probe(
     job: Job | str | Path | None = None,
     *,

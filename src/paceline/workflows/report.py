@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.spec.record import RECORD_FILE, RunRecord
+from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import check_amounts
 
 if TYPE_CHECKING:
     from paceline.report.study import Study
 
 
+@checked
 def report(
     runs: Iterable[Path | str] | Path | str,
     *,

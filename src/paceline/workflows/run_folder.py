@@ -19,6 +19,7 @@ from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.job import JOB_FILE, differences
 from paceline.spec.plan import LIMIT_FILE, PLAN_FILE, RunLimit
 from paceline.spec.record import RECORD_FILE
+from paceline.words import number_of
 
 NO_LIMIT = RunLimit()
 """A run that ends with its epochs."""
@@ -57,13 +58,16 @@ def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool)
         return None
     record = RunRecord.load(file)
     changes = differences(record.job.to_mapping(), dataclasses.replace(job, epochs=record.job.epochs).to_mapping())
-    is_less = job.epochs < record.job.epochs or (max_steps is not None and max_steps < record.steps)
-    if is_less:
-        changes.append(f"it has made {record.steps} steps of {record.job.epochs} epochs")
-    if changes and not (force and not is_less):
+    if changes and not force:
         raise PacelineError(
             f"{run_dir} already holds a finished run of another job ({'; '.join(changes)}); name another folder, or "
             "remove the folder."
+        )
+    if job.epochs < record.job.epochs or (max_steps is not None and max_steps < record.steps):
+        asked = f"epochs = {job.epochs}" if job.epochs < record.job.epochs else f"max_steps = {max_steps}"
+        raise PacelineError(
+            f"{run_dir} already holds a finished run that is longer: it has made {number_of(record.steps, 'step')} of "
+            f"{number_of(record.job.epochs, 'epoch')}, and {asked} here; name another folder, or remove the folder."
         )
     return record if _is_all(record, run_dir, job, max_steps) else None
 
@@ -100,7 +104,8 @@ def check_folder(folder: Path) -> None:
     problem = 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
     problem = problem if there.is_dir() else errno.EEXIST
     if problem:
-        raise LaunchError(f"The run folder {folder} cannot be used: {os.strerror(problem)}.")
+        why = os.strerror(problem)
+        raise LaunchError(f"The run folder {folder} cannot be used: {why}; name another one with out = DIR.")
     check_free(folder)
 
 
@@ -115,7 +120,7 @@ def write_run(
     force: bool = False,
 ) -> list[str]:
     """Write job, plan and limit into the run folder; return the program that trains them, as python's arguments."""
-    with file_problems(f"The run folder {run_dir} cannot be made"):
+    with file_problems(f"The run folder {run_dir} cannot be made", remedy="name another one with out = DIR"):
         make_run_folder(run_dir)  # that only its owner can read
     values = {JOB_FILE: job, PLAN_FILE: plan, LIMIT_FILE: limit}
     with file_problems(f"The run folder {run_dir} cannot be written to"):

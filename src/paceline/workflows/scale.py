@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,12 @@ from paceline.launch.run_workers import SAVE_S
 from paceline.plan import spread
 from paceline.spec import AlgorithmName, Job, Plan, RunRecord
 from paceline.spec.forecast import Grow
+from paceline.spec.job import differences
 from paceline.spec.plan import RunLimit
 from paceline.spec.record import RECORD_FILE
+from paceline.words import and_more
 from paceline.workflows.allocation import Allocation, open_allocation
+from paceline.workflows.arguments import checked
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts, without_forecasts
 from paceline.workflows.jobs import Say, check_amounts, check_counts, import_folders, read_counts, resolve_job, silent
 from paceline.workflows.run_folder import begun_with, finished_record, new_run_dir, write_run
@@ -27,8 +30,11 @@ if TYPE_CHECKING:
     from paceline.report.study import Study
 
 OnFailure = Callable[[str, WorkerFailed], None]
+_RUNS = "runs"
+"""The folder of a study's runs."""
 
 
+@checked
 def scale(
     job: Job | str | Path,
     *,
@@ -53,7 +59,8 @@ def scale(
 ) -> Study:
     """Train a job on several numbers of devices and return the study; it is also written to the study's folder.
 
-    A study that was begun in the same folder is continued: runs with a record are not repeated.
+    A study that was begun in the same folder is continued: runs with a record are not repeated, and all of them have
+    to be among those that are asked for.
     Example: `study = paceline.scale("digits-lenet", devices=[1, 2], max_steps=20)`.
 
     Args:
@@ -80,6 +87,8 @@ def scale(
     study_dir = new_run_dir(out, f"{base.name}-scaling")
     cluster_file = Path(cluster)
     jobs = {count: base.grown(count) if grow == "batch" else base for count in counts}
+    seeds_in_turn = range(base.seed, base.seed + seeds)
+    _check_keeps_all(study_dir, {_run_name(count, seed) for count in counts for seed in seeds_in_turn})
     records: list[RunRecord] = []
     failures: list[str] = []
     tell = on_failure or (lambda name, failure: failures.append(f"{name}: {failure}"))
@@ -95,10 +104,10 @@ def scale(
         ]
         if grow == "none":
             plans = with_forecasts(base, plans, cluster_file, say)
-        for seed in range(base.seed, base.seed + seeds):
+        for seed in seeds_in_turn:
             for count, plan in zip(counts, plans, strict=True):
-                name = f"devices{count}-seed{seed}"
-                seeded, run_dir = dataclasses.replace(jobs[count], seed=seed), study_dir / "runs" / name
+                name = _run_name(count, seed)
+                seeded, run_dir = dataclasses.replace(jobs[count], seed=seed), study_dir / _RUNS / name
                 try:
                     records.append(_record(seeded, plan, run_dir, max_steps, allocation, cluster_file, quiet))
                 except WorkerFailed as failure:
@@ -116,6 +125,21 @@ def scale(
     return study
 
 
+def _run_name(count: int, seed: int) -> str:
+    return f"devices{count}-seed{seed}"
+
+
+def _check_keeps_all(study_dir: Path, names: Container[str]) -> None:
+    """Raise `JobError` where a study in this folder has finished runs that the study of these names leaves out."""
+    left_out = [file.parent.name for file in sorted(study_dir.glob(f"{_RUNS}/*/{RECORD_FILE}"))]
+    left_out = [name for name in left_out if name not in names]
+    if left_out:
+        raise JobError(
+            f"{study_dir} holds a study with {left_out[0]}{and_more(len(left_out) - 1)}, which this one would leave "
+            "out: ask for all of its devices and seeds, or name another folder for this study."
+        )
+
+
 def failed_runs(failures: Sequence[str], num_runs: int) -> str:
     """The sentence about the runs of a study that failed."""
     return f"{len(failures)} of {num_runs} runs failed: {'; '.join(failures)}"
@@ -127,9 +151,12 @@ def _record(
     """The record of this very run where the study was begun before, else of a new one."""
     if (run_dir / RECORD_FILE).exists():
         before, planned, limit = begun_with(run_dir)
-        if (before, without_forecasts(planned), limit) == (job, without_forecasts(plan), max_steps):
+        changes = differences(before.to_mapping(), job.to_mapping()) or ["its job is another"] * (before != job)
+        changes += [f"max_steps was {limit} and is {max_steps}"] * (limit != max_steps)
+        changes += ["its plan is another"] * (without_forecasts(planned) != without_forecasts(plan))
+        if not changes:
             return RunRecord.load(run_dir / RECORD_FILE)
-        raise JobError(f"{run_dir} holds a run of another job; name another folder for this study.")
+        raise JobError(f"{run_dir} holds another run ({'; '.join(changes)}); name another folder for this study.")
     started = time.monotonic()
     program = write_run(job, plan, run_dir, RunLimit(max_steps), quiet=quiet)
     environ = env.import_note(import_folders(job))

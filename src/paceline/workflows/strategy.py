@@ -13,6 +13,7 @@ from paceline.errors import JobError
 from paceline.plan import place
 from paceline.spec import Cluster, Job, Mesh, PipelineSpec, Plan, parse_mesh
 from paceline.spec.mesh import ScheduleName
+from paceline.workflows.arguments import check_fields
 from paceline.workflows.jobs import Say, check_words, silent
 from paceline.workflows.traced_model import trace_model
 
@@ -40,6 +41,7 @@ class Strategy:
     """Keep sharded parameters in CPU memory while they are not used."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_words(cut=self.cut or ())
 
     def placed(

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, file_problems
 from paceline.launch.kubernetes import Pods, job_manifest, train_job_manifest
 from paceline.launch.slurm import batch_script
 from paceline.launch.slurm import submit as submit_script
 from paceline.plan import place
-from paceline.regular_files import make_run_folder
-from paceline.spec import Cluster, Device, DeviceKind, Job, Node
+from paceline.regular_files import make_run_folder, replace_text
+from paceline.spec import Cluster, Device, DeviceKind, Job, Node, Plan
 from paceline.spec.job import MOST_WORKERS
-from paceline.workflows.jobs import check_counts, check_words, is_script, resolve_job
-from paceline.workflows.run_folder import new_run_dir
+from paceline.workflows.arguments import checked
+from paceline.workflows.jobs import check_counts, check_names, check_words, is_script, resolve_job
+from paceline.workflows.launch import check_script
+from paceline.workflows.run_folder import check_folder, new_run_dir
 
 __all__ = ["SlurmJob", "kubernetes", "slurm"]
 
@@ -36,6 +39,7 @@ class SlurmJob:
     job_id: str = ""
 
 
+@checked
 def slurm(
     command: str,
     arguments: Sequence[str] = (),
@@ -74,6 +78,9 @@ def slurm(
     check_counts(nodes=nodes, workers=workers, cpus=cpus)
     if command not in COMMANDS:
         raise LaunchError(f"paceline submit slurm {command!r} is not possible; submit {', '.join(COMMANDS)}.")
+    _check_num_workers(nodes, workers)
+    if not dry_run and out is not None:
+        check_folder(Path(out))
     run_dir = Path("runs") / command if dry_run and not out else new_run_dir(out, command)
     name_of_benchmark = 1 if command == "bench" else 0  # options follow it
     options = ["--launcher", "slurm", "--out", str(run_dir.absolute())]
@@ -93,11 +100,55 @@ def slurm(
     )
     if dry_run:
         return SlurmJob(script, run_dir)
-    make_run_folder(run_dir)
-    (run_dir / SCRIPT_FILE).write_text(script, encoding="utf-8")
-    return SlurmJob(script, run_dir, submit_script(script))
+    was_there = out is not None and run_dir.exists()
+    try:
+        with file_problems(f"The run folder {run_dir} cannot be used", LaunchError, "name another one with out = DIR"):
+            make_run_folder(run_dir)  # before the job begins: its output goes there
+        job_id = submit_script(script)
+    except LaunchError:
+        if not was_there:
+            with contextlib.suppress(OSError):  # it could not be made
+                run_dir.rmdir()
+        raise
+    with file_problems(f"Slurm job {job_id} is submitted, but {run_dir / SCRIPT_FILE} cannot be written", LaunchError):
+        replace_text(run_dir / SCRIPT_FILE, script)
+    return SlurmJob(script, run_dir, job_id)
 
 
+def check_command(command: str, given: Mapping[str, Any]) -> None:
+    """Refuse what a command would refuse in the allocation, as far as that can be known here.
+
+    Args:
+        given: the values of the command's options, by the names of its workflow's parameters.
+
+    Raises:
+        LaunchError: an option that the submission decides, or a script that is not there.
+        JobError: a mistake in the job.
+    """
+    if given.get("dry_run"):
+        raise LaunchError(
+            f"--dry-run behind {command} would be for the job, once it runs; to see the job script write "
+            f"paceline submit slurm --dry-run {command} …"
+        )
+    if given.get("out") is not None:
+        raise LaunchError(
+            f"--out behind {command} would part the run from its log; write paceline submit slurm --out DIR {command} …"
+        )
+    for name in ("hosts", "hosts_file"):
+        if given.get(name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise LaunchError(f"{option} behind {command} has no place here: Slurm chooses the nodes; leave it out.")
+    if given.get("launcher", "auto") not in ("auto", "slurm"):
+        raise LaunchError(f"--launcher behind {command} should be slurm, which runs the job; leave it out.")
+    if command == "launch":
+        check_script(given["script"], is_module=given["module"])
+    if "job" in given:
+        check_names(resolve_job(given["job"], given.get("settings"), given.get("data")))
+    if given.get("plan") is not None:
+        Plan.load(Path(given["plan"]))
+
+
+@checked
 def kubernetes(
     job: Job | str | Path,
     arguments: Sequence[str] = (),
@@ -138,8 +189,7 @@ def kubernetes(
         JobError: a mistake in the job, or more workers than it has virtual shards.
     """
     check_counts(nodes=nodes, workers=workers, cpus=cpus)
-    if nodes * workers > MOST_WORKERS:
-        raise LaunchError(f"{nodes} nodes with {workers} workers each are more than {MOST_WORKERS:,} workers.")
+    _check_num_workers(nodes, workers)
     pods = Pods(
         image=image,
         num_pods=nodes,
@@ -161,6 +211,11 @@ def kubernetes(
         program, stem = ["-m", "paceline.train", str(out), *texts], resolved.name
     manifest = job_manifest if kind == "job" else train_job_manifest
     return manifest(name or stem.lower().replace("_", "-"), program, pods)
+
+
+def _check_num_workers(nodes: int, workers: int) -> None:
+    if nodes * workers > MOST_WORKERS:
+        raise LaunchError(f"{nodes} nodes with {workers} workers each are more than {MOST_WORKERS:,} workers.")
 
 
 def _pods_on_paper(pods: Pods) -> Cluster:

@@ -12,6 +12,7 @@ from paceline.plan.pick import pick as pick_devices
 from paceline.spec import Cluster, Node
 from paceline.spec.device_choice import DeviceChoice
 from paceline.words import number_of
+from paceline.workflows.arguments import checked
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Topology:
         return draw_topology(self.node, self.choice.ring.devices if self.choice else ())
 
 
+@checked
 def topo(
     source: str | Path | Cluster | None = None,
     *,

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline import env
+from paceline.errors import JobError
 from paceline.spec import AlgorithmName, CallbackSpec, Cluster, Job, Plan, RunRecord
+from paceline.spec.algorithm import SERVER_ALGORITHMS
 from paceline.spec.job import MicroBatchSize, parse_micro_batch
 from paceline.spec.plan import RunLimit
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
+from paceline.workflows.arguments import checked
 from paceline.workflows.dry_run import dry_run
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts
 from paceline.workflows.jobs import (
@@ -39,6 +42,7 @@ from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, RIGID, Elastic, Where
 
 
+@checked
 def train(
     job: Job | str | Path,
     *,
@@ -169,6 +173,17 @@ class _Training:
         check_trackers(self.track)
         if self.micro_batch_size is not None:
             parse_micro_batch(str(self.micro_batch_size))
+        is_served = self.job.aggregation.method == "parameter_server_async"
+        if self.servers > 1 and not is_served and self.chosen_algorithm not in SERVER_ALGORITHMS:
+            raise JobError(
+                f"servers = {self.servers} goes with algorithm = '{SERVER_ALGORITHMS[0]}' or '{SERVER_ALGORITHMS[1]}', "
+                "or a job's aggregation.method = 'parameter_server_async'; leave it out."
+            )
+
+    @property
+    def chosen_algorithm(self) -> AlgorithmName:
+        """The algorithm that is asked for, or else the plan's."""
+        return self.plan.algorithm if self.plan and self.algorithm == "auto" else self.algorithm
 
     def finished(self, run_dir: Path) -> RunRecord | None:
         """The record of the run in `run_dir` if nothing is left to do of it; raises as `finished_run`."""
@@ -201,7 +216,7 @@ class _Training:
             micro_batch_size=self.micro_batch_size
             or (planned.micro_batch_size if planned else None)
             or self.job.micro_batch_size,
-            algorithm=planned.algorithm if planned and self.algorithm == "auto" else self.algorithm,
+            algorithm=self.chosen_algorithm,
             num_servers=self.servers if least is None else min(self.servers, num_workers),
         )
         can_spare = least is not None and num_workers > least

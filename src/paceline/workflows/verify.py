@@ -14,14 +14,16 @@ from paceline.launch.run_workers import run_workers
 from paceline.launch.team import LaunchOptions
 from paceline.plan import spread
 from paceline.report.parity import ParityVerdict, compare, load_trace
-from paceline.spec import Cluster, Job, Plan
+from paceline.spec import Cluster, Job, Plan, parse_mesh
 from paceline.spec.mesh_name import check_strategy
 from paceline.words import number_of
+from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import Say, check_counts, is_script, read_counts, resolve_job, silent
 from paceline.workflows.run_folder import write_run
 from paceline.workflows.strategy import Strategy
 
 
+@checked
 def verify(
     job: Job | str | Path,
     arguments: Sequence[str] = (),
@@ -64,21 +66,25 @@ def verify(
     resolved = None
     if not is_script(job, arguments, settings, data, model):
         resolved = _in_float64(resolve_job(job, settings, data, model))
+    plans = {}
+    for count in counts:  # all of them before the first is trained
+        shared = _shared(strategy, count)
+        if resolved is not None:
+            plans[count] = Strategy(shared).placed(resolved, cluster, count, say=say, threads_per_worker=1)
+        else:
+            plans[count] = _script_plan(Path(str(job)), shared, count, cluster)
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as scratch:
         traces = []
         for number, count in enumerate([counts[0], *counts]):
             run_dir = Path(scratch) / str(number)
-            shared = strategy if count > 1 else None  # one worker has nobody to share with
-            if resolved is None:
-                program, plan = _script(Path(str(job)), arguments, count, cluster)
-            else:
-                plan = Strategy(shared).placed(resolved, cluster, count, say=say, threads_per_worker=1)
-                program = write_run(resolved, plan, run_dir, quiet=True)
+            program = [str(job), *arguments]
+            if resolved is not None:
+                program = write_run(resolved, plans[count], run_dir, quiet=True)
             say(f"training {steps} steps on {number_of(count, 'worker')} …")
             # A script reads it from the environment. Every worker is a new process: those that are forked hash texts
             # alike, and would hide what depends on the order of a set.
-            environ = env.trace_request(run_dir / "trace", steps) | env.note(env.STRATEGY, shared)
-            run_workers(plan, program, LaunchOptions(run_dir, environ=environ))
+            environ = env.trace_request(run_dir / "trace", steps) | env.note(env.STRATEGY, _shared(strategy, count))
+            run_workers(plans[count], program, LaunchOptions(run_dir, environ=environ))
             traces.append(load_trace(run_dir / "trace", count))
         return tuple(compare(traces[0], traces[1], traces[2:]))
 
@@ -87,7 +93,14 @@ def _in_float64(job: Job) -> Job:
     return job.with_values(precision="float64") if job.parity == "numeric" else job
 
 
-def _script(script: Path, arguments: Sequence[str], count: int, cluster: Cluster) -> tuple[list[str], Plan]:
+def _shared(strategy: str | None, count: int) -> str | None:
+    """The strategy of so many workers: one has nobody to share with."""
+    return strategy if count > 1 else None
+
+
+def _script_plan(script: Path, strategy: str | None, count: int, cluster: Cluster) -> Plan:
     if not script.is_file():
         raise LaunchError(f"There is no script '{script}'.")
-    return [str(script), *arguments], spread(cluster, count, threads_per_worker=1)
+    if strategy is not None:
+        parse_mesh(strategy, count)  # as the script will read it
+    return spread(cluster, count, threads_per_worker=1)

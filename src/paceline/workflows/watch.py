@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError
+from paceline.workflows.arguments import checked
 
 if TYPE_CHECKING:
     from paceline.report.live_run import RunFollower
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 _HOST = "127.0.0.1"
 
 
+@checked
 def watch(runs: Iterable[Path | str] | Path | str, *, port: int = 0, announce: Callable[[str], object] = print) -> None:
     """Serve a page that shows runs side by side while they train, or afterwards, until Ctrl-C.
 

@@ -11,6 +11,7 @@ from paceline.errors import LaunchError, shown
 from paceline.launch.elastic import ElasticLimits
 from paceline.launch.node_list import NodeSlots, parse_node_list, read_node_file
 from paceline.launch.team import HANG_TIMEOUT_S
+from paceline.workflows.arguments import check_fields
 from paceline.workflows.jobs import check_counts
 
 LauncherName = Literal["auto", "local", "debug", "ssh", "slurm", "ray"]
@@ -40,6 +41,7 @@ class Where:
     """Seconds without a heartbeat after which a worker or node counts as hung."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if not 1 <= self.hang_timeout_s < math.inf:
             raise LaunchError(f"hang_timeout_s = {self.hang_timeout_s} should be a number of seconds, 1 or more.")
 
@@ -73,6 +75,7 @@ class Elastic:
     """Keep a process with torch loaded on every node, so that restarts are quick."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_counts(min_workers=self.min_workers, max_workers=self.max_workers, max_restarts=self.max_restarts or None)
         if self.exclude_slower is not None and not 1 <= self.exclude_slower < math.inf:
             raise LaunchError(f"exclude_slower = {self.exclude_slower} should be a finite number of 1 or more.")

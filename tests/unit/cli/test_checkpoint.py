@@ -100,6 +100,18 @@ def test_prune(run: Run, folder: Path) -> None:
     assert checkpoints.names() == [name for name in names if name != "step-00000010"]
 
 
+def test_prune_refuses_a_metric_that_no_checkpoint_has(run: Run, folder: Path) -> None:
+    before = Folder(folder / "checkpoints").names()
+    for more in ([], ["--dry-run"]):
+        code, out, err = run("checkpoint", "prune", folder, "--keep-last", 1, "--keep-best", "acuracy", *more)
+        assert (code, out) == (2, "")
+        assert err == (
+            f"paceline: --keep-best 'acuracy': no checkpoint in {folder / 'checkpoints'} has a value of it; they have "
+            "accuracy.\n"
+        )
+    assert Folder(folder / "checkpoints").names() == before
+
+
 def test_prune_does_not_count_damaged_ones(run: Run, folder: Path) -> None:
     _break(folder, 30)
     code, out, _ = run("checkpoint", "prune", folder, "--keep-last", 1)
@@ -155,7 +167,7 @@ def test_mistakes(run: Run, tmp_path: Path, command: str) -> None:
     assert "There is no folder 'nowhere', or there is nothing in it." in ask("nowhere")
     (tmp_path / "notes.txt").write_text("")
     assert "There is no folder" in ask(tmp_path / "notes.txt")
-    assert f"There is no checkpoint in {tmp_path}." in ask(tmp_path)
+    assert f"There is no checkpoint in '{tmp_path}'." in ask(tmp_path)
     assert "cannot be kept at s4://bucket" in ask("s4://bucket/run")
 
 

@@ -39,6 +39,22 @@ def test_exit_codes(findings: list[Finding], strict: bool, code: int) -> None:
     assert exit_code(findings, strict=strict) == code
 
 
+def test_a_file_in_the_place_of_the_run_folder_is_an_error(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "runs"):
+        found = json.loads(run("doctor", "--folder", folder, "--json")[1])["findings"]
+        (one,) = [finding for finding in found if finding["check"] == "run folder"]
+        assert one["level"] == "error"
+        assert one["what"] == f"{tmp_path / 'file'} is not a folder: no run can be written to {folder}."
+
+
+def test_no_name_of_a_node_is_refused_as_launch_does(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("")
+    doctor, launch = run("doctor", "--hosts", ""), run("launch", "--hosts", "", tmp_path / "script.py")
+    assert doctor == launch
+    assert doctor[0] == 2 and "entry 1: '' is not the name of a node" in doctor[2]
+
+
 def test_what_needs_action_comes_first_each_with_its_fix(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

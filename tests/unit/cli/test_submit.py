@@ -15,8 +15,10 @@ from typer.testing import CliRunner
 
 from paceline.cli import command_line
 from paceline.cli.options import parse_hours
-from paceline.errors import PacelineError
+from paceline.errors import LaunchError, PacelineError
 from paceline.spec import Job, Plan
+from paceline.workflows import submit as workflow
+from tests.unit.cli.conftest import Run
 
 
 def submit(*arguments: str) -> str:
@@ -31,13 +33,16 @@ def submit(*arguments: str) -> str:
     ("command", "inside"),
     [
         (["train", "digits-lenet", "--max-steps", "3"], ["train", "digits-lenet", "--max-steps", "3"]),
-        (["launch", "my script.py", "--flag"], ["launch", "my script.py", "--flag"]),
+        (["launch", "my script.py", "--out", "x"], ["launch", "my script.py", "--out", "x"]),
         (["bench", "comm", "--rounds", "2"], ["bench", "comm", "--rounds", "2"]),
     ],
 )
 def test_a_job_script_runs_the_command_inside_the_allocation(
-    command: list[str], inside: list[str], tmp_path: Path
+    command: list[str], inside: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("my script.py").write_text("")
+    tmp_path = tmp_path / "out"
     options = ["--nodes", "2", "-n", "4", "--time", "1:30", "--partition", "gpu", "--out", str(tmp_path), "--dry-run"]
     script = submit("slurm", *options, *command)
     lines = script.splitlines()
@@ -48,7 +53,7 @@ def test_a_job_script_runs_the_command_inside_the_allocation(
     at = words.index("--launcher")
     assert words[at : at + 4] == ["--launcher", "slurm", "--out", str(tmp_path)]
     assert words[3:at] + words[at + 4 :] == inside
-    assert not list(tmp_path.iterdir())
+    assert not tmp_path.exists()
 
 
 def test_workers_on_cpu_ask_for_no_gpu() -> None:
@@ -58,6 +63,65 @@ def test_workers_on_cpu_ask_for_no_gpu() -> None:
 def test_only_commands_that_run_workers_are_submitted() -> None:
     with pytest.raises(PacelineError, match="'topo' is not possible; submit train, launch, scale, bench"):
         submit("slurm", "--dry-run", "topo")
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("train nix", "'nix' is neither a job file nor a recipe"),
+        ("train", "Missing argument 'JOB'; see `paceline train --help`"),
+        ("train digits-lenet --nixopt 3", "No such option: --nixopt"),
+        ("train digits-lenet --set model=nix", "nix"),
+        ("scale digits-lenet --set modl=lenet", "There is no key 'modl'"),
+        ("launch nix.py", "There is no script 'nix.py'"),
+        ("bench comm --rounds many", "Invalid value for '--rounds'"),
+        ("train digits-lenet --hosts a:2", "--hosts behind train has no place here"),
+        ("train digits-lenet --launcher ssh", "--launcher behind train should be slurm"),
+        ("train digits-lenet --out x", "write paceline submit slurm --out DIR train"),
+        ("train digits-lenet --dry-run", "write paceline submit slurm --dry-run train"),
+        ("launch --dry-run nix.py", "write paceline submit slurm --dry-run launch"),
+    ],
+)
+def test_a_mistake_behind_the_command_is_told_before_anything_is_submitted(
+    command: str, sentence: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(workflow, "submit_script", lambda _script: pytest.fail("it was submitted"))
+    for options in ((), ("--dry-run",)):
+        code, out, err = run("submit", "slurm", *options, *command.split())
+        assert (code, out) == (2, "") and err.startswith("paceline: ") and sentence in err and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_slurm_refuses_leaves_nothing_behind(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_script: str) -> str:
+        raise LaunchError("sbatch refused: no such partition")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(workflow, "submit_script", refuse)
+    (tmp_path / "mine").mkdir()
+    for options in ((), ("--out", "new"), ("--out", "mine")):
+        code, _, err = run("submit", "slurm", *options, "train", "digits-lenet")
+        assert (code, err) == (2, "paceline: sbatch refused: no such partition\n")
+    assert not [path for path in tmp_path.rglob("*") if path.name not in ("mine", "runs")]
+    monkeypatch.setattr(workflow, "submit_script", lambda _script: "42")
+    code, out, _ = run("submit", "slurm", "--out", "mine", "train", "digits-lenet")
+    assert code == 0 and out.startswith("Slurm job 42;") and (tmp_path / "mine" / "submit.sh").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workflow, "submit_script", lambda _script: pytest.fail("it was submitted"))
+    (tmp_path / "m.csv").write_text("")
+    for out in (tmp_path / "m.csv", "/proc/x"):
+        code, _, err = run("submit", "slurm", "--out", out, "train", "digits-lenet")
+        assert code == 2 and f"The run folder {out} cannot be used" in err and err.count("\n") == 1
+
+
+def test_more_workers_than_there_can_be_are_refused() -> None:
+    with pytest.raises(PacelineError, match="are more than"):
+        submit("slurm", "--dry-run", "--nodes", "99999", "-n", "99999", "train", "digits-lenet")
 
 
 def _container(*arguments: str) -> dict[str, list[str]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +12,12 @@ from typing import cast
 
 import pytest
 
+from paceline.errors import LaunchError
 from paceline.launch import team
+from paceline.launch.commands import WorkerCommand
 from paceline.launch.forking import ForkServer
 from paceline.launch.hang import WorkerState
+from paceline.launch.output import check_open_files
 from paceline.launch.team import LaunchOptions, LocalTeam
 
 
@@ -51,3 +57,42 @@ def test_a_killed_process_that_does_not_end_is_left(monkeypatch: pytest.MonkeyPa
     monkeypatch.undo()
     team._reap([sleeper.pid])
     assert sleeper.poll() is not None
+
+
+def _commands(count: int) -> list[WorkerCommand]:
+    return [WorkerCommand(rank, 0, ("-c", "import time; time.sleep(60)"), {}) for rank in range(count)]
+
+
+def test_more_workers_than_open_files_are_refused_before_one_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _which: (100, 4096))
+    sentence = r"23 workers on one node need 101 open files, and a process may have 100 here: ask for 22 workers"
+    with pytest.raises(LaunchError, match=sentence):
+        check_open_files(23)
+    check_open_files(22)
+    workers = LocalTeam(LaunchOptions(tmp_path, output="all"), lambda _event: None)
+    monkeypatch.setattr(workers, "_popen", lambda *_, **__: pytest.fail("a worker is started"))
+    with pytest.raises(LaunchError, match="23 workers on one node"):
+        workers.start(_commands(23))
+    workers.close()
+
+
+def test_workers_that_were_started_end_at_once_where_another_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def popen(*_: object, **__: object) -> subprocess.Popen[bytes]:
+        if len(started) == 3:
+            raise OSError(errno.EMFILE, "Too many open files")
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True))
+        return started[-1]
+
+    workers = LocalTeam(LaunchOptions(tmp_path, output="all"), lambda _event: None)
+    monkeypatch.setattr(workers, "_popen", popen)
+    monkeypatch.setattr(team, "kernel_log_names", lambda _pid: pytest.fail("the kernel's log is read"))
+    with pytest.raises(LaunchError, match="Worker 3 cannot be started on this machine: Too many open files"):
+        workers.start(_commands(5))
+    workers.close()
+    assert [process.returncode for process in started] == [-signal.SIGKILL] * 3

@@ -223,3 +223,37 @@ def test_the_recommendation_keeps_its_rule(
     assert found.devices == max(good)
     assert set(found.rejected) == {row.devices for row in study.rows} - good
     assert all(row.speedup is None or math.isfinite(row.speedup) for row in study.rows)
+
+
+def test_runs_of_different_length_are_no_study() -> None:
+    whole, short = sample_record(1, steps=46), sample_record(2, steps=41)
+    sentence = r"46 steps on 1 device \(seed 0\) and 41 steps on 2 devices \(seed 0\); train the shorter one on"
+    for records in ([whole, short], [short, whole]):
+        with pytest.raises(PacelineError, match=sentence):
+            analyse(records, grow="none", tolerance=0.01)
+    with pytest.raises(PacelineError, match=r"46 steps on 1 device .* and 10 steps on 1 device"):
+        analyse([whole, sample_record(1, seed=1, steps=10)], grow="none", tolerance=0.01)
+
+
+def test_a_run_that_stopped_by_itself_may_be_shorter() -> None:
+    records = [sample_record(1), sample_record(2, steps=41, stopped="loss has not improved for 5 evaluations")]
+    assert len(analyse(records, grow="none", tolerance=0.01).rows) == 2
+    out_of_time = replace(records[1], stopped="max_minutes = 1 are over", is_complete=False)
+    with pytest.raises(PacelineError, match="not of one length"):
+        analyse([records[0], out_of_time], grow="none", tolerance=0.01)
+
+
+def test_where_the_batch_grew_runs_of_one_length_have_as_many_epochs_or_steps() -> None:
+    first, second = sample_grown_records((1, 2), (0,))
+    assert first.steps != second.steps
+    assert len(analyse([first, second], grow="batch", tolerance=0.01).rows) == 2
+    cut = [replace(first, steps=5, epochs=first.epochs[:1]), replace(second, steps=5, epochs=second.epochs[:2])]
+    assert len(analyse(cut, grow="batch", tolerance=0.01).rows) == 2
+    with pytest.raises(PacelineError, match="not of one length"):
+        analyse([first, cut[1]], grow="batch", tolerance=0.01)
+
+
+def test_a_run_that_is_given_twice_is_not_two_seeds() -> None:
+    records = sample_study_records((1, 2), (0, 1))
+    with pytest.raises(PacelineError, match=r"Two of these runs are on 2 devices \(seed 1\): a study takes one run"):
+        analyse([*records, records[-1]], grow="none", tolerance=0.01)

@@ -34,6 +34,15 @@ def node(kind: DeviceKind = "cpu", num_devices: int = 4, hostname: str = "here")
     return Node(hostname, 8, 2**33, "a cpu", devices)
 
 
+def test_more_workers_than_the_named_hosts_have_are_refused() -> None:
+    allocation = allocation_on_paper(Where(hosts="a:1"))
+    for least in (None, 1):
+        with pytest.raises(LaunchError, match="3 workers are more than the 1 of hosts; give a node more of them"):
+            allocation.first_plan(3, Elastic(min_workers=least), spread)
+    assert allocation.first_plan(1, Elastic(), spread).world_size == 1
+    assert allocation_on_paper(Where(hosts="a,b:1")).first_plan(3, Elastic(), spread).world_size == 3
+
+
 def test_hosts_are_named_once(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("a slots=2\nb\n")

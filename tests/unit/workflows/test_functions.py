@@ -10,7 +10,8 @@ from typing import Any, cast
 import pytest
 
 import paceline
-from paceline.errors import ClusterError
+from paceline.errors import ClusterError, JobError
+from paceline.workflows import verify as verify_workflow
 from tests import topologies
 from tests.fixtures.checkpoint import FOLDER
 from tests.sample_clusters import cpu_cluster, gpu_cluster
@@ -94,6 +95,19 @@ def test_this_node_is_checked() -> None:
     assert "ok" in levels and levels <= {"ok", "warning", "error"}
 
 
+@pytest.mark.parametrize("job", ["digits-lenet", "train.py"])
+def test_verify_trains_nothing_before_all_numbers_of_workers_are_checked(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify_workflow, "run_workers", lambda *_: pytest.fail("it trains"))
+    Path("train.py").write_text("")
+    with pytest.raises(JobError, match="'dp2 x pp2' does not make 3 workers"):
+        paceline.verify(job, strategy="dp2 x pp2", workers="1,3")
+    if job == "digits-lenet":
+        with pytest.raises(JobError, match="64 workers cannot share virtual_shards"):
+            paceline.verify(job, workers=[1, 64])
+
+
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
@@ -141,6 +155,70 @@ def test_this_node_is_checked() -> None:
         (lambda: paceline.scale("digits-lenet", devices=[]), r"devices = \[\] should be whole numbers"),
         (lambda: paceline.verify("digits-lenet", workers=[]), r"workers = \[\] should be whole numbers"),
         (lambda: paceline.train("digits-lenet", where=paceline.Where(launcher=cast(Any, "foo"))), "no launcher 'foo'"),
+        (lambda: paceline.train("digits-lenet", workers=cast(Any, 2.5)), "workers = 2.5 should be a whole number of 1"),
+        (lambda: paceline.train("digits-lenet", max_steps=cast(Any, 2.5)), "max_steps = 2.5 should be a whole number"),
+        (lambda: paceline.memory("digits-lenet", cast(Any, 2.5)), "devices = 2.5 should be a whole number of 1"),
+        (
+            lambda: paceline.verify("digits-lenet", workers=cast(Any, [1.5])),
+            r"workers = \[1.5\] should be whole numbers",
+        ),
+        (lambda: paceline.scale("digits-lenet", devices=cast(Any, 2)), "devices = 2 should be a list or a text"),
+        (
+            lambda: paceline.plan(JOB, cluster=gpu_cluster(), devices=cast(Any, 2)),
+            r"devices = 2 should be a list of counts, such as \[1, 2, 4\], or a text",
+        ),
+        (lambda: paceline.submit.slurm("train", ["x"], nodes=cast(Any, 1.5)), "nodes = 1.5 should be a whole number"),
+        (lambda: paceline.bench.comm(workers=cast(Any, 1.5)), "workers = 1.5 should be a whole number"),
+        (lambda: paceline.train("digits-lenet", settings=cast(Any, [3])), "settings holds 3; each should be a text"),
+        (
+            lambda: paceline.plan(JOB, cluster=gpu_cluster(), settings=cast(Any, [3])),
+            "settings holds 3; each should be a text",
+        ),
+        (lambda: paceline.train("digits-lenet", settings=cast(Any, 3)), "settings = 3 should be a list"),
+        (lambda: paceline.train("digits-lenet", strategy=cast(Any, 3)), "strategy = 3 should be a Strategy or a text"),
+        (lambda: paceline.train("digits-lenet", where=cast(Any, "a:1")), "where = 'a:1' should be a Where"),
+        (lambda: paceline.train("digits-lenet", elastic=cast(Any, 2)), "elastic = 2 should be an Elastic"),
+        (lambda: paceline.train("digits-lenet", out=cast(Any, 3)), "out = 3 should be a path or a text or None"),
+        (lambda: paceline.train("digits-lenet", plan=cast(Any, 3)), "plan = 3 should be a Plan or a path or a text"),
+        (lambda: paceline.train("digits-lenet", cluster=cast(Any, 3)), "cluster = 3 should be a path or a text"),
+        (lambda: paceline.train("digits-lenet", say=cast(Any, "x")), "say = 'x' should be a function"),
+        (lambda: paceline.train(cast(Any, None)), "job = None should be a Job or a text or a path"),
+        (lambda: paceline.Where(hosts=cast(Any, 3)), "hosts = 3 should be a text or None"),
+        (lambda: paceline.Where(hang_timeout_s=cast(Any, "1")), "hang_timeout_s = '1' should be a number"),
+        (lambda: paceline.Elastic(exclude_slower=cast(Any, "2")), "exclude_slower = '2' should be a number or None"),
+        (lambda: paceline.Strategy(cast(Any, 3)), "strategy = 3 should be a text or None"),
+        (lambda: paceline.doctor(hosts=cast(Any, 3)), "hosts = 3 should be a text or None"),
+        (lambda: paceline.report(cast(Any, None)), "runs = None should be a list or a path or a text"),
+        (
+            lambda: paceline.report("run", efficiency_floor=cast(Any, None)),
+            "efficiency_floor = None should be a number",
+        ),
+        (lambda: paceline.bench.comm(budget=cast(Any, None)), "budget = None should be a number"),
+        (
+            lambda: paceline.train("digits-lenet", servers=2),
+            r"servers = 2 goes with algorithm = 'parameter_server' or .*; leave it out",
+        ),
+        (
+            lambda: paceline.bench.comm(algorithms=["ring"], servers=2),
+            "servers = 2 goes with the algorithms parameter_se",
+        ),
+        (lambda: paceline.train("digits-lenet", data="nix"), "'digits' reads no folder; leave data = 'nix' out"),
+        (
+            lambda: paceline.memory("digits-lenet", 2, micro_batch_size=100000),
+            "micro_batch_size = 100000 is more than the global batch of 64 samples",
+        ),
+        (
+            lambda: paceline.launch(__file__, workers=2, where=paceline.Where(interface="nix")),
+            "interface = 'nix' is for workers on other nodes, and all of these run on this one",
+        ),
+        (
+            lambda: paceline.launch(__file__, workers=2, where=paceline.Where(python="nix")),
+            "python = 'nix' is for workers on other nodes",
+        ),
+        (lambda: paceline.dry_run_mesh("digits-lenet", "dp0"), "'dp0' gives dp the degree 0; a degree is 1 or more"),
+        (lambda: paceline.memory(""), "'' is neither a job file nor a recipe"),
+        (lambda: paceline.checkpoint.ls("."), "There is no checkpoint in '.'|There is no folder '.'"),
+        (lambda: paceline.report("."), r"There is no run record '/.*record\.json'"),
         (lambda: paceline.checkpoint.ls(Path("nowhere")), "no folder 'nowhere'"),
     ],
 )

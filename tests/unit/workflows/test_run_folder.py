@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.errors import LaunchError, PacelineError
+from paceline.errors import JobError, LaunchError, PacelineError
 from paceline.run_lease import hold_folder
 from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.plan import RunLimit
@@ -130,3 +130,35 @@ def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(PacelineError, match=r"run folder .*file/run cannot be made"):
         write_run(Job(), Plan(), tmp_path / "file" / "run")
+
+
+def test_a_finished_run_that_is_longer_is_refused_as_that(tmp_path: Path) -> None:
+    record = sample_record()
+    record.save(tmp_path / "record.json")
+    sentence = "finished run that is longer: it has made 276 steps of 12 epochs, and max_steps = 20 here; name another"
+    for force in (False, True):
+        with pytest.raises(PacelineError, match=sentence):
+            finished_run(tmp_path, record.job, 20, force=force)
+    with pytest.raises(PacelineError, match="276 steps of 12 epochs, and epochs = 3 here"):
+        finished_run(tmp_path, dataclasses.replace(record.job, epochs=3), None, force=False)
+
+
+def test_a_study_with_other_runs_is_not_replaced(tmp_path: Path) -> None:
+    record = sample_record(2)
+    for name in ("devices2-seed0", "devices4-seed0"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        record.save(tmp_path / "runs" / name / "record.json")
+    (tmp_path / "scaling.json").write_text("mine")
+    with pytest.raises(JobError, match="holds a study with devices2-seed0 and 1 more, which this one would leave out"):
+        paceline.scale("digits-lenet", devices=[1], max_steps=4, out=tmp_path)
+    with pytest.raises(JobError, match="holds a study with devices4-seed0, which this one would leave out"):
+        paceline.scale("digits-lenet", devices=[1, 2], max_steps=4, out=tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["runs", "scaling.json"]
+
+
+def test_a_run_of_a_study_says_what_differs(tmp_path: Path) -> None:
+    record, run_dir = sample_record(), tmp_path / "runs" / "devices1-seed0"
+    write_run(record.job, record.plan, run_dir, RunLimit(4))
+    record.save(run_dir / "record.json")
+    with pytest.raises(JobError, match=r"devices1-seed0 holds another run \(max_steps was 4 and is 2.*\); name"):
+        paceline.scale(record.job, devices=[1], max_steps=2, out=tmp_path)

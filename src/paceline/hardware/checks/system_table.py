@@ -205,6 +205,11 @@ STORAGE_CHECKS: tuple[Check[NodeFacts, Any], ...] = (
         lambda node: [node.storage],
         "{storage.folder} can be written to and has room.",
         error(
+            lambda storage: storage.obstacle != "",
+            "{obstacle} is not a folder: no run can be written to {folder}.",
+            "Name another folder with --out.",
+        ),
+        error(
             lambda storage: not storage.is_writable,
             "Nothing can be written to {folder}.",
             "Name another folder with --out.",

@@ -53,6 +53,7 @@ def _git_commit() -> str | None:
             ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=5,
             check=False,
         )

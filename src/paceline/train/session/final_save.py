@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, reason_of
 from paceline.regular_files import refuge
 
 PATIENCE_S = 30.0
@@ -33,9 +33,10 @@ def save_at_the_end(write: Callable[[Path], None], run_dir: Path, say: Callable[
             break
         if not has_told:
             has_told = True
-            say(f"{run_dir} cannot be written to ({problem}); after {PATIENCE_S:.0f} s another place is tried.")
+            why = reason_of(problem)
+            say(f"{run_dir} cannot be written to ({why}); after {PATIENCE_S:.0f} s another place is tried.")
         time.sleep(_PAUSE_S)
-    why = f"The run is trained, but its folder {run_dir} cannot be written to ({problem})"
+    why = f"The run is trained, but its folder {run_dir} cannot be written to ({reason_of(problem)})"
     folder = refuge(run_dir.name, write)
     if folder is None:
         raise CheckpointError(f"{why}, and neither can any other; its checkpoints are what is left of it.")

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.checkpoint import SharedCatalogue, newest_good, newest_that, read_together
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.storage import Storage
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, reason_of
 from paceline.object_collectives import broadcast_object, scatter_objects
 from paceline.parallel.engine import AS_RANK
 
@@ -61,15 +61,14 @@ class CheckpointReader:
         if self.group is None or dist.get_rank(self.group) == 0:
             try:
                 checkpoint, problems = newest_good(self.storage)
-                for problem in problems:
-                    self.say(problem)
+                self._tell(problems, is_found=checkpoint is not None)
                 if checkpoint is not None:
                     self._check_is_run(checkpoint.name, checkpoint.manifest)
                     name = checkpoint.name
                     shared = {"job": checkpoint.manifest.job, **checkpoint.shared}
                     owns = [checkpoint.own(rank) for rank in range(checkpoint.manifest.world_size)]
             except (CheckpointError, OSError) as problem:
-                name, why_not = None, str(problem)
+                name, why_not = None, reason_of(problem)
         name, why_not, shared = broadcast_object((name, why_not, shared), self.group)
         if why_not is not None:
             raise CheckpointError(why_not)
@@ -91,9 +90,8 @@ class CheckpointReader:
         try:
             found, problems = newest_that(read, SharedCatalogue(self.storage, group))
         except OSError as failure:
-            raise CheckpointError(str(failure)) from None
-        for problem in problems:
-            self.say(problem)
+            raise CheckpointError(reason_of(failure)) from None
+        self._tell(problems, is_found=found is not None)
         if found is None:
             return None
         name, manifest, shared = found
@@ -104,6 +102,12 @@ class CheckpointReader:
                 "or gradients not sent yet), from which a sharded model cannot resume; resume it with strategy = 'dp'."
             )
         return Found(name, {"job": manifest.job, **shared}, {})
+
+    def _tell(self, problems: Sequence[str], *, is_found: bool) -> None:
+        for problem in problems:
+            self.say(problem)
+        if problems and not is_found:
+            self.say("There is no other checkpoint: the run starts from the beginning.")
 
     def _check_is_run(self, name: str, manifest: Manifest) -> None:
         if not _is_run(manifest.values):

@@ -384,9 +384,11 @@ class Session:
 
     @property
     def newest_checkpoint(self) -> str | None:
-        """The address of the newest checkpoint; None: there is none."""
-        newest = None if self._checkpoints is None else self._checkpoints.newest
-        return None if newest is None else newest[1]
+        """The address of the newest checkpoint, or that there is none; None: the run saves none."""
+        if self._checkpoints is None:
+            return None
+        newest = self._checkpoints.newest
+        return "none was written" if newest is None else newest[1]
 
     def finish(self, *, is_between_epochs: bool) -> None:
         """At the end of training: save any unsaved state.
