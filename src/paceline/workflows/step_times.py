@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,22 +43,27 @@ class FittedSteps:
     forecasts: tuple[StepForecast, ...]
     calibration: Calibration
     contradictions: tuple[ContradictingRow, ...]
+    compared: Mapping[Placement, ForecastRow]
+    """Speed-up, efficiency and cost of each placement, and of the one that they refer to."""
     forecast: Forecast | None
-    """With speed-up, efficiency, cost, the recommendation and why; None: no placement was asked for."""
+    """The same with the recommendation and why; None: no placement was asked for."""
     learnt: tuple[tuple[str, str, str], ...]
     """What the rows tell of this job, in words: what, the usual value, and from where to where it may be."""
     warnings: tuple[str, ...]
     """A sentence for each thing that looks wrong or was not measured."""
 
     @property
-    def rows(self) -> list[tuple[Placement, StepForecast, ForecastRow | None]]:
-        """Each placement, its forecast, and the row that compares it with others, where there is one."""
-        compared = () if self.forecast is None else self.forecast.rows
-        by_size = {(row.devices, row.nodes, row.global_batch_size): row for row in compared}
+    def rows(self) -> list[tuple[Placement, StepForecast, ForecastRow]]:
+        """Each placement, its forecast, and the row that compares it with others."""
         return [
-            (one, forecast, by_size.get((one.layout.num_workers, one.layout.num_nodes, one.global_batch_size)))
-            for one, forecast in zip(self.placements, self.forecasts, strict=True)
+            (one, forecast, self.compared[one]) for one, forecast in zip(self.placements, self.forecasts, strict=True)
         ]
+
+    @property
+    def recommended(self) -> Placement | None:
+        """None: no placement was asked for."""
+        row = None if self.forecast is None else self.forecast.recommended
+        return next((one for one, compared in self.compared.items() if compared is row), None)
 
     @property
     def constants(self) -> dict[str, float]:
@@ -105,7 +110,7 @@ def fit_step_times(
     """
     from paceline.plan.calibrate import predict
     from paceline.plan.contradictions import fit_without_mistakes
-    from paceline.plan.measured_forecast import forecast_of_steps
+    from paceline.plan.measured_forecast import compare_placements, forecast_of_steps
     from paceline.plan.step_words import assumed_in_words, learnt_in_words, unit_in_words
 
     check_amounts(efficiency_floor=efficiency_floor)
@@ -122,17 +127,19 @@ def fit_step_times(
         contradictions.append(ContradictingRow(line, one.measured_s, one.forecast_s, sentence))
     left_out = {one.row for one in found if one.is_left_out}
     kept = [observation for row, (_, observation) in enumerate(measured) if row not in left_out]
-    unit = unit_in_words(kept)
+    unit, assumed = unit_in_words(kept), assumed_in_words(kept, wanted)
+    compared = compare_placements(calibration, kept, wanted, amount) if wanted else {}
     fitted = FittedSteps(
         placements=wanted,
         forecasts=tuple(predict(calibration, wanted)),
         calibration=calibration,
         contradictions=tuple(contradictions),
+        compared=compared,
         forecast=forecast_of_steps(
             Path(observations).stem,
-            calibration,
-            kept,
-            wanted,
+            list(compared.values()),
+            assumptions=assumed,
+            warnings=(*(one.sentence for one in contradictions), *unit),
             efficiency_floor=efficiency_floor,
             price_per_device_hour=amount,
             currency=currency,
@@ -140,7 +147,7 @@ def fit_step_times(
         if wanted
         else None,
         learnt=tuple(learnt_in_words(calibration, kept)),
-        warnings=(*((unit,) if unit else ()), *assumed_in_words(kept, wanted)),
+        warnings=(*unit, *assumed),
     )
     if out is not None and fitted.forecast is not None:
         from paceline.report.files import write_files

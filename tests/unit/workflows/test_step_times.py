@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from typer.testing import CliRunner
 from paceline.cli import command_line
 from paceline.cli.step_times import fit_and_predict, suggest_next
 from paceline.errors import JobError
-from paceline.workflows.step_times import fit_step_times, suggest_measurements
+from paceline.spec.forecast import Forecast
+from paceline.workflows.step_times import FittedSteps, fit_step_times, suggest_measurements
 
 STUDY = "num_nodes,devices_per_node,micro_batch_size,step_time_s\n1,1,64,0.0723\n1,2,64,0.0804\n"
 QUESTIONS = "num_nodes,devices_per_node,devices_on_node,micro_batch_size\n1,3,,64\n,,2+4,64\n2,4,,128\n"
@@ -218,3 +220,103 @@ def test_a_page_with_recommendation_and_cost(tmp_path: Path, study: Path, questi
 def test_suggestions_stay_within_what_there_is(study: Path) -> None:
     for one in suggest_measurements(study, 4, max_nodes=2, max_devices=3):
         assert one.placement.layout.num_nodes <= 2 and one.placement.layout.num_workers <= 3
+
+
+HEADER = "num_nodes,devices_per_node,micro_batch_size"
+OBSERVED = f"{HEADER},step_time_s\n"
+
+
+def fitted_to(folder: Path, observed: str, asked: str, columns: str = HEADER) -> FittedSteps:
+    return fit_step_times(
+        written(folder / "o.csv", OBSERVED + observed), written(folder / "a.csv", f"{columns}\n{asked}")
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "asked"),
+    [
+        (f"{HEADER},algorithm", "2,4,64,ring\n2,4,64,all_to_one\n2,4,64,hierarchical\n"),
+        ("devices_on_node,micro_batch_size", "4+4,64\n2+6,64\n1+7,64\n"),
+        (f"{HEADER},grad_accum_steps", "1,2,64,1\n1,2,16,4\n"),
+        (f"{HEADER},gradient_bytes", "2,4,64,1e8\n2,4,64,1e9\n"),
+    ],
+)
+def test_every_row_has_figures_of_its_own(
+    tmp_path: Path, columns: str, asked: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fitted = fitted_to(tmp_path, "1,1,64,0.310\n2,4,64,0.5\n", asked, columns)
+    assert len(fitted.rows) == len(asked.splitlines())
+    for placement, forecast, row in fitted.rows:
+        assert row.step_s == forecast.total_s
+        assert row.samples_per_s == pytest.approx(placement.global_batch_size / forecast.total_s)
+    assert len({row.speedup for _, _, row in fitted.rows}) == len(fitted.rows)
+    assert len({row.placement for _, _, row in fitted.rows}) == len(fitted.rows)
+    fit_and_predict(tmp_path / "o.csv", tmp_path / "a.csv", as_json=True)
+    for answer, (_, _, row) in zip(json.loads(capsys.readouterr().out)["predictions"], fitted.rows, strict=True):
+        assert answer["speedup"] == row.speedup
+
+
+def test_the_verdict_the_marked_row_and_the_page_mean_one_placement(tmp_path: Path) -> None:
+    fitted = fitted_to(tmp_path, "1,1,64,0.310\n2,4,64,0.5\n", "1,8,64\n8,1,64\n1,8,16\n1,8,256\n")
+    assert fitted.forecast is not None and fitted.recommended is not None
+    row = fitted.forecast.recommended
+    assert row is max((one for _, _, one in fitted.rows), key=lambda one: one.samples_per_s)
+    assert fitted.compared[fitted.recommended] is row
+    assert row.placement == "1 x 8, micro-batch 256"
+    assert fitted.forecast.verdict == f"Use 8 devices (1 x 8, micro-batch 256): {row.speedup:.2f}x the speed of one."
+    assert Forecast.from_mapping(fitted.forecast.to_mapping()).recommended == row
+    page = fitted.page()
+    assert page.count('<tr class="recommended">') == 1
+    marked = page.partition('<tr class="recommended">')[2].partition("</tr>")[0]
+    assert "<td>1 x 8, micro-batch 256</td>" in marked
+
+
+def test_speed_ups_do_not_depend_on_the_order_of_rows_nor_on_other_batches(tmp_path: Path) -> None:
+    rows = ["1,1,8,0.060\n", "1,1,64,0.310\n", "1,2,64,0.331\n", "1,4,64,0.352\n"]
+    first, last = (
+        fitted_to(tmp_path, "".join(observed), "1,8,64\n").rows[0][2] for observed in (rows, rows[1:] + rows[:1])
+    )
+    assert first.speedup == pytest.approx(last.speedup, rel=1e-3) == pytest.approx(6.8, rel=0.01)
+    twice = ["1,1,64,0.310\n", "1,1,64,0.340\n", "1,2,64,0.331\n"]
+    one, other = (fitted_to(tmp_path, "".join(observed), "1,8,64\n").rows[0][2] for observed in (twice, twice[::-1]))
+    assert one.speedup == pytest.approx(other.speedup, rel=1e-3)
+
+
+def test_speed_ups_are_over_one_device_or_the_fewest_that_there_are(tmp_path: Path) -> None:
+    observed = "1,8,64,0.4\n2,8,64,0.5\n"
+    asked = fitted_to(tmp_path, observed, "1,1,64\n2,8,64\n")
+    (_, _, one), (_, _, most) = asked.rows
+    assert (one.speedup, one.efficiency) == (1, 1)
+    assert most.speedup == pytest.approx(most.samples_per_s / one.samples_per_s)
+    assert asked.forecast is not None
+    assert asked.forecast.verdict == f"Use 16 devices: {most.speedup:.2f}x the speed of one."
+    beyond = fitted_to(tmp_path, observed, "2,8,64\n4,8,64\n")
+    assert beyond.forecast is not None
+    eight, _, most = beyond.forecast.rows
+    assert (eight.devices, eight.speedup, eight.efficiency) == (8, 8, 1)
+    gain = most.samples_per_s / eight.samples_per_s
+    assert beyond.forecast.verdict == f"Use 32 devices: {gain:.2f}x the speed of 8."
+    assert any("over the fewest, 8," in sentence for sentence in beyond.warnings)
+    assert "Throughput over that of one device of the smallest row (8 devices)" in " ".join(beyond.page().split())
+
+
+def test_one_count_alone_is_no_choice_between_counts(tmp_path: Path) -> None:
+    observed = "1,1,64,0.310\n1,2,64,0.331\n"
+    for asked, name in (("1,1,256\n", "1 device"), ("1,1,256\n1,1,16\n", "1 device (micro-batch 256)")):
+        forecast = fitted_to(tmp_path, observed, asked).forecast
+        assert forecast is not None
+        assert forecast.verdict.startswith(f"{name}: ") and forecast.verdict.endswith(" samples/s.")
+        assert forecast.bend == "This is the only number of devices here, which tells nothing of scaling."
+
+
+def test_the_page_says_what_the_text_says_and_nothing_of_a_probe(tmp_path: Path) -> None:
+    observed = "1,1,64,0.310\n1,2,64,331\n1,4,64,0.352\n"
+    fitted = fitted_to(tmp_path, observed, "1,8,64\n1,8,16\n")
+    page = html.unescape(" ".join(fitted.page().replace("\N{NO-BREAK SPACE}", " ").split()))
+    (contradiction,) = fitted.contradictions
+    for sentence in (contradiction.sentence, *fitted.warnings):
+        assert sentence in page
+    assert "probe measured" not in page
+    assert "batch stays the same" not in page and "Batches differ between rows" in page
+    milliseconds = fitted_to(tmp_path, "1,1,64,310\n1,2,64,331\n", "1,8,64\n")
+    assert "divide step_time_s by 1000" in milliseconds.page()
