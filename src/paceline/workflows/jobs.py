@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from paceline.errors import JobError, did_you_mean, shortened, shown
 from paceline.spec import CallbackSpec, Job, load_job
@@ -19,6 +19,18 @@ from paceline.spec.job import MOST_SAMPLES, MOST_WORKERS, TRACKER_NAMES
 
 Say = Callable[[str], None]
 """Receives progress messages of a workflow, one line at a time; such as `print`."""
+
+
+_BOUNDS: Mapping[str, tuple[int, float]] = {
+    "efficiency_floor": (0, 1),
+    "tolerance": (0, 1),
+    "noise_scale": (1, 1e18),
+    "target_samples": (1, 1e18),
+    "link_rate": (1, 1e18),
+    "parameters": (1, 1e18),
+}
+"""The least and the most that can be meant by an argument of this name; of others 0 and any finite number."""
+_MOST_PRICE = 1e9
 
 
 def silent(_line: str) -> None:
@@ -78,14 +90,28 @@ def read_counts(name: str, given: Sequence[int] | str) -> list[int]:
 
 
 def check_amounts(**amounts: float | None) -> None:
-    """Check numbers that have to be finite and not below 0; None is left to the program.
+    """Check finite numbers against the bounds of their names; None is left to the program.
 
     Raises:
         JobError: names the argument.
     """
     for name, value in amounts.items():
-        if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
-            raise JobError(f"{name} = {shown(value)} should be a finite number of 0 or more.")
+        least, most = _BOUNDS.get(name, (0, math.inf))
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and least <= value <= most and value < math.inf):
+            should = f"a finite number of {least} or more" if most == math.inf else f"a number from {least} to {most:g}"
+            raise JobError(f"{name} = {shown(value)} should be {should}.")
+
+
+def check_choice(choices: Any, **given: Any) -> None:
+    """Check arguments against the values of a `Literal`.
+
+    Raises:
+        JobError: names the argument.
+    """
+    for name, value in given.items():
+        if value not in get_args(choices):
+            raise JobError(f"{name} = {shown(value)} should be {' or '.join(map(repr, get_args(choices)))}.")
 
 
 def read_price(price: float | str | None) -> tuple[float | None, str]:
@@ -100,9 +126,12 @@ def read_price(price: float | str | None) -> tuple[float | None, str]:
         r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([^\W\d_]{2,8}|[€$£¥]|)\s*", str(price)
     )
     with contextlib.suppress(ValueError):
-        if found and 0 <= float(found[1]) < math.inf:
+        if found and 0 <= float(found[1]) <= _MOST_PRICE:
             return float(found[1]), found[2]
-    raise JobError(f"price = {shown(price)} should be an amount of 0 or more and its currency, such as '2.5 USD'.")
+    raise JobError(
+        f"price = {shown(price)} should be an amount of 0 or more and its currency, such as '2.5 USD'; "
+        "a billion at most."
+    )
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import JobError
 from paceline.plan.model import Layout, StepForecast
+from paceline.words import listing, number_of
 from paceline.workflows.jobs import check_amounts, check_counts, read_price
 from paceline.workflows.step_time_files import read_observations, read_placements
 
@@ -115,9 +117,7 @@ def fit_step_times(
 
     check_amounts(efficiency_floor=efficiency_floor)
     amount, currency = read_price(price)
-    measured, _ = read_observations(Path(observations))
-    if not measured:
-        raise JobError(f"{observations} has no row with a step_time_s; measure one device and two devices at least.")
+    measured, _ = read_observations(Path(observations), need_times=True)
     wanted = tuple(read_placements(Path(queries)))
     calibration, found = fit_without_mistakes([observation for _, observation in measured])
     contradictions = []
@@ -162,7 +162,8 @@ def suggest_measurements(
     """Which placements to measure next, in order, so that forecasts over the user's range get surer by most.
 
     Rows without a step_time_s are the range to choose from; without such rows it is up to 16 nodes with as many devices
-    as were seen on one, at the micro-batches that were seen, or the one and smaller ones, which fit too.
+    as were seen on one, with steps as they were seen: micro-batches (of one, smaller ones too, which fit), passes,
+    algorithms and sizes.
     Example: `paceline.suggest_measurements("obs.csv", budget=3, max_nodes=2)`.
 
     Args:
@@ -179,27 +180,41 @@ def suggest_measurements(
     measured, unmeasured = read_observations(Path(observations))
     known = [observation for _, observation in measured]
     candidates = unmeasured or _assumed_range([observation.placement for observation in known])
-    if not candidates:
+    if not (known or candidates):
         raise JobError(
             f"{observations} has no rows; write down what could be measured, a row each, with an empty step_time_s."
         )
     suggestions = suggest(known, candidates, budget, max_nodes=max_nodes, max_devices=max_devices)
     if not suggestions:
+        limits = [number_of(most, noun) for most, noun in ((max_nodes, "node"), (max_devices, "device")) if most]
+        within, raised = (f" within {listing(limits)}", "raise these limits, or ") if limits else ("", "")
         raise JobError(
-            "Every placement within max_nodes and max_devices has been measured already; raise these limits."
+            f"{observations} leaves nothing to measure{within}; {raised}write down what could be measured, a row each, "
+            "with an empty step_time_s."
         )
     return tuple(suggestions)
 
 
 def _assumed_range(measured: Sequence[Placement]) -> list[Placement]:
-    from paceline.plan.step_constants import Placement
+    """Other layouts of steps like the measured ones: with their micro-batches, passes, algorithms and sizes."""
+    from paceline.plan.step_constants import usual_sizes
 
     most = max((max(placement.layout.workers_per_node) for placement in measured), default=0)
-    sizes = sorted({placement.micro_batch_size for placement in measured})
-    if len(sizes) == 1:
-        sizes = sorted({max(1, sizes[0] // divisor) for divisor in (1, 2, 4)})
+    vector, link = usual_sizes(measured)  # of rows that leave it open
+    measured = [
+        dataclasses.replace(
+            one, gradient_bytes=one.gradient_bytes or vector, link_bytes_per_s=one.link_bytes_per_s or link
+        )
+        for one in measured
+    ]
+    alike = list(dict.fromkeys(dataclasses.replace(placement, layout=Layout((1,))) for placement in measured))
+    alike.sort(key=lambda one: (one.micro_batch_size, one.num_passes))
+    if len({one.micro_batch_size for one in alike}) == 1:
+        size = alike[0].micro_batch_size
+        sizes = sorted({max(1, size // divisor) for divisor in (1, 2, 4)})
+        alike = [dataclasses.replace(one, micro_batch_size=size) for size in sizes for one in alike]
     per_node = sorted({count for count in (1, 2, 4, 8, 16, most) if count <= most})
     layouts = [Layout((count,) * nodes) for nodes in (1, 2, 3, 4, 6, 8, 12, _MOST_NODES) for count in per_node]
-    candidates = [Placement(layout, size) for layout in layouts for size in sizes]
+    candidates = [dataclasses.replace(one, layout=layout) for layout in layouts for one in alike]
     known = set(measured)
     return [candidate for candidate in candidates if candidate not in known]

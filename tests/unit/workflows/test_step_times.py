@@ -16,6 +16,8 @@ from paceline.spec.forecast import Forecast
 from paceline.workflows.step_times import FittedSteps, fit_step_times, suggest_measurements
 
 STUDY = "num_nodes,devices_per_node,micro_batch_size,step_time_s\n1,1,64,0.0723\n1,2,64,0.0804\n"
+HEADER = "num_nodes,devices_per_node,micro_batch_size"
+OBSERVED = f"{HEADER},step_time_s\n"
 QUESTIONS = "num_nodes,devices_per_node,devices_on_node,micro_batch_size\n1,3,,64\n,,2+4,64\n2,4,,128\n"
 
 
@@ -113,6 +115,29 @@ def test_without_such_rows_a_range_is_assumed(study: Path, capsys: pytest.Captur
         ),
         ("devices_on_node,micro_batch_size,step_time_s\n2,64,\n", "no row with a step_time_s"),
         ("devices_on_node,micro_batch_size,step_time_s\n2,64,0,36\n", "line 2 has more cells than the first line"),
+        (STUDY + '1,2,"1,000",0.1\n', "line 4, micro_batch_size: 1,000 may have a separator of thousands"),
+        (STUDY + "1,2,1.000,0.1\n", "line 4, micro_batch_size: 1.000 may have a separator of thousands"),
+        (STUDY.replace(",", ";") + "1;2;1,000;0,1\n", "line 4, micro_batch_size: 1,000 may have a separator"),
+        (STUDY.replace(",", "\t") + "1\t2\t1.000.000\t0,1\n", "micro_batch_size: 1.000.000 may have a separator"),
+        ("devices_on_node;micro_batch_size;step_time_s;gradient_bytes\n1;8;1;97,528\n", "gradient_bytes: 97,528 may"),
+        (STUDY + "1,2,64,1e300\n", "line 4, step_time_s: 1e300 is more than can be meant"),
+        ("devices_on_node,micro_batch_size,step_time_s,gradient_bytes\n1,8,1,1e300\n", "gradient_bytes: 1e300 is more"),
+        (
+            "devices_on_node,devices_per_node,num_nodes,micro_batch_size,step_time_s\n2,8,1,64,0.31\n",
+            "line 2, devices_on_node: 2 contradicts devices_per_node, which says 8",
+        ),
+        (
+            "devices_on_node,micro_batch_size,step_time_s\n999999+999999,64,0.31\n",
+            r"999999\+999999 are more than 1048576 devices",
+        ),
+        (STUDY.replace("step_time_s", "step_time_ms"), "a column step_time_ms and none step_time_s"),
+        (STUDY.replace("step_time_s", "step_time_s [ms]"), r"a column step_time_s \[ms\] and none step_time_s"),
+        (STUDY.replace("step_time_s", "time"), "needs the column step_time_s; its first line has .*, time"),
+        (STUDY.replace("step_time_s", "step_time_s,grad_accum"), "a column grad_accum and none grad_accum_steps"),
+        (STUDY.replace("step_time_s", "step_time_s,global_batch"), "a column global_batch and none global_batch_size"),
+        (STUDY.replace("_batch_size", "_batch"), "a column micro_batch and none micro_batch_size"),
+        (STUDY + '1,2,"6\n4x",1\n', "micro_batch_size: 6 4x is not"),
+        (STUDY + '1,2,64,1,"not closed\n1,2,64,1\n', "a quotation mark is not closed"),
         (
             "devices_on_node,micro_batch_size,step_time_s,STEP_TIME_S\n2,64,1,2\n",
             "has more than one column step_time_s",
@@ -120,8 +145,9 @@ def test_without_such_rows_a_range_is_assumed(study: Path, capsys: pytest.Captur
     ],
 )
 def test_mistakes_are_one_sentence_with_the_line(tmp_path: Path, questions: Path, text: str, mistake: str) -> None:
-    with pytest.raises(JobError, match=mistake):
+    with pytest.raises(JobError, match=mistake) as refused:
         fit_and_predict(written(tmp_path / "bad.csv", text), questions, as_json=True)
+    assert "\n" not in str(refused.value)
 
 
 def test_on_the_command_line_columns_and_keys_of_files_keep_their_names(tmp_path: Path) -> None:
@@ -157,6 +183,35 @@ def test_what_spreadsheets_write_is_read(tmp_path: Path, capsys: pytest.CaptureF
     obs.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
     fit_and_predict(obs, obs, as_json=True)
     assert len(json.loads(capsys.readouterr().out)["predictions"]) == 2
+
+
+@pytest.mark.parametrize(
+    "above", ["\n", "\r\n \r\n", ",,,\n", "# measured by us, on Monday\n\n", "\N{ZERO WIDTH NO-BREAK SPACE}\n"]
+)
+def test_what_stands_above_the_header_is_skipped_and_lines_keep_their_numbers(
+    tmp_path: Path, questions: Path, study: Path, above: str
+) -> None:
+    known = fit_step_times(study, questions)
+    assert fit_step_times(written(tmp_path / "above.csv", above + STUDY), questions).forecasts == known.forecasts
+    comment = STUDY + "# 1,4,64,0.3\n"
+    assert fit_step_times(written(tmp_path / "comment.csv", comment), questions).forecasts == known.forecasts
+    with pytest.raises(JobError, match=rf"line {above.count(chr(10)) + 5}, step_time_s: -1"):
+        fit_step_times(written(tmp_path / "bad.csv", above + comment + "1,2,64,-1\n"), questions)
+
+
+def test_the_line_by_which_excel_knows_the_delimiter(tmp_path: Path, questions: Path, study: Path) -> None:
+    text = "sep=;\n" + STUDY.translate(str.maketrans(",.", ";,"))
+    found = fit_step_times(written(tmp_path / "sep.csv", text), questions)
+    assert found.forecasts == fit_step_times(study, questions).forecasts
+
+
+def test_what_is_no_text_or_no_file_is_one_sentence_without_numbers_of_errors(tmp_path: Path, study: Path) -> None:
+    (tmp_path / "utf16.csv").write_bytes(STUDY.encode("utf-16"))
+    (tmp_path / "latin.csv").write_bytes(STUDY.encode() + "1,4,64,0.1 # é\n".encode("latin-1"))
+    for path, reason in (("utf16.csv", "no text in UTF-8"), ("latin.csv", "no text in UTF-8"), (".", "Is a directory")):
+        with pytest.raises(JobError, match=rf"comma-separated values: {reason}") as refused:
+            fit_step_times(tmp_path / path, study)
+        assert "Errno" not in str(refused.value)
 
 
 def test_one_row_alone_and_nodes_that_nobody_measured_are_said(
@@ -217,13 +272,32 @@ def test_a_page_with_recommendation_and_cost(tmp_path: Path, study: Path, questi
     assert refused is not None and refused.verdict.startswith("Stay with 1 device")
 
 
+def test_suggestions_are_steps_like_the_measured_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    head = f"{OBSERVED.strip()},algorithm,grad_accum_steps,gradient_bytes\n"
+    obs = written(tmp_path / "o.csv", head + "1,8,64,0.3,ring,8,4e8\n2,8,64,0.4,ring,8,4e8\n2,4,64,0.4,ring,8,\n")
+    for one in suggest_measurements(obs, 5):
+        placement = one.placement
+        assert (placement.algorithm, placement.num_passes, placement.gradient_bytes) == ("ring", 8, 4e8)
+    suggest_next(obs, 1, as_json=False)
+    shown = capsys.readouterr().out
+    assert "ring" in shown and "8 x " in shown
+    twice = written(tmp_path / "twice.csv", OBSERVED + "1,1,64,0.3\n1,4,64,\n1,4,64,\n")
+    assert len(suggest_measurements(twice, 3)) == 1
+
+
+@pytest.mark.parametrize("rows", ["4,8,64,\n", "1,1,64,0.3\n4,8,64,\n"])
+def test_nothing_within_the_limits_is_said_as_that(tmp_path: Path, rows: str) -> None:
+    obs = written(tmp_path / "o.csv", OBSERVED + rows)
+    with pytest.raises(
+        JobError, match=r"o\.csv leaves nothing to measure within 1 node and 2 devices; raise"
+    ) as refused:
+        suggest_measurements(obs, max_nodes=1, max_devices=2)
+    assert "measured already" not in str(refused.value)
+
+
 def test_suggestions_stay_within_what_there_is(study: Path) -> None:
     for one in suggest_measurements(study, 4, max_nodes=2, max_devices=3):
         assert one.placement.layout.num_nodes <= 2 and one.placement.layout.num_workers <= 3
-
-
-HEADER = "num_nodes,devices_per_node,micro_batch_size"
-OBSERVED = f"{HEADER},step_time_s\n"
 
 
 def fitted_to(folder: Path, observed: str, asked: str, columns: str = HEADER) -> FittedSteps:
