@@ -25,7 +25,7 @@ def columns(forecast: Forecast) -> list[Column]:
     found: list[Column] = [
         ("devices", lambda row: f"{row.devices:,}"),
         ("nodes", lambda row: f"{row.nodes:,}"),
-        ("placement", lambda row: row.placement),
+        ("placement", lambda row: row.placement or formats.NOTHING),
         ("algorithm", lambda row: row.algorithm if row.devices > 1 else formats.NOTHING),
         ("micro-batch", micro_batch_text),
         ("step", lambda row: formats.duration(row.step_s)),
