@@ -140,6 +140,6 @@ def _doubt(base: ForecastRow, chosen: ForecastRow, floor: float) -> str:
     if chosen.devices == base.devices or math.isclose(chosen.high_s, chosen.step_s) or slow_efficiency >= floor:
         return ""
     return (
-        f" This is not sure: at the slow end of the 90 % interval the efficiency is {100 * slow_efficiency:.0f} %, "
+        f" This is not sure: at the slow end of the 90 % interval the efficiency is {100 * slow_efficiency:.3g} %, "
         f"below the floor of {100 * floor:g} %; measure that placement before you rely on it."
     )

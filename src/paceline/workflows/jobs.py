@@ -8,7 +8,7 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_args
@@ -56,9 +56,10 @@ def check_counts(**counts: int | Sequence[int] | None) -> None:
         JobError: a number below 1, no number, or something else; names the argument.
     """
     for name, value in counts.items():
-        numbers = [] if value is None else [value] if isinstance(value, int) else list(value)
+        numbers = list(value) if isinstance(value, Collection) else [value]
         if value is not None and (not numbers or not all(_is_count(one) for one in numbers)):
-            kind = "a whole number of 1" if isinstance(value, int | str) else "whole numbers of 1"
+            are_several = isinstance(value, Collection) and not isinstance(value, str)
+            kind = "whole numbers of 1" if are_several else "a whole number of 1"
             raise JobError(f"{name} = {shown(value)} should be {kind} or more, and {MOST_SAMPLES:,} at most.")
 
 
@@ -66,15 +67,15 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_SAMPLES
 
 
-def read_counts(name: str, given: Sequence[int] | str) -> list[int]:
-    """Numbers, or a text such as "1..4,8", ascending and once each; long ranges are thinned out.
+def read_counts(name: str, given: int | Sequence[int] | str) -> list[int]:
+    """A number, numbers, or a text such as "1..4,8", ascending and once each; long ranges are thinned out.
 
     Raises:
         JobError: something else; names the argument.
     """
     if not isinstance(given, str):
         check_counts(**{name: given})
-        return sorted(set(given))
+        return sorted({given} if isinstance(given, int) else set(given))
     counts: set[int] = set()
     for part in given.split(","):
         ends = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:(?:\.\.|-|…)\s*([0-9]{1,9})\s*)?", part)

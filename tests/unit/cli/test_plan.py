@@ -46,6 +46,7 @@ def ask(*arguments: str) -> str:
 )
 def test_counts_are_read_as_people_write_them(text: str, counts: list[int]) -> None:
     assert read_counts("devices", text) == counts
+    assert read_counts("devices", counts[0]) == counts[:1]
 
 
 @pytest.mark.parametrize("text", ["", "0", "1..", "4..1", "1..4..8", "one", "1,,2", "1..99999999"])
