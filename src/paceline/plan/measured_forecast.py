@@ -29,9 +29,10 @@ def compare_placements(
         asked: at least one.
     """
     every = list(dict.fromkeys([*asked, *(row.placement for row in measured)]))
-    forecasts = dict(zip(every, predict(calibration, every), strict=True))
     fewest = min(one.layout.num_workers for one in every)
     smallest = [one for one in every if one.layout.num_workers == fewest]
+    needed = list(dict.fromkeys([*asked, *smallest]))
+    forecasts = dict(zip(needed, predict(calibration, needed), strict=True))
     batches, per_device = {one.global_batch_size for one in asked}, {one.samples_per_device for one in asked}
     alike = [one for one in smallest if one.global_batch_size in batches or one.samples_per_device in per_device]
     base = max(alike or smallest, key=lambda one: one.global_batch_size / forecasts[one].total_s)
