@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from paceline.plan.calibrate import fit
 from paceline.plan.forecast import counts_between, forecast
 from paceline.plan.inputs import ForecastRequest
+from paceline.plan.measured_forecast import compare_placements, forecast_of_steps
+from paceline.plan.model import Layout
+from paceline.plan.step_constants import Observation, Placement
 from paceline.report.plan_page import render_plan_page
 from paceline.report.plan_plots import plan_plots
 from paceline.spec import Job
+from paceline.spec.forecast import Forecast
 from tests.browser.chromium import Browser
 from tests.browser.conftest import Scheme, check_colours, check_page, show
 from tests.sample_clusters import cpu_cluster, gpu_cluster
@@ -19,6 +24,17 @@ from tests.sample_clusters import cpu_cluster, gpu_cluster
 pytestmark = pytest.mark.browser
 
 JOB = Job(global_batch_size=1024, virtual_shards=1024)
+
+
+def _fitted() -> Forecast:
+    """Of measured steps, with several placements of as many devices and a warning."""
+    measured = [Observation(Placement(Layout((count,)), 64), step_s) for count, step_s in ((2, 0.331), (4, 0.352))]
+    asked = [Placement(Layout(nodes), size) for nodes in ((8,), (2, 6), (8, 8)) for size in (16, 256)]
+    rows = compare_placements(fit(measured), measured, asked)
+    warnings = ("obs.csv, line 3, contradicts the other rows; it was left out, for it looks like milliseconds.",)
+    return forecast_of_steps("obs", list(rows.values()), warnings=warnings)
+
+
 PLANS = {
     "few": forecast(JOB, gpu_cluster(), [1, 2, 4, 8, 16]),
     "many": forecast(
@@ -29,6 +45,7 @@ PLANS = {
     ),
     "stay": forecast(Job(global_batch_size=64, virtual_shards=4), cpu_cluster(4), [1, 2, 4, 8]),
     "alone": forecast(JOB, gpu_cluster(1), [1]),
+    "fitted": _fitted(),
 }
 
 

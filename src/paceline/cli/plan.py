@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli.console import table_console
-from paceline.cli.options import AsJson, options_of
+from paceline.cli.options import ARGUMENTS, AsJson, options_of
 from paceline.cli.step_times import fit_and_predict, suggest_next
 from paceline.errors import JobError
 from paceline.spec import Job, parse_mesh
@@ -24,6 +26,15 @@ if TYPE_CHECKING:
     from paceline.workflows.plan import PlannedJob
 
 
+_TAKEN: Mapping[str, frozenset[str]] = {
+    "a JOB": frozenset({"as_json", *inspect.signature(workflow.plan).parameters}),
+    "--dry-run-mesh": frozenset({"as_json", "dry_run_mesh", "sequence_parallel", "settings", "data"}),
+    "--fit": frozenset({"as_json", "fit", "predict", "efficiency_floor", "price", "out"}),
+    "--suggest": frozenset({"as_json", "suggest", "budget", "max_nodes", "max_devices"}),
+}
+"""The forms of the command, and the options that each of them takes, by the names of parameters."""
+
+
 @options_of(
     workflow.plan,
     cluster={"rich_help_panel": None, "help": "The file that `paceline probe` wrote."},
@@ -35,6 +46,7 @@ if TYPE_CHECKING:
     out={"default": Path(), "help": "The folder for plan.json, plan.html and forecast.json."},
 )
 def plan(
+    context: typer.Context,
     job: Annotated[str | None, typer.Argument(metavar="JOB", help="A job file or recipe that was probed.")] = None,
     as_json: AsJson = False,
     fit: Annotated[
@@ -68,16 +80,16 @@ def plan(
         raise JobError("--sequence-parallel needs --dry-run-mesh with an axis tp, such as 'dp2 x tp2'.")
     if fit is not None or predict is not None or suggest is not None:
         _refuse_beside_step_times(job, fit, predict, suggest)
+        _refuse_without_effect(context, "--fit" if suggest is None else "--suggest")
         if suggest is not None:
             suggest_next(suggest, budget, as_json, max_nodes, max_devices)
         elif fit is not None and predict is not None:
             price, floor = options.get("price"), options["efficiency_floor"]
             fit_and_predict(fit, predict, as_json, floor, price, options["out"])
         return
-    if max_nodes is not None or max_devices is not None:
-        raise JobError("--max-nodes and --max-devices limit what --suggest may name; give --suggest OBS.csv.")
     if job is None:
         raise JobError("Name the job to plan for, such as paceline plan job.toml; or give --fit, or --suggest.")
+    _refuse_without_effect(context, "a JOB" if dry_run_mesh is None else "--dry-run-mesh")
     if dry_run_mesh is not None:
         resolved = resolve_job(job, options.get("settings"), options.get("data"))
         _show_mesh(resolved, dry_run_mesh, sequence_parallel, as_json=as_json)
@@ -95,6 +107,17 @@ def _refuse_beside_step_times(job: str | None, fit: Path | None, predict: Path |
     elif fit is None or predict is None:
         given, missing = ("--predict", "--fit OBS.csv") if fit is None else ("--fit", "--predict Q.csv")
         raise JobError(f"{given} needs {missing} beside it.")
+
+
+def _refuse_without_effect(context: typer.Context, form: str) -> None:
+    """Options that were given and that this form of the command does not take."""
+    for option in context.command.params:
+        name = str(option.name)
+        source = context.get_parameter_source(name)
+        is_given = source is not None and source.name == "COMMANDLINE"
+        if is_given and name not in ARGUMENTS | _TAKEN[form]:
+            others = " or ".join(other for other, taken in _TAKEN.items() if name in taken)
+            raise JobError(f"{option.opts[0]} has no effect with {form}, only with {others}: leave it out.")
 
 
 def _show(planned: PlannedJob, out: Path, *, as_json: bool) -> None:

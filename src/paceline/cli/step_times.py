@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,20 +30,17 @@ def fit_and_predict(
         return
     rows = []
     for one, forecast, compared in fitted.rows:
-        passes = f"{one.num_passes} x " if one.num_passes > 1 else ""
         cells = {
-            "nodes x devices": _where(one.layout),
-            "micro-batch": f"{passes}{one.micro_batch_size}",
+            **_cells(one, fitted.placements),
             "step": f"{forecast.total_s:.4g} s",
             "90 % interval": f"{forecast.low_s:.4g} … {forecast.high_s:.4g} s",
             "samples/s": f"{one.global_batch_size / forecast.total_s:.4g}",
-            "speed-up": "" if compared is None else f"{compared.speedup:.3g}x",
-            "efficiency": "" if compared is None else f"{100 * compared.efficiency:.0f} %",
+            "speed-up": f"{compared.speedup:.3g}x",
+            "efficiency": f"{100 * compared.efficiency:.0f} %",
             "bound by": forecast.bound_by,
         }
-        if price is not None:
-            cost = None if compared is None else compared.cost_per_million_samples
-            cells["cost / million samples"] = "" if cost is None else f"{cost:.4g}"
+        if compared.cost_per_million_samples is not None:
+            cells["cost / million samples"] = f"{compared.cost_per_million_samples:.4g}"
         rows.append(cells)
     print_table(rows)
     if fitted.forecast is not None:
@@ -61,7 +59,7 @@ def _answer(fitted: FittedSteps) -> dict[str, Any]:
     predictions = []
     for one, forecast, row in fitted.rows:
         names = ("speedup", "efficiency", "cost_per_million_samples")
-        compared = {} if row is None else {name: getattr(row, name) for name in names}
+        compared = {name: getattr(row, name) for name in names}
         predictions.append({**_placement(one), **_forecast(forecast), **compared})
     return {
         "predictions": predictions,
@@ -71,6 +69,7 @@ def _answer(fitted: FittedSteps) -> dict[str, Any]:
         "error": fitted.calibration.error,
         "contradictions": [vars(one) for one in fitted.contradictions],
         "warnings": list(fitted.warnings),
+        "recommended": None if fitted.recommended is None else _placement(fitted.recommended),
         "recommended_devices": None if fitted.forecast is None else fitted.forecast.recommended_devices,
         "verdict": None if fitted.forecast is None else fitted.forecast.verdict,
         "reason": None if fitted.forecast is None else fitted.forecast.reason,
@@ -92,14 +91,21 @@ def suggest_next(
     cells = [
         {
             "measure": str(number),
-            "nodes x devices": _where(one.placement.layout),
-            "micro-batch": str(one.placement.micro_batch_size),
+            **_cells(one.placement, [other.placement for other in suggestions]),
             "device time": f"{one.device_seconds / 60:.3g} min",
             "then 90 % of forecasts are off by less than": f"{100 * one.promised_error:.0f} %",
         }
         for number, one in enumerate(suggestions, 1)
     ]
     print_table(cells)
+
+
+def _cells(placement: Placement, shown: Sequence[Placement]) -> dict[str, str]:
+    """What tells a placement in a table of several."""
+    cells = {"nodes x devices": placement.layout.name, "micro-batch": placement.passes_name}
+    if any(one.algorithm != "all_reduce" for one in shown):
+        cells["algorithm"] = placement.algorithm
+    return cells
 
 
 def _placement(placement: Placement) -> dict[str, Any]:
@@ -124,11 +130,3 @@ def _forecast(forecast: StepForecast) -> dict[str, Any]:
 
 def _devices_on_node(layout: Layout) -> str:
     return "+".join(map(str, layout.workers_per_node))
-
-
-def _where(layout: Layout) -> str:
-    """ "16 x 4" for equal nodes, else "2+4"."""
-    counts = set(layout.workers_per_node)
-    if len(counts) == 1:
-        return f"{layout.num_nodes} x {counts.pop()}"
-    return _devices_on_node(layout)

@@ -22,6 +22,12 @@ class Layout:
     def num_nodes(self) -> int:
         return len(self.workers_per_node)
 
+    @property
+    def name(self) -> str:
+        """ "16 x 4" for 16 equal nodes of 4, else "2+4"."""
+        counts = set(self.workers_per_node)
+        return f"{self.num_nodes} x {counts.pop()}" if len(counts) == 1 else "+".join(map(str, self.workers_per_node))
+
     def first(self, num_workers: int) -> Layout:
         """The layout of the first `num_workers` workers."""
         found: list[int] = []

@@ -39,32 +39,40 @@ def recommend(rows: Sequence[ForecastRow], floor: float) -> ForecastRow:
     return next(row for row in efficient if _worth(row) >= _NEARLY * best)
 
 
-def explain_choice(rows: Sequence[ForecastRow], chosen: ForecastRow, floor: float) -> tuple[str, str]:
-    """The verdict in one line, and the reason in a few sentences."""
+def explain_choice(
+    rows: Sequence[ForecastRow], chosen: ForecastRow, floor: float, base_devices: int = 1
+) -> tuple[str, str]:
+    """The verdict in one line, and the reason in a few sentences.
+
+    Args:
+        rows: one for each number of devices.
+        base_devices: the devices that speed-ups are said over.
+    """
     most = max((row for row in rows if not row.objection), key=lambda row: row.devices)
     sentences = []
+    name = _devices(chosen.devices) + (f" ({chosen.placement})" if chosen.placement else "")
     if len(rows) == 1:
-        verdict = f"{_devices(chosen.devices)}: {chosen.samples_per_s:,.0f} samples/s."
+        verdict = f"{name}: {chosen.samples_per_s:,.0f} samples/s."
     elif chosen is most and chosen is rows[0]:
-        verdict = f"Stay with {_devices(chosen.devices)}: this job, as it is, runs on no more."
+        verdict = f"Stay with {name}: this job, as it is, runs on no more."
     elif chosen is rows[0]:
-        verdict = f"Stay with {_devices(chosen.devices)}: adding devices does not pay here."
+        verdict = f"Stay with {name}: adding devices does not pay here."
     else:
-        verdict = f"Use {_devices(chosen.devices)}: {chosen.speedup:.2f}x the speed of one."
+        verdict = f"Use {name}: {_speed(chosen, base_devices)}."
     if chosen.devices > 1:
         sentences.append(
             f"{_devices(chosen.devices)} train at {100 * chosen.efficiency:.0f} % efficiency, "
             f"{duration(chosen.step_s)} a step, bound by {_bound(chosen)}."
         )
     if most.devices > chosen.devices:
-        sentences.append(_why_not(most, chosen, floor))
+        sentences.append(_why_not(most, chosen, floor, base_devices))
     locked = [row for row in rows if row.objection]
     if locked:
         sentences.append(_locked(locked, chosen))
     return verdict, " ".join(sentence for sentence in sentences if sentence)
 
 
-def _why_not(row: ForecastRow, chosen: ForecastRow, floor: float) -> str:
+def _why_not(row: ForecastRow, chosen: ForecastRow, floor: float, base_devices: int) -> str:
     """Why not the most devices."""
     if _efficiency(row) < floor:
         if row.efficiency >= floor and row.useful_efficiency is not None:
@@ -74,12 +82,17 @@ def _why_not(row: ForecastRow, chosen: ForecastRow, floor: float) -> str:
                 f"below the floor of {100 * floor:g} %."
             )
         return (
-            f"Not {_devices(row.devices)}: they train at {row.speedup:.2f}x the speed of one, an efficiency of "
+            f"Not {_devices(row.devices)}: they train at {_speed(row, base_devices)}, an efficiency of "
             f"{100 * row.efficiency:.0f} % and below the floor of {100 * floor:g} %, bound by {_bound(row)}."
         )
     if _worth(row) <= _worth(chosen) / _NEARLY:
         return f"{_devices(row.devices)} are not faster: they are bound by {_bound(row)}."
     return ""
+
+
+def _speed(row: ForecastRow, base_devices: int) -> str:
+    """ "3.50x the speed of one", or "of 8" where these are the fewest."""
+    return f"{row.speedup / base_devices:.2f}x the speed of {base_devices if base_devices > 1 else 'one'}"
 
 
 def _bound(row: ForecastRow) -> str:
@@ -126,7 +139,13 @@ def batch_advice(chosen: ForecastRow, noise_scale: float, better: tuple[int, flo
 
 def scaling_knee(rows: Sequence[ForecastRow]) -> str:
     """The number of devices after which one more brings less than half of what the first one did, and the largest loss
-    there, in sentences."""
+    there, in sentences.
+
+    Args:
+        rows: one for each number of devices, in ascending order.
+    """
+    if len(rows) == 1:
+        return "This is the only number of devices here, which tells nothing of scaling."
     for before, row in pairwise(rows):
         later = [other for other in rows if before.devices < other.devices <= 2 * before.devices]
         # Counts that divide the shards unevenly do not count: the best gain up to twice the devices decides.

@@ -53,8 +53,18 @@ class Placement:
     """Passes of a worker in a step, which accumulate gradients and then sum them once."""
 
     @property
+    def passes_name(self) -> str:
+        """ "32", or "4 x 32" for several passes a step."""
+        return f"{self.num_passes} x {self.micro_batch_size}" if self.num_passes > 1 else str(self.micro_batch_size)
+
+    @property
+    def samples_per_device(self) -> int:
+        """Samples that one worker computes in a step."""
+        return self.micro_batch_size * self.num_passes
+
+    @property
     def global_batch_size(self) -> int:
-        return self.micro_batch_size * self.num_passes * self.layout.num_workers
+        return self.samples_per_device * self.layout.num_workers
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ class Observation:
     @property
     def num_samples(self) -> int:
         """The samples that one worker computes in a step."""
-        return self.placement.micro_batch_size * self.placement.num_passes
+        return self.placement.samples_per_device
 
 
 @dataclass(frozen=True)

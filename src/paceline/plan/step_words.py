@@ -60,7 +60,13 @@ def assumed_in_words(measured: Sequence[Observation], asked: Sequence[Placement]
     most_on_node = max(max(layout.workers_per_node) for layout in layouts)
     asks_more = any(max(layout.workers_per_node) > most_on_node for layout in asked_layouts)
     smallest = min(row.placement.micro_batch_size for row in measured)
+    fewest = min(layout.num_workers for layout in (*layouts, *asked_layouts))
     sentences = [
+        (
+            fewest > 1 and bool(asked),
+            f"Nobody measured one device: speed-up and efficiency are over the fewest, {fewest}, each of which counts "
+            "as one; measure one device.",
+        ),
         (
             len(measured) == 1,
             "One row alone says nothing of how steps scale: all of that is what hardware usually has; measure a second "
@@ -89,17 +95,17 @@ def assumed_in_words(measured: Sequence[Observation], asked: Sequence[Placement]
     return tuple(sentence for is_assumed, sentence in sentences if is_assumed)
 
 
-def unit_in_words(measured: Sequence[Observation]) -> str:
-    """A sentence where all times look like milliseconds; else empty."""
+def unit_in_words(measured: Sequence[Observation]) -> tuple[str, ...]:
+    """A sentence where all times look like milliseconds; else none."""
     is_long = all(
         row.step_time_s >= _LONG_STEP_S and row.step_time_s / row.num_samples >= _LONG_SAMPLE_S for row in measured
     )
     if not is_long:
-        return ""
+        return ()
     example = measured[0].step_time_s
     return (
         f"All steps take {_LONG_STEP_S:.0f} s and more, the first one {example:g} s; if these are milliseconds, divide "
-        "step_time_s by 1000: fixed costs are then priced right."
+        "step_time_s by 1000: fixed costs are then priced right.",
     )
 
 

@@ -56,6 +56,7 @@ def suggest(
     """
     if not candidates:
         return []
+    candidates = list(dict.fromkeys(candidates))
     calibration = fit(observations) if observations else from_priors(candidates)
     covariance = np.atleast_2d(np.cov(log_steps(calibration, candidates).T))
     error = max(calibration.error, _LEAST_ERROR)

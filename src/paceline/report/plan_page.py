@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.report.plan_plots import is_wide_range, plan_plots
+from paceline.report.plan_plots import is_wide_range, one_device, plan_plots
 from paceline.report.plan_table import columns, cost_text, run_cost, run_s, shown_rows
 from paceline.report.templates import render
 from paceline.spec.forecast import Forecast
@@ -20,9 +20,20 @@ def render_plan_page(forecast: Forecast) -> str:
         columns=[(heading.capitalize(), cell) for heading, cell in columns(forecast)],
         shown=shown_rows(forecast),
         objections=_objections(forecast),
+        one_device=one_device(forecast),
+        batches=_batches(forecast),
         plots=plan_plots(forecast),
         is_logarithmic=is_wide_range(forecast),
     )
+
+
+def _batches(forecast: Forecast) -> str:
+    """A sentence about which batch the rows share."""
+    if len({row.global_batch_size for row in forecast.rows}) == 1:
+        return "The global batch stays the same."
+    if len({row.global_batch_size / row.devices for row in forecast.rows}) == 1:
+        return "The batch of a device stays the same."
+    return "Batches differ between rows; what counts is samples a second."
 
 
 def _objections(forecast: Forecast) -> list[str]:

@@ -41,7 +41,8 @@ _WITH_FAILURES = "Failures, checkpoints and restarts are part of it."
 
 
 def plan_plots(forecast: Forecast) -> list[Plot]:
-    """All plots that have data, in the order of the page."""
+    """All plots that have data, in the order of the page; against devices, with the fastest row of each count."""
+    forecast = forecast.fastest_of_each_count()
     rows = forecast.rows
     plots = [_step(forecast), _throughput(forecast), _speedup(forecast), _efficiency(forecast)]
     if any(row.time_to_target_s is not None for row in rows):
@@ -96,7 +97,7 @@ def _step(forecast: Forecast) -> Plot:
 def _throughput(forecast: Forecast) -> Plot:
     """Samples a second, with the prediction interval, the straight line of one device times n, and the simulation."""
     first = forecast.rows[0]
-    caption = "The coloured area is the 90 % prediction interval; the dashed line is one device times n."
+    caption = f"The coloured area is the 90 % prediction interval; the dashed line is {one_device(forecast)} times n."
     if forecast.simulated:
         caption += " Diamonds are simulated node by node, with slow nodes and links."
     drawn = _against_devices(forecast, lambda row: row.samples_per_s, "samples/s", formats.quantity)
@@ -146,9 +147,16 @@ def _speedup(forecast: Forecast) -> Plot:
         "plan-speedup",
         "Speed-up",
         forecast.bend + waits,
-        "Throughput over that of one device. " + _in_words(forecast, lambda row: formats.times(row.speedup)),
+        f"Throughput over that of {one_device(forecast)}. "
+        + _in_words(forecast, lambda row: formats.times(row.speedup)),
         drawn,
     )
+
+
+def one_device(forecast: Forecast) -> str:
+    """ "one device", or which of several is meant where the forecast has no row of one."""
+    count = forecast.base_devices
+    return "one device" if count == 1 else f"one device of the smallest row ({count} devices)"
 
 
 def _uneven_rows(forecast: Forecast) -> list[ForecastRow]:

@@ -25,6 +25,7 @@ def columns(forecast: Forecast) -> list[Column]:
     found: list[Column] = [
         ("devices", lambda row: f"{row.devices:,}"),
         ("nodes", lambda row: f"{row.nodes:,}"),
+        ("placement", lambda row: row.placement or formats.NOTHING),
         ("algorithm", lambda row: row.algorithm if row.devices > 1 else formats.NOTHING),
         ("micro-batch", micro_batch_text),
         ("step", lambda row: formats.duration(row.step_s)),
@@ -36,6 +37,8 @@ def columns(forecast: Forecast) -> list[Column]:
         ("efficiency", lambda row: formats.percent(row.efficiency, 0)),
     ]
     rows = forecast.rows
+    if not any(row.placement for row in rows):
+        found = [column for column in found if column[0] != "placement"]
     if any(row.useful_efficiency is not None for row in rows):
         found.append(("useful", lambda row: formats.percent(row.useful_efficiency, 0)))
     if any(row.memory_bytes is not None for row in rows):
@@ -56,7 +59,7 @@ def columns(forecast: Forecast) -> list[Column]:
 
 
 _LESS_IMPORTANT = (
-    *("memory", "samples to target", "compute", "waits", "nodes", "algorithm", "micro-batch", "useful"),
+    *("memory", "samples to target", "compute", "waits", "nodes", "placement", "algorithm", "micro-batch", "useful"),
     *("samples/s", "cost to target", "cost / million", "cost of run", "time to target", "run"),
 )
 """Columns to leave out on a narrow terminal, in this order."""
@@ -121,9 +124,9 @@ def plan_table(forecast: Forecast, width: int = _FULL_WIDTH) -> RenderableType:
 
 def _table(forecast: Forecast, rows: Sequence[ForecastRow], cells: Sequence[Column], width: int) -> Table:
     kept = _fitting(rows, cells, width - 2)
-    found = table("", *(heading for heading, _ in kept), left=("", "algorithm", "bound by"), no_wrap=True)
+    found = table("", *(heading for heading, _ in kept), left=("", "placement", "algorithm", "bound by"), no_wrap=True)
     for row in rows:
-        is_chosen = row.devices == forecast.recommended_devices
+        is_chosen = row is forecast.recommended
         style = "bold green" if is_chosen else "dim" if row.objection else ""
         mark = "\N{BLACK RIGHT-POINTING POINTER}" if is_chosen else ""
         found.add_row(mark, *(cell(row) for _, cell in kept), style=style)

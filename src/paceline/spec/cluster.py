@@ -17,6 +17,8 @@ from paceline.spec.machine_load import MachineLoad
 DeviceKind = Literal["cpu", "cuda"]
 Source = Literal["datasheet", "measured"]
 
+_LONGEST_S = 1e6
+"""Seconds that no message takes."""
 SCHEMA = 1
 """The version of cluster.json; files of other versions are refused."""
 
@@ -69,7 +71,7 @@ class Link:
     """The label as in `nvidia-smi topo -m`: NV1 … NV18, PIX, PXB, PHB, NODE, SYS; XGMI on AMD."""
     bytes_per_s: float | None = at_least(0, None)
     """Bandwidth in one direction; None if neither a datasheet nor a measurement gives it."""
-    latency_s: float | None = at_least(0, None)
+    latency_s: float | None = between(0, _LONGEST_S, None)
     source: Source = "datasheet"
 
 
@@ -109,9 +111,9 @@ class NetworkLink:
 
     ends: tuple[str, str]
     """Host names."""
-    bytes_per_s: float = field(metadata=NOT_NEGATIVE)
+    bytes_per_s: float = field(metadata=POSITIVE)
     """Bandwidth in the worse direction with the best number of connections."""
-    latency_s: float = field(metadata=NOT_NEGATIVE)
+    latency_s: float = field(metadata={"low": 0, "high": _LONGEST_S})
     """Seconds until a small message has arrived."""
     interface: str = ""
     """The network interface of the first end, or several that are used at the same time, as "a,b"."""
@@ -126,7 +128,7 @@ class MicroBatchTiming:
     micro_batch_size: int = field(metadata=POSITIVE)
     seconds: float = field(metadata=NOT_NEGATIVE)
     peak_memory_bytes: int | None = at_least(0, None)
-    spread: float = at_least(0, 0.0)
+    spread: float = between(0, 10, 0.0)
     """Standard deviation of the logarithm of a pass's time, from the quartiles."""
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from paceline.spec.algorithm import AlgorithmName
-from paceline.spec.codec import JsonValue
+from paceline.spec.codec import JsonValue, at_least
 
 BoundBy = Literal["compute", "communication", "loader", "overhead"]
 Grow = Literal["none", "batch"]
@@ -39,7 +40,7 @@ class ForecastRow:
     """`low_s` to `high_s` is the 90 % prediction interval of a measured step."""
     samples_per_s: float
     speedup: float
-    """Throughput divided by that of one device."""
+    """Throughput divided by that of one device, or of one of the forecast's `base_devices`."""
     efficiency: float
     """speedup / devices."""
     useful_efficiency: float | None = None
@@ -53,6 +54,8 @@ class ForecastRow:
     """Memory of the device that needs most."""
     objection: str = ""
     """Why the job cannot run on this number of devices; empty: it can."""
+    placement: str = ""
+    """What tells it from other rows of as many devices, such as "2+6, micro-batch 64"; empty: there is no other."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,30 @@ class Forecast(JsonValue):
     noise_scale: float | None = None
     past_error: str = ""
     """The accuracy of forecasts for this cluster: "within 4 % on the last 12 runs"; empty: none was checked."""
+    is_fitted: bool = False
+    """Whether it comes from measured step times alone, and not from what `probe` measured."""
+    warnings: tuple[str, ...] = ()
+    """What looks wrong in the measured step times, one sentence each."""
+    base_devices: int = 1
+    """The fewest devices, to whose throughput per device speed-up and efficiency refer."""
+    recommended_row: int | None = at_least(0, None)
+    """The recommended one of `rows`, counted from 0; None: the one row of `recommended_devices`."""
 
     @property
     def recommended(self) -> ForecastRow:
+        if self.recommended_row is not None:
+            return self.rows[self.recommended_row]
         return next(row for row in self.rows if row.devices == self.recommended_devices)
+
+    def fastest_of_each_count(self) -> Forecast:
+        """The same with one row for each number of devices, the fastest; the recommended one is among them."""
+        return replace(self, rows=fastest_of_each_count(self.rows), recommended_row=None)
+
+
+def fastest_of_each_count(rows: Iterable[ForecastRow]) -> tuple[ForecastRow, ...]:
+    """The fastest row of each number of devices, in the order of `rows`."""
+    best: dict[int, ForecastRow] = {}
+    for row in rows:
+        if row.devices not in best or row.samples_per_s > best[row.devices].samples_per_s:
+            best[row.devices] = row
+    return tuple(best.values())

@@ -8,10 +8,10 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from paceline.errors import JobError, did_you_mean, shortened, shown
 from paceline.spec import CallbackSpec, Job, load_job
@@ -23,6 +23,16 @@ Say = Callable[[str], None]
 
 _READ_NO_FOLDER = ("digits", "synthetic")
 """Data sets that are made, or come with a package; nor does one that is given by its import path read data.dir."""
+_BOUNDS: Mapping[str, tuple[int, float]] = {
+    "efficiency_floor": (0, 1),
+    "tolerance": (0, 1),
+    "noise_scale": (1, 1e18),
+    "target_samples": (1, 1e18),
+    "link_rate": (1, 1e18),
+    "parameters": (1, 1e18),
+}
+"""The least and the most that can be meant by an argument of this name; of others 0 and any finite number."""
+_MOST_PRICE = 1e9
 
 
 def silent(_line: str) -> None:
@@ -48,11 +58,10 @@ def check_counts(**counts: Any) -> None:
         JobError: a number below 1, no number, or something else; names the argument.
     """
     for name, value in counts.items():
-        numbers = list(value) if isinstance(value, Iterable) and not isinstance(value, str) else None
-        if value is not None and not (
-            _is_count(value) if numbers is None else numbers and all(map(_is_count, numbers))
-        ):
-            kind = "a whole number of 1" if numbers is None else "whole numbers of 1"
+        numbers = list(value) if isinstance(value, Collection) else [value]
+        if value is not None and (not numbers or not all(_is_count(one) for one in numbers)):
+            are_several = isinstance(value, Collection) and not isinstance(value, str)
+            kind = "whole numbers of 1" if are_several else "a whole number of 1"
             raise JobError(f"{name} = {shown(value)} should be {kind} or more, and {MOST_SAMPLES:,} at most.")
 
 
@@ -60,17 +69,15 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_SAMPLES
 
 
-def read_counts(name: str, given: Sequence[int] | str) -> list[int]:
-    """Numbers, or a text such as "1..4,8", ascending and once each; long ranges are thinned out.
+def read_counts(name: str, given: int | Sequence[int] | str) -> list[int]:
+    """A number, numbers, or a text such as "1..4,8", ascending and once each; long ranges are thinned out.
 
     Raises:
         JobError: something else; names the argument.
     """
     if not isinstance(given, str):
-        if not isinstance(given, Iterable):
-            raise JobError(f"{name} = {shown(given)} should be a list of counts, such as [1, 2, 4], or a text.")
         check_counts(**{name: given})
-        return sorted(set(given))
+        return sorted({given} if isinstance(given, int) else set(given))
     counts: set[int] = set()
     for part in given.split(","):
         ends = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:(?:\.\.|-|…)\s*([0-9]{1,9})\s*)?", part)
@@ -86,14 +93,28 @@ def read_counts(name: str, given: Sequence[int] | str) -> list[int]:
 
 
 def check_amounts(**amounts: float | None) -> None:
-    """Check numbers that have to be finite and not below 0; None is left to the program.
+    """Check finite numbers against the bounds of their names; None is left to the program.
 
     Raises:
         JobError: names the argument.
     """
     for name, value in amounts.items():
-        if value is not None and not (isinstance(value, int | float) and 0 <= value < math.inf):
-            raise JobError(f"{name} = {shown(value)} should be a finite number of 0 or more.")
+        least, most = _BOUNDS.get(name, (0, math.inf))
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and least <= value <= most and value < math.inf):
+            should = f"a finite number of {least} or more" if most == math.inf else f"a number from {least} to {most:g}"
+            raise JobError(f"{name} = {shown(value)} should be {should}.")
+
+
+def check_choice(choices: Any, **given: Any) -> None:
+    """Check arguments against the values of a `Literal`.
+
+    Raises:
+        JobError: names the argument.
+    """
+    for name, value in given.items():
+        if value not in get_args(choices):
+            raise JobError(f"{name} = {shown(value)} should be {' or '.join(map(repr, get_args(choices)))}.")
 
 
 def read_price(price: float | str | None) -> tuple[float | None, str]:
@@ -108,9 +129,12 @@ def read_price(price: float | str | None) -> tuple[float | None, str]:
         r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([^\W\d_]{2,8}|[€$£¥]|)\s*", str(price)
     )
     with contextlib.suppress(ValueError):
-        if found and 0 <= float(found[1]) < math.inf:
+        if found and 0 <= float(found[1]) <= _MOST_PRICE:
             return float(found[1]), found[2]
-    raise JobError(f"price = {shown(price)} should be an amount of 0 or more and its currency, such as '2.5 USD'.")
+    raise JobError(
+        f"price = {shown(price)} should be an amount of 0 or more and its currency, such as '2.5 USD'; "
+        "a billion at most."
+    )
 
 
 def check_trackers(names: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from paceline.spec import Cluster, Job, Plan
 from paceline.spec.forecast import Forecast, Grow
 from paceline.spec.plan import PLAN_FILE
 from paceline.workflows.forecasts import CLUSTER_FILE
-from paceline.workflows.jobs import check_amounts, check_counts, read_counts, read_price, resolve_job
+from paceline.workflows.jobs import check_amounts, check_choice, check_counts, read_counts, read_price, resolve_job
 from paceline.workflows.traced_model import trace_model
 
 if TYPE_CHECKING:
@@ -91,8 +91,9 @@ def plan(
     from paceline.plan.forecast import forecast
     from paceline.plan.inputs import ForecastRequest
 
-    amounts = {"noise_scale": noise_scale, "target_samples": target_samples, "link_rate": link_rate}
-    check_amounts(efficiency_floor=efficiency_floor, **amounts)
+    check_choice(Grow, grow=grow)
+    check_amounts(efficiency_floor=efficiency_floor, noise_scale=noise_scale)
+    check_amounts(target_samples=target_samples, link_rate=link_rate)
     check_counts(devices_per_node=devices_per_node)
     amount, currency = read_price(price)
     counts = None if devices is None else read_counts("devices", devices)

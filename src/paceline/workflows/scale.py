@@ -21,7 +21,16 @@ from paceline.words import and_more
 from paceline.workflows.allocation import Allocation, open_allocation
 from paceline.workflows.arguments import checked
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts, without_forecasts
-from paceline.workflows.jobs import Say, check_amounts, check_counts, import_folders, read_counts, resolve_job, silent
+from paceline.workflows.jobs import (
+    Say,
+    check_amounts,
+    check_choice,
+    check_counts,
+    import_folders,
+    read_counts,
+    resolve_job,
+    silent,
+)
 from paceline.workflows.run_folder import begun_with, finished_record, new_run_dir, write_run
 from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, Where
@@ -81,6 +90,7 @@ def scale(
     """
     check_counts(seeds=seeds, max_steps=max_steps, threads=threads)
     counts = read_counts("devices", devices)
+    check_choice(Grow, grow=grow)
     check_amounts(tolerance=tolerance, efficiency_floor=efficiency_floor)
     strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
     base = resolve_job(job, settings, data, model)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import JobError
 from paceline.plan.model import Layout, StepForecast
+from paceline.words import listing, number_of
 from paceline.workflows.jobs import check_amounts, check_counts, read_price
 from paceline.workflows.step_time_files import read_observations, read_placements
 
@@ -43,22 +45,27 @@ class FittedSteps:
     forecasts: tuple[StepForecast, ...]
     calibration: Calibration
     contradictions: tuple[ContradictingRow, ...]
+    compared: Mapping[Placement, ForecastRow]
+    """Speed-up, efficiency and cost of each placement, and of the one that they refer to."""
     forecast: Forecast | None
-    """With speed-up, efficiency, cost, the recommendation and why; None: no placement was asked for."""
+    """The same with the recommendation and why; None: no placement was asked for."""
     learnt: tuple[tuple[str, str, str], ...]
     """What the rows tell of this job, in words: what, the usual value, and from where to where it may be."""
     warnings: tuple[str, ...]
     """A sentence for each thing that looks wrong or was not measured."""
 
     @property
-    def rows(self) -> list[tuple[Placement, StepForecast, ForecastRow | None]]:
-        """Each placement, its forecast, and the row that compares it with others, where there is one."""
-        compared = () if self.forecast is None else self.forecast.rows
-        by_size = {(row.devices, row.nodes, row.global_batch_size): row for row in compared}
+    def rows(self) -> list[tuple[Placement, StepForecast, ForecastRow]]:
+        """Each placement, its forecast, and the row that compares it with others."""
         return [
-            (one, forecast, by_size.get((one.layout.num_workers, one.layout.num_nodes, one.global_batch_size)))
-            for one, forecast in zip(self.placements, self.forecasts, strict=True)
+            (one, forecast, self.compared[one]) for one, forecast in zip(self.placements, self.forecasts, strict=True)
         ]
+
+    @property
+    def recommended(self) -> Placement | None:
+        """None: no placement was asked for."""
+        row = None if self.forecast is None else self.forecast.recommended
+        return next((one for one, compared in self.compared.items() if compared is row), None)
 
     @property
     def constants(self) -> dict[str, float]:
@@ -105,14 +112,12 @@ def fit_step_times(
     """
     from paceline.plan.calibrate import predict
     from paceline.plan.contradictions import fit_without_mistakes
-    from paceline.plan.measured_forecast import forecast_of_steps
+    from paceline.plan.measured_forecast import compare_placements, forecast_of_steps
     from paceline.plan.step_words import assumed_in_words, learnt_in_words, unit_in_words
 
     check_amounts(efficiency_floor=efficiency_floor)
     amount, currency = read_price(price)
-    measured, _ = read_observations(Path(observations))
-    if not measured:
-        raise JobError(f"{observations} has no row with a step_time_s; measure one device and two devices at least.")
+    measured, _ = read_observations(Path(observations), need_times=True)
     wanted = tuple(read_placements(Path(queries)))
     calibration, found = fit_without_mistakes([observation for _, observation in measured])
     contradictions = []
@@ -122,17 +127,19 @@ def fit_step_times(
         contradictions.append(ContradictingRow(line, one.measured_s, one.forecast_s, sentence))
     left_out = {one.row for one in found if one.is_left_out}
     kept = [observation for row, (_, observation) in enumerate(measured) if row not in left_out]
-    unit = unit_in_words(kept)
+    unit, assumed = unit_in_words(kept), assumed_in_words(kept, wanted)
+    compared = compare_placements(calibration, kept, wanted, amount) if wanted else {}
     fitted = FittedSteps(
         placements=wanted,
         forecasts=tuple(predict(calibration, wanted)),
         calibration=calibration,
         contradictions=tuple(contradictions),
+        compared=compared,
         forecast=forecast_of_steps(
             Path(observations).stem,
-            calibration,
-            kept,
-            wanted,
+            list(compared.values()),
+            assumptions=assumed,
+            warnings=(*(one.sentence for one in contradictions), *unit),
             efficiency_floor=efficiency_floor,
             price_per_device_hour=amount,
             currency=currency,
@@ -140,7 +147,7 @@ def fit_step_times(
         if wanted
         else None,
         learnt=tuple(learnt_in_words(calibration, kept)),
-        warnings=(*((unit,) if unit else ()), *assumed_in_words(kept, wanted)),
+        warnings=(*unit, *assumed),
     )
     if out is not None and fitted.forecast is not None:
         from paceline.report.files import write_files
@@ -155,7 +162,8 @@ def suggest_measurements(
     """Which placements to measure next, in order, so that forecasts over the user's range get surer by most.
 
     Rows without a step_time_s are the range to choose from; without such rows it is up to 16 nodes with as many devices
-    as were seen on one, at the micro-batches that were seen, or the one and smaller ones, which fit too.
+    as were seen on one, with steps as they were seen: micro-batches (of one, smaller ones too, which fit), passes,
+    algorithms and sizes.
     Example: `paceline.suggest_measurements("obs.csv", budget=3, max_nodes=2)`.
 
     Args:
@@ -172,27 +180,41 @@ def suggest_measurements(
     measured, unmeasured = read_observations(Path(observations))
     known = [observation for _, observation in measured]
     candidates = unmeasured or _assumed_range([observation.placement for observation in known])
-    if not candidates:
+    if not (known or candidates):
         raise JobError(
             f"{observations} has no rows; write down what could be measured, a row each, with an empty step_time_s."
         )
     suggestions = suggest(known, candidates, budget, max_nodes=max_nodes, max_devices=max_devices)
     if not suggestions:
+        limits = [number_of(most, noun) for most, noun in ((max_nodes, "node"), (max_devices, "device")) if most]
+        within, raised = (f" within {listing(limits)}", "raise these limits, or ") if limits else ("", "")
         raise JobError(
-            "Every placement within max_nodes and max_devices has been measured already; raise these limits."
+            f"{observations} leaves nothing to measure{within}; {raised}write down what could be measured, a row each, "
+            "with an empty step_time_s."
         )
     return tuple(suggestions)
 
 
 def _assumed_range(measured: Sequence[Placement]) -> list[Placement]:
-    from paceline.plan.step_constants import Placement
+    """Other layouts of steps like the measured ones: with their micro-batches, passes, algorithms and sizes."""
+    from paceline.plan.step_constants import usual_sizes
 
     most = max((max(placement.layout.workers_per_node) for placement in measured), default=0)
-    sizes = sorted({placement.micro_batch_size for placement in measured})
-    if len(sizes) == 1:
-        sizes = sorted({max(1, sizes[0] // divisor) for divisor in (1, 2, 4)})
+    vector, link = usual_sizes(measured)  # of rows that leave it open
+    measured = [
+        dataclasses.replace(
+            one, gradient_bytes=one.gradient_bytes or vector, link_bytes_per_s=one.link_bytes_per_s or link
+        )
+        for one in measured
+    ]
+    alike = list(dict.fromkeys(dataclasses.replace(placement, layout=Layout((1,))) for placement in measured))
+    alike.sort(key=lambda one: (one.micro_batch_size, one.num_passes))
+    if len({one.micro_batch_size for one in alike}) == 1:
+        size = alike[0].micro_batch_size
+        sizes = sorted({max(1, size // divisor) for divisor in (1, 2, 4)})
+        alike = [dataclasses.replace(one, micro_batch_size=size) for size in sizes for one in alike]
     per_node = sorted({count for count in (1, 2, 4, 8, 16, most) if count <= most})
     layouts = [Layout((count,) * nodes) for nodes in (1, 2, 3, 4, 6, 8, 12, _MOST_NODES) for count in per_node]
-    candidates = [Placement(layout, size) for layout in layouts for size in sizes]
+    candidates = [dataclasses.replace(one, layout=layout) for layout in layouts for one in alike]
     known = set(measured)
     return [candidate for candidate in candidates if candidate not in known]

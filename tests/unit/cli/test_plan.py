@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from paceline.cli import command_line
@@ -45,6 +46,7 @@ def ask(*arguments: str) -> str:
 )
 def test_counts_are_read_as_people_write_them(text: str, counts: list[int]) -> None:
     assert read_counts("devices", text) == counts
+    assert read_counts("devices", counts[0]) == counts[:1]
 
 
 @pytest.mark.parametrize("text", ["", "0", "1..", "4..1", "1..4..8", "one", "1,,2", "1..99999999"])
@@ -156,6 +158,41 @@ def test_a_job_is_needed() -> None:
 def test_what_does_not_go_together(arguments: tuple[str, ...], sentence: str, calls: list[Any]) -> None:
     with pytest.raises(JobError, match=sentence):
         ask(*arguments)
+    assert calls == []
+
+
+FORMS = {
+    "--fit": ("--fit", "o.csv", "--predict", "q.csv"),
+    "--suggest": ("--suggest", "o.csv"),
+    "a JOB": ("job.toml",),
+    "--dry-run-mesh": ("job.toml", "--dry-run-mesh", "dp2 x tp2"),
+}
+TAKEN = {
+    "--fit": {"--fit", "--predict", "--efficiency-floor", "--price", "--out", "--json"},
+    "--suggest": {"--suggest", "--budget", "--max-nodes", "--max-devices", "--json"},
+    "--dry-run-mesh": {"--dry-run-mesh", "--sequence-parallel", "--set", "--data", "--json"},
+    "a JOB": {
+        *("--cluster", "--devices", "--grow", "--efficiency-floor", "--price", "--noise-scale", "--target-samples"),
+        *("--link-rate", "--devices-per-node", "--out", "--data", "--set", "--trace", "--json"),
+    },
+}
+DECIDING = {"--fit", "--predict", "--suggest", "--dry-run-mesh", "--sequence-parallel", "--help"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_option_without_effect_is_refused(form: str, calls: list[Any]) -> None:
+    command = typer.main.get_command(command_line()).commands["plan"]  # type: ignore[attr-defined]
+    options = [one for one in command.params if one.opts[0].startswith("--")]
+    refused = 0
+    for option in options:
+        name = option.opts[0]
+        if name in TAKEN[form] | DECIDING:
+            continue
+        value = () if getattr(option, "is_flag", False) else ("batch" if name == "--grow" else "1",)
+        with pytest.raises(JobError, match=rf"^{name} has no effect with {form}, only with .*: leave it out\.$"):
+            ask(*FORMS[form], name, *value)
+        refused += 1
+    assert refused == len({one.opts[0] for one in options} - TAKEN[form] - DECIDING) > 2
     assert calls == []
 
 

@@ -62,7 +62,7 @@ links = st.builds(
     st.tuples(texts, texts),
     texts,
     st.none() | positive,
-    st.none() | positive,
+    st.none() | st.floats(0, 1e6),
     st.sampled_from(["datasheet", "measured"]),
 )
 nodes = st.builds(

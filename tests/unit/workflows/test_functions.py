@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -45,6 +46,28 @@ def test_a_plan_shows_itself_and_writes_only_where_it_is_asked_to() -> None:
     assert sorted(path.name for path in Path("out").iterdir()) == ["forecast.json", "plan.html", "plan.json"]
     with pytest.raises(ClusterError, match="run paceline probe job first"):
         paceline.plan(JOB)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("timings", 0, "micro_batches", 0, "spread"), 2**62),
+        (("network", 0, "bytes_per_s"), 0),
+        (("network", 0, "bytes_per_s"), 1e-300),
+        (("network", 0, "latency_s"), 1e308),
+        (("nodes", 0, "links", 0, "latency_s"), 1e308),
+    ],
+)
+def test_a_cluster_file_that_cannot_be_meant_is_one_sentence(place: tuple[Any, ...], value: float) -> None:
+    mapping = gpu_cluster().to_mapping()
+    inner: Any = mapping
+    for key in place[:-1]:
+        inner = inner[key]
+    assert place[-1] in inner
+    inner[place[-1]] = value
+    Path("cluster.json").write_text(json.dumps({"schema": 1, **mapping}), encoding="utf-8")
+    with pytest.raises(ClusterError, match=rf"{place[-1]} = .* should be at (most|least)"):
+        paceline.plan(JOB, devices=[1, 16])
 
 
 def test_step_times_are_fitted_and_measurements_suggested() -> None:
@@ -153,6 +176,20 @@ def test_verify_trains_nothing_before_all_numbers_of_workers_are_checked(
             "A micro-batch of 'half' is not possible; write a number of samples",
         ),
         (lambda: paceline.scale("digits-lenet", devices=[]), r"devices = \[\] should be whole numbers"),
+        (lambda: paceline.scale("digits-lenet", devices=[1], grow=cast(Any, "x")), "grow = 'x' should be 'none' or 'b"),
+        (lambda: paceline.plan(JOB, grow=cast(Any, None)), "grow = None should be 'none' or 'batch'"),
+        (lambda: paceline.plan(JOB, devices=cast(Any, 2.5)), "devices = 2.5 should be a whole number of 1 or more"),
+        (lambda: paceline.plan(JOB, devices=cast(Any, iter([1]))), "devices = .* should be a whole number of 1"),
+        (lambda: paceline.plan(JOB, devices_per_node=cast(Any, 2.0)), "devices_per_node = 2.0 should be"),
+        (lambda: paceline.plan(JOB, efficiency_floor=2), "efficiency_floor = 2 should be a number from 0 to 1"),
+        (lambda: paceline.plan(JOB, efficiency_floor=True), "efficiency_floor = True should be a number from 0 to 1"),
+        (lambda: paceline.plan(JOB, link_rate=True), "link_rate = True should be a number from 1 to 1e"),
+        (lambda: paceline.plan(JOB, link_rate=0), "link_rate = 0 should be a number from 1 to 1e"),
+        (lambda: paceline.plan(JOB, noise_scale=0), "noise_scale = 0 should be a number from 1 to 1e"),
+        (lambda: paceline.plan(JOB, target_samples=0), "target_samples = 0 should be a number from 1 to 1e"),
+        (lambda: paceline.plan(JOB, price=1e300), r"price = 1e\+300 should be an amount of 0 or more .* a billion at"),
+        (lambda: paceline.report("runs", efficiency_floor=2), "efficiency_floor = 2 should be a number from 0 to 1"),
+        (lambda: paceline.fit_step_times("o", "q", efficiency_floor=2), "efficiency_floor = 2 should be a number from"),
         (lambda: paceline.verify("digits-lenet", workers=[]), r"workers = \[\] should be whole numbers"),
         (lambda: paceline.train("digits-lenet", where=paceline.Where(launcher=cast(Any, "foo"))), "no launcher 'foo'"),
         (lambda: paceline.train("digits-lenet", workers=cast(Any, 2.5)), "workers = 2.5 should be a whole number of 1"),
