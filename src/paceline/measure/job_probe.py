@@ -163,6 +163,7 @@ class FirstWorker:
             update_s=None if step is None else step.update_s,
             load=meter.load(),
             num_samples=len(train_set) or None,
+            settings=run.job.timed_settings,
         )
         return timing, step, 0.0 if step is None else peaks[step.micro_batch_size]
 

@@ -127,13 +127,30 @@ def plan_inputs(
 
 
 def _timing_of(job: Job, cluster: Cluster) -> JobTiming:
-    """The timing of this job; of several, the latest one. Raises `ClusterError` where there is none."""
+    """The timing of this job; of several, the latest one.
+
+    Raises:
+        ClusterError: there is none, or the job has changed since in what its times follow from.
+    """
     found = [timing for timing in cluster.timings if timing.job == job.name and timing.micro_batches]
+    alike = [timing for timing in found if not _changed(timing, job)]
+    if alike:
+        return alike[-1]
     if found:
-        return found[-1]
+        raise ClusterError(
+            f"The job '{job.name}' was timed with other settings: {', '.join(_changed(found[-1], job))}; run paceline "
+            "probe with the settings of now first."
+        )
     others = sorted({timing.job for timing in cluster.timings})
     known = f"it has timings of {', '.join(others)}" if others else "it has timings of no job"
     raise ClusterError(f"The cluster has no timing of the job '{job.name}' ({known}); run paceline probe JOB first.")
+
+
+def _changed(timing: JobTiming, job: Job) -> list[str]:
+    """The settings that the job was timed with and has other values of now, in words."""
+    now = dict(one.split(" = ", 1) for one in job.timed_settings)
+    timed = [one.split(" = ", 1) for one in timing.settings]
+    return [f"{name} = {value}, now {now[name]}" for name, value in timed if now.get(name, value) != value]
 
 
 def pass_s(timing: JobTiming, num_samples: float) -> float:

@@ -187,6 +187,8 @@ class JobTiming:
     """Samples of the training set, that is of an epoch."""
     sharding: ShardingTiming | None = None
     """What the fsdp axis would exchange; None on GPUs and where no node has two workers."""
+    settings: tuple[str, ...] = ()
+    """The job's `timed_settings` when it was timed; empty: not known."""
 
 
 @dataclass(frozen=True)

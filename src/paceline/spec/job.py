@@ -285,6 +285,16 @@ class Job(JsonValue):
                 plain[table] = {"name": plain[table]}
         return super().from_mapping(plain)
 
+    @property
+    def timed_settings(self) -> tuple[str, ...]:
+        """The settings that times of passes, updates and loading follow from, as "model.name = 'lenet'"; without a
+        precision that each run decides."""
+        values = self.to_mapping()
+        for table in ("model", "data", "optim"):
+            values |= {f"{table}.{key}": value for key, value in values[table].items()}
+        timed = [path for path in _TIMED if (path, values[path]) != ("precision", "auto")]
+        return tuple(f"{path} = {values[path]!r}" for path in timed)
+
     def with_values(self, **changes: Any) -> Job:
         """A copy with other values; nested tables take mappings, `optim={"lr": 0.2}`, merged into what is there."""
         return Job.from_mapping(_merge(self.to_mapping(), changes))
@@ -337,6 +347,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = 
 
 _MOST_PARTS = 20
 """The most names that the key of a setting may consist of, as "optim.lr" of two."""
+
+_TIMED = (
+    *("model.name", "model.options", "data.name", "data.augment", "data.options", "optim.name"),
+    *("precision", "channels_last", "compile", "norm"),
+)
 
 _LEARNS_THE_SAME = (
     *("name", "micro_batch_size", "measure_noise", "eval_every_epochs", "eval_every_steps", "eval_batch_size"),

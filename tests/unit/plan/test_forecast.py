@@ -384,6 +384,23 @@ def test_a_job_that_was_not_probed() -> None:
         forecast(JOB, dataclasses.replace(gpu_cluster(), timings=()), [1])
 
 
+def test_a_job_that_was_probed_as_another_one() -> None:
+    cluster = gpu_cluster()
+    (timing,) = cluster.timings
+    timed_job = JOB.with_values(model="lenet", precision="float32", optim={"name": "sgd"})
+    known = dataclasses.replace(cluster, timings=(dataclasses.replace(timing, settings=timed_job.timed_settings),))
+    alike = timed_job.with_values(precision="auto", global_batch_size=8192, epochs=7, optim={"lr": 3.0})
+    assert forecast(alike, known, [1]).rows
+    for changes, words in (
+        ({"model": "resnet18"}, "model.name = 'lenet', now 'resnet18'"),
+        ({"data": "cifar10"}, "data.name = 'digits', now 'cifar10'"),
+        ({"precision": "bfloat16"}, "precision = 'float32', now 'bfloat16'"),
+        ({"optim": {"name": "adamw"}}, "optim.name = 'sgd', now 'adamw'"),
+    ):
+        with pytest.raises(ClusterError, match=f"was timed with other settings: {words}; run paceline probe"):
+            forecast(timed_job.with_values(**changes), known, [1])
+
+
 def test_links_that_nobody_measured() -> None:
     cluster = cpu_cluster()
     unlinked = Cluster(tuple(dataclasses.replace(node, links=()) for node in cluster.nodes), (), cluster.timings)
