@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import errno
 import io
 import sys
@@ -93,8 +94,8 @@ def _options(
 def main() -> None:
     """Run a command. A user's mistake is one sentence and an exit code; a bug keeps its traceback."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # what its encoding does not have is written as in Python: \u2192
-            stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
+            stream.reconfigure(errors="backslashreplace")  # what its encoding does not have is written as in Python
     named = [word for word in sys.argv[1:2] if word in COMMANDS]
     try:
         exit_code = command_line(named or COMMANDS)(standalone_mode=False)
