@@ -13,6 +13,7 @@ from paceline.plan import place
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.forecast import Forecast, Grow
 from paceline.spec.plan import PLAN_FILE
+from paceline.workflows.arguments import checked
 from paceline.workflows.forecasts import CLUSTER_FILE
 from paceline.workflows.jobs import check_amounts, check_choice, check_counts, read_counts, read_price, resolve_job
 from paceline.workflows.traced_model import trace_model
@@ -44,6 +45,7 @@ class PlannedJob:
         return html_of(plan_table(self.forecast))
 
 
+@checked
 def plan(
     job: Job | str | Path,
     *,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import JobError
 from paceline.plan.model import Layout, StepForecast
 from paceline.words import listing, number_of
+from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import check_amounts, check_counts, read_price
 from paceline.workflows.step_time_files import read_observations, read_placements
 
@@ -85,6 +86,7 @@ class FittedSteps:
         return render_plan_page(self.forecast)
 
 
+@checked
 def fit_step_times(
     observations: Path | str,
     queries: Path | str,
@@ -156,6 +158,7 @@ def fit_step_times(
     return fitted
 
 
+@checked
 def suggest_measurements(
     observations: Path | str, budget: int = 1, *, max_nodes: int | None = None, max_devices: int | None = None
 ) -> tuple[Suggestion, ...]:
