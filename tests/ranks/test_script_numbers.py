@@ -65,9 +65,11 @@ class _Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.temperature = 1.0
-        self.seen = 0.0
+        self.seen = self.mean = 0.0
 
     def forward(self, inputs: Tensor) -> Tensor:
+        self.mean = float(inputs.mean())  # for a log
+        assert self.mean == self.mean
         return inputs / self.temperature
 
 
@@ -138,6 +140,8 @@ def _train(kind: str) -> str:
                         optimizer.param_groups[0]["lr"] = scale = settings.weight = scaled.temperature = common
                         of_samples[run.steps] = of_classes[0] = common
                         scaled.seen = own  # nothing reads it
+                        model.eval()(batch[0])
+                        model.train()
                         layer.weight.mul_(common)
                         settings.seconds = own  # nothing reads it
                     elif kind == "clock":

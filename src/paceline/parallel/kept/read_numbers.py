@@ -7,6 +7,7 @@ do arrays of NumPy, and dictionaries of numbers by whole numbers, such as the we
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import math
@@ -37,8 +38,9 @@ class ReadNumbers:
         self._of_models: Places = {}
         for number, model in enumerate(models):
             of_each_class = {type(module): module for module in model.modules()}.values()
-            in_code = {name for module in of_each_class for name in _names_in(module, depth=1)} - {"training"}
-            places = places_in_model(model, _is_read)
+            in_code = {name for module in of_each_class for name in _names_in(module, depth=1)}
+            in_code -= {name for module in of_each_class for name in _names_set_by(module)}
+            places = places_in_model(model, lambda value: _is_read(value) and type(value) is not bool)
             self._of_models |= {f"{number} {path}": place for path, place in places.items() if place[1] in in_code}
         self._num_steps = 0
         self._steps_left = dict.fromkeys(self._places | self._of_models, _STEPS_TO_COMPARE)
@@ -118,6 +120,14 @@ def _names_in(function: object, depth: int = _DEPTH) -> Iterator[str]:
         for one in (*reached, *methods):
             if isinstance(one, types.FunctionType | types.MethodType | functools.partial):
                 yield from _names_in(one, depth - 1)
+
+
+def _names_set_by(module: nn.Module) -> Iterator[str]:
+    """The attributes that a module's forward pass sets, as a loss for a log: what it sets is not the script's doing."""
+    forward = type(module).forward
+    for instruction in dis.get_instructions(forward) if isinstance(forward, types.FunctionType) else ():
+        if instruction.opname == "STORE_ATTR":
+            yield instruction.argval
 
 
 def _method(owner: object, name: str) -> types.MethodType | None:

@@ -207,8 +207,7 @@ class _Examination:
         if code.is_found and not coupling and is_collective:
             coupling = MAY_COUPLE_GRADIENTS
         elif (code.is_found or code.has_constants) and not coupling:
-            is_coupled = self._couples_gradients(shards, singles, rehearsals, most)
-            coupling = describe_gradients(code, is_coupled)
+            coupling = describe_gradients(code, self._couples_gradients(two, singles[:2], rehearsals[:2], most))
         if pattern and (coupling or not _are_finite([loss, *losses])):
             return Examined(self._coupling_besides_draws(shards, singles, is_collective) or DRAWS)
         return Examined(coupling, pattern)
