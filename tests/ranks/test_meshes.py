@@ -421,8 +421,8 @@ def assert_learn_the_same(num_workers: int, cases: list[tuple[Any, ...]]) -> lis
 @pytest.mark.slow
 def test_parameters_that_are_unused_tied_or_frozen() -> None:
     """And passes without random numbers are one a worker, once the first step has shown that, and in seven passes more
-    that its loss is a mean over samples, at other weights too, and does not follow from earlier calls; in six more where
-    a forward pass reads numbers out of tensors, with the same numbers at other weights."""
+    that its loss is a mean over samples, at other weights too, and does not follow from earlier calls; six more where a
+    forward pass reads numbers out of tensors, with the same numbers at other weights."""
     spread = assert_learn_the_same(
         2, [("skips", "fsdp"), ("skips", "tp"), ("tied", "fsdp"), ("tied", "pp"), ("never", "pp")]
     )
