@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -167,6 +168,8 @@ class _ShardReader:
         if self._is_to_be_checked and (request.batch, request.first_shard) == (0, 0) and shards[0]:
             self._is_to_be_checked = False
             self._check_repetition(int(request.shards[0][0]), shards[0][0])
+            if self._collate_fn is not None:
+                self._check_repeated_collation(self._collate_fn, shards[0])
         if self._collate_fn is None:
             return [collated([sample for shard in shards for sample in shard])]
         return [
@@ -181,6 +184,20 @@ class _ShardReader:
                 f"Sample {index} of the training set, read twice with the same seeds, differs: it depends on how often "
                 "it was read, or draws from a generator that is made without a seed, such as np.random.default_rng(); "
                 "seed it, or draw from the global generators, which Paceline seeds for every sample."
+            )
+
+    def _check_repeated_collation(self, collate_fn: Collate, samples: list[Any]) -> None:
+        """Collate the first shard twice. Raises `DataError` if the results differ."""
+        try:
+            copies = [copy.deepcopy(samples) for _ in range(2)]
+        except Exception:  # of objects that cannot be copied; the function may change them
+            return
+        first, second = (checksum([self._collated_shard(collate_fn, one, 0, 0)]) for one in copies)
+        if first != second:
+            raise DataError(
+                "The collate function, called twice with the same samples and seeds, returned different batches: it "
+                "depends on how often it was called, which differs between numbers of workers; let it depend on its "
+                "samples alone, and draw from the global generators, which Paceline seeds for every shard."
             )
 
     def _sample(self, index: int) -> Any:

@@ -249,6 +249,32 @@ def test_samples_that_depend_on_how_often_they_are_read(num_workers: int) -> Non
     contents(Loading(Seeded(), num_workers=num_workers), [request], epoch=0)
 
 
+class Alternating:
+    """A collate function that scales every second batch; it changes its samples."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.num_called = factor, 0
+
+    def __call__(self, samples: list[list[Any]]) -> Any:
+        self.num_called += 1
+        return torch.tensor([sample.pop() for sample in samples]) * (self.factor if self.num_called % 2 else 1.0)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_collating_that_depends_on_how_often_it_is_done(num_workers: int) -> None:
+    class Lists(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return [float(index)]
+
+    request = SampleRequest((np.array([4, 2]),))
+    with pytest.raises(
+        DataError, match="collate function, called twice with the same samples and seeds, returned diff"
+    ):
+        contents(Loading(Lists(), collate_fn=Alternating(2.0), num_workers=num_workers), [request], epoch=0)
+    (batch,) = contents(Loading(Lists(), collate_fn=Alternating(1.0), num_workers=num_workers), [request], epoch=0)
+    assert batch.tolist() == [4.0, 2.0]
+
+
 def test_another_worker_or_an_evaluation_does_not_look_for_them() -> None:
     contents(Loading(Counted()), [SampleRequest((np.array([4]),))], epoch=0, train=False)
     contents(Loading(Counted()), [SampleRequest((np.array([4]),), first_shard=1)], epoch=0)

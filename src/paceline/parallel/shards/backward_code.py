@@ -59,9 +59,8 @@ class BackwardCode(FunctionCalls):
             is_constant = function in _READS or any(
                 map(_is_constant, result if isinstance(result, tuple) else [result])
             )
-            # Batch norm layers note statistics.
-            is_noted = is_constant and calling_module("torch.").startswith("paceline.parallel.batch_norm")
-            self.has_constants = is_constant and not is_noted
+            # Batch norm layers note statistics, and weights are watched.
+            self.has_constants = is_constant and not calling_module("torch.").startswith("paceline.")
         return result
 
     def _note(self, code: object) -> None:
