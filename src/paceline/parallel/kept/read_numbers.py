@@ -124,7 +124,7 @@ def _names_in(function: object, depth: int = _DEPTH) -> Iterator[str]:
 
 def _names_set_by(module: nn.Module) -> Iterator[str]:
     """The attributes that a module's forward pass sets, as a loss for a log: what it sets is not the script's doing."""
-    forward = type(module).forward
+    forward = getattr(type(module), "forward", None)
     for instruction in dis.get_instructions(forward) if isinstance(forward, types.FunctionType) else ():
         if instruction.opname == "STORE_ATTR":
             yield instruction.argval
