@@ -24,6 +24,9 @@ MOST_TEXT_BYTES = 256 << 20
 STALE_VIEW_S = 60.0
 """For at most this long a node takes the old content of a shared file for the present one, or believes it absent."""
 
+_MOST_REPLACED = 3
+"""How often a file may be replaced by another node while it is being read."""
+
 NO_FILE = (errno.EINVAL, errno.EISDIR, errno.EFBIG, errno.EILSEQ, errno.ELOOP)
 """Numbers of the errors that say that something else lies in the place of a file."""
 
@@ -56,6 +59,16 @@ def read_bytes(path: Path | str, most_bytes: int | None = None) -> bytes:
     Raises:
         OSError: it cannot be read, is no regular file, or has more than `most_bytes`.
     """
+    for _ in range(_MOST_REPLACED):
+        try:
+            return _read_once(path, most_bytes)
+        except OSError as problem:  # on a network file system, of a file that another node has replaced since
+            if problem.errno != errno.ESTALE:
+                raise
+    return _read_once(path, most_bytes)
+
+
+def _read_once(path: Path | str, most_bytes: int | None) -> bytes:
     with open_regular(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if most_bytes is not None and num_bytes > most_bytes:

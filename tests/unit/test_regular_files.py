@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -134,6 +135,28 @@ def test_a_link_to_a_file_is_followed(tmp_path: Path) -> None:
     assert read_json(tmp_path / "here.json") == {"a": 1}
     with open_regular(tmp_path / "here.json") as file:
         assert file.read() == b'{"a": 1}'
+
+
+@pytest.mark.parametrize(("num_replaced", "is_read"), [(1, True), (3, True), (4, False)])
+def test_a_file_that_another_node_replaces_meanwhile_is_read_again(
+    num_replaced: int, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a network file system, where the file that was opened is gone."""
+    path, looks = tmp_path / "lease.json", iter([True] * num_replaced)
+    path.write_text("{}")
+    own = os.fstat
+
+    def fstat(descriptor: int) -> os.stat_result:
+        if sys._getframe(1).f_code.co_name == "_read_once" and next(looks, False):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return own(descriptor)
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    if is_read:
+        assert read_bytes(path) == b"{}"
+        return
+    with pytest.raises(OSError, match="Stale file handle"):
+        read_bytes(path)
 
 
 def test_a_file_is_bounded_before_it_is_read(tmp_path: Path) -> None:
