@@ -272,11 +272,10 @@ class Saver:
                 self._hand_in(writing.folder, receipt)
             else:
                 self._commit(writing, writing.manifest, receipt)
-            # A thread that was given up may wake up after a later checkpoint was written.
-            self.written_step = max(writing.step, self.written_step or 0)
-            if writing.manifest is not None:
                 self._told = None
                 self._tidy(writing)
+            # A thread that was given up may wake up after a later checkpoint was written.
+            self.written_step = max(writing.step, self.written_step or 0)
         except Exception as problem:
             with contextlib.suppress(OSError):  # first: once this worker has failed, rank 0 does not wait for why
                 if writing.manifest is None:

@@ -114,8 +114,8 @@ class Checkpoints:
         """
         if self._saver.last_step != step or metrics not in (None, self._saved_metrics):
             self.wait()
-            self._is_due, self._saver.last_step = True, None
-            self._save()
+            self._is_due = True
+            self._save(again=True)
 
     @property
     def newest(self) -> tuple[int, str] | None:
@@ -150,14 +150,18 @@ class Checkpoints:
         self._handlers.clear()
         self.wait()
 
-    def _save(self) -> None:
+    def _save(self, *, again: bool = False) -> None:
+        """
+        Args:
+            again: whether to save a step that was saved before.
+        """
         snapshot = self._take(True)
         if snapshot is None:
             return
         self._is_due = False
         self._requests.discard(Request.SAVE)
         self._saved_at = time.monotonic()
-        if snapshot.step != self._saver.last_step:
+        if again or snapshot.step != self._saver.last_step:
             self._saver.begin(snapshot)
             self._in_writing, self._saved_metrics = snapshot.step, dict(snapshot.shared["metrics"])
 
