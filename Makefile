@@ -36,7 +36,7 @@ docs: $(READY)
 # Inputs for every file format and option, for SECONDS.
 SECONDS ?= 600
 fuzz: $(READY)
-	$(BIN)/python -m tests.fuzz --seconds $(SECONDS)
+	$(BIN)/python -m tests.old.fuzz --seconds $(SECONDS)
 
 # Needs DATA=DIR with mnist/ and cifar10/ in it.
 bench: $(READY)

@@ -9,8 +9,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from tests.ranks.bitwise_cases import CASES, Outcome, can_be_cut, train
-from tests.ranks.harness import run_ranks
+from tests.kit.workers import run_ranks
+from tests.old.ranks.bitwise_cases import CASES, Outcome, can_be_cut, train
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved of 2", "zero_bubble", "zero_bubble of 2")
 STRATEGIES = {
@@ -32,7 +32,7 @@ def _train(names: Sequence[str], strategy: str) -> list[Outcome]:
 def main() -> int:
     """Train on one worker and by every strategy; print a row of each model, and return how many differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", default=",".join(CASES), help="names of tests.ranks.bitwise_cases")
+    parser.add_argument("--models", default=",".join(CASES), help="names of tests.old.ranks.bitwise_cases")
     parser.add_argument("--strategies", default="", help="separated by semicolons; all without")
     options = parser.parse_args()
     names = options.models.split(",")

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from tests.hosts import cluster as namespaces
-from tests.hosts.sshd import ssh_between
+from tests.kit.nodes import cluster as namespaces
+from tests.kit.nodes.sshd import ssh_between
 
 from paceline.plan.forecast import forecast
 from paceline.plan.inputs import ForecastRequest

@@ -31,12 +31,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.operations import CASES, our_steps, plain_step
-from tests.ranks.harness import run_ranks
-from tests.ranks.training import images, largest_difference, train
-from tests.sim_gpu.build import build, obstacle
-from tests.sim_gpu.cells import Cell, cells, run_cells
-from tests.sim_gpu.workers import run_on_gpus
+from tests.kit.sim_gpu.build import build, obstacle
+from tests.kit.sim_gpu.workers import run_on_gpus
+from tests.kit.workers import run_ranks
+from tests.old.operations import CASES, our_steps, plain_step
+from tests.old.ranks.training import images, largest_difference, train
+from tests.old.sim_gpu.cells import Cell, cells, run_cells
 
 from paceline.workflows.jobs import resolve_job
 
@@ -207,9 +207,9 @@ def parts(out: Path, data: Path | None, num_gpus: int) -> Iterator[tuple[str, Ca
     if not num_gpus:
         for name in RECIPES:
             yield name, partial(simulate_recipe, name)
-        yield "tests", partial(run_suite, "tests/sim_gpu", out, "-n2")
+        yield "tests", partial(run_suite, "tests/old/sim_gpu", out, "-n2")
         return
-    yield "tests", partial(run_suite, "tests/gpu", out, "-n0")
+    yield "tests", partial(run_suite, "tests/old/gpu", out, "-n0")
     counts = [count for count in (1, 2, 4, 8) if count <= num_gpus]
     for count in counts[:3]:
         yield f"matrix of {count}", partial(run_matrix, count)

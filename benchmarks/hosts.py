@@ -14,7 +14,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.hosts.cluster import Cluster, run_on_nodes, why_not
+from tests.kit.nodes.cluster import Cluster, run_on_nodes, why_not
 
 from paceline.cli.options import parse_size
 from paceline.errors import PacelineError

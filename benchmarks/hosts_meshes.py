@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tests.hosts.cluster import Cluster as Nodes
-from tests.hosts.cluster import run_on_nodes, why_not
-from tests.hosts.sshd import ssh_between
-from tests.traffic import node_bytes, sent_bytes, sum_bytes
+from tests.kit.nodes.cluster import Cluster as Nodes
+from tests.kit.nodes.cluster import run_on_nodes, why_not
+from tests.kit.nodes.sshd import ssh_between
+from tests.old.traffic import node_bytes, sent_bytes, sum_bytes
 from torch import Tensor, nn
 
 from paceline.errors import JobError
@@ -171,7 +171,7 @@ def planned_rows(job: Job, known: PlanInputs, names: Sequence[str], num_workers:
 
 
 def formula_bytes(job: Job, candidate: MeshCandidate, algorithm: AlgorithmName, on_a_node: int) -> float:
-    """What the node that sends more sends in a step, by `tests/traffic.py`."""
+    """What the node that sends more sends in a step, by `tests/old/traffic.py`."""
     from paceline.models import build
 
     def tried(one: Mesh) -> tuple[StageCost, ...]:

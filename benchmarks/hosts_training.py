@@ -173,7 +173,7 @@ def main() -> None:
         worker(arguments.data, arguments.worker)
         return
 
-    from tests.hosts.cluster import Cluster, run_on_nodes, why_not
+    from tests.kit.nodes.cluster import Cluster, run_on_nodes, why_not
 
     if (reason := why_not()) is not None:
         sys.exit(reason)

@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.docs.blocks import blocks_of  # noqa: E402
+from tests.old.docs.blocks import blocks_of  # noqa: E402
 
 PAGES = sorted((ROOT / "docs" / "guides").glob("from-*.md"))
 

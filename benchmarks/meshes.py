@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tests.ranks.harness import run_ranks
+from tests.kit.workers import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 

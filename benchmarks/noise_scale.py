@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from scipy.optimize import minimize_scalar
-from tests.unit.pollux_runs import Run, errors, from_two, read_runs
+from tests.old.unit.pollux_runs import Run, errors, from_two, read_runs
 
 ASKED = 0.15
 FORMS: dict[str, Callable[[Run], Sequence[float]]] = {

@@ -21,8 +21,8 @@ import time
 from pathlib import Path
 
 import torch
-from tests.operations import CASES, count, our_steps, plain_backward, plain_step
-from tests.ranks.harness import run_ranks
+from tests.kit.workers import run_ranks
+from tests.old.operations import CASES, count, our_steps, plain_backward, plain_step
 
 ROOT = Path(__file__).parents[1]
 PARITIES = ("numeric", "bitwise")

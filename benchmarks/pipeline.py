@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.unit.parallel.pipeline.simulation import simulate
+from tests.old.unit.parallel.pipeline.simulation import simulate
 from torch import Tensor, nn
 from torch.multiprocessing.spawn import spawn
 

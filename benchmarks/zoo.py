@@ -13,8 +13,8 @@ import argparse
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.ranks.harness import run_ranks
-from tests.ranks.zoo import ABOUT, COLUMNS, ZOO, Column, Result, difference_in_words, train_columns
+from tests.kit.workers import run_ranks
+from tests.old.ranks.zoo import ABOUT, COLUMNS, ZOO, Column, Result, difference_in_words, train_columns
 
 BEGIN, END = "<!-- begin: python -m benchmarks.zoo -->\n", "<!-- end -->\n"
 

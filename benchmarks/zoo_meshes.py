@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 
-from tests.ranks.harness import run_ranks
-from tests.ranks.zoo import ZOO, Column, Result, difference_in_words, train_entry
+from tests.kit.workers import run_ranks
+from tests.old.ranks.zoo import ZOO, Column, Result, difference_in_words, train_entry
 
 from paceline.parallel import tensor
 from paceline.parallel.tensor import finder

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.ranks.harness import run_ranks
+from tests.kit.workers import run_ranks
 from torch import Tensor, nn
 
 import paceline

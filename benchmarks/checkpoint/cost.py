@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.ranks.harness import run_ranks
+from tests.kit.workers import run_ranks
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from tests.ranks.harness import run_ranks
+from tests.kit.workers import run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adam, Optimizer

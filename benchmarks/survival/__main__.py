@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.hosts import cluster as namespaces
+from tests.kit.nodes import cluster as namespaces
 
 from paceline.checkpoint.load import list_checkpoints, list_unfinished, newest_good
 from paceline.checkpoint.storage import open_storage

@@ -20,8 +20,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.hosts.cluster import Cluster, Node, NodeProcess
-from tests.hosts.relay import NO_TROUBLE, Trouble, relay_at
+from tests.kit.nodes.cluster import Cluster, Node, NodeProcess
+from tests.old.hosts.relay import NO_TROUBLE, Trouble, relay_at
 
 from paceline.spec import RunRecord
 

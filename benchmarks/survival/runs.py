@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from tests.hosts import cluster as namespaces
-from tests.hosts.sshd import ssh_between, start_sshd
-from tests.ranks.launching import processes_of
+from tests.kit.nodes import cluster as namespaces
+from tests.kit.nodes.sshd import ssh_between, start_sshd
+from tests.old.ranks.launching import processes_of
 
 from paceline.heartbeat import read_vitals
 from paceline.spec import RunRecord

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.ranks.launching import processes_of
+from tests.old.ranks.launching import processes_of
 
 from paceline.checkpoint.load import list_checkpoints, newest_good
 from paceline.checkpoint.storage import open_storage

@@ -1,0 +1,97 @@
+"""A Slurm cluster on the nodes of a cluster: a controller on the first, a daemon on each.
+
+    with slurm_on(cluster.nodes, folder, cpus_per_node=4):
+        cluster.nodes[0].exec(["srun", "--nodes=2", "hostname"])
+
+Debian's Slurm 22.05. Its settings lie over /etc/slurm of the nodes and its state in `folder`; nothing else of this
+machine's disk changes. Slurm believes in as many cores as it is told.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.kit.nodes.cluster import Node
+from tests.kit.nodes.stdio import wait_until
+
+_PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
+_COMMANDS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
+_TIMEOUT_S = 60.0
+
+_SETTINGS = """
+ClusterName=paceline
+SlurmctldHost={controller}
+SlurmUser=root
+AuthType=auth/munge
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile=/run/slurmctld.pid
+SlurmdPidFile=/run/slurmd.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+ReturnToService=2
+MpiDefault=none
+SlurmdParameters=config_overrides
+KillWait=2
+{nodes}
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+# The cgroup plugin wants a hierarchy to look at even where nothing uses it.
+_START = """
+set -e
+mount --bind "$1/etc" /etc/slurm
+mount -t tmpfs tmpfs /sys/fs/cgroup
+mkdir -m 755 /run/munge
+munged --force --key-file="$1/munge.key" --socket=/run/munge/munge.socket.2 --pid-file=/run/munge/munged.pid \
+    --log-file="$1/munged-$2.log" --seed-file="/run/munge/seed"
+"""
+
+
+def why_not_slurm() -> str | None:
+    """Why there can be no Slurm here; None where there can."""
+    missing = [command for command in _COMMANDS if shutil.which(command, path=_PATH) is None]
+    if missing:
+        return f"Slurm on nodes needs {', '.join(missing)} (slurmctld, slurmd, slurm-client, munge)"
+    if not Path("/etc/slurm").is_dir():
+        return "Slurm on nodes needs a folder /etc/slurm to lay its own over"
+    return None
+
+
+@contextmanager
+def slurm_on(nodes: Sequence[Node], folder: Path, *, cpus_per_node: int) -> Iterator[None]:
+    """Let all nodes be one Slurm cluster until the end; settings, state and logs lie in `folder`, which must exist."""
+    for name in ("etc", "state"):
+        (folder / name).mkdir()
+    (folder / "munge.key").write_bytes(os.urandom(128))
+    (folder / "munge.key").chmod(0o400)
+    lines = "\n".join(
+        f"NodeName={node.hostname} NodeAddr={node.address} CPUs={cpus_per_node} State=UNKNOWN" for node in nodes
+    )
+    settings = _SETTINGS.format(controller=nodes[0].hostname, folder=folder, nodes=lines)
+    (folder / "etc" / "slurm.conf").write_text(settings)
+    (folder / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+    environ = {"PATH": f"{_PATH}:{os.environ.get('PATH', '')}"}
+    with ExitStack() as daemons:
+        for number, node in enumerate(nodes):
+            start = _START + ("slurmctld -D &\n" if number == 0 else "") + 'exec slurmd -D -N "$2"\n'
+            process = node.exec(["sh", "-c", start, "sh", str(folder), node.hostname], env=environ)
+            daemons.callback(process.kill)
+        wait_until(lambda: _num_idle(nodes[0]) == len(nodes), timeout_s=_TIMEOUT_S, what="all Slurm nodes are idle")
+        yield
+
+
+def _num_idle(node: Node) -> int:
+    sinfo = node.exec(["sinfo", "--noheader", "--Node", "--format=%N %t"])
+    sinfo.wait(_TIMEOUT_S)
+    return sum(line.split()[1:] == ["idle"] for line in sinfo.stdout.splitlines())
