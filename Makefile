@@ -5,9 +5,8 @@ PACKAGE := .venv/.package
 READY := .venv/.ready
 # Modules are compiled when they are first loaded: to compile all of torch takes longer than to install it.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
-FAST := not slow and not browser and not hosts
 
-.PHONY: demo check test test-fast fuzz docs bench bench-hosts gpu clean
+.PHONY: demo check test nightly fuzz docs bench bench-hosts gpu clean
 
 demo: $(PACKAGE)
 	$(BIN)/paceline scale digits-lenet --devices 1,2 --set epochs=5 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -17,17 +16,22 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.kit.claims
+	$(BIN)/python -m benchmarks.sizes
 
 # Four at a time on two cores: most tests with real workers wait for processes to start or to end. Compiled modules are
 # kept even where the environment says otherwise: thousands of processes load them.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := $(BIN)/python -m pytest -n 4 --dist loadgroup
 
+# What every landing needs.
 test: $(READY)
-	$(PYTEST) --durations=15 tests
+	$(PYTEST) -m "not nightly" --ignore tests/old tests
 
-test-fast: $(READY)
-	$(PYTEST) -m "$(FAST)" tests
+# Everything that can run here, with other examples of the properties every night; tests/old goes with the code it tests.
+nightly: $(READY)
+	PACELINE_TEST_PROFILE=nightly $(PYTEST) --ignore tests/old tests
+	$(PYTEST) tests/old
 
 # The site, in runs/docs; needs no network.
 docs: $(READY)
@@ -48,9 +52,9 @@ bench: $(READY)
 bench-hosts: $(READY)
 	$(BIN)/python -m benchmarks.hosts --out runs/bench-hosts-$$(date +%Y%m%d-%H%M%S)
 
-# What this machine's GPUs do, or simulated ones where there are none, on one page.
-gpu: $(READY)
-	$(BIN)/python -m benchmarks.gpu --out runs/gpu-$$(date +%Y%m%d-%H%M%S) $(if $(DATA),--data $(DATA))
+# What this machine's GPUs do, or simulated ones where there are none, on one page; needs nothing but torch.
+gpu:
+	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out runs/gpu-$$(date +%Y%m%d-%H%M%S) $(if $(DATA),--data $(DATA))
 
 # torch first and by itself: nothing else may choose its build.
 $(PACKAGE): pyproject.toml constraints.txt
@@ -65,7 +69,7 @@ $(READY): $(PACKAGE)
 	$(PIP) --no-build-isolation -e '.[dev]'
 	@echo "Compiling what tests load, once for all the processes that would do it beside each other"
 	$(BIN)/python -c 'import torch._dynamo'
-	$(BIN)/python -m pytest --collect-only tests >/dev/null
+	$(BIN)/python -m pytest --collect-only --ignore tests/old tests >/dev/null
 	touch $(READY)
 
 clean:

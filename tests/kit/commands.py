@@ -48,9 +48,7 @@ def forked_paceline(*arguments: str, cwd: Path, timeout_s: float = 120.0) -> sub
             process.kill()
             process.join()
             raise subprocess.TimeoutExpired(["paceline", *arguments], timeout_s)
-        return subprocess.CompletedProcess(
-            ["paceline", *arguments], process.exitcode, out.read_text(), err.read_text()
-        )
+        return subprocess.CompletedProcess(["paceline", *arguments], process.exitcode, out.read_text(), err.read_text())
 
 
 def succeeded(result: subprocess.CompletedProcess[str]) -> subprocess.CompletedProcess[str]:

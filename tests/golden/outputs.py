@@ -1,0 +1,85 @@
+"""The commands of commands.toml and what each of them says, as one text to compare."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+import tomllib
+from html.parser import HTMLParser
+from pathlib import Path
+
+import paceline
+from tests.golden.terminal import INPUTS, Said, run_commands
+
+FOLDER = Path(__file__).parent
+OUTPUTS = FOLDER / "outputs"
+LARGEST_RELATIVE_DIFFERENCE = 1e-3
+"""Of any number: fits end elsewhere in the last digits on other processors."""
+NAMES = tuple(tomllib.loads((FOLDER / "commands.toml").read_text()))
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:[eE][+-]?\d+)?")
+_VOLATILE = (
+    (re.compile(r"/\S*?/python3?\b(?:\.\d+)?"), "PYTHON"),
+    (re.compile(r"/\S*paceline-golden-\w+/folder"), "FOLDER"),
+    (re.compile(re.escape(paceline.__version__)), "VERSION"),
+    (re.compile(r"\b\d{4}-\d\d-\d\d[ T]\d\d:\d\d(?::\d\d)?\b"), "TIME"),
+)
+
+
+def outputs() -> dict[str, str]:
+    """What every command says and writes now."""
+    lines = tomllib.loads((FOLDER / "commands.toml").read_text()).values()
+    return dict(zip(NAMES, map(_as_text, run_commands([_arguments(line) for line in lines])), strict=True))
+
+
+def _arguments(line: str) -> list[str]:
+    """The words of a command line; `@FOLDER` stands for all that is in a folder of the inputs."""
+    found: list[str] = []
+    for word in shlex.split(line):
+        folder = word.removeprefix("@")
+        names = sorted(path.name for path in (INPUTS / folder).iterdir()) if folder != word else []
+        found += [f"{folder}/{name}" for name in names] or [word]
+    return found
+
+
+def _as_text(said: Said) -> str:
+    sections = {f"exit code {said.exit_code}": "", "output": said.out, "errors": said.err}
+    for name, content in said.files.items():
+        sections[f"file {name}"] = _words_of_page(content) if name.endswith(".html") else content
+    text = "\n".join(f"--- {title}\n{content.rstrip()}" for title, content in sections.items())
+    for pattern, word in _VOLATILE:
+        text = pattern.sub(word, text)
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+class _Words(HTMLParser):
+    """The text of a page that a person reads; not its scripts and styles."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words: list[str] = []
+        self._is_hidden = False
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:  # noqa: ARG002
+        self._is_hidden = tag in ("script", "style")
+
+    def handle_endtag(self, tag: str) -> None:  # noqa: ARG002
+        self._is_hidden = False
+
+    def handle_data(self, data: str) -> None:
+        if data.strip() and not self._is_hidden:
+            self.words.append(" ".join(data.split()))
+
+
+def _words_of_page(html: str) -> str:
+    parser = _Words()
+    parser.feed(html)
+    return "\n".join(parser.words)
+
+
+def are_same(now: str, recorded: str) -> bool:
+    """Whether two texts have the same words, and numbers that are equal but for their last digits."""
+    if _NUMBER.sub("#", now) != _NUMBER.sub("#", recorded):
+        return False
+    pairs = zip(_NUMBER.findall(now), _NUMBER.findall(recorded), strict=True)
+    return all(math.isclose(float(one), float(other), rel_tol=LARGEST_RELATIVE_DIFFERENCE) for one, other in pairs)
