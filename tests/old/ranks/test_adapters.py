@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from paceline.env import worker_facts
 from paceline.errors import ModelError
 from paceline.spec import Job, Plan, parse_mesh
 from tests.kit.workers import run_ranks
-from tests.old.ranks.zoo import ZOO
+from tests.zoo.zoo import ZOO, loss_of
 
 STEPS, STOP = 5, 2
 STRATEGIES = ("bitwise", "dp", "fsdp", "tp", "pp")
@@ -54,7 +55,7 @@ def _train(strategy: str, folder: Path, max_steps: int) -> _Result:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, 0.1)
         run.prepare(model, optimizer, example=entry.example() if run.mesh.pp > 1 else None)
-        losses = [float(run.step(entry.wrap(batch), entry.loss)) for batch in run.batches(entry.samples())]
+        losses = [float(run.step(batch, partial(loss_of, entry))) for batch in run.batches(entry.read())]
         state, sha = run.whole_state(), run.weights_sha256()
     weights = {} if facts.rank else {name: value.detach().numpy().copy() for name, value in state.items()}
     changed = {

@@ -50,9 +50,9 @@ from paceline.spec import Job, Plan
 from paceline.spec.job import CheckpointSpec
 from paceline.train.optimizers.optim import build_optimizer
 from paceline.train.process.process_group import join
+from tests.kit import workers as harness
 from tests.kit.workers import run_ranks
 from tests.old.fixtures import checkpoint as fixture
-from tests.kit import workers as harness
 from tests.old.ranks.training import images, loss_fn
 
 # Sharded state: who writes what, and that any number of workers can take it.

@@ -16,8 +16,8 @@ from paceline.env import worker_facts
 from paceline.errors import PacelineError
 from paceline.spec import Job, Plan, parse_mesh
 from tests.kit.workers import run_ranks
-from tests.old.ranks.zoo_samples import images
-from tests.old.ranks.zoo_torch import MovingAverages
+from tests.zoo.of_torch import MovingAverages
+from tests.zoo.samples import images
 
 
 class Memory(nn.Module):

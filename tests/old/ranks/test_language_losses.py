@@ -16,7 +16,7 @@ import paceline
 from paceline.env import worker_facts
 from paceline.spec import Job, Plan
 from tests.kit.workers import run_ranks
-from tests.old.ranks.zoo_samples import IGNORED, padded_text
+from tests.zoo.samples import IGNORED, padded_text
 
 CASES = (("gpt2", "own"), ("gpt2", "tokens"), ("gpt2", "transformers"), ("qwen2_moe", "own"), ("mixtral", "tokens"))
 """A model and its loss."""
@@ -45,9 +45,9 @@ LOSSES: dict[str, Any] = {"own": own_loss, "tokens": token_loss, "transformers":
 
 
 def _build(name: str) -> nn.Module:
-    from tests.old.ranks import zoo_transformers
+    from tests.zoo import of_transformers
 
-    model: nn.Module = getattr(zoo_transformers, name)()
+    model: nn.Module = getattr(of_transformers, name)()
     for layer in model.modules():
         if isinstance(layer, nn.Dropout):
             layer.p = 0.0

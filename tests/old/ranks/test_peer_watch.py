@@ -21,8 +21,8 @@ from paceline.spec import Plan
 from paceline.train.session.checkpoints import Checkpoints
 from paceline.train.session.peer_watch import PeerWatch
 from paceline.train.session.session import Session
-from tests.kit.workers import join_world, run_ranks
 from tests.kit import workers as harness
+from tests.kit.workers import join_world, run_ranks
 
 LOST = 2
 GENEROUS_S = 60.0

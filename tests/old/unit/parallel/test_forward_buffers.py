@@ -13,7 +13,7 @@ from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.batch_norm.norm import NormStatistics
 from paceline.parallel.kept.forward_buffers import ForwardBuffers
-from tests.old.ranks.zoo_torch import SpectralNorm
+from tests.zoo.of_torch import SpectralNorm
 
 SIZES = (3, 2)
 

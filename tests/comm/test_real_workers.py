@@ -1,0 +1,179 @@
+"""Real workers over Gloo: with each algorithm and wire format a step leaves the same bits on all workers, those of the
+whole batch's gradient; asynchronous training learns the same on any number of workers and servers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from tests.kit.workers import in_turn, run_ranks
+
+ALGORITHMS = ["all_reduce", "ring", "parameter_server", "hierarchical", "tree_exact"]
+LOSSY = ["all_reduce", "ring", "parameter_server", "hierarchical"]
+SIZE = 24
+Weights = list[list[float]]
+
+
+def _linear_loss(model: nn.Module, shard: list[Tensor]) -> Tensor:
+    """Its gradient is the mean of the samples, so that a step of rate 1 subtracts that from the weights."""
+    loss: Tensor = model(shard[0]).sum(1).mean()
+    return loss
+
+
+def _one_step(algorithm: str, wire: str, samples: str) -> list[float]:
+    generator = torch.Generator().manual_seed(3)
+    drawn = torch.randn(SIZE, 5, generator=generator)
+    inputs = drawn if samples == "drawn" else (4 * drawn).round()
+    plan = paceline.Plan(algorithm=algorithm, num_servers=2)
+    with paceline.init(
+        global_batch_size=SIZE, virtual_shards=6, max_steps=1, plan=plan, aggregation={"wire": wire}, progress=False
+    ) as run:
+        model = nn.Linear(5, 1)
+        nn.init.zeros_(model.weight)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        for batch in run.batches(TensorDataset(inputs)):
+            run.step(batch, _linear_loss)
+        found: list[float] = model.weight.detach().flatten().tolist()
+        return found
+
+
+def _steps(cases: list[tuple[str, str, str]]) -> list[list[float]]:
+    return in_turn(_one_step, cases)
+
+
+def _mean(samples: str) -> Tensor:
+    drawn = torch.randn(SIZE, 5, generator=torch.Generator().manual_seed(3))
+    return (drawn if samples == "drawn" else (4 * drawn).round()).double()
+
+
+@pytest.mark.budget(processor_s=40)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_algorithm_steps_by_the_mean_gradient(world_size: int) -> None:
+    exact = [(algorithm, "float32", "drawn") for algorithm in ALGORITHMS]
+    lossy = [(algorithm, "bfloat16", "drawn") for algorithm in LOSSY]
+    by_rank = run_ranks(_steps, world_size, exact + lossy)
+    samples = _mean("drawn")
+    magnitude = samples.abs().mean(0)
+    for (algorithm, wire, _), weights in zip(exact + lossy, zip(*by_rank, strict=True), strict=True):
+        assert all(theirs == weights[0] for theirs in weights), (algorithm, wire)
+        error = (torch.tensor(weights[0], dtype=torch.float64) + samples.mean(0)).abs()
+        roundings = SIZE * 2**-24 if wire == "float32" else world_size * 2**-8
+        # One node: two levels are one, and nothing travels between nodes.
+        roundings = SIZE * 2**-24 if algorithm == "hierarchical" else roundings
+        assert bool((error <= roundings * magnitude).all()), (algorithm, wire)
+        if wire == "bfloat16" and algorithm != "hierarchical":
+            assert bool((error > SIZE * 2**-24 * magnitude).any()), "nothing was rounded"
+
+
+@dataclass(frozen=True)
+class Asynchronous:
+    """How asynchronous training is set up; momentum is that of the optimizer."""
+
+    staleness: int
+    num_servers: int = 1
+    momentum: float = 0.0
+
+
+NUM_STEPS = 5
+RATE = 0.1
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+
+
+def _samples() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    return (
+        torch.randn(SIZE * NUM_STEPS, 5, generator=generator, dtype=torch.float64),
+        torch.randint(3, (SIZE * NUM_STEPS,), generator=generator),
+    )
+
+
+def _classify(model: nn.Module, shard: list[Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model(shard[0]), shard[1])
+
+
+def _flat(model: nn.Module) -> list[float]:
+    found: list[float] = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    return found
+
+
+def _train(case: Asynchronous) -> list[float]:
+    aggregation: dict[str, Any] = {"method": "parameter_server_async", "staleness": case.staleness}
+    with paceline.init(
+        global_batch_size=SIZE,
+        virtual_shards=6,
+        epochs=1,
+        plan=paceline.Plan(num_servers=case.num_servers),
+        aggregation=aggregation,
+        progress=False,
+    ) as run:
+        model = _net()
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE, momentum=case.momentum))
+        for batch in run.batches(TensorDataset(*_samples())):
+            run.step(batch, _classify)
+        return _flat(model)
+
+
+def _train_all(cases: list[tuple[Asynchronous]]) -> list[list[float]]:
+    return in_turn(_train, cases)
+
+
+def _order() -> list[int]:
+    """The samples of the only epoch, in the job's order."""
+    found: list[int] = []
+    with paceline.init(global_batch_size=SIZE, virtual_shards=6, epochs=1, progress=False) as run:
+        model = nn.Linear(1, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        for batch in run.batches(TensorDataset(torch.arange(SIZE * NUM_STEPS))):
+            found += [int(number) for number in batch[0]]
+            run.step(batch, lambda model, shard: model(shard[0].float().unsqueeze(1)).mean())
+    return found
+
+
+def _plain(case: Asynchronous, order: list[int]) -> list[float]:
+    """A loop in which the gradient of batch k is that at the weights after k - staleness updates. SGD's momentum m is
+    m / (m + (1 - m)(1 + t)) for a gradient that is t updates late."""
+    model, (inputs, targets) = _net(), _samples()
+    parameters = list(model.parameters())
+    history = [[p.detach().clone() for p in parameters]]
+    velocity = [torch.zeros_like(p) for p in parameters]
+    for step in range(NUM_STEPS):
+        version = max(0, step - case.staleness)
+        with torch.no_grad():
+            for parameter, value in zip(parameters, history[version], strict=True):
+                parameter.copy_(value)
+        chosen = order[step * SIZE : (step + 1) * SIZE]
+        gradients = torch.autograd.grad(_classify(model, [inputs[chosen], targets[chosen]]), parameters)
+        late = step - version
+        momentum = case.momentum
+        if momentum and late:
+            momentum = momentum / (momentum + (1 - momentum) * (1 + late))
+        velocity = [momentum * v + g for v, g in zip(velocity, gradients, strict=True)]
+        history.append([w - RATE * v for w, v in zip(history[-1], velocity, strict=True)])
+    return torch.cat([values.flatten() for values in history[-1]]).tolist()
+
+
+@pytest.mark.budget(processor_s=40)
+def test_asynchronous_gradients_are_as_late_as_the_staleness_says_on_any_number_of_workers() -> None:
+    cases = [
+        Asynchronous(staleness=0),
+        Asynchronous(staleness=1, num_servers=2),
+        Asynchronous(staleness=2, momentum=0.9),
+        Asynchronous(staleness=9),
+    ]
+    (order,) = run_ranks(_order, 1)
+    on_two, on_three = (run_ranks(_train_all, world_size, [(case,) for case in cases]) for world_size in (2, 3))
+    for weights in (*on_two, *on_three):
+        assert weights == on_two[0]
+    for case, weights in zip(cases, on_two[0], strict=True):
+        np.testing.assert_allclose(weights, _plain(case, order), rtol=0, atol=1e-13, err_msg=str(case))

@@ -1,0 +1,82 @@
+"""`paceline train JOB` tells a fault of a worker as `paceline launch` does, and a mistake in the user's data as one
+sentence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from tests.faults.stage import PROLOGUE, Stage, ended, is_one_sentence
+from tests.kit.commands import TRACEBACK
+
+JOB = """
+global_batch_size = 8
+virtual_shards = 4
+epochs = 2
+data = "samples:build"
+model = { name = "mlp", options = { hidden = 4 } }
+"""
+
+SAMPLES = """
+import torch
+from paceline.errors import DataError
+
+class Samples(torch.utils.data.Dataset):
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        if RANK == 1 and index < 8:
+            {does}
+        return torch.ones(1, 4, 4), index % 2
+
+def build(split="train"):
+    return Samples()
+"""
+
+
+@dataclass(frozen=True)
+class Fault:
+    does: str
+    cause: str
+    exit_code: int
+    told: str
+
+
+FAULTS = {
+    "an exception": Fault("raise ValueError('sample 7 is damaged')", "exception", 1, "ValueError: sample 7 is damaged"),
+    "SIGKILL": Fault("os.kill(os.getpid(), signal.SIGKILL)", "signal", 137, "SIGKILL"),
+}
+MISTAKE = "raise DataError('train.bin is cut short: download it again.')"
+"""Paceline's own errors are for mistakes of the user."""
+
+
+def start(stage: Stage, does: str) -> None:
+    (stage.folder / "job.toml").write_text(JOB)
+    prologue = PROLOGUE.format(stage=str(stage.folder), patience_s=60).replace(
+        'int(os.environ["RANK"])', 'int(os.environ.get("RANK", -1))'
+    )
+    (stage.folder / "samples.py").write_text(prologue + SAMPLES.format(does=does))
+
+
+@pytest.mark.budget(processor_s=20)
+@pytest.mark.parametrize("name", [pytest.param("an exception", marks=pytest.mark.nightly), "SIGKILL"])
+def test_a_fault_while_a_job_reads_its_data_is_told_with_its_rank(stage: Stage, name: str) -> None:
+    fault = FAULTS[name]
+    start(stage, fault.does)
+    end = ended(stage.start("paceline", "train", "job.toml", "-n", "2", "--out", "run"))
+    report = stage.report()
+    assert end.exit_code == fault.exit_code, end
+    assert (report["cause"], report["ranks"]) == (fault.cause, [1]), report
+    assert "Rank 1 of 2" in end.err and fault.told in end.err, end.err
+    assert not (stage.folder / "run" / "record.json").exists()
+
+
+@pytest.mark.budget(processor_s=20)
+def test_a_mistake_in_a_jobs_data_is_one_sentence(stage: Stage) -> None:
+    start(stage, MISTAKE)
+    end = ended(stage.start("paceline", "train", "job.toml", "-n", "2", "--out", "run", "--quiet"))
+    assert end.exit_code == 2, end
+    assert is_one_sentence(end.err) and "train.bin is cut short" in end.err, end.err
+    assert TRACEBACK not in end.out

@@ -1,0 +1,235 @@
+"""Whatever ends a worker of a script that does not know Paceline, `paceline launch` says which worker and why, on one
+screen and in failure.json, exits with the worker's exit code, and leaves nobody running."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.faults.stage import Ended, Stage, ended, is_alive, is_one_sentence, wait_until
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What one worker does, and what its user must be told."""
+
+    does: str
+    exit_code: int
+    """Of the launcher."""
+    told: tuple[str, ...]
+    """On the screen."""
+    causes: tuple[str, ...] = ("exit", "exception")
+    """An exception of such a script may be known by its exit code and its output alone."""
+
+
+FAULTS = {
+    "an exception": Fault("raise ValueError('sample 17 is damaged')", 1, ("ValueError: sample 17 is damaged",)),
+    "a failing import": Fault("import no_such_library", 1, ("ModuleNotFoundError", "no_such_library")),
+    "no memory": Fault("bytearray(1 << 60)", 1, ("MemoryError",)),
+    "sys.exit": Fault("sys.exit(3)", 3, ("exit code 3",), ("exit",)),
+    "sys.exit with a text": Fault("sys.exit('no data here')", 1, ("no data here", "exit code 1"), ("exit",)),
+    "os._exit": Fault("os._exit(5)", 5, ("exit code 5",), ("exit",)),
+    "SIGKILL": Fault("os.kill(os.getpid(), signal.SIGKILL)", 137, ("SIGKILL", "memory"), ("signal",)),
+    "SIGSEGV": Fault("import ctypes; ctypes.string_at(0)", 139, ("SIGSEGV",), ("signal",)),
+    "SIGABRT": Fault("os.abort()", 134, ("SIGABRT",), ("signal",)),
+}
+
+LARGEST_SCREEN = 50
+"""Lines."""
+
+
+def assert_told(stage: Stage, end: Ended, fault: Fault, ranks: set[int], num_workers: int) -> None:
+    """The exit code, the screen and failure.json say what happened to one of `ranks`."""
+    report = stage.report()
+    (rank,) = report["ranks"]
+    assert end.exit_code == fault.exit_code, end
+    assert rank in ranks and report["cause"] in fault.causes, report
+    assert report["hostname"] in ("", socket.gethostname())
+    assert report["exit_code"] == (fault.exit_code if fault.exit_code < 128 else 128 - fault.exit_code)
+    assert (stage.folder / f"{rank}-{report['pid']}.pid").exists()
+    assert f"Rank {rank} of {num_workers}" in end.err and all(word in end.err for word in fault.told), end.err
+    assert len(end.err.splitlines()) <= LARGEST_SCREEN
+    assert report["sentence"] in (stage.folder / "run" / "failure.txt").read_text()
+    assert stat.S_IMODE((stage.folder / "run" / "failure.json").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_one_worker_is_told_with_its_rank(stage: Stage, name: str) -> None:
+    fault = FAULTS[name]
+    script = stage.script(
+        f"""
+        if RANK == 1:
+            {fault.does}
+        park()
+        """
+    )
+    assert_told(stage, ended(stage.launch(script)), fault, {1}, 2)
+
+
+@pytest.mark.parametrize("name", ["an exception", "SIGKILL"])
+def test_of_workers_that_fail_at_once_one_is_told(stage: Stage, name: str) -> None:
+    fault = FAULTS[name]
+    script = stage.script(
+        f"""
+        tell(f"{{RANK}}.ready")
+        for rank in range(WORLD_SIZE):
+            await_mark(f"{{rank}}.ready")
+        {fault.does}
+        """
+    )
+    assert_told(stage, ended(stage.launch(script, num_workers=3)), fault, {0, 1, 2}, 3)
+
+
+def test_the_report_shows_the_users_line_and_no_line_of_the_launcher(stage: Stage) -> None:
+    script = stage.script(
+        """
+        def read_sample():
+            raise ValueError("sample 17 is damaged")
+        if RANK == 1:
+            read_sample()
+        park()
+        """
+    )
+    err = ended(stage.launch(script)).err
+    assert "in read_sample" in err
+    assert "/paceline/" not in err and "/torch/" not in err
+
+
+def test_a_crash_in_native_code_shows_where_python_was(stage: Stage) -> None:
+    script = stage.script(
+        """
+        def call_the_library():
+            os.abort()
+        if RANK == 1:
+            call_the_library()
+        park()
+        """
+    )
+    assert "in call_the_library" in ended(stage.launch(script)).err
+
+
+def test_the_last_lines_of_a_failed_worker_are_shown(stage: Stage) -> None:
+    script = stage.script(
+        """
+        if RANK == 1:
+            for number in range(1000):
+                print("line", number)
+            sys.exit(3)
+        park()
+        """
+    )
+    end = ended(stage.launch(script))
+    assert "line 999" in stage.report()["evidence"]
+    assert "line 999" in end.err and len(end.err.splitlines()) <= LARGEST_SCREEN
+
+
+def test_a_worker_that_ignores_sigterm_ends_too(stage: Stage) -> None:
+    script = stage.script(
+        """
+        if RANK == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            tell("deaf")
+            park()
+        await_mark("deaf")
+        sys.exit(3)
+        """
+    )
+    assert_told(stage, ended(stage.launch(script)), FAULTS["sys.exit"], {1}, 2)
+
+
+def test_the_other_workers_may_clean_up(stage: Stage) -> None:
+    script = stage.script(
+        """
+        if RANK == 0:
+            signal.signal(signal.SIGTERM, lambda *_: (tell("cleaned"), sys.exit(1)))
+            tell("working")
+            park()
+        await_mark("working")
+        sys.exit(3)
+        """
+    )
+    assert_told(stage, ended(stage.launch(script)), FAULTS["sys.exit"], {1}, 2)
+    assert (stage.folder / "cleaned").exists()
+
+
+def test_what_a_worker_started_ends_with_a_failed_run(stage: Stage) -> None:
+    script = stage.script(
+        """
+        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        tell(f"child-of-{RANK}.pid", str(child.pid))
+        if RANK == 1:
+            await_mark("child-of-0.pid")
+            sys.exit(3)
+        park()
+        """
+    )
+    assert_told(stage, ended(stage.launch(script)), FAULTS["sys.exit"], {1}, 2)
+    assert len(stage.pids()) == 4  # the fixture sees that none is left
+
+
+def test_a_run_is_not_blamed_for_the_one_before_it_in_the_same_folder(stage: Stage) -> None:
+    assert ended(stage.launch(stage.script("raise ValueError('first')"))).exit_code == 1
+    end = ended(stage.launch(stage.script("if RANK == 1: sys.exit(3)", "park()")))
+    assert "first" not in end.err
+    assert_told(stage, end, FAULTS["sys.exit"], {1}, 2)
+    assert ended(stage.launch(stage.script(""))).exit_code == 0
+    assert not (stage.folder / "run" / "failure.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("nowhere.py",), "nowhere.py"),
+        (("-m", "no_such_module"), "no_such_module"),
+        (("--out", "script.py", "script.py"), "script.py"),
+        (("-n", "0", "script.py"), "-n"),
+    ],
+    ids=["no script", "no module", "run folder is a file", "no workers"],
+)
+def test_a_launch_that_cannot_be_is_one_sentence(stage: Stage, words: tuple[str, ...], named: str) -> None:
+    stage.script("")
+    end = ended(stage.start("paceline", "launch", "-n", "2", *words))
+    assert end.exit_code == 2
+    assert is_one_sentence(end.err) and named in end.err, end.err
+    assert not stage.pids()
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Path]:
+    """A control group for processes that may have 100 MB together."""
+    own = {line.split(":")[1]: line.split(":")[2] for line in Path("/proc/self/cgroup").read_text().splitlines()}
+    root, limit = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
+    if "memory" not in own:
+        root, limit = Path("/sys/fs/cgroup"), "memory.max"
+    group = root / own.get("memory", own.get("", "/")).lstrip("/") / f"faults-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(100 << 20))
+    except OSError:
+        pytest.skip("this machine lets nobody make a memory control group")
+    yield group
+    wait_until(lambda: not any(is_alive(int(pid)) for pid in (group / "cgroup.procs").read_text().split()))
+    group.rmdir()
+
+
+def test_a_worker_that_the_kernel_killed_for_memory_is_told_from_one_that_somebody_killed(
+    stage: Stage, small_memory: Path
+) -> None:
+    script = stage.script(
+        f"""
+        if RANK == 1:
+            Path({str(small_memory)!r}, "cgroup.procs").write_text(str(os.getpid()))
+            hoard = []
+            while True:
+                hoard.append(b"x" * (16 << 20))
+        park()
+        """
+    )
+    fault = Fault("", 137, ("out of memory", "killed by the kernel"), ("out_of_memory",))
+    assert_told(stage, ended(stage.launch(script)), fault, {1}, 2)

@@ -1,0 +1,105 @@
+"""Whoever ends the launcher ends the run: its workers go with it, and it says no more than that."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.faults.stage import Ended, Stage, ended, is_alive, wait_until
+from tests.kit.commands import TRACEBACK
+
+BUSY = """
+child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+tell(f"child-of-{RANK}.pid", str(child.pid))
+tell(f"{RANK}.ready")
+park()
+"""
+"""A worker that has started a process, as a data loader does."""
+
+
+def assert_nobody_is_blamed(stage: Stage, end: Ended, exit_code: int) -> None:
+    assert end.exit_code == exit_code, end
+    assert TRACEBACK not in end.err and "Rank" not in end.err, end.err
+    assert not (stage.folder / "run" / "failure.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
+    ids=["SIGTERM", "Ctrl-C", "the terminal closes"],
+)
+@pytest.mark.parametrize("receivers", ["the launcher", "its process group"])
+def test_a_signal_ends_the_launcher_its_workers_and_what_they_started(
+    stage: Stage, number: signal.Signals, exit_code: int, receivers: str
+) -> None:
+    launcher = stage.launch(stage.script(BUSY))
+    stage.await_marks("0.ready", "1.ready")
+    assert len(stage.pids()) == 4
+    (os.kill if receivers == "the launcher" else os.killpg)(launcher.pid, number)
+    assert_nobody_is_blamed(stage, ended(launcher), exit_code)
+
+
+def test_a_worker_that_is_asked_to_end_has_time_to_save(stage: Stage) -> None:
+    script = stage.script(
+        """
+        def save(*_):
+            tell(f"{RANK}.asked")
+            await_mark("storage-answers")
+            tell(f"{RANK}.saved")
+            os._exit(143)
+
+        signal.signal(signal.SIGTERM, save)
+        tell(f"{RANK}.ready")
+        park()
+        """
+    )
+    launcher = stage.launch(script)
+    stage.await_marks("0.ready", "1.ready")
+    launcher.send_signal(signal.SIGTERM)
+    stage.await_marks("0.asked", "1.asked")
+    (stage.folder / "storage-answers").touch()
+    assert_nobody_is_blamed(stage, ended(launcher), 143)
+    assert (stage.folder / "0.saved").exists() and (stage.folder / "1.saved").exists()
+
+
+def test_a_second_ctrl_c_does_not_wait_for_workers_that_do_not_end(stage: Stage) -> None:
+    script = stage.script(
+        """
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: tell(f"{RANK}.asked"))
+        tell(f"{RANK}.ready")
+        park()
+        """
+    )
+    launcher = stage.launch(script)
+    stage.await_marks("0.ready", "1.ready")
+    launcher.send_signal(signal.SIGINT)
+    stage.await_marks("0.asked", "1.asked")
+    launcher.send_signal(signal.SIGINT)
+    assert_nobody_is_blamed(stage, ended(launcher), 130)
+
+
+def test_workers_end_with_a_killed_launcher(stage: Stage) -> None:
+    launcher = stage.launch(stage.script('tell(f"{RANK}.ready")', "park()"))
+    stage.await_marks("0.ready", "1.ready")
+    launcher.kill()
+    wait_until(lambda: not any(map(is_alive, stage.pids())))
+
+
+def test_workers_that_are_about_to_start_end_with_a_killed_launcher(stage: Stage) -> None:
+    launcher = stage.launch(stage.script("park()"), num_workers=4)
+    wait_until(lambda: bool(stage.pids()))  # the first; the others may be anywhere in their start
+    launcher.kill()
+    wait_until(lambda: not any(map(is_alive, stage.pids())))
+
+
+def test_a_signal_to_one_worker_is_a_failure_of_this_worker(stage: Stage) -> None:
+    launcher = stage.launch(stage.script('tell(f"{RANK}.ready", str(os.getpid()))', "park()"))
+    stage.await_marks("0.ready", "1.ready")
+    os.kill(int((stage.folder / "1.ready").read_text()), signal.SIGTERM)
+    end = ended(launcher)
+    assert end.exit_code == 143, end
+    assert stage.report()["ranks"] == [1]
+    assert "Rank 1 of 2" in end.err and "SIGTERM" in end.err

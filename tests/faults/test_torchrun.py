@@ -1,0 +1,37 @@
+"""A script that calls `paceline.init` runs under torchrun as it is: a fault of one worker ends all of them and spoils
+nothing that was saved."""
+
+from __future__ import annotations
+
+import pytest
+
+import paceline
+from tests.faults.stage import TRAINING, Stage, ended
+
+FAULT = """
+def fault(run):
+    if RANK == 1 and run.steps == 3:
+        await_mark("checkpoints/step-00000002/manifest.json")
+        {does}
+
+train()
+"""
+
+FAULTS = {
+    "an exception": ("raise ValueError('sample 17 is damaged')", "ValueError: sample 17 is damaged"),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
+}
+
+
+@pytest.mark.budget(processor_s=20)
+@pytest.mark.parametrize("name", [pytest.param("an exception", marks=pytest.mark.nightly), "SIGKILL"])
+def test_a_fault_under_torchrun_ends_all_workers_and_spoils_no_checkpoint(stage: Stage, name: str) -> None:
+    does, told = FAULTS[name]
+    script = stage.script(TRAINING, FAULT.format(does=does))
+    end = ended(stage.start("torch.distributed.run", "--standalone", "--nproc-per-node", "2", script))
+    assert end.exit_code == 1
+    assert told in end.err, end.err
+    assert len(stage.pids()) == 2  # the fixture sees that none is left
+    states = {one.step: one.state for one in paceline.checkpoint.verify(stage.folder / "checkpoints")}
+    assert states.pop(2) == "good"
+    assert set(states.values()) <= {"good", "unfinished"}

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.faults.stage import Stage, open_stage
+from tests.kit.workers import run_ranks
+from tests.resume.training import Learned, samples_seen, train
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Learned:
+    """What one worker learns that nobody disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return Learned.of(run_ranks(train, 1, folder), samples_seen(folder))
+
+
+@pytest.fixture(scope="session")
+def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two workers that ended after 7 steps, with checkpoints of steps 4 and 7."""
+    folder = tmp_path_factory.mktemp("stopped")
+    run_ranks(partial(train, max_steps=7), 2, folder)
+    return folder
+
+
+@pytest.fixture
+def stopped(stopped_once: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(stopped_once, tmp_path / "stopped"))
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with open_stage(tmp_path) as stage:
+        yield stage

@@ -1,0 +1,83 @@
+"""A run takes the newest good checkpoint of its folder, says which newer ones it cannot use, and refuses to mix two
+jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.kit.workers import run_ranks
+from tests.resume.training import Learned, Outcome, first_steps, samples_seen, train
+
+TIMEOUT_S = 200.0
+NEWEST, BEFORE = "step-00000007", "step-00000004"
+
+
+def go_on(folder: Path, num_workers: int = 1, **options: Any) -> list[Outcome]:
+    return run_ranks(partial(train, **options), num_workers, folder, 1, timeout_s=TIMEOUT_S)
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 4
+    file.write_bytes(content)
+
+
+def halve(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a flipped bit": (flip_a_bit, "worker-00001.safetensors"),
+    "half of the manifest": (halve, "manifest.json"),
+    "a missing file": (Path.unlink, "worker-00000.safetensors"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_the_checkpoint_before_a_damaged_one_is_taken_and_said(stopped: Path, undisturbed: Learned, name: str) -> None:
+    damage, file = DAMAGES[name]
+    damage(stopped / "checkpoints" / NEWEST / file)
+    outcomes = go_on(stopped)
+    assert first_steps(stopped) == [0, 4]
+    assert Learned.of(outcomes, samples_seen(stopped)) == undisturbed
+    said = outcomes[0].said
+    assert NEWEST in said and file in said, said
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(stopped: Path) -> None:
+    for name in (NEWEST, BEFORE):
+        flip_a_bit(stopped / "checkpoints" / name / "worker-00000.safetensors")
+    with pytest.raises(AssertionError, match=rf"CheckpointError.*{NEWEST}"):
+        go_on(stopped)
+    assert first_steps(stopped) == [0]
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_a_whole_run_is_the_same_as_one_in_two_parts(stopped: Path, undisturbed: Learned, num_workers: int) -> None:
+    outcomes = go_on(stopped, num_workers)
+    assert first_steps(stopped) == [0, 7]
+    assert Learned.of(outcomes, samples_seen(stopped)) == undisturbed
+
+
+def test_a_run_of_another_job_is_refused_unless_forced(stopped: Path, undisturbed: Learned) -> None:
+    with pytest.raises(AssertionError, match=r"JobError.*clip_norm was 1\.0 and is 0\.001"):
+        go_on(stopped, clip_norm=0.001)
+    assert first_steps(stopped) == [0]
+    outcomes = go_on(stopped, clip_norm=0.001, force=True)
+    assert first_steps(stopped) == [0, 7]
+    assert samples_seen(stopped) == undisturbed.samples
+    assert outcomes[0].weights_sha256 != undisturbed.weights_sha256
+
+
+def test_a_checkpoint_that_cannot_be_written_costs_this_checkpoint_alone(tmp_path: Path, undisturbed: Learned) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "step-00000003").write_text("not a folder")
+    outcomes = run_ranks(train, 2, tmp_path, timeout_s=TIMEOUT_S)
+    assert Learned.of(outcomes, samples_seen(tmp_path)) == undisturbed
+    assert outcomes[0].said.count("could not be written") == 1 and "step 3 " in outcomes[0].said, outcomes[0].said
+    assert (tmp_path / "checkpoints" / "step-00000012" / "manifest.json").exists()

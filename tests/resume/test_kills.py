@@ -1,0 +1,109 @@
+"""A run that was killed goes on from its newest checkpoint, on any number of workers, under another strategy too; it
+ends with the bits of a run that nobody disturbed, and no sample is repeated or lost. A checkpoint is complete or absent
+at every moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.errors import CheckpointError
+from tests.kit.workers import run_ranks
+from tests.resume.training import (
+    NUM_SAMPLES,
+    NUM_STEPS,
+    STEPS_PER_EPOCH,
+    Kill,
+    Learned,
+    Moment,
+    first_steps,
+    samples_seen,
+    train,
+)
+
+TIMEOUT_S = 200.0
+
+
+@dataclass(frozen=True)
+class Team:
+    num_workers: int
+    strategy: str = "dp"
+
+
+def killed(folder: Path, attempt: int, team: Team, kill: Kill) -> int:
+    """Train until somebody is killed; the step of the newest good checkpoint, after a look at all of them."""
+    with pytest.raises(AssertionError, match=r"died without a word|Connection|PeerLost"):
+        run_ranks(train, team.num_workers, folder, attempt, team.strategy, kill, timeout_s=TIMEOUT_S)
+    (folder / "killed").unlink()
+    try:
+        checkpoints = paceline.checkpoint.verify(folder / "checkpoints")
+    except CheckpointError:  # there is none
+        return 0
+    assert {one.state for one in checkpoints} <= {"good", "unfinished"}
+    return max((one.step for one in checkpoints if one.state == "good"), default=0)
+
+
+CHAINS: dict[str, tuple[list[tuple[Team, Kill]], Team]] = {
+    "2, 1 and 3 workers": (
+        [(Team(2), Kill("between steps", 4, 1)), (Team(1), Kill("in a step", 8, 0))],
+        Team(3),
+    ),
+    "in the first save and before a manifest": (
+        [(Team(2), Kill("manifest", 1, None)), (Team(2, "fsdp"), Kill("manifest", 5, None))],
+        Team(1),
+    ),
+    "while the state is copied and written": (
+        [(Team(2, "fsdp"), Kill("worker-", 4, 1)), (Team(2), Kill("snapshot", 9, None))],
+        Team(2, "fsdp"),
+    ),
+    "at the end of an epoch and in an evaluation": (
+        [(Team(2), Kill("epoch's end", 4, None)), (Team(3), Kill("evaluation", 8, 0))],
+        Team(2),
+    ),
+}
+
+
+@pytest.mark.budget(processor_s=25)
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_run_that_is_killed_twice_ends_with_the_bits_of_an_undisturbed_one(
+    tmp_path: Path, undisturbed: Learned, name: str
+) -> None:
+    kills, last = CHAINS[name]
+    begins = [killed(tmp_path, attempt, team, kill) for attempt, (team, kill) in enumerate(kills)]
+    outcomes = run_ranks(train, last.num_workers, tmp_path, len(kills), last.strategy, timeout_s=TIMEOUT_S)
+    assert first_steps(tmp_path) == [0, *begins]
+    assert Learned.of(outcomes, samples_seen(tmp_path)) == undisturbed
+
+
+MOMENTS: list[Moment] = ["in a step", "between steps", "epoch's end", "evaluation", "snapshot", "worker-", "manifest"]
+
+
+@pytest.mark.nightly
+@pytest.mark.budget(processor_s=25)
+@pytest.mark.parametrize(("moment", "strategy", "victim"), list(product(MOMENTS, ["dp", "fsdp"], [None, 0])))
+def test_no_moment_is_a_bad_one(
+    tmp_path: Path, undisturbed: Learned, moment: Moment, strategy: str, victim: int | None
+) -> None:
+    begin = killed(tmp_path, 0, Team(2, strategy), Kill(moment, 8, victim))
+    assert begin >= 6
+    outcomes = run_ranks(train, 1, tmp_path, 1, timeout_s=TIMEOUT_S)
+    assert first_steps(tmp_path) == [0, begin]
+    assert Learned.of(outcomes, samples_seen(tmp_path)) == undisturbed
+
+
+def test_an_undisturbed_run_sees_each_sample_once_an_epoch(undisturbed: Learned) -> None:
+    """What the others are compared with."""
+    assert sorted(undisturbed.samples) == list(range(NUM_STEPS))
+    for begin in range(0, NUM_STEPS, STEPS_PER_EPOCH):
+        steps = [undisturbed.samples[step] for step in range(begin, begin + STEPS_PER_EPOCH)]
+        assert [len(numbers) for numbers in steps] == [12, 12, 12, 4]
+        assert set().union(*steps) == set(range(NUM_SAMPLES))
+
+
+def test_workers_that_are_left_save_what_they_have(tmp_path: Path) -> None:
+    """There is no other checkpoint: the interval is longer than the run."""
+    assert killed(tmp_path, 0, Team(2), Kill("between steps", 2, 1)) == 2

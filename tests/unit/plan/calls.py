@@ -1,0 +1,92 @@
+"""How the tests of the planner call its parts: the one place to change when a part gets another signature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from paceline.plan.collectives import COSTS, cost_s
+from paceline.plan.memory import TransformerShape, device_memory, fits, transformer_layers
+from paceline.plan.model import Layout, Network
+from paceline.plan.peak_memory import StateBytes
+from paceline.plan.search import SearchResult, Workload, search
+from paceline.spec import AlgorithmName, Mesh
+from paceline.spec.algorithm import AlphaBeta
+from paceline.spec.model_cost import Activations, DeviceMemory, Layers
+
+ALGORITHMS = tuple(sorted(COSTS))
+
+
+@dataclass(frozen=True)
+class Links:
+    """Seconds a message and a byte take inside a node and between nodes."""
+
+    inside_alpha_s: float = 0.0
+    inside_beta: float = 0.0
+    between_alpha_s: float = 0.0
+    between_beta: float = 0.0
+    message_s: float = 0.0
+
+    @property
+    def network(self) -> Network:
+        inside, between = (
+            AlphaBeta(self.inside_alpha_s, self.inside_beta),
+            AlphaBeta(self.between_alpha_s, self.between_beta),
+        )
+        return Network(inside, between, self.message_s)
+
+
+def sum_s(algorithm: str, num_bytes: float, nodes: Sequence[int], links: Links, wire: str = "float32") -> float:
+    """Seconds to sum `num_bytes` over workers, so many on each of the `nodes`."""
+    return cost_s(cast(AlgorithmName, algorithm), num_bytes, Layout(tuple(nodes)), links.network, wire=wire)
+
+
+def memory(
+    num_parameters: float,
+    mesh: Mesh,
+    *,
+    sample_bytes: float = 0.0,
+    micro_batch_size: int = 1,
+    num_passes: int = 1,
+    optimizer_bytes: float = 4.0,
+    parameter_bytes: float = 4.0,
+    is_bitwise: bool = False,
+    layers: Layers = (),
+    recompute: bool = False,
+    room: float = math.inf,
+) -> DeviceMemory:
+    """The memory of the fullest device; bytes are those of a parameter and of a sample's activations."""
+    return device_memory(
+        num_parameters,
+        StateBytes(parameter_bytes, parameter_bytes, optimizer_bytes, is_bitwise),
+        mesh,
+        Activations(sample_bytes),
+        micro_batch_size,
+        num_micro_batches=num_passes,
+        layers=layers,
+        recompute=recompute,
+        memory_bytes=room,
+    )
+
+
+def has_room(found: DeviceMemory, room: float) -> bool:
+    return fits(found, room)
+
+
+def transformer(num_parameters: float, *, num_layers: int, width: int, num_heads: int, tokens: int) -> Layers:
+    return transformer_layers(TransformerShape(num_layers, width, num_heads, tokens), num_parameters)
+
+
+def meshes(num_workers: int, devices_per_node: int, links: Links, **workload: Any) -> SearchResult:
+    """The meshes that fit, best first; the workload is a 25-million-parameter model unless it says otherwise."""
+    known: dict[str, Any] = {
+        "num_parameters": 25_000_000,
+        "global_batch_size": 256,
+        "state": StateBytes(),
+        "activations": Activations(90e6),
+        "compute_s": lambda samples: 0.01 + 0.001 * samples,
+        "memory_bytes": 40 * 2.0**30,
+    }
+    return search(Workload(**known | workload), num_workers, devices_per_node, links.network)

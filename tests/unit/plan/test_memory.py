@@ -1,0 +1,224 @@
+"""How much memory a device needs: the published figures, and laws that any model and mesh obey."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.spec import Job, Mesh
+from paceline.spec.model_cost import DeviceMemory, LayerCost, Layers
+from tests.unit.plan.calls import has_room, memory, transformer
+from tests.unit.plan.clusters import GIB, forecast_of, gpu_cluster
+
+counts = st.integers(1, 512)
+meshes = st.builds(Mesh, st.integers(1, 8), counts, st.integers(1, 8), st.integers(1, 8), st.integers(1, 3))
+
+
+def mixed_adam(num_parameters: float, mesh: Mesh, num_passes: int = 1) -> DeviceMemory:
+    """16-bit parameters and gradients, and float32 copies, momentum and variance: K = 12 of the ZeRO paper."""
+    return memory(num_parameters, mesh, num_passes=num_passes, parameter_bytes=2.0, optimizer_bytes=12.0)
+
+
+# Rajbhandari et al. 2020, "ZeRO", table 1: GB a device by degree of data parallelism, for stages 1, 2 and 3.
+ZERO_TABLE = [
+    (7.5e9, 1, (120, 120, 120)),
+    (7.5e9, 4, (52.5, 41.3, 30)),
+    (7.5e9, 16, (35.6, 21.6, 7.5)),
+    (7.5e9, 64, (31.4, 16.6, 1.88)),
+    (7.5e9, 256, (30.4, 15.4, 0.47)),
+    (7.5e9, 1024, (30.1, 15.1, 0.12)),
+    (128e9, 4, (896, 704, 512)),
+    (128e9, 64, (536, 284, 32)),
+    (128e9, 1024, (513, 257, 2)),
+    (1e12, 4, (7000, 5500, 4000)),
+    (1e12, 64, (4187, 2218, 250)),
+    (1e12, 1024, (4011, 2013, 15.6)),
+]
+
+
+@pytest.mark.parametrize(("num_parameters", "dp", "stages_gb"), ZERO_TABLE)
+def test_states_are_those_of_the_zero_paper(num_parameters: float, dp: int, stages_gb: tuple[float, ...]) -> None:
+    for stage, gb in enumerate(stages_gb, start=1):
+        found = mixed_adam(num_parameters, Mesh(fsdp=dp, zero_stage=stage), num_passes=2)
+        # The table has two or three digits, some cut instead of rounded.
+        assert found.state_bytes / 1e9 == pytest.approx(gb, rel=5e-3, abs=0.006)
+
+
+@pytest.mark.parametrize("dp", [1, 8, 64])
+def test_replicas_hold_sixteen_bytes_a_parameter_however_many_there_are(dp: int) -> None:
+    assert mixed_adam(7.5e9, Mesh(dp=dp)).state_bytes == pytest.approx(120e9)
+
+
+@pytest.mark.parametrize(
+    ("optim", "precision", "bytes_a_parameter"),
+    [
+        ({"name": "sgd", "momentum": 0.0}, "float32", 8),
+        ({"name": "sgd"}, "float32", 12),
+        ({"name": "rmsprop"}, "float32", 12),
+        ({"name": "adam"}, "float32", 16),
+        ({"name": "adamw"}, "float32", 16),
+        ({"name": "adamw"}, "bfloat16", 16),
+        ({"name": "adamw"}, "float64", 32),
+    ],
+)
+def test_the_optimizer_decides_what_a_parameter_takes(
+    optim: dict[str, object], precision: str, bytes_a_parameter: int
+) -> None:
+    """Seen as the difference between a plan with a hundred million parameters more and one without."""
+    job = Job.from_mapping({"global_batch_size": 8, "optim": optim, "precision": precision})
+
+    def needed(num_parameters: int) -> float:
+        # The probe has parameters and gradients in its peaks; activations are nothing beside them.
+        cluster = gpu_cluster(1, num_parameters=num_parameters, sample_bytes=0)
+        state = 8 if precision != "float64" else 16
+        passes = tuple(
+            dataclasses.replace(one, peak_memory_bytes=state * num_parameters + one.micro_batch_size)
+            for one in cluster.timings[0].micro_batches
+        )
+        timing = dataclasses.replace(cluster.timings[0], micro_batches=passes)
+        found = forecast_of(job, dataclasses.replace(cluster, timings=(timing,)), [1]).rows[0].memory_bytes
+        assert found is not None
+        return found
+
+    assert (needed(200_000_000) - needed(100_000_000)) / 1e8 == pytest.approx(bytes_a_parameter, rel=0.01)
+
+
+def test_a_transformer_keeps_what_the_paper_counts() -> None:
+    """Korthikanti et al. 2022, table 2: s h (34 + 5 a s / h) bytes a sample and layer; GPT-3 has 34 + 80."""
+    layers = transformer(175e9, num_layers=96, width=12288, num_heads=96, tokens=2048)
+    assert len(layers) == 96
+    assert all(layer.activation_bytes == 2048 * 12288 * (34 + 80) for layer in layers)
+    assert sum(layer.parameter_bytes for layer in layers) == pytest.approx(175e9)
+    assert all(layer.is_sharded_by(96) and not layer.is_sharded_by(64) for layer in layers)
+
+
+@given(meshes, st.integers(1, 64))
+def test_more_sharding_never_needs_more_state_and_nothing_is_lost(mesh: Mesh, size: int) -> None:
+    def state(**degrees: int) -> float:
+        one = dataclasses.replace(mesh, **degrees)
+        return memory(1e9, one, sample_bytes=1e6, micro_batch_size=size, optimizer_bytes=8.0).state_bytes
+
+    found = [state(fsdp=1, dp=mesh.num_assignments), *(state(zero_stage=stage) for stage in (1, 2, 3))]
+    assert found == sorted(found, reverse=True)
+    assert found[3] * mesh.num_workers / mesh.dp == pytest.approx(16e9)
+
+
+@given(meshes, st.integers(1, 64), st.integers(1, 16))
+def test_a_larger_micro_batch_never_needs_less(mesh: Mesh, size: int, num_passes: int) -> None:
+    one, other = (
+        memory(1e8, mesh, sample_bytes=1e6, micro_batch_size=s, num_passes=num_passes) for s in (size, size + 1)
+    )
+    assert one.total_bytes <= other.total_bytes
+    assert one.state_bytes == other.state_bytes
+    assert one.total_bytes == pytest.approx(
+        one.state_bytes + one.activation_bytes + one.gathered_bytes + one.transit_bytes
+    )
+
+
+@given(st.integers(1, 16), st.integers(1, 64), st.integers(1, 64))
+def test_a_full_pipeline_holds_as_many_activations_as_one_device(pp: int, more: int, size: int) -> None:
+    """1F1B (Narayanan et al. 2021, 2.2.1): the first stage keeps one micro-batch for each stage."""
+    piped = memory(1e8, Mesh(pp=pp), sample_bytes=1e6, micro_batch_size=size, num_passes=pp + more)
+    alone = memory(1e8, Mesh(), sample_bytes=1e6, micro_batch_size=size)
+    assert piped.activation_bytes == pytest.approx(alone.activation_bytes)
+    assert piped.state_bytes == pytest.approx(alone.state_bytes / pp)
+
+
+@pytest.mark.parametrize(("num_shards", "copies"), [(1, 2), (2, 3), (4, 4), (8, 5)])
+def test_bitwise_parity_holds_partial_sums_of_1_2_4_shards(num_shards: int, copies: int) -> None:
+    found = memory(1e8, Mesh(dp=2), num_passes=num_shards, is_bitwise=True)
+    assert found.gradient_bytes == pytest.approx(copies * 4e8)
+
+
+def test_what_tensor_groups_cannot_divide_is_whole_on_every_worker() -> None:
+    layers = (
+        LayerCost("", 1.0, 1e6, 1.0, 8.0, num_tensor_slices=6),
+        LayerCost("", 1.0, 1e6, 1.0, 8.0, num_tensor_slices=4),
+    )
+    assert memory(2e6, Mesh(tp=4), layers=layers).parameter_bytes == pytest.approx(4 * 1.25e6)
+
+
+def test_recomputing_keeps_outputs_of_layers_and_one_layer() -> None:
+    """Chen et al. 2016."""
+    layers = (LayerCost("", 1.0, 1e6, 100.0, 10.0),) * 8
+    kept, again = (
+        memory(8e6, Mesh(), sample_bytes=800.0, micro_batch_size=3, num_passes=2, layers=layers, recompute=flag)
+        for flag in (False, True)
+    )
+    assert kept.activation_bytes == pytest.approx(3 * 800)
+    assert again.activation_bytes == pytest.approx(3 * (80 + 100))
+
+
+_rows: st.SearchStrategy[Layers] = st.lists(
+    st.builds(
+        LayerCost,
+        parameter_bytes=st.integers(1, 100).map(float),
+        time_s=st.integers(1, 10).map(float),
+        activation_bytes=st.integers(0, 100).map(float),
+    ),
+    min_size=3,
+    max_size=7,
+).map(tuple)
+
+
+@given(_rows, st.integers(2, 3), st.integers(1, 4), st.sampled_from([1500.0, 2500.0, 4000.0]))
+def test_stages_are_the_fastest_that_fit(layers: Layers, pp: int, num_passes: int, room: float) -> None:
+    """Against every cut there is; where none fits, the fastest of all says what would be needed."""
+    num_parameters = sum(layer.parameter_bytes for layer in layers)
+    per_sample = sum(layer.activation_bytes for layer in layers)
+
+    def slowest(stages: tuple[Layers, ...]) -> float:
+        return max(sum(layer.time_s for layer in stage) for stage in stages)
+
+    def needed(stages: tuple[Layers, ...]) -> float:
+        """Parameters, gradients and momentum, and the activations of min(p - r, m) micro-batches of two samples."""
+        return max(
+            12 * sum(layer.parameter_bytes for layer in stage)
+            + 2 * min(pp - place, num_passes) * sum(layer.activation_bytes for layer in stage)
+            for place, stage in enumerate(stages)
+        )
+
+    found = memory(
+        num_parameters,
+        Mesh(pp=pp),
+        sample_bytes=per_sample,
+        micro_batch_size=2,
+        num_passes=num_passes,
+        layers=layers,
+        room=room,
+    )
+    every = [
+        tuple(layers[start:stop] for start, stop in pairwise((0, *inner, len(layers))))
+        for inner in combinations(range(1, len(layers)), pp - 1)
+    ]
+    fitting = [stages for stages in every if has_room_of(needed(stages), room)]
+    assert sum(found.stages, ()) == layers
+    assert has_room(found, room) == bool(fitting)
+    assert slowest(found.stages) == min(map(slowest, fitting or every))
+
+
+def has_room_of(num_bytes: float, room: float) -> bool:
+    return has_room(DeviceMemory(num_bytes, 0, 0, 0), room)
+
+
+def test_a_part_of_a_device_is_left_for_the_driver() -> None:
+    assert has_room_of(0.9 * GIB, GIB) and not has_room_of(0.97 * GIB, GIB) and not has_room_of(1.01 * GIB, GIB)
+    assert has_room_of(1e30, math.inf)
+
+
+@given(st.floats(1e6, 1e9), st.floats(2e9, 1e11))
+def test_the_plan_takes_the_largest_micro_batch_that_fits(sample_bytes: float, room: float) -> None:
+    """A step of 64 samples on one device goes in passes of equal numbers of shards that memory has room for."""
+    cluster = gpu_cluster(1, sample_bytes=int(sample_bytes), memory_bytes=int(room))
+    row = forecast_of(Job(global_batch_size=64, virtual_shards=64), cluster, [1]).rows[0]
+    assert row.memory_bytes is not None
+    assert row.micro_batch_size * row.num_micro_batches >= 64
+    assert has_room_of(row.memory_bytes, room)
+    if row.num_micro_batches > 1:  # with one pass fewer it would not fit
+        larger = math.ceil(64 / (row.num_micro_batches - 1))
+        assert not has_room_of(row.memory_bytes + (larger - row.micro_batch_size) * sample_bytes, room)

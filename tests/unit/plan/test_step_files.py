@@ -1,0 +1,129 @@
+"""Files of measured steps: what people and spreadsheets write is read, and a mistake is named with line and column."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.errors import JobError
+from tests.unit.plan.tables import Tables
+
+STUDY = "num_nodes,devices_per_node,micro_batch_size,step_time_s\n1,1,64,0.0723\n1,2,64,0.0804\n"
+HEAD = "num_nodes,devices_per_node,micro_batch_size"
+ONE = f"{HEAD},step_time_s\n1,2,64,0.0804\n"
+QUESTIONS = "num_nodes,devices_per_node,devices_on_node,micro_batch_size\n1,3,,64\n,,2+4,64\n2,4,,128\n"
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> Tables:
+    found = Tables(tmp_path_factory.mktemp("files"))
+    found.text("q.csv", QUESTIONS)
+    return found
+
+
+@pytest.fixture(scope="module")
+def known(tables: Tables) -> list[float]:
+    """Forecast seconds from the one row in its plainest form."""
+    return seconds(tables, ONE)
+
+
+def seconds(tables: Tables, text: str | bytes) -> list[float]:
+    fitted = paceline.fit_step_times(tables.text("o.csv", text), tables.folder / "q.csv")
+    return [forecast.total_s for forecast in fitted.forecasts]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"\xef\xbb\xbf" + ONE.encode(),
+        ONE.replace("\n", "\r\n"),
+        ONE.replace(",", " , "),
+        ONE.replace(",", ";").replace(".", ","),
+        "sep=;\n" + ONE.replace(",", ";").replace(".", ","),
+        ONE.replace(",", "\t"),
+        ONE.upper().replace("E-", "e-"),
+        "\n# measured on Monday, by us\n,,,\n" + ONE + "\n# 1,4,64,0.3\n",
+        f"{HEAD},step_time_s,note\n1.0,2,64.0,8.04e-2,first\n",
+        "step_time_s,note,micro_batch_size,devices_on_node\n0.0804,x,64,2\n",
+        f"{HEAD},step_time_s,grad_accum_steps\n1,2,64,0.0804,1\n",
+        f"{HEAD},step_time_s,global_batch_size\n1,2,64,0.0804,128\n",
+        f"{HEAD},step_time_s,algorithm\n1,2,64,0.0804,\n",
+        f"{HEAD},devices_on_node,step_time_s\n1,2,64,2,0.0804\n1,4,64,,\n",
+        ONE.replace("64", '"64"'),
+    ],
+)
+def test_the_same_row_in_another_dress(tables: Tables, known: list[float], text: str | bytes) -> None:
+    assert seconds(tables, text) == known
+
+
+def test_layouts_of_unequal_nodes_are_rows_of_their_own(tables: Tables) -> None:
+    asked = tables.text("uneven.csv", "devices_on_node,micro_batch_size\n4+4,64\n2+6,64\n1+7,64\n")
+    fitted = paceline.fit_step_times(tables.text("o.csv", STUDY), asked)
+    assert len({row.speedup for _, _, row in fitted.rows}) == len({row.placement for _, _, row in fitted.rows}) == 3
+    assert [row.devices for _, _, row in fitted.rows] == [8, 8, 8]
+
+
+MISTAKES: list[tuple[str, list[str]]] = [
+    ("", ["num_nodes", "none"]),
+    ("num_nodes,micro_batch_size\n1,2\n", ["devices_per_node", "num_nodes, micro_batch_size"]),
+    (STUDY + "1,two,64,0.1\n", ["line 4", "devices_per_node", "two", "whole number"]),
+    (STUDY + "0,2,64,0.1\n", ["line 4", "num_nodes", "whole number"]),
+    (STUDY + "1.5,2,64,0.1\n", ["line 4", "num_nodes", "1.5"]),
+    (STUDY + "1,2,,0.1\n", ["line 4", "micro_batch_size", "empty"]),
+    (STUDY + "1,2,64,-1\n", ["line 4", "step_time_s", "-1", "above zero"]),
+    (STUDY + "1,2,64,0\n", ["line 4", "step_time_s", "above zero"]),
+    (STUDY + "1,2,64,nan\n", ["line 4", "step_time_s", "nan"]),
+    (STUDY + "1,2,64,1e300\n", ["line 4", "step_time_s", "1e300"]),
+    (STUDY + "1,٢,64,1\n" + "1,2,64,x\n", ["line 5", "step_time_s", "x"]),
+    ("\n# x\n" + STUDY + "1,2,64,-1\n", ["line 6", "step_time_s"]),
+    ("devices_on_node,micro_batch_size,step_time_s\n2+x,64,1\n", ["devices_on_node", "2+x", "2+4"]),
+    ("devices_on_node,micro_batch_size,step_time_s\n2+0,64,1\n", ["devices_on_node", "2+0"]),
+    ("devices_on_node,micro_batch_size,step_time_s\n999999+999999,64,0.31\n", ["devices_on_node", "1048576"]),
+    (f"{HEAD},step_time_s\n1000000,1000,64,1\n", ["num_nodes", "1048576"]),
+    ("num_nodes,devices_on_node,micro_batch_size,step_time_s\n3,2+4,64,1\n", ["2 nodes", "3"]),
+    (f"devices_on_node,{HEAD},step_time_s\n2,1,8,64,0.31\n", ["devices_on_node", "devices_per_node", "8"]),
+    (f"{HEAD},step_time_s,sync_time_s\n1,2,64,1,2\n", ["sync_time_s", "2 s", "1 s"]),
+    (f"{HEAD},step_time_s,sync_time_s\n1,2,64,1,-1\n", ["sync_time_s", "-1"]),
+    (f"{HEAD},step_time_s,algorithm\n1,2,64,1,rings\n", ["algorithm", "rings", "ring", "all_reduce"]),
+    (f"{HEAD},step_time_s,global_batch_size\n1,8,64,6.4,1000\n", ["global_batch_size", "1000", "512"]),
+    (f"{HEAD},step_time_s,grad_accum_steps,global_batch_size\n1,8,64,6,3,1024\n", ["grad_accum_steps", "2"]),
+    (f"{HEAD},step_time_s,gradient_bytes\n1,8,64,1,1e300\n", ["gradient_bytes", "1e300"]),
+    (f"{HEAD},step_time_s,link_bytes_per_s\n1,8,64,1,0\n", ["link_bytes_per_s", "0"]),
+    (f"{HEAD},step_time_s\n1,2,64,\n", ["step_time_s", "measure"]),
+    (f"{HEAD}\n1,2,64\n", ["step_time_s"]),
+    ("devices_on_node,micro_batch_size,step_time_s\n2,64,0,36\n", ["line 2", "more cells", "decimal point"]),
+    (STUDY + '1,2,"1,000",0.1\n', ["line 4", "micro_batch_size", "1,000", "thousands"]),
+    (STUDY + "1,2,1.000,0.1\n", ["micro_batch_size", "1.000", "thousands"]),
+    (STUDY.replace(",", ";") + "1;2;1,000;0,1\n", ["micro_batch_size", "1,000", "thousands"]),
+    ("devices_on_node;micro_batch_size;step_time_s;gradient_bytes\n1;8;1;97,528\n", ["gradient_bytes", "thousands"]),
+    (STUDY.replace("step_time_s", "step_time_ms"), ["step_time_ms", "step_time_s"]),
+    (STUDY.replace("step_time_s", "step_time_s [ms]"), ["step_time_s [ms]"]),
+    (STUDY.replace("step_time_s", "time"), ["step_time_s", "time"]),
+    (STUDY.replace("step_time_s", "step_time_s,grad_accum"), ["grad_accum", "grad_accum_steps"]),
+    (STUDY.replace("_batch_size", "_batch"), ["micro_batch", "micro_batch_size"]),
+    (f"{HEAD},step_time_s,STEP_TIME_S\n1,2,64,1,2\n", ["more than one column step_time_s"]),
+    (STUDY + '1,2,64,"0.1\n', ["quotation mark"]),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), MISTAKES)
+def test_a_mistake_is_one_sentence_with_file_line_and_column(tables: Tables, text: str, words: list[str]) -> None:
+    with pytest.raises(JobError) as caught:
+        seconds(tables, text)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    for word in ("o.csv", *words):
+        assert word in sentence, sentence
+
+
+@pytest.mark.parametrize("name", ["gone.csv", ".", "utf16.csv", "latin.csv"])
+def test_what_is_no_text_or_no_file_is_named_without_numbers_of_errors(tables: Tables, name: str) -> None:
+    tables.text("utf16.csv", STUDY.encode("utf-16"))
+    tables.text("latin.csv", STUDY.encode() + "1,4,64,0.1 # é\n".encode("latin-1"))
+    path: Path = tables.folder / name
+    for observed, asked in ((path, tables.folder / "q.csv"), (tables.text("o.csv", STUDY), path)):
+        with pytest.raises(JobError) as caught:
+            paceline.fit_step_times(observed, asked)
+        assert str(path) in str(caught.value) and "Errno" not in str(caught.value)

@@ -1,0 +1,374 @@
+"""Clusters, plans, run records and forecasts are files: they read back as saved, and a damaged one is named.
+
+A key or a number that cannot be meant is one sentence with the file, the place in it and what is allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol, Union, get_args, get_origin, get_type_hints
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import ClusterError, PacelineError
+from paceline.spec import (
+    Cluster,
+    Device,
+    EpochRecord,
+    EvaluationRecord,
+    ForecastCheck,
+    Job,
+    JobTiming,
+    Link,
+    MachineLoad,
+    Mesh,
+    MicroBatchTiming,
+    NetworkLink,
+    Node,
+    NodePlacement,
+    Peripheral,
+    PipelineSpec,
+    Plan,
+    RunRecord,
+    ShardingTiming,
+    StepTime,
+    SumTiming,
+)
+from paceline.spec.forecast import Forecast, ForecastRow
+
+GPU = Device(
+    "cuda", 1, "NVIDIA A100", 2**36, uuid="GPU-1", pci_bus_id="0000:3b:00.0", numa_node=1, cpus=(4, 5), busy="in use"
+)
+NODE = Node(
+    "gpu1",
+    64,
+    2**38,
+    "EPYC",
+    devices=(Device("cuda", 0, "NVIDIA A100", 2**36), GPU),
+    peripherals=(Peripheral("nic", "NIC0", "mlx5_0", numa_node=0, bytes_per_s=25e9),),
+    links=(Link(("GPU0", "GPU1"), "NV12", 300e9, 2e-6, "measured"), Link(("GPU0", "NIC0"), "PIX")),
+    notes=("GPU 2 is in MIG mode.",),
+    is_remote=True,
+)
+TIMING = JobTiming(
+    "digits",
+    "NVIDIA A100",
+    25_000_000,
+    8,
+    (MicroBatchTiming(32, 0.01, 2**31, 0.02),),
+    largest_micro_batch_size=64,
+    loader_samples_per_s=1e4,
+    update_s=0.002,
+    workers_together=2,
+    workers_together_on_node=2,
+    together_micro_batch_size=32,
+    together_slowdown=1.1,
+    sums=(SumTiming("ring", "float32", 0.01),),
+    load=MachineLoad(64, 0.1, 0.0, ("GPU 0 is too hot",)),
+    num_samples=1437,
+    sharding=ShardingTiming(10**6, 0.001, 0.002),
+    settings=("model.name = 'lenet'",),
+)
+CLUSTER = Cluster(
+    (NODE, Node("kim@gpu2", 8, 2**34, "Xeon")),
+    network=(NetworkLink(("gpu1", "kim@gpu2"), 1.2e9, 5e-5, "ib0", 4e8),),
+    timings=(TIMING,),
+    checks=(ForecastCheck("digits", 4, 110.0, 100.0),),
+)
+PLAN = Plan(
+    world_size=3,
+    device_kind="cuda",
+    nodes=(NodePlacement("gpu1", 2, devices=(3, 0), cpus=((0, 1), (2, 3))), NodePlacement("kim@gpu2")),
+    threads_per_worker=2,
+    micro_batch_size=16,
+    algorithm="hierarchical",
+    mesh=Mesh(fsdp=3, zero_stage=2),
+    pipeline=PipelineSpec("gpipe", 1, ("blocks.3",)),
+    timeout_s=30.0,
+    forecast_samples_per_s=812.5,
+)
+RECORD = RunRecord(
+    job=Job(name="digits"),
+    plan=PLAN,
+    steps=10,
+    samples_seen=640,
+    accuracy=None,
+    loss=math.nan,
+    train_loss=math.inf,
+    train_s=1.5,
+    wall_s=2.5,
+    time_to_first_step_s=0.5,
+    samples_per_s=400.0,
+    step_time=StepTime(0.15, 0.01, 0.1, 0.04),
+    weights_sha256="ab" * 32,
+    step_p10_s=0.14,
+    step_p90_s=0.17,
+    epochs=(EpochRecord(1, math.nan, 0.1, 1.5, {"loss": math.inf}, 210.0, {"dice": 0.5}),),
+    notes=("The rate was scaled.",),
+    environment={"torch": "2.13"},
+    evaluations=(EvaluationRecord(10, 1, {"loss": 0.5}, False),),
+    best=EvaluationRecord(10, 1, {"loss": 0.5}),
+    stopped="loss has not improved",
+)
+ROW = ForecastRow(
+    2, 1, "ring", 64, 32, 1, 0.1, 0.08, 0.02, 0.01, 0.005, 0.01, "compute", 0.09, 0.12, 640.0, 1.9, 0.95, objection="no"
+)
+FORECAST = Forecast(
+    "digits", "A100", "cuda", "none", (ROW,), 2, "Use 2.", "It is fast.", "None.", price_per_device_hour=2.5
+)
+
+
+class File(Protocol):
+    """A value that is also a JSON file."""
+
+    def save(self, path: Path) -> None: ...
+    def to_mapping(self) -> dict[str, Any]: ...
+
+
+FILES: dict[str, File] = {"cluster": CLUSTER, "plan": PLAN, "record": RECORD, "forecast": FORECAST}
+
+
+def load(value: File, path: Path) -> Any:
+    return type(value).load(path)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_value_reads_back_as_saved_and_leaves_no_draft(name: str, tmp_path: Path) -> None:
+    value = FILES[name]
+    value.save(tmp_path / f"{name}.json")
+    assert repr(load(value, tmp_path / f"{name}.json")) == repr(value)  # NaN is no equal of itself
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.json"]
+
+
+def strategy_of(kind: Any, metadata: Mapping[str, Any]) -> st.SearchStrategy[Any]:
+    """Any value of an annotated type, within the bounds of its field."""
+    origin, args = get_origin(kind), get_args(kind)
+    low, high = max(metadata.get("low", -(2**40)), metadata.get("above", -math.inf)), metadata.get("high", 2**40)
+    simple: dict[Any, Callable[[], st.SearchStrategy[Any]]] = {
+        bool: st.booleans,
+        str: lambda: st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=6),
+        int: lambda: st.integers(math.ceil(low), int(high)),
+        float: lambda: st.floats(low, high, exclude_min="above" in metadata),
+        type(None): st.none,
+    }
+    if kind in simple:
+        return simple[kind]()
+    if origin in (Union, types.UnionType):
+        return st.one_of(*(strategy_of(one, metadata) for one in args))
+    if origin is tuple and args[-1] is Ellipsis:
+        return st.lists(strategy_of(args[0], metadata), max_size=2).map(tuple)
+    if origin is tuple:
+        return st.tuples(*(strategy_of(one, metadata) for one in args))
+    if is_dataclass(kind) and isinstance(kind, type):
+        return values_of(kind)
+    return st.sampled_from(args)  # a Literal
+
+
+def values_of(kind: type) -> st.SearchStrategy[Any]:
+    hints = get_type_hints(kind)
+    return st.builds(kind, **{field.name: strategy_of(hints[field.name], field.metadata) for field in fields(kind)})
+
+
+@given(values_of(Cluster))
+def test_any_cluster_reads_back_as_saved(tmp_path_factory: pytest.TempPathFactory, cluster: Cluster) -> None:
+    path = tmp_path_factory.getbasetemp() / "cluster.json"
+    cluster.save(path)
+    assert Cluster.load(path) == cluster
+
+
+@given(values_of(Forecast))
+def test_any_forecast_reads_back_as_saved(tmp_path_factory: pytest.TempPathFactory, forecast: Forecast) -> None:
+    path = tmp_path_factory.getbasetemp() / "forecast.json"
+    forecast.save(path)
+    assert Forecast.load(path) == forecast
+
+
+@given(st.lists(values_of(NodePlacement), max_size=3).map(tuple), st.integers(1, 2**20))
+def test_any_nodes_of_a_plan_read_back(nodes: tuple[NodePlacement, ...], world_size: int) -> None:
+    plan = replace(PLAN, nodes=nodes, world_size=world_size)
+    assert Plan.from_mapping(json.loads(json.dumps(plan.to_mapping()))) == plan
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"3", b"null", b'"plan"', b"\xff\xfe\x00", b'{"a":' * 20_000])
+def test_a_damaged_file_is_named_in_one_sentence(name: str, content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / f"{name}.json"
+    path.write_bytes(content)
+    with pytest.raises(PacelineError) as caught:
+        load(FILES[name], path)
+    assert path.name in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_missing_file_and_a_folder_are_named(name: str, tmp_path: Path) -> None:
+    for path in (tmp_path / "absent.json", tmp_path):
+        with pytest.raises(PacelineError, match=path.name):
+            load(FILES[name], path)
+
+
+@given(st.sampled_from(sorted(FILES)), st.data())
+def test_no_damage_is_a_traceback(tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject) -> None:
+    path = tmp_path_factory.getbasetemp() / f"{name}.json"
+    FILES[name].save(path)
+    text = path.read_text()
+    start = data.draw(st.integers(0, len(text)))
+    end = start + data.draw(st.integers(0, 40))
+    new = data.draw(st.sampled_from(["", "null", "1e999", "[]", '"x"', "{}", "NaN", "-1", "9" * 30, "\0"]))
+    path.write_text(text[:start] + new + text[end:])
+    try:
+        load(FILES[name], path)
+    except PacelineError as problem:
+        assert path.name in str(problem) and "\n" not in str(problem)
+
+
+def test_a_cluster_of_another_version_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.json"
+    CLUSTER.save(path)
+    mapping = json.loads(path.read_text())
+    for schema in (0, 2, "1", None, [1]):
+        path.write_text(json.dumps({**mapping, "schema": schema}))
+        with pytest.raises(ClusterError, match=r"version.*paceline probe"):
+            Cluster.load(path)
+    del mapping["schema"]
+    path.write_text(json.dumps(mapping))
+    with pytest.raises(ClusterError, match="paceline probe"):
+        Cluster.load(path)
+
+
+def changed(value: File, place: str, new: object) -> dict[str, Any]:
+    """The mapping with another value at "nodes.0.devices.1.index"; `...` removes what is there."""
+    mapping = json.loads(json.dumps(value.to_mapping()))
+    *way, last = [int(part) if part.isdigit() else part for part in place.split(".")]
+    inside = mapping
+    for part in way:
+        inside = inside[part]
+    if new is ...:
+        del inside[last]
+    else:
+        inside[last] = new
+    return dict(mapping)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "new", "words"),
+    [
+        ("cluster", "nodes", ..., ["'nodes' is missing"]),
+        ("cluster", "nodes", 1, ["nodes = 1", "list"]),
+        ("cluster", "netwerk", [], ["'netwerk'", "did you mean 'network'"]),
+        ("cluster", "nodes.0.num_cores", ..., ["nodes[0].num_cores"]),
+        ("cluster", "nodes.0.devices.1.indx", 1, ["nodes[0].devices[1].indx", "'index'"]),
+        ("cluster", "nodes.0.devices.1.index", -1, ["nodes[0].devices[1].index = -1", "at least 0"]),
+        ("cluster", "nodes.0.devices.1.kind", "gpu", ["'gpu'", "'cuda'"]),
+        ("cluster", "nodes.0.devices.1.cpus", [1.5], ["cpus[0]", "whole number"]),
+        ("cluster", "nodes.0.links.0.bytes_per_s", -1, ["links[0].bytes_per_s", "at least 0"]),
+        ("cluster", "nodes.0.links.0.ends", ["GPU0"], ["links[0].ends", "list of 2"]),
+        ("cluster", "nodes.0.links.0.latency_s", 1e7, ["latency_s", "at most"]),
+        ("cluster", "network.0.bytes_per_s", 0, ["network[0].bytes_per_s", "at least 1"]),
+        ("cluster", "timings.0.micro_batches.0.seconds", -0.1, ["seconds", "at least 0"]),
+        ("cluster", "timings.0.together_slowdown", 0, ["together_slowdown", "greater than 0"]),
+        ("cluster", "timings.0.loader_samples_per_s", 0, ["loader_samples_per_s", "greater than 0"]),
+        ("cluster", "checks.0.measured_samples_per_s", 0, ["measured_samples_per_s", "greater than 0"]),
+        ("plan", "nodes.0.workers", 2, ["nodes[0].workers"]),
+        ("plan", "nodes.0.num_workers", 0, ["nodes[0].num_workers = 0", "at least 1"]),
+        ("plan", "nodes.0.devices", ["GPU0"], ["nodes[0].devices[0] = 'GPU0'", "whole number"]),
+        ("plan", "nodes.0.cpus", [1], ["nodes[0].cpus[0] = 1", "list"]),
+        ("plan", "timeout_s", math.inf, ["timeout_s = inf", "finite"]),
+        ("plan", "timeout_s", 0, ["timeout_s", "at least 1"]),
+        ("plan", "world_size", 0, ["world_size = 0", "at least 1"]),
+        ("plan", "world_size", 2**21, ["world_size", "at most"]),
+        ("plan", "algorithm", "rong", ["'rong'", "'ring'"]),
+        ("plan", "mesh.zero_stage", 4, ["mesh.zero_stage = 4", "at most 3"]),
+        ("plan", "mesh.dpp", 4, ["mesh.dpp", "dp"]),
+        ("plan", "pipeline.schedule", "zb", ["pipeline.schedule", "'1f1b'"]),
+        ("plan", "recompute", 1, ["recompute", "true or false"]),
+        ("record", "job.epochs", 0, ["job.epochs = 0"]),
+        ("record", "plan.wrld_size", 1, ["'world_size'"]),
+        ("record", "steps", -1, ["steps", "at least 0"]),
+        ("record", "samples_per_s", math.nan, ["samples_per_s", "finite"]),
+        ("record", "epochs.0.lr", -1, ["epochs[0].lr"]),
+        ("record", "weights_sha256", 3, ["weights_sha256", "text"]),
+        ("forecast", "rows.0.devices", "two", ["rows[0].devices", "whole number"]),
+        ("forecast", "rows.0.bound_by", "luck", ["rows[0].bound_by", "'compute'"]),
+        ("forecast", "grow", "nodes", ["grow", "'batch'"]),
+    ],
+)
+def test_a_value_that_cannot_be_meant_is_named_with_its_file(
+    name: str, place: str, new: object, words: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / f"{name}.json"
+    path.write_text(
+        json.dumps(
+            {"schema": 1} | changed(FILES[name], place, new) if name == "cluster" else changed(FILES[name], place, new)
+        )
+    )
+    with pytest.raises(PacelineError) as caught:
+        load(FILES[name], path)
+    sentence = str(caught.value)
+    assert "\n" not in sentence
+    for word in (path.name, *words):
+        assert word in sentence, sentence
+
+
+# --- what follows from them ---
+
+
+def test_a_link_is_found_from_both_ends() -> None:
+    assert NODE.link("GPU1", "GPU0") == NODE.link("GPU0", "GPU1") == NODE.links[0]
+    assert NODE.link("GPU1", "NIC0") is None
+    assert [device.label for device in CLUSTER.devices] == ["GPU0", "GPU1"]
+
+
+def test_a_cluster_is_of_gpus_only_if_every_node_has_some() -> None:
+    assert Cluster((NODE,)).device_kind == "cuda"
+    assert CLUSTER.device_kind == Node("a", 1, 1, "").device_kind == "cpu"
+
+
+def test_a_plan_without_nodes_runs_here() -> None:
+    assert Plan(world_size=3).placements == (NodePlacement("", 3),)
+    assert PLAN.placements == PLAN.nodes
+    assert (PLAN.backend, Plan().backend) == ("nccl", "gloo")
+
+
+@given(st.integers(0, 120))
+def test_checked_forecasts_are_kept_up_to_a_number_the_latest_last(count: int) -> None:
+    cluster = Cluster(())
+    for number in range(count):
+        cluster = cluster.checked(ForecastCheck("job", 1 + number, 110.0, 100.0))
+    kept = [check.devices - 1 for check in cluster.checks]
+    assert kept == list(range(max(0, count - 50), count))
+    assert all(check.error == pytest.approx(0.1) for check in cluster.checks)
+
+
+def test_the_summary_of_a_run_that_diverged_is_still_json() -> None:
+    line = json.dumps(RECORD.summary(), allow_nan=False)
+    assert json.loads(line) | {"loss": None, "accuracy": None} == json.loads(line)
+    assert (json.loads(line)["steps"], json.loads(line)["world_size"]) == (10, 3)
+
+
+def test_a_record_shown_in_a_notebook_has_its_figures_and_no_markup_of_others() -> None:
+    shown = replace(RECORD, weights_sha256="<script>")._repr_html_()
+    assert "<script>" not in shown and "&lt;script&gt;" in shown and "400" in shown
+
+
+@pytest.mark.parametrize(
+    ("other", "stolen", "throttled", "words"),
+    [
+        (0.3, 0.0, (), []),
+        (3.0, 0.0, (), ["3.0 of 8 cores"]),
+        (0.0, 2.0, (), ["2.0 of 8 cores", "virtual machines"]),
+        (0.1, 0.0, ("GPU 0 is too hot",), ["GPU 0 is too hot"]),
+    ],
+)
+def test_the_load_of_others_is_said_where_it_disturbs(
+    other: float, stolen: float, throttled: tuple[str, ...], words: list[str]
+) -> None:
+    load = MachineLoad(8, other, stolen, throttled)
+    assert load.is_disturbing == bool(words) == bool(load.sentence())
+    assert all(word in load.sentence() for word in words)

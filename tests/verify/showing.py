@@ -1,0 +1,90 @@
+"""What shows that a script is wrong: an error of the run on two workers, or a verdict as `paceline verify` has it."""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import paceline
+from paceline.errors import PacelineError
+from paceline.report.parity import compare, load_trace
+from tests.kit.workers import run_ranks
+from tests.verify.scripts import JOB, Cause, Script, train
+
+_STATES_CAUSE: tuple[tuple[str, set[Cause]], ...] = (
+    ("the same run twice differs", {Cause.RANDOM}),
+    ("loss of the same samples was", {Cause.STATE, Cause.RANDOM}),
+    ("that an earlier pass left", {Cause.STATE}),
+    ("which the script changed before the last step", {Cause.OWN}),
+    ("the global batch holds other samples", {Cause.SAMPLES, Cause.RANDOM}),
+    ("read other values|would read other samples|read twice|collate function, called twice", {Cause.SAMPLES}),
+    ("differs at step .* in gradient|changes parts of its gradient|changed the gradient", {Cause.GRADIENTS}),
+    ("learning rates, or other numbers of the optimizer's groups", {Cause.RATE}),
+    ("differs at step .* in parameter", {Cause.RATE, Cause.UPDATE}),
+    ("trains the parameter|forward pass changed the parameter|max_norm", {Cause.UPDATE}),
+    ("weights differ between workers, or buffers", {Cause.UPDATE, Cause.BUFFERS, Cause.WEIGHTS}),
+    ("differs at step .* in buffer", {Cause.BUFFERS}),
+    ("number of steps|needs its run.step", {Cause.STEPS}),
+)
+"""The causes that today's sentences state; of several the first counts."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one worker has at the end."""
+
+    error: str = ""
+    """A sentence for the user."""
+    crash: str = ""
+    """Any other exception."""
+    weights: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Shown:
+    sentence: str
+    """Empty: nothing was shown."""
+    weights: tuple[Mapping[str, Any], ...] = ()
+    """Of one worker and of each of two, where no error ended the runs."""
+
+    @property
+    def causes(self) -> set[Cause]:
+        return next((causes for words, causes in _STATES_CAUSE if re.search(words, self.sentence)), set())
+
+
+def shown_by(kind: type[Script], case: str, folder: Path) -> Shown:
+    """What shows that a script is wrong."""
+    found, traces = [], []
+    for name, num_workers in ("two", 2), ("one", 1), ("again", 1):
+        of_workers = outcomes(kind, case, num_workers, folder / name)
+        if errors := {one.error for one in of_workers} - {""}:
+            return Shown(" ".join(sorted(errors)))
+        assert not any(one.crash for one in of_workers), of_workers
+        found += [one.weights for one in of_workers if one.weights is not None]
+        traces.append(load_trace(folder / name, num_workers))
+    two, one, again = traces
+    verdicts = [verdict for verdict in compare(one, again, [two]) if not verdict.passed]
+    return Shown(" ".join(verdict.sentence() for verdict in verdicts), tuple(found))
+
+
+def outcomes(kind: type[Script], case: str, num_workers: int, folder: Path) -> list[Outcome]:
+    """Of each worker; `folder` gets what `paceline verify` compares."""
+    job = {name: value(num_workers) if callable(value) else value for name, value in {**JOB, **kind.job}.items()}
+    found: list[Outcome] = run_ranks(_outcome, num_workers, kind, case, job, folder)
+    return found
+
+
+def _outcome(kind: type[Script], case: str, job: Mapping[str, Any], folder: Path) -> Outcome:
+    os.environ["PACELINE_TRACE_DIR"] = str(folder)
+    try:
+        with paceline.init(**job, progress=False) as run:
+            return Outcome(weights=train(kind, case, run))
+    except PacelineError as problem:
+        return Outcome(error=str(problem))
+    except Exception:
+        return Outcome(crash=traceback.format_exc())

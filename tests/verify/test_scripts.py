@@ -1,0 +1,63 @@
+"""A script that does something outside of Paceline's interface, so that N workers learn something else than one or two
+runs differ, is shown with its cause; a script that only looks so trains, and learns the same.
+
+"Shown" means: the run on two workers ends with a sentence, or `paceline verify` names the first difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.verify.harmless import HARMLESS
+from tests.verify.mistakes import MISTAKES, State
+from tests.verify.scripts import Cause, cases_of
+from tests.verify.showing import Shown, outcomes, shown_by
+
+_REWOUND = "not shown: what counts calls is put back so that a step counts once, and workers learn the same"
+_SEEDED = "not shown: the generator is found and seeded for every virtual shard, and workers learn the same"
+_GLOO = "not shown: workers send tensors of different sizes, and Gloo ends a process"
+_NOT_COMPARED = "not shown: weights are not compared before the first step, and the verdict names a gradient"
+NOT_SHOWN = {
+    "a_counter_of_calls_in_the_model": _REWOUND,
+    "a_counter_in_a_dictionary": _REWOUND,
+    "a_generator_of_torch_in_the_loss_function": _SEEDED,
+    "a_generator_of_numpy_in_the_model": _SEEDED,
+    "a_layer_frozen_on_one_rank": _GLOO,
+    "a_layer_whose_width_follows_from_the_rank": _GLOO,
+    "weights_with_a_spread_by_the_number_of_workers": _NOT_COMPARED,
+    "weights_drawn_after_a_draw_for_each_worker": _NOT_COMPARED,
+}
+
+
+def _expected(names: Iterable[str]) -> list[Any]:
+    """Each name as a parameter, marked if today's source does not show the mistake."""
+    marks = {name: pytest.mark.xfail(raises=AssertionError, strict=True, reason=why) for name, why in NOT_SHOWN.items()}
+    return [pytest.param(name, marks=marks[name]) if name in marks else name for name in names]
+
+
+@pytest.mark.parametrize("mistake", _expected(MISTAKES))
+def test_a_mistake_is_shown_with_its_cause(mistake: str, tmp_path: Path) -> None:
+    kind = MISTAKES[mistake]
+    shown = shown_by(kind, mistake, tmp_path)
+    assert kind.cause in shown.causes, shown.sentence or "nothing was shown"
+
+
+@pytest.mark.parametrize("mistake", _expected(cases_of(State)))
+def test_state_between_calls_is_shown_to_a_worker_that_is_alone(mistake: str, tmp_path: Path) -> None:
+    (alone,) = outcomes(State, mistake, 1, tmp_path)
+    assert Cause.STATE in Shown(alone.error).causes, alone
+
+
+@pytest.mark.parametrize("case", HARMLESS)
+def test_a_harmless_script_learns_the_same_on_two_workers_as_on_one(case: str, tmp_path: Path) -> None:
+    shown = shown_by(HARMLESS[case], case, tmp_path)
+    assert not shown.sentence
+    expected, *others = shown.weights
+    for weights in others:
+        for name, value in expected.items():
+            np.testing.assert_allclose(weights[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
