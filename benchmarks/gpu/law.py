@@ -1,201 +1,182 @@
-"""Part 1: the number of workers changes no bit, or only rounding. All of them share one GPU, their messages go over Gloo."""
+"""Part 1: on one GPU, any number of workers learns the same. NCCL refuses two ranks on one device, and Gloo sends no
+messages from a GPU: here Gloo sends them through host memory."""
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import os
 import socket
 import time
 import traceback
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import paceline
-from benchmarks.gpu.notes import Device, Notes, use_device
-from benchmarks.gpu.staged import join_staged
-from benchmarks.gpu.workloads import TINY, Workload, loss_fn
 
-_STEPS, _SHARDS = 4, 4
-_NUMERIC, _BESIDE_CPU = 1e-5, 1e-3
-"""The largest relative difference of a tensor that is allowed."""
+from .notes import Device, Notes, use_device
+from .workloads import TINY, Workload, loss_fn
 
-
-@dataclass(frozen=True)
-class Case:
-    workload: Workload
-    parity: str = "bitwise"
-    clip_norm: float | None = None
-    has_dropout: bool = False
-    """A GPU draws other numbers than a CPU."""
-
-    @property
-    def is_beside_cpu(self) -> bool:
-        return self.workload.precision == "float32" and not self.has_dropout
+_STEPS, _NUMERIC, _BESIDE_CPU = 4, 1e-5, 1e-3
+Case = tuple[str, Workload]
+"""The parity, and what is trained."""
 
 
-def cases_on(device: str) -> dict[str, Case]:
-    """All of them on a GPU, in their order of worth; on few cores those that show most."""
-    is_gpu = device == "cuda"
-    gpt, resnet, lenet = (replace(one, batch=64 if is_gpu else 8, precision="float32") for one in TINY.values())
-    if not is_gpu:
-        resnet = replace(resnet, sample=(3, 8, 8))
-    dropping = replace(gpt, options=gpt.options | {"dropout": 0.1})
-    images = {"LeNet": lenet, "ResNet-20": resnet}
-    found = {}
-    for name, workload in (images | {"GPT": gpt}).items():
-        found[f"{name}, numeric"] = Case(replace(workload, optimizer="sgd"), "numeric")
+class StagedGroup(dist.ProcessGroup):
+    """Gloo for tensors of any device. As with any asynchronous collective, a result is there after `wait`."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+
+    def _through_host(self, name: str, *args: Any, **options: Any) -> dist.Work:
+        pairs: list[tuple[Tensor, Tensor]] = []
+
+        def staged(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [staged(one) for one in value]
+            if isinstance(value, Tensor) and value.device.type != "cpu":
+                pairs.append((value, value.cpu()))
+                return pairs[-1][1]
+            return value
+
+        work = getattr(self._gloo, name)(*map(staged, args), **options)
+        return _Arrival(work, pairs, [] if name == "send" else pairs)
+
+
+for _name in (
+    *("allreduce", "broadcast", "reduce", "barrier", "alltoall", "alltoall_base", "send", "recv", "recv_anysource"),
+    *("allgather", "_allgather_base", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base"),
+):
+    setattr(StagedGroup, _name, partialmethod(StagedGroup._through_host, _name))
+
+
+class _Arrival(dist.Work):
+    """A collective in flight; `pairs` keeps its memory, and `results` belong on the GPU."""
+
+    def __init__(self, work: Any, pairs: list[tuple[Tensor, Tensor]], results: list[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()
+        self._work, self._pairs, self._results = work, pairs, results
+
+    def wait(self, timeout: Any = None) -> bool:  # noqa: ARG002 - torch's signature
+        if self._work is not None:
+            self._work.wait()
+        for there, here in self._results:
+            there.copy_(here)
+        self._work, self._pairs, self._results = None, [], []
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work is None or bool(self._work.is_completed())
+
+
+def all_cases(device: Device) -> dict[str, Case]:
+    """The cases by name; the first ones are compared with CPUs, which draw other numbers for dropout."""
+    gpt, resnet, lenet = (replace(one, precision="float32", optimizer="sgd") for one in TINY.values())
+    if device == "cuda":
+        resnet, lenet = replace(resnet, batch=64, sample=(3, 32, 32)), replace(lenet, batch=64)
+    known = {"LeNet": lenet, "ResNet-20": resnet, "GPT": gpt}
+    found = {f"{name}, numeric": ("numeric", one) for name, one in known.items()}
+    known["GPT"] = replace(gpt, options=gpt.options | {"dropout": 0.1})
     for precision in ("float32", "bfloat16"):
-        for optimizer in ("sgd", "adamw"):
-            for name, workload in (images | {"GPT with dropout": dropping}).items():
-                if is_gpu or (precision, optimizer) in (("float32", "sgd"), ("bfloat16", "adamw")):
-                    chosen = replace(workload, precision=precision, optimizer=optimizer)
-                    found[f"{name}, {precision}, {optimizer}"] = Case(chosen, has_dropout=workload is dropping)
-    if is_gpu:  # CPUs are slow in float16
-        clipped = replace(resnet, precision="float16", optimizer="sgd")
-        found["ResNet-20, float16, clipped"] = Case(clipped, clip_norm=1.0)
+        for optimizer in ("sgd", "adamw") if device == "cuda" or precision == "float32" else ("adamw",):
+            for name, one in known.items():
+                if device == "cuda" or optimizer == "sgd" or name == "GPT":  # fewer where cores are few
+                    changed = replace(one, precision=precision, optimizer=optimizer)
+                    found[f"{name}, {precision}, {optimizer}"] = "bitwise", changed
     return found
 
 
-def train(case: Case) -> dict[str, Any]:
-    """The weights of a short run on whatever workers run this."""
-    values: dict[str, Any] = {"virtual_shards": _SHARDS, "parity": case.parity, "tf32": False, "epochs": 1}
-    if case.clip_norm is not None:
-        values["optim"] = {"clip_norm": case.clip_norm}
-    with paceline.init(**values | case.workload.job, progress=False) as run:
-        model = case.workload.build()
-        optimizer = case.workload.build_optimizer(model, lr=0.01)
-        run.prepare(model, optimizer)
-        samples = case.workload.samples(_STEPS * case.workload.batch)
-        losses = [float(run.step(batch, loss_fn)) for batch in run.batches(samples)]
+def train(parity: Any, workload: Workload) -> dict[str, Any]:
+    """The weights after a short run on whatever workers run this."""
+    with paceline.init(**workload.job, virtual_shards=4, parity=parity, tf32=False, progress=False) as run:
+        model = workload.build()
+        run.prepare(model, workload.build_optimizer(model, lr=0.01))
+        losses = [float(run.step(batch, loss_fn)) for batch in run.batches(workload.samples(_STEPS))]
         weights = {name: value.detach().cpu().clone() for name, value in model.state_dict().items()}
-        return {"sha256": run.weights_sha256(), "weights": weights, "losses": losses, "device": run.device.type}
+        return {"sha": run.weights_sha256(), "weights": weights, "loss": losses[-1], "device": run.device.type}
 
 
-def work(folder: Path, device: Device, cases: dict[str, Case], environ: dict[str, str], group: str) -> None:
-    """One worker: every case in turn, the results of rank 0 in files of their names."""
+def work(folder: Path, device: Device, group: str, cases: dict[str, Case], environ: dict[str, str]) -> None:
+    """A worker: every case in turn; rank 0 writes the results."""
     os.environ.update(environ)
-    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
     torch.set_num_threads(1)
-    use_device(device)
-    if group == "nccl" and device == "cuda":
-        dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
-        dist.all_reduce(torch.ones(1000, device="cuda"))
-    elif group == "staged":
-        join_staged(timeout_s=60)
-    for name, case in cases.items():
-        try:
-            found = train(case)
-        except Exception:
-            found = {"error": f"rank {environ['RANK']}, {name}:\n{traceback.format_exc()[-2500:]}"}
-        if environ["RANK"] == "0" or "error" in found:
-            part = folder / f"{name}.part{environ['RANK']}"
-            torch.save(found, part)
-            part.rename(folder / f"{name}.pt")
-        if "error" in found and group == "staged":
-            os._exit(1)  # the others wait in a collective
-    os._exit(0)  # no group is taken down: its workers end at different times
+    found: dict[str, Any] = {}
+    try:
+        use_device(device)
+        if group == "nccl":
+            dist.init_process_group("nccl", device_id=torch.device("cuda", 0))
+            dist.all_reduce(torch.ones(1000, device="cuda"))
+        elif group == "staged":
+            create: Callable[..., Any] = StagedGroup
+            dist.Backend.register_backend("staged", create, devices=["cpu", "cuda"])
+            dist.init_process_group("staged")
+        for name, case in cases.items():
+            found[name] = train(*case)
+            if environ["RANK"] == "0":
+                torch.save(found, folder / "part")
+                (folder / "part").rename(folder / "found.pt")
+    except BaseException:
+        (folder / f"error{environ['RANK']}").write_text(f"rank {environ['RANK']}: {traceback.format_exc()[-2500:]}")
+    os._exit(0)  # no group is taken down: workers end at different times, and after an error others wait
 
 
-class _World:
-    """Workers that run all cases, forked before anything asked for a GPU, and what they have found so far."""
-
-    def __init__(
-        self, notes: Notes, name: str, cases: dict[str, Case], device: Device, group: str = "", num_workers: int = 1
-    ) -> None:
-        self.name, self.folder = name, notes.scratch / "law" / name
-        self.folder.mkdir(parents=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        environ = {
-            **{"WORLD_SIZE": str(num_workers), "LOCAL_WORLD_SIZE": str(num_workers), "LOCAL_RANK": "0"},
-            **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
-        }
-        self._workers = []
-        for rank in range(num_workers):
-            arguments = (self.folder, device, cases, environ | {"RANK": str(rank)}, group)
-            self._workers.append(multiprocessing.get_context("fork").Process(target=work, args=arguments))
-            self._workers[-1].start()
-
-    @property
-    def has_ended(self) -> bool:
-        return not any(worker.is_alive() for worker in self._workers)
-
-    def stop(self) -> None:
-        for worker in self._workers:
-            worker.kill()
-            worker.join()
-
-    def result(self, case: str, deadline: float) -> dict[str, Any]:
-        """Of a case, when it is there."""
-        file = self.folder / f"{case}.pt"
-        while not file.exists():
-            has_ended = self.has_ended
-            if time.monotonic() > deadline or (has_ended and not file.exists()):
-                raise RuntimeError(f"no result from {self.name}\n{(self.folder / 'log').read_text()[-1500:]}")
-            time.sleep(0.05)
-        found: dict[str, Any] = torch.load(file)
-        if "error" in found:
-            raise RuntimeError(f"{self.name}: {found['error']}")
-        return found
-
-
-def difference(mine: dict[str, Any], theirs: dict[str, Any]) -> float:
-    """The largest distance of an element, relative to the largest element of its tensor."""
-    worst = 0.0
-    for name, value in mine["weights"].items():
-        scale = max(float(value.abs().max()), 1e-30)
-        worst = max(worst, float((value.double() - theirs["weights"][name].double()).abs().max()) / scale)
-    return worst
-
-
-def measure(notes: Notes) -> None:
-    if notes.device == "simulated":
+def cases(notes: Notes) -> dict[str, Callable[[], None]]:
+    """Runs all worlds of workers, forked before anything asks for a GPU; what is left is to compare them."""
+    chosen, device = all_cases(notes.device), notes.device
+    if device == "simulated":
         from tests.kit.sim_gpu.build import build
 
         build()
-    cases, device = cases_on(notes.device), notes.device
-    beside_cpu = {name: case for name, case in cases.items() if case.is_beside_cpu}
-    worlds: list[_World] = []
-    try:
-        worlds.append(_World(notes, "1 worker", cases, device))
-        worlds.append(_World(notes, "2 workers", cases, device, "staged", 2))
-        worlds.append(_World(notes, "4 workers", cases, device, "staged", 4))
-        if device == "cuda":
-            worlds.append(_World(notes, "1 worker, NCCL", cases, device, "nccl"))
-        worlds.append(_World(notes, "CPU", beside_cpu, "cpu"))
-        for name in notes.each(cases):
-            with notes.case(name):
-                _compare(notes, name, cases[name], *worlds)
-    finally:
-        for world in worlds:
-            world.stop()
+    worlds: list[tuple[str, Device, str, int]] = [("1 worker", device, "", 1)]
+    worlds += [(f"{number} workers", device, "staged", number) for number in (2, 4)]
+    worlds += [("1 over NCCL", device, "nccl", 1)] if device == "cuda" else []
+    worlds += [("CPU", "cpu", "", 1)] if device != "cpu" else []
+    running = []
+    for name, kind, group, number in worlds:
+        (notes.scratch / name).mkdir()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        own = {name: one for name, one in chosen.items() if one[0] == "numeric"} if name == "CPU" else chosen
+        for rank in range(number):
+            place = {"RANK": str(rank), "WORLD_SIZE": str(number), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(number)}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+            arguments = (notes.scratch / name, kind, group, own, place)
+            running.append(multiprocessing.get_context("fork").Process(target=work, args=arguments, daemon=True))
+            running[-1].start()
+    while any(one.is_alive() for one in running) and notes.left_s > 6:
+        time.sleep(0.05)
+    for one in running:
+        one.kill()
+    names = [name for name, *_ in worlds]
+    return {name: partial(_compare, notes, name, parity, names) for name, (parity, _) in chosen.items()}
 
 
-def _compare(notes: Notes, name: str, case: Case, one: _World, *worlds: _World) -> None:
-    *others, cpu = worlds
-    deadline = notes.deadline - 2
-    first = one.result(name, deadline)
-    found = {world.name: world.result(name, deadline) for world in others}
-    distances = {key: difference(first, other) for key, other in found.items()}
-    are_equal = {key: other["sha256"] == first["sha256"] for key, other in found.items()}
-    beside = difference(first, cpu.result(name, deadline)) if case.is_beside_cpu else None
-    is_lawful = all(are_equal.values()) if case.parity == "bitwise" else max(distances.values()) <= _NUMERIC
-    notes.row(
-        f"Weights after {_STEPS} steps; allowed: equal bits, or {_NUMERIC:.0e} where numeric; {_BESIDE_CPU:.0e} beside CPUs",
-        good=is_lawful and all(map(math.isfinite, first["losses"])) and (beside or 0.0) <= _BESIDE_CPU,
-        case=name,
-        device=first["device"],
-        **{one.name: first["sha256"][:12]},
-        **{key: "equal bits" if are_equal[key] else f"{distances[key]:.1e}" for key in found},
-        **{"beside the CPU": "" if beside is None else f"{beside:.1e}"},
-        loss=f"{first['losses'][0]:.4f} … {first['losses'][-1]:.4f}",
-    )
+def _compare(notes: Notes, case: str, parity: str, worlds: list[str]) -> None:
+    found = {}
+    for world in worlds if parity == "numeric" else [name for name in worlds if name != "CPU"]:
+        results = notes.scratch / world / "found.pt"
+        if not results.exists() or case not in (known := torch.load(results)):
+            errors = [file.read_text() for file in (notes.scratch / world).glob("error*")]
+            raise RuntimeError(f"{world} ended early, or had no time\n{''.join(errors)}")
+        found[world] = known[case]
+    first = found.pop("1 worker")
+    row, is_good = {"case": case, "device": first["device"], "1 worker": first["sha"][:12]}, first["loss"] < 100
+    for world, other in found.items():
+        is_equal, distance = other["sha"] == first["sha"], difference(first["weights"], other["weights"])
+        row[world] = "equal bits" if is_equal else f"{distance:.1e}"
+        is_good &= is_equal or (parity == "numeric" and distance <= (_BESIDE_CPU if world == "CPU" else _NUMERIC))
+    notes.row(f"Weights after {_STEPS} steps, largest relative difference to 1 worker", row, good=is_good)
 
+
+def difference(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest distance of an element, relative to the largest element of its tensor."""
+    pairs = [(value.double(), theirs[name].double()) for name, value in mine.items()]
+    return max(float((one - other).abs().max() / one.abs().max().clamp(min=1e-30)) for one, other in pairs)

@@ -1,127 +1,96 @@
-"""Part 2: a step beside the same step of a plain loop, in one process and in turns, under the settings of the run."""
+"""Part 2: a step beside that of a plain loop, in one process and in turns, under the settings of the run."""
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 import paceline
-from benchmarks.gpu.notes import ROOT, Notes, use_device
-from benchmarks.gpu.workloads import Workload, loss_fn, plain_loop, workloads
+
+from .notes import Notes, use_device
+from .workloads import FULL, TINY, loss_fn, plain_loop
 
 Step = Callable[[], Any]
 _WARM_STEPS, _ROUNDS, _MOST_STEPS, _ROUND_S = 4, 5, 8, 0.4
+FIRST_WAY = "numeric, 8 shards"
 _WAYS: dict[str, dict[str, Any]] = {
-    "numeric, 8 shards": {"virtual_shards": 8},
+    FIRST_WAY: {"virtual_shards": 8},
     "numeric, 1 shard": {"virtual_shards": 1},
     "bitwise, 8 shards": {"virtual_shards": 8, "parity": "bitwise"},
     "bitwise, 1 shard": {"virtual_shards": 1, "parity": "bitwise"},
     "compiled, 1 shard": {"virtual_shards": 1, "compile": True},
     "compiled, 8 shards": {"virtual_shards": 8, "compile": True},
 }
-_TITLE = "Steps beside a plain loop: medians of rounds in turns; the loop has the settings of the run (TF32, determinism)"
 
 
-def measure(notes: Notes) -> None:
+def cases(notes: Notes) -> dict[str, Step]:
+    """The first way of every workload, then the next; on few cores fewer, and nothing is compiled."""
     use_device(notes.device)
-    known, ways = workloads(notes.device), list(_WAYS)
-    # The first way of every workload, then the next; what compiles comes last. On a CPU nothing compiles in time.
-    cases = {f"{name}: {way}": (name, way) for way in ways[: 6 if notes.device == "cuda" else 3] for name in known}
-    for case in notes.each(cases, least_s=8.0 if notes.device == "cuda" else 4.0):
-        with notes.case(case):
-            name, way = cases[case]
-            _compare(notes, name, known[name], way)
-        gc.collect()
-        if notes.device == "cuda":
-            torch.cuda.empty_cache()
+    is_gpu = notes.device == "cuda"
+    known, ways = (FULL, list(_WAYS)) if is_gpu else (TINY, list(_WAYS)[:3])
+    return {f"{name}, {way}": partial(_compare, notes, name, way) for way in ways for name in known}
 
 
-def _compare(notes: Notes, name: str, workload: Workload, way: str) -> None:
-    values = {**workload.job, **_WAYS[way], "epochs": 1}
-    samples = workload.samples(workload.batch * (_WARM_STEPS + 4 + _ROUNDS * _MOST_STEPS))
-    with paceline.init(**values, progress=False) as run:
-        device = run.device
+def _compare(notes: Notes, name: str, way: str) -> None:
+    workload, is_gpu = (FULL | TINY)[name], notes.device == "cuda"
+    samples = workload.samples(_WARM_STEPS + 4 + _ROUNDS * _MOST_STEPS)
+    with paceline.init(**workload.job, **_WAYS[way], progress=False) as run:
         model = workload.build()
-        model, optimizer = run.prepare(model, workload.build_optimizer(model))
+        model, _ = run.prepare(model, workload.build_optimizer(model))
         batches = iter(run.batches(samples))
-        pair: dict[str, Step] = {
-            "ours": lambda: run.step(next(batches), loss_fn),
-            "plain": plain_loop(workload, samples, device, compiled="compile" in values),
-        }
-        kept_bytes = {}
-        for key, step in pair.items():
-            before = _allocated(device)
-            for _ in range(_WARM_STEPS):
-                step()
-            kept_bytes[key] = _allocated(device) - before
-        once = {key: _timed(step, 1, device) for key, step in pair.items()}
-        num_steps = max(1, min(_MOST_STEPS, int(_ROUND_S / max(once.values()))))
-        times: dict[str, list[float]] = {key: [] for key in pair}
-        peaks = {}
-        for _ in range(_ROUNDS):
-            for key, step in pair.items():
-                if device.type == "cuda":
-                    torch.cuda.reset_peak_memory_stats()
-                times[key].append(_timed(step, num_steps, device))
-                if device.type == "cuda":
-                    peaks[key] = torch.cuda.max_memory_allocated()
-        step_s = {key: statistics.median(found) for key, found in times.items()}
-        kernels: dict[str, Any] = {key: "" for key in pair}
-        waits: dict[str, list[str]] = {key: [] for key in pair}
-        if notes.device == "cuda":
-            waits = {key: _host_waits(step) for key, step in pair.items()}
-            kernels = {key: _kernels(step) for key, step in pair.items()}
-        batches.close()  # type: ignore[attr-defined]
-    other = {"ours": "plain", "plain": "ours"}
-    # What the other of the two keeps between its steps is not part of a peak.
-    mib = {key: round((peak - kept_bytes[other[key]]) / 2**20) for key, peak in peaks.items()}
-    notes.row(
-        _TITLE,
-        workload=name,
-        way=way,
-        **{"ms a step": _ms(step_s["ours"]), "plain loop": _ms(step_s["plain"])},
-        ratio=round(step_s["ours"] / step_s["plain"], 2),
-        **{"samples/s": round(workload.batch / step_s["ours"]), "rounds": f"{_ROUNDS} x {num_steps}"},
-        **{"MiB": mib.get("ours", ""), "plain MiB": mib.get("plain", "")},
-        **{"kernels": kernels["ours"], "plain kernels": kernels["plain"]},
-        **{"host waits": len(waits["ours"]), "plain host waits": len(waits["plain"])},
-    )
-    for line, number in Counter(waits["ours"]).items():
-        notes.row("Host waits: lines that wait for the GPU", workload=name, way=way, line=line, times=number)
+        plain = plain_loop(workload, samples, run.device, compiled="compile" in _WAYS[way])
+        pair: list[Step] = [lambda: run.step(next(batches), loss_fn), plain]
+        kept = []  # what each of the two has on the GPU between its steps
+        for step in pair:
+            before = torch.cuda.memory_allocated() if is_gpu else 0
+            _timed(step, _WARM_STEPS, is_gpu)
+            kept.append((torch.cuda.memory_allocated() if is_gpu else 0) - before)
+        num_steps = max(1, min(_MOST_STEPS, int(_ROUND_S / max(_timed(step, 1, is_gpu)[0] for step in pair))))
+        rounds = [[_timed(step, num_steps, is_gpu) for step in pair] for _ in range(_ROUNDS)]
+        ours, other = ([times[number][0] for times in rounds] for number in (0, 1))
+        ours_s, plain_s = statistics.median(ours), statistics.median(other)
+        row = {"workload": name, "way": way, "ms a step": _ms(ours_s), "plain loop, ms": _ms(plain_s)}
+        row |= {"ratio": round(ours_s / plain_s, 2), "samples/s": round(workload.batch / ours_s)}
+        row |= {"rounds": f"{_ROUNDS} x {num_steps}", "ms from … to": f"{_ms(min(ours))} … {_ms(max(ours))}"}
+        if is_gpu:
+            peaks = [max(times[number][1] for times in rounds) - kept[1 - number] for number in (0, 1)]
+            waits = [_host_waits(step) for step in pair]
+            kernels = [_num_kernels(step) for step in pair]
+            for heading, values in (("MiB", [round(peak / 2**20) for peak in peaks]), ("kernels", kernels)):
+                row |= {heading: values[0], f"plain {heading}": values[1]}
+            row |= {"host waits": len(waits[0]), "plain host waits": len(waits[1])}
+            for line, number in Counter(waits[0]).items():
+                notes.row("Lines that wait for the GPU", {"workload": name, "way": way, "line": line, "times": number})
+    notes.row("Steps, medians of rounds in turns with a plain loop under the same settings (TF32, determinism)", row)
 
 
 def _ms(seconds: float) -> float:
     return float(f"{1e3 * seconds:.3g}")
 
 
-def _allocated(device: torch.device) -> int:
-    return torch.cuda.memory_allocated() if device.type == "cuda" else 0
-
-
-def _timed(step: Step, num_steps: int, device: torch.device) -> float:
-    """Seconds of a step."""
-    if device.type == "cuda":
+def _timed(step: Step, num_steps: int, is_gpu: bool) -> tuple[float, int]:
+    """Seconds of a step, and the most bytes of the GPU meanwhile."""
+    if is_gpu:
+        torch.cuda.reset_peak_memory_stats()
         torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(num_steps):
         step()
-    if device.type == "cuda":
+    if is_gpu:
         torch.cuda.synchronize()
-    return (time.perf_counter() - began) / num_steps
+    return (time.perf_counter() - began) / num_steps, torch.cuda.max_memory_allocated() if is_gpu else 0
 
 
 def _host_waits(step: Step) -> list[str]:
-    """The lines at which one step waits for the GPU, as torch warns of them."""
-    torch.cuda.synchronize()
+    """The lines at which one step waits for the GPU, as far as torch warns of them."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
@@ -129,19 +98,12 @@ def _host_waits(step: Step) -> list[str]:
             step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return [
-        f"{_short(one.filename)}:{one.lineno}" for one in seen if "synchroniz" in str(one.message) and one.filename
-    ]
+    found = [one for one in seen if "synchroniz" in str(one.message)]
+    return [f"{'/'.join(one.filename.split('/')[-3:])}:{one.lineno}" for one in found]
 
 
-def _short(file: str) -> str:
-    path = Path(file)
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else "/".join(path.parts[-3:])
-
-
-def _kernels(step: Step) -> int:
+def _num_kernels(step: Step) -> int:
     """Kernels, copies and fills that one step starts on the GPU."""
-    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         step()
         torch.cuda.synchronize()

@@ -90,7 +90,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.mark.parametrize(
     ("way", "words"),
-    [("killed", ("SIGKILL",)), pytest.param("raises", ("ValueError: sample 17 is damaged",), marks=pytest.mark.nightly)],
+    [
+        ("killed", ("SIGKILL",)),
+        pytest.param("raises", ("ValueError: sample 17 is damaged",), marks=pytest.mark.nightly),
+    ],
 )
 def test_a_worker_that_fails_is_named_with_its_node(
     site: Site, way: str, words: tuple[str, ...], tmp_path: Path

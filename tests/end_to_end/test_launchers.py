@@ -91,9 +91,7 @@ def test_srun_on_two_nodes(cluster: Cluster, folder: Path, alone: str, tmp_path:
 
 
 @pytest.mark.nightly
-def test_a_job_script_for_slurm_trains_on_its_nodes(
-    cluster: Cluster, folder: Path, alone: str, tmp_path: Path
-) -> None:
+def test_a_job_script_for_slurm_trains_on_its_nodes(cluster: Cluster, folder: Path, alone: str, tmp_path: Path) -> None:
     need("slurmctld", "slurmd", "srun", "munged")
     (tmp_path / "slurm").mkdir()
     with slurm_on(cluster.nodes, tmp_path / "slurm", cpus_per_node=1):

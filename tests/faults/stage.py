@@ -123,6 +123,9 @@ class Stage:
     def await_marks(self, *names: str) -> None:
         wait_until(lambda: all((self.folder / name).exists() for name in names))
 
+    def await_nobody(self) -> None:
+        wait_until(lambda: not any(map(is_alive, self.pids())))
+
     def kill_everybody(self) -> None:
         for launcher in self.launchers:
             launcher.kill()
@@ -147,7 +150,7 @@ def open_stage(folder: Path) -> Iterator[Stage]:
     stage = Stage(folder)
     try:
         yield stage
-        wait_until(lambda: not any(map(is_alive, stage.pids())))
+        stage.await_nobody()
     finally:
         stage.kill_everybody()
 

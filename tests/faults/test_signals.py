@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.faults.stage import Ended, Stage, ended, is_alive, wait_until
+from tests.faults.stage import Ended, Stage, ended, wait_until
 from tests.kit.commands import TRACEBACK
 
 BUSY = """
@@ -85,14 +85,14 @@ def test_workers_end_with_a_killed_launcher(stage: Stage) -> None:
     launcher = stage.launch(stage.script('tell(f"{RANK}.ready")', "park()"))
     stage.await_marks("0.ready", "1.ready")
     launcher.kill()
-    wait_until(lambda: not any(map(is_alive, stage.pids())))
+    stage.await_nobody()
 
 
 def test_workers_that_are_about_to_start_end_with_a_killed_launcher(stage: Stage) -> None:
     launcher = stage.launch(stage.script("park()"), num_workers=4)
     wait_until(lambda: bool(stage.pids()))  # the first; the others may be anywhere in their start
     launcher.kill()
-    wait_until(lambda: not any(map(is_alive, stage.pids())))
+    stage.await_nobody()
 
 
 def test_a_signal_to_one_worker_is_a_failure_of_this_worker(stage: Stage) -> None:

@@ -33,12 +33,14 @@ def _loss(model: nn.Module, batch: Any) -> Tensor:
 class _Layers(nn.Sequential):
     """Two layers, and a mean of the inputs that a state_dict leaves out."""
 
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__(nn.Linear(3, 4), nn.Linear(4, 1))
         self.register_buffer("mean", torch.zeros(3), persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        output: Tensor = super().forward(inputs - self.mean)
+        output: Tensor = self[1](self[0](inputs - self.mean))
         if self.training:
             self.mean += 0.1 * (inputs.mean(0) - self.mean)
         return output
@@ -49,15 +51,15 @@ class _CountingSGD(torch.optim.SGD):
 
     num_steps = 0
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=0.1)
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
         self.num_steps = 0
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         self.num_steps += 1
         for group in self.param_groups:
             group["lr"] = 0.1 if self.num_steps <= 4 else 0.05
-        super().step(closure)
+        return super().step(closure)
 
 
 Script = Callable[[paceline.Run, nn.Module, torch.optim.Optimizer], tuple[Callable[[int], None], Callable[[], Any]]]
@@ -102,9 +104,8 @@ def _a_teacher_that_moves(run: paceline.Run, model: nn.Module, _optimizer: Any) 
     torch.manual_seed(5)
     teacher = run.prepare(nn.Linear(3, 4), name="teacher")
 
-    @torch.no_grad()
     def move(_step: int) -> None:
-        teacher.weight.lerp_(model[0].weight, 0.5)  # type: ignore[index, operator, union-attr]
+        teacher.weight.lerp_(next(model.parameters()).detach(), 0.5)
 
     return move, lambda: teacher.weight.tolist()
 
@@ -137,8 +138,8 @@ def _train(
 ) -> Any:
     values = {"global_batch_size": BATCH, "virtual_shards": 2, "epochs": EPOCHS} | job
     with paceline.init(checkpoint_dir=folder, max_steps=max_steps, progress=False, **values) as run:
-        model: nn.Module = _Layers()
-        model, optimizer = run.prepare(model, optimizer_of(model.parameters()))
+        layers = _Layers()
+        model, optimizer = run.prepare(layers, optimizer_of(layers.parameters(), lr=0.1))
         after_step, at_end = script(run, model, optimizer)
         if asks_total:
             run.total_steps(NUM_SAMPLES)

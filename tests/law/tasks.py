@@ -54,7 +54,7 @@ class RandomRows(Dataset[tuple[Tensor, Tensor]]):
         return inputs + 0.1 * torch.randn(models.WIDTH), target
 
 
-PLAIN = {
+WHOLE_BATCH = {
     "plain torch": Task(models.layers, losses.classes, rows(24), _sgd),
     "ragged end": Task(models.layers, losses.classes, rows(17), _sgd),
     "token mean": Task(models.layers, losses.counted_tokens, sequences(24), _sgd),
@@ -70,9 +70,8 @@ PLAIN = {
     ),
     "frozen, unused and tied": Task(models.tied, losses.counted_tokens, texts(20), _sgd),
     "non-finite": Task(models.layers, losses.poisoned, with_one_poisoned(rows(24)), _sgd),
-    "evaluation": Task(
-        models.layers, losses.classes, rows(8), _sgd, losses.hits, losses.METRICS, rows(13), epochs=1
-    ),
+    "evaluation": Task(models.layers, losses.classes, rows(8), _sgd, losses.hits, losses.METRICS, rows(13), epochs=1),
+    "order": Task(models.layers, losses.classes, rows(24), _sgd),
 }
 """What equals the loop that everyone writes, in which a global batch goes through the model at once."""
 
@@ -80,9 +79,10 @@ BY_SHARD = {
     "random numbers": Task(models.layers_with_dropout, losses.with_noise, RandomRows(), _sgd),
     "batch norm": Task(models.layers_with_norm, losses.classes, rows(22), _sgd, global_batch_size=12),
     "coupled samples": Task(models.layers, losses.contrast, rows(20), _sgd),
+    "checkpoint": Task(models.layers_with_dropout, losses.classes, rows(20), _adamw),
+    "checkpoint, without momentum": Task(models.layers_with_dropout, losses.classes, rows(20), _sgd),
+    "bits": Task(models.layers_with_norm_and_dropout, losses.classes, RandomRows(), _adamw, clip_norm=0.5),
 }
-"""What is a law of the virtual shard."""
+"""What follows from how a global batch is cut into virtual shards."""
 
-CHECKPOINT = Task(models.layers_with_dropout, losses.classes, rows(20), _adamw)
-"""A momentum for each parameter, random numbers, and an end in the middle of an epoch."""
-BITS = Task(models.layers_with_norm_and_dropout, losses.classes, RandomRows(), _adamw, clip_norm=0.5)
+TASKS = WHOLE_BATCH | BY_SHARD

@@ -21,7 +21,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Learned:
 
 @pytest.fixture(scope="session")
 def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two workers that ended after 7 steps, with checkpoints of steps 4 and 7."""
+    """The folder of a run of two workers that ended after 7 steps, with two checkpoints."""
     folder = tmp_path_factory.mktemp("stopped")
     run_ranks(partial(train, max_steps=7), 2, folder)
     return folder

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from tests.kit.workers import run_ranks
-from tests.resume.training import Learned, Outcome, first_steps, samples_seen, train
+from tests.resume.training import Learned, Outcome, checkpoints_in, first_steps, samples_seen, step_of, train
 
 TIMEOUT_S = 200.0
-NEWEST, BEFORE = "step-00000007", "step-00000004"
 
 
 def go_on(folder: Path, num_workers: int = 1, **options: Any) -> list[Outcome]:
@@ -41,18 +40,19 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 @pytest.mark.parametrize("name", DAMAGES)
 def test_the_checkpoint_before_a_damaged_one_is_taken_and_said(stopped: Path, undisturbed: Learned, name: str) -> None:
     damage, file = DAMAGES[name]
-    damage(stopped / "checkpoints" / NEWEST / file)
+    before, newest = checkpoints_in(stopped)
+    damage(newest / file)
     outcomes = go_on(stopped)
-    assert first_steps(stopped) == [0, 4]
+    assert first_steps(stopped) == [0, step_of(before)]
     assert Learned.of(outcomes, samples_seen(stopped)) == undisturbed
     said = outcomes[0].said
-    assert NEWEST in said and file in said, said
+    assert newest.name in said and file in said, said
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(stopped: Path) -> None:
-    for name in (NEWEST, BEFORE):
-        flip_a_bit(stopped / "checkpoints" / name / "worker-00000.safetensors")
-    with pytest.raises(AssertionError, match=rf"CheckpointError.*{NEWEST}"):
+    for checkpoint in checkpoints_in(stopped):
+        flip_a_bit(checkpoint / "worker-00000.safetensors")
+    with pytest.raises(AssertionError, match=rf"CheckpointError.*{checkpoint.name}"):
         go_on(stopped)
     assert first_steps(stopped) == [0]
 

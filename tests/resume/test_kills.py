@@ -4,6 +4,7 @@ at every moment."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 
 import paceline
 from paceline.errors import CheckpointError
+from tests.faults.stage import wait_until
 from tests.kit.workers import run_ranks
 from tests.resume.training import (
+    FIRST_SAVE,
     NUM_SAMPLES,
     NUM_STEPS,
     STEPS_PER_EPOCH,
@@ -89,7 +92,7 @@ def test_no_moment_is_a_bad_one(
     tmp_path: Path, undisturbed: Learned, moment: Moment, strategy: str, victim: int | None
 ) -> None:
     begin = killed(tmp_path, 0, Team(2, strategy), Kill(moment, 8, victim))
-    assert begin >= 6
+    assert begin >= FIRST_SAVE
     outcomes = run_ranks(train, 1, tmp_path, 1, timeout_s=TIMEOUT_S)
     assert first_steps(tmp_path) == [0, begin]
     assert Learned.of(outcomes, samples_seen(tmp_path)) == undisturbed
@@ -104,6 +107,23 @@ def test_an_undisturbed_run_sees_each_sample_once_an_epoch(undisturbed: Learned)
         assert set().union(*steps) == set(range(NUM_SAMPLES))
 
 
+def _lose_a_worker(folder: Path) -> None:
+    """Rank 0 has all the time that it needs after rank 1 was killed."""
+    has_ended = folder / "rank-0-has-ended"
+    if os.environ["RANK"] == "0":
+        try:
+            train(folder)
+        finally:
+            has_ended.touch()
+    elif os.fork() == 0:
+        train(folder, kill=Kill("between steps", 2, 1))
+    else:
+        wait_until(has_ended.exists)
+
+
 def test_workers_that_are_left_save_what_they_have(tmp_path: Path) -> None:
-    """There is no other checkpoint: the interval is longer than the run."""
-    assert killed(tmp_path, 0, Team(2), Kill("between steps", 2, 1)) == 2
+    """Nothing else has been saved: the run is not that far."""
+    with pytest.raises(AssertionError, match="rank 0"):
+        run_ranks(_lose_a_worker, 2, tmp_path, timeout_s=TIMEOUT_S)
+    (saved,) = paceline.checkpoint.verify(tmp_path / "checkpoints")
+    assert (saved.step, saved.state) == (2, "good")

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,11 +28,13 @@ Moment = Literal["in a step", "between steps", "epoch's end", "evaluation", "sna
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS, STEPS_PER_EPOCH = 40, 12, 3, 4
 NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH
 """The last step of an epoch has four samples for six virtual shards."""
+FIRST_SAVE = 3
+"""Later ones are left out while one is being written."""
 
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL at the first such moment after so many steps."""
+    """SIGKILL at the first such moment after so many steps; after more than `FIRST_SAVE` there is a checkpoint."""
 
     moment: Moment
     step: int
@@ -120,6 +123,9 @@ class _Executioner:
                 self._strike()
 
     def _strike(self) -> None:
+        if self.kill is not None and self.kill.step > FIRST_SAVE:
+            while not list(self.folder.glob("checkpoints/step-*/manifest.json")):
+                time.sleep(0.01)
         (self.folder / "killed").touch()
         if self.kill is not None and self.kill.victim is None:
             for file in self.folder.glob(f"pid-{self.attempt}-*"):
@@ -146,7 +152,7 @@ def train(
             "epochs": NUM_EPOCHS,
             "parity": "bitwise",
             "optim": {"clip_norm": clip_norm},
-            "checkpoint": {"dir": str(folder / "checkpoints"), "every_steps": 3, "every_minutes": None},
+            "checkpoint": {"dir": str(folder / "checkpoints"), "every_steps": FIRST_SAVE, "every_minutes": None},
         }
     )
     with paceline.init(job, strategy=strategy, progress=screen, **options) as run:
@@ -207,6 +213,14 @@ def samples_seen(folder: Path) -> dict[int, set[int]]:
     for steps in _attempts(folder):
         lasting = {step: numbers for step, numbers in lasting.items() if step < min(steps)} | steps
     return lasting
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("checkpoints/step-*"))
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
 
 
 def first_steps(folder: Path) -> list[int]:

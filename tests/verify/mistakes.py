@@ -286,7 +286,12 @@ class Updates(Script):
         self.after_step = lambda _: self.model[0].weight.data.add_(np.random.default_rng().normal())
 
     def weights_decayed_in_the_forward_pass(self) -> None:
-        self.model.register_forward_hook(lambda *_: self.model[0].weight.data.mul_(0.99))
+        class Decayed(Net):
+            def forward(self, inputs: Tensor) -> Tensor:
+                self[0].weight.data.mul_(0.99)
+                return super().forward(inputs)
+
+        self._use(Decayed())
 
     def weights_scaled_by_the_workers_own_samples(self) -> None:
         self.after_step = lambda batch: self.model[0].weight.data.mul_(1 + mean_of(batch))
@@ -309,9 +314,9 @@ class Updates(Script):
 class Buffers(Script):
     cause = Cause.BUFFERS
 
-    def a_buffer_that_rank_moves_in_the_forward_pass(self) -> None:
+    def a_buffer_that_the_loss_function_moves_by_rank(self) -> None:
         self.model.register_buffer("level", torch.zeros(1, dtype=torch.float64))
-        self.model.register_forward_hook(lambda *_: self.model.level.add_(self.run.rank))
+        self.loss = lambda model, shard: square(model, shard) + 0 * model.level.add_(self.run.rank).sum()
 
     def a_buffer_set_by_the_workers_own_samples(self) -> None:
         self.model.register_buffer("level", torch.zeros(1, dtype=torch.float64))

@@ -85,7 +85,8 @@ class Read(TensorDataset):
         self._change = change
 
     def __getitem__(self, index: Any) -> Any:
-        return self._change(self.tensors[0][index]), self.tensors[1][index], index
+        inputs, *rest = (column[index] for column in self.tensors)
+        return self._change(inputs), *rest
 
 
 def cases_of(*kinds: type[Script]) -> dict[str, type[Script]]:

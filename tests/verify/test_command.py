@@ -35,7 +35,7 @@ def _verify(folder: Path, before: str = "", after: str = "pass") -> list[dict[st
     """The verdicts on one worker and on two."""
     (folder / "mine.py").write_text(SCRIPT.format(before=before, after=after))
     result = paceline("verify", "mine.py", "--workers", "1,2", "--steps", "2", "--json", cwd=folder)
-    assert TRACEBACK not in result.stderr
+    assert result.stdout and TRACEBACK not in result.stderr, result.stderr
     verdicts: list[dict[str, Any]] = json.loads(result.stdout)
     assert result.returncode == (0 if all(verdict["passed"] for verdict in verdicts) else 1)
     return verdicts

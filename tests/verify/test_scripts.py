@@ -22,9 +22,11 @@ _REWOUND = "not shown: what counts calls is put back so that a step counts once,
 _SEEDED = "not shown: the generator is found and seeded for every virtual shard, and workers learn the same"
 _GLOO = "not shown: workers send tensors of different sizes, and Gloo ends a process"
 _NOT_COMPARED = "not shown: weights are not compared before the first step, and the verdict names a gradient"
+_NOT_READ = "not shown with its cause: what a loss function reads of the model is not compared between workers"
 NOT_SHOWN = {
     "a_counter_of_calls_in_the_model": _REWOUND,
     "a_counter_in_a_dictionary": _REWOUND,
+    "an_attribute_of_the_model_set_by_the_workers_own_samples": _NOT_READ,
     "a_generator_of_torch_in_the_loss_function": _SEEDED,
     "a_generator_of_numpy_in_the_model": _SEEDED,
     "a_layer_frozen_on_one_rank": _GLOO,

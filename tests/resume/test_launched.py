@@ -1,0 +1,143 @@
+"""A run of `paceline launch` saves when it is asked to, and goes on after whatever ended it: by itself, or by the same
+command again."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+import paceline
+from tests.faults.stage import Stage, ended
+from tests.kit.workers import run_ranks
+from tests.resume.training import Learned, first_steps, samples_seen, train
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 200.0
+
+SCRIPT = """
+sys.path.insert(0, {root!r})
+from tests.resume.training import FIRST_SAVE, Kill, train
+
+FOLDER = STAGE / "training"
+FOLDER.mkdir(exist_ok=True)
+"""
+
+RESULT = """
+outcome = train(FOLDER, ATTEMPT, kill=kill, after_step=after_step)
+tell(f"{RANK}.weights", outcome.weights_sha256)
+"""
+
+AWAITS_A_SIGNAL = """
+def after_step(run):
+    "After step 2 all workers wait until each has got the signal; Paceline hears of it too."
+    if run.steps != 2:
+        return
+    heard, handler = threading.Event(), signal.getsignal({number})
+    assert callable(handler)
+
+    def hear(*arguments):
+        heard.set()
+        handler(*arguments)
+
+    signal.signal({number}, hear)
+    tell(f"{{RANK}}.waits")
+    heard.wait()
+    signal.signal({number}, handler)
+"""
+
+
+def script(stage: Stage, *parts: str) -> str:
+    return stage.script(SCRIPT.format(root=str(ROOT)), *parts, RESULT)
+
+
+def finish(folder: Path) -> Learned:
+    outcomes = run_ranks(train, 1, folder, 1, timeout_s=TIMEOUT_S)
+    return Learned.of(outcomes, samples_seen(folder))
+
+
+@pytest.mark.budget(processor_s=20)
+@pytest.mark.parametrize(
+    ("number", "exit_code"),
+    [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly)],
+    ids=["SIGTERM", "Ctrl-C"],
+)
+def test_a_run_that_is_asked_to_end_saves_its_last_step(
+    stage: Stage, undisturbed: Learned, number: signal.Signals, exit_code: int
+) -> None:
+    """Nothing else has saved before: step 2 is before the first checkpoint."""
+    # To its workers a launcher passes Ctrl-C on as SIGTERM.
+    waits = AWAITS_A_SIGNAL.format(number=int(signal.SIGTERM))
+    launcher = stage.launch(script(stage, "ATTEMPT, kill = 0, None", waits))
+    stage.await_marks("0.waits", "1.waits")
+    launcher.send_signal(number)
+    end = ended(launcher)
+    assert end.exit_code == exit_code, end
+    folder = stage.folder / "training"
+    assert [one.state for one in paceline.checkpoint.verify(folder / "checkpoints")] == ["good"]
+    assert finish(folder) == undisturbed
+    assert first_steps(folder) == [0, max(_steps_of_first(folder)) + 1]
+
+
+def _steps_of_first(folder: Path) -> list[int]:
+    import json
+
+    return [json.loads(line)[0] for line in (folder / "seen-0-0").read_text().splitlines()]
+
+
+@pytest.mark.budget(processor_s=20)
+def test_a_run_that_is_asked_to_save_goes_on(stage: Stage, undisturbed: Learned) -> None:
+    waits = AWAITS_A_SIGNAL.format(number=int(signal.SIGUSR1))
+    launcher = stage.launch(script(stage, "ATTEMPT, kill = 0, Kill('between steps', FIRST_SAVE, None)", waits))
+    stage.await_marks("0.waits", "1.waits")
+    launcher.send_signal(signal.SIGUSR1)
+    assert ended(launcher).exit_code == 128 + signal.SIGKILL
+    folder = stage.folder / "training"
+    assert finish(folder) == undisturbed
+    assert first_steps(folder) == [0, 2]
+
+
+@pytest.mark.budget(processor_s=20)
+def test_a_run_whose_launcher_is_killed_goes_on(stage: Stage, undisturbed: Learned) -> None:
+    waits = """
+        def after_step(run):
+            if run.steps == 7:
+                while not list(FOLDER.glob("checkpoints/step-*/manifest.json")):
+                    time.sleep(0.01)
+                tell(f"{RANK}.waits")
+                park()
+        """
+    launcher = stage.launch(script(stage, "ATTEMPT, kill = 0, None", waits))
+    stage.await_marks("0.waits", "1.waits")
+    launcher.kill()
+    launcher.wait()
+    stage.await_nobody()
+    folder = stage.folder / "training"
+    assert finish(folder) == undisturbed
+    begin = first_steps(folder)[1]
+    assert 3 <= begin <= 7
+
+
+@pytest.mark.budget(processor_s=25)
+@pytest.mark.parametrize("launcher", ["paceline", pytest.param("torchrun", marks=pytest.mark.nightly)])
+def test_a_run_whose_worker_is_killed_goes_on_by_itself(stage: Stage, undisturbed: Learned, launcher: str) -> None:
+    attempt = """
+        ATTEMPT = int((FOLDER / "killed").exists())
+        kill = None if ATTEMPT else Kill("in a step", 7, 1)
+        after_step = None
+        """
+    path = script(stage, attempt)
+    if launcher == "paceline":
+        end = ended(stage.launch(path, "--max-restarts", "1"))
+        assert "worker 1" in end.err and "restart 1" in end.err, end.err
+    else:
+        words = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+        end = ended(stage.start("torch.distributed.run", *words, path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))
+    assert end.exit_code == 0, end
+    folder = stage.folder / "training"
+    begin = first_steps(folder)[1]
+    assert 3 <= begin <= 7
+    weights = {(stage.folder / f"{rank}.weights").read_text() for rank in range(2)}
+    assert weights == {undisturbed.weights_sha256}
+    assert samples_seen(folder) == undisturbed.samples

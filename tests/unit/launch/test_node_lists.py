@@ -1,0 +1,166 @@
+"""Nodes are named on the command line, in a file, or by Slurm: each is understood, or its entry is named with what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline import env
+from paceline.errors import LaunchError
+from paceline.launch.node_list import parse_node_list, read_node_file
+from paceline.launch.slurm import allocation
+
+SLURM_LISTS: dict[str, list[str]] = json.loads(
+    (Path(__file__).parents[2] / "data" / "slurm_node_lists.json").read_text()
+)
+SUFFIXED = {"rack[0-1]_blade[0-1]", "gpu[01-02]-ib"}
+
+
+def test_names_counts_users_and_addresses_are_understood(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_bytes(b"# a comment\r\n\r\n  a slots=8  # another\r\nkim@b.example:4\n\t10.0.0.7\n[fd00::3] slots=2")
+    for found in (parse_node_list("a:8, kim@b.example:4,10.0.0.7,[fd00::3]:2"), read_node_file(path)):
+        assert [(node.address, node.num_workers) for node in found] == [
+            ("a", 8),
+            ("kim@b.example", 4),
+            ("10.0.0.7", None),
+            ("fd00::3", 2),
+        ]
+
+
+@pytest.mark.parametrize(
+    ("line", "word"),
+    [
+        ("a slots=0", "'0'"),
+        ("a slots=eight", "'eight'"),
+        ("a slots=\u0663", "number"),
+        ("a:", "''"),
+        ("a:-1", "'-1'"),
+        ("a:8 slots=8", "once"),
+        ("a slots=8 slots=9", "once"),
+        ("a 8", "slots=N"),
+        ("a slot=8", "slots=N"),
+        ("a port=2222", "~/.ssh/config"),
+        ("-oProxyCommand=x", "name of a node"),
+        ("a;reboot", "name of a node"),
+        ("@a", "user"),
+        ("-x@a", "user"),
+        ("fd00::3", "[fd00::3]"),
+        ("[fd00:3]", "IPv6"),
+        ("[fd00::3", "name of a node"),
+    ],
+)
+def test_an_invalid_line_is_named_with_its_number(line: str, word: str, tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(f"# nodes\n{line}\n")
+    with pytest.raises(LaunchError) as caught:
+        read_node_file(path)
+    assert word in str(caught.value) and f"{path}, line 2" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["a,b,a", "gpu1:2,kim@GPU1:2", "a,A"])
+def test_a_node_that_is_named_twice_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match="before"):
+        parse_node_list(text)
+    (tmp_path / "hosts").write_text(text.replace(",", "\n"))
+    with pytest.raises(LaunchError, match="before"):
+        read_node_file(tmp_path / "hosts")
+
+
+@pytest.mark.parametrize("content", [b"# nobody\n\n", b"", b"\xff\xfe\x00", None])
+def test_a_file_that_names_no_node_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    path = tmp_path / "hosts"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(LaunchError, match=str(path)):
+        read_node_file(path)
+
+
+@pytest.mark.xfail(strict=True, reason="A byte order mark is taken for a part of the first node's name.")
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_bytes(b"\xef\xbb\xbfgpu1 slots=2\n")
+    assert [(node.address, node.num_workers) for node in read_node_file(path)] == [("gpu1", 2)]
+
+
+@given(st.text(max_size=40) | st.text("ab:[]@=,.-#1 \tslot", max_size=30))
+def test_any_text_is_nodes_or_one_sentence(text: str) -> None:
+    try:
+        nodes = parse_node_list(text)
+    except LaunchError as error:
+        assert "\n" not in str(error)
+    else:
+        assert nodes
+        assert not any(node.address.startswith("-") or set(node.address) & set(" ;$`'\"\\|&<>\n") for node in nodes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(
+            text,
+            marks=pytest.mark.xfail(strict=True, reason="What follows the first bracket is left out of the name.")
+            if text in SUFFIXED
+            else (),
+        )
+        for text in SLURM_LISTS
+    ],
+)
+def test_workers_of_srun_meet_on_the_first_node_of_slurms_list(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in list(os.environ):
+        if name.startswith(("SLURM_", "MASTER_", "PACELINE_", "OMPI_", "RANK", "WORLD_SIZE")):
+            monkeypatch.delenv(name)
+    several = len(SLURM_LISTS[text])
+    variables = {"PROCID": 1, "STEP_NUM_TASKS": 2 * several, "LOCALID": 1, "STEP_TASKS_PER_NODE": f"2(x{several})"}
+    variables |= {"NODEID": 0, "STEP_NODELIST": text, "STEP_NUM_NODES": max(2, several), "JOB_ID": 7, "STEP_ID": 0}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    address = env.worker_facts().init_method.removeprefix("tcp://").rpartition(":")[0]
+    assert address == SLURM_LISTS[text][0]
+
+
+def scontrol(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of this name that knows the recorded lists."""
+    cases = "\n".join(f"'{text}') printf '%s\\n' {' '.join(names)};;" for text, names in SLURM_LISTS.items())
+    path = folder / "scontrol"
+    path.write_text(f'#!/bin/sh\n[ "$1 $2" = "show hostnames" ] || exit 3\ncase "$3" in\n{cases}\n*) exit 2;;\nesac\n')
+    path.chmod(0o700)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+
+
+@pytest.mark.parametrize("text", SLURM_LISTS)
+def test_an_allocation_has_the_nodes_that_scontrol_names(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol(tmp_path, monkeypatch)
+    found = allocation({"SLURM_JOB_NODELIST": text, "SLURM_GPUS_ON_NODE": "2"})
+    assert [node.address for node in found] == SLURM_LISTS[text]
+
+
+@pytest.mark.parametrize(
+    ("variables", "counts"),
+    [
+        ({"SLURM_TASKS_PER_NODE": "2(x2),1,3"}, [2, 2, 1, 3]),
+        ({"SLURM_TASKS_PER_NODE": "4(x4)"}, [4, 4, 4, 4]),
+        ({"SLURM_TASKS_PER_NODE": "1(x4)", "SLURM_GPUS_ON_NODE": "8"}, [8, 8, 8, 8]),
+        ({"SLURM_GPUS_PER_NODE": "h100:4", "SLURM_GPUS_ON_NODE": "8"}, [4, 4, 4, 4]),
+        ({}, [1, 1, 1, 1]),
+        ({"SLURM_TASKS_PER_NODE": "2(x2)"}, None),
+        ({"SLURM_TASKS_PER_NODE": "many"}, None),
+    ],
+)
+def test_a_node_has_as_many_workers_as_gpus_else_as_tasks(
+    variables: dict[str, str], counts: list[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scontrol(tmp_path, monkeypatch)
+    given = {"SLURM_JOB_NODELIST": "gpu[03-05,9]", **variables}
+    if counts is None:
+        with pytest.raises(LaunchError, match="SLURM_TASKS_PER_NODE"):
+            allocation(given)
+    else:
+        assert [node.num_workers for node in allocation(given)] == counts

@@ -1,0 +1,291 @@
+"""What is handed to Slurm, Kubernetes, Ray, Apptainer and Podman: scripts, manifests and command lines that say what was
+asked, hold up to the schedulers' own schemas, keep every word whole, and never hold a secret."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.run
+import yaml
+
+import paceline
+from paceline.errors import JobError, LaunchError
+from paceline.launch.containers import in_container
+from paceline.launch.ray import ray_argv
+from paceline.launch.slurm import srun_argv
+from paceline.launch.variables import with_variables
+
+# --- Slurm ---
+
+
+def slurm_script(*arguments: str, **options: Any) -> str:
+    settings = {"nodes": 2, "workers": 8, "cpus": 12, "out": "/data/runs/1", "dry_run": True, **options}
+    return paceline.submit.slurm("launch", ["train.py", *arguments], **settings).script
+
+
+def sbatch_options(script: str) -> dict[str, str]:
+    lines = [line.removeprefix("#SBATCH --") for line in script.splitlines() if line.startswith("#SBATCH --")]
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
+def test_a_slurm_script_asks_for_what_was_given() -> None:
+    script = slurm_script(time_limit_s=90_061.5, partition="gpu", account="lab")
+    assert script.startswith("#!/bin/sh\n")
+    options = sbatch_options(script)
+    assert (options["nodes"], options["gpus-per-node"]) == ("2", "8")
+    assert int(options["ntasks-per-node"]) * int(options["cpus-per-task"]) == 96
+    assert (options["time"], options["partition"], options["account"]) == ("1-01:01:02", "gpu", "lab")
+    assert "/data/runs/1/" in options["output"] and "%j" in options["output"]
+    assert subprocess.run(["sh", "-n", "-c", script], timeout=60).returncode == 0
+    bare = sbatch_options(slurm_script(on_cpu=True))
+    assert not {"gpus-per-node", "time", "partition", "account"} & bare.keys()
+
+
+def test_a_slurm_script_keeps_every_word_whole() -> None:
+    words = ["it's", "--flag=a b", "$HOME", "`reboot`", "a\nb", '"', "ä"]
+    assert subprocess.run(["sh", "-n", "-c", slurm_script(*words)], timeout=60).returncode == 0
+    assert set(words) <= set(shlex.split(slurm_script(*words), comments=True))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"partition": "gpu --uid=0"},
+        {"partition": "a\n#SBATCH --uid=0"},
+        {"account": "x\ny"},
+        {"out": '/data/"x'},
+        {"out": "/data/a\nb"},
+    ],
+)
+def test_a_name_that_would_be_another_option_of_sbatch_is_refused(options: dict[str, str]) -> None:
+    with pytest.raises(LaunchError):
+        slurm_script(**options)
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "words"),
+    [
+        ("plan", {}, ["plan", "train"]),
+        ("launch", {"nodes": 0}, ["nodes"]),
+        ("launch", {"workers": -1}, ["workers"]),
+        ("launch", {"nodes": 10_000, "workers": 10_000}, ["10000 nodes"]),
+    ],
+)
+def test_a_submission_that_cannot_be_meant_is_refused(command: str, options: dict[str, int], words: list[str]) -> None:
+    with pytest.raises((LaunchError, JobError)) as caught:
+        paceline.submit.slurm(command, ["train.py"], dry_run=True, **options)  # type: ignore[arg-type]
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_sbatch_gets_the_script_and_its_answer_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sbatch = tmp_path / "sbatch"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(LaunchError, match="sbatch"):
+        slurm_script(dry_run=False, out=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+    sbatch.write_text(f"#!/bin/sh\ncat > {tmp_path}/heard\necho '18;other'\n")
+    sbatch.chmod(0o700)
+    job = paceline.submit.slurm("launch", ["train.py"], out=tmp_path / "run")
+    assert job.job_id == "18"
+    assert (tmp_path / "heard").read_text() == job.script == (tmp_path / "run" / "submit.sh").read_text()
+    sbatch.write_text("#!/bin/sh\ncat > /dev/null\necho 'sbatch: error: no such partition' >&2\nexit 1\n")
+    with pytest.raises(LaunchError, match="no such partition"):
+        slurm_script(dry_run=False, out=tmp_path / "refused")
+
+
+# --- Kubernetes ---
+
+
+def manifest(kind: str = "job", **options: Any) -> str:
+    settings = {
+        "image": "registry.example/train@sha256:" + "ab" * 32,
+        "claim": "runs",
+        "out": "/data/runs/1",
+        "nodes": 2,
+        "workers": 8,
+        "cpus": 12,
+        "memory_bytes": 500 << 30,
+        "name": "run-1",
+        **options,
+    }
+    arguments = settings.pop("arguments", ["--note", "$(HOME): yes"])
+    return paceline.submit.kubernetes("/code/train.py", arguments, kind=kind, **settings)  # type: ignore[arg-type]
+
+
+BARE: dict[str, Any] = {"on_cpu": True, "memory_bytes": None}
+
+
+@pytest.mark.parametrize("options", [{}, BARE, {"nodes": 1, "workers": 1}], ids=["full", "bare", "one"])
+def test_a_job_is_what_the_strict_schema_of_kubernetes_knows(options: dict[str, Any]) -> None:
+    schemas = pytest.importorskip("kubernetes_validate")
+    for document in yaml.safe_load_all(manifest(**options)):
+        schemas.validate(document, schemas.latest_version(), strict=True)
+
+
+@pytest.mark.parametrize("options", [{}, BARE], ids=["full", "bare"])
+def test_a_train_job_is_what_kubeflow_knows(options: dict[str, Any]) -> None:
+    """Its models drop what they do not know without a word."""
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    document = yaml.safe_load(manifest("trainjob", **options))
+    assert models.TrainerV1alpha1TrainJob.from_dict(copy.deepcopy(document)).to_dict() == document
+
+
+def test_a_job_says_what_was_asked() -> None:
+    documents = {one["kind"]: one for one in yaml.safe_load_all(manifest())}
+    service, job = documents["Service"], documents["Job"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    assert (job["spec"]["completionMode"], job["spec"]["completions"], job["spec"]["parallelism"]) == ("Indexed", 2, 2)
+    pod = job["spec"]["template"]["spec"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "8"
+    assert container["resources"]["requests"]["cpu"] == "96"
+    assert container["resources"]["limits"]["memory"] == "512000Mi"
+    assert {volume["name"] for volume in pod["volumes"]} == {mount["name"] for mount in container["volumeMounts"]}
+    assert any(mount["mountPath"] == "/data" for mount in container["volumeMounts"])
+    assert container["securityContext"]["allowPrivilegeEscalation"] is False
+    for text in (manifest(**BARE), manifest("trainjob", **BARE)):
+        assert "nvidia" not in text
+
+
+def test_torchrun_understands_the_pods_command() -> None:
+    job = next(one for one in yaml.safe_load_all(manifest()) if one["kind"] == "Job")
+    command = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert command[-2:] == ["--note", "$$(HOME): yes"]  # as Kubernetes wants a dollar that is one
+    agent = next(place for place, word in enumerate(command) if word in ("torchrun", "torch.distributed.run"))
+    options = torch.distributed.run.get_args_parser().parse_args(command[agent + 1 :])
+    assert (options.nnodes, options.nproc_per_node) == ("2", "8")
+    assert "/code/train.py" in [options.training_script, *options.training_script_args]
+
+
+def test_a_named_job_travels_whole_and_is_checked_first() -> None:
+    options = {"image": "i", "claim": "c", "out": "/data/run", "workers": 2, "on_cpu": True}
+    text = paceline.submit.kubernetes("digits-lenet", settings=["epochs=7"], **options)  # type: ignore[arg-type]
+    assert '"epochs": 7' in text.replace('\\"', '"')
+    with pytest.raises(JobError, match="virtual"):
+        paceline.submit.kubernetes("digits-lenet", nodes=50, **options)  # type: ignore[arg-type]
+    with pytest.raises(JobError, match="epohcs"):
+        paceline.submit.kubernetes("digits-lenet", settings=["epohcs=7"], **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["Run", "1run", "run_1", "run-", "a" * 53, "a\nb", "a.b"])
+def test_a_name_that_kubernetes_refuses_is_refused(name: str) -> None:
+    with pytest.raises(LaunchError, match=r"Kubernetes"):
+        manifest(name=name)
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"out": "/elsewhere/1"}, "/data"),
+        ({"mount": "data", "out": "data/1"}, "data"),
+        ({"claim": "Runs!"}, "PersistentVolumeClaim"),
+        ({"image": ""}, "image"),
+        ({"nodes": 0}, "nodes"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["job", "trainjob"])
+def test_pods_that_cannot_be_meant_are_refused(kind: str, options: dict[str, Any], word: str) -> None:
+    with pytest.raises((LaunchError, JobError), match=word):
+        manifest(kind, **options)
+
+
+def test_without_yaml_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(LaunchError, match=r"paceline\[kubernetes\]"):
+        manifest()
+
+
+# --- command lines ---
+
+
+def test_srun_starts_one_program_on_one_node() -> None:
+    argv = srun_argv("gpu1", ["python", "-m", "x"], cwd=Path("/data/a b"), environ={"A": "1"})
+    assert argv[0] == "srun"
+    assert {"--nodelist=gpu1", "--ntasks=1", "--chdir=/data/a b"} <= set(argv)
+    assert argv[-5:] == ("env", "A=1", "python", "-m", "x")
+
+
+def test_apptainer_shows_the_folders_and_changes_into_the_run() -> None:
+    argv = in_container(["python", "-m", "x"], "image.sif", cwd=Path("/data"), binds=[Path("/runs"), Path("/data")])
+    before, after = argv[: argv.index("image.sif")], argv[argv.index("image.sif") + 1 :]
+    assert before[0] == "apptainer" and {"exec", "--bind=/data:/data", "--bind=/runs:/runs", "--pwd=/data"} <= set(before)
+    assert after[-3:] == ("python", "-m", "x") and "--nv" not in argv
+    assert "--nv" in in_container(["x"], "docker://a/b", cwd=Path("/"), gpus=True)
+
+
+def test_podman_shares_the_network_and_needs_no_terminal() -> None:
+    argv = in_container(["python"], "podman://a/b:1", cwd=Path("/data"))
+    assert argv[:2] == ("podman", "run") and argv[-1] == "python" and "a/b:1" in argv
+    assert {"--rm", "--network=host", "--ipc=host", "--volume=/data:/data", "--workdir=/data"} <= set(argv)
+    assert not any(re.fullmatch("-t|--tty|-it", word) or "nvidia" in word for word in argv)
+    assert "--device=nvidia.com/gpu=all" in in_container(["x"], "podman://a", cwd=Path("/"), gpus=True)
+
+
+@pytest.mark.parametrize("image", ["image.sif", "podman://a/b:1"])
+def test_a_container_hears_every_word(image: str, tmp_path: Path) -> None:
+    stand_in = tmp_path / "stand-in"
+    stand_in.write_text(f"#!{sys.executable} -S\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    stand_in.chmod(0o700)
+    _, *words = in_container(["x", 'it\'s "a" $word'], image, cwd=tmp_path)
+    heard = subprocess.run([str(stand_in), *words], capture_output=True, text=True, check=True, timeout=60).stdout
+    assert json.loads(heard) == words
+
+
+@pytest.mark.parametrize(
+    "image",
+    ["", "a/b", "image.sqsh", "--nv.sif", "docker://", "docker://-x", "podman://", "podman://--privileged", "ftp://x"],
+)
+def test_what_is_no_image_is_refused(image: str) -> None:
+    with pytest.raises(LaunchError, match="podman://"):
+        in_container(["x"], image, cwd=Path("/"))
+
+
+@pytest.mark.parametrize("folder", ["/a:b", "/a,b", "relative", "/a\nb"])
+def test_a_folder_that_a_container_cannot_be_shown_is_refused(folder: str) -> None:
+    with pytest.raises(LaunchError, match="container"):
+        in_container(["x"], "image.sif", cwd=Path("/"), binds=[Path(folder)])
+
+
+SECRETS = ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "my_passphrase", "GH_TOKENS"]
+HARMLESS = ["TOKENIZERS_PARALLELISM", "KEYBOARD", "MONKEY", "PATH", "NCCL_SOCKET_IFNAME"]
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_a_secret_stands_on_no_command_line(name: str) -> None:
+    environ = {name: "hunter2"}
+    for start in (
+        lambda: with_variables(["true"], environ),
+        lambda: srun_argv("gpu1", ["true"], cwd=Path("/"), environ=environ),
+        lambda: ray_argv("gpu1", ["true"], cwd=Path("/"), environ=environ),
+    ):
+        with pytest.raises(LaunchError, match=name) as caught:
+            start()
+        assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_harmless_variable_is_set_by_env(name: str) -> None:
+    assert with_variables(["true"], {name: "1"}) == ("env", f"{name}=1", "true")
+
+
+@pytest.mark.parametrize("name", ["", "A B", "1A", "-i", "A=B"])
+def test_a_name_that_env_would_misread_is_refused(name: str) -> None:
+    with pytest.raises(LaunchError):
+        with_variables(["true"], {name: "1"})
+
+
+@pytest.mark.parametrize("node", ["-x", "--list", ""])
+def test_a_node_that_would_be_an_option_is_refused(node: str) -> None:
+    for start in (srun_argv, ray_argv):
+        with pytest.raises(LaunchError):
+            start(node, ["true"], cwd=Path("/"), environ={})
