@@ -16,9 +16,7 @@ from paceline.workflows.topo import Topology
 
 @options_of(
     workflow.topo,
-    source={
-        "help": "Read nvidia-smi topo -m, rocm-smi --showtopo, an NCCL XML dump or cluster.json; - is standard input."
-    },
+    source={"help": "Read nvidia-smi topo -m or cluster.json; - is standard input."},
     pair={"metavar": "0,1"},
     node={"help": "The name of the node, in a cluster.json with several (default: the first)."},
     pick={
@@ -63,5 +61,5 @@ def _show(found: Topology, *, has_pick: bool) -> None:
     console = table_console(pipe_columns=200)  # 16 GPUs and 10 network cards fit
     console.print(node_view(found.node, console.width, choice.ring.devices if choice else ()))
     # Whole lines, however narrow the terminal: the last one is there to be copied.
-    for line in ["", *choice_lines(found.node, choice)] if choice else []:
+    for line in ["", *choice_lines(choice)] if choice else []:
         console.print(line, soft_wrap=True)

@@ -26,16 +26,3 @@ def parse_cpus(text: str) -> tuple[int, ...]:
             raise ValueError(f"{item.strip()!r} is not a range of numbers below {MOST}")
         numbers.update(range(low, high + 1))
     return tuple(sorted(numbers))
-
-
-def parse_mask(text: str) -> tuple[int, ...]:
-    """The cores of a mask such as "0000ffff,00000000": groups of 32 bits in hexadecimal, the highest first.
-
-    Raises:
-        ValueError: as for `parse_cpus`.
-    """
-    groups = text.split(",")
-    if not all(re.fullmatch(r"[0-9a-fA-F]{1,8}", group) for group in groups) or len(groups) > MOST // 32:
-        raise ValueError(f"{text[:40]!r} is not a mask of cores such as 0000ffff,00000000")
-    mask = int("".join(group.zfill(8) for group in groups), 16)
-    return tuple(core for core in range(mask.bit_length()) if mask >> core & 1)

@@ -12,9 +12,6 @@ PCIe, from the constants with which NCCL plans its own rings (NVIDIA/nccl, src/g
 - INTEL_P2P_OVERHEAD, 6/5: through a host bridge data travels in packets of 64 bytes. For PHB and NODE.
 - SYS cannot exceed what joins the sockets: BDW_QPI_BW 6.0, SKL_QPI_BW 10.0 (Skylake to Ice Lake), SRP_QPI_BW 22.0
   and ERP_QPI_BW 40.0 GB/s, the slowest two-socket server that has the PCIe generation. EPYC does better.
-
-XGMI, AMD Infinity Fabric with 16 lanes: MI100 23 GT/s, MI200 25 (both ROCm GPU architecture pages), MI300 32 (amdgpu
-driver, XGMI_SPEED_32GT).
 """
 
 from __future__ import annotations
@@ -55,7 +52,7 @@ class GpuModel:
     name: str
     """A regular expression for the name that the driver gives."""
     nvlink_bytes_per_s: float
-    """One link in one direction; Infinity Fabric on AMD."""
+    """One link in one direction."""
     pcie: PcieLanes
 
 
@@ -74,9 +71,6 @@ MODELS = (
     GpuModel(r"\bG?H[128]0{1,2}\b", 25e9, GEN5),
     GpuModel(r"\bG?B[123]00\b", 50e9, GEN5),
     GpuModel(r"Blackwell|RTX 50\d\d", 25e9, GEN5),
-    GpuModel(r"MI100\b|MI[56]0\b", 46e9, GEN4),
-    GpuModel(r"MI2\d\dX?\b", 50e9, GEN4),
-    GpuModel(r"MI3\d\d[AX]?\b", 64e9, GEN5),
 )
 
 
@@ -99,8 +93,6 @@ def link_bytes_per_s(label: str, gpu_names: Sequence[str] = (), lanes: Sequence[
     models = [model(name) for name in gpu_names] or [UNKNOWN]
     if label.startswith("NV"):
         return int(label.removeprefix("NV")) * min(known.nvlink_bytes_per_s for known in models)
-    if label == "XGMI":
-        return min(known.nvlink_bytes_per_s for known in models)
     slowest = min(lanes or [known.pcie for known in models], key=lambda lane: lane.bytes_per_s)
     if label in ("PIX", "PXB"):
         return slowest.bytes_per_s

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.errors import ClusterError, file_problems, shown
-from paceline.hardware.nccl_xml import parse_nccl_xml
-from paceline.hardware.rocm_matrix import is_rocm, parse_rocm
 from paceline.hardware.smi_matrix import parse_topology
 from paceline.regular_files import read_text
 from paceline.spec import Cluster
@@ -15,16 +13,15 @@ from paceline.spec import Cluster
 def read_topology(source: Path | str) -> Cluster:
     """The cluster in a file or text, recognised by its content.
 
-    Known are `nvidia-smi topo -m` (with `nvidia-smi -L` before it, if you like), `rocm-smi --showtopo`, the XML that
-    NCCL writes to NCCL_TOPO_DUMP_FILE, and cluster.json.
+    Known are `nvidia-smi topo -m` (with `nvidia-smi -L` before it, if you like) and cluster.json.
 
     Args:
-        source: A path, or the text itself: a string of several lines, or one that begins like JSON or XML.
+        source: A path, or the text itself: a string of several lines, or one that begins like JSON.
 
     Raises:
         ClusterError: no such file, or text that is none of these.
     """
-    if isinstance(source, str) and (len(source.splitlines()) > 1 or source.startswith(("{", "<"))):
+    if isinstance(source, str) and (len(source.splitlines()) > 1 or source.startswith("{")):
         return _parse(source)
     path = Path(source)
     with file_problems(f"The topology file {shown(str(source))} cannot be read", ClusterError):
@@ -36,11 +33,6 @@ def read_topology(source: Path | str) -> Cluster:
 
 
 def _parse(text: str) -> Cluster:
-    start = text.lstrip("\ufeff \t\r\n")[:1]
-    if start == "{":
+    if text.lstrip("\ufeff \t\r\n").startswith("{"):
         return Cluster.from_json(text.lstrip("\ufeff"), "This")
-    if start == "<":
-        return Cluster((parse_nccl_xml(text),))
-    if is_rocm(text):
-        return Cluster((parse_rocm(text),))
     return Cluster((parse_topology(text),))

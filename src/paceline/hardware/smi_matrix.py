@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from paceline.errors import ClusterError
 from paceline.hardware.cpu_list import parse_cpus
 from paceline.hardware.pair_links import links_of_pairs, num_cores
-from paceline.hardware.square_table import square_cells
 from paceline.spec import Device, Node, Peripheral
 
 LABELS = ("SYS", "NODE", "PHB", "PXB", "PIX", *(f"NV{count}" for count in range(1, 19)))
@@ -54,15 +53,45 @@ def parse_topology(text: str) -> Node:
     columns, affinities = _header(lines[start])
     rows, legend = _rows(lines[start + 1 :], columns)
     width = len(columns)
-    cells = square_cells(
-        "the topology matrix",
-        columns,
-        [(name, [OLD_NAMES.get(word, word) for word in words[:width]]) for name, words in rows],
-        "X",
-        "|".join(LABELS),
-    )
+    cells = _cells(columns, [(name, [OLD_NAMES.get(word, word) for word in words[:width]]) for name, words in rows])
     told = {name: _affinities(name, words[width:], affinities) for name, words in rows}
     return _node(columns, cells, told, legend, _listing(lines[:start]))
+
+
+def _cells(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> dict[tuple[str, str], str]:
+    """The labels by the names of row and column; X on the diagonal, and the same in both directions.
+
+    Raises:
+        ClusterError: rows and columns that do not agree; names row and column.
+    """
+    cells: dict[tuple[str, str], str] = {}
+    for row, words in rows:
+        if row not in columns:
+            raise ClusterError(f"The topology matrix has a row {row} but no column of that name.")
+        if (row, row) in cells:
+            raise ClusterError(f"The topology matrix has two rows {row}; every name stands once.")
+        if len(words) != len(columns):
+            missing = f": column {columns[len(words)]} has none" if len(words) < len(columns) else ""
+            raise ClusterError(
+                f"Row {row} of the topology matrix has {len(words)} cells for {len(columns)} columns{missing}."
+            )
+        for column, word in zip(columns, words, strict=True):
+            if not (word == "X" if row == column else word in LABELS):
+                raise ClusterError(
+                    f"Row {row}, column {column} of the topology matrix says {word[:40]!r}, which is not the label of "
+                    "a link, or X in the wrong place."
+                )
+            cells[row, column] = word
+    for column in columns:
+        if (column, column) not in cells:
+            raise ClusterError(f"The topology matrix has a column {column} but no row of that name.")
+    for (row, column), cell in cells.items():
+        if cells[column, row] != cell:
+            raise ClusterError(
+                f"Row {row}, column {column} of the topology matrix says {cell}, but row {column}, column {row} says "
+                f"{cells[column, row]}; a link is the same in both directions."
+            )
+    return cells
 
 
 def _is_header(line: str) -> bool:

@@ -149,7 +149,7 @@ def weight(link: Link | None) -> float:
     bonds = link.label.removeprefix("NV")
     if bonds.isdecimal():
         return float(min(_LEAST_KNOWN - 1, max(_NEARNESS.values()) + 1 + int(bonds)))
-    return float(_NEARNESS.get(link.label, max(_NEARNESS.values()) + 1 if link.label == "XGMI" else 0))
+    return float(_NEARNESS.get(link.label, 0))
 
 
 _LEAST_KNOWN = 1000

@@ -29,7 +29,6 @@ _LABELS = {
     "PHB": ("host", "through a PCIe host bridge, which is part of the CPU"),
     "NODE": ("host", "between PCIe host bridges of one NUMA node"),
     "SYS": ("sockets", "across the link between the sockets"),
-    "XGMI": ("NVLink", "over AMD Infinity Fabric"),
 }
 """Kind of wire, and what `nvidia-smi topo -m` prints in its own words as a legend; the nearest first."""
 
@@ -50,7 +49,7 @@ def num_nvlinks(label: str) -> int:
 
 
 def label_class(label: str) -> str:
-    """The kind of wire: NVLink (and AMD's like), PCIe, host (through the CPU), sockets, other."""
+    """The kind of wire: NVLink, PCIe, host (through the CPU), sockets, other."""
     return "NVLink" if num_nvlinks(label) else _LABELS.get(label, ("other", ""))[0]
 
 
@@ -257,7 +256,7 @@ def label_bandwidth(node: Node, label: str) -> str:
 # --- The choice ---
 
 
-def choice_lines(node: Node, choice: DeviceChoice) -> list[str]:
+def choice_lines(choice: DeviceChoice) -> list[str]:
     """What was chosen, why, what a naive choice would cost, and, last, the line that makes a program use it."""
     ring = choice.ring
     count = len(ring.devices)
@@ -271,14 +270,12 @@ def choice_lines(node: Node, choice: DeviceChoice) -> list[str]:
         lines.append("This ring was found by improving step by step, not by trying all: a better one may exist.")
     if count > 1:
         lines.append(_naive_sentence(choice))
-    return [*lines, " ".join(f"{name}={value}" for name, value in visible_devices(node, ring.devices).items())]
+    return [*lines, " ".join(f"{name}={value}" for name, value in visible_devices(ring.devices).items())]
 
 
-def visible_devices(node: Node, devices: Sequence[int]) -> dict[str, str]:
+def visible_devices(devices: Sequence[int]) -> dict[str, str]:
     """The variables that show a program these devices, in this order."""
     listed = ",".join(map(str, devices))
-    if any(device.name.startswith("AMD") for device in node.devices if device.kind == "cuda"):
-        return {"HIP_VISIBLE_DEVICES": listed}
     return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": listed}
 
 
@@ -316,7 +313,7 @@ def topology_mapping(node: Node, choice: DeviceChoice | None) -> dict[str, Any]:
         "is_exact": choice.is_exact if choice else None,
         "all_reduce_1_gb_s": choice.ring.all_reduce_s(NAIVE_SIZE_BYTES) if choice else None,
         "naive": _naive_mapping(choice.naive) if choice else None,
-        "environment": visible_devices(node, choice.ring.devices) if choice else {},
+        "environment": visible_devices(choice.ring.devices) if choice else {},
         "notes": list(node.notes),
     }
 

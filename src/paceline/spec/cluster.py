@@ -68,7 +68,7 @@ class Link:
     ends: tuple[str, str]
     """Labels of both ends, devices first and in ascending order: ("GPU0", "GPU3"), ("GPU0", "NIC1")."""
     label: str
-    """The label as in `nvidia-smi topo -m`: NV1 … NV18, PIX, PXB, PHB, NODE, SYS; XGMI on AMD."""
+    """The label as in `nvidia-smi topo -m`: NV1 … NV18, PIX, PXB, PHB, NODE, SYS."""
     bytes_per_s: float | None = at_least(0, None)
     """Bandwidth in one direction; None if neither a datasheet nor a measurement gives it."""
     latency_s: float | None = between(0, _LONGEST_S, None)

@@ -44,7 +44,7 @@ def topo(
     Example: `paceline.topo().node.devices`.
 
     Args:
-        source: a file, or its text, from nvidia-smi topo -m, rocm-smi --showtopo or NCCL (XML), or cluster.json; None:
+        source: a file, or its text, from nvidia-smi topo -m, or cluster.json; None:
             this node. A single line is a path.
         node: the name of the node, in a cluster with several; None: the first.
         pair: two GPUs such as "0,1", or a GPU and another device such as "GPU0,NIC1"; says how they

@@ -11,7 +11,7 @@ FOLDER = Path(__file__).parent
 
 
 def paths() -> list[Path]:
-    return sorted([*FOLDER.glob("*.txt"), *FOLDER.glob("*.xml")])
+    return sorted(FOLDER.glob("*.txt"))
 
 
 def names() -> list[str]:

@@ -143,9 +143,6 @@ NIC0    PIX     SYS      X
 NIC Legend:
   NIC0: mlx5_0
 """
-_NCCL = """<system version="1"><cpu numaid="0" affinity="ffff" arch="x86_64"><pci busid="0000:18:00.0" class="0x030200"
-link_speed="16.0 GT/s PCIe" link_width="16"><gpu dev="0" sm="80" rank="0" gdr="1"><nvlink target="0000:5e:00.0"
-count="2" tclass="0x030200"/></gpu></pci></cpu></system>"""
 _STEPS = """num_nodes,devices_per_node,micro_batch_size,step_time_s,sync_time_s
 1,1,8,0.020,
 1,2,8,0.024,0.003
@@ -199,7 +196,6 @@ FORMATS = (
         "hosts", "a:8,kim@b:4,[fd00::3]:2", lambda path: parse_node_list(path.read_bytes().decode("utf-8", "replace"))
     ),
     _text("topology.txt", _TOPOLOGY, read_topology),
-    _text("topology.xml", _NCCL, read_topology),
     _text("steps.csv", _STEPS, _fit),
     _text("metrics.jsonl", '{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.25}\n', _use_metrics),
     Format("setting", _settings(), _use_setting),

@@ -17,7 +17,7 @@ from paceline.hardware import read_topology
 from paceline.spec import Cluster, Node
 from tests.data import topologies
 
-RECORDED = [path.stem for path in topologies.paths() if path.suffix == ".txt" and not path.stem.startswith("amd")]
+RECORDED = topologies.names()
 MATRIX = """\
 \tGPU0\tGPU1\tNIC0\tCPU Affinity\tNUMA Affinity
 GPU0\t X \tNV2\tPIX\t0-3,8-11\t0

@@ -232,7 +232,7 @@ def test_a_forecast_and_a_study_show_themselves_in_notebooks() -> None:
 
 # --- a node: its table and its drawing ---
 
-RECORDED = [path.stem for path in topologies.paths() if path.suffix == ".txt" and not path.stem.startswith("amd")]
+RECORDED = topologies.names()
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -308,7 +308,7 @@ def test_names_from_a_file_do_not_become_markup(tmp_path: Path) -> None:
 def test_a_choice_is_told_with_the_line_to_copy() -> None:
     found = paceline.topo(topologies.path_of("dgx1"), pick=2)
     assert found.choice is not None
-    lines = choice_lines(found.node, found.choice)
+    lines = choice_lines(found.choice)
     assert lines[-1] == "CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,3"
     said = " ".join(lines)
     assert all(

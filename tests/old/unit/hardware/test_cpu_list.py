@@ -1,12 +1,10 @@
-"""Lists and masks of cores."""
+"""Lists of cores."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from paceline.hardware.cpu_list import parse_cpus, parse_mask
+from paceline.hardware.cpu_list import parse_cpus
 
 
 def test_lists() -> None:
@@ -18,16 +16,3 @@ def test_lists() -> None:
 def test_no_list(text: str) -> None:
     with pytest.raises(ValueError, match="numbers"):
         parse_cpus(text)
-
-
-@given(st.sets(st.integers(0, 400)))
-def test_masks(cores: set[int]) -> None:
-    digits = f"{sum(1 << core for core in cores):x}"
-    groups = [digits[max(0, end - 8) : end] for end in range(len(digits), 0, -8)]
-    assert parse_mask(",".join(reversed(groups))) == tuple(sorted(cores))
-
-
-@pytest.mark.parametrize("text", ["", "0x3", "fffffffff", "3,", "g", ",".join(["f"] * 3000)])
-def test_no_mask(text: str) -> None:
-    with pytest.raises(ValueError, match="mask"):
-        parse_mask(text)

@@ -39,8 +39,6 @@ from paceline.hardware.datasheet import PcieLanes, link_bytes_per_s
         ("NVIDIA H200", "PIX", 48),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "PHB", 40),
         ("NVIDIA B200", "SYS", 22),
-        ("AMD Instinct MI250X", "XGMI", 50),
-        ("AMD Instinct MI300X", "XGMI", 64),
     ],
 )
 def test_published_figures(name: str, label: str, gb_per_s: float) -> None:

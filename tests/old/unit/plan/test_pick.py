@@ -16,7 +16,7 @@ from paceline.spec import Device, Link, Node, Peripheral
 from paceline.spec.device_choice import DeviceChoice
 from tests.data import topologies
 
-NEAREST_FIRST = ("NV", "XGMI", "PIX", "PXB", "PHB", "NODE", "SYS", "")
+NEAREST_FIRST = ("NV", "PIX", "PXB", "PHB", "NODE", "SYS", "")
 RATES = {"NV2": 50e9, "NV1": 25e9, "PIX": 12e9, "PXB": 12e9, "PHB": 10e9, "NODE": 10e9, "SYS": 6e9}
 
 

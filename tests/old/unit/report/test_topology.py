@@ -56,7 +56,6 @@ def pair_node(label: str, bytes_per_s: float | None, source: str = "datasheet") 
         ("PHB", "through a PCIe host bridge, which is part of the CPU"),
         ("NODE", "between PCIe host bridges of one NUMA node"),
         ("SYS", "across the link between the sockets"),
-        ("XGMI", "over AMD Infinity Fabric"),
     ],
 )
 def test_a_pair_is_one_sentence(label: str, words: str) -> None:
@@ -130,9 +129,7 @@ def test_what_is_busy_and_what_was_left_out_is_shown() -> None:
 
 def test_a_choice_ends_with_the_line_to_copy() -> None:
     slow, fast = Link(("GPU0", "GPU1"), "NV1", 25e9), Link(("GPU0", "GPU3"), "NV2", 50e9)
-    two = choice_lines(
-        gpu_node("dgx1"), DeviceChoice(DeviceRing((0, 3), fast), DeviceRing((0, 1), slow), is_exact=True)
-    )
+    two = choice_lines(DeviceChoice(DeviceRing((0, 3), fast), DeviceRing((0, 1), slow), is_exact=True))
     assert two == [
         "Use GPUs 0 and 3.",
         "The link between them: NV2, 50 GB/s.",
@@ -140,25 +137,16 @@ def test_a_choice_ends_with_the_line_to_copy() -> None:
         "2.00x the time: its slowest link is NV1, 25 GB/s.",
         "CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,3",
     ]
-    four = choice_lines(
-        gpu_node("dgx1"), DeviceChoice(DeviceRing((0, 3, 2, 1), slow), DeviceRing((0, 1, 2, 3), slow), is_exact=False)
-    )
+    four = choice_lines(DeviceChoice(DeviceRing((0, 3, 2, 1), slow), DeviceRing((0, 1, 2, 3), slow), is_exact=False))
     assert "The best ring is 0 - 3 - 2 - 1 - 0; its slowest link is NV1, 25 GB/s." in four
     assert "A naive choice, GPUs 0, 1, 2 and 3 in this order, has a bottleneck as fast: NV1, 25 GB/s." in four
     assert any("a better one may exist" in line for line in four)
     assert four[-1] == "CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,3,2,1"
     alone = DeviceRing((5,), None)
-    assert choice_lines(gpu_node("dgx1"), DeviceChoice(alone, alone, is_exact=True)) == [
+    assert choice_lines(DeviceChoice(alone, alone, is_exact=True)) == [
         "Use GPU 5.",
         "CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=5",
     ]
-
-
-def test_amd_gpus_are_chosen_by_their_own_variable() -> None:
-    node, ring = gpu_node("amd_mi250"), DeviceRing((1, 0), None)
-    choice = DeviceChoice(ring, ring, is_exact=True)
-    assert choice_lines(node, choice)[-1] == "HIP_VISIBLE_DEVICES=1,0"
-    assert topology_mapping(node, choice)["environment"] == {"HIP_VISIBLE_DEVICES": "1,0"}
 
 
 def test_json_of_a_choice_names_pairs_bottleneck_and_ring() -> None:
