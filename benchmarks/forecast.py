@@ -29,7 +29,7 @@ from paceline.spec.codec import to_mapping
 from paceline.workflows.jobs import resolve_job
 
 ON_ONE_NODE: tuple[AlgorithmName, ...] = ("all_reduce", "hierarchical")
-BETWEEN_NODES: tuple[AlgorithmName, ...] = ("all_reduce", "hierarchical", "halving_doubling", "ring")
+BETWEEN_NODES: tuple[AlgorithmName, ...] = ("all_reduce", "hierarchical", "ring")
 PROBE_BUDGET_S = 120
 TIMEOUT_S = 900.0
 

@@ -30,21 +30,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "all_reduce": {"algorithm": "all_reduce"},
     "hierarchical": {"algorithm": "hierarchical"},
     "hierarchical, bfloat16": {"algorithm": "hierarchical", "wire": "bfloat16"},
-    "hierarchical, int8": {"algorithm": "hierarchical", "wire": "int8"},
-    "powersgd, rank 2": {"algorithm": "hierarchical", "wire": "powersgd"},
     "no communication": {"algorithm": "hierarchical", "method": "local_sgd", "sync_every": 1000},
     "local_sgd, H=16": {"algorithm": "hierarchical", "method": "local_sgd"},
     "diloco, H=16": {"algorithm": "hierarchical", "method": "diloco"},
     "diloco, H=16, 2 groups": {"algorithm": "hierarchical", "method": "diloco", "groups": 2},
-    "diloco, H=16, 2 groups, int8": {"algorithm": "hierarchical", "method": "diloco", "groups": 2, "wire": "int8"},
     "diloco, H=16, bfloat16": {"algorithm": "hierarchical", "method": "diloco", "wire": "bfloat16"},
     "diloco, H=16, 8 late": {"algorithm": "hierarchical", "method": "diloco", "overlap_steps": 8},
-    "diloco, H=16, 8 late, int8": {
-        "algorithm": "hierarchical",
-        "method": "diloco",
-        "overlap_steps": 8,
-        "wire": "int8",
-    },
 }
 
 

@@ -31,13 +31,6 @@ WAYS: dict[str, list[str]] = {
     "float32, every step": [],
     "bfloat16": ["wire=bfloat16"],
     "float16": ["wire=float16"],
-    "int8": ["wire=int8"],
-    "powersgd, rank 1": ["wire=powersgd", "powersgd_rank=1"],
-    "powersgd, rank 4": ["wire=powersgd", "powersgd_rank=4"],
-    "topk, 1 %": ["wire=topk", "density=0.01"],
-    "topk, 10 %": ["wire=topk", "density=0.1"],
-    "randomk, 1 %": ["wire=randomk", "density=0.01"],
-    "randomk, 10 %": ["wire=randomk", "density=0.1"],
     "local_sgd, H=16": ["method=local_sgd"],
     "diloco, H=16": ["method=diloco"],
 }

@@ -2,17 +2,14 @@
 
     algorithm(values: Tensor, links: Links) -> None
 
-Wire formats say how its messages are written; compressors let it sum less than the gradients. `Aggregator` puts them
-together.
+Wire formats say how its messages are written. `Aggregator` puts them together.
 """
 
 from __future__ import annotations
 
-from paceline.comm.aggregator import Aggregator, Algorithm
+from paceline.comm.aggregator import Aggregator, Algorithm, Bucket
 from paceline.comm.all_reduce import all_reduce
 from paceline.comm.all_to_one import all_to_one
-from paceline.comm.compressor import Bucket, Compressor
-from paceline.comm.halving_doubling import halving_doubling
 from paceline.comm.hierarchical import hierarchical
 from paceline.comm.links import Links, open_links
 from paceline.comm.parameter_server import parameter_server, parameter_server_two_level
@@ -27,7 +24,6 @@ ALGORITHMS: dict[str, Algorithm] = {
     "parameter_server": parameter_server,
     "parameter_server_two_level": parameter_server_two_level,
     "ring": ring,
-    "halving_doubling": halving_doubling,
     "hierarchical": hierarchical,
     "tree_exact": tree_exact,
 }
@@ -38,7 +34,6 @@ __all__ = [
     "Aggregator",
     "Algorithm",
     "Bucket",
-    "Compressor",
     "Links",
     "Scheduler",
     "open_links",

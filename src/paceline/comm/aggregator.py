@@ -1,4 +1,4 @@
-"""Summing gradients over all workers: an algorithm, a wire format and perhaps a compressor, behind one scheduler."""
+"""Summing gradients over all workers: an algorithm and a wire format, behind one scheduler."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from paceline.comm.all_reduce import all_reduce
-from paceline.comm.compressor import Bucket, Compressor
 from paceline.comm.links import Links
 from paceline.comm.scheduler import Scheduler
 from paceline.comm.wire import FLOAT32
@@ -19,19 +18,28 @@ Algorithm = Callable[[Tensor, Links], None]
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """Gradients that are aggregated together."""
+
+    values: Tensor
+    """All gradients as one flat vector."""
+    parts: tuple[tuple[str, Tensor], ...]
+    """Each parameter's name and its gradient in its own shape, a view of `values`."""
+
+
+@dataclass(frozen=True)
 class Aggregator:
     """How the workers of one group add up. Every sum is begun at once and done in the background, in order."""
 
     algorithm: Algorithm
     links: Links
     scheduler: Scheduler
-    compressor: Compressor | None = None
 
     def sum_bucket(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         """Begin to replace the bucket's values by their sum, in the run's wire format."""
         names = dict.fromkeys((bucket.parts[0][0], bucket.parts[-1][0]))
         return self.scheduler.submit(
-            "gradients", " … ".join(names), bucket.values, lambda: self._in_float(bucket, self._sum_bucket)
+            "gradients", " … ".join(names), bucket.values, lambda: self._sum_in_float(bucket.values)
         )
 
     def sum_exactly(self, values: Tensor, name: str) -> torch.futures.Future[Tensor]:
@@ -44,26 +52,11 @@ class Aggregator:
         self.sum_exactly(values, name).wait()
         self.scheduler.raise_error()
 
-    def _sum_bucket(self, bucket: Bucket) -> None:
-        if self.compressor is None:
-            self._total(bucket.values)
-        else:
-            self.compressor.aggregate(bucket, self._total)
-
-    def _total(self, values: Tensor) -> None:
-        self.algorithm(values, self.links)
-
-    @staticmethod
-    def _in_float(bucket: Bucket, aggregate: Callable[[Bucket], None]) -> None:
+    def _sum_in_float(self, values: Tensor) -> None:
         """Sum low-precision gradients in float32, rounding once, at the end."""
-        if bucket.values.dtype in (torch.float32, torch.float64):
-            aggregate(bucket)
+        if values.dtype in (torch.float32, torch.float64):
+            self.algorithm(values, self.links)
             return
-        wide = bucket.values.float()
-        pieces = wide.split([part.numel() for _, part in bucket.parts])
-        parts = tuple(
-            (name, piece.as_strided(part.shape, part.stride(), piece.storage_offset()))
-            for (name, part), piece in zip(bucket.parts, pieces, strict=True)
-        )
-        aggregate(Bucket(wide, parts))
-        bucket.values.copy_(wide)
+        wide = values.float()
+        self.algorithm(wide, self.links)
+        values.copy_(wide)

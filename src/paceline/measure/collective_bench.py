@@ -198,7 +198,7 @@ class _Bench:
         self._num_servers = min(request.num_servers, links.world_size)
         self._counters = None if request.interface is None else _counters(request.interface)
         self._vector = torch.empty(0, dtype=self._dtype, device=links.device)
-        # Small whole numbers: their sums are exact in every format but int8 for up to 128 workers.
+        # Small whole numbers: their sums are exact in every format for up to 128 workers.
         numbers = [
             torch.randint(-2, 3, (PERIOD,), generator=torch.Generator().manual_seed(rank))
             for rank in range(links.world_size)
@@ -261,7 +261,7 @@ class _Bench:
         largest = 2 * self._links.world_size
         wire = WIRE_FACTS[case.wire]
         unit = max(wire.rounding, torch.finfo(self._dtype).eps / 2)
-        if not wire.has_blocks and largest * unit <= 1:
+        if largest * unit <= 1:
             return 0.0
         return largest * self._links.world_size * unit
 

@@ -54,8 +54,6 @@ def check_automatic(job: Job, plan: Plan, world_size: int, *, may_skip: bool) ->
         why = f"with the strategy {plan.mesh} workers wait for each other in the middle of a pass"
     elif job.norm == "sync":
         why = "with norm = 'sync' workers wait for each other in the middle of a pass"
-    elif job.aggregation.compresses:
-        why = f"aggregation.wire = {job.aggregation.wire!r} sends the rest of a gradient in later steps"
     elif may_skip:
         why = "find_unused_parameters = True leaves open which gradients the other workers wait for"
     if why:

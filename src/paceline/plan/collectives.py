@@ -137,30 +137,12 @@ def tree_exact(size_bytes: float, layout: Layout, network: Network) -> float:
     return inside_s(size_bytes) if layout.num_nodes == 1 else _two_levels_s(size_bytes, layout, network, inside_s)
 
 
-def halving_doubling(size_bytes: float, layout: Layout, network: Network) -> float:
-    """Recursive halving and doubling: T = 2 log2(n) alpha + 2 (n - 1) / n K (Rabenseifner 2004).
-
-    Round r pairs workers 2^r places apart and exchanges 1 / 2^(r + 1) of the vector, so that the large exchanges stay
-    inside a node. Workers beyond the largest power of two hand a partner all they have and get the sum from it.
-    """
-    n = layout.num_workers
-    core = 1 << (n.bit_length() - 1)
-    node_of = np.repeat(np.arange(layout.num_nodes), layout.workers_per_node)
-    places = np.arange(core)
-    total_s = 0.0
-    for power in range(core.bit_length() - 1):
-        partners = node_of[places ^ (1 << power)]
-        total_s += 2 * _round_s(size_bytes / (2 << power), node_of[:core], partners, network)
-    return total_s + (2 * _round_s(size_bytes, node_of[core:], node_of[: n - core], network) if n > core else 0.0)
-
-
 COSTS: dict[AlgorithmName, Cost] = {
     "all_reduce": all_reduce,
     "all_to_one": parameter_server,
     "parameter_server": parameter_server,
     "parameter_server_two_level": parameter_server_two_level,
     "ring": ring,
-    "halving_doubling": halving_doubling,
     "hierarchical": hierarchical,
     "tree_exact": tree_exact,
 }

@@ -12,7 +12,6 @@ from paceline.plan.network_costs import SHARED_MEMORY
 from paceline.plan.step_time import expected_maximum, neighbour_slowdown, neighbours_factor, slowest_s
 from paceline.spec import AggregationSpec, AlgorithmName, Job
 from paceline.spec.algorithm import CHOICE_MARGIN, automatic_candidates
-from paceline.spec.wire import WIRE_FACTS
 
 STRAGGLER_SPREAD = 0.02
 """Standard deviation over mean of one worker's computing time; the probe does not measure it."""
@@ -114,9 +113,8 @@ def _measured_factors(inputs: PlanInputs, layout: Layout) -> dict[AlgorithmName,
         took_s = timed.waiting_s
         if sums_are_hidden(inputs, together):
             took_s = sums_of_exposed_s(compute_s, 4.0 * timing.num_parameters, timed.waiting_s)
-        # A compressor may send far less than its price says.
-        least = _MIN_SUM_FACTOR if timed.wire in WIRE_FACTS else 0.0
-        factors[timed.algorithm] = max(least, took_s / _price_s(inputs, timed.algorithm, together, timed.wire))
+        price_s = _price_s(inputs, timed.algorithm, together, timed.wire)
+        factors[timed.algorithm] = max(_MIN_SUM_FACTOR, took_s / price_s)
     return factors
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from paceline.errors import JobError
 from paceline.plan.buckets import exposed_s, num_buckets, sums_s
-from paceline.plan.collectives import halving_doubling, hierarchical, ring, tree_exact
+from paceline.plan.collectives import hierarchical, ring, tree_exact
 from paceline.plan.memory import device_memory, fits
 from paceline.plan.model import Layout, Network
 from paceline.plan.peak_memory import USABLE_FRACTION, StateBytes
@@ -375,7 +375,7 @@ class MeshPrices:
 @lru_cache(maxsize=8192)
 def cheapest_s(size_bytes: float, layout: Layout, network: Network) -> float:
     """Seconds of one sum over `layout`, by the algorithms that stand for what tuned libraries do."""
-    return min(cost(size_bytes, layout, network) for cost in (ring, halving_doubling, hierarchical))
+    return min(cost(size_bytes, layout, network) for cost in (ring, hierarchical))
 
 
 def _nothing_fits(workload: Workload, num_workers: int, too_large: list[tuple[Mesh, DeviceMemory]]) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from paceline.errors import JobError
 from paceline.spec.codec import above_zero, at_least, between
-from paceline.spec.wire import CompressorName, WireName
+from paceline.spec.wire import WireName
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,8 @@ class AggregationSpec:
     method: Literal["every_step", "local_sgd", "diloco", "parameter_server_async"] = "every_step"
     """When gradients are summed: every step; or weights are averaged every few steps ("local_sgd", "diloco"); or
     servers update asynchronously."""
-    wire: Literal[WireName, CompressorName, "auto-lossy"] = "float32"
+    wire: Literal[WireName, "auto-lossy"] = "float32"
     """The wire format; "auto-lossy": the elementwise format that is fastest at the start of the run."""
-    powersgd_rank: int = at_least(1, 2)
-    """The rank of the matrices that "powersgd" sends."""
-    density: float = between(0, 1, 0.01)
-    """The fraction of gradient values that topk and randomk send."""
     sync_every: int = at_least(1, 16)
     """Steps between two outer steps, with local_sgd and diloco."""
     sync_inside_nodes: bool = False
@@ -47,8 +43,6 @@ class AggregationSpec:
     slower workers fall further behind, and SGD's momentum is lowered for it."""
 
     def __post_init__(self) -> None:
-        if self.density == 0:
-            raise JobError("aggregation.density = 0 would send nothing; it should be greater than 0, such as 0.01.")
         for key, value in ("overlap_steps", self.overlap_steps), ("groups", self.groups):
             if value and not self.is_infrequent:
                 raise JobError(
@@ -78,8 +72,3 @@ class AggregationSpec:
                 f"aggregation.groups = {self.groups} needs a multiple of {self.groups} workers, and there are "
                 f"{num_workers}; the groups are part of the job: as many for every number of workers."
             )
-
-    @property
-    def compresses(self) -> bool:
-        """Whether less than all values is sent, and the rest in later steps."""
-        return self.wire in get_args(CompressorName)

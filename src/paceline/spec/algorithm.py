@@ -13,7 +13,6 @@ AlgorithmName = Literal[
     "parameter_server",
     "parameter_server_two_level",
     "ring",
-    "halving_doubling",
     "hierarchical",
     "tree_exact",
 ]
@@ -60,7 +59,6 @@ ALGORITHM_FACTS: dict[AlgorithmName, AlgorithmFacts] = {
     "parameter_server": AlgorithmFacts(),
     "parameter_server_two_level": AlgorithmFacts(has_levels=True),
     "ring": AlgorithmFacts(is_candidate=True),
-    "halving_doubling": AlgorithmFacts(is_candidate=True),
     "hierarchical": AlgorithmFacts(has_levels=True, is_candidate=True),
     "tree_exact": AlgorithmFacts(ignores_wire=True),
 }

@@ -223,11 +223,6 @@ class Job(JsonValue):
                 f"nonfinite = 'rollback' needs aggregation.method = 'every_step'; with {self.aggregation.method!r} "
                 "workers do not see the same gradients. Use nonfinite = 'skip'."
             )
-        if self.precision == "float16" and self.aggregation.compresses:
-            raise JobError(
-                f"aggregation.wire = {self.aggregation.wire!r} sends the rest of a gradient in later steps, when "
-                "float16 may scale losses differently; use precision = 'bfloat16' or another wire."
-            )
         if self.aggregation.method == "parameter_server_async" and (
             self.precision == "float16" or self.optim.clips or self.norm != "shard"
         ):

@@ -90,7 +90,6 @@ def check_mesh(job: Job, mesh: Mesh | None) -> None:
         (f"aggregation.method = '{spec.method}'", "'every_step'", spec.method != "every_step"),
         ("norm = 'sync'", "norm = 'shard'", job.norm == "sync"),
         ("precision = 'float16'", "precision = 'bfloat16'", job.precision == "float16"),
-        (f"aggregation.wire = '{spec.wire}'", "a wire format of fixed size", spec.compresses),
     )
     if job.parity == "bitwise" and job.channels_last:
         raise JobError(

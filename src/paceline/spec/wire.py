@@ -1,14 +1,12 @@
-"""Wire formats and compressors of gradients: their names, and what the parts that do not load torch need."""
+"""Wire formats of gradients: their names, and what the parts that do not load torch need."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-WireName = Literal["float32", "bfloat16", "float16", "int8"]
+WireName = Literal["float32", "bfloat16", "float16"]
 """The wire format; "float32" sends values unchanged."""
-CompressorName = Literal["powersgd", "topk", "randomk"]
-"""Compressors, which send less than all values."""
 
 
 @dataclass(frozen=True)
@@ -18,9 +16,7 @@ class WireFacts:
     bytes_per_value: float
     """Bytes of a message for each value; values that are exact and wider than float32 take their own."""
     rounding: float
-    """Largest error of one rounding, as a fraction of the value, or of the largest value of its block."""
-    has_blocks: bool = False
-    """Whether values share a scale, so that small whole numbers are rounded too."""
+    """Largest error of one rounding, as a fraction of the value."""
     loss: str = ""
     """The loss of precision, in words for the log of a run; empty: none."""
 
@@ -30,8 +26,5 @@ WIRE_FACTS: dict[WireName, WireFacts] = {
     "bfloat16": WireFacts(2.0, 2.0**-8, loss="they are sent rounded to bfloat16 (8 bits of precision)"),
     "float16": WireFacts(
         2.0, 2.0**-11, loss="they are sent rounded to float16 (11 bits of precision, overflow at 65,504)"
-    ),
-    "int8": WireFacts(  # a scale of 4 bytes for each block
-        1 + 4 / 1024, 1 / 254, has_blocks=True, loss="they are sent rounded to 255 steps per block of 1,024 values"
     ),
 }

@@ -52,11 +52,11 @@ def _train_by_all(job: Job) -> dict[str, Outcome]:
     return {name: _train(job, name, micro_batch_size=2, num_servers=2, debug_comm=True) for name in ALGORITHMS}
 
 
-WIRES = ["bfloat16", "float16", "int8", "powersgd", "topk", "randomk"]
+WIRES = ["bfloat16", "float16"]
 
 
 def test_every_lossy_wire_trains_all_workers_alike() -> None:
-    job = _job(aggregation={"density": 0.2})
+    job = _job()
     (alone,) = run_ranks(_train, 1, job, "all_reduce")
     for by_wire in zip(*run_ranks(_train_in_all, 3, job, timeout_s=100), strict=True):
         assert len({outcome.sha for outcome in by_wire}) == 1
@@ -117,7 +117,7 @@ def test_the_choice_is_measured_and_the_same_everywhere() -> None:
         assert " ms a step, against " in sentence
         assert other == "hierarchical"
         assert on_one_node == ["all_reduce", "hierarchical"]
-        assert on_two == ["all_reduce", "hierarchical", "ring", "halving_doubling"]
+        assert on_two == ["all_reduce", "hierarchical", "ring"]
 
 
 def _lossy_record(tmp: str) -> tuple[str, str, tuple[str, ...]]:

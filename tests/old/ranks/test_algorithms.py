@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import HashStore
 from paceline import env
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Links
 from paceline.comm.shared_memory import SharedMemory
-from paceline.parallel.gradients.aggregation import COMPRESSORS
 from paceline.spec import AggregationSpec, AlgorithmName, Plan
 from paceline.train.process.process_group import join, leave
 from tests.kit.workers import run_ranks
@@ -34,7 +33,7 @@ LAYOUTS: list[Nodes] = [
     ((0, 1, 2), (3,)),
     ((0, 1), (2, 3), (4,)),
 ]
-TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 3e-3, "int8": 5e-2}
+TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-2, "float16": 3e-3}
 
 
 def _links(nodes: Nodes, timeout_s: float = 30) -> Links:
@@ -100,7 +99,7 @@ def test_every_algorithm_in_every_wire_format(nodes: Nodes) -> None:
         (name, wire, length, 2, "float32")
         for name in ALGORITHMS
         if name != "tree_exact"
-        for wire in ("bfloat16", "float16", "int8")
+        for wire in ("bfloat16", "float16")
         for length in (0, 1, 3, 5000)
     ]
     _check(nodes, exact + lossy)
@@ -146,4 +145,4 @@ def test_results_are_repeatable_bit_for_bit() -> None:
 
 def test_plans_name_exactly_the_algorithms_there_are() -> None:
     assert set(get_args(AlgorithmName)) == {"auto", *ALGORITHMS}
-    assert set(get_args(get_type_hints(AggregationSpec)["wire"])) == {*WIRE_FORMATS, *COMPRESSORS, "auto-lossy"}
+    assert set(get_args(get_type_hints(AggregationSpec)["wire"])) == {*WIRE_FORMATS, "auto-lossy"}

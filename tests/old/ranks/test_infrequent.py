@@ -202,8 +202,8 @@ def _hashes(job: Job, two_nodes: bool) -> list[tuple[str, str, str]]:
     ("two_nodes", "aggregation"),
     [
         (False, {"method": "diloco", "wire": "bfloat16"}),
-        (False, {"method": "local_sgd", "wire": "powersgd"}),
-        (True, {"method": "diloco", "wire": "topk", "density": 0.1}),
+        (False, {"method": "local_sgd"}),
+        (True, {"method": "diloco"}),
     ],
 )
 def test_workers_are_equal_after_outer_steps_and_in_consensus(two_nodes: bool, aggregation: dict[str, Any]) -> None:
@@ -242,8 +242,7 @@ def _train_and_look(job: Job, looks: bool) -> Weights:
 
 @pytest.mark.parametrize("overlap_steps", [0, 2])
 def test_an_evaluation_never_changes_what_is_learned(overlap_steps: int) -> None:
-    # With error feedback a sum too many would be noticed.
-    aggregation = {"method": "diloco", "sync_every": 3, "overlap_steps": overlap_steps, "wire": "topk", "density": 0.2}
+    aggregation = {"method": "diloco", "sync_every": 3, "overlap_steps": overlap_steps}
     job = _job(aggregation=aggregation)
     for seen, unseen in zip(
         run_ranks(_train_and_look, 2, job, True), run_ranks(_train_and_look, 2, job, False), strict=True
@@ -273,14 +272,14 @@ def test_workers_train_on_while_an_outer_step_is_under_way() -> None:
 
 def _end_early() -> bool:
     """End right after an outer step has begun over a slow link; whether its sums have arrived."""
-    plain = Aggregator._total
+    plain = Aggregator._sum_in_float
 
     def slow(self: Aggregator, values: Tensor) -> None:
         time.sleep(0.5)
         plain(self, values)
 
     job = _job(aggregation={"method": "diloco", "sync_every": 4, "overlap_steps": 3})
-    with mock.patch.object(Aggregator, "_total", slow), mock.patch("paceline.comm.scheduler.CLOSE_S", 0.0):
+    with mock.patch.object(Aggregator, "_sum_in_float", slow), mock.patch("paceline.comm.scheduler.CLOSE_S", 0.0):
         with _run(job, max_steps=4) as run:
             run.prepare(net := _small_net(), torch.optim.SGD(net.parameters(), lr=0.1))
             for batch in run.batches(images(24)):

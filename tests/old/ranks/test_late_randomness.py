@@ -240,12 +240,3 @@ def _refused() -> bool:
         with pytest.raises(paceline.errors.ModelError, match="draws random numbers"):
             run.step(batch, loss_fn)
         return all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
-
-
-@pytest.mark.parametrize("wire", ["topk", "powersgd"])
-def test_a_compressor_is_given_no_gradient_twice(wire: str) -> None:
-    """As in a run that goes shard by shard from the start. (Meshes have no compressors.)"""
-    case = _Case(_Layers, values=(("aggregation", {"wire": wire}),))
-    found = run_ranks(_train, 2, case, {})[0]
-    expected = run_ranks(_train, 2, case, {"micro_batch_size": 1})[0]
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-12)

@@ -547,7 +547,7 @@ def test_replicas_add_up_while_backward_goes_on() -> None:
 # --- refused ---
 
 
-@pytest.mark.parametrize("changes", [{"norm": "sync"}, {"precision": "float16"}, {"aggregation": {"wire": "topk"}}])
+@pytest.mark.parametrize("changes", [{"norm": "sync"}, {"precision": "float16"}])
 def test_what_needs_whole_replicas_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(JobError, match="needs the whole model on every worker"):
         check_mesh(Job().with_values(**changes), parse_mesh("fsdp", 2))

@@ -13,14 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-import paceline
 from paceline.errors import PeerLost
-from paceline.spec import Plan
-from paceline.train.session.checkpoints import Checkpoints
 from paceline.train.session.peer_watch import PeerWatch
-from paceline.train.session.session import Session
 from tests.kit import workers as harness
 from tests.kit.workers import join_world, run_ranks
 
@@ -136,40 +131,3 @@ def test_no_update_stands_in_a_queue_behind_a_sum_that_may_be_aborted(monkeypatc
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: watch)
     with pytest.raises(PeerLost, match=f"Rank {LOST} ended"):
         watch.check()
-
-
-def lose_a_worker_after_the_sums(folder: str) -> dict[str, list[bool]]:
-    """By wire format, whether what a worker has then passes for a whole step."""
-    found: dict[str, list[bool]] = {"float32": [], "topk": []}
-    for wire, are_whole in found.items():
-
-        def noted(_self: Checkpoints, *, is_whole: bool, are_whole: list[bool] = are_whole) -> None:
-            are_whole.append(is_whole)
-
-        def lost(session: Session, **_options: bool) -> None:
-            if session.state.progress.steps == 1:
-                raise PeerLost("Rank 9 ended while this worker was waiting for it.", rank=9)
-
-        with (
-            pytest.MonkeyPatch.context() as patch,
-            pytest.raises(PeerLost),
-            paceline.init(
-                global_batch_size=4,
-                virtual_shards=2,
-                aggregation={"wire": wire},
-                plan=Plan(2, algorithm="all_reduce", timeout_s=GENEROUS_S),
-                checkpoint_dir=f"{folder}/{wire}",
-            ) as run,
-        ):
-            patch.setattr(Checkpoints, "rescue", noted)
-            patch.setattr(Session, "check_peers", lost)
-            model = nn.Linear(20, 10)
-            run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-            for batch in run.batches([(torch.ones(20), 0.0)] * 16):
-                run.step(batch, lambda model, batch: model(batch[0]).square().mean())
-    return found
-
-
-def test_what_a_compressor_owes_is_not_saved_from_the_middle_of_a_step(tmp_path: Path) -> None:
-    for found in run_ranks(lose_a_worker_after_the_sums, 2, str(tmp_path), timeout_s=3 * GENEROUS_S):
-        assert found == {"float32": [True], "topk": [False]}

@@ -99,16 +99,6 @@ def test_resumes_bit_for_bit(tmp_path: Path, undisturbed: tuple[str, list[float]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wire", ["powersgd", "topk"])
-def test_what_is_owed_is_kept(tmp_path: Path, wire: str) -> None:
-    job = _job(parity="numeric", aggregation={"wire": wire, "density": 0.1}, optim={"name": "sgd", "lr": 0.05})
-    whole = run_ranks(_train, 2, job, str(tmp_path / "whole"))
-    run_ranks(_train, 2, job, str(tmp_path / "cut"), STOP)
-    cut = run_ranks(_train, 2, job, str(tmp_path / "cut"))
-    assert {one[0] for one in cut} == {one[0] for one in whole}
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("method", "overlap_steps"), [("local_sgd", 0), ("diloco", 0), ("diloco", 1)])
 def test_resumes_at_a_meeting(tmp_path: Path, method: str, overlap_steps: int) -> None:
     job = _job(

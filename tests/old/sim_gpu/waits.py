@@ -101,7 +101,6 @@ def ways(num_gpus: int) -> list[Way]:
         return [*found, Way("one process, two devices", devices_in_process=2)]
     found += [
         Way("batch norm of the global batch", {"norm": "sync"}),
-        Way("powersgd", {"aggregation": {"wire": "powersgd"}}),
         Way("local_sgd", _sum("local_sgd", sync_every=2)),
         Way("diloco", _sum("diloco", sync_every=2)),
         Way("fsdp", mesh="fsdp"),

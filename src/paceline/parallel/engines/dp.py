@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,6 @@ from paceline.parallel.batch_norm.sync_norm import SyncBatchNorm
 from paceline.parallel.clock import mark
 from paceline.parallel.dtensor import rescale_gradients
 from paceline.parallel.engine import Engine, StepInput, broadcast, statistics_dtype
-from paceline.parallel.gradients.aggregation import Unsent
 from paceline.parallel.gradients.gradient_norms import GradientNorms, WorkerNorms, squared_gradient_norm
 from paceline.parallel.loss.loss_functions import LossFunctions
 from paceline.parallel.losses import StepLoss
@@ -67,7 +65,6 @@ class DataParallel(Engine):
         """Whether this worker's gradients come from a stand-in and must count for nothing."""
         self._worker_norms = WorkerNorms(self._zero)
         self._aggregator = aggregator
-        self._unsent = Unsent(aggregator)
         self._parameters = list(self.module.parameters())
         self._names: dict[Tensor, str] = {parameter: name for name, parameter in self.module.named_parameters()}
         self._arrived: Callable[[], object] | None = None
@@ -157,7 +154,6 @@ class DataParallel(Engine):
             values.zero_()
         names = [self._names[parameter] for parameter in bucket.parameters()]
         parts = tuple(zip(names, bucket.gradients(), strict=True))
-        self._unsent.add_to(parts)
         return self._aggregator.sum_bucket(Bucket(values, parts))
 
     @contextmanager
@@ -188,7 +184,6 @@ class DataParallel(Engine):
         if self._aggregator is not None:
             self._aggregator.scheduler.raise_error()
         if self._group is None:
-            self._unsent.add_to((self._names[one], one.grad) for one in self._trained if one.grad is not None)
             self._last_gradient = mark(self._device)
         elif not self._hook_called:
             raise ModelError(self._why_nothing_was_aggregated())
@@ -310,9 +305,7 @@ class DataParallel(Engine):
         return summed, Passed()
 
     def _begin_norms(self, step: StepInput) -> None:
-        # The output of a compressor is not the sum of its inputs.
-        is_sum = self._aggregator is not None and self._aggregator.compressor is None
-        self._worker_norms.begin(step.assignment, step.take_norms if is_sum else None)
+        self._worker_norms.begin(step.assignment, step.take_norms if self._aggregator is not None else None)
 
     def _aggregate_next(self, loss: Tensor) -> None:
         """Let DistributedDataParallel aggregate in the next backward pass, as its own forward pass would."""
@@ -374,17 +367,6 @@ class DataParallel(Engine):
     def sync_buffers(self) -> bool:
         broadcast(unknown_buffers(self.module), self._group)
         return True
-
-    @property
-    def changes_state(self) -> bool:
-        return self._unsent.changes
-
-    def own_state(self) -> dict[str, Any]:
-        return self._unsent.state()
-
-    def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
-        super().load_state(shared, own)
-        self._unsent.load(own)
 
 
 def _group_of_uses(group: dist.ProcessGroup | None, plan: Plan) -> dist.ProcessGroup | None:

@@ -47,7 +47,6 @@ from paceline.parallel.engines.bitwise import BitwiseDataParallel
 from paceline.parallel.engines.dp import DataParallel
 from paceline.parallel.engines.outer_weights import Move, OuterStep, WeightBucket, by_name, fill, wide_dtype
 from paceline.parallel.engines.worker_groups import WorkerGroups, among
-from paceline.parallel.gradients.aggregation import Unsent
 from paceline.parallel.gradients.buckets import buckets
 from paceline.parallel.losses import StepLoss
 from paceline.spec import AggregationSpec, Job, Plan
@@ -88,7 +87,6 @@ class LocalSGD(Engine):
         self._spec = job.aggregation
         self._groups = groups
         self._aggregator = aggregator
-        self._unsent = Unsent(aggregator)
         broadcast([*model.parameters(), *model.buffers()], groups.everyone)
         self._every_step = _engine_inside(model, job, plan, device, groups, find_unused_parameters)
         super().__init__(self._every_step.module, device, self._every_step.functions)
@@ -260,9 +258,8 @@ class LocalSGD(Engine):
     def own_state(self) -> dict[str, Any]:
         if self._spec.groups and not self._groups.leads:
             return {AS_RANK: self._groups.own[0]}
-        own = self._unsent.state()
         if self.is_synchronised and not self._spec.overlap_steps:
-            return own
+            return {}
         sums = {_OWN_SAMPLES: torch.tensor(float(self._own_samples), dtype=torch.float64)}
         means = {
             "weights": by_name(self._weights, [weights.current() for weights in self._weights]),
@@ -272,7 +269,7 @@ class LocalSGD(Engine):
             sums[_OWN_PART] = torch.tensor(self._under_way.own_part, dtype=torch.float64)
             begun = [weights for weights in self._under_way.begun if weights is not None]
             means["begun"] = by_name(self._weights, begun)
-        return {"sums": own.get("sums", {}) | sums, "means": own.get("means", {}) | means}
+        return {"sums": sums, "means": means}
 
     @torch.no_grad()
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
@@ -295,7 +292,6 @@ class LocalSGD(Engine):
             fill(self._weights, begun, begun_at)
             arrived = [(weights, move, None) for weights, move in zip(self._weights, moves, strict=True)]
             self._under_way = OuterStep(float(own_part), arrived, begun)
-        self._unsent.load({"sums": sums, "means": means})
 
     def state_dict(self) -> dict[str, Any]:
         """The state of outer steps besides model and optimizer; between outer steps all three differ among workers.
@@ -352,8 +348,6 @@ class LocalSGD(Engine):
         for number, weights in enumerate(self._weights):
             move = (weights.current() - weights.agreed).mul_(own_part)
             parts = tuple(weights.named(move))
-            if not exactly:
-                self._unsent.add_to(parts)
             future = None
             if self._aggregator is not None and self._groups.adds_up(number):
                 sums = self._aggregator

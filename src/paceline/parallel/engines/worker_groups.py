@@ -43,8 +43,7 @@ class WorkerGroups:
         if len(own) == 1 and len(members) == world_size:
             return cls(everyone, members, own, None, everyone, 1)
         place = own.index(rank)
-        # A compressor keeps what it did not send, and a group has one of these.
-        num_places = 1 if spec.compresses else min(map(len, members))
+        num_places = min(map(len, members))
         is_across = place < num_places and len(members) > 1
         across = [group[place] for group in members] if is_across else [rank]
         return cls(everyone, members, own, open_group(own, timeout_s), open_group(across, timeout_s), num_places)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.comm import Aggregator
-from paceline.comm.compressor import Bucket
+from paceline.comm import Aggregator, Bucket
 from paceline.dtensor_type import local_shard
 from paceline.parallel.gradients.buckets import FIRST_BUCKET_BYTES, buckets
 

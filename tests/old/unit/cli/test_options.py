@@ -180,7 +180,7 @@ def test_memory_takes_a_number_of_samples_and_says_so() -> None:
     ("words", "option", "example"),
     [
         ("bench comm", "algorithms", "all_reduce,ring"),
-        ("bench comm", "wires", "float32,int8"),
+        ("bench comm", "wires", "float32,bfloat16"),
         ("plan", "devices", "1,2,4"),
         ("scale", "devices", "1,2,4"),
         ("verify", "workers", "1,2,4"),

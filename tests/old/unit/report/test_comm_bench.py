@@ -53,7 +53,7 @@ def test_a_format_has_a_minimum_of_its_own() -> None:
     exact = minimum_s(timings, BASELINE, 2**20)
     assert exact is not None
     assert minimum_s(timings, CommCase("ring", "bfloat16"), 2**20) == pytest.approx(exact / 2)
-    assert minimum_s(timings, CommCase("ring", "int8"), 2**20) == pytest.approx(exact * (1 + 4 / 1024) / 4)
+    assert minimum_s(timings, CommCase("ring", "bfloat16"), 2**20) == pytest.approx(exact / 2)
     half = replace(timings, request=replace(timings.request, dtype="bfloat16"))
     assert minimum_s(half, BASELINE, 2**20) == pytest.approx(2 * exact)  # widened to float32
 
@@ -123,14 +123,14 @@ def test_verdicts() -> None:
     )
     assert "backend's own all_reduce is the fastest" in verdict(sample_timings(cases=[ALL_REDUCE, CommCase("ring")]))
     assert verdict(sample_timings(cases=[HIERARCHICAL])) == "hierarchical sums 100 MB in 4.40 s."
-    assert "only rounded formats" in verdict(sample_timings(cases=[CommCase("ring", "int8")]))
+    assert "only rounded formats" in verdict(sample_timings(cases=[CommCase("ring", "float16")]))
 
 
 def test_what_is_left_out_is_said_once() -> None:
-    lossy = [UntimedCases(CommCase("tree_exact", wire), SIZES, "why") for wire in ("bfloat16", "int8")]
+    lossy = [UntimedCases(CommCase("tree_exact", wire), SIZES, "why") for wire in ("bfloat16", "float16")]
     slow = UntimedCases(CommCase("ring"), SIZES[1:], "slow")
     assert left_out_sentences(replace(sample_timings(), left_out=(*lossy, slow))) == [
-        "Left out: tree_exact in bfloat16 and tree_exact in int8: why.",
+        "Left out: tree_exact in bfloat16 and tree_exact in float16: why.",
         "Left out: ring at 1 MiB and more: slow.",
     ]
 
@@ -168,7 +168,7 @@ def test_plots_show_what_there_is() -> None:
 
 
 @pytest.mark.parametrize("nodes", [((0,),), ((0, 1),), ((0,), (1,))])
-@pytest.mark.parametrize("cases", [[ALL_REDUCE], [CommCase("ring", "int8")]])
+@pytest.mark.parametrize("cases", [[ALL_REDUCE], [CommCase("ring", "float16")]])
 def test_the_least_that_can_be_measured_is_shown(nodes: tuple[tuple[int, ...], ...], cases: list[CommCase]) -> None:
     timings = sample_timings(nodes, cases, link_rate_bytes_per_s=None, link_bytes=False)
     assert "100 MB" in shown(timings, 100)

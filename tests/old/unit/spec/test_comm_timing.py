@@ -84,7 +84,7 @@ def test_a_timing_is_the_median_of_its_rounds() -> None:
 
 def test_cases_have_names_for_people() -> None:
     assert str(CommCase("ring")) == "ring"
-    assert str(CommCase("ring", "int8", "alternating")) == "ring in int8, nodes in turn"
+    assert str(CommCase("ring", "bfloat16", "alternating")) == "ring in bfloat16, nodes in turn"
 
 
 @pytest.mark.parametrize("name", ["alpha_s", "beta_s_per_byte"])
