@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -82,12 +82,11 @@ def assert_sum(found: Sum, vectors: Sequence[Tensor], relative_error: float) -> 
 
 @pytest.mark.parametrize("name", MESSAGES)
 @given(nodes=LAYOUTS, length=LENGTHS, seed=SEEDS, data=st.data())
-@example(nodes=((0, 1), (2,)), length=7, seed=0, data=None)
 def test_the_result_is_the_sum_on_every_worker(
-    name: str, nodes: Nodes, length: int, seed: int, data: st.DataObject | None
+    name: str, nodes: Nodes, length: int, seed: int, data: st.DataObject
 ) -> None:
     vectors = draw_vectors(nodes, length, seed)
-    num_servers = data.draw(st.integers(1, len(vectors))) if data else 2
+    num_servers = data.draw(st.integers(1, len(vectors)))
     found = sum_over(name, vectors, layout_for(name, nodes), num_servers=num_servers)
     assert_sum(found, vectors, len(vectors) * SINGLE)
 
@@ -154,15 +153,6 @@ def test_a_number_that_is_not_finite_reaches_every_worker(name: str, wire: str, 
             assert values.isfinite().logical_not().nonzero().tolist() == [[2 * rank]]
 
 
-@pytest.mark.parametrize("name", MESSAGES)
-@given(nodes=LAYOUTS, seed=SEEDS)
-@settings(max_examples=10)
-def test_a_sum_is_repeatable_bit_for_bit(name: str, nodes: Nodes, seed: int) -> None:
-    vectors = draw_vectors(nodes, 100, seed)
-    first, again = (sum_over(name, vectors, layout_for(name, nodes)).values[0] for _ in range(2))
-    assert torch.equal(first, again)
-
-
 @pytest.mark.parametrize(("wire", "itemsize"), [("float32", 4), ("bfloat16", 2)])
 @given(nodes=LAYOUTS, length=LENGTHS, data=st.data())
 def test_bytes_sent_are_those_of_the_formula(
@@ -179,7 +169,7 @@ def test_bytes_sent_are_those_of_the_formula(
     for rank in range(num_workers):
         sent = sum(size for (sender, _), size in ring.sent_bytes.items() if sender == rank)
         assert abs(sent - 2 * (num_workers - 1) / num_workers * num_bytes) <= 2 * num_workers * itemsize
-        assert len([1 for (sender, _), size in ring.sent_bytes.items() if sender == rank]) <= 1  # to one neighbour
+        assert sum(sender == rank for sender, _ in ring.sent_bytes) <= 1  # to one neighbour
 
     servers = sum_over("parameter_server", vectors, nodes, wire, num_servers)
     assert servers.total_bytes == 2 * (num_workers - 1) * num_bytes

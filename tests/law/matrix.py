@@ -1,5 +1,7 @@
 """Which property of the law holds under which engine: the table of docs/strategies.md.
 
+What happens when a worker is lost is not a column: tests/faults has it.
+
 `python -m tests.law.matrix` prints it.
 """
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 PROPERTIES: Mapping[str, str] = {
     "plain torch": "losses and weights are those of a plain PyTorch loop over the whole batch",
     "ragged end": "so they are where the last batch of an epoch has fewer samples than workers",
-    "token mean": "a mean over tokens is that over all tokens of the batch; virtual shards without one count for nothing",
+    "token mean": "a mean over tokens is that of the whole batch; shards without any count for nothing",
     "random numbers": "dropout, noise in the loss function and random transforms of samples are those of one worker",
     "batch norm": "every virtual shard is normalised by itself, and the running statistics are one worker's",
     "coupled samples": "a loss that compares samples compares those of a virtual shard",
@@ -29,7 +31,7 @@ PROPERTIES: Mapping[str, str] = {
     "evaluation": "metrics count every sample once",
     "order": "each epoch reads every sample once, in the order of one worker",
     "checkpoint": "a run that ends in the middle of an epoch goes on exactly under the next engine of the table",
-    "bits": "`parity = \"bitwise\"` gives every bit of one worker",
+    "bits": '`parity = "bitwise"` gives every bit of one worker',
     "bytes sent": "a worker sends what its strategy's formula says",
     "memory": "a worker holds its part of parameters and optimizer state, and no more",
 }
@@ -92,8 +94,9 @@ def markdown() -> str:
     notes = list(dict.fromkeys(NOT_HELD.values()))
 
     def cell(engine: str, name: str) -> str:
-        found = NOT_HELD.get((engine, name))
-        return "yes" if found is None else str(notes.index(found) + 1)
+        if (engine, name) in NOT_HELD:
+            return str(notes.index(NOT_HELD[engine, name]) + 1)
+        return "not yet" if (engine, name) in BROKEN else "yes"
 
     lines = [
         "| | " + " | ".join(PROPERTIES) + " |",

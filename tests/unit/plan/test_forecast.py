@@ -238,11 +238,11 @@ def test_past_errors_are_told_as_what_nine_of_ten_keep() -> None:
 def test_the_recommendation_is_efficient_and_nothing_efficient_is_clearly_faster(
     batch: int, rate: float, floor: float, noise_scale: float | None
 ) -> None:
-    job = Job(global_batch_size=batch, virtual_shards=16)
+    job = Job(global_batch_size=batch, virtual_shards=64)
     found = forecast_of(
         job,
         gpu_cluster(link_bytes_per_s=rate),
-        [1, 2, 3, 4, 8, 16, 32],
+        [1, 2, 3, 4, 7, 8, 14, 16, 28, 32],
         efficiency_floor=floor,
         noise_scale=noise_scale,
     )

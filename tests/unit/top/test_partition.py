@@ -6,7 +6,7 @@ import math
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import ModelError
@@ -49,7 +49,14 @@ def held_bytes(stages: tuple[Layers, ...], limits: StageLimits) -> float:
     return max(held)
 
 
-@given(rows, st.integers(1, 4), st.sampled_from([60.0, 150.0, 300.0, math.inf]), st.sampled_from([0.0, 2.0]), st.data())
+@given(
+    rows,
+    st.integers(1, 4),
+    st.sampled_from([60.0, 100.0, 150.0, 300.0, math.inf]),
+    st.sampled_from([0.0, 4.0]),
+    st.data(),
+)
+@settings(max_examples=300)
 def test_no_other_cut_that_fits_is_faster(
     row: Layers, num_stages: int, room: float, messages_kept: float, data: st.DataObject
 ) -> None:
