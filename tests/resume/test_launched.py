@@ -33,17 +33,18 @@ def after_step(run):
     "After step 2 all workers wait until each has got the signal; Paceline hears of it too."
     if run.steps != 2:
         return
-    heard, handler = threading.Event(), signal.getsignal({number})
-    assert callable(handler)
+    heard, handlers = threading.Event(), {{number: signal.getsignal(number) for number in {numbers}}}
 
-    def hear(*arguments):
+    def hear(number, frame):
         heard.set()
-        handler(*arguments)
+        handlers[number](number, frame)
 
-    signal.signal({number}, hear)
+    for number in handlers:
+        signal.signal(number, hear)
     tell(f"{{RANK}}.waits")
     heard.wait()
-    signal.signal({number}, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 """
 
 
@@ -66,8 +67,8 @@ def go_on(folder: Path, undisturbed: Undisturbed) -> int:
 def test_a_run_that_is_asked_to_end_saves_its_last_step(
     stage: Stage, undisturbed: Undisturbed, number: signal.Signals, exit_code: int
 ) -> None:
-    """Nothing else is saved. To its workers a launcher passes Ctrl-C on as SIGTERM."""
-    waits = AWAITS_A_SIGNAL.format(number=int(signal.SIGTERM))
+    """Nothing else is saved. To its workers a launcher may pass Ctrl-C on as SIGTERM."""
+    waits = AWAITS_A_SIGNAL.format(numbers=(int(signal.SIGTERM), int(number)))
     launcher = stage.launch(script(stage, "ATTEMPT, kill, every_steps = 0, None, 100", waits))
     stage.await_marks("0.waits", "1.waits")
     launcher.send_signal(number)
@@ -81,7 +82,7 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step(
 
 @pytest.mark.budget(processor_s=20)
 def test_a_run_that_is_asked_to_save_goes_on(stage: Stage, undisturbed: Undisturbed) -> None:
-    waits = AWAITS_A_SIGNAL.format(number=int(signal.SIGUSR1))
+    waits = AWAITS_A_SIGNAL.format(numbers=(int(signal.SIGUSR1),))
     kill = "Kill('between steps', FIRST_SAVE + 1, None)"  # not before there is a checkpoint
     launcher = stage.launch(script(stage, f"ATTEMPT, kill, every_steps = 0, {kill}, 100", waits))
     stage.await_marks("0.waits", "1.waits")
