@@ -78,10 +78,9 @@ def _average(run: paceline.Run, _model: nn.Module) -> tuple[AfterStep, AtEnd]:
     return lambda _step: None, lambda: [one.tolist() for one in average.module.parameters()]
 
 
-def _unfreezing(run: paceline.Run, model: nn.Module) -> tuple[AfterStep, AtEnd]:
+def _freezing(_run: paceline.Run, model: nn.Module) -> tuple[AfterStep, AtEnd]:
     first = next(model.parameters())
-    first.requires_grad_(run.steps > 0 and first.requires_grad)
-    return lambda step: first.requires_grad_(step >= 4), lambda: first.requires_grad
+    return lambda step: first.requires_grad_(False) if step == 4 else None, first.tolist
 
 
 def _moving_teacher(run: paceline.Run, model: nn.Module) -> tuple[AfterStep, AtEnd]:
@@ -137,7 +136,7 @@ def _whole_and_in_two(folder: Path, first: dict[str, Any], second: dict[str, Any
 
 STATES: dict[str, dict[str, Any]] = {
     "an average of the weights": {"script": _average},
-    "parameters that are unfrozen": {"script": _unfreezing},
+    "a layer that is frozen on the way": {"script": _freezing},
     "a teacher that moves": {"script": _moving_teacher},
     "numbers of the optimizer": {"optimizer_of": _CountingSGD},
 }

@@ -58,7 +58,7 @@ def go_on(folder: Path, undisturbed: Undisturbed) -> int:
     return first_steps(folder)[1]
 
 
-@pytest.mark.budget(processor_s=20)
+@pytest.mark.budget(processor_s=25)
 @pytest.mark.parametrize(
     ("number", "exit_code"),
     [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly)],
@@ -80,7 +80,7 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step(
     assert go_on(folder, undisturbed) == last_step + 1
 
 
-@pytest.mark.budget(processor_s=20)
+@pytest.mark.budget(processor_s=25)
 def test_a_run_that_is_asked_to_save_goes_on(stage: Stage, undisturbed: Undisturbed) -> None:
     waits = AWAITS_A_SIGNAL.format(numbers=(int(signal.SIGUSR1),))
     kill = "Kill('between steps', FIRST_SAVE + 1, None)"  # not before there is a checkpoint
@@ -91,7 +91,7 @@ def test_a_run_that_is_asked_to_save_goes_on(stage: Stage, undisturbed: Undistur
     assert go_on(stage.folder / "training", undisturbed) in (2, 3)
 
 
-@pytest.mark.budget(processor_s=20)
+@pytest.mark.budget(processor_s=25)
 def test_a_run_whose_launcher_is_killed_goes_on(stage: Stage, undisturbed: Undisturbed) -> None:
     waits = """
         def after_step(run):
@@ -109,7 +109,7 @@ def test_a_run_whose_launcher_is_killed_goes_on(stage: Stage, undisturbed: Undis
     assert FIRST_SAVE <= go_on(stage.folder / "training", undisturbed) <= 7
 
 
-@pytest.mark.budget(processor_s=25)
+@pytest.mark.budget(processor_s=45)
 @pytest.mark.parametrize("launcher", ["paceline", pytest.param("torchrun", marks=pytest.mark.nightly)])
 def test_a_run_whose_worker_is_killed_goes_on_by_itself(stage: Stage, undisturbed: Undisturbed, launcher: str) -> None:
     attempt = """
