@@ -11,32 +11,37 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import json
+import multiprocessing
 import os
 import platform
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from html import escape
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
+
 from .notes import Device, Notes
 
-ROOT = Path(__file__).parents[2]
-_PARTS = {  # name: module, function, title, share of the minutes
-    "law": ("law", "cases", "The law on silicon", 110),
-    "steps": ("steps", "cases", "A step beside a plain loop", 170),
-    "epoch": ("commands", "epoch", "An epoch of EfficientNet-B7", 55),
-    "accuracy": ("commands", "accuracy", "CIFAR-10 to 94 %", 75),
-    "machine": ("commands", "machine", "What the machine says, and forecasts", 70),
-    "recovery": ("commands", "recovery", "Checkpoint, restart, a killed worker", 50),
+_FORK = multiprocessing.get_context("fork")  # of a process that has not loaded torch
+_PARTS = {  # title: module, function, share of the minutes
+    "The law on silicon": (".law", "law", 110),
+    "A step beside a plain loop": (".steps", "steps", 170),
+    "An epoch of EfficientNet-B7": (".commands", "epoch", 55),
+    "CIFAR-10 to 94 %": (".commands", "accuracy", 75),
+    "What the machine says, and forecasts": (".commands", "machine", 70),
+    "Checkpoint, restart, a killed worker": (".commands", "recovery", 50),
 }
 _RESERVE_S, _FAREWELL_S = 20.0, 3.0
+_PR_SET_CHILD_SUBREAPER = 36
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 84rem; padding: 0 1rem; color: #16202c }
 table { border-collapse: collapse; margin: .5rem 0 1.2rem; font-variant-numeric: tabular-nums; font-size: 13.5px }
@@ -52,24 +57,36 @@ def find_device() -> tuple[Device, str]:
 
     if torch.cuda.is_available():
         memory = torch.cuda.get_device_properties(0).total_memory / 2**30
-        return "cuda", f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, {memory:.0f} GiB"
+        gpu = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}, {memory:.0f} GiB"
+        return "cuda", f"torch {torch.__version__}, {gpu}"
     from tests.kit.sim_gpu.build import obstacle
 
+    said = f"torch {torch.__version__}, no GPU: the parts are tiny, and their times say nothing"
     if (why := obstacle()) is None:
-        return "simulated", "no GPU: tiny parts, the first two on simulated GPUs, the others on CPUs. Times say nothing"
-    return "cpu", f"no GPU, and none to simulate ({why}): tiny parts on CPUs. Times say nothing"
+        return "simulated", f"{said}. The first two are on simulated GPUs, the others on CPUs"
+    return "cpu", f"{said}. They are on CPUs: {why}"
 
 
-def follow(part: dict[str, Any], command: list[str], folder: Path, limit_s: float) -> Iterator[None]:
-    """Run a part for as long as it may; yields whenever more of what it finds has come into `part`."""
-    began, num_seen, lines, log = time.monotonic(), 0, folder / "lines", folder / "log"
-    with log.open("w") as output:
-        running = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True)
+def run_part(module: str, function: str, notes: Notes) -> None:
+    """The process of a part."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with (notes.scratch / "log").open("w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    notes.run(getattr(importlib.import_module(module, __package__), function)(notes))
+
+
+def follow(part: dict[str, Any], module: str, notes: Notes) -> Iterator[None]:
+    """Run a part as long as it may; yields whenever what it finds may have become more in `part`."""
+    began, num_seen, lines = time.monotonic(), 0, notes.scratch / "lines"
+    others = set(psutil.Process().children(recursive=True))
+    running = _FORK.Process(target=run_part, args=(module, part["name"], notes))
     try:
-        exit_code = None
-        while exit_code is None and time.monotonic() - began < limit_s:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                exit_code = running.wait(0.5)
+        running.start()
+        is_running = True
+        while is_running and notes.left_s > -_FAREWELL_S:
+            running.join(0.5)
+            is_running = running.is_alive()
             found = lines.read_text().splitlines() if lines.exists() else []
             for line in map(json.loads, found[num_seen:]):
                 for key, values in line.items():
@@ -77,47 +94,44 @@ def follow(part: dict[str, Any], command: list[str], folder: Path, limit_s: floa
             num_seen, part["seconds"] = len(found), round(time.monotonic() - began, 1)
             yield
     finally:
-        end(running)
+        exit_code = running.exitcode
+        end(others)
     part["status"] = {0: "done", None: "stopped at its limit"}.get(exit_code, f"exit code {exit_code}")
     if left_out := [name for name in part["planned"] if name not in part["done"]]:
         part["failures"].append(f"no time for: {', '.join(left_out)}")
     if exit_code != 0:
-        part["failures"].append(f"the end of its output:\n{log.read_text(errors='replace')[-5000:]}")
+        log = (notes.scratch / "log").read_text(errors="replace")
+        part["failures"].append(f"the end of its output:\n{log[-5000:]}")
 
 
-def end(running: subprocess.Popen[bytes]) -> None:
-    """End a part with all that it has started, in whatever session: a moment to say goodbye, then no more."""
-    import psutil
-
-    with contextlib.suppress(psutil.NoSuchProcess):
-        started = [*psutil.Process(running.pid).children(recursive=True), psutil.Process(running.pid)]
+def end(others: set[psutil.Process]) -> None:
+    """End what a part has started, and the part, in whatever session: a moment to say goodbye, then no more."""
+    started = set(psutil.Process().children(recursive=True)) - others
+    for ending in (psutil.Process.terminate, psutil.Process.kill):
         for one in started:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.send_signal(signal.SIGTERM)
-        for one in psutil.wait_procs(started, _FAREWELL_S)[1]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
-    running.wait()
+                ending(one)
+        started = set(psutil.wait_procs(started, _FAREWELL_S)[1])
 
 
-def write_page(out: Path, data: list[str], minutes: float) -> bool:
+def write_page(out: Path, data: Path | None, minutes: float) -> bool:
     """Run all parts, each for its share of the time that is left, and write the page; whether everything is good."""
     deadline = time.monotonic() + 60 * minutes - _RESERVE_S
     out.mkdir(parents=True, exist_ok=True)
-    this = [sys.executable, "-m", "benchmarks.gpu", "--out", str(out), *data]
-    device, said = json.loads(subprocess.check_output([*this, "--part", "device"], cwd=ROOT).splitlines()[-1])
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a part leaves when it dies is a child of this process
+    with ProcessPoolExecutor(1, _FORK) as pool:
+        device, said = pool.submit(find_device).result()
     place = f"{platform.node()}, {os.cpu_count()} cores, Python {platform.python_version()}, {said}."
     parts: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(prefix="paceline-gpu-page-") as scratch:
-        for name, (_, _, title, weight) in _PARTS.items():
-            remaining = sum(one[3] for one in list(_PARTS.values())[len(parts) :])
-            limit_s = (deadline - time.monotonic()) * weight / remaining - _FAREWELL_S
-            part: dict[str, Any] = {"name": name, "title": title, "status": "running", "seconds": 0.0}
-            parts.append(part | {key: [] for key in ("rows", "failures", "planned", "done")})
-            folder = Path(scratch) / name
-            folder.mkdir()
-            options = ["--part", name, "--seconds", str(limit_s), "--scratch", str(folder), "--device", device]
-            for _ in follow(parts[-1], [*this, *options], folder, limit_s):
+    shares = [share for *_, share in _PARTS.values()]
+    with tempfile.TemporaryDirectory(prefix="paceline-gpu-page-", ignore_cleanup_errors=True) as scratch:
+        for number, (title, (module, function, share)) in enumerate(_PARTS.items()):
+            limit_s = (deadline - time.monotonic()) * share / sum(shares[number:]) - 2 * _FAREWELL_S
+            parts.append({"name": function, "title": title, "status": "running", "seconds": 0.0})
+            parts[-1] |= {key: [] for key in ("rows", "failures", "planned", "done")}
+            notes = Notes(out, Path(scratch) / str(number), data, device, time.monotonic() + limit_s)
+            notes.scratch.mkdir()
+            for _ in follow(parts[-1], module, notes):
                 _write(out, place, parts)
             _write(out, place, parts)
             print(f"{title}: {parts[-1]['status']}, {parts[-1]['seconds']:.0f} s of {limit_s:.0f} s", flush=True)
@@ -135,14 +149,11 @@ def _write(out: Path, place: str, parts: list[dict[str, Any]]) -> None:
 
 def page(place: str, parts: list[dict[str, Any]]) -> str:
     """The page of what is known so far."""
-    summary = [
-        {
-            "good": part["status"] == "running" or is_good(part),
-            "values": {"part": part["title"], "status": part["status"], "seconds": part["seconds"]}
-            | {"cases": f"{len(part['done'])} of {len(part['planned'])}", "problems": len(part["failures"])},
-        }
-        for part in parts
-    ]
+    summary = []
+    for part in parts:
+        values = {"part": part["title"], "status": part["status"], "seconds": part["seconds"]}
+        values |= {"cases": f"{len(part['done'])} of {len(part['planned'])}", "problems": len(part["failures"])}
+        summary.append({"values": values, "good": part["status"] == "running" or is_good(part)})
     sections = [_table("Parts", summary)]
     for part in parts:
         sections.append(f"<h2>{escape(part['title'])}</h2>")
@@ -165,28 +176,16 @@ def _table(title: str, rows: list[dict[str, Any]]) -> str:
     return f"<table><caption>{escape(title)}</caption>{''.join(lines)}</table>"
 
 
-def main() -> int:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--data", type=Path, help="a folder with cifar10/train.parquet and test.parquet")
     parser.add_argument("--minutes", type=float, default=9.0, help="everything has ended by then")
-    for option in ("--part", "--seconds", "--scratch", "--device"):
-        parser.add_argument(option, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), str(ROOT)])  # also in other folders
-    out, data = given.out.resolve(), given.data and given.data.resolve()
-    if given.part is None:
-        is_whole = write_page(out, [] if data is None else ["--data", str(data)], given.minutes)
-        print(out / "page.html")
-        return 0 if is_whole else 1
-    if given.part == "device":
-        print(json.dumps(find_device()))
-        return 0
-    notes = Notes(out, Path(given.scratch), data, given.device, time.monotonic() + float(given.seconds) - _FAREWELL_S)
-    module, function, _, _ = _PARTS[given.part]
-    notes.run(getattr(importlib.import_module(f"{__package__}.{module}"), function)(notes))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # what runs is ended, too
+    root = Path(__file__).parents[2]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(root / "src"), str(root)])  # also in other folders
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # who asks CUDA itself whether it is there cannot fork any more
+    is_whole = write_page(given.out.resolve(), given.data and given.data.resolve(), given.minutes)
+    print(given.out / "page.html")
+    sys.exit(0 if is_whole else 1)

@@ -7,46 +7,45 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .notes import Notes
+from .notes import Cases, Notes
 
-Cases = dict[str, Callable[[], None]]
 _EPOCH, _PUBLISHED_EPOCH_S = 50_000, 28.3
 """Samples of CIFAR-10; EfficientNet-B7's seconds on one A100 (707 s for 25 epochs)."""
 _TINY = ("data.train_limit=64", "data.test_limit=32", "epochs=1", "global_batch_size=8", "virtual_shards=2")
-_STEPS, _DEATH = 30, 17
+_STEPS, _DEATH = 15, 8
 
 
 def epoch(notes: Notes) -> Cases:
     """Part 3: EfficientNet-B7 by 200 steps."""
-    return {f"global batch of {batch}": partial(_epoch, notes, batch) for batch in (128, 512)[: 1 + _is_gpu(notes)]}
+    return {f"global batch of {batch}": partial(_epoch, notes, batch) for batch in (128, 512)[: 1 + notes.is_gpu]}
 
 
 def _epoch(notes: Notes, batch: int) -> None:
-    settings = (f"global_batch_size={batch}",) if _is_gpu(notes) else (*_TINY, "model=lenet")
-    record = _train(notes, "cifar10-efficientnet-b7", 200 if _is_gpu(notes) else 4, *settings)
+    settings = (f"global_batch_size={batch}",) if notes.is_gpu else (*_TINY, "model=lenet")
+    record = _train(notes, "cifar10-efficientnet-b7", 200 if notes.is_gpu else 4, *settings)
     epoch_s = _EPOCH / record["samples_per_s"]
     row = {"global batch": record["job"]["global_batch_size"], "model": record["job"]["model"]["name"]}
     row |= {"steps": record["steps"], "samples/s": round(record["samples_per_s"]), "epoch s": round(epoch_s, 1)}
-    row |= {"published, one A100": _PUBLISHED_EPOCH_S, "ratio": round(epoch_s / _PUBLISHED_EPOCH_S, 2)}
+    if notes.is_gpu:
+        row |= {"published, one A100": _PUBLISHED_EPOCH_S, "ratio": round(epoch_s / _PUBLISHED_EPOCH_S, 2)}
     notes.row("EfficientNet-B7 on CIFAR-10: seconds an epoch, by the median step", row)
 
 
 def accuracy(notes: Notes) -> Cases:
     """Part 4: CIFAR-10 to 94 %."""
-    return {f"seed {seed}": partial(_accuracy, notes, seed) for seed in range(3 if _is_gpu(notes) else 1)}
+    return {f"seed {seed}": partial(_accuracy, notes, seed) for seed in range(3 if notes.is_gpu else 1)}
 
 
 def _accuracy(notes: Notes, seed: int) -> None:
-    settings = (f"seed={seed}",) if _is_gpu(notes) else (f"seed={seed}", *_TINY)
-    record = _train(notes, "cifar10-fast", None if _is_gpu(notes) else 4, *settings)
+    settings = (f"seed={seed}",) if notes.is_gpu else (f"seed={seed}", *_TINY)
+    record = _train(notes, "cifar10-fast", None if notes.is_gpu else 4, *settings)
     row = {"seed": seed, "accuracy": f"{record['accuracy']:.2%}", "steps": record["steps"]}
     row |= {key: round(record[key], 1) for key in ("train_s", "wall_s", "samples_per_s")}
-    is_reached = record["accuracy"] >= 0.94 or not _is_gpu(notes)
+    is_reached = record["accuracy"] >= 0.94 or not notes.is_gpu
     notes.row("CIFAR-10 by cifar10-fast, aim 94 %", row, good=is_reached)
 
 
@@ -55,18 +54,8 @@ def _train(notes: Notes, recipe: str, max_steps: int | None, *settings: str) -> 
     if notes.data is None:
         raise RuntimeError("left out: it needs --data DIR with cifar10/train.parquet and test.parquet")
     run = notes.scratch / settings[0]
-    command = [
-        "paceline",
-        "train",
-        recipe,
-        "-n",
-        "1",
-        "--quiet",
-        "--out",
-        str(run),
-        "--data",
-        str(notes.data / "cifar10"),
-    ]
+    command = ["paceline", "train", recipe, "-n", "1", "--quiet", "--out", str(run)]
+    command += ["--data", str(notes.data / "cifar10")]
     command += [] if max_steps is None else ["--max-steps", str(max_steps)]
     for setting in ("checkpoint.every_epoch=false", *settings):
         command += ["--set", setting]
@@ -78,15 +67,17 @@ def _train(notes: Notes, recipe: str, max_steps: int | None, *settings: str) -> 
 def machine(notes: Notes) -> Cases:
     """Part 5: what the machine says of itself, and a probe's forecast of the steps of part 2."""
     matrix = str(notes.out / "nvidia-smi-topo.txt")
-    asked = {"machine.txt": ("paceline", "doctor", "--all")}
-    if _is_gpu(notes):
+    asked: dict[str, tuple[str, ...]] = {"machine.txt": ("paceline", "doctor", "--all")}
+    if notes.is_gpu:
         asked |= {"topo.json": ("paceline", "topo", "--json"), "nvidia-smi-topo.txt": ("nvidia-smi", "topo", "-m")}
-        asked |= {"topo of nvidia-smi's": ("paceline", "topo", "--from", matrix), "nvidia-smi": ("nvidia-smi", "-q")}
-    found: Cases = {name: partial(_ask, notes, name, *command) for name, command in asked.items()}
-    rows = [row for part in _results(notes) if part["name"] == "steps" for row in part["rows"]]
-    steps = [
-        row["values"] for row in rows if row["values"].get("way") == "numeric, 8 shards" and "ratio" in row["values"]
-    ]
+        asked |= {
+            "topo of nvidia-smi's": ("paceline", "topo", "--from", matrix),
+            "nvidia-smi.txt": ("nvidia-smi", "-q"),
+        }
+    found = {name: partial(_ask, notes, name, *command) for name, command in asked.items()}
+    parts = json.loads((notes.out / "results.json").read_text())["parts"]
+    rows = [row["values"] for part in parts for row in part["rows"]]
+    steps = [row for row in rows if row.get("way") == "numeric, 8 shards" and "ratio" in row]
     return found | {f"forecast of {row['workload']}": partial(_forecast, notes, row) for row in steps}
 
 
@@ -94,20 +85,14 @@ def _ask(notes: Notes, name: str, *command: str) -> None:
     said = notes.command(*command, may_fail="doctor" in command)  # it judges the machine, not Paceline
     if "." in name:
         (notes.out / name).write_text(said)
-    notes.row(
-        "What the machine says", {"command": " ".join(command), "ends with": said.strip().splitlines()[-1][-200:]}
-    )
-
-
-def _results(notes: Notes) -> list[dict[str, Any]]:
-    parts: list[dict[str, Any]] = json.loads((notes.out / "results.json").read_text())["parts"]
-    return parts
+    row = {"command": " ".join(command), "ends with": said.strip().splitlines()[-1][-200:]}
+    notes.row("What the machine says", row)
 
 
 def _forecast(notes: Notes, measured: dict[str, Any]) -> None:
     from .workloads import FULL, TINY
 
-    name, budget = measured["workload"], "8" if _is_gpu(notes) else "2"
+    name, budget = measured["workload"], "8" if notes.is_gpu else "2"
     workload = (FULL | TINY)[name]
     job, cluster, out = (str(notes.scratch / f"{name}{end}") for end in (".toml", ".json", ""))
     lines = [f"{key} = {json.dumps(value)}" for key, value in workload.job.items()]
@@ -117,11 +102,13 @@ def _forecast(notes: Notes, measured: dict[str, Any]) -> None:
     notes.command("paceline", "probe", job, "-n", "1", "--budget", budget, "--quiet", "--out", cluster)
     notes.command("paceline", "plan", job, "--cluster", cluster, "--devices", "1", "--out", out)
     (forecast,) = json.loads((Path(out) / "forecast.json").read_text())["rows"]
-    ms, mib = 1e3 * forecast["step_s"], (forecast["memory_bytes"] or 0) / 2**20
+    ms = 1e3 * forecast["step_s"]
     row = {"workload": name, "forecast ms": round(ms, 2), "measured ms": measured["ms a step"]}
-    row |= {"error": f"{ms / measured['ms a step'] - 1:+.0%}", "forecast MiB": round(mib)}
-    if "MiB" in measured:
-        row |= {"measured MiB": measured["MiB"], "error of MiB": f"{mib / measured['MiB'] - 1:+.0%}"}
+    row |= {"error": f"{ms / measured['ms a step'] - 1:+.0%}"}
+    if "MiB" in measured and forecast["memory_bytes"] is not None:
+        mib = forecast["memory_bytes"] / 2**20
+        row |= {"forecast MiB": round(mib), "measured MiB": measured["MiB"]}
+        row |= {"error of MiB": f"{mib / measured['MiB'] - 1:+.0%}"}
     notes.row("A probe's forecast beside the steps of part 2", row)
 
 
@@ -132,15 +119,15 @@ def recovery(notes: Notes) -> Cases:
 
 
 def _checkpoint(notes: Notes) -> None:
-    found = _launch(notes, "saved", "GPT-2 small" if _is_gpu(notes) else "GPT of 2 layers", 0)
+    found = _trained(notes, "saved", "GPT-2 small" if notes.is_gpu else "GPT of 2 layers", 0)
     for save in found["saves"]:
         row = {"device": found["device"], "MiB": round(found["bytes"] / 2**20, 1), "a step, ms": found["step_ms"]}
         notes.row("A checkpoint: training waits, the checkpoint is complete", row | save)
 
 
 def _restart(notes: Notes) -> None:
-    whole = _launch(notes, "whole", "small LeNet", 0)
-    killed = _launch(notes, "killed", "small LeNet", _DEATH, "--max-restarts", "1")
+    whole = _trained(notes, "whole", "small LeNet", 0)
+    killed = _trained(notes, "killed", "small LeNet", _DEATH, "--max-restarts", "1")
     is_equal = whole["sha"] == killed["sha"] and (notes.scratch / "killed" / "died").exists()
     row = {"device": killed["device"], "killed in step": _DEATH, "steps": killed["steps"], "same weights": is_equal}
     notes.row("A worker killed, and started again from its checkpoint", row, good=is_equal)
@@ -148,27 +135,23 @@ def _restart(notes: Notes) -> None:
 
 def _report(notes: Notes) -> None:
     """On CPUs: `paceline launch` gives each worker a GPU of its own."""
-    folder = notes.scratch / "reported"
-    folder.mkdir()
-    script = ("-m", "benchmarks.gpu.commands", str(folder), "small LeNet", str(_DEATH))
-    command = ("paceline", "launch", "-n", "2", "--out", str(folder / "run"), *script)
-    said = notes.command(*command, may_fail=True, PACELINE_DEVICE="cpu")
+    said = _launch(notes, "reported", "small LeNet", _DEATH, "-n", "2", may_fail=True, PACELINE_DEVICE="cpu")
     lines = [line for line in said.splitlines() if "rank 1" in line.lower()]
     is_named = bool(lines) and "SIGKILL" in said
     notes.row("Rank 1 of 2 killed, on CPUs", {"the report": (lines or [said[-500:]])[0]}, good=is_named)
 
 
-def _launch(notes: Notes, name: str, workload: str, death: int, *options: str) -> dict[str, Any]:
-    folder = notes.scratch / name
-    folder.mkdir()
-    script = ("-m", "benchmarks.gpu.commands", str(folder), workload, str(death))
-    notes.command("paceline", "launch", "-n", "1", "--out", str(folder / "run"), *options, *script)
-    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
+def _trained(notes: Notes, name: str, workload: str, death: int, *options: str) -> dict[str, Any]:
+    _launch(notes, name, workload, death, "-n", "1", *options)
+    result: dict[str, Any] = json.loads((notes.scratch / name / "result.json").read_text())
     return result
 
 
-def _is_gpu(notes: Notes) -> bool:
-    return notes.device == "cuda"
+def _launch(notes: Notes, name: str, workload: str, death: int, *options: str, **environ: Any) -> str:
+    folder = notes.scratch / name
+    folder.mkdir()
+    script = ("-m", "benchmarks.gpu.commands", str(folder), workload, str(death))
+    return notes.command("paceline", "launch", "--out", str(folder / "run"), *options, *script, **environ)
 
 
 def main(folder: Path, name: str, death: int) -> None:
@@ -197,10 +180,7 @@ def main(folder: Path, name: str, death: int) -> None:
                     time.sleep(0.01)  # a thread writes it
                 complete_s = round(time.perf_counter() - began, 2)
                 saves.append({"step": run.steps, "waits ms": round(1e3 * saved_s, 1), "complete s": complete_s})
-        files = [file for file in folder.glob("checkpoints/*/*") if file.is_file()]
-        size = sum(file.stat().st_size for file in files) / max(
-            1, len(list(folder.glob("checkpoints/*/manifest.json")))
-        )
+        size = sum(file.stat().st_size for file in folder.glob("checkpoints/*/*") if file.is_file()) / 2
         found = {"sha": run.weights_sha256(), "steps": run.steps, "device": run.device.type, "loss": loss}
         if run.rank == 0:
             (folder / "result.json").write_text(json.dumps(found | {"saves": saves, "bytes": size, "step_ms": step_ms}))

@@ -14,36 +14,38 @@ from pathlib import Path
 from typing import Any, Literal
 
 Device = Literal["cuda", "simulated", "cpu"]
+Cases = Mapping[str, Callable[[], None]]
 _LEAST_S = 4.0
 """What has to be left of a part's time for a case to begin."""
 
 
 @dataclass(frozen=True)
 class Notes:
-    """Where a part's results go, and what its cases have to know."""
+    """Where a part's results go, and what its cases have to know; `deadline` is a time of `time.monotonic`."""
 
     out: Path
-    """The folder of the page."""
     scratch: Path
-    """For everything that is not kept."""
     data: Path | None
     device: Device
     deadline: float
-    """In seconds of `time.monotonic`."""
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device == "cuda"
 
     @property
     def left_s(self) -> float:
         return self.deadline - time.monotonic()
 
-    def write(self, **line: list[Any]) -> None:
+    def write(self, **found: list[Any]) -> None:
         with (self.scratch / "lines").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(found) + "\n")
 
     def row(self, table: str, values: Mapping[str, Any], *, good: bool = True) -> None:
         """A row of a table, by heading. Not `good`: the part has failed."""
         self.write(rows=[{"table": table, "values": values, "good": good}])
 
-    def run(self, cases: Mapping[str, Callable[[], None]]) -> None:
+    def run(self, cases: Cases) -> None:
         """Run every case for which there is time; an error of one is kept, and does not stop the others."""
         self.write(planned=list(cases))
         for name, case in cases.items():
@@ -58,19 +60,19 @@ class Notes:
     def command(self, *command: str, may_fail: bool = False, **environ: str) -> str:
         """The output of a program, errors included; "paceline" is run by this Python. Raises `RuntimeError` with it."""
         whole = [sys.executable, "-m", *command] if command[0] == "paceline" else command
-        cpu = {} if self.device == "cuda" else {"PACELINE_DEVICE": "cpu"}  # other programs find no simulated GPU
-        done = subprocess.run(
-            whole,
-            cwd=self.scratch,
-            env={**os.environ, "NO_COLOR": "1", "COLUMNS": "140", **cpu, **environ},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=max(1.0, self.left_s),
-        )
+        cpu = {} if self.is_gpu else {"PACELINE_DEVICE": "cpu"}  # programs of their own find no simulated GPU
+        env = {**os.environ, "NO_COLOR": "1", "COLUMNS": "140", **cpu, **environ}
+        log = self.scratch / f"{time.monotonic_ns()}.log"  # also what a program has said that takes too long
+        with log.open("w") as output:
+            try:
+                done = subprocess.run(
+                    whole, cwd=self.scratch, env=env, stdout=output, stderr=output, timeout=self.left_s
+                )
+            except subprocess.TimeoutExpired as problem:
+                raise RuntimeError(f"{' '.join(command)}: no time left\n{log.read_text()[-3000:]}") from problem
         if done.returncode and not may_fail:
-            raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout[-3000:]}")
-        return done.stdout
+            raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{log.read_text()[-3000:]}")
+        return log.read_text()
 
 
 def use_device(device: Device) -> None:

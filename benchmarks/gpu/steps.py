@@ -15,14 +15,13 @@ from torch.profiler import ProfilerActivity, profile
 
 import paceline
 
-from .notes import Notes, use_device
+from .notes import Cases, Notes, use_device
 from .workloads import FULL, TINY, loss_fn, plain_loop
 
 Step = Callable[[], Any]
-_WARM_STEPS, _ROUNDS, _MOST_STEPS, _ROUND_S = 4, 5, 8, 0.4
-FIRST_WAY = "numeric, 8 shards"
+_WARM_STEPS, _ROUND_S = 4, 0.4
 _WAYS: dict[str, dict[str, Any]] = {
-    FIRST_WAY: {"virtual_shards": 8},
+    "numeric, 8 shards": {"virtual_shards": 8},
     "numeric, 1 shard": {"virtual_shards": 1},
     "bitwise, 8 shards": {"virtual_shards": 8, "parity": "bitwise"},
     "bitwise, 1 shard": {"virtual_shards": 1, "parity": "bitwise"},
@@ -31,17 +30,19 @@ _WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def cases(notes: Notes) -> dict[str, Step]:
+def steps(notes: Notes) -> Cases:
     """The first way of every workload, then the next; on few cores fewer, and nothing is compiled."""
     use_device(notes.device)
-    is_gpu = notes.device == "cuda"
-    known, ways = (FULL, list(_WAYS)) if is_gpu else (TINY, list(_WAYS)[:3])
+    if not notes.is_gpu:
+        torch.set_num_threads(1)
+    known, ways = (FULL, list(_WAYS)) if notes.is_gpu else (TINY, list(_WAYS)[:3])
     return {f"{name}, {way}": partial(_compare, notes, name, way) for way in ways for name in known}
 
 
 def _compare(notes: Notes, name: str, way: str) -> None:
-    workload, is_gpu = (FULL | TINY)[name], notes.device == "cuda"
-    samples = workload.samples(_WARM_STEPS + 4 + _ROUNDS * _MOST_STEPS)
+    workload, is_gpu = (FULL | TINY)[name], notes.is_gpu
+    num_rounds, most_steps = (5, 8) if is_gpu else (3, 2)
+    samples = workload.samples(_WARM_STEPS + 4 + num_rounds * most_steps)
     with paceline.init(**workload.job, **_WAYS[way], progress=False) as run:
         model = workload.build()
         model, _ = run.prepare(model, workload.build_optimizer(model))
@@ -53,13 +54,13 @@ def _compare(notes: Notes, name: str, way: str) -> None:
             before = torch.cuda.memory_allocated() if is_gpu else 0
             _timed(step, _WARM_STEPS, is_gpu)
             kept.append((torch.cuda.memory_allocated() if is_gpu else 0) - before)
-        num_steps = max(1, min(_MOST_STEPS, int(_ROUND_S / max(_timed(step, 1, is_gpu)[0] for step in pair))))
-        rounds = [[_timed(step, num_steps, is_gpu) for step in pair] for _ in range(_ROUNDS)]
+        num_steps = max(1, min(most_steps, int(_ROUND_S / max(_timed(step, 1, is_gpu)[0] for step in pair))))
+        rounds = [[_timed(step, num_steps, is_gpu) for step in pair] for _ in range(num_rounds)]
         ours, other = ([times[number][0] for times in rounds] for number in (0, 1))
         ours_s, plain_s = statistics.median(ours), statistics.median(other)
         row = {"workload": name, "way": way, "ms a step": _ms(ours_s), "plain loop, ms": _ms(plain_s)}
         row |= {"ratio": round(ours_s / plain_s, 2), "samples/s": round(workload.batch / ours_s)}
-        row |= {"rounds": f"{_ROUNDS} x {num_steps}", "ms from … to": f"{_ms(min(ours))} … {_ms(max(ours))}"}
+        row |= {"rounds": f"{num_rounds} x {num_steps}", "ms from … to": f"{_ms(min(ours))} … {_ms(max(ours))}"}
         if is_gpu:
             peaks = [max(times[number][1] for times in rounds) - kept[1 - number] for number in (0, 1)]
             waits = [_host_waits(step) for step in pair]
@@ -107,4 +108,4 @@ def _num_kernels(step: Step) -> int:
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         step()
         torch.cuda.synchronize()
-    return sum(one.device_type == torch.autograd.DeviceType.CUDA for one in seen.events() or [])
+    return sum(str(one.device_type).endswith("CUDA") for one in seen.events() or [])

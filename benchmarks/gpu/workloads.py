@@ -101,7 +101,7 @@ def plain_loop(
     if workload.job["channels_last"]:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = workload.build_optimizer(model)
-    called = torch.compile(model) if compiled else model
+    called: nn.Module = torch.compile(model) if compiled else model  # type: ignore[assignment]
     order = iter(torch.randperm(len(samples)).split(workload.batch))
 
     def step() -> Tensor:

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import TypeVar, cast
 
 import torch
@@ -85,9 +86,6 @@ class MemoryLink:
     wire_name: str = "float32"
     num_servers: int = 1
 
-    def __post_init__(self) -> None:
-        assert sorted(self.ring) == list(range(self.network.num_workers))
-
     @property
     def links(self) -> Links:
         return cast(Links, self)
@@ -116,13 +114,21 @@ class MemoryLink:
     def shared_memory(self) -> MemoryLink:
         return self
 
-    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Arrival:
-        """Begin to send and to receive; empty messages are not sent at all."""
+    def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> SimpleNamespace:
+        """Begin to send and to receive, which ends in `wait()`; empty messages are not sent at all."""
         for receiver, message in outgoing.items():
             assert message.is_contiguous()
             if message.numel():
                 self.network.send(self.rank, receiver, message)
-        return Arrival(self, {sender: message for sender, message in incoming.items() if message.numel()})
+
+        def wait() -> None:
+            for sender, place in incoming.items():
+                if place.numel():
+                    message = self.network.receive(sender, self.rank)
+                    assert (message.numel(), message.dtype) == (place.numel(), place.dtype)
+                    place.copy_(message.view_as(place))
+
+        return SimpleNamespace(wait=wait)
 
     def reduce_in_node(self, values: Tensor) -> None:
         leader, *others = self.node
@@ -145,20 +151,6 @@ class MemoryLink:
     def all_reduce(self, values: Tensor) -> None:
         self.reduce_in_node(values)
         self.broadcast_in_node(values)
-
-
-@dataclass(frozen=True)
-class Arrival:
-    """Messages that a worker receives."""
-
-    link: MemoryLink
-    incoming: Mapping[int, Tensor]
-
-    def wait(self) -> None:
-        for sender, place in self.incoming.items():
-            message = self.link.network.receive(sender, self.link.rank)
-            assert (message.numel(), message.dtype) == (place.numel(), place.dtype)
-            place.copy_(message.view_as(place))
 
 
 def nodes_by_name(names: Sequence[int]) -> Nodes:

@@ -3,12 +3,13 @@ travel are those of the formula, whatever the layout of nodes, the length and th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -82,12 +83,11 @@ def assert_sum(found: Sum, vectors: Sequence[Tensor], relative_error: float) -> 
 
 @pytest.mark.parametrize("name", MESSAGES)
 @given(nodes=LAYOUTS, length=LENGTHS, seed=SEEDS, data=st.data())
-@example(nodes=((0, 1), (2,)), length=7, seed=0, data=None)
 def test_the_result_is_the_sum_on_every_worker(
-    name: str, nodes: Nodes, length: int, seed: int, data: st.DataObject | None
+    name: str, nodes: Nodes, length: int, seed: int, data: st.DataObject
 ) -> None:
     vectors = draw_vectors(nodes, length, seed)
-    num_servers = data.draw(st.integers(1, len(vectors))) if data else 2
+    num_servers = data.draw(st.integers(1, len(vectors)))
     found = sum_over(name, vectors, layout_for(name, nodes), num_servers=num_servers)
     assert_sum(found, vectors, len(vectors) * SINGLE)
 
@@ -143,24 +143,14 @@ def test_the_tree_sends_exact_values_in_any_wire_format(nodes: Nodes, length: in
     assert torch.equal(exact, lossy)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(("name", "wire"), [*((n, "float32") for n in MESSAGES), *((n, "bfloat16") for n in LOSSY)])
-def test_a_number_that_is_not_finite_reaches_every_worker(name: str, wire: str, bad: float) -> None:
+def test_a_number_that_is_not_finite_reaches_every_worker(name: str, wire: str) -> None:
     nodes = ((0, 1), (2, 3), (4,))
-    for rank in range(5):
+    for rank, bad in itertools.product(range(5), (torch.nan, torch.inf, -torch.inf)):
         vectors = draw_vectors(nodes, 9, rank)
         vectors[rank][2 * rank] = bad
         for values in sum_over(name, vectors, nodes, wire).values:
             assert values.isfinite().logical_not().nonzero().tolist() == [[2 * rank]]
-
-
-@pytest.mark.parametrize("name", MESSAGES)
-@given(nodes=LAYOUTS, seed=SEEDS)
-@settings(max_examples=10)
-def test_a_sum_is_repeatable_bit_for_bit(name: str, nodes: Nodes, seed: int) -> None:
-    vectors = draw_vectors(nodes, 100, seed)
-    first, again = (sum_over(name, vectors, layout_for(name, nodes)).values[0] for _ in range(2))
-    assert torch.equal(first, again)
 
 
 @pytest.mark.parametrize(("wire", "itemsize"), [("float32", 4), ("bfloat16", 2)])
@@ -179,7 +169,7 @@ def test_bytes_sent_are_those_of_the_formula(
     for rank in range(num_workers):
         sent = sum(size for (sender, _), size in ring.sent_bytes.items() if sender == rank)
         assert abs(sent - 2 * (num_workers - 1) / num_workers * num_bytes) <= 2 * num_workers * itemsize
-        assert len([1 for (sender, _), size in ring.sent_bytes.items() if sender == rank]) <= 1  # to one neighbour
+        assert sum(sender == rank for sender, _ in ring.sent_bytes) <= 1  # to one neighbour
 
     servers = sum_over("parameter_server", vectors, nodes, wire, num_servers)
     assert servers.total_bytes == 2 * (num_workers - 1) * num_bytes

@@ -1,5 +1,5 @@
-"""Servers for asynchronous training: each shard counts once and is as late as allowed, whoever dies, dawdles or delivers
-twice; slices of the parameters are updated as the whole would be."""
+"""Servers for asynchronous training: each shard counts once and is as late as allowed, whoever dies, dawdles or
+delivers twice; slices of the parameters are updated as the whole would be."""
 
 from __future__ import annotations
 
@@ -19,18 +19,11 @@ from paceline.comm.parameter_server_async.ledger import Ledger
 from paceline.comm.parameter_server_async.messages import Task
 from paceline.comm.parameter_server_async.server import ParameterSlice, spans
 
-UNTIL = 4
-"""Batches that are trained."""
-DISTURBED = 150
-"""Actions in which anything may happen; after them nothing goes wrong but that leases run out."""
+UNTIL = 4  # batches that are trained
+DISTURBED = 150  # actions in which anything may happen; after them nothing goes wrong but that leases run out
 
 
-@given(
-    seed=st.integers(0, 10**6),
-    staleness=st.integers(0, 3),
-    num_shards=st.integers(1, 7),
-    num_servers=st.integers(1, 3),
-)
+@given(st.integers(0, 10**6), st.integers(0, 3), st.integers(1, 7), st.integers(1, 3))
 def test_each_shard_counts_once_whoever_dies_dawdles_or_delivers_twice(
     seed: int, staleness: int, num_shards: int, num_servers: int
 ) -> None:

@@ -15,8 +15,8 @@ import torch
 
 import paceline
 from tests.kit import notebooks
-from tests.kit.commands import python, succeeded
 from tests.kit.commands import paceline as run_paceline
+from tests.kit.commands import python, succeeded
 from tests.kit.markdown import README, ROOT, Block, blocks_of, pages, run_page, write_files
 
 SHOWS_SOMETHING = ("text", "json", "{toctree}", "{include}")

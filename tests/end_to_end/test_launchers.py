@@ -1,6 +1,6 @@
-"""One script, every launcher: the README's training prints the same weights under `python`, torchrun, `paceline launch`
-over SSH, Slurm's srun and, every night, mpirun, Ray, a Kubernetes Job and Apptainer. (`paceline launch` on one machine is
-in the README's own test.)
+"""One script, every launcher: the README's training prints the same weights under `python`, torchrun, `paceline
+launch` over SSH, Slurm's srun and, every night, mpirun, Ray, a Kubernetes Job and Apptainer. (`paceline launch` on one
+machine is in the README's own test.)
 
 Nodes are namespaces of this machine with real sshd, Slurm and Ray on them.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.commands import TRACEBACK, paceline, python, succeeded
+from tests.kit.commands import paceline, python, succeeded
 from tests.kit.markdown import README, reader_environ, write_files
 from tests.kit.nodes.cluster import Cluster, Node
 from tests.kit.nodes.mpirun import mpirun_argv
@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> str:
     """The weights of one process."""
-    (weights,) = weights_in(succeeded(python("train.py", cwd=folder)).stdout, world_size=1)
+    (weights,) = weights_in(succeeded(python("train.py", cwd=folder, OMP_NUM_THREADS="1")).stdout, world_size=1)
     return weights
 
 

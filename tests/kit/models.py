@@ -1,5 +1,5 @@
-"""Small models, a few hundred parameters each, that every engine can spread: their layers are attributes, so that a pipeline
-can be cut at any of them, and tensor parallelism divides them in pairs."""
+"""Small models that every engine can spread: a few hundred parameters, in layers at which a pipeline can be cut and of
+which tensor parallelism can divide two."""
 
 from __future__ import annotations
 

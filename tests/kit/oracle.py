@@ -1,12 +1,14 @@
 """What a run has to learn: a plain PyTorch loop on one device, in float64, without a line of Paceline.
 
-With one virtual shard this is the loop that everyone writes. With several it is the law of a virtual shard, spelled out: each
-shard begins with the step's buffers and with generators seeded for it, goes through the model alone, and counts by its weight.
+With one virtual shard this is the loop that everyone writes. With several it is the law of virtual shards, spelled out:
+each begins with the step's buffers and with generators seeded for it, goes through the model alone, and counts by its
+weight.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,7 +69,7 @@ def cut(samples: Sequence[int], num_shards: int) -> list[Sequence[int]]:
     """The non-empty virtual shards of a global batch: sizes differ by one at most, larger ones first."""
     small, extra = divmod(len(samples), num_shards)
     starts = [shard * small + min(shard, extra) for shard in range(num_shards + 1)]
-    return [samples[start:stop] for start, stop in zip(starts, starts[1:], strict=False) if stop > start]
+    return [samples[start:stop] for start, stop in itertools.pairwise(starts) if stop > start]
 
 
 _GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -103,7 +105,7 @@ def learn(task: Task, num_shards: int | None = None, orders: Sequence[Sequence[i
     """Train as `task` says.
 
     Args:
-        num_shards: into how many shards a global batch is cut; None: as `task` says; 1: it goes through the model at once.
+        num_shards: into how many a global batch is cut; None: as `task` says; 1: it goes through the model at once.
         orders: the samples of each epoch; empty: those of `order`.
     """
     model = task.model().double()
@@ -135,19 +137,14 @@ def add_gradients(task: Task, model: nn.Module, batch: Sequence[int], epoch: int
     end = {name: buffer.clone() for name, buffer in model.named_buffers()}
     total, total_weight = 0.0, 0.0
     for shard, samples in enumerate(cut(batch, num_shards)):
-        read = []
-        for sample in samples:
-            seed_all(mixed(task.seed, OF_SAMPLES, epoch, sample))
-            read.append(task.data[sample])
-        seed_all(mixed(task.seed, OF_SHARDS, step, shard))
+        inputs = [read(task.data, sample, mixed(task.seed, OF_SAMPLES, epoch, sample)) for sample in samples]
         for name, buffer in model.named_buffers():
             buffer.copy_(begin[name])
-        found = task.loss(model, as_double(default_collate(read)))
+        seed_all(mixed(task.seed, OF_SHARDS, step, shard))
+        found = task.loss(model, as_double(default_collate(inputs)))
         loss, weight = found if isinstance(found, tuple) else (found, torch.tensor(len(samples)))
-        for (
-            name,
-            buffer,
-        ) in model.named_buffers():  # before backward, in which activation checkpointing moves them again
+        # Buffers count here, since a backward pass that repeats the forward pass (checkpointing) moves them again.
+        for name, buffer in model.named_buffers():
             if buffer.is_floating_point():
                 end[name] += len(samples) / len(batch) * (buffer - begin[name])
             elif shard == 0:
@@ -164,6 +161,11 @@ def add_gradients(task: Task, model: nn.Module, batch: Sequence[int], epoch: int
     return total / total_weight
 
 
+def read(data: Dataset[Any], sample: int, seed: int) -> Any:
+    seed_all(seed)
+    return data[sample]
+
+
 def rate_factor(task: Task, samples_seen: int, num_samples: int) -> float:
     """What the learning rate is multiplied by: a schedule counts samples, a warm-up those to the end of the step."""
     decay = 0.5 * (1 + math.cos(math.pi * samples_seen / (task.epochs * num_samples))) if task.is_cosine else 1.0
@@ -176,8 +178,8 @@ def evaluate(task: Task, model: nn.Module) -> dict[str, float]:
     """The mean of every metric over the test set, all of which goes through the model at once."""
     if task.measure is None or task.test_data is None:
         return {}
-    read = [task.test_data[sample] for sample in range(len(task.test_data))]  # type: ignore[arg-type]
-    everything = as_double(default_collate(read))
+    inputs = [task.test_data[sample] for sample in range(len(task.test_data))]  # type: ignore[arg-type]
+    everything = as_double(default_collate(inputs))
     found: dict[str, float] = {}
     for name, values in task.measure(copy.deepcopy(model).eval(), everything).items():
         if name in task.metrics:

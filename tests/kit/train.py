@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +12,11 @@ from torch.utils.data import Dataset
 
 import paceline
 from tests.kit.engines import Engine
-from tests.kit.models import TENSOR_PLAN
 from tests.kit.oracle import Learned, Task, order
 from tests.kit.workers import run_ranks
+
+PATIENCE_S = 120.0
+"""How long workers may take on a machine that does much else."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def init(engine: Engine, task: Task, **options: Any) -> paceline.Run:
     Args:
         options: of `paceline.init`, keys of the job among them, which replace those of the engine and the task.
     """
-    plan: dict[str, Any] = {"world_size": engine.num_workers, "timeout_s": 60, **engine.plan}
+    plan: dict[str, Any] = {"world_size": engine.num_workers, "timeout_s": PATIENCE_S, **engine.plan}
     if engine.mesh:
         plan["mesh"] = dict(engine.mesh)
     keys: dict[str, Any] = {
@@ -81,8 +82,6 @@ def prepare(run: paceline.Run, engine: Engine, task: Task) -> None:
     if engine.has_stages:
         example = torch.stack([task.data[number][0] for number in range(2)])
         options["example"] = example.to(dtype) if example.is_floating_point() else example
-    if engine.has_slices:
-        options["tensor_plan"] = TENSOR_PLAN
     run.prepare(model, optimizer, **options)
 
 
@@ -113,7 +112,8 @@ def train(engine: Engine, task: Task, *, in_own_order: bool = False, **options: 
 
 def trained(engine: Engine, task: Task, **options: Any) -> list[Outcome]:
     """What each worker of a new team makes of the task; `options` as for `train`."""
-    return run_ranks(functools.partial(train, **options), engine.num_workers, engine, task)
+    train_it = functools.partial(train, **options)
+    return run_ranks(train_it, engine.num_workers, engine, task, timeout_s=PATIENCE_S)
 
 
 def _loss(task: Task, model: nn.Module, batch: Any) -> Tensor | paceline.Mean:

@@ -1,5 +1,7 @@
 """Which property of the law holds under which engine: the table of docs/strategies.md.
 
+What happens when a worker is lost is not a column: tests/faults has it.
+
 `python -m tests.law.matrix` prints it.
 """
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 PROPERTIES: Mapping[str, str] = {
     "plain torch": "losses and weights are those of a plain PyTorch loop over the whole batch",
     "ragged end": "so they are where the last batch of an epoch has fewer samples than workers",
-    "token mean": "a mean over tokens is that over all tokens of the batch; virtual shards without one count for nothing",
+    "token mean": "a mean over tokens is that of the whole batch; shards without any count for nothing",
     "random numbers": "dropout, noise in the loss function and random transforms of samples are those of one worker",
     "batch norm": "every virtual shard is normalised by itself, and the running statistics are one worker's",
     "coupled samples": "a loss that compares samples compares those of a virtual shard",
@@ -29,7 +31,7 @@ PROPERTIES: Mapping[str, str] = {
     "evaluation": "metrics count every sample once",
     "order": "each epoch reads every sample once, in the order of one worker",
     "checkpoint": "a run that ends in the middle of an epoch goes on exactly under the next engine of the table",
-    "bits": "`parity = \"bitwise\"` gives every bit of one worker",
+    "bits": '`parity = "bitwise"` gives every bit of one worker',
     "bytes sent": "a worker sends what its strategy's formula says",
     "memory": "a worker holds its part of parameters and optimizer state, and no more",
 }
@@ -55,7 +57,7 @@ NOT_HELD: Mapping[tuple[str, str], NotHeld] = {
         "servers update slices of the parameters, and none knows the norm of the whole gradient",
         ("parameter_server_async", "clip_norm"),
     ),
-    ("asynchronous", "order"): NotHeld("workers choose in the step which shards they read; the order is one worker's"),
+    ("asynchronous", "order"): NotHeld("workers are given no batches: in a step each reads the shards that it takes"),
     ("one process", "bits"): NotHeld("its sums have no fixed tree", ("bitwise",)),
     ("asynchronous", "bytes sent"): NotHeld("how often a worker reads and sends depends on how fast the others are"),
     ("tp", "bits"): _SLICES_ROUND,
@@ -92,8 +94,9 @@ def markdown() -> str:
     notes = list(dict.fromkeys(NOT_HELD.values()))
 
     def cell(engine: str, name: str) -> str:
-        found = NOT_HELD.get((engine, name))
-        return "yes" if found is None else str(notes.index(found) + 1)
+        if (engine, name) in NOT_HELD:
+            return str(notes.index(NOT_HELD[engine, name]) + 1)
+        return "not yet" if (engine, name) in BROKEN else "yes"
 
     lines = [
         "| | " + " | ".join(PROPERTIES) + " |",
@@ -101,7 +104,7 @@ def markdown() -> str:
         *(f"| {engine} | " + " | ".join(cell(engine, name) for name in PROPERTIES) + " |" for engine in ENGINES),
         "",
         *(
-            f"{number}. {'Refused: ' if note.refused_with else ''}{note.why}."
+            f"{number}. {'Refused' if note.refused_with else 'Not so'}: {note.why}."
             for number, note in enumerate(notes, start=1)
         ),
         "",

@@ -1,7 +1,7 @@
 """What a worker sends in a step and what it holds: the table of docs/strategies.md, in bytes.
 
-Bytes are counted by the kernel, for each TCP connection of a worker. With one virtual shard for each worker that divides the
-batch, a step is one pass.
+Bytes are counted by the kernel, for each TCP connection of a worker. There is one virtual shard for each worker that
+divides the batch, so a step is one pass; stages have four.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import socket
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from tests.kit import losses, models
 from tests.kit.engines import ENGINES, Engine
 from tests.kit.oracle import Task
-from tests.kit.train import init, prepare
+from tests.kit.train import PATIENCE_S, init, prepare
 from tests.kit.workers import run_ranks
 from tests.law.matrix import cells
 from tests.law.tasks import rows
@@ -112,10 +113,10 @@ COSTS = {
 
 def measure(engine: Engine) -> Costs:
     """Train `TASK`, and see what this worker sends and holds."""
-    num_passes = 4 if engine.has_stages else engine.mesh.get("dp", 1) * engine.mesh.get("fsdp", 1)
-    num_passes = num_passes if engine.mesh else engine.num_workers
+    num_shards = engine.mesh.get("dp", 1) * engine.mesh.get("fsdp", 1) if engine.mesh else engine.num_workers
+    num_shards = 4 if engine.has_stages else num_shards
     sent = []
-    with init(engine, TASK, virtual_shards=num_passes) as run:
+    with init(engine, TASK, virtual_shards=num_shards) as run:
         prepare(run, engine, TASK)
         for batch in run.batches(TASK.data):
             float(run.step(batch, TASK.loss))  # type: ignore[arg-type]
@@ -136,9 +137,9 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
 def written_bytes() -> int:
     """Bytes written so far into all open TCP connections of this process."""
     total = 0
-    for name in os.listdir("/proc/self/fd"):
+    for entry in Path("/proc/self/fd").iterdir():
         try:
-            one = socket.socket(fileno=os.dup(int(name)))
+            one = socket.socket(fileno=os.dup(int(entry.name)))
         except OSError:  # no socket
             continue
         with one:
@@ -154,7 +155,7 @@ def written_bytes() -> int:
 @functools.cache
 def costs_of(engine_name: str) -> list[Costs]:
     engine = ENGINES[engine_name]
-    return run_ranks(measure, engine.num_workers, engine)
+    return run_ranks(measure, engine.num_workers, engine, timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize(("engine_name", "name"), cells("bytes sent"))

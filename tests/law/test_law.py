@@ -1,7 +1,7 @@
 """The law: on how many workers a run happens to be, and how they share it, does not change what it learns.
 
-Each case is a cell of the table in `matrix`: an engine, and a property that it has, or does not have and why. What is right is
-what `tests.kit.oracle` learns, a loop that knows nothing of Paceline.
+Each case is a cell of the table in `matrix`: an engine, and a property that it has, or does not have and why. What is
+right is what `tests.kit.oracle` learns, a loop that knows nothing of Paceline.
 """
 
 from __future__ import annotations
@@ -86,6 +86,19 @@ def test_each_epoch_reads_every_sample_once_in_an_order_that_no_engine_changes(e
     assert first != second
 
 
+@pytest.mark.xfail(
+    strict=True, reason="the two places of a tied weight are trained apart if a plan divides one of them"
+)
+def test_a_tensor_plan_that_divides_one_place_of_a_tied_weight_is_refused_or_exact() -> None:
+    engine, name = Engine(2, {"tp": 2}, {"tensor_plan": {"head": "colwise_gather_output"}}), "frozen, unused and tied"
+    try:
+        outcomes = trained(engine, TASKS[name])
+    except AssertionError as refusal:
+        assert "paceline.errors" in str(refusal) and "head" in str(refusal)
+    else:
+        assert_learned(engine, outcomes, expected(name, in_own_order=False))
+
+
 def successor(engine_name: str) -> str:
     """The next engine of the table that trains the same job; after the last comes the first."""
     names = [name for name, engine in ENGINES.items() if engine.job == ENGINES[engine_name].job]
@@ -119,7 +132,7 @@ def test_the_bits_of_one_worker_are_those_of_before() -> None:
 @pytest.mark.parametrize(("engine_name", "name"), [cell for cell, found in NOT_HELD.items() if found.refused_with])
 def test_what_an_engine_cannot_hold_is_refused_with_its_reason(engine_name: str, name: str) -> None:
     bitwise = {"parity": "bitwise"} if name == "bits" else {}
-    with pytest.raises(AssertionError, match="paceline.errors") as refused:
+    with pytest.raises(AssertionError, match=r"paceline\.errors") as refused:
         trained(ENGINES[engine_name], TASKS[name], **bitwise)
     sentence = str(refused.value).partition("paceline.errors.")[2].partition("\n")[0]
     assert all(word in sentence for word in NOT_HELD[engine_name, name].refused_with), sentence
@@ -135,8 +148,9 @@ def test_what_an_engine_does_not_hold_is_named_only_as_long_as_it_differs(engine
         (found, *_) = trained(engine, TASKS[name], parity="bitwise", precision="float32")
         assert found.weights_sha256 != bits_of_one_worker()
     else:
+        outcomes = trained(engine, TASKS[name])
         with pytest.raises(AssertionError):
-            assert_learned(engine, trained(engine, TASKS[name]), expected(name, in_own_order=False))
+            assert_learned(engine, outcomes, expected(name, in_own_order=False))
 
 
 def test_the_page_on_strategies_has_this_table() -> None:

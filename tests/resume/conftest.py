@@ -9,21 +9,21 @@ import pytest
 
 from tests.faults.stage import Stage, open_stage
 from tests.kit.workers import run_ranks
-from tests.resume.training import Learned, samples_seen, train
+from tests.resume.training import TIMEOUT_S, Undisturbed, samples_seen, train
 
 
 @pytest.fixture(scope="session")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Learned:
-    """What one worker learns that nobody disturbs."""
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     folder = tmp_path_factory.mktemp("undisturbed")
-    return Learned.of(run_ranks(train, 1, folder), samples_seen(folder))
+    (outcome,) = run_ranks(train, 1, folder, timeout_s=TIMEOUT_S)
+    return Undisturbed(outcome, samples_seen(folder))
 
 
 @pytest.fixture(scope="session")
 def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of two workers that ended after 7 steps, with two checkpoints."""
     folder = tmp_path_factory.mktemp("stopped")
-    run_ranks(partial(train, max_steps=7), 2, folder)
+    run_ranks(partial(train, max_steps=7), 2, folder, timeout_s=TIMEOUT_S)
     return folder
 
 

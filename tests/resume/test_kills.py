@@ -20,15 +20,13 @@ from tests.resume.training import (
     NUM_SAMPLES,
     NUM_STEPS,
     STEPS_PER_EPOCH,
+    TIMEOUT_S,
     Kill,
-    Learned,
     Moment,
+    Undisturbed,
     first_steps,
-    samples_seen,
     train,
 )
-
-TIMEOUT_S = 200.0
 
 
 @dataclass(frozen=True)
@@ -70,35 +68,35 @@ CHAINS: dict[str, tuple[list[tuple[Team, Kill]], Team]] = {
 }
 
 
-@pytest.mark.budget(processor_s=25)
+@pytest.mark.budget(processor_s=10)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_run_that_is_killed_twice_ends_with_the_bits_of_an_undisturbed_one(
-    tmp_path: Path, undisturbed: Learned, name: str
+    tmp_path: Path, undisturbed: Undisturbed, name: str
 ) -> None:
     kills, last = CHAINS[name]
     begins = [killed(tmp_path, attempt, team, kill) for attempt, (team, kill) in enumerate(kills)]
     outcomes = run_ranks(train, last.num_workers, tmp_path, len(kills), last.strategy, timeout_s=TIMEOUT_S)
     assert first_steps(tmp_path) == [0, *begins]
-    assert Learned.of(outcomes, samples_seen(tmp_path)) == undisturbed
+    undisturbed.assert_equal(outcomes, tmp_path)
 
 
 MOMENTS: list[Moment] = ["in a step", "between steps", "epoch's end", "evaluation", "snapshot", "worker-", "manifest"]
 
 
 @pytest.mark.nightly
-@pytest.mark.budget(processor_s=25)
+@pytest.mark.budget(processor_s=10)
 @pytest.mark.parametrize(("moment", "strategy", "victim"), list(product(MOMENTS, ["dp", "fsdp"], [None, 0])))
 def test_no_moment_is_a_bad_one(
-    tmp_path: Path, undisturbed: Learned, moment: Moment, strategy: str, victim: int | None
+    tmp_path: Path, undisturbed: Undisturbed, moment: Moment, strategy: str, victim: int | None
 ) -> None:
     begin = killed(tmp_path, 0, Team(2, strategy), Kill(moment, 8, victim))
     assert begin >= FIRST_SAVE
     outcomes = run_ranks(train, 1, tmp_path, 1, timeout_s=TIMEOUT_S)
     assert first_steps(tmp_path) == [0, begin]
-    assert Learned.of(outcomes, samples_seen(tmp_path)) == undisturbed
+    undisturbed.assert_equal(outcomes, tmp_path)
 
 
-def test_an_undisturbed_run_sees_each_sample_once_an_epoch(undisturbed: Learned) -> None:
+def test_an_undisturbed_run_sees_each_sample_once_an_epoch(undisturbed: Undisturbed) -> None:
     """What the others are compared with."""
     assert sorted(undisturbed.samples) == list(range(NUM_STEPS))
     for begin in range(0, NUM_STEPS, STEPS_PER_EPOCH):
@@ -117,6 +115,7 @@ def _lose_a_worker(folder: Path) -> None:
             has_ended.touch()
     elif os.fork() == 0:
         train(folder, kill=Kill("between steps", 2, 1))
+        os._exit(1)
     else:
         wait_until(has_ended.exists)
 

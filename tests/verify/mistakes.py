@@ -1,5 +1,4 @@
-"""Mistakes of a script: with them N workers learn something else than one, or two equal runs differ. Each is a method,
-in a class for each cause."""
+"""Mistakes with which N workers learn something else than one, or two equal runs differ; one class for each cause."""
 
 from __future__ import annotations
 
@@ -88,9 +87,7 @@ class State(Script):
 
     def a_cache_by_the_number_of_samples(self) -> None:
         cache: dict[int, Tensor] = {}
-        self.loss = lambda model, shard: square(
-            model, [shard[0] - cache.setdefault(len(shard[0]), shard[0].mean(0)), shard[1]]
-        )
+        self.loss = lambda model, shard: square(model, times(shard, cache.setdefault(len(shard[0]), shard[0].mean(0))))
 
     def weights_from_an_iterator(self) -> None:
         weights = itertools.cycle([1.0, 0.5, 0.25])
@@ -198,10 +195,8 @@ class Samples(Script):
         labels = self.data.tensors[1]
 
         def loss(model: nn.Module, shard: Any) -> Tensor:
-            outputs = model(shard[0])
-            labels[shard[2]] = 0.5 * shard[1] + 0.5 * outputs.detach()
-            value: Tensor = (outputs - shard[1]).square().mean()
-            return value
+            labels[shard[2]] = 0.5 * shard[1] + 0.5 * model(shard[0]).detach()
+            return square(model, shard)
 
         self.loss = loss
 
@@ -288,7 +283,8 @@ class Updates(Script):
     def weights_decayed_in_the_forward_pass(self) -> None:
         class Decayed(Net):
             def forward(self, inputs: Tensor) -> Tensor:
-                self[0].weight.data.mul_(0.99)
+                for parameter in self.parameters():
+                    parameter.data.mul_(0.99)
                 return super().forward(inputs)
 
         self._use(Decayed())

@@ -46,8 +46,6 @@ class Script:
 
     def __init__(self, run: paceline.Run) -> None:
         self.run = run
-        self.model: Any
-        self.optimizer: Any
         self._use(Net())
         self.data: Any = TensorDataset(INPUTS.clone(), TARGETS.clone(), torch.arange(len(INPUTS)))
         """(inputs, target, index) of each sample."""
@@ -62,19 +60,8 @@ class Script:
         self.after_step: Callable[[Any], object] = lambda _: None
 
     def _use(self, model: nn.Module, **options: Any) -> None:
-        self.model, self.optimizer = model, torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
-
-    def _train(self) -> dict[str, Any]:
-        """The weights at the end, as NumPy arrays."""
-        run = self.run
-        run.prepare(self.model, self.optimizer, scheduler=self.scheduler)
-        self.prepared()
-        for batch in run.batches(self.data, collate_fn=self.collate, sampler=self.sampler):
-            changed = self.before_step(batch)
-            if changed is not None:
-                run.step(changed, self.loss)
-                self.after_step(batch)
-        return {name: tensor.detach().clone().numpy() for name, tensor in run.whole_state().items()}
+        self.model: Any = model
+        self.optimizer: Any = torch.optim.SGD(model.parameters(), **{"lr": 0.1, **options})
 
 
 class Read(TensorDataset):
@@ -95,9 +82,17 @@ def cases_of(*kinds: type[Script]) -> dict[str, type[Script]]:
 
 
 def train(kind: type[Script], case: str, run: paceline.Run) -> dict[str, Any]:
+    """The weights at the end, as NumPy arrays."""
     script = kind(run)
     getattr(script, case)()
-    return script._train()
+    run.prepare(script.model, script.optimizer, scheduler=script.scheduler)
+    script.prepared()
+    for batch in run.batches(script.data, collate_fn=script.collate, sampler=script.sampler):
+        changed = script.before_step(batch)
+        if changed is not None:
+            run.step(changed, script.loss)
+            script.after_step(batch)
+    return {name: tensor.detach().clone().numpy() for name, tensor in run.whole_state().items()}
 
 
 class Net(nn.Sequential):

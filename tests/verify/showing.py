@@ -1,4 +1,6 @@
-"""What shows that a script is wrong: an error of the run on two workers, or a verdict as `paceline verify` has it."""
+"""What shows that a script is wrong: an error of the run on two workers, or a verdict as `paceline verify` has it.
+
+All that knows how the source says so, and how runs are compared without starting programs, stands in this file."""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ class Shown:
     sentence: str
     """Empty: nothing was shown."""
     weights: tuple[Mapping[str, Any], ...] = ()
-    """Of one worker and of each of two, where no error ended the runs."""
+    """Of every worker of the three runs, if no error ended them."""
 
     @property
     def causes(self) -> set[Cause]:

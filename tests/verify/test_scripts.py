@@ -6,7 +6,6 @@ runs differ, is shown with its cause; a script that only looks so trains, and le
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 
 from tests.verify.harmless import HARMLESS
 from tests.verify.mistakes import MISTAKES, State
-from tests.verify.scripts import Cause, cases_of
+from tests.verify.scripts import Cause, Script, cases_of
 from tests.verify.showing import Shown, outcomes, shown_by
 
 _REWOUND = "not shown: what counts calls is put back so that a step counts once, and workers learn the same"
@@ -36,7 +35,7 @@ NOT_SHOWN = {
 }
 
 
-def _expected(names: Iterable[str]) -> list[Any]:
+def _expected(names: dict[str, type[Script]]) -> list[Any]:
     """Each name as a parameter, marked if today's source does not show the mistake."""
     marks = {name: pytest.mark.xfail(raises=AssertionError, strict=True, reason=why) for name, why in NOT_SHOWN.items()}
     return [pytest.param(name, marks=marks[name]) if name in marks else name for name in names]

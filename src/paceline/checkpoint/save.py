@@ -22,6 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from paceline import __version__
 from paceline.checkpoint.data_file import ChecksumStream, StagedFile, data_file_name
 from paceline.checkpoint.load import LATEST_FILE, folder_name, is_complete, list_unfinished, worker_prefix
 from paceline.checkpoint.manifest import MANIFEST_FILE, DataFile, Manifest
@@ -137,7 +138,7 @@ class Saver:
         self._world_size = 1 if group is None else dist.get_world_size(group)
         # Workers of an earlier run may still be writing somewhere: their receipts carry another name.
         self._run: str = broadcast_object(f"{time.time_ns():x}", group)
-        self._versions = {name: version(name) for name in ("paceline", "torch")}
+        self._versions = {"paceline": __version__, "torch": version("torch")}  # a checkout need not be installed
         self._part = StagedFile()
         self._write_plan: WritePlan | None = None
         self._writing: _Writing | None = None

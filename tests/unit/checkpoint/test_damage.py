@@ -1,5 +1,6 @@
-"""Whatever happens to the files of a checkpoint is noticed and named, and a run goes on from the one before it. A manifest
-or a file of tensors that was made to deceive is refused in one sentence: nothing is run, and no memory is taken for it."""
+"""Whatever happens to the files of a checkpoint is noticed and named, and a run goes on from the one before it. A
+manifest or a file of tensors that was made to deceive is refused in one sentence: nothing is run, and no memory is
+taken for it."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import random
 import shutil
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +26,39 @@ OLDER, NEWER = "step-00000002", "step-00000004"
 FILES = ("manifest.json", "worker-00000.safetensors", "worker-00001.safetensors")
 
 
-def _save_sharded(folder: Path) -> None:
-    train(folder, 4, strategy="fsdp", saves=[2, 4], keep_last=9)
+def _train(folder: Path, strategy: str) -> tuple[int, list[list[float]]]:
+    """The first step, and the weights after the fourth."""
+    trained = train(folder, 4, strategy=strategy, saves=[2, 4], keep_last=9)
+    return trained.first_step, [weight.flatten().tolist() for weight in trained.weights.values()]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Two checkpoints of two workers, each with slices of the weights, and the weights of the second."""
+
+    folder: Path
+    weights: list[list[float]]
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two checkpoints of two workers, each with slices of the weights."""
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
-    run_ranks(_save_sharded, 2, folder)
-    return folder
+    (_, weights), _ = run_ranks(_train, 2, folder, "fsdp")
+    return Saved(folder, weights)
 
 
 @pytest.fixture
-def folder(saved: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(saved, tmp_path / "checkpoints"))
+def folder(saved: Saved, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved.folder, tmp_path / "checkpoints"))
+
+
+@pytest.mark.parametrize(("world_size", "strategy"), [(1, "dp"), (2, "dp"), (3, "fsdp"), (2, "fsdp")])
+def test_slices_of_two_workers_are_the_same_weights_on_any_number(
+    folder: Path, saved: Saved, world_size: int, strategy: str
+) -> None:
+    by_rank = run_ranks(_train, world_size, folder, strategy)
+    assert [first_step for first_step, _ in by_rank] == [4] * world_size
+    assert by_rank[0][1] == saved.weights  # rank 0 has whole tensors under every strategy
 
 
 def problem_of(folder: Path, name: str = NEWER) -> str:
@@ -105,10 +125,14 @@ def test_a_missing_file_is_noticed(folder: Path, file: str) -> None:
     assert train(folder, 3).first_step == 2
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_refused(folder: Path) -> None:
+def test_a_run_none_of_whose_checkpoints_is_good_is_refused(folder: Path) -> None:
     for name in (OLDER, NEWER):
         DAMAGES["a byte less"](folder / name / FILES[1])
-    with pytest.raises(CheckpointError, match=NEWER):
+    with pytest.raises(CheckpointError, match=f"{NEWER}.*{FILES[1]}"):
+        train(folder, 5)
+    for name in (OLDER, NEWER):
+        (folder / name / FILES[0]).unlink()
+    with pytest.raises(CheckpointError, match=f"{NEWER}.*{FILES[0]}"):
         train(folder, 5)
 
 
@@ -120,7 +144,7 @@ def test_the_file_latest_is_for_people_only(folder: Path, latest: bytes | None) 
     assert train(folder, 4).first_step == 4
 
 
-def test_what_is_not_paceline_s_is_left_alone(folder: Path) -> None:
+def test_foreign_files_are_left_alone(folder: Path) -> None:
     foreign = {"step-9/manifest.json": b"mine", "notes.txt": b"mine", "step-0000000x/file": b"mine"}
     for path, content in foreign.items():
         (folder / path).parent.mkdir(exist_ok=True)
@@ -223,6 +247,15 @@ def test_the_test_seals_manifests_as_the_program_does(folder: Path) -> None:
     body = json.loads(manifest.read_bytes())
     assert sealed(body) == manifest.read_bytes()
     assert len(body["tensors"][WEIGHT[1]]["chunks"]) == 2
+
+
+def test_a_manifest_that_was_edited_is_noticed(folder: Path) -> None:
+    manifest = folder / NEWER / FILES[0]
+    body = json.loads(manifest.read_bytes())
+    digest = body["sha256"]
+    body["job"]["seed"] = 5
+    manifest.write_bytes(sealed(body).replace(json.loads(sealed(body))["sha256"].encode(), digest.encode()))
+    assert FILES[0] in problem_of(folder)
 
 
 @pytest.mark.parametrize("case", HOSTILE)

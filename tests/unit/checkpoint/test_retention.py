@@ -1,5 +1,5 @@
-"""Which checkpoints stay: the last ones, the first of every span of hours and the best, by laws of the rules; and the newest
-good one is always among them, for only what was read and found good counts."""
+"""Which checkpoints stay: the last ones, the first of every span of hours and the best, by laws of the rules; and
+the newest good one is always among them, for only what was read and found good counts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What a run keeps comes back as it was: any nesting of tensors, numbers, texts, lists and dictionaries; anything else is
-refused when it is saved. Weights are exported under plain names in a file that any safetensors reader takes."""
+"""What a run keeps comes back as it was: any nesting of tensors, numbers, texts, lists and dictionaries; anything
+else is refused when it is saved. Weights are exported under plain names in a file that any safetensors reader
+takes."""
 
 from __future__ import annotations
 
@@ -70,7 +71,7 @@ def equal(one: Any, other: Any) -> bool:
 
 @given(TREES)
 @settings(max_examples=25)
-@pytest.mark.budget(processor_s=25)
+@pytest.mark.budget(processor_s=9)
 def test_any_tree_of_plain_values_comes_back(tree: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         train(folder, 1, kept=tree)
@@ -149,4 +150,6 @@ def test_any_number_in_a_model_of_bfloat16_is_exported_as_it_is(tmp_path: Path) 
         run.save()
     paceline.checkpoint.export(tmp_path / "run", tmp_path / "model.safetensors")
     found = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(found[name], value) and found[name].dtype == torch.bfloat16 for name, value in weights.items())
+    assert all(
+        torch.equal(found[name], value) and found[name].dtype == torch.bfloat16 for name, value in weights.items()
+    )

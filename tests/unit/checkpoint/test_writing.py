@@ -46,6 +46,7 @@ def test_each_file_is_on_the_disk_before_it_has_its_name_and_the_manifest_comes_
             path = Path(source)
             if Path(target).parent.name.startswith("step-"):
                 assert synced.get(path.stat().st_ino) == path.read_bytes(), f"{target} was not flushed"
+                assert path != Path(target), "what is not complete yet has its name"
                 named.append(Path(target).name)
             move(source, target, **options)
 

@@ -183,7 +183,6 @@ def _read_images() -> list[Tensor]:
     )
 
 
-@pytest.mark.budget(processor_s=15)
 def test_workers_together_read_what_one_reads() -> None:
     (alone,) = run_ranks(_read_images, 1)
     for whole, parts in zip(alone, zip(*run_ranks(_read_images, 2), strict=True), strict=True):

@@ -1,5 +1,6 @@
-"""Samples, samplers and collate functions give the same batches whoever reads them and however often: each sample, shard
-and epoch has random numbers of its own, a DataLoader's settings are taken over, and what cannot be so is refused."""
+"""Samples, samplers and collate functions give the same batches whoever reads them and however often: each sample,
+shard and epoch has random numbers of its own, a DataLoader's settings are taken over, and what cannot be so is
+refused."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ import multiprocessing
 import random
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,7 @@ from torch.utils.data import (
 )
 
 import paceline
-from paceline.errors import DataError
+from paceline.errors import DataError, PacelineError
 from tests.unit.data.reading import Numbers, collate, numbers_in, read_batches
 
 Draws = dict[int, list[float]]
@@ -97,16 +99,33 @@ def test_a_samplers_order_depends_on_seed_and_epoch_alone(name: str) -> None:
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_a_resumed_run_goes_on_in_a_samplers_order(tmp_path: Any) -> None:
+def test_a_resumed_run_goes_on_in_a_samplers_order(tmp_path: Path) -> None:
     for name in ("stateful", "of several sizes", "with a generator"):
         whole = read_batches(Numbers(20), 8, numbers_in, epochs=3, sampler=SAMPLERS[name]())
         folder = tmp_path / name.replace(" ", "-")
         found = []
         for max_steps in (4, None):
             found += read_batches(
-                Numbers(20), 8, numbers_in, epochs=3, max_steps=max_steps, checkpoint_dir=folder, sampler=SAMPLERS[name]()
+                Numbers(20),
+                8,
+                numbers_in,
+                epochs=3,
+                max_steps=max_steps,
+                checkpoint_dir=folder,
+                sampler=SAMPLERS[name](),
             )
         assert found == whole
+
+
+@pytest.mark.parametrize(
+    ("dataset", "sampler"),
+    [(Numbers(21), None), (Numbers(20), Stateful()), (Numbers(20), lambda *_: range(20))],
+    ids=["another size", "another sampler", "another function"],
+)
+def test_a_run_is_not_resumed_in_another_order_of_samples(tmp_path: Path, dataset: Any, sampler: Any) -> None:
+    read_batches(Numbers(20), 8, numbers_in, max_steps=2, checkpoint_dir=tmp_path)
+    with pytest.raises(PacelineError):
+        read_batches(dataset, 8, numbers_in, checkpoint_dir=tmp_path, sampler=sampler)
 
 
 def test_loaders_orders_are_taken_over() -> None:
@@ -153,7 +172,7 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
     "no number": (lambda: Numbers(20), {"sampler": lambda *_: [[1, "a"]]}, ["'a'", "sampler"]),
     "a collator with a seed": (lambda: Numbers(20), {"collate_fn": Masking()}, ["Masking", "seed"]),
     "no length": (NoLength, {}, ["NoLength", "length"]),
-    "an empty set": (lambda: [], {}, ["no samples"]),
+    "an empty set": (list, {}, ["no samples"]),
 }
 
 
@@ -170,7 +189,7 @@ def test_an_evaluation_that_leaves_samples_out_is_refused() -> None:
         model = torch.nn.Linear(1, 1)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         with pytest.raises(DataError, match="drop_last"):
-            run.evaluate(DataLoader(Numbers(20), 8, drop_last=True), lambda model, batch: {"one": batch.double()})
+            run.evaluate(DataLoader(Numbers(20), 8, drop_last=True), lambda _, batch: {"one": batch.double()})
 
 
 # --- random numbers of samples ---
@@ -203,7 +222,6 @@ def draws_of(seed: int = 3, epochs: int = 1, **loading: Any) -> Draws:
     return dict(sample for batch in batches[-3:] for sample in batch)
 
 
-@pytest.mark.budget(processor_s=15)
 def test_a_samples_random_numbers_belong_to_seed_epoch_and_sample() -> None:
     found = draws_of()
     assert len({tuple(draws) for draws in found.values()}) == 12
@@ -240,7 +258,14 @@ def pad(samples: list[int]) -> Any:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_each_virtual_shard_is_collated_by_itself(num_workers: int) -> None:
     found = read_batches(
-        Numbers(20), 6, list, epochs=2, virtual_shards=3, collate_fn=pad, sampler=lambda *_: range(1, 19), num_workers=num_workers
+        Numbers(20),
+        6,
+        list,
+        epochs=2,
+        virtual_shards=3,
+        collate_fn=pad,
+        sampler=lambda *_: range(1, 19),
+        num_workers=num_workers,
     )
     lengths = [[content.shape for content in batch] for batch in found]
     assert lengths == [[(2, first + step) for step in (1, 3, 5)] for first in (1, 7, 13)] * 2
@@ -320,7 +345,7 @@ def test_what_depends_on_how_often_it_is_read_is_refused(num_workers: int) -> No
     for dataset in (Counted(), Unseeded()):
         with pytest.raises(DataError, match="read twice"):
             read_batches(dataset, 4, list, num_workers=num_workers)
-    with pytest.raises(DataError, match="collate function.*called twice"):
+    with pytest.raises(DataError, match=r"collate function.*called twice"):
         read_batches(Numbers(12), 4, list, collate_fn=Alternating(), num_workers=num_workers)
 
 

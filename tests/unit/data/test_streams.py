@@ -1,5 +1,6 @@
-"""Streams come in a substream for each virtual shard: every sample once, in the same batches on any number of workers, and
-a resumed run goes on with the next sample, at any number of workers, with random numbers of its own for each sample."""
+"""Streams come in a substream for each virtual shard: every sample once, in the same batches on any number of
+workers, and a resumed run goes on with the next sample, at any number of workers, with random numbers of its own
+for each sample."""
 
 from __future__ import annotations
 
@@ -77,7 +78,7 @@ KINDS = {"files": Files, "remembering": Remembering, "as it comes": AsItComes}
 
 @dataclass(frozen=True)
 class Trial:
-    """A stream, a job, and the legs in which it is trained: workers, and the step at which they stop (None: the end)."""
+    """A stream, a job, and the legs in which it is trained: workers, and the step at which they stop."""
 
     kind: str
     lengths: tuple[int, ...]
@@ -132,7 +133,7 @@ def drawn_trials(count: int, seed: int, folder: Path) -> list[Trial]:
         trials.append(
             Trial(
                 kind=draw.choice(sorted(KINDS)),
-                lengths=tuple(draw.choice([0, 1, draw.randint(1, 16)]) for _ in range(num_files - 1)) + (9,),
+                lengths=(*(draw.choice([0, 1, draw.randint(1, 16)]) for _ in range(num_files - 1)), 9),
                 virtual_shards=virtual_shards,
                 global_batch_size=size,
                 epochs=draw.randint(1, 2),
@@ -146,8 +147,8 @@ def drawn_trials(count: int, seed: int, folder: Path) -> list[Trial]:
 @pytest.mark.parametrize(
     ("count", "seed"),
     [
-        pytest.param(10, 1, marks=pytest.mark.budget(processor_s=90)),
-        pytest.param(50, 2, marks=[pytest.mark.nightly, pytest.mark.budget(processor_s=400)]),
+        pytest.param(10, 1, marks=pytest.mark.budget(processor_s=15)),
+        pytest.param(50, 2, marks=[pytest.mark.nightly, pytest.mark.budget(processor_s=75)]),
     ],
 )
 def test_resumed_streams_go_on_exactly_on_any_number_of_workers(count: int, seed: int, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""Nodes are named on the command line, in a file, or by Slurm: each is understood, or its entry is named with what is wrong."""
+"""Nodes are named on the command line, in a file, or by Slurm: each is understood, or its entry is named with what
+is wrong."""
 
 from __future__ import annotations
 

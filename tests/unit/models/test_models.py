@@ -1,12 +1,12 @@
-"""The reference models: published sizes and shapes, weights drawn by the global seed alone, nothing random but dropout, and
-an evaluation in which no sample sees another. A model is built by its name or import path; a mistake is named."""
+"""The reference models: published sizes and shapes, weights drawn by the global seed alone, nothing random but
+dropout, and an evaluation in which no sample sees another. A model is built by its name or import path; a mistake
+is named."""
 
 from __future__ import annotations
 
 import copy
 import math
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -204,7 +204,8 @@ def test_efficientnets_drop_more_the_deeper_the_block() -> None:
     for name in ("efficientnet-b0", "efficientnet-b3"):
         with torch.device("meta"):
             model = build(name)
-        rates = [float(module.p) for module in model.modules() if "Depth" in type(module).__name__]
+        depths: list[Any] = [module for module in model.modules() if "Depth" in type(module).__name__]
+        rates = [module.p for module in depths]
         assert rates == sorted(rates) and 0 < rates[0] < rates[-1] < 0.2
 
 

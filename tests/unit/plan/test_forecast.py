@@ -139,6 +139,17 @@ def test_a_slow_network_bounds_the_step_and_a_wire_format_halves_what_it_carries
     assert rounded.communication_s == pytest.approx(plain.communication_s / 2, rel=0.05)
 
 
+def test_the_slowest_of_several_links_between_nodes_counts() -> None:
+    cluster = gpu_cluster(3)
+    slow = dataclasses.replace(cluster.network[1], bytes_per_s=1e9, latency_s=1e-3)
+    mixed = dataclasses.replace(cluster, network=(cluster.network[0], slow, cluster.network[2]))
+    all_slow = dataclasses.replace(
+        cluster, network=tuple(dataclasses.replace(slow, ends=link.ends) for link in cluster.network)
+    )
+    assert row_of(SMALL, mixed, 24) == row_of(SMALL, all_slow, 24)
+    assert row_of(SMALL, mixed, 24).step_s > row_of(SMALL, cluster, 24).step_s
+
+
 @pytest.mark.parametrize("method", ["local_sgd", "diloco"])
 def test_outer_steps_every_ten_steps_cost_a_tenth(method: str) -> None:
     cluster = gpu_cluster(link_bytes_per_s=1e9)
@@ -238,11 +249,11 @@ def test_past_errors_are_told_as_what_nine_of_ten_keep() -> None:
 def test_the_recommendation_is_efficient_and_nothing_efficient_is_clearly_faster(
     batch: int, rate: float, floor: float, noise_scale: float | None
 ) -> None:
-    job = Job(global_batch_size=batch, virtual_shards=16)
+    job = Job(global_batch_size=batch, virtual_shards=64)
     found = forecast_of(
         job,
         gpu_cluster(link_bytes_per_s=rate),
-        [1, 2, 3, 4, 8, 16, 32],
+        [1, 2, 3, 4, 7, 8, 14, 16, 28, 32],
         efficiency_floor=floor,
         noise_scale=noise_scale,
     )

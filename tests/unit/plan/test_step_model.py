@@ -40,7 +40,7 @@ LINK_QUESTIONS = [
     *[(4, 8, 32, "all_reduce", 102e6, rate, 1) for rate in (1.25e8, 1.25e9, 12.5e9, 1e11)],
     *[(4, 8, 32, "all_reduce", size, 12.5e9, 1) for size in (1e7, 1e8, 1e9, 1e10)],
     *[(4, 8, 32, name, 102e6, 1.25e8, 1) for name in ("ring", "parameter_server", "hierarchical")],
-    *[(4, 8, 32, "all_reduce", 102e6, 12.5e9, passes) for passes in (1, 2, 8)],
+    *[(4, 8, 32, "all_reduce", 102e6, 1.25e8, passes) for passes in (1, 2, 8)],
 ]
 
 
@@ -139,9 +139,10 @@ def test_algorithms_differ_by_their_formulas(linked: FittedSteps) -> None:
 
 
 def test_passes_that_accumulate_gradients_sum_them_once(linked: FittedSteps) -> None:
+    """Over a slow link: seven passes more cost what seven passes compute."""
     one, two, eight = (forecast.total_s for forecast in linked.forecasts[11:])
-    assert one < two < 2 * one and two < eight < 8 * one
-    assert eight - two == pytest.approx(6 * (two - one), rel=1e-3)
+    assert one > 1.5 * 0.108
+    assert (two - one, (eight - one) / 7) == pytest.approx((0.104, 0.104), rel=0.1)
 
 
 def test_a_long_step_of_many_passes_becomes_short_on_many_devices(tables: Tables) -> None:

@@ -38,7 +38,7 @@ def record_of(devices: int = 1, seed: int = 0, job: Job | None = None, **changes
     rounding = 0.0 if job.parity == "bitwise" else math.log2(devices)
     accuracy = changes.pop("accuracy", 0.978 + 0.002 * math.sin(1.7 * seed) - 0.0004 * rounding)
     steps = math.ceil(1437 / job.global_batch_size)
-    compute_s = 0.0172 * (job.global_batch_size / 64) / devices
+    compute_s = 0.0172 * (job.global_batch_size / 64) / devices * (1 + 0.01 * seed)
     comm_s = 0.0 if devices == 1 else 0.0004 + 0.0016 * math.log2(devices)
     total_s = compute_s + 0.001 + comm_s
     epochs = tuple(

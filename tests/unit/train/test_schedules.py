@@ -1,5 +1,5 @@
-"""Learning rates count samples, so that neither the batch size nor the number of workers moves a schedule; optimizers and
-schedulers are built as a job names them, and a mistake is named."""
+"""Learning rates count samples, so that neither the batch size nor the number of workers moves a schedule;
+optimizers and schedulers are built as a job names them, and a mistake is named."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def rates_of(
 ) -> list[float]:
     """The learning rate of each step."""
     found = []
-    with paceline.init(
-        global_batch_size=batch, virtual_shards=1, epochs=epochs, optim=optim, progress=False
-    ) as run:
+    with paceline.init(global_batch_size=batch, virtual_shards=1, epochs=epochs, optim=optim, progress=False) as run:
         model = nn.Linear(1, 1)
         made = torch.optim.SGD(model.parameters(), lr=RATE) if optimizer is None else optimizer(model)
         run.prepare(model, made)
@@ -39,7 +37,7 @@ def rates_of(
 
 
 FACTORS: dict[str, tuple[dict[str, Any], Callable[[float], float]]] = {
-    "constant": ({}, lambda epoch: 1.0),
+    "constant": ({}, lambda _: 1.0),
     "linear": ({"schedule": "linear"}, lambda epoch: 1 - epoch / 4),
     "cosine": ({"schedule": "cosine"}, lambda epoch: 0.5 * (1 + math.cos(math.pi * epoch / 4))),
     "step": (
@@ -78,7 +76,9 @@ def test_a_warmup_to_a_scaled_rate_starts_at_the_unscaled_one() -> None:
 
 def test_each_group_keeps_its_share_of_the_rate() -> None:
     def groups(model: nn.Module) -> torch.optim.Optimizer:
-        made = torch.optim.SGD([{"params": [p], "lr": lr} for p, lr in zip(model.parameters(), (0.1, 0.4), strict=True)])
+        made = torch.optim.SGD(
+            [{"params": [p], "lr": lr} for p, lr in zip(model.parameters(), (0.1, 0.4), strict=True)]
+        )
         kept.append(made)
         return made
 
@@ -88,16 +88,14 @@ def test_each_group_keeps_its_share_of_the_rate() -> None:
     assert kept[0].param_groups[1]["lr"] == pytest.approx(0.2)
 
 
-class WithoutRate(torch.optim.SGD):
+class WithoutRate(torch.optim.Optimizer):
     """Finds its learning rate itself."""
 
     def __init__(self, params: Any) -> None:
-        super().__init__(params, lr=0.1)
-        for group in self.param_groups:
-            group["lr"] = None
+        super().__init__(params, {"lr": None})
 
-    def step(self, closure: Any = None) -> Any:
-        return None
+    def step(self, _closure: Any = None) -> None:  # type: ignore[override]
+        pass
 
 
 class Around(torch.optim.Optimizer):
@@ -129,10 +127,10 @@ def net() -> nn.Sequential:
 
 @pytest.mark.parametrize("name", ["sgd", "Adam", "AdamW", "adagrad", "RMSprop", "nadam", "radam", "adamax", "adadelta"])
 def test_an_optimizer_of_torch_makes_its_own_step(name: str) -> None:
-    kind = next(one for word, one in vars(torch.optim).items() if word.lower() == name.lower() and callable(one))
+    kind: Any = next(one for word, one in vars(torch.optim).items() if word.lower() == name.lower() and callable(one))
     built, plain = net(), net()
     made = build_optimizer(spec(name=name, lr=0.01), built)
-    assert type(made) is kind
+    assert type(made).__name__ == kind.__name__
     options = {key: value for key, value in made.param_groups[0].items() if key in ("weight_decay", "momentum")}
     for model, optimizer in ((built, made), (plain, kind(plain.parameters(), lr=0.01, **options))):
         model(torch.ones(2, 3)).square().mean().backward()

@@ -1,0 +1,220 @@
+"""A run that was broken off goes on as if it had not been, with all that it and its script had; and nothing goes on
+that is another run, that belongs to somebody else, or that was not whole."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.errors import PacelineError
+from tests.kit.workers import run_ranks
+
+NUM_SAMPLES, BATCH, EPOCHS = 24, 8, 3
+STEPS = list(range(1, 10))
+
+
+class _Layers(nn.Sequential):
+    """Two layers, and a mean of the inputs that a state_dict leaves out."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 4), nn.Linear(4, 1))
+        self.register_buffer("mean", torch.zeros(3), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self[1](self[0](inputs - self.mean))
+        if self.training:
+            self.mean += 0.1 * (inputs.mean(0) - self.mean)
+        return output
+
+
+class _CountingSGD(torch.optim.SGD):
+    """Lowers its rate with the steps that it counts in an attribute."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        self.param_groups[0]["lr"] = 0.1 / self.num_steps
+        return super().step(closure)
+
+
+class _FailingSGD(torch.optim.SGD):
+    """Fails in its third step, when it has changed the weights."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        super().step(closure)
+        if self.num_steps == 3:
+            raise RuntimeError("in the middle of an update")
+
+
+AfterStep = Callable[[int], object]
+AtEnd = Callable[[], object]
+Script = Callable[[paceline.Run, nn.Module], tuple[AfterStep, AtEnd]]
+"""After `run.prepare`: what a script does after each step, and what it has at the end."""
+
+
+def _nothing(_run: paceline.Run, model: nn.Module) -> tuple[AfterStep, AtEnd]:
+    return lambda _step: None, lambda: None
+
+
+def _average(run: paceline.Run, _model: nn.Module) -> tuple[AfterStep, AtEnd]:
+    average = run.average(0.5)
+    return lambda _step: None, lambda: [one.tolist() for one in average.module.parameters()]
+
+
+def _freezing(_run: paceline.Run, model: nn.Module) -> tuple[AfterStep, AtEnd]:
+    first = next(model.parameters())
+    return lambda step: first.requires_grad_(False) if step == 4 else None, first.tolist
+
+
+def _moving_teacher(run: paceline.Run, model: nn.Module) -> tuple[AfterStep, AtEnd]:
+    torch.manual_seed(5)
+    teacher = run.prepare(nn.Linear(3, 4), name="teacher")
+    return lambda _step: teacher.weight.lerp_(next(model.parameters()).detach(), 0.5), teacher.weight.tolist
+
+
+def _asking_for_total_steps(run: paceline.Run, _model: nn.Module) -> tuple[AfterStep, AtEnd]:
+    run.total_steps(NUM_SAMPLES)
+    return _nothing(run, _model)
+
+
+def _rows(num_samples: int = NUM_SAMPLES) -> TensorDataset:
+    draw = torch.Generator().manual_seed(0)
+    return TensorDataset(torch.randn(num_samples, 3, generator=draw), torch.randn(num_samples, 1, generator=draw))
+
+
+def _train(
+    folder: Path,
+    script: Script = _nothing,
+    optimizer_of: Callable[..., torch.optim.Optimizer] = torch.optim.SGD,
+    *,
+    num_samples: int = NUM_SAMPLES,
+    sampler: Any = None,
+    max_steps: int | None = None,
+    **job: Any,
+) -> tuple[list[int], Any]:
+    """The steps that were made, and what there is at the end, or the error that ended the run."""
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = (model(batch[0]) - batch[1]).square().mean()
+        return loss
+
+    made: list[int] = []
+    values = {"global_batch_size": BATCH, "virtual_shards": 2, "epochs": EPOCHS} | job
+    try:
+        with paceline.init(checkpoint_dir=folder, max_steps=max_steps, progress=False, **values) as run:
+            run.prepare(model := _Layers(), optimizer_of(model.parameters(), lr=0.1))
+            after_step, at_end = script(run, model)
+            for batch in run.batches(_rows(num_samples), sampler=sampler):
+                run.step(batch, loss_fn)
+                made.append(run.steps)
+                after_step(run.steps)
+            return made, [run.weights_sha256(), model.mean.tolist(), at_end()]
+    except (RuntimeError, PacelineError, SystemExit) as end:
+        return made, f"{type(end).__name__}: {end}"
+
+
+def _whole_and_in_two(folder: Path, first: dict[str, Any], second: dict[str, Any], whole: dict[str, Any]) -> list[Any]:
+    return [_train(folder / "whole", **whole), _train(folder / "two", **first), _train(folder / "two", **second)]
+
+
+STATES: dict[str, dict[str, Any]] = {
+    "an average of the weights": {"script": _average},
+    "a layer that is frozen on the way": {"script": _freezing},
+    "a teacher that moves": {"script": _moving_teacher},
+    "numbers of the optimizer": {"optimizer_of": _CountingSGD},
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_run_in_two_parts_is_the_run_in_one(state: str, tmp_path: Path) -> None:
+    case = STATES[state]
+    in_the_middle_of_an_epoch = case | {"max_steps": 5}
+    ((whole, first, second),) = run_ranks(_whole_and_in_two, 1, tmp_path, in_the_middle_of_an_epoch, case, case)
+    assert first[0] + second[0] == whole[0] == STEPS
+    assert second[1] == whole[1]
+
+
+def test_a_state_from_the_middle_of_an_update_is_not_saved(tmp_path: Path) -> None:
+    ((whole, first, second),) = run_ranks(_whole_and_in_two, 1, tmp_path, {"optimizer_of": _FailingSGD}, {}, {})
+    assert first == ([1, 2], "RuntimeError: in the middle of an update")
+    assert second[1] == whole[1]
+
+
+def _forwards(_seed: int, _epoch: int) -> range:
+    return range(NUM_SAMPLES)
+
+
+def _backwards(_seed: int, _epoch: int) -> range:
+    return range(NUM_SAMPLES)[::-1]
+
+
+_ASKING = {"script": _asking_for_total_steps}
+_COSINE = {"optim": {"schedule": "cosine"}}
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
+    "data of another size": ({}, {"num_samples": 32}, ("24", "32")),
+    "another order of samples": ({"sampler": _forwards}, {"sampler": _backwards}, ("order",)),
+    "another length of a script's schedule": (_ASKING, _ASKING, ("total_steps", "9")),
+    "more epochs of a schedule that ends with them": (_COSINE, _COSINE | {"epochs": 5}, ("epochs", "5")),
+}
+"""What the first part of a run has, what the second has, and words of the refusal."""
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_run_does_not_go_on(name: str, tmp_path: Path) -> None:
+    first, second, words = OTHERS[name]
+    ((_, (made, said)),) = run_ranks(_one_after_the_other, 1, tmp_path, first | {"max_steps": 4}, second)
+    assert not made and all(word in said for word in words), said
+
+
+def _one_after_the_other(folder: Path, *runs: dict[str, Any]) -> list[Any]:
+    return [_train(folder, **one) for one in runs]
+
+
+def _without_manifests(folder: Path) -> str:
+    _train(folder, max_steps=4)
+    for file in folder.rglob("manifest.json"):
+        file.unlink()
+    return str(_train(folder)[1])
+
+
+def test_a_run_whose_checkpoints_have_lost_their_manifests_does_not_begin_anew(tmp_path: Path) -> None:
+    (said,) = run_ranks(_without_manifests, 1, tmp_path)
+    assert "CheckpointError" in said and "manifest.json" in said, said
+
+
+def _two_at_a_time(folder: Path) -> str:
+    with paceline.init(checkpoint_dir=folder, progress=False) as run:
+        run.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+        return str(_train(folder)[1])
+
+
+def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
+    (said,) = run_ranks(_two_at_a_time, 1, tmp_path)
+    assert str(tmp_path) in said and "in use" in said, said
+
+
+def test_what_a_run_writes_is_its_owners_alone(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        run_ranks(_train, 1, tmp_path / "run")
+    finally:
+        os.umask(before)
+    written = list((tmp_path / "run").rglob("*"))
+    assert written and not [path for path in written if stat.S_IMODE(path.stat().st_mode) & 0o077]

@@ -1,0 +1,111 @@
+"""A step whose loss or gradient is not a number is named with its samples, and does what the job says: it is left
+out, the weights go back to the last checkpoint, or the run ends; ten in a row end it in any case, also across a
+resumed run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.errors import ModelError
+
+RATE = 0.1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to."""
+
+    weights: list[float]
+    gradients: list[list[float]]
+    """The mean of the samples of each step, which is the gradient of a linear loss."""
+    said: list[str]
+
+
+def train(bad_steps: Collection[int], folder: Path | None = None, max_steps: int | None = None, **job: Any) -> Outcome:
+    """Steps count from 1; in the bad ones a virtual shard's loss is no number."""
+    said: list[str] = []
+    gradients = []
+    samples = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
+    keys = {"epochs": 2, "virtual_shards": 2, **job}
+    with paceline.init(
+        global_batch_size=4, checkpoint_dir=folder, max_steps=max_steps, progress=False, precision="float64", **keys
+    ) as run:
+        run.say = said.append
+        model = nn.Linear(3, 1, bias=False).double()
+        nn.init.zeros_(model.weight)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
+
+        def loss_fn(model: nn.Module, shard: list[Tensor]) -> Tensor:
+            loss: Tensor = model(shard[0].double()).mean()
+            return loss * (float("nan") if run.steps + 1 in bad_steps else 1.0)
+
+        for batch in run.batches(TensorDataset(samples)):
+            gradients.append(batch[0].double().mean(0).tolist())
+            run.step(batch, loss_fn)
+        return Outcome(model.weight.detach().flatten().tolist(), gradients, said)
+
+
+def weights_without(outcome: Outcome, left_out: Collection[int]) -> Any:
+    kept = [gradient for step, gradient in enumerate(outcome.gradients, 1) if step not in left_out]
+    return pytest.approx((-RATE * torch.tensor(kept, dtype=torch.float64).sum(0)).tolist(), abs=1e-12)
+
+
+def test_a_bad_step_is_left_out_and_named_with_its_samples() -> None:
+    found = train([4, 5])
+    assert len(found.gradients) == 10
+    assert found.weights == weights_without(found, [4, 5])
+    named = [sentence for sentence in found.said if "nan" in sentence]
+    assert len(named) == 2
+    assert "Step 4" in named[0] and "weight" in named[0] and "samples" in named[0]
+
+
+def test_weights_go_back_to_the_last_checkpoint_and_no_batch_comes_twice(tmp_path: Path) -> None:
+    """The run is saved after step 4; what step 5 learned is lost."""
+    rollback: dict[str, Any] = {"nonfinite": "rollback", "checkpoint": {"every_epoch": False, "every_minutes": None}}
+    train([], tmp_path, max_steps=4, **rollback)
+    found = train([6], tmp_path, **rollback)
+    before = train([], max_steps=4)
+    assert len(found.gradients) == 6  # steps 5 to 10
+    kept = before.gradients + found.gradients[2:]
+    assert found.weights == weights_without(Outcome([], kept, []), [])
+    assert any("step-00000004" in sentence for sentence in found.said)
+
+
+@pytest.mark.parametrize(
+    ("bad_steps", "job", "words"),
+    [
+        ([4], {"nonfinite": "stop"}, ["Step 4"]),
+        ([1], {"nonfinite": "rollback"}, ["Step 1", "checkpoint"]),
+        (range(1, 20), {"epochs": 4}, ["Step 10", "in a row"]),
+    ],
+)
+def test_where_there_is_no_way_on_the_run_ends(
+    bad_steps: Collection[int], job: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        train(bad_steps, tmp_path, **job)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_good_step_between_begins_the_count_again() -> None:
+    bad_steps = [step for step in range(1, 20) if step != 10]
+    assert len(train(bad_steps, epochs=4).gradients) == 20
+
+
+def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
+    train(range(3, 20), tmp_path, max_steps=7, epochs=4)
+    with pytest.raises(ModelError, match="Step 12"):
+        train(range(3, 20), tmp_path, epochs=4)
+
+
+def test_a_run_that_does_not_check_takes_what_comes() -> None:
+    assert all(value != value for value in train([4], nonfinite="ignore").weights)
