@@ -49,24 +49,6 @@ def test_a_run_learns_what_a_plain_loop_learns(name: str) -> None:
             torch.testing.assert_close(value, right.weights[parameter], rtol=1e-11, atol=1e-13)
 
 
-def _large_sums(num_steps: int) -> bool:
-    """Whether all of a large weight has moved by the sums of whole numbers that it should have moved by."""
-    plan = paceline.Plan.from_mapping({"world_size": 2, "algorithm": "hierarchical"})
-    numbers = torch.arange(2.0 * num_steps)
-    with paceline.init(global_batch_size=2, virtual_shards=2, plan=plan, progress=False) as run:
-        weight = nn.Linear(1024, 1024, bias=False)
-        nn.init.zeros_(weight.weight)
-        ramp = (torch.arange(1024.0 * 1024) % 97).view(1024, 1024)
-        run.prepare(weight, torch.optim.SGD(weight.parameters(), lr=1.0))
-        for batch in run.batches(TensorDataset(numbers)):
-            run.step(batch, lambda model, shard: 2 * shard[0].mean() * (ramp * model.weight).sum())
-        return bool((weight.weight == -ramp * numbers.sum()).all())
-
-
-def test_sums_of_many_chunks_inside_a_node_are_exact() -> None:
-    assert run_ranks(_large_sums, 2, 12) == [True, True]
-
-
 class _Statistics(nn.Module):
     """A layer, and what its passes have seen: a count, the smallest and a mean, which an evaluation moves too."""
 
@@ -185,7 +167,8 @@ class _Uneven(IterableDataset[Any]):
         return _Uneven(begin, begin + (4 if index < 2 else 2))
 
     def __iter__(self) -> Any:
-        return (_pairs(16)[number] for number in range(self._begin, self._end))
+        angles = torch.arange(float(self._begin), float(self._end))
+        return zip(torch.stack([angles.sin(), angles.cos()], 1), angles[:, None] / 16, strict=True)
 
 
 def _without_samples_in_the_last_step() -> list[Any]:
