@@ -65,33 +65,39 @@ class _FailingSGD(torch.optim.SGD):
 
 AfterStep = Callable[[int], object]
 AtEnd = Callable[[], object]
-Script = Callable[[paceline.Run, nn.Module], tuple[AfterStep, AtEnd]]
+Script = Callable[[paceline.Run, nn.Module, torch.optim.Optimizer], tuple[AfterStep, AtEnd]]
 """After `run.prepare`: what a script does after each step, and what it has at the end."""
 
 
-def _nothing(_run: paceline.Run, model: nn.Module) -> tuple[AfterStep, AtEnd]:
+def _nothing(*_: object) -> tuple[AfterStep, AtEnd]:
     return lambda _step: None, lambda: None
 
 
-def _average(run: paceline.Run, _model: nn.Module) -> tuple[AfterStep, AtEnd]:
+def _average(run: paceline.Run, *_: object) -> tuple[AfterStep, AtEnd]:
     average = run.average(0.5)
     return lambda _step: None, lambda: [one.tolist() for one in average.module.parameters()]
 
 
-def _freezing(_run: paceline.Run, model: nn.Module) -> tuple[AfterStep, AtEnd]:
+def _freezing(_run: paceline.Run, model: nn.Module, *_: object) -> tuple[AfterStep, AtEnd]:
     first = next(model.parameters())
     return lambda step: first.requires_grad_(False) if step == 4 else None, first.tolist
 
 
-def _moving_teacher(run: paceline.Run, model: nn.Module) -> tuple[AfterStep, AtEnd]:
+def _moving_teacher(run: paceline.Run, model: nn.Module, *_: object) -> tuple[AfterStep, AtEnd]:
     torch.manual_seed(5)
     teacher = run.prepare(nn.Linear(3, 4), name="teacher")
     return lambda _step: teacher.weight.lerp_(next(model.parameters()).detach(), 0.5), teacher.weight.tolist
 
 
-def _asking_for_total_steps(run: paceline.Run, _model: nn.Module) -> tuple[AfterStep, AtEnd]:
+def _scheduling(run: paceline.Run, _model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[AfterStep, AtEnd]:
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    run.keep("scheduler", scheduler)
+    return lambda _step: scheduler.step(), scheduler.get_last_lr
+
+
+def _asking_for_total_steps(run: paceline.Run, *_: object) -> tuple[AfterStep, AtEnd]:
     run.total_steps(NUM_SAMPLES)
-    return _nothing(run, _model)
+    return _nothing()
 
 
 def _rows(num_samples: int = NUM_SAMPLES) -> TensorDataset:
@@ -119,8 +125,9 @@ def _train(
     values = {"global_batch_size": BATCH, "virtual_shards": 2, "epochs": EPOCHS} | job
     try:
         with paceline.init(checkpoint_dir=folder, max_steps=max_steps, progress=False, **values) as run:
-            run.prepare(model := _Layers(), optimizer_of(model.parameters(), lr=0.1))
-            after_step, at_end = script(run, model)
+            model = _Layers()
+            _, optimizer = run.prepare(model, optimizer_of(model.parameters(), lr=0.1))
+            after_step, at_end = script(run, model, optimizer)
             for batch in run.batches(_rows(num_samples), sampler=sampler):
                 run.step(batch, loss_fn)
                 made.append(run.steps)
@@ -138,6 +145,7 @@ STATES: dict[str, dict[str, Any]] = {
     "an average of the weights": {"script": _average},
     "a layer that is frozen on the way": {"script": _freezing},
     "a teacher that moves": {"script": _moving_teacher},
+    "a scheduler": {"script": _scheduling},
     "numbers of the optimizer": {"optimizer_of": _CountingSGD},
 }
 

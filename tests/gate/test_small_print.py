@@ -13,58 +13,9 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
 from paceline.errors import PacelineError
-from tests.kit import losses, models
-from tests.kit.engines import ENGINES
-from tests.kit.oracle import Task, learn
-from tests.kit.train import trained
 from tests.kit.workers import run_ranks
-from tests.law.tasks import rows, texts
 
 _sgd = functools.partial(torch.optim.SGD, lr=0.3)
-_decaying = functools.partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
-
-
-TASKS: dict[str, tuple[str, Task]] = {
-    "a limit that no gradient reaches": (
-        "one worker",
-        Task(models.layers, losses.classes, rows(8), _sgd, clip_norm=1e6),
-    ),
-    "an unused parameter that would decay": (
-        "dp, bitwise",
-        Task(models.tied, losses.counted_tokens, texts(16), _decaying, epochs=1),
-    ),
-    "the norm of weights in two stages": (
-        "pp, 1f1b",
-        Task(models.tied, losses.counted_tokens, texts(16), _sgd, epochs=1, clip_norm=0.1),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_a_run_learns_what_a_plain_loop_learns(name: str) -> None:
-    engine, task = TASKS[name]
-    right = learn(task, num_shards=1)
-    for outcome in trained(ENGINES[engine], task):
-        for parameter, value in outcome.learned.weights.items():
-            torch.testing.assert_close(value, right.weights[parameter], rtol=1e-11, atol=1e-13)
-
-
-def _large_sums(num_steps: int) -> bool:
-    """Whether all of a large weight has moved by the sums of whole numbers that it should have moved by."""
-    plan = paceline.Plan.from_mapping({"world_size": 2, "algorithm": "hierarchical"})
-    numbers = torch.arange(2.0 * num_steps)
-    with paceline.init(global_batch_size=2, virtual_shards=2, plan=plan, progress=False) as run:
-        weight = nn.Linear(1024, 1024, bias=False)
-        nn.init.zeros_(weight.weight)
-        ramp = (torch.arange(1024.0 * 1024) % 97).view(1024, 1024)
-        run.prepare(weight, torch.optim.SGD(weight.parameters(), lr=1.0))
-        for batch in run.batches(TensorDataset(numbers)):
-            run.step(batch, lambda model, shard: 2 * shard[0].mean() * (ramp * model.weight).sum())
-        return bool((weight.weight == -ramp * numbers.sum()).all())
-
-
-def test_sums_of_many_chunks_inside_a_node_are_exact() -> None:
-    assert run_ranks(_large_sums, 2, 12) == [True, True]
 
 
 class _Statistics(nn.Module):
@@ -185,7 +136,8 @@ class _Uneven(IterableDataset[Any]):
         return _Uneven(begin, begin + (4 if index < 2 else 2))
 
     def __iter__(self) -> Any:
-        return (_pairs(16)[number] for number in range(self._begin, self._end))
+        angles = torch.arange(float(self._begin), float(self._end))
+        return zip(torch.stack([angles.sin(), angles.cos()], 1), angles[:, None] / 16, strict=True)
 
 
 def _without_samples_in_the_last_step() -> list[Any]:
@@ -229,7 +181,7 @@ def _evaluated() -> tuple[float, list[str]]:
     metric = (lambda some: ",".join(map(str, some.int().tolist())), "({} {})".format, compute)
     with _init() as run:
         run.prepare(model := nn.Linear(2, 1), _sgd(model.parameters()))
-        run.evaluate(TensorDataset(torch.arange(11.0)), lambda _model, batch: {"order": batch}, {"order": metric})
+        run.evaluate(TensorDataset(torch.arange(17.0)), lambda _model, batch: {"order": batch}, {"order": metric})
         found = run.evaluate(_Numbers(), lambda _model, batch: {"mean": batch[:, 0]})
         return found["mean"], merged
 
@@ -237,8 +189,8 @@ def _evaluated() -> tuple[float, list[str]]:
 def test_evaluations_read_all_of_a_stream_and_merge_states_in_one_order() -> None:
     (alone,) = run_ranks(_evaluated, 1)
     assert alone[0] == pytest.approx(37 / 9)
-    first, *others = run_ranks(_evaluated, 3)
-    assert first == alone and all(other == (alone[0], []) for other in others)
+    first, second = run_ranks(_evaluated, 2)
+    assert first == alone and second == (alone[0], [])
 
 
 class _InAnotherOrder(nn.Module):
@@ -257,31 +209,37 @@ class _InAnotherOrder(nn.Module):
         return output
 
 
-def _end_of(*, model_of: Any = None, data: Any = None, has_own_order: bool = False) -> tuple[int, str]:
+def _end_of(
+    *, model_of: Any = None, data: Any = None, has_own_order: bool = False, changes_weights: bool = False
+) -> tuple[int, str]:
     """How many steps are made, and why there are no more."""
     made = 0
     try:
         with _init() as run:
             model = nn.Linear(2, 1) if model_of is None else model_of(run.rank)
             run.prepare(model, _sgd(model.parameters()))
-            sampler = (lambda _seed, _epoch: range(8)[:: 1 - 2 * run.rank]) if has_own_order else None
-            for batch in run.batches(data or _pairs(), sampler=sampler):
+            sampler = (lambda _seed, _epoch: range(32)[:: 1 - 2 * run.rank]) if has_own_order else None
+            for batch in run.batches(data or _pairs(32), sampler=sampler):
                 run.step(batch, _squares)
                 made += 1
+                if changes_weights and made == 1:
+                    model.weight.data.mul_(1.0 + run.rank)
     except PacelineError as refusal:
         return made, str(refusal)
     return made, "they trained"
 
 
-REFUSED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "layers in another order": ({"model_of": _InAnotherOrder}, ("rank 1", "first", "second", "step 1")),
-    "samples in another order": ({"has_own_order": True}, ("rank 1", "order")),
-    "a stream without samples": ({"data": _Numbers(())}, ("no sample",)),
+REFUSED: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
+    "layers in another order": ({"model_of": _InAnotherOrder}, 0, ("rank 1", "first", "second", "step 1")),
+    "samples in another order": ({"has_own_order": True}, 0, ("rank 1", "order")),
+    "a stream without samples": ({"data": _Numbers(())}, 0, ("no sample",)),
+    "weights that rank 1 changes": ({"changes_weights": True}, 3, ("differ",)),
 }
+"""What is wrong, how many steps may be made with it, and words of the refusal."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_workers_that_would_not_do_the_same_are_told_before_the_first_step(name: str) -> None:
-    case, words = REFUSED[name]
+def test_workers_that_would_not_do_the_same_are_told_so(name: str) -> None:
+    case, most_steps, words = REFUSED[name]
     for made, said in run_ranks(functools.partial(_end_of, **case), 2):
-        assert made == 0 and all(word in said for word in words), said
+        assert made <= most_steps and all(word in said for word in words), said
