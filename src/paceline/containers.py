@@ -158,24 +158,6 @@ def tensors(value: Any, opened: Open = open_container) -> Iterator[Tensor]:
             yield from tensors(one, opened)
 
 
-def named_tensors(value: Any, place: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in `value`, however nested, and where it is: "batch['x'][0]", if `place` is "batch"."""
-    if isinstance(value, Tensor):
-        yield place, value
-    elif (container := open_container(value)) is not None:
-        for name, one in zip(container.places, container.values, strict=True):
-            yield from named_tensors(one, place + name)
-
-
-def with_tensors(value: Any) -> Any:
-    """`value` with a tensor for every NumPy array of real numbers in it, which shares its memory where types allow."""
-    if isinstance(value, np.ndarray):
-        kinds = {"b": np.bool_, "i": np.int64, "u": np.int64, "f": np.float64}
-        kind = kinds.get(value.dtype.kind)
-        return value if kind is None else torch.from_numpy(np.ascontiguousarray(value, kind))
-    return value if isinstance(value, Tensor | PackedSequence) else _map(value, with_tensors, open_container)
-
-
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     """`value` with every tensor in it on `device`; floating ones in float64 if that is `dtype`."""
 

@@ -1,16 +1,14 @@
-"""Generators of random numbers that a script's model, loss function or data set has of its own, beside the global ones.
+"""Generators of random numbers that a data set, a stream or a sampler has of its own, beside the global ones.
 
-`rng = np.random.default_rng(0)` in a variable of the script, or in an attribute, goes on from draw to draw, so what it
-draws depends on how much of the work a worker does. Such generators are found where the user's code keeps them, and
+`rng = np.random.default_rng(0)` in an attribute goes on from draw to draw, so what it draws depends on how much of the
+work a worker does. Such generators are found where the user's code keeps them, and
 seeded wherever the global ones are.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import random
-import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,12 +20,8 @@ from torch import nn
 
 _MOST_TRANSFORMS = 64
 """A longer list is one of samples."""
-_CALLERS = 3
-"""The number of calling functions to look at: a loop over batches may be in a nested function, or go through a progress
-bar."""
 
 RandomGenerator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
-_PLAIN = (bool, int, float, str)
 
 _METHODS = ("__call__", "__getitem__", "__getitems__", "__iter__", "step")
 """Methods whose code may draw random numbers, of a user's data sets, transforms, samplers, streams and optimizers."""
@@ -44,14 +38,6 @@ class OwnGenerators:
         parts = _parts_of_data if of_parts else _parts
         self._all = [one for one in _generators_in(holders, 6 if of_parts else 4, parts) if not _is_global(one)]
 
-    def __iter__(self) -> Iterator[RandomGenerator]:
-        return iter(self._all)
-
-    def __add__(self, other: OwnGenerators) -> OwnGenerators:
-        both = OwnGenerators()
-        both._all = [*self._all, *other._all]
-        return both
-
     def seed(self, seed: int) -> None:
         """Seed each with a seed of its own."""
         for number, one in enumerate(self._all, 1):
@@ -62,10 +48,6 @@ class OwnGenerators:
                 one.bit_generator.state = type(one.bit_generator)(own).state
             else:
                 one.seed(own % 2**32)
-
-    def states(self) -> tuple[object, ...]:
-        """Equal where nothing was drawn in between."""
-        return tuple(map(_state, self._all))
 
     def full_states(self) -> list[Any]:
         """What `set_states` goes back to."""
@@ -85,26 +67,6 @@ class OwnGenerators:
             self.set_states(before)
 
 
-def generators_of_caller() -> OwnGenerators:
-    """The generators that the functions which called this package hold in variables, or name in their code."""
-    frame: types.FrameType | None = sys._getframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("paceline", "contextlib"):
-        frame = frame.f_back
-    holders: list[object] = []
-    for _ in range(_CALLERS):
-        if frame is None:
-            break
-        variables, names = frame.f_locals, frame.f_code.co_names
-        holders += [*variables.values(), *(frame.f_globals[name] for name in names if name in frame.f_globals)]
-        if type(variables) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            variables.clear()  # a copy, which would keep the values alive until the function returns
-        frame = frame.f_back
-    try:
-        return OwnGenerators(*holders)
-    except Exception:  # an object of the script's may refuse to be looked at
-        return NO_GENERATORS
-
-
 def full_state(generator: RandomGenerator) -> Any:
     """What `set_state` goes back to."""
     if isinstance(generator, np.random.Generator):
@@ -122,27 +84,6 @@ def set_state(generator: RandomGenerator, state: Any) -> None:
         generator.setstate(state)
     else:
         generator.set_state(state)
-
-
-def is_same_code(one: object, other: object) -> bool:
-    """Whether two functions are the same code with the same variables, as a lambda, a method or a partial function in a
-    loop is in every round: a search of what they hold takes milliseconds. Numbers and texts hold nothing."""
-    if isinstance(one, types.MethodType) and isinstance(other, types.MethodType):
-        return one.__self__ is other.__self__ and one.__func__ is other.__func__
-    if isinstance(one, functools.partial) and isinstance(other, functools.partial):
-        given, other_given = ([*each.args, *each.keywords.values()] for each in (one, other))
-        return (
-            is_same_code(one.func, other.func)
-            and [*one.keywords] == [*other.keywords]
-            and len(given) == len(other_given)
-            and all(
-                a is b or (type(a) is type(b) and type(a) in _PLAIN) for a, b in zip(given, other_given, strict=True)
-            )
-        )
-    if not (isinstance(one, types.FunctionType) and isinstance(other, types.FunctionType)):
-        return one is other
-    held, other_held = ([*(each.__closure__ or ()), *(each.__defaults__ or ())] for each in (one, other))
-    return one.__code__ is other.__code__ and [*map(id, held)] == [*map(id, other_held)]
 
 
 def _generators_in(holders: Iterable[object], depth: int, parts: Callable[[object], Iterator[object]]) -> Iterator[Any]:
@@ -213,11 +154,3 @@ def _is_global(generator: object) -> bool:
     """Whether it is one that `seed_generators` seeds, or has no state."""
     known = (random._inst, np.random.mtrand._rand, torch.default_generator)
     return any(generator is one for one in known) or isinstance(generator, random.SystemRandom)
-
-
-def _state(generator: Any) -> object:
-    state = full_state(generator)
-    return state.numpy().tobytes() if isinstance(state, torch.Tensor) else repr(state)
-
-
-NO_GENERATORS = OwnGenerators()

@@ -8,11 +8,9 @@ divided, and is refused by its place in the batch, before anything is computed.
 from __future__ import annotations
 
 import enum
-import functools
 import numbers
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from paceline.containers import Container, copied, open_container, with_tensors
+from paceline.containers import Container, open_container
 from paceline.errors import ModelError
 from paceline.sharded_batch import ShardedBatch
 
@@ -31,9 +29,6 @@ _CPU = torch.device("cpu")
 Readings = dict[str, bool]
 """Places of lists and tuples in the batches of a run, and whether the values there are fields rather than samples."""
 
-Order = Callable[[torch.device], Tensor]
-"""The numbers of some samples, on a device."""
-
 
 @dataclass(frozen=True)
 class _Part:
@@ -43,12 +38,6 @@ class _Part:
     """The value for the samples start … stop - 1."""
     is_divided: bool
     """Whether something in it belongs to single samples."""
-    picked: Callable[[Order], Any] | None = None
-    """The value for some samples in another order, in new tensors; None: that cannot be had."""
-    is_of_rows: bool = True
-    """Whether what belongs to single samples are rows of plain tensors."""
-    sums: Callable[[int, int], Iterable[Tensor]] = lambda _start, _stop: ()
-    """Numbers that tell the samples start … stop - 1 apart: some 1-D tensors, each with a number for every sample."""
 
 
 class Samples:
@@ -84,57 +73,9 @@ class Samples:
         """The content for the samples start … stop - 1: views of the same tensors, in containers of the same types."""
         return self._root.cut(self._first + start, self._first + stop)
 
-    @property
-    def can_interleave(self) -> bool:
-        """Whether there is an `interleaved` content."""
-        return self._root.is_of_rows and self._root.picked is not None
-
-    def interleaved(self, start: int, stop: int, num_parts: int) -> Any:
-        """As `cut`, with so many equal parts taking turns: the first sample of each part, then the second of each."""
-        assert self._root.picked is not None
-        first, length = self._first + start, (stop - start) // num_parts
-        return self._root.picked(lambda device: taking_turns(num_parts, length, 1, device, first))
-
-    def sorted_by_values(self, start: int, stop: int, num_first: int = 0) -> Samples:
-        """These samples, where those from `start` to `stop` are in an order in which neighbours are alike: by classes,
-        numbers of valid tokens, lengths, weights. As they are where no values tell them apart, or nothing else is
-        known to be possible.
-
-        Args:
-            num_first: how many of those with the largest values stand before those with the smallest.
-        """
-        root, first = self._root, self._first + start
-        ranks: Tensor | None = None
-        for sums in root.sums(first, self._first + stop):
-            distinct, rank = sums.unique(return_inverse=True)
-            if len(distinct) > 1:
-                # Two classes say more of what a loss may leave out than as many values as samples.
-                weighted = rank.double() / (len(distinct) * (len(distinct) - 1))
-                ranks = weighted if ranks is None else ranks + weighted.to(ranks.device)
-        if ranks is None or root.picked is None:
-            return self
-        places = ranks.argsort(stable=True).roll(num_first) + first
-
-        def picked(places_of: Order) -> Any:
-            assert root.picked is not None
-            return root.picked(lambda device: places[places_of(places.device) - first].to(device))
-
-        def cut(begin: int, end: int) -> Any:
-            return picked(lambda device: torch.arange(begin, end, device=device))
-
-        return Samples(_Part(cut, is_divided=True, picked=picked, is_of_rows=root.is_of_rows), self._first)
-
     def beyond(self, start: int) -> Samples:
         """The samples from `start` on."""
         return Samples(self._root, self._first + start)
-
-
-@functools.lru_cache(maxsize=64)  # a GPU would be waited for to make one
-def taking_turns(num_parts: int, length: int, rows: int, device: torch.device, first: int = 0) -> Tensor:
-    """The positions, from `first` on, of `num_parts` parts of `length` samples of so many rows, in the order in which
-    the parts take turns: the first sample of each part, then the second of each; 1-D."""
-    positions = torch.arange(first, first + num_parts * length * rows, device=device)
-    return positions.view(num_parts, length, rows).transpose(0, 1).reshape(-1)
 
 
 class _Reader:
@@ -171,14 +112,7 @@ class _Reader:
                 f"{self._num_samples} samples; each tensor in it needs one row for every sample that run.batches "
                 "yielded, in their order."
             )
-        is_of_rows = isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested
-        return _Part(
-            lambda start, stop: cut(value, start, stop),
-            is_divided=True,
-            picked=_picked_of(value),
-            is_of_rows=is_of_rows,
-            sums=lambda start, stop: _sums_of(cut(value, start, stop)),
-        )
+        return _Part(lambda start, stop: cut(value, start, stop), is_divided=True)
 
     def _fields(self, value: Any, container: Container, place: str) -> _Part:
         """Each value of a container is cut by itself."""
@@ -187,13 +121,9 @@ class _Reader:
             return _shared(value)
         if type(value) not in (dict, list, tuple):
             self._check_made(value, container, place)
-        picked = [part.picked for part in parts if part.picked is not None]
         return _Part(
             lambda start, stop: container.make([part.cut(start, stop) for part in parts]),
             is_divided=True,
-            picked=(lambda order: container.make([of(order) for of in picked])) if len(picked) == len(parts) else None,
-            is_of_rows=all(part.is_of_rows for part in parts),
-            sums=lambda start, stop: chain.from_iterable(part.sums(start, stop) for part in parts),
         )
 
     def _check_made(self, value: Any, container: Container, place: str) -> None:
@@ -223,13 +153,7 @@ class _Reader:
         if may_be_samples:
             if self._num_samples > 1:
                 self._readings[place] = False
-            return _Part(
-                lambda start, stop: container.make(value[start:stop]),
-                is_divided=True,
-                picked=lambda order: container.make([copied(value[place]) for place in order(_CPU).tolist()]),
-                is_of_rows=False,
-                sums=lambda start, stop: [torch.tensor([_size_of(one) for one in value[start:stop]])],
-            )
+            return _Part(lambda start, stop: container.make(value[start:stop]), is_divided=True)
         if problem is not None and any(open_container(one) or isinstance(one, Tensor | np.ndarray) for one in value):
             raise problem
         raise self._refused(place, value, f"which has {len(value)} entries for {self._num_samples} samples")
@@ -285,50 +209,7 @@ def _kinds_in(values: Sequence[Any]) -> list[str]:
 
 def _shared(value: Any) -> _Part:
     """A value that belongs to all samples."""
-    return _Part(lambda _start, _stop: value, is_divided=False, picked=lambda _order: value)
-
-
-def _picked_of(value: Any) -> Callable[[Order], Any] | None:
-    """How samples of a tensor, an array or packed sequences are had in another order; None: not at all."""
-    if isinstance(value, np.ndarray):
-        return lambda order: value[order(_CPU).numpy()]
-    if isinstance(value, Tensor) and value.is_nested:
-        rows = value.unbind()
-        return lambda order: torch.nested.as_nested_tensor([rows[n] for n in order(_CPU).tolist()], layout=value.layout)
-    if isinstance(value, Tensor) and value.layout == torch.strided:
-        return lambda order: value[order(value.device)]
-    return None
-
-
-def _sums_of(rows: Any) -> list[Tensor]:
-    """1-D tensors with a number for each row of a tensor, an array or a list: the sum of what may show validity."""
-    rows = with_tensors(rows) if isinstance(rows, np.ndarray) else rows
-    if isinstance(rows, Tensor) and rows.is_nested:
-        rows = rows.unbind()
-    if isinstance(rows, Sequence | np.ndarray):
-        return [torch.tensor([_size_of(row) for row in rows], dtype=torch.float64)]
-    is_told = isinstance(rows, Tensor) and may_show_validity(rows)
-    return [rows.detach().reshape(len(rows), -1).double().nan_to_num().sum(1)] if is_told else []
-
-
-def _size_of(sample: Any) -> float:
-    """How much a sample holds, plus the sum of what may show validity: a number that tells samples apart."""
-    sample = with_tensors(sample) if isinstance(sample, np.ndarray) else sample
-    if isinstance(sample, str | bytes):
-        return float(len(sample))
-    if isinstance(sample, bool | int | float | np.bool_ | np.integer | np.floating):
-        return float(sample)
-    if isinstance(sample, Tensor):
-        return sample.numel() + (float(sample.sum()) if may_show_validity(sample) else 0.0)
-    container = open_container(sample)
-    return 0.0 if container is None else sum(map(_size_of, container.values))
-
-
-def may_show_validity(tensor: Tensor) -> bool:
-    """Whether padding or masks may show in a tensor of any shape: tokens, classes, masks, weights; no images."""
-    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_complex():
-        return False
-    return tensor.numel() > 0 and (tensor.ndim <= 2 or not tensor.is_floating_point())
+    return _Part(lambda _start, _stop: value, is_divided=False)
 
 
 Cut = Callable[[Any, int, int], Any]

@@ -8,6 +8,9 @@ from typing import Any, NoReturn
 
 from paceline.errors import ModelError
 
+Apply = Callable[[Callable[[Any], Any], tuple[Any, ...]], tuple[Any, ...]]
+"""apply(function, shards): what a function returns for each shard."""
+
 
 def apply_to_each(function: Callable[[Any], Any], shards: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a function returns for each shard."""
@@ -27,10 +30,7 @@ class ShardedBatch:
     """The content of each of this worker's shards."""
     sizes: tuple[int, ...]
     """How many samples are in each of them."""
-    apply: Callable[[Callable[[Any], Any], tuple[Any, ...]], tuple[Any, ...]] = field(
-        default=apply_to_each, repr=False, compare=False
-    )
-    """apply(function, shards): what the function returns for each shard."""
+    apply: Apply = field(default=apply_to_each, repr=False, compare=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, or what another process gets, belongs to no run."""
@@ -41,8 +41,7 @@ class ShardedBatch:
         return sum(self.sizes)
 
     def map(self, function: Callable[[Any], Any]) -> ShardedBatch:
-        """A batch with `function` applied to each shard's content; what it draws before `Run.step` is the shard's
-        own."""
+        """A batch with `function` applied to each shard's content; what it draws is the shard's own."""
         return replace(self, shards=self.apply(function, self.shards))
 
     def beginning_at(self, start: int) -> Any:

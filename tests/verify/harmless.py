@@ -76,13 +76,6 @@ class Updates(Script):
         self.optimizer = torch.optim.LBFGS(self.model.parameters(), lr=0.2, max_iter=3)
 
 
-class SmallMicroBatches(Script):
-    job = {"micro_batch_size": 2}  # noqa: RUF012
-
-    def accumulated_gradients(self) -> None:
-        pass
-
-
 def follow(average: nn.Module, model: nn.Module) -> None:
     """Move the parameters of `average`."""
     with torch.no_grad():
@@ -192,4 +185,4 @@ class Samples(Script):
         self.sampler = lambda seed, epoch: np.random.default_rng([seed, epoch]).permutation(22)[:19]
 
 
-HARMLESS = cases_of(ForALog, Updates, SmallMicroBatches, Models, Losses, Samples)
+HARMLESS = cases_of(ForALog, Updates, Models, Losses, Samples)

@@ -21,7 +21,6 @@ import typer
 
 from paceline.errors import InvalidFileError, JobError, LaunchError, PacelineError, WorkerFailed, shortened
 from paceline.spec import Job
-from paceline.spec.job import parse_micro_batch
 from paceline.workflows.arguments import parameter_types
 from paceline.workflows.catalog import field_meanings
 from paceline.workflows.strategy import Strategy
@@ -123,12 +122,6 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     },
     "max_restarts": {"min": 0},
     "memory_bytes": _size("--memory"),
-    "micro_batch_size": {
-        "names": ("--micro-batch", "--micro-batch-size"),
-        "metavar": "SAMPLES|auto",
-        "parser": reads(parse_micro_batch),
-        "rich_help_panel": TUNING,
-    },
     "min_bytes": _size("--min-bytes", show_default="4K"),
     "mount": {"metavar": "DIR"},
     "module": {"names": ("-m", "--module"), "help": "SCRIPT is the name of a module, as for python -m."},

@@ -62,8 +62,8 @@ FAULTS: dict[tuple[Cause, int | None], Fault] = {
         blames_workers=False,
     ),
     ("signal", -signal.SIGKILL): Fault(
-        "{who} was killed by SIGKILL from outside this run: most likely the machine ran out of memory; try a smaller "
-        "micro_batch_size or fewer workers.",
+        "{who} was killed by SIGKILL from outside this run: most likely the machine ran out of memory; try "
+        "more virtual_shards, each of fewer samples, or fewer workers.",
         "{workers} was killed",
         _CRASHED,
     ),
@@ -76,10 +76,10 @@ FAULTS: dict[tuple[Cause, int | None], Fault] = {
     ),
     ("signal", None): Fault("{who} was killed by {signal}.", "{workers} crashed ({signal})", _CRASHED),
     ("out_of_memory", None): Fault(
-        "{who} was killed by the kernel: out of memory; try a smaller micro_batch_size, fewer workers a node, or a "
-        "higher memory limit.",
+        "{who} was killed by the kernel: out of memory; try more virtual_shards, each of fewer samples, fewer workers "
+        "a node, or a higher memory limit.",
         "{workers} ran out of memory",
-        "Try a micro_batch_size of half the samples, fewer workers a node, or a higher memory limit.",
+        "Try more virtual_shards, each of fewer samples, fewer workers a node, or a higher memory limit.",
     ),
     ("lost_touch", None): Fault(
         "{who} lost touch with the other workers{peers}: {what}",

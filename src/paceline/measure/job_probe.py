@@ -35,7 +35,7 @@ from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.measure.values import JOB_FILE, JobProbe, JobRequest
 from paceline.measure.workers import free_bytes
 from paceline.measure.workers_together import Together, time_together
-from paceline.parallel.micro_batch import is_out_of_memory
+from paceline.parallel.out_of_memory import is_out_of_memory
 from paceline.spec import JobTiming, MicroBatchTiming, Plan
 from paceline.train.evaluation.objective import training_loss
 from paceline.train.loop import data_facts

@@ -96,7 +96,7 @@ def _steps(subject: Subject, world: World, job: Job, plan: Plan, size: int) -> I
     switch = _Switch()
     aggregator = replace(aggregation.aggregator, algorithm=switch)
     try:
-        engine = DataParallel(model, job, plan, world.device, world.group, aggregator, False)
+        engine = DataParallel(model, plan, world.device, world.group, aggregator, False)
         step = step_of(subject, engine, size, world.rank, world.world_size, with_updates=True)
 
         def step_with(name: AlgorithmName | None) -> object:

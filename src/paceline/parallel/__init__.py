@@ -1,10 +1,10 @@
-"""Applies a plan to a model: virtual shards, norm layers, and the engines that train it on all workers."""
+"""Applies a plan to a model: virtual shards, and the engines that train it on all workers."""
 
 from __future__ import annotations
 
 from paceline.parallel.assignment import Assignment
+from paceline.parallel.companions import Companion, Companions
 from paceline.parallel.engine import Engine, StepInput
 from paceline.parallel.engines.parallelize import parallelize
-from paceline.parallel.loss.companions import Companion, Companions
 
 __all__ = ["Assignment", "Companion", "Companions", "Engine", "StepInput", "parallelize"]

@@ -34,42 +34,6 @@ def check_shards(world_size: int, num_shards: int) -> None:
 
 
 @dataclass(frozen=True)
-class ShardRange:
-    """Consecutive shards of one worker that go through the model in one pass."""
-
-    first_shard: int
-    sizes: tuple[int, ...]
-    """Number of samples in each shard."""
-    all_sizes: tuple[int, ...]
-    """Number of samples in each shard of the whole global batch."""
-    start: int = 0
-    """Position of their first sample in the worker's batch."""
-    are_interleaved: bool = False
-    """Whether they, equal in size, take turns: the first sample of each, then the second of each."""
-
-    @property
-    def stop_shard(self) -> int:
-        return self.first_shard + len(self.sizes)
-
-    @property
-    def stop(self) -> int:
-        return self.start + sum(self.sizes)
-
-    @property
-    def weight(self) -> float:
-        """Fraction of the global batch in these shards."""
-        return sum(self.sizes) / sum(self.all_sizes)
-
-    def norm_weights(self, values_per_sample: int) -> list[float]:
-        """The part of the global batch that each shard is in the statistics of a batch norm layer.
-
-        A shard with one value a channel has no variance: it says nothing, and its weight is 0.
-        """
-        total = sum(size for size in self.all_sizes if size * values_per_sample > 1)
-        return [size / total if size * values_per_sample > 1 else 0.0 for size in self.sizes]
-
-
-@dataclass(frozen=True)
 class Assignment:
     """The virtual shards that one worker computes of one global batch."""
 
@@ -78,26 +42,20 @@ class Assignment:
     shards_of_rank: tuple[tuple[int, int], ...]
     """The non-empty shards start … stop - 1 of every rank."""
     rank: int
-    one_by_one: bool = False
-    """Whether no two shards may go through the model in one pass, as where each was padded for itself."""
 
     @classmethod
-    def of(
-        cls, num_samples: int, num_shards: int, rank: int, world_size: int, *, one_by_one: bool = False
-    ) -> Assignment:
+    def of(cls, num_samples: int, num_shards: int, rank: int, world_size: int) -> Assignment:
         """The assignment of a global batch of `num_samples`; one of fewer samples than shards has fewer shards."""
-        return cls.of_sizes(shard_sizes(num_samples, num_shards), num_shards, rank, world_size, one_by_one=one_by_one)
+        return cls.of_sizes(shard_sizes(num_samples, num_shards), num_shards, rank, world_size)
 
     @classmethod
-    def of_sizes(
-        cls, sizes: Sequence[int], num_shards: int, rank: int, world_size: int, *, one_by_one: bool = False
-    ) -> Assignment:
+    def of_sizes(cls, sizes: Sequence[int], num_shards: int, rank: int, world_size: int) -> Assignment:
         """The assignment of shards of these sizes; empty ones are left out, and the others numbered without gaps."""
         num_before = list(itertools.accumulate((size > 0 for size in sizes), initial=0))
         num_before += [num_before[-1]] * (num_shards + 1 - len(num_before))
         of_ranks = (shards_of_rank(one, world_size, num_shards) for one in range(world_size))
         own = tuple((num_before[start], num_before[stop]) for start, stop in of_ranks)
-        return cls(tuple(size for size in sizes if size > 0), own, rank, one_by_one)
+        return cls(tuple(size for size in sizes if size > 0), own, rank)
 
     @property
     def global_size(self) -> int:
@@ -119,15 +77,11 @@ class Assignment:
         start = sum(self.shard_sizes[: self.own[0]])
         return start, start + sum(self.sizes)
 
-    def shard_range(self, first_shard: int, max_samples: int | None) -> ShardRange:
-        """The shard `first_shard` and this worker's shards after it, up to `max_samples` samples in total."""
-        own_start, own_stop = self.own
-        stop_shard = first_shard + 1
-        if self.one_by_one:
-            max_samples = 0
-        while stop_shard < own_stop and (
-            max_samples is None or sum(self.shard_sizes[first_shard : stop_shard + 1]) <= max_samples
-        ):
-            stop_shard += 1
-        start = sum(self.shard_sizes[own_start:first_shard])
-        return ShardRange(first_shard, self.shard_sizes[first_shard:stop_shard], self.shard_sizes, start)
+    def weight(self, shard: int) -> float:
+        """The part of the global batch that a shard is."""
+        return self.shard_sizes[shard] / self.global_size
+
+    def span_of(self, shard: int) -> tuple[int, int]:
+        """Positions start … stop - 1 of a shard's samples among this worker's."""
+        start = sum(self.shard_sizes[self.own[0] : shard])
+        return start, start + self.shard_sizes[shard]

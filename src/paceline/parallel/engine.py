@@ -12,17 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.own_generators import NO_GENERATORS, OwnGenerators
 from paceline.parallel.assignment import Assignment
+from paceline.parallel.buffers import Buffers
 from paceline.parallel.clock import Mark, mark
+from paceline.parallel.companions import ALONE, Companions
 from paceline.parallel.gradients.buckets import buckets
 from paceline.parallel.gradients.gradient_norms import TakeNorms, norm_of_each, norm_of_norms
-from paceline.parallel.kept.forward_buffers import ForwardBuffers
-from paceline.parallel.kept.snapshot import NOTHING_KEPT, KeptState
-from paceline.parallel.loss.companions import ALONE, Companions
-from paceline.parallel.loss.loss_functions import LossFunctions
-from paceline.parallel.losses import LossOf, StepLoss
-from paceline.parallel.micro_batch import MicroBatchLimit
+from paceline.parallel.losses import LossLayouts, LossOf, StepLoss
 from paceline.process_groups import device_of
 from paceline.samples import Samples
 from paceline.spec import AlgorithmName
@@ -43,20 +39,16 @@ class StepInput:
     """Applies the loss scale just before backward."""
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
     """The context of a forward pass (autocast) that `loss_of` does not run itself."""
+    is_low_precision: bool = False
+    """Whether forward passes compute in bfloat16 or float16."""
     take_norms: TakeNorms | None = None
     """Called with the norms of the step's gradients if the engine knows them, in this step or the next."""
     loss_name: str = "loss"
-    """Names the loss function: what is learned about it in its first step holds for all steps with this name."""
+    """Names the loss function: it returns the same numbers in all steps with this name."""
     companions: Companions = ALONE
     """The other models that the loss function may call."""
-    generators: OwnGenerators = NO_GENERATORS
-    """The random generators that the loss function and the model have of their own."""
-    kept: KeptState = NOTHING_KEPT
-    """What the loss function and the models keep from call to call."""
     any_shard: AnyShard | None = None
     """Input for an engine that does not compute this worker's own assignment."""
-    number: int = 0
-    """Counts the steps of the whole run, from 1 on; 0: it is a step that is only timed."""
 
 
 @dataclass(frozen=True)
@@ -96,18 +88,8 @@ class Engine:
     The defaults suit an engine whose workers each hold the whole model, equal after every step.
     """
 
-    micro_batch: MicroBatchLimit | None = None
-    """The most samples that go through the model together; None: shards go one by one."""
-    forward_buffers: ForwardBuffers
+    buffers: Buffers
     """The buffers that forward passes change."""
-    buffers_rule = (
-        "every virtual shard begins with those of the step, which ends with the mean of the floating ones, weighted by "
-        "samples, and the first shard's of the others"
-    )
-    """What becomes of them, for the user."""
-    counters_rule: str | None = None
-    """What becomes of numbers in attributes that forward passes change, for the user; None: a step moves them once,
-    alike on all workers."""
     algorithm: AlgorithmName | None = None
     """How gradients are summed, where that was chosen here; None: as the plan says."""
     notes: Sequence[str] = ()
@@ -117,14 +99,14 @@ class Engine:
     holds_all = True
     """Whether every worker holds the whole model and its optimizer."""
 
-    def __init__(self, module: nn.Module, device: torch.device, functions: LossFunctions) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, layouts: LossLayouts) -> None:
         """
         Args:
             module: the model as the loss function calls it.
-            functions: what is known of the loss functions, which decides which shards share a pass.
+            layouts: which numbers loss functions return.
         """
         self.module = module
-        self.functions = functions
+        self.layouts = layouts
         self._device = device
         now = mark(device)
         self.communication: tuple[Mark, Mark] = now, now
@@ -153,6 +135,10 @@ class Engine:
         """Store the gradient of the global batch's loss in `.grad` of every parameter (None before); return that
         loss."""
         raise NotImplementedError
+
+    def audit(self, step: StepInput) -> None:
+        """Raise `ModelError` if the loss of the same samples differs between workers or from call to call, between
+        `gradients` and the update; a collective, and nothing where the engine has no way to compare (`audit.py`)."""
 
     @property
     def is_synchronised(self) -> bool:
@@ -208,14 +194,8 @@ class Engine:
 
     def shared_state(self) -> dict[str, Any]:
         """The engine's state besides model and optimizer that is the same on all workers."""
-        known: dict[str, Any] = {}
-        if self.micro_batch is not None:
-            known = {"draws_randomness": self.functions.draws, "couples_samples": dict(self.functions.couples)}
-        hidden, counters = self.forward_buffers.hidden_state(), self.forward_buffers.counters.state()
-        states = {name: one.state() for name, one in self.functions.counters.items()}
-        counts = {name: state for name, state in states.items() if state} | self.functions.saved_counts
-        more = {"hidden_buffers": hidden, "counters": counters, "counts_of_losses": counts}
-        return known | {key: value for key, value in more.items() if value}
+        hidden = self.buffers.hidden_state()
+        return {"hidden_buffers": hidden} if hidden else {}
 
     def model_state(self) -> dict[str, Any]:
         """What a checkpoint holds of the model: what all workers have, or agree on."""
@@ -227,12 +207,7 @@ class Engine:
 
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:  # noqa: ARG002 - most have none
         """Restore saved states, empty if nothing was saved; the model has its weights already."""
-        if self.micro_batch is not None:
-            self.functions.draws = shared.get("draws_randomness")
-            self.functions.couples.update(shared.get("couples_samples", {}))
-        self.forward_buffers.load_hidden_state(shared.get("hidden_buffers", {}))
-        self.forward_buffers.counters.load_state(shared.get("counters", {}))
-        self.functions.saved_counts = dict(shared.get("counts_of_losses", {}))
+        self.buffers.load_hidden_state(shared.get("hidden_buffers", {}))
 
 
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -251,6 +226,6 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> Non
 
 
 def statistics_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype in which losses and norm statistics are added: float64 for float64 models, else float32."""
+    """The dtype in which losses, and what moves buffers, are added: float64 for float64 models, else float32."""
     is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
     return torch.float64 if is_double else torch.float32

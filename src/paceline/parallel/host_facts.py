@@ -1,4 +1,4 @@
-"""Boolean facts that the workers of a mesh exchange over the CPU in every step, without waiting for GPUs."""
+"""Facts about parameters that the workers of a mesh exchange over the CPU in every step, without waiting for GPUs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import torch.distributed as dist
 from paceline.parallel.axes import Axes
 from paceline.process_groups import device_of, open_host_group
 
-Told = tuple[list[bool], list[bool]]
-
 
 class HostFacts:
-    """All-reduces booleans with OR: some over all workers, and one per parameter over the workers that hold it."""
+    """All-reduces booleans with OR: one for each parameter, over the workers that hold it."""
 
     def __init__(self, axes: Axes, num_parameters: int, timeout_s: float) -> None:
         """A collective of all workers of the run.
@@ -30,23 +28,22 @@ class HostFacts:
         self._num_stages, self._num_places = axes.mesh.pp, int(most)
         self._stage = axes.mesh.place(dist.get_rank(axes.world))["pp"]
 
-    def begin(self, facts: Sequence[bool], of_parameters: Sequence[bool]) -> Callable[[], Told]:
+    def begin(self, of_parameters: Sequence[bool]) -> Callable[[], list[bool]]:
         """Begin the exchange; the returned function waits for it and returns the results. A collective.
 
         Args:
-            facts: equally many on all workers.
             of_parameters: one for each parameter of this worker, in the same order on all workers of its stage."""
-        message = torch.zeros(len(facts) + self._num_stages * self._num_places, dtype=torch.uint8)
-        first = len(facts) + self._stage * self._num_places
+        if not self._num_places:
+            return list
+        message = torch.zeros(self._num_stages * self._num_places, dtype=torch.uint8)
+        first = self._stage * self._num_places
         mine = slice(first, first + len(of_parameters))
-        message[: len(facts)] = torch.tensor(facts)
         message[mine] = torch.tensor(of_parameters, dtype=torch.uint8)
         work = dist.all_reduce(message, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
 
-        def told() -> Told:
+        def told() -> list[bool]:
             work.wait()
-            known = message.bool()
-            return known[: len(facts)].tolist(), known[mine].tolist()
+            return message.bool()[mine].tolist()
 
         return told

@@ -16,14 +16,16 @@ import math
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.containers import open_container, tensors
 from paceline.errors import ModelError
+from paceline.object_collectives import all_gather_objects
 
 LossOf = Callable[[nn.Module, Any], Any]
 """The loss of a batch, as `StepInput` has it."""
@@ -77,13 +79,13 @@ class LossLayout:
 
 @dataclass(frozen=True)
 class ShardLoss:
-    """The loss of some virtual shards that went through the model together."""
+    """The loss of a virtual shard."""
 
     layout: LossLayout
     mean: Tensor
     """Can be differentiated."""
     weight: float | Tensor
-    """The weight of these shards in the sum over the global batch."""
+    """The weight of the shard in the sum over the global batch."""
     sums: Tensor
     """`layout.length` numbers to be added over all shards: each value times its weight, each `Mean`'s followed by the
     weight."""
@@ -93,10 +95,54 @@ class ShardLoss:
         """The loss times its weight, a scalar: the sum of this over all shards is differentiated."""
         return _times(self.mean, self.weight)
 
-    def detached(self) -> ShardLoss:
-        """This loss without its autograd graph."""
-        weight = self.weight.detach() if isinstance(self.weight, Tensor) else self.weight
-        return replace(self, mean=self.mean.detach(), weight=weight, sums=self.sums.detach())
+
+class LossLayouts:
+    """Which numbers each loss function of a run returns; by the name of the function."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        """
+        Args:
+            group: the workers that train together; None: this one alone.
+        """
+        self._group = group
+        self._own: dict[str, LossLayout] = {}
+        self._agreed: dict[str, LossLayout] = {}
+
+    def has_returned(self, name: str, layout: LossLayout) -> None:
+        """Note what a loss function returned on this worker.
+
+        Raises:
+            ModelError: it returned other numbers before.
+        """
+        before = self._own.setdefault(name, layout)
+        if before != layout:
+            raise _differ(before, layout)
+
+    def may_be_weighted(self, name: str) -> bool:
+        """Whether a loss function may return a `Mean`."""
+        return name not in self._own or self._own[name].is_weighted
+
+    def of(self, name: str) -> LossLayout:
+        """The layout of a loss function that has been called on this or another worker; a collective in its first step.
+
+        Raises:
+            ModelError: the workers' shards returned different numbers.
+        """
+        if name not in self._agreed:
+            everyone = all_gather_objects(self._own.get(name), self._group, (LossLayout,))
+            layouts = [one for one in everyone if one is not None]
+            for one in layouts[1:]:
+                if one != layouts[0]:
+                    raise _differ(layouts[0], one)
+            self._agreed[name] = layouts[0]
+        return self._agreed[name]
+
+
+def _differ(one: LossLayout, other: LossLayout) -> ModelError:
+    return ModelError(
+        f"The loss function returned {one.describe()} for some samples, and {other.describe()} for others; it should "
+        "return the same names in every step, with weight 0 (paceline.Mean) where there is nothing to count."
+    )
 
 
 @dataclass(frozen=True)
@@ -107,13 +153,9 @@ class StepLoss:
     values: Mapping[str, Tensor] = field(default_factory=dict)
     rescale: Tensor | None = None
     """The factor from the sum of weighted shards to the gradient of `loss`; None: 1."""
-    notes: tuple[str, ...] = ()
-    """Sentences for the user about what was found out in this step."""
-    own_notes: tuple[str, ...] = ()
-    """The same, about this worker's samples alone: other workers do not know."""
 
     @classmethod
-    def of(cls, sums: Tensor, layout: LossLayout, notes: Sequence[str] = ()) -> StepLoss:
+    def of(cls, sums: Tensor, layout: LossLayout) -> StepLoss:
         """The loss of a step from the sums over all shards of the global batch, [layout.length]."""
         loss, rescale, place = sums[0], None, 1
         if layout.is_weighted:
@@ -122,7 +164,7 @@ class StepLoss:
         for name, is_weighted in layout.values:
             values[name] = sums[place] / sums[place + 1] if is_weighted else sums[place]
             place += 1 + is_weighted
-        return cls(loss, values, rescale, tuple(notes))
+        return cls(loss, values, rescale)
 
 
 def read_loss(returned: Any, fraction: float, num_in_batch: int, like: Tensor) -> ShardLoss:

@@ -17,9 +17,9 @@ from paceline.plan.gradient_sums import (
     sums_inside_groups,
 )
 from paceline.plan.inputs import PlanInputs, largest_assignment, needs_replicas, pass_s, spread_of_passes
-from paceline.plan.memory import device_memory, largest_micro_batch, state_bytes, worker_memory_bytes
+from paceline.plan.memory import device_memory, state_bytes, worker_memory_bytes
 from paceline.plan.model import Layout
-from paceline.plan.peak_memory import StateBytes
+from paceline.plan.peak_memory import USABLE_FRACTION, StateBytes
 from paceline.plan.search import SearchResult, Workload, search
 from paceline.plan.step_time import INTERVAL_SIGMAS, bound_by, expected_maximum, slowest_s
 from paceline.spec import Job, Mesh
@@ -42,10 +42,8 @@ def forecast_row(inputs: PlanInputs, count: int) -> ForecastRow:
     """The row of `count` devices, without what compares it with others; where replicas do not fit, that of a mesh."""
     job, layout, timing = inputs.job_on(count), inputs.layout(count), inputs.timing
     samples, shard, num_shards = largest_assignment(job, count)
-    micro_batch_size, objection = _micro_batch(inputs, job, count, samples, shard)
-    num_passes = -(-samples // micro_batch_size)
-    if job.parity == "bitwise":  # a pass for each virtual shard
-        micro_batch_size, num_passes = shard, num_shards
+    micro_batch_size, num_passes = shard, num_shards
+    objection = _why_no_shard_fits(inputs, count, shard, num_shards)
     neighbours = neighbours_factor_of(inputs, layout)
     lone_pass_s = samples / num_passes * (pass_s(timing, micro_batch_size) / micro_batch_size)
     algorithm, communication_s = cheapest_algorithm(inputs, job, layout)
@@ -184,36 +182,17 @@ def _moved_bytes(state: StateBytes) -> float:
     return state.gradient + 2 * (state.parameter + state.optimizer)
 
 
-def _micro_batch(inputs: PlanInputs, job: Job, count: int, samples: int, shard: int) -> tuple[int, str]:
-    """Samples of one pass, and why even the smallest one does not fit.
-
-    An assignment goes through the model at once if memory has room for it; what is not known to fit is split into what
-    was seen to fit.
-    """
+def _why_no_shard_fits(inputs: PlanInputs, count: int, shard: int, num_shards: int) -> str:
+    """Why not even one virtual shard fits into a device, or nothing."""
     timing, memory_bytes = inputs.timing, inputs.memory_bytes
     if memory_bytes is None:
-        return samples, ""
-    if inputs.activations is None:
+        return ""
+    needed = _replica_bytes(inputs, count, shard, num_shards)
+    if needed is None:
         fitting = timing.largest_micro_batch_size or 1
-        if fitting < shard:
-            return shard, f"a virtual shard has {shard} samples, and {fitting} are all that was seen to fit"
-    else:
-        fitting = largest_micro_batch(
-            timing.num_parameters,
-            state_bytes(job),
-            Mesh(dp=count),
-            inputs.activations,
-            memory_bytes,
-            samples,
-            num_shards := -(-samples // shard),
-        )
-        if fitting < shard:
-            needed = _replica_bytes(inputs, count, shard, num_shards) or 0.0
-            room = f"{size(needed)} of a device's {size(memory_bytes)}"
-            return shard, f"a virtual shard of {shard} samples needs {room}"
-    # As few passes as fit, all of nearly the same size.
-    num_passes = -(-samples // (fitting // shard * shard))
-    return min(samples, -(-samples // num_passes // shard) * shard), ""
+        return f"a virtual shard has {shard} samples, and {fitting} are all that was seen to fit" * (fitting < shard)
+    room = f"{size(needed)} of a device's {size(memory_bytes)}"
+    return f"a virtual shard of {shard} samples needs {room}" * (needed > USABLE_FRACTION * memory_bytes)
 
 
 def _replica_bytes(inputs: PlanInputs, count: int, micro_batch_size: int, num_passes: int) -> float | None:

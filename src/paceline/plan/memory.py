@@ -170,25 +170,3 @@ def _equal_layer(tp: int) -> LayerCost:
         num_tensor_slices=tp,
         replicated_fraction=_REPLICATED_FRACTION,
     )
-
-
-def largest_micro_batch(
-    num_parameters: float,
-    state: StateBytes,
-    mesh: Mesh,
-    activations: Activations,
-    memory_bytes: float,
-    most: int,
-    num_shards: int = 1,
-) -> int:
-    """The largest micro-batch up to `most` that fits into a device; 0: not even one sample."""
-
-    def has_room(size: int) -> bool:
-        memory = device_memory(num_parameters, state, mesh, activations, size, num_micro_batches=num_shards)
-        return fits(memory, memory_bytes)
-
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if has_room(middle) else (low, middle - 1)
-    return low

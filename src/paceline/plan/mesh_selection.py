@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 from paceline.errors import ClusterError, JobError
 from paceline.plan.forecast_row import search_meshes
-from paceline.plan.inputs import ForecastRequest, largest_assignment, needs_replicas, plan_inputs
+from paceline.plan.inputs import ForecastRequest, needs_replicas, plan_inputs
 from paceline.plan.memory import (
     device_memory,
     fits,
-    largest_micro_batch,
     state_bytes,
     worker_memory_bytes,
     workers_on_fullest_node,
@@ -40,8 +39,6 @@ class MeshChoice:
     mesh: Mesh
     reason: str
     """One sentence."""
-    micro_batch_size: int | None = None
-    """The micro-batch size; None: the whole assignment of a worker, or a pipeline's virtual shard."""
     pipeline: PipelineSpec = field(default_factory=PipelineSpec)
     recompute: bool = False
     step_s: float | None = None
@@ -52,7 +49,6 @@ class MeshChoice:
         return dataclasses.replace(
             plan,
             mesh=None if self.mesh.is_plain else self.mesh,
-            micro_batch_size=self.micro_batch_size,
             pipeline=self.pipeline,
             recompute=self.recompute,
         )
@@ -85,7 +81,7 @@ def choose_mesh(
     if num_workers == 1 or needs_replicas(job):
         check_fits(job, model, num_workers, room)
         reason = "a single worker needs no mesh" if num_workers == 1 else "this job needs whole replicas"
-        return MeshChoice(plain, f"{plain}: {reason}.", _micro_batch(job, model, plain, room))
+        return MeshChoice(plain, f"{plain}: {reason}.")
     try:
         request = ForecastRequest(link_bytes_per_s=link_bytes_per_s)
         found = search_meshes(plan_inputs(job, cluster, request, num_workers, model), num_workers, room)
@@ -97,7 +93,7 @@ def choose_mesh(
     if replicas is not None and (not is_timed or winner.step_s > _CLEARLY_FASTER * replicas.step_s):
         why = f"a replica needs {size(needed.total_bytes)} of {size(room)}"
         reason = f"{why}, and no mesh is clearly faster" if is_timed else f"{why}, and no other mesh was timed"
-        return _choice(job, replicas, f"{plain}: {reason}.", is_timed)
+        return _choice(replicas, f"{plain}: {reason}.", is_timed)
     if replicas is not None:
         reason = f"{duration(winner.step_s)} a step, and whole replicas need {duration(replicas.step_s)}"
     else:
@@ -105,7 +101,7 @@ def choose_mesh(
             f"it needs {size(winner.memory.total_bytes)} on a worker, where {size(USABLE_FRACTION * room)} can be used "
             f"and a whole replica needs {size(needed.total_bytes)}"
         )
-    return _choice(job, winner, f"{winner.mesh}: {reason}.", is_timed)
+    return _choice(winner, f"{winner.mesh}: {reason}.", is_timed)
 
 
 def measured_model_cost(job: Job, cluster: Cluster) -> ModelCost:
@@ -147,13 +143,6 @@ def _replica(job: Job, model: ModelCost, num_workers: int) -> DeviceMemory:
     )
 
 
-def _micro_batch(job: Job, model: ModelCost, plain: Mesh, room: float) -> int | None:
-    """None: a worker's whole assignment fits, or each shard makes a pass of its own anyway."""
-    share, shard, _ = largest_assignment(job, plain.num_workers)
-    fitting = largest_micro_batch(model.num_parameters, state_bytes(job), plain, model.activations, room, share)
-    return None if fitting >= share or job.parity == "bitwise" else max(shard, fitting // shard * shard)
-
-
 def _by_assumption(
     job: Job, model: ModelCost, cluster: Cluster, num_workers: int, room: float, link_bytes_per_s: float | None
 ) -> SearchResult:
@@ -179,13 +168,10 @@ def _by_assumption(
     return search(workload, num_workers, on_node, Network(inside, between, PER_MESSAGE_S[kind]))
 
 
-def _choice(job: Job, candidate: MeshCandidate, reason: str, is_timed: bool) -> MeshChoice:
-    # Pipelines and bitwise parity make a pass for each virtual shard anyway.
-    is_whole = candidate.num_micro_batches == 1 or candidate.mesh.pp > 1 or job.parity == "bitwise"
+def _choice(candidate: MeshCandidate, reason: str, is_timed: bool) -> MeshChoice:
     return MeshChoice(
         candidate.mesh,
         reason,
-        None if is_whole else candidate.micro_batch_size,
         candidate.pipeline,
         candidate.recompute,
         candidate.step_s if is_timed else None,

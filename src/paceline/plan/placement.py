@@ -8,7 +8,6 @@ from paceline.errors import JobError
 from paceline.plan.mesh_order import mesh_order
 from paceline.plan.pick import pick
 from paceline.spec import AlgorithmName, Cluster, DeviceKind, Job, Mesh, Node, NodePlacement, Plan, check_mesh
-from paceline.spec.job import MicroBatchSize
 
 
 def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = None, mesh: Mesh | None = None) -> Plan:
@@ -75,7 +74,6 @@ def place(
     num_workers: int,
     *,
     threads_per_worker: int | None = None,
-    micro_batch_size: MicroBatchSize | None = None,
     algorithm: AlgorithmName = "auto",
     num_servers: int = 1,
     mesh: Mesh | None = None,
@@ -89,7 +87,7 @@ def place(
 
     Raises:
         JobError: no worker, more workers than GPUs or than virtual shards, no multiple of the job's groups, more
-            servers than workers, micro-batches smaller than a shard, or an algorithm that bitwise parity cannot use.
+            servers than workers, or an algorithm that bitwise parity cannot use.
     """
     check_mesh(job, mesh)
     plan = spread(cluster, num_workers, threads_per_worker, mesh)
@@ -101,7 +99,6 @@ def place(
             "for every worker count)."
         )
     job.aggregation.check_groups(num_assignments)
-    job.check_micro_batch(micro_batch_size)
     if num_servers > num_workers:
         raise JobError(f"{num_servers} servers are more than {num_workers} workers; servers are some of the workers.")
     if job.parity == "bitwise" and algorithm not in ("auto", "tree_exact"):
@@ -112,7 +109,6 @@ def place(
     return dataclasses.replace(
         plan,
         threads_per_worker=1 if job.parity == "bitwise" else plan.threads_per_worker,
-        micro_batch_size=micro_batch_size,
         algorithm="tree_exact" if job.parity == "bitwise" else algorithm,
         num_servers=num_servers,
         mesh=mesh,

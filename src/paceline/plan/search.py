@@ -51,7 +51,7 @@ class Workload:
     layers: Layers = ()
     """The layers of the model; empty: unknown, so that only data parallelism and sharding are possible."""
     shard_size: int = 1
-    """Samples of a virtual shard: the smallest micro-batch, and the micro-batch of a pipeline."""
+    """Samples of a virtual shard, which is a pass, and the micro-batch of a pipeline."""
     backend: Backend = "nccl"
     """With gloo nothing hides what the fsdp axis says, and a reduce_scatter moves as much as an all_reduce: counted
     between two nodes with torch 2.13, (n - 1)/n of a vector for an all_gather, 2 (n - 1)/n for the other two."""
@@ -73,7 +73,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class MeshCandidate:
-    """One mesh that fits, with its best micro-batch; the parts of a step add up to it."""
+    """One mesh that fits; the parts of a step add up to it."""
 
     mesh: Mesh
     micro_batch_size: int
@@ -147,38 +147,33 @@ def best_of(workload: Workload, mesh: Mesh, devices_per_node: int, network: Netw
     needed: list[DeviceMemory] = []
     for recompute in (False, True) if workload.layers and not mesh.is_plain else (False,):
         fitting: list[MeshCandidate] = []
-        for micro_batch_size in _micro_batch_sizes(workload, mesh, recompute=recompute):
-            for pipeline in _pipelines(workload, mesh):
-                memory = _memory(workload, mesh, micro_batch_size, pipeline, recompute)
-                needed.append(memory)
-                if fits(memory, workload.memory_bytes):
-                    fitting.append(prices.candidate(micro_batch_size, memory, pipeline, recompute))
-            if not any(candidate.micro_batch_size == micro_batch_size for candidate in fitting):
-                break  # nor does a larger one fit
+        for pipeline in _pipelines(workload, mesh):
+            memory = _memory(workload, mesh, pipeline, recompute)
+            needed.append(memory)
+            if fits(memory, workload.memory_bytes):
+                fitting.append(prices.candidate(memory, pipeline, recompute))
         if fitting:
-            return min(fitting, key=lambda candidate: (candidate.step_s, candidate.num_micro_batches))
+            return min(fitting, key=lambda candidate: candidate.step_s)
     return min(needed, key=lambda memory: memory.total_bytes)
 
 
 _fullest = lru_cache(maxsize=2**14)(device_memory)
 
 
-def _memory(
-    workload: Workload, mesh: Mesh, micro_batch_size: int, pipeline: PipelineSpec, recompute: bool
-) -> DeviceMemory:
+def _memory(workload: Workload, mesh: Mesh, pipeline: PipelineSpec, recompute: bool) -> DeviceMemory:
     """The memory of the fullest device, computed once for all meshes that differ in nothing that it depends on.
 
     It depends neither on the number of replicas beyond two nor, except in bitwise parity, on micro-batches beyond those
     that are under way at once.
     """
     most = max(2, 2 * pipeline.stages_per_worker * mesh.pp)
-    num_micro_batches = -(-workload.share(mesh) // micro_batch_size)
+    num_micro_batches = -(-workload.share(mesh) // workload.shard_size)
     return _fullest(
         workload.num_parameters,
         workload.state,
         dataclasses.replace(mesh, dp=min(mesh.dp, 2)),
         workload.activations,
-        micro_batch_size,
+        workload.shard_size,
         num_micro_batches=num_micro_batches if workload.state.is_bitwise else min(most, num_micro_batches),
         layers=workload.layers,
         pipeline=pipeline,
@@ -209,16 +204,6 @@ def _pays(layers: Layers, tp: int) -> bool:
 
 def _divisors(number: int) -> list[int]:
     return [one for one in range(1, number + 1) if number % one == 0]
-
-
-def _micro_batch_sizes(workload: Workload, mesh: Mesh, *, recompute: bool) -> list[int]:
-    """Every power of two of shards below a worker's whole share, and that, in order; in a pipeline and in
-    bitwise parity a shard, and where random numbers that were drawn for several would have to be drawn again."""
-    shard, share = workload.shard_size, workload.share(mesh)
-    draws_again = recompute and any(layer.draws for layer in workload.layers)
-    if mesh.pp > 1 or workload.state.is_bitwise or draws_again:
-        return [shard]
-    return [shard * 2**power for power in range((-(-share // shard) - 1).bit_length())] + [share]
 
 
 def _pipelines(workload: Workload, mesh: Mesh) -> list[PipelineSpec]:
@@ -273,16 +258,14 @@ class MeshPrices:
     devices_per_node: int
     network: Network
 
-    def candidate(
-        self, micro_batch_size: int, memory: DeviceMemory, pipeline: PipelineSpec, recompute: bool = False
-    ) -> MeshCandidate:
+    def candidate(self, memory: DeviceMemory, pipeline: PipelineSpec, recompute: bool = False) -> MeshCandidate:
         """The seconds of a step.
 
         A pipeline of p stages takes m + p - 1 turns for m micro-batches (Huang et al. 2019, GPipe); with v stages a
         worker it waits 1/v as long and sends v times as much (Narayanan et al. 2021, section 2.2.2).
         """
         workload, mesh, stages = self.workload, self.mesh, memory.stages
-        share = workload.share(mesh)
+        share, micro_batch_size = workload.share(mesh), workload.shard_size
         m = -(-share // micro_batch_size)
         last = share - (m - 1) * micro_batch_size
         v = pipeline.stages_per_worker

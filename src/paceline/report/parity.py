@@ -32,7 +32,6 @@ class Trace:
     workers: int
     parity: str
     precision: str
-    norm: str
     steps: Sequence[Sequence[Mapping[str, Any]]]
     """steps[step][rank]."""
     tp: int = 1
@@ -92,7 +91,6 @@ def load_trace(directory: Path, workers: int) -> Trace:
         workers,
         header["parity"],
         header["precision"],
-        header["norm"],
         list(zip(*(r[1:] for r in ranks), strict=False)),
         header["tp"],
     )
@@ -141,14 +139,14 @@ def _judge(base: Trace, other: Trace) -> ParityVerdict:
         for kind in ("gradients", "parameters", "buffers"):
             tensor, distance = _farthest(mine[kind], theirs[kind])
             if not distance <= tolerance:
-                return fail(step, f"{kind[:-1]} '{tensor}' ({distance:.1e})", _cause(kind, base))
+                return fail(step, f"{kind[:-1]} '{tensor}' ({distance:.1e})", _cause(kind))
             largest = max(largest, distance)
         if is_exact and mine["weights_sha256"] != theirs["weights_sha256"]:
             return fail(step, "the weights", "some bits differ")
     if len(other.steps) != len(base.steps):
         cause = f"{len(other.steps)} steps instead of {len(base.steps)}: the script's loop depends on the worker"
         return fail(num_steps - 1, "the number of steps", cause)
-    notes = [note for step in other.steps for note in step[0].get("notes", ())]
+    notes: list[str] = []
     if base.parity == "bitwise" and other.tp > 1:
         alike = f"Compared with {base.workers} workers that divide layers alike (tp = {other.tp})."
         notes.append(alike if is_exact else _OTHER_ORDER.format(tp=other.tp))
@@ -195,13 +193,11 @@ def _same(mine: Sequence[float], theirs: Sequence[float]) -> bool:
     return all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(mine, theirs, strict=True))
 
 
-def _cause(kind: str, base: Trace) -> str:
+def _cause(kind: str) -> str:
     if kind == "buffers":
         return "a buffer that depends on which samples this worker saw, and is not synchronised"
     if kind == "parameters":
         return "the same gradient gave other weights: the optimizer or its learning rate depends on the worker"
-    if base.norm == "local":
-        return "norm = 'local': batch norm uses each device's own statistics; use norm = 'shard'"
     return (
         "mean of means: the loss is not the mean over its samples (but a sum, or a mean over tokens or weights that "
         "differ between samples), or a layer mixes the samples of a batch"

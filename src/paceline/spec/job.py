@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,11 +19,8 @@ from paceline.spec.optim import OptimSpec
 
 Parity = Literal["numeric", "bitwise"]
 Precision = Literal["auto", "float32", "bfloat16", "float16", "float64"]
-Norm = Literal["shard", "local", "sync"]
 Reaction = Literal["skip", "rollback", "stop", "ignore"]
 Augmentation = Literal["crop", "flip", "cutout"]
-MicroBatchSize = int | Literal["auto"]
-"""A number of samples, or as many as memory has room for."""
 
 JOB_FILE = "job.json"
 """The job, in a run folder."""
@@ -136,14 +132,6 @@ class Job(JsonValue):
     name it where "auto" would mean another one."""
     tf32: bool | None = None
     """Whether GPUs that have it compute float32 products in TF32, to 10 bits of mantissa; None: in numeric parity."""
-    micro_batch_size: int | Literal["auto"] | None = at_least(1, None)
-    """Most samples in one forward pass of a worker, a whole number of virtual shards; "auto": as many as memory has
-    room for; None: the worker's whole share of the batch. It never changes what is learned."""
-    norm: Norm = "shard"
-    """Whose statistics batch norm uses: the virtual shard's, the device's ("local"), the global batch's ("sync")."""
-    shard_by_shard: bool = False
-    """Whether every virtual shard goes through the model alone in numeric parity too, because the loss couples samples:
-    a load-balancing term, a contrastive loss. It is found out by itself; this key saves the search."""
     channels_last: bool = False
     """Whether images and convolutions use the memory format channels_last."""
     compile: bool | Literal["reduce-overhead", "max-autotune"] = False
@@ -183,12 +171,6 @@ class Job(JsonValue):
                 f"virtual_shards = {self.virtual_shards} is more than global_batch_size = "
                 f"{self.global_batch_size}; every shard needs at least one sample."
             )
-        self.check_micro_batch(self.micro_batch_size)
-        if self.shard_by_shard and self.norm != "shard":
-            raise JobError(
-                f"shard_by_shard = true needs norm = 'shard'; with norm = {self.norm!r} the shards of a device are "
-                "normalised together."
-            )
         if self.average_decay == 1:
             raise JobError("average_decay = 1.0 would keep the first weights for ever; it should be below 1.")
         if self.parity == "bitwise":
@@ -197,11 +179,6 @@ class Job(JsonValue):
 
     def _check_bitwise(self) -> None:
         """Raise `JobError` for what makes the result depend on the number of workers."""
-        if self.norm != "shard":
-            raise JobError(
-                f"parity = 'bitwise' needs norm = 'shard'; norm = {self.norm!r} depends on how the batch is "
-                "spread over devices."
-            )
         if self.compile:
             raise JobError("parity = 'bitwise' needs compile = false; compiled kernels may differ between shapes.")
         if self.aggregation.wire != "float32":
@@ -223,12 +200,10 @@ class Job(JsonValue):
                 f"nonfinite = 'rollback' needs aggregation.method = 'every_step'; with {self.aggregation.method!r} "
                 "workers do not see the same gradients. Use nonfinite = 'skip'."
             )
-        if self.aggregation.method == "parameter_server_async" and (
-            self.precision == "float16" or self.optim.clips or self.norm != "shard"
-        ):
+        if self.aggregation.method == "parameter_server_async" and (self.precision == "float16" or self.optim.clips):
             raise JobError(
                 "aggregation.method = 'parameter_server_async' computes virtual shards and updates slices of the "
-                "parameters: it needs norm = 'shard', no optim.clip_norm, and a precision other than 'float16'."
+                "parameters: it needs no optim.clip_norm, and a precision other than 'float16'."
             )
         if self.average_decay is not None and self.aggregation.method != "every_step":
             raise JobError(
@@ -261,20 +236,15 @@ class Job(JsonValue):
         ratio = self.global_batch_size / (self.optim.base_batch_size or self.global_batch_size)
         return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[self.optim.lr_scaling]
 
-    def check_micro_batch(self, size: MicroBatchSize | None) -> None:
-        """Raise `JobError` if a micro-batch of this size is less than one virtual shard, which is never divided."""
-        if size is not None:
-            parse_micro_batch(str(size))
-        if isinstance(size, int) and size < self.shard_size:
-            raise JobError(
-                f"A micro-batch of {size} is smaller than a virtual shard of {self.shard_size} samples; use "
-                f"virtual_shards = {-(-self.global_batch_size // size)} or a micro-batch of {self.shard_size}."
-            )
-
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Job:
         """A job from plain values; `model` and `data` may be just a name."""
-        plain = dict(mapping)
+        plain = {key: dict(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
+        for path, (before, instead) in _FORMER_KEYS.items():
+            table, _, key = path.rpartition(".")
+            values = plain.get(table) if table else plain
+            if isinstance(values, dict) and key in values and values.pop(key) != before:
+                raise JobError(f"The key '{path}' is gone: {instead}")
         for table in ("model", "data"):
             if isinstance(plain.get(table), str):
                 plain[table] = {"name": plain[table]}
@@ -312,17 +282,6 @@ class Job(JsonValue):
         )
 
 
-def parse_micro_batch(text: str) -> MicroBatchSize:
-    """The size that a command line or an environment variable names. Raises `JobError` for anything else."""
-    if text == "auto":
-        return "auto"
-    if not re.fullmatch("0*[1-9][0-9]{0,8}", text):
-        raise JobError(
-            f"A micro-batch of '{shortened(text)}' is not possible; write a number of samples, 1 or more, or auto."
-        )
-    return int(text)
-
-
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
     """The differences between two jobs, as mappings, that affect results: "optim.lr was 0.1 and is 0.2"."""
     found = []
@@ -340,16 +299,32 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = 
     return found
 
 
+_FORMER_KEYS: Mapping[str, tuple[Any, str]] = {
+    "aggregation.density": (0.01, 'aggregation.wire = "bfloat16" halves what is sent.'),
+    "aggregation.powersgd_rank": (2, 'aggregation.wire = "bfloat16" halves what is sent.'),
+    "micro_batch_size": (
+        None,
+        "one virtual shard goes through the model at a time; raise virtual_shards where a shard does not fit.",
+    ),
+    "norm": (
+        "shard",
+        "batch norm normalises every virtual shard by itself; lower virtual_shards for statistics of more samples.",
+    ),
+    "shard_by_shard": (False, "every virtual shard goes through the loss function by itself; leave the key out."),
+}
+"""Keys of earlier releases: the value that changed nothing, which records and checkpoints still have, and what stands
+in the key's place."""
+
 _MOST_PARTS = 20
 """The most names that the key of a setting may consist of, as "optim.lr" of two."""
 
 _TIMED = (
     *("model.name", "model.options", "data.name", "data.augment", "data.options", "optim.name"),
-    *("precision", "channels_last", "compile", "norm"),
+    *("precision", "channels_last", "compile"),
 )
 
 _LEARNS_THE_SAME = (
-    *("name", "micro_batch_size", "measure_noise", "eval_every_epochs", "eval_every_steps", "eval_batch_size"),
+    *("name", "measure_noise", "eval_every_epochs", "eval_every_steps", "eval_batch_size"),
     *("data.dir", "data.loader_workers"),
 )
 _LEARN_THE_SAME = ("checkpoint.", "early_stopping.")

@@ -88,7 +88,6 @@ def check_mesh(job: Job, mesh: Mesh | None) -> None:
     spec = job.aggregation
     wrong = (
         (f"aggregation.method = '{spec.method}'", "'every_step'", spec.method != "every_step"),
-        ("norm = 'sync'", "norm = 'shard'", job.norm == "sync"),
         ("precision = 'float16'", "precision = 'bfloat16'", job.precision == "float16"),
     )
     if job.parity == "bitwise" and job.channels_last:

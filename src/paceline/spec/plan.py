@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from paceline.errors import JobError
 from paceline.spec.algorithm import AlgorithmName
@@ -53,9 +52,6 @@ class Plan(JsonValue):
     """The nodes in the order of their ranks; empty: all workers on this node."""
     threads_per_worker: int = at_least(1, 1)
     """CPU threads a worker computes with. A CPU device is a fixed number of threads."""
-    micro_batch_size: int | Literal["auto"] | None = at_least(1, None)
-    """Maximum samples in one forward pass of a worker; "auto": as many as memory has room for; None: its whole
-    assignment."""
     algorithm: AlgorithmName = "auto"
     """How gradients are summed over workers; "auto": the fastest at the start of the run, by measurement."""
     num_servers: int = at_least(1, 1)

@@ -14,7 +14,6 @@ import torch
 from paceline import env
 from paceline.errors import JobError
 from paceline.spec import Job, Plan, parse_mesh
-from paceline.spec.job import MicroBatchSize, parse_micro_batch
 from paceline.spec.mesh_name import check_strategy
 from paceline.spec.plan import RunLimit
 from paceline.train.records.progress import Progress
@@ -65,7 +64,7 @@ def init(
     # A Plan made in Python is checked here too.
     plan = Plan.from_mapping(plan.to_mapping()) if plan else _default_plan(job, facts, strategy)
     limits = [limit for limit in (max_steps, env.number(env.MAX_STEPS)) if limit is not None]
-    plan = dataclasses.replace(plan, world_size=facts.world_size, micro_batch_size=_micro_batch_size(job, plan))
+    plan = dataclasses.replace(plan, world_size=facts.world_size)
     if plan.mesh is not None and plan.mesh.num_workers != facts.world_size:
         raise JobError(
             f"The plan lays out {plan.mesh.num_workers} workers as {plan.mesh}, but {facts.world_size} were started; "
@@ -91,16 +90,6 @@ def _check_belong_to_job(values: Mapping[str, Any]) -> None:
     for method in (Run.prepare, Run.batches, Run.step, Run.evaluate):
         for name in values.keys() & inspect.signature(method).parameters.keys() - keys:
             raise JobError(f"'{name}' is no key of a job: give it to run.{method.__name__}(…, {name}=…).")
-
-
-def _micro_batch_size(job: Job, plan: Plan) -> MicroBatchSize | None:
-    """As the plan says, else the job, else `paceline launch --micro-batch`."""
-    if plan.micro_batch_size is not None:
-        return plan.micro_batch_size
-    of_launch = env.text(env.MICRO_BATCH)
-    size = parse_micro_batch(of_launch) if of_launch else None
-    job.check_micro_batch(size)
-    return job.micro_batch_size or size
 
 
 def _default_plan(job: Job, facts: env.WorkerFacts, strategy: str) -> Plan:

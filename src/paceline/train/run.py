@@ -17,9 +17,9 @@ from paceline.data import Loading
 from paceline.data.loading import Collate
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
-from paceline.parallel import Companions, Engine
+from paceline.parallel import Companions
 from paceline.parallel.assignment import check_shards
-from paceline.parallel.random_numbers.generators import seed_generators
+from paceline.parallel.generators import seed_generators
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.batches.data_progress import DataProgress
 from paceline.train.batches.reading import DatasetReader, loading_of
@@ -370,22 +370,10 @@ class Run(RunView):
         self.values = result.values
         if pending.num_steps == 1:
             self.display.step(self._progress, result.loss)
-        self._note_micro_batch(trained.engine)
         for average, averaged_model in self._averages:
             if averaged_model is trained:
                 average.update_parameters(trained.model)
         return result.loss
-
-    def _note_micro_batch(self, engine: Engine) -> None:
-        """If the engine reduced the micro-batch for lack of memory, tell the user and store it in the plan."""
-        found, known = engine.micro_batch, self.plan.micro_batch_size
-        if found is None or not found.is_automatic or found.size is None:
-            return
-        if not isinstance(known, int) or found.size < known:
-            self.plan = dataclasses.replace(self.plan, micro_batch_size=found.size)
-            self.stepper.session.note(
-                f"micro_batch_size = {found.size} from step {self.steps} on: memory has no room for more"
-            )
 
     def evaluate(
         self,

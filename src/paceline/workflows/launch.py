@@ -12,7 +12,6 @@ from paceline import env
 from paceline.errors import LaunchError
 from paceline.plan import spread
 from paceline.spec import Cluster, Plan, parse_mesh
-from paceline.spec.job import MicroBatchSize, parse_micro_batch
 from paceline.spec.mesh_name import check_strategy
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.arguments import checked
@@ -31,7 +30,6 @@ def launch(
     out: Path | str | None = None,
     threads: int | None = None,
     strategy: str | None = None,
-    micro_batch_size: MicroBatchSize | None = None,
     module: bool = False,
     where: Where = HERE,
     elastic: Elastic = RIGID,
@@ -50,8 +48,6 @@ def launch(
         out: the folder for logs; None: a new one under runs/.
         threads: CPU threads that each worker computes with; None: an equal share of the cores.
         strategy: how workers divide the model if the script does not choose it, such as "fsdp" or "dp2 x pp2".
-        micro_batch_size: most samples in one forward pass of a worker if the script does not say it; "auto": as many
-            as memory has room for.
         module: run `script` as a module, as `python -m` does.
         where: the nodes, and how they are reached.
         elastic: whether the script is started again after a failure.
@@ -62,7 +58,7 @@ def launch(
         JobError: a strategy that does not make as many workers, or arguments that are no list of texts.
         WorkerFailed: a worker failed; says which rank, and why.
     """
-    launching = _Launching(str(script), arguments, module, workers, threads, strategy, micro_batch_size, debug_comm)
+    launching = _Launching(str(script), arguments, module, workers, threads, strategy, debug_comm)
     run_dir = new_run_dir(out, launching.name)
     with open_allocation(where, run_dir, None if module else Path(script)) as allocation:
         allocation.run_job(
@@ -116,13 +112,10 @@ class _Launching:
     workers: int | None = None
     threads: int | None = None
     strategy: str | None = None
-    micro_batch_size: MicroBatchSize | None = None
     debug_comm: bool = False
 
     def __post_init__(self) -> None:
         check_counts(workers=self.workers, threads=self.threads)
-        if self.micro_batch_size is not None:
-            parse_micro_batch(str(self.micro_batch_size))
         check_words(arguments=self.arguments)
         check_script(self.script, is_module=self.module)
 
@@ -139,7 +132,7 @@ class _Launching:
     @property
     def notes(self) -> dict[str, str]:
         """The variables that tell the workers what the script leaves open."""
-        return env.note(env.STRATEGY, self.strategy) | env.note(env.MICRO_BATCH, self.micro_batch_size)
+        return env.note(env.STRATEGY, self.strategy)
 
     def num_workers_on(self, allocation: Allocation) -> int:
         return self.workers or (1 if allocation.where.launcher == "debug" else len(allocation.cluster.devices))

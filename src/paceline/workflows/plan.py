@@ -148,7 +148,6 @@ def recommended_plan(
         grown,
         cluster,
         row.devices,
-        micro_batch_size=row.micro_batch_size if row.num_micro_batches > 1 and job.parity == "numeric" else None,
         algorithm=row.algorithm if row.devices > 1 else "auto",
     )
     return dataclasses.replace(plan, forecast_samples_per_s=row.samples_per_s)

@@ -108,8 +108,7 @@ class Strategy:
         )
         say(f"strategy {choice.reason}")
         plan = place(job, cluster, num_devices, mesh=choice.mesh, **options)
-        size = plan.micro_batch_size or choice.micro_batch_size
-        return dataclasses.replace(choice.applied(plan), micro_batch_size=size)
+        return choice.applied(plan)
 
     def _check_options(self, mesh: Mesh | None) -> None:
         if mesh is not None and mesh.num_workers == 1:

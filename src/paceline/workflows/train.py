@@ -13,7 +13,6 @@ from paceline import env
 from paceline.errors import JobError
 from paceline.spec import AlgorithmName, CallbackSpec, Cluster, Job, Plan, RunRecord
 from paceline.spec.algorithm import SERVER_ALGORITHMS
-from paceline.spec.job import MicroBatchSize, parse_micro_batch
 from paceline.spec.plan import RunLimit
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.arguments import checked
@@ -56,7 +55,6 @@ def train(
     force: bool = False,
     settings: Sequence[str] = (),
     threads: int | None = None,
-    micro_batch_size: MicroBatchSize | None = None,
     algorithm: AlgorithmName = "auto",
     servers: int = 1,
     track: Sequence[str] = (),
@@ -87,8 +85,6 @@ def train(
         force: resume even from a checkpoint of another job.
         settings: keys of the job to change, such as "optim.lr=0.1".
         threads: CPU threads that each worker computes with; None: an equal share of the cores.
-        micro_batch_size: most samples in one forward pass of a worker; "auto": as many as memory has room for; None:
-            as the job says, else its whole share of the batch.
         algorithm: how gradients are summed; "auto": the fastest, by measurement at the start.
         servers: workers that also serve, with parameter servers.
         track: also log to "tensorboard", "wandb" or "mlflow".
@@ -112,7 +108,6 @@ def train(
         max_minutes=max_minutes,
         force=force,
         threads=threads,
-        micro_batch_size=micro_batch_size,
         algorithm=algorithm,
         servers=servers,
         track=track,
@@ -155,7 +150,6 @@ class _Training:
     max_minutes: float | None = None
     force: bool = False
     threads: int | None = None
-    micro_batch_size: MicroBatchSize | None = None
     algorithm: AlgorithmName = "auto"
     servers: int = 1
     track: Sequence[str] = ()
@@ -171,8 +165,6 @@ class _Training:
         check_counts(max_steps=self.max_steps, workers=self.workers, threads=self.threads, servers=self.servers)
         RunLimit.from_mapping({"max_minutes": self.max_minutes})
         check_trackers(self.track)
-        if self.micro_batch_size is not None:
-            parse_micro_batch(str(self.micro_batch_size))
         is_served = self.job.aggregation.method == "parameter_server_async"
         if self.servers > 1 and not is_served and self.chosen_algorithm not in SERVER_ALGORITHMS:
             raise JobError(
@@ -213,9 +205,6 @@ class _Training:
             planned,
             self.say,
             threads_per_worker=self.threads,
-            micro_batch_size=self.micro_batch_size
-            or (planned.micro_batch_size if planned else None)
-            or self.job.micro_batch_size,
             algorithm=self.chosen_algorithm,
             num_servers=self.servers if least is None else min(self.servers, num_workers),
         )

@@ -37,7 +37,7 @@ from paceline.parallel.pipeline.recorder import record
 from paceline.parallel.pipeline.recording import Recording
 from paceline.parallel.pipeline.shared import holders_of
 from paceline.parallel.pipeline.stage import Stage, stages_of
-from paceline.parallel.random_numbers.random_operators import draws_random_numbers
+from paceline.parallel.random_operators import draws_random_numbers
 from paceline.parallel.sharded import shard
 from paceline.parallel.sharding.initial_weights import allocate
 from paceline.parallel.tensor import (

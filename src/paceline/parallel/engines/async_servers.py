@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from paceline.comm.links import node_of_every_rank, open_node_group
 from paceline.comm.parameter_server_async import ParameterServerAsync, ServerSettings, UpdateSchedule
 from paceline.errors import JobError
+from paceline.parallel.buffers import standing_in
 from paceline.parallel.engine import AnyShard, Engine, StepInput, Update, broadcast
-from paceline.parallel.loss.loss_functions import LossFunctions
-from paceline.parallel.losses import LossLayout, StepLoss
-from paceline.parallel.shards.shard_by_shard import ShardByShard
+from paceline.parallel.losses import LossLayout, LossLayouts, StepLoss
+from paceline.parallel.passes import Passes
 from paceline.spec import AggregationSpec, Job, Plan
 from paceline.words import number_of
 
@@ -34,14 +34,11 @@ class AsyncServers(Engine):
     reads_assignment = False
     is_synchronised = False  # status is exchanged in `AnyShard.on_pause`
     changes_state = True
-    buffers_rule = "each worker's are its own, and become the first worker's when all workers pause"
-    counters_rule = "each worker's are its own, so they depend on how many workers there are"
 
     def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
-        functions = LossFunctions(None)
-        self._shards = ShardByShard(model, device, functions)
-        super().__init__(self._shards.module, device, functions)
-        self.forward_buffers = self._shards.buffers
+        super().__init__(model, device, LossLayouts(None))
+        self._passes = Passes(model, device, self.layouts)
+        self.buffers = self._passes.buffers
         self.notes = (describe_asynchrony(job.aggregation, plan),)
         self._spec = job.aggregation
         self._plan = plan
@@ -60,7 +57,7 @@ class AsyncServers(Engine):
         any_shard = self._any_shard = step.any_shard
         assert any_shard is not None
         if self._layout is None:
-            self._layout = self._shards.layout_of_stand_in(replace(step, loss_name=_LOSS_NAME))
+            self._layout = self._layout_of_stand_in(step)
         if self._servers is None:
             self._servers = self._open(any_shard)
         while True:
@@ -74,8 +71,17 @@ class AsyncServers(Engine):
                 assert batch == any_shard.batch
                 if batch + 1 == any_shard.stop:
                     self._pause()
-                return self._shards.apply(statistics.to(self._device), self._layout)
+                losses, moved = statistics.to(self._device).split([self._layout.length, self.buffers.num_sums])
+                self.buffers.move_norms(moved)
+                return StepLoss.of(losses, self._layout)
             self._work = None  # some worker asked for a pause
+
+    def _layout_of_stand_in(self, step: StepInput) -> LossLayout:
+        """Which numbers the loss function returns, by a sample that leaves no trace."""
+        with standing_in(self.module), self.buffers.untouched(), torch.no_grad():
+            layout = self._passes.loss_of_nothing(step, self.module).layout
+        self.layouts.has_returned(_LOSS_NAME, layout)
+        return layout
 
     def _pause(self) -> None:
         """Stop working after the last update and fetch the servers' parameters."""
@@ -88,8 +94,8 @@ class AsyncServers(Engine):
         assert self._any_shard is not None
         # Whatever the script calls its function: the servers add up the same numbers for all batches.
         step = replace(self._any_shard.read(batch, shard), loss_name=_LOSS_NAME)
-        _, statistics = self._shards.compute(step, shard)
-        self.forward_buffers.let_stand()
+        _, statistics = self._passes.compute(step, self.module, shard)
+        self.buffers.let_stand()
         return statistics
 
     def _open(self, any_shard: AnyShard) -> ParameterServerAsync:

@@ -18,13 +18,12 @@ from paceline.comm.tree_exact import tree_all_reduce
 from paceline.containers import on_device
 from paceline.heartbeat import Heartbeat
 from paceline.parallel.assignment import Assignment
+from paceline.parallel.audit import audit
 from paceline.parallel.clock import mark
 from paceline.parallel.engine import Engine, StepInput, broadcast
 from paceline.parallel.gradients.gradient_norms import GradientNorms, mean_of_squares, norm_of_each, squared_norm
-from paceline.parallel.loss.loss_functions import LossFunctions
-from paceline.parallel.losses import LossLayout, StepLoss
-from paceline.parallel.shards.examination import check_repeatable_alone
-from paceline.parallel.shards.shard_by_shard import ShardByShard
+from paceline.parallel.losses import LossLayout, LossLayouts, StepLoss
+from paceline.parallel.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,6 @@ class _Vector:
     """For each parameter the number of shards in which it has a gradient at all."""
     small_sqr: Tensor
     """The squared norm of a shard's gradient times its weight; 0 if it is not needed."""
-    changed: Tensor
-    """For each buffer the number of shards that changed it."""
 
     @classmethod
     def of(cls, values: Tensor, forms: Sequence[Tensor], lengths: Sequence[int]) -> Self:
@@ -61,7 +58,7 @@ class _Vector:
 
     def fits(self, forms: Sequence[Tensor], lengths: Sequence[int]) -> bool:
         """Whether `of` would make a vector of the same parts, of the same shapes and strides, from these."""
-        parts = (self.flat, self.statistics, self.users, self.small_sqr, self.changed)
+        parts = (self.flat, self.statistics, self.users, self.small_sqr)
         return [len(part) for part in parts] == [*lengths] and all(
             gradient.shape == form.shape and gradient.stride() == _dense_strides(form.shape, form.stride())
             for gradient, form in zip(self.gradients, forms, strict=True)
@@ -81,7 +78,7 @@ class Shard:
     gradients: Sequence[Tensor | None]
     """The gradient of each parameter times the shard's weight; None where it has none."""
     statistics: Tensor
-    """The sums of its loss, and what its norm layers have seen."""
+    """The sums of its loss, and what it has moved buffers by."""
     weight: float | Tensor
 
 
@@ -98,39 +95,34 @@ class BitwiseDataParallel(Engine):
         device: torch.device,
         group: dist.ProcessGroup | None,
         timeout_s: float,
-        functions: LossFunctions | None = None,
+        layouts: LossLayouts | None = None,
     ) -> None:
         """
         Args:
             model: with equal weights on all workers.
             group: the workers that divide the virtual shards among them; None: this one alone.
-            functions: what those that train together know of the loss functions; None: that is `group`.
+            layouts: of those that train together; None: these are `group`.
         """
-        functions = functions or LossFunctions(group)
-        self._shards = ShardByShard(model, device, functions)
-        super().__init__(self._shards.module, device, functions)
+        super().__init__(model, device, layouts or LossLayouts(group))
+        self.passes = Passes(model, device, self.layouts)
+        self.buffers = self.passes.buffers
+        self._dtype = self.passes.like.dtype
         self._group = group
         self._heartbeat = Heartbeat(env.path(env.HEARTBEAT))
         self._links: Links | None = None if group is None else message_links(group, device, timeout_s)
-        self._parameters: Sequence[Tensor] = self._shards.parameters
+        self._parameters: Sequence[Tensor] = ()
         self._forms: Sequence[Tensor] = self._parameters
-        self.forward_buffers = self._shards.buffers
-        self._zero = torch.zeros(1, dtype=self._shards.dtype, device=device)
+        self._zero = torch.zeros(1, dtype=self._dtype, device=device)
         self._free: list[_Vector] = []
         """Vectors in which no sum is kept. On CPUs they stay for the next step: the kernel gives new ones page by page,
         which takes longer than to fill them."""
         self._all_used = torch.ones(0)
         """What a shard in which every parameter has a gradient says of its users."""
 
-    def sync_buffers(self) -> bool:
-        broadcast(self.module.buffers(), self._group)
-        return True
-
     def gradients(self, step: StepInput) -> StepLoss:
         assignment = step.assignment
-        self.forward_buffers.begin_step()
         # A user may have frozen some since the last step, or unfrozen them.
-        parameters = self._parameters = self._shards.parameters = self._trained()
+        parameters = self._parameters = self._trained()
         self._forms = self._forms_of(parameters)
         tree = TreeSum(assignment.own[0])
         vectors: dict[Tensor, _Vector] = {}
@@ -149,9 +141,9 @@ class BitwiseDataParallel(Engine):
             self._free.clear()  # memory for the sum over workers
         vectors = {partial: vectors[partial] for partial in tree.partials}
         last_gradient = mark(self._device)
-        layout = self.functions.layout(step.loss_name)
-        lengths = self._lengths(self._num_statistics(layout))
-        empty = torch.empty(sum(lengths), dtype=self._shards.dtype, device=self._device)
+        layout = self.layouts.of(step.loss_name)
+        lengths = self._lengths(self._num_losses(layout) + self.buffers.num_sums)
+        empty = torch.empty(sum(lengths), dtype=self._dtype, device=self._device)
         values = self._sum_over_workers(tree.partials, assignment, empty)
         self.communication = last_gradient, mark(self._device)
 
@@ -159,9 +151,12 @@ class BitwiseDataParallel(Engine):
         if self._device.type == "cpu":
             self._free.extend(vectors.values())  # not the sum: gradients are views of it
         # A copy: a script may keep the loss, and a view would keep all gradients in memory.
-        result = self._apply(total.statistics.clone(), layout)
-        self.forward_buffers.combine(
-            total.changed,
+        statistics = total.statistics.clone()
+        losses, moved = statistics.split([self._num_losses(layout), self.buffers.num_sums])
+        losses, moved = self._known_to_all(losses, moved, layout)
+        result = StepLoss.of(losses, layout)
+        self.buffers.combine(
+            moved,
             lambda numbers: self._sum_moves(assignment, numbers),
             lambda values: broadcast(values, self._group),
         )
@@ -184,6 +179,9 @@ class BitwiseDataParallel(Engine):
             step.take_norms(GradientNorms(small_sqr, small_batch, squared_norm([total.flat]), num_samples))
         return result
 
+    def audit(self, step: StepInput) -> None:
+        audit(self.passes, step, self._group)
+
     def _trained(self) -> list[nn.Parameter]:
         """The parameters whose gradients this worker adds up."""
         return [parameter for parameter in self.module.parameters() if parameter.requires_grad]
@@ -194,14 +192,13 @@ class BitwiseDataParallel(Engine):
 
     def _compute(self, step: StepInput, add: Callable[[Shard], None]) -> None:
         """Call `add` with each of this worker's shards, in their order."""
-        check_repeatable_alone(self._shards.passes, step, self.module, is_collective=False)
         for number in range(*step.assignment.own):
-            loss, statistics = self._shards.compute(step, number)
+            loss, statistics = self.passes.compute(step, self.module, number)
             add(Shard([parameter.grad for parameter in self._parameters], statistics, loss.weight))
 
-    def _apply(self, statistics: Tensor, layout: LossLayout) -> StepLoss:
-        """Move what the sum over all shards moves; return the step's loss."""
-        return self._shards.apply(statistics, layout)
+    def _known_to_all(self, losses: Tensor, moved: Tensor, layout: LossLayout) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """The sums of losses, and of what buffers were moved by, where only some workers know them; a collective."""
+        return losses, moved
 
     def _keep(self, gradients: Sequence[Tensor | None]) -> None:
         """Leave what this worker needs of the global batch's gradients in `.grad`."""
@@ -216,7 +213,7 @@ class BitwiseDataParallel(Engine):
         A parameter without a gradient counts as 0, so that the number of norms, and with it the order in which they
         are added, does not change.
         """
-        nothing = torch.zeros((), dtype=self._shards.dtype, device=self._device)
+        nothing = torch.zeros((), dtype=self._dtype, device=self._device)
         norms = [nothing if one is None else one.to(nothing) for one in self._norms()]
         return [torch.linalg.vector_norm(self._of_all(torch.stack(norms) if norms else nothing.view(1)))]
 
@@ -233,10 +230,11 @@ class BitwiseDataParallel(Engine):
     def _lengths(self, num_statistics: int) -> list[int]:
         """Lengths of the parts of a vector."""
         num_gradients = sum(form.numel() for form in self._forms)
-        return [num_gradients, num_statistics, len(self._forms), 1, len(self.forward_buffers)]
+        return [num_gradients, num_statistics, len(self._forms), 1]
 
-    def _num_statistics(self, layout: LossLayout) -> int:
-        return self._shards.num_statistics(layout)
+    def _num_losses(self, layout: LossLayout) -> int:
+        """The number of sums of losses in a vector of this worker's."""
+        return layout.length
 
     def _take_vector(self, num_statistics: int) -> _Vector:
         """For a shard, and for others when the sum has no more need of it."""
@@ -245,7 +243,7 @@ class BitwiseDataParallel(Engine):
             vector = self._free.pop()
             if vector.fits(self._forms, lengths):  # as it does unless other parameters are trained now
                 return vector
-        empty = torch.empty(sum(lengths), dtype=self._shards.dtype, device=self._device)
+        empty = torch.empty(sum(lengths), dtype=self._dtype, device=self._device)
         return _Vector.of(empty, self._forms, lengths)
 
     def _fill(self, vector: _Vector, shard: Shard, *, wants_norm: bool) -> None:
@@ -253,9 +251,6 @@ class BitwiseDataParallel(Engine):
         usage = [gradient is not None for gradient in shard.gradients]
         places = [vector.statistics, vector.users, vector.small_sqr]
         written = [shard.statistics, self._users(usage), self._zero]
-        for changed in self.forward_buffers.changed(shard.statistics):
-            places.append(vector.changed)
-            written.append(changed)
         if not all(usage):
             vector.flat.zero_()
         for gradient, place in zip(shard.gradients, vector.gradients, strict=True):
@@ -270,9 +265,9 @@ class BitwiseDataParallel(Engine):
     def _users(self, usage: Sequence[bool]) -> Tensor:
         """For each parameter whether a shard used it, as a number."""
         if not all(usage):  # there may be as many patterns as shards, so none is kept
-            return on_device(usage, self._device, self._shards.dtype)
+            return on_device(usage, self._device, self._dtype)
         if len(self._all_used) != len(usage):
-            self._all_used = torch.ones(len(usage), dtype=self._shards.dtype, device=self._device)
+            self._all_used = torch.ones(len(usage), dtype=self._dtype, device=self._device)
         return self._all_used
 
     def _sum_moves(self, assignment: Assignment, numbers: list[int]) -> Tensor:
@@ -280,8 +275,8 @@ class BitwiseDataParallel(Engine):
         first, stop = assignment.own
         tree = TreeSum(first)
         for shard in range(first, stop):
-            tree.push(self.forward_buffers.moves(numbers, shard))
-        empty = torch.empty_like(self.forward_buffers.moves(numbers))
+            tree.push(self.buffers.moves(numbers, shard))
+        empty = torch.empty_like(self.buffers.moves(numbers))
         return self._sum_over_workers(tree.partials, assignment, empty)
 
     def _sum_over_workers(self, partials: Sequence[Tensor], assignment: Assignment, empty: Tensor) -> Tensor:

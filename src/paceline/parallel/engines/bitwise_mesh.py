@@ -25,23 +25,19 @@ from torch import Tensor, nn
 from paceline.containers import on_device
 from paceline.dtensor_type import local_shard
 from paceline.errors import ModelError
+from paceline.parallel.audit import audit
 from paceline.parallel.axes import Axes
-from paceline.parallel.batch_norm.norm import ShardBatchNorm, replace_batch_norm
 from paceline.parallel.dtensor import is_sharded, part, reshard, shard_of_part
 from paceline.parallel.engine import StepInput
 from paceline.parallel.engines.bitwise import BitwiseDataParallel, Shard, norms_of
-from paceline.parallel.engines.piped_passes import check_repeatable_piped, micro_batch_of, stand_in_batch
-from paceline.parallel.host_facts import HostFacts
-from paceline.parallel.kept.forward_buffers import refused_in_pipeline
-from paceline.parallel.loss.loss_functions import LossFunctions
-from paceline.parallel.losses import LossLayout, ShardLoss, StepLoss
+from paceline.parallel.engines.piped_passes import micro_batch_of, stand_in_batch
+from paceline.parallel.generators import host_states
+from paceline.parallel.losses import LossLayout, LossLayouts, ShardLoss, StepLoss
+from paceline.parallel.passes import Passes
 from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline
-from paceline.parallel.random_numbers.generators import host_states
 from paceline.parallel.sharded import sharded_modules
 from paceline.parallel.sharding.initial_weights import align
 from paceline.parallel.sharding.spread_model import SpreadModel
-from paceline.parallel.shards.examination import check_repeatable_alone
-from paceline.parallel.shards.passes import Passes
 from paceline.spec import Job, Plan
 
 
@@ -62,24 +58,20 @@ class BitwiseMesh(BitwiseDataParallel):
         may_skip: bool = False,
     ) -> None:
         """The arguments are `MeshParallel`'s."""
-        model = replace_batch_norm(model, ShardBatchNorm)
         self._axes = axes
         self._spread = SpreadModel(model, job, plan, device, axes, example, may_skip=may_skip, is_exact=True)
         self._pipeline = self._spread.pipeline
         self.notes = list(self._spread.notes)
         if axes.mesh.fsdp == 1:
             align(self._spread.module)
-        if self._pipeline is not None:
-            self._pipeline.carry_generators()  # any stage may draw random numbers: nothing is known of them yet
-            if job.measure_noise:
-                self.notes.append(f"the gradient noise scale is not measured under the strategy {axes.mesh}")
+        if self._pipeline is not None and job.measure_noise:
+            self.notes.append(f"the gradient noise scale is not measured under the strategy {axes.mesh}")
         self._keeps_gathered = axes.mesh.zero_stage == 1
         for sharded in sharded_modules(self._spread.module):
             sharded.set_requires_gradient_sync(False, recurse=False)
             sharded.set_reshard_after_backward(False, recurse=False)  # whole gradients are with whole parameters
-        super().__init__(self._spread.module, device, axes.data, plan.timeout_s, LossFunctions(axes.world))
-        self._shards.passes.like = self._spread.zero  # of all of the model: a stage may have no parameter
-        self._host_facts = None if self._pipeline is None else HostFacts(axes, 0, plan.timeout_s)
+        super().__init__(self._spread.module, device, axes.data, plan.timeout_s, LossLayouts(axes.world))
+        self.passes.like = self._spread.zero  # of all of the model: a stage may have no parameter
         self._names: list[str] = []
         """The names of the parameters whose gradients this worker adds up."""
         self._elsewhere: dict[str, nn.Parameter] = {}
@@ -93,8 +85,11 @@ class BitwiseMesh(BitwiseDataParallel):
         try:
             return super().gradients(replace(step, loss_of=self._spread.checked(step.loss_of)))
         finally:
-            self._shards.passes.norm.end_pass()
             reshard(self.module)
+
+    def audit(self, step: StepInput) -> None:
+        if self._pipeline is None:
+            audit(self.passes, step, self._axes.world, has_gradients=False)
 
     def _trained(self) -> list[nn.Parameter]:
         elsewhere = frozenset[str]() if self._pipeline is None else self._pipeline.is_elsewhere
@@ -111,49 +106,38 @@ class BitwiseMesh(BitwiseDataParallel):
         of_ranks = [stop - start for start, stop in step.assignment.shards_of_rank]
         num_stand_ins = max(of_ranks) - of_ranks[step.assignment.rank] if self._axes.mesh.fsdp > 1 else 0
         if self._pipeline is not None:
-            check_repeatable_piped(self._shards.passes, step, self.module)
             self._pipe(self._pipeline, step, num_stand_ins, add)
             return
-        check_repeatable_alone(self._shards.passes, step, self.module, is_collective=True)
         for number in range(*step.assignment.own):
-            loss, statistics = self._shards.compute(step, number)
-            self._spread.end_pass()
+            loss, statistics = self.passes.compute(step, self.module, number)
             add(Shard(self._take(self.module), statistics, loss.weight))
         for _ in range(num_stand_ins):
-            self._shards.stand_in(step)
-            self._spread.end_pass()
+            with self.passes.stand_in(step, self.module) as stand_in:
+                stand_in.backward()
             self._take(self.module)
 
     # --- a pipeline ---
 
     def _pipe(self, pipeline: Pipeline, step: StepInput, num_stand_ins: int, add: Callable[[Shard], None]) -> None:
         """Every stage finishes the micro-batches in their order, and so does a worker of several."""
-        passes = self._shards.passes
+        passes = self.passes
         num_stages = len(self._spread.stages)
         own = [_PipedShard(passes, step, one, num_stages, self._take, add) for one in range(*step.assignment.own)]
         nothing = replace(stand_in_batch(passes, step, self.module), after_backward=self._take)
         pipeline.train_step([*(one.micro_batch for one in own), *[nothing] * num_stand_ins])
 
-    def _apply(self, statistics: Tensor, layout: LossLayout) -> StepLoss:
-        if self._pipeline is None or self._host_facts is None:
-            return super()._apply(statistics, layout)
-        num_losses = layout.length if self._pipeline.has_last_stage else 0
-        losses, of_norms = statistics[:num_losses], statistics[num_losses:]
-        if not num_losses:
-            losses = statistics.new_zeros(layout.length)
+    def _known_to_all(self, losses: Tensor, moved: Tensor, layout: LossLayout) -> tuple[Tensor, Tensor]:
+        if self._pipeline is None:
+            return losses, moved
+        if not len(losses):
+            losses = moved.new_zeros(layout.length)
         dist.broadcast(losses, group_src=self._pipeline.rank_of_loss, group=self._axes.pp)
-        # Norm layers of all stages move, or none; and a pipeline has no buffers that passes change.
-        changed = self.forward_buffers.changed_now()
-        told = self._host_facts.begin([changed is not None], [])
-        poison = of_norms.sum() * 0
+        poison = moved.sum() * 0  # buffers of all stages move, or none
         dist.all_reduce(poison, group=self._axes.world)
-        if any(told()[0]):
-            raise refused_in_pipeline(changed or "of another stage")
-        return super()._apply(torch.cat([losses, of_norms + poison]), layout)
+        return losses, moved + poison
 
-    def _num_statistics(self, layout: LossLayout) -> int:
-        num = super()._num_statistics(layout)
-        return num if self._pipeline is None or self._pipeline.has_last_stage else num - layout.length
+    def _num_losses(self, layout: LossLayout) -> int:
+        return layout.length if self._pipeline is None or self._pipeline.has_last_stage else 0
 
     # --- gradients ---
 
@@ -235,22 +219,16 @@ class _PipedShard:
             take: takes the gradients out of a stage.
             add: called when all stages have had theirs.
         """
-        self._norm, self._num_left, self._take, self._add = passes.norm, num_stages, take, add
-        self._shards = step.assignment.shard_range(number, max_samples=1)
+        self._passes, self._num_left, self._take, self._add = passes, num_stages, take, add
+        self._weight = step.assignment.weight(number)
         self._losses: list[Tensor] = []
-        self._of_norms = passes.like.new_zeros(sum(passes.norm.lengths))
+        self._moved = passes.like.new_zeros(passes.buffers.num_sums)
         self._gradients: list[Tensor | None] = []
-        self._inner = micro_batch_of(passes, step, self._shards, self._take_loss, copies=True)
-        self.micro_batch: MicroBatch = replace(
-            self._inner, before_forward=self._begin, within=self._within, after_backward=self._after_backward
-        )
+        self._inner = micro_batch_of(passes, step, number, self._take_loss)
+        self.micro_batch: MicroBatch = replace(self._inner, within=self._within, after_backward=self._after_backward)
 
     def _take_loss(self, loss: ShardLoss) -> None:
         self._losses = [loss.sums]
-
-    def _begin(self) -> None:
-        self._norm.reset()  # what a recorded call has left does not count
-        self._inner.before_forward()
 
     @contextmanager
     def _within(self) -> Iterator[None]:
@@ -262,9 +240,7 @@ class _PipedShard:
                 "A layer before the last stage draws from Python's random or numpy.random, whose state no stage sends "
                 "on, so a later stage would not go on as on one worker; draw from torch, or use parity = 'numeric'."
             )
-        seen = [*self._norm.collect(self._of_norms)]
-        if seen:
-            self._of_norms += torch.cat(seen)  # of other stages' layers nothing
+        self._moved += self._passes.buffers.collect(self._moved)  # of other stages' layers nothing
 
     def _after_backward(self, stage: nn.Module) -> None:
         found = self._take(stage)
@@ -272,5 +248,5 @@ class _PipedShard:
         self._gradients = [old if new is None else new for old, new in zip(before, found, strict=True)]
         self._num_left -= 1
         if self._num_left == 0:
-            self._add(Shard(self._gradients, torch.cat([*self._losses, self._of_norms]), self._shards.weight))
+            self._add(Shard(self._gradients, torch.cat([*self._losses, self._moved]), self._weight))
             self._gradients = []

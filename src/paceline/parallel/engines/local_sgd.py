@@ -79,20 +79,14 @@ class LocalSGD(Engine):
         Args:
             aggregator: aggregates over `groups.across`; None where that is None.
         """
-        if job.norm == "sync":
-            raise JobError(
-                "norm = 'sync' needs the other workers in every forward pass, but with aggregation.method = "
-                f"{job.aggregation.method!r} they synchronise every few steps; use norm = 'shard' or 'local'."
-            )
         self._spec = job.aggregation
         self._groups = groups
         self._aggregator = aggregator
         broadcast([*model.parameters(), *model.buffers()], groups.everyone)
         self._every_step = _engine_inside(model, job, plan, device, groups, find_unused_parameters)
-        super().__init__(self._every_step.module, device, self._every_step.functions)
+        super().__init__(self._every_step.module, device, self._every_step.layouts)
         self.notes = (describe_outer_steps(self._spec),)
-        self.forward_buffers = self._every_step.forward_buffers
-        self.micro_batch = self._every_step.micro_batch
+        self.buffers = self._every_step.buffers
         is_local_sgd = self._spec.method == "local_sgd"
         self._outer_lr = 1.0 if is_local_sgd else self._spec.outer_lr
         self._outer_momentum = 0.0 if is_local_sgd else self._spec.outer_momentum
@@ -142,6 +136,11 @@ class LocalSGD(Engine):
             self._finish_outer_step(self._under_way)
             self.communication = begin, mark(self._device)
         return result
+
+    def audit(self, step: StepInput) -> None:
+        mine = among(step, self._groups.own)
+        if mine.assignment.shard_sizes:
+            self._every_step.audit(mine)
 
     def _gradients(self, step: StepInput) -> StepLoss:
         if self._holds_consensus:
@@ -331,7 +330,7 @@ class LocalSGD(Engine):
         if there are none. A collective where a loss function is new or returns a `Mean`."""
         own, total = self._own_samples, float(self._all_samples)
         for name in sorted(self._losses - self._is_weighted.keys()):
-            returned = all_gather_objects(self._every_step.functions.may_be_weighted(name), self._groups.everyone)
+            returned = all_gather_objects(self._every_step.layouts.may_be_weighted(name), self._groups.everyone)
             self._is_weighted[name] = all(returned)
         if any(self._is_weighted[name] for name in self._losses):
             owns = all_gather_objects(own, self._groups.everyone)
@@ -408,7 +407,7 @@ def _engine_inside(
         if links is not None:
             scheduler = Scheduler(links.group, device, check_always=plan.debug_comm)
             aggregator = Aggregator(ALGORITHMS["hierarchical"], links, scheduler)
-    return DataParallel(model, job, plan, device, groups.inside, aggregator, find_unused_parameters)
+    return DataParallel(model, plan, device, groups.inside, aggregator, find_unused_parameters)
 
 
 def describe_outer_steps(spec: AggregationSpec) -> str:

@@ -1,11 +1,13 @@
 """`dp_one_process`: one process drives several devices, as textbooks describe data parallelism.
 
-Every step: replicate the parameters from the first device, scatter the batch, let a thread for each device compute
-forward and backward, gather the losses, and sum the gradients on the first device, which alone updates. (Zhang et al.,
+Every step: replicate the parameters from the first device, scatter the batch, compute forward and backward on every
+device, gather the losses, and sum the gradients on the first device, which alone updates. The devices are given their
+work in turn, since the random generators of the host, which are seeded for every virtual shard, belong to the process;
+GPUs still compute side by side, as far as the host does not wait for them. (Zhang et al.,
 "Dive into Deep Learning", section 13.5; torch's `nn.DataParallel` differs in that it gathers outputs, so that
 one device computes all of the loss, and in that it refuses CPU.)
 
-Prefer a process for each device. Here one Python interpreter launches the kernels of all devices in turn; every step
+Prefer a process for each device. Here one Python interpreter launches the kernels of all devices; every step
 copies all parameters to every device; and the first device holds the gradients, and the optimizer's state, of all,
 while nothing that travels hides behind computing.
 """
@@ -15,8 +17,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -26,16 +27,13 @@ from torch import Tensor, nn
 from paceline.containers import to_device
 from paceline.errors import JobError, ModelError
 from paceline.parallel.assignment import Assignment, shards_of_rank
-from paceline.parallel.batch_norm.norm import ShardBatchNorm, has_other_norms, replace_batch_norm
+from paceline.parallel.audit import audit
 from paceline.parallel.clock import mark
 from paceline.parallel.dtensor import rescale_gradients
 from paceline.parallel.engine import Engine, StepInput
 from paceline.parallel.gradients.gradient_norms import GradientNorms, mean_of_squares, squared_gradient_norm
-from paceline.parallel.loss.loss_functions import LossFunctions
-from paceline.parallel.losses import StepLoss
-from paceline.parallel.micro_batch import MicroBatchLimit, is_out_of_memory
-from paceline.parallel.shards.outcomes import Passed, StartOverError
-from paceline.parallel.shards.passes import Passes
+from paceline.parallel.losses import LossLayouts, StepLoss
+from paceline.parallel.passes import Passed, Passes
 from paceline.spec import Job, Plan
 
 
@@ -60,96 +58,52 @@ def devices_of_process(plan: Plan, first: torch.device) -> tuple[torch.device, .
 def describe_one_process(num_devices: int) -> str:
     """Notes for the run's log and report."""
     return (
-        f"One process drives {num_devices} devices; a model that draws random numbers (dropout) computes its shards "
-        "on one device after the other, because the generators belong to the process."
+        f"One process drives {num_devices} devices, one after the other, because the generators of random numbers, "
+        "which belong to a virtual shard, are the process's."
     )
 
 
 class OneProcessDataParallel(Engine):
-    """Equal to one device up to rounding; the first device holds the model itself, the others copies of it.
+    """Equal to one device up to rounding; the first device holds the model itself, the others copies of it."""
 
-    Dropout masks belong to virtual shards, but threads share the CPU's generator. So the first step goes from device to
-    device, and so does every step once the model has been seen to draw random numbers.
-    """
-
-    def __init__(self, model: nn.Module, job: Job, plan: Plan, devices: Sequence[torch.device]) -> None:
+    def __init__(self, model: nn.Module, job: Job, devices: Sequence[torch.device]) -> None:
         """
         Raises:
-            JobError: parity = "bitwise", as devices' gradients are added in an order of their own; norm = "sync", whose
-                statistics would have to be synchronised in the middle of all forward passes.
+            JobError: parity = "bitwise", as devices' gradients are added in an order of their own.
         """
         if job.parity == "bitwise":
             raise JobError(
                 "parity = 'bitwise' needs the strategy dp: dp_one_process is equal up to rounding only; use "
                 "parity = 'numeric'."
             )
-        if job.norm == "sync":
-            raise JobError(
-                "norm = 'sync' needs the strategy dp: with dp_one_process no layer sees more than its own device's "
-                "part of the batch; use norm = 'shard'."
-            )
         first, *others = devices
-        model = replace_batch_norm(model, ShardBatchNorm) if job.norm == "shard" else model
-        super().__init__(model, first, LossFunctions(None))
+        super().__init__(model, first, LossLayouts(None))
         self.notes = (describe_one_process(len(devices)),)
-        self._one_by_one = job.shard_by_shard
-        self.micro_batch: MicroBatchLimit = MicroBatchLimit(plan, job)
         models = [self.module, *(_copied(self.module).to(device) for device in others)]
-        self._replicas = [self._replica(model, device) for model, device in zip(models, devices, strict=True)]
-        self.forward_buffers = self._replicas[0].passes.buffers
-        self._threads = ThreadPoolExecutor(max(1, len(others)), "paceline-device")
-
-    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - whatever it is
-        self._threads.shutdown()
-
-    def _replica(self, model: nn.Module, device: torch.device) -> _Replica:
-        passes = Passes(
-            model,
-            device,
-            self.functions,
-            self.micro_batch,
-            one_by_one=self._one_by_one,
-            may_split=not has_other_norms(model),
-            is_concurrent=True,
-        )
-        return _Replica(model, device, passes)
+        self._replicas = [
+            _Replica(model, device, Passes(model, device, self.layouts))
+            for model, device in zip(models, devices, strict=True)
+        ]
+        self.passes = self._replicas[0].passes
+        self.buffers = self.passes.buffers
 
     def gradients(self, step: StepInput) -> StepLoss:
-        notes = self._find_coupling(step)
-        return self._replicas[0].passes.starting_over(step, lambda: self._attempt(step, notes))
-
-    def _attempt(self, step: StepInput, notes: Sequence[str]) -> StepLoss:
-        """`_train`; if memory ran out and may suffice for fewer shards at a time, `StartOverError`."""
-        try:
-            return self._train(step, notes)
-        except (RuntimeError, MemoryError) as problem:
-            most = max(replica.passes.num_shards_in_pass for replica in self._replicas)
-            if not (self.micro_batch.is_automatic and most > 1 and is_out_of_memory(problem)):
-                raise
-        raise StartOverError(functools.partial(self._replicas[0].passes.halve, step.assignment))
-
-    def _train(self, step: StepInput, notes: Sequence[str]) -> StepLoss:
-        """Compute and aggregate the gradient; returns the loss."""
         assignments = _divide(step.assignment, len(self._replicas))
         busy = self._replicas[: len(assignments)]
         for replica in busy[1:]:
             replica.take_over(self.module)
-        computing = [
-            functools.partial(self._compute, replica, step, assignment)
-            for replica, assignment in zip(busy, assignments, strict=True)
+        statistics = [
+            self._compute(replica, step, assignment) for replica, assignment in zip(busy, assignments, strict=True)
         ]
-        statistics = self._run(computing)
         last_gradient = mark(self._device)
         small_sqrs = [squared_gradient_norm(replica.module) for replica in busy] if step.take_norms is not None else []
         for replica in busy[1:]:
             replica.add_gradients_to(self.module)
         every = torch.stack([one.to(self._device) for one in statistics])
-        layout, num_buffers = self.functions.layout(step.loss_name), len(self.forward_buffers)
-        norm = busy[0].passes.norm
-        losses, values, weights, changed = every.sum(0).split([layout.length, *norm.lengths, num_buffers])
-        norm.apply(values, weights)
-        self.forward_buffers.combine(changed, functools.partial(_sum_moves, busy), lambda _values: None)
-        result = StepLoss.of(losses, layout, [*notes, *self.functions.take_found_late()])
+        layout = self.layouts.of(step.loss_name)
+        losses, moved = every.sum(0).split([layout.length, self.buffers.num_sums])
+        self.buffers.combine(moved, functools.partial(_sum_moves, busy), lambda _values: None)
+        result = StepLoss.of(losses, layout)
         rescale_gradients(self.module.parameters(), result.rescale)
         self.communication = last_gradient, mark(self._device)
         if step.take_norms is not None and len(busy) > 1:
@@ -163,25 +117,12 @@ class OneProcessDataParallel(Engine):
             step.take_norms(GradientNorms(torch.stack(means).sum(), size / len(busy), large_sqr, size))
         return result
 
-    def _find_coupling(self, step: StepInput) -> tuple[str, ...]:
-        """What `Passes.find_coupling` finds, on the first device, of the shards of the last, which has the most."""
-        first, last = self._replicas[0], _divide(step.assignment, len(self._replicas))[-1]
-        return first.passes.find_coupling(_on_device(step, last, first.device), self.module)
-
-    def _run(self, computing: Sequence[Callable[[], Tensor]]) -> list[Tensor]:
-        """A thread for each device, this one for the first; an error is raised when none of them computes any more."""
-        if self.functions.draws is not False:
-            return [compute() for compute in computing]
-        others = [self._threads.submit(compute) for compute in computing[1:]]
-        try:
-            mine = computing[0]()
-        finally:
-            wait(others)
-        return [mine, *(other.result() for other in others)]
+    def audit(self, step: StepInput) -> None:
+        audit(self.passes, step, None)
 
     def _compute(self, replica: _Replica, step: StepInput, assignment: Assignment) -> Tensor:
-        """One device's part of a step: returns [loss, norm statistics, which buffers were changed], leaves gradients
-        with the replica."""
+        """One device's part of a step: returns [losses, what buffers were moved by], leaves gradients with the
+        replica."""
         passes = replica.passes
         with torch.cuda.device(replica.device) if replica.device.type == "cuda" else nullcontext():
             passed = Passed()
@@ -195,7 +136,7 @@ class OneProcessDataParallel(Engine):
                 )
             losses = passed.losses
             assert losses is not None  # a busy device has a shard
-            return torch.cat([losses, *passes.norm.collect(losses), *passes.buffers.changed(losses)])
+            return torch.cat([losses, passes.buffers.collect(losses)])
 
 
 @dataclass(frozen=True)
@@ -208,8 +149,7 @@ class _Replica:
 
     @torch.no_grad()
     def take_over(self, model: nn.Module) -> None:
-        """Parameters, buffers, modes and settings (a dropout rate) of `model`; no gradients, no norm statistics."""
-        self.passes.norm.reset()
+        """Parameters, buffers, modes and settings (a dropout rate) of `model`; no gradients."""
         for mine, theirs in zip(self.module.modules(), model.modules(), strict=True):
             settings = {key: value for key, value in vars(theirs).items() if isinstance(value, bool | int | float)}
             vars(mine).update(settings)

@@ -19,7 +19,6 @@ from paceline.parallel.engines.one_process import OneProcessDataParallel, device
 from paceline.parallel.engines.unsuitable_layers import check_complex, check_hooks, check_layers
 from paceline.parallel.engines.worker_groups import WorkerGroups
 from paceline.parallel.gradients.aggregation import set_up_aggregation
-from paceline.parallel.micro_batch import check_automatic
 from paceline.parallel.sharding.initial_weights import align, initial_weights, is_on_meta
 from paceline.process_groups import open_group
 from paceline.spec import Job, Plan, check_mesh
@@ -46,8 +45,7 @@ def parallelize(
     """
     check_layers(model, job, is_alone=group is None and plan.devices_in_process == 1)
     check_complex(model, job, plan)
-    check_hooks(model, job, None if group is None else plan.mesh)
-    check_automatic(job, plan, 1 if group is None else dist.get_world_size(group), may_skip=find_unused_parameters)
+    check_hooks(model, None if group is None else plan.mesh)
     if plan.mesh is not None and not plan.mesh.is_plain and group is not None:
         # Torch's parts for it take long to load, and most runs need none of them.
         from paceline.parallel.axes import open_axes
@@ -64,7 +62,7 @@ def parallelize(
         initial_weights(model, group)(model, device)
         align(model)
     if plan.devices_in_process > 1:
-        return OneProcessDataParallel(model, job, plan, devices_of_process(plan, device))
+        return OneProcessDataParallel(model, job, devices_of_process(plan, device))
     if job.parity == "bitwise" and not job.aggregation.is_infrequent:
         return BitwiseDataParallel(model, device, group, plan.timeout_s)
     # One worker alone is its own server: there is nothing asynchronous about it.
@@ -98,7 +96,7 @@ def _with_sums(
             on_error.callback(aggregator.scheduler.close)
         engine: Engine
         if groups is None:
-            engine = DataParallel(model, job, plan, device, group, aggregator, find_unused_parameters)
+            engine = DataParallel(model, plan, device, group, aggregator, find_unused_parameters)
         else:
             engine = LocalSGD(model, job, plan, device, groups, aggregator, find_unused_parameters)
         if aggregation is not None:

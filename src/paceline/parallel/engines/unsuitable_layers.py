@@ -7,18 +7,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from paceline.errors import ModelError
-from paceline.parallel.loss.gradient_hooks import changes_parts, is_linear
 from paceline.spec import Job, Mesh, Plan
 
 
-def check_hooks(model: nn.Module, job: Job, mesh: Mesh | None) -> None:
+def check_hooks(model: nn.Module, mesh: Mesh | None) -> None:
     """Refuse hooks on the gradients of parameters that would act otherwise on another number of workers.
 
     Raises:
         ModelError: there is one.
     """
     mesh = mesh or Mesh()
-    shards_are_alone = job.parity == "bitwise" or job.shard_by_shard
     for name, parameter in model.named_parameters():
         hooks = list((parameter._backward_hooks or {}).values())
         later = parameter._post_accumulate_grad_hooks
@@ -27,8 +25,11 @@ def check_hooks(model: nn.Module, job: Job, mesh: Mesh | None) -> None:
                 f"The parameter '{name}' has a hook on its gradient, which the part of it that a worker holds would "
                 "not have; change gradients in a hook of the optimizer (register_step_pre_hook), or use dp."
             )
-        if later or (not shards_are_alone and not all(is_linear(hook, parameter) for hook in hooks)):
-            raise ModelError(changes_parts(name))
+        if later:
+            raise ModelError(
+                f"The parameter '{name}' has a hook on its gradient as it accumulates, which sees those of a worker's "
+                "virtual shards; change gradients in a hook of the optimizer (register_step_pre_hook)."
+            )
 
 
 def check_lazy_layers(model: nn.Module) -> None:
@@ -81,12 +82,6 @@ def check_layers(model: nn.Module, job: Job, *, is_alone: bool) -> None:
                 f"{place} has max_norm, by which every forward pass shortens the rows that it looks up, on each worker "
                 "those of its own samples; build it without, and shorten the rows after run.step "
                 "(weight.renorm_(2, 0, max_norm))."
-            )
-        if layer.scale_grad_by_freq and job.parity != "bitwise" and not job.shard_by_shard:
-            raise ModelError(
-                f"{place} has scale_grad_by_freq, which counts words in all samples that go through the model "
-                "together, and these differ with the number of workers; set shard_by_shard = true, which counts those "
-                "of each virtual shard, or build it without."
             )
         if layer.sparse and (job.parity == "bitwise" or not is_alone):
             where = "in bitwise parity" if is_alone else "on several workers"

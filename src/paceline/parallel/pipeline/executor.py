@@ -121,8 +121,6 @@ class Step:
         self._passes: dict[tuple[int, int], _Pass] = {}
         self._outboxes = [Outbox() for _ in schedule]
         """By receiver."""
-        self.draws_unexpectedly = False
-        """Whether a stage drew random numbers of which `draws` says that it does not."""
         others = [rank for rank in range(links.num_workers) if rank != links.rank]
         self._made_by: dict[PipelineMessage, int] = {}
         """The number of the action, among its worker's, that sends a message."""
@@ -210,8 +208,12 @@ class Step:
                 set_generator_state(generators, self._links.device)
             before = None if self._draws[stage] else generator_state(self._links.device)
             leaving: tuple[Any, ...] = self._stages[stage](call.arguments, *values)
-            if before is not None:
-                self.draws_unexpectedly |= not torch.equal(before, generator_state(self._links.device))
+            if before is not None and not torch.equal(before, generator_state(self._links.device)):
+                raise ModelError(
+                    f"Stage {stage} of the pipeline draws random numbers, which it did not when the model was cut, and "
+                    "later stages would not go on from there; let the layers that draw (dropout) do so from the "
+                    "beginning, or choose another strategy."
+                )
             return leaving
 
         micro_batch.before_forward()

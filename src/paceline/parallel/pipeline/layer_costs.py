@@ -18,7 +18,7 @@ from paceline.parallel.pipeline.halves import can_split, first_half, num_bytes
 from paceline.parallel.pipeline.recorder import snapshot, untouched
 from paceline.parallel.pipeline.recording import Recording, TensorSlot
 from paceline.parallel.pipeline.watch import tensors_in
-from paceline.parallel.random_numbers.random_operators import NotesDraws
+from paceline.parallel.random_operators import NotesDraws
 from paceline.spec.model_cost import LayerCost
 
 # A model without values has no times: its layers are compared by their arithmetic, on a device of this speed.

@@ -113,8 +113,6 @@ class Pipeline:
         self.module: nn.Module = Stages(own, self._evaluate, frozenset(dir(model)))
         """This worker's stages as one module; called, it computes the whole model."""
         self._schedules: dict[int, Schedule] = {}
-        self.draws_unexpectedly = False
-        """Whether a stage of this worker drew random numbers in the last step that did not when the model was cut."""
 
     def train_step(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Forward and backward of all micro-batches; a collective of all workers, with as many of them on each.
@@ -127,7 +125,6 @@ class Pipeline:
             The sum of the weighted losses where the last stage is; 0 elsewhere.
         """
         losses = torch.zeros((), dtype=self._dtype, device=self._device)
-        self.draws_unexpectedly = False
         if micro_batches:
             step = Step(
                 self._links,
@@ -141,7 +138,6 @@ class Pipeline:
                 self._shared,
             )
             step.run()
-            self.draws_unexpectedly = step.draws_unexpectedly
             if self._shared is None:
                 self._sum_shared_gradients()
         return losses
@@ -171,14 +167,6 @@ class Pipeline:
         """Free what the model computed for the example, as soon as the stages are sharded."""
         for stage in self._stages.values():
             stage.forget_example()
-
-    def carry_generators(self) -> None:
-        """Pass the generators' state from stage to stage from now on, as if any of them drew random numbers.
-
-        Must be called on all workers at the same point.
-        """
-        self._draws = (True,) * self._links.num_stages
-        self._links.forget_forms()
 
     def _schedule(self, num_micro_batches: int) -> Schedule:
         if num_micro_batches not in self._schedules:

@@ -108,10 +108,6 @@ class StageLinks:
             return None if values is None else MessageForm([*values.gradients])
         return self._forms.get((to, signature))
 
-    def forget_forms(self) -> None:
-        """Forget the forms of messages, which change from now on; on all workers at the same point."""
-        self._forms.clear()
-
     def send(
         self, tensors: Sequence[Tensor], forms: Sequence[TensorForm], to: int, outbox: Outbox, taken_by: int = 0
     ) -> None:

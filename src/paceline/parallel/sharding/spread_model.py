@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils import _pytree as pytree
 
 from paceline.dtensor_type import is_dtensor, local_shard
 from paceline.errors import JobError, ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.axes import Axes
+from paceline.parallel.buffers import buffers_kept, refused_in_pipeline
 from paceline.parallel.dtensor import full_tensor, is_sharded, reshard
 from paceline.parallel.engine import statistics_dtype
 from paceline.parallel.gradients.gradient_norms import mean_of_squares, squared_norm
-from paceline.parallel.kept.forward_buffers import looking_at, refused_in_pipeline
 from paceline.parallel.losses import LossOf
-from paceline.parallel.micro_batch import is_out_of_memory
+from paceline.parallel.out_of_memory import is_out_of_memory
 from paceline.parallel.pipeline import ModelCall, Pipeline, stage_limits
 from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.sharding.initial_weights import initial_weights
 from paceline.parallel.tensor import Applied, TensorPlan, declared_plan, find_plan, tensor_parallel
 from paceline.partition import StageLimits
 from paceline.spec import Job, Mesh, Plan
-
-if TYPE_CHECKING:
-    from paceline.parallel.same_collectives import SameCollectives
 
 
 def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: ModelCall | None) -> StageLimits:
@@ -92,11 +88,6 @@ class SpreadModel:
             self.pipeline = self._cut(model, job, axes.pp, example, before_last_backward, is_exact=is_exact)
             model = self.pipeline.module
         self.notes: list[str] = [] if self.pipeline is None else list(self.pipeline.notes)
-        self._same_collectives: SameCollectives | None = None
-        if axes.mesh.fsdp > 1 and not may_skip and hasattr(FSDPModule, "set_custom_all_gather"):
-            from paceline.parallel.same_collectives import SameCollectives  # needs parts that older torch has not
-
-            self._same_collectives = SameCollectives(axes.device_mesh.get_group("fsdp"))
         self.stages: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
         applied = Applied()
         for stage in self.stages:
@@ -131,7 +122,7 @@ class SpreadModel:
             of_whole_model = self._tensor_plan or find_plan(model, axes.mesh.tp)
         if _fits(model, device):  # what layers cost is to be measured where they will run
             model.to(device)
-        with looking_at(model) as changed:
+        with buffers_kept(model) as changed:
             pipeline = Pipeline(
                 model,
                 group,
@@ -158,7 +149,7 @@ class SpreadModel:
         """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""
         mesh, device_mesh, plan = self._axes.mesh, self._axes.device_mesh, self._plan
         if mesh.tp > 1:
-            with looking_at(stage):
+            with buffers_kept(stage):
                 tensor_plan = tensor_parallel(
                     stage,
                     device_mesh["tp"],
@@ -171,8 +162,6 @@ class SpreadModel:
             recompute(stage)
         if mesh.fsdp > 1:
             shard(stage, device_mesh["fsdp"], mesh.zero_stage, cpu_offload=plan.cpu_offload, may_skip=self.may_skip)
-        if self._same_collectives is not None:
-            self._same_collectives.watch(stage)
         _place(stage, self._device, plan)
 
     def _before_forward(self, _module: nn.Module, _arguments: Any) -> None:
@@ -216,11 +205,6 @@ class SpreadModel:
             for sharded in sharded_modules(module):
                 sharded.set_requires_gradient_sync(is_last, recurse=False)
                 sharded.set_reshard_after_backward(is_last, recurse=False)
-
-    def end_pass(self) -> None:
-        """After a forward and backward pass: check that all workers that hold shards of it made it alike."""
-        if self._same_collectives is not None:
-            self._same_collectives.end_pass()
 
     # --- the whole model ---
 

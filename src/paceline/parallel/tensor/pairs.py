@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.conv import _ConvNd
 
-from paceline.parallel.kept.forward_buffers import looking_at
-from paceline.parallel.kept.kept_values import attributes_kept
-from paceline.parallel.random_numbers.generators import generator_states
+from paceline.parallel.buffers import buffers_kept
+from paceline.parallel.generators import generator_states
 
 ELEMENTWISE: set[type[nn.Module]] = {
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.Identity, nn.LeakyReLU,
@@ -82,11 +81,14 @@ def trace(module: nn.Module, *, only_input: bool = False) -> fx.Graph | None:
         return cast(fx.Graph, as_fx_graph())
     generators = generator_states(torch.device("cpu"))
     graphs = []
-    # A forward may move buffers, and leave things in attributes, also for a proxy.
-    with looking_at(module), attributes_kept(module), suppress(Exception):  # whatever a proxy cannot do
+    # A forward may move buffers, and set attributes, also for a proxy.
+    attributes = dict(vars(module))
+    with buffers_kept(module), suppress(Exception):  # whatever a proxy cannot do
         for training in (True, False):
             module.training = training
             graphs.append(_OwnForward().trace(module, _defaults(module) if only_input else None))
+    vars(module).clear()
+    vars(module).update(attributes)
     if len(graphs) < 2:
         return None
     is_always_so = str(graphs[0]) == str(graphs[1]) and generators == generator_states(torch.device("cpu"))

@@ -80,7 +80,6 @@ class DataProgress:
         """Whether the position comes from a checkpoint, and the run has not reached it yet."""
         self._orders: Orders | None = None
         """Returns the order of an epoch; the one used last is cached."""
-        self._one_by_one = False
         self._position: StreamPosition | None = None
         """How far the stream of this epoch has been trained on; its states are those that this worker knows."""
         self._has_ended = False
@@ -135,12 +134,11 @@ class DataProgress:
         steps = self._job.epochs * self._order_of(self.epoch).num_batches
         return steps if self._end is None else min(steps, self._end)
 
-    def enter(self, epoch: int, orders: Orders, set_size: int, *, one_by_one: bool = False) -> range:
+    def enter(self, epoch: int, orders: Orders, set_size: int) -> range:
         """The numbers of the remaining batches of an epoch that is not over; `batch` makes them.
 
         Args:
             set_size: the number of samples in the training set.
-            one_by_one: whether each virtual shard is collated for itself.
 
         Raises:
             DataError: a resumed run had a training set of another size than `set_size`, or another order of samples in
@@ -151,7 +149,7 @@ class DataProgress:
                 f"The training set has {set_size:,} samples, but {self._set_size:,} when this run was saved; "
                 "resume with the same data, or begin in another folder."
             )
-        self._set_size, self._orders, self._one_by_one = set_size, functools.lru_cache(1)(orders), one_by_one
+        self._set_size, self._orders = set_size, functools.lru_cache(1)(orders)
         self._position = None
         self._begin(epoch, self._order_of(epoch).digest())
         num_batches = self._order_of(epoch).num_batches
@@ -200,8 +198,6 @@ class DataProgress:
         states: Mapping[str, Any],
         fingerprint: int,
         samples_per_epoch: int,
-        *,
-        one_by_one: bool,
     ) -> Batch:
         """The next batch of a stream.
 
@@ -212,9 +208,7 @@ class DataProgress:
         """
         position, job = self._position, self._job
         assert position is not None
-        assignment = Assignment.of_sizes(
-            sizes, job.virtual_shards, self._rank, self._num_assignments, one_by_one=one_by_one
-        )
+        assignment = Assignment.of_sizes(sizes, job.virtual_shards, self._rank, self._num_assignments)
         before = sum(position.taken)
         taken = tuple(had + more for had, more in zip(position.taken, sizes, strict=True))
         after = StreamPosition(position.step + 1, taken, states, fingerprint)
@@ -226,9 +220,7 @@ class DataProgress:
         order = self._order_of(self.epoch)
         index = self.epoch * order.num_batches + number
         samples = order.batch(number)
-        assignment = Assignment.of(
-            len(samples), self._job.virtual_shards, self._rank, self._num_assignments, one_by_one=self._one_by_one
-        )
+        assignment = Assignment.of(len(samples), self._job.virtual_shards, self._rank, self._num_assignments)
         return Batch(self.epoch, number, index, stop - number, samples, assignment, order.num_samples)
 
     @property

@@ -52,7 +52,7 @@ class GlobalBatches:
             return self.streams.batches(loading, epoch, samples_per_epoch)
         set_size = num_samples(loading.dataset, "training")
         orders = functools.partial(loading.order, set_size, job.global_batch_size, job.seed)
-        numbers = progress.enter(epoch, orders, set_size, one_by_one=loading.collate_fn is not None)
+        numbers = progress.enter(epoch, orders, set_size)
         check_same_order(progress.digest, epoch, self.world.group)
         read = (progress.batch(number, numbers.stop) for number in (numbers if reads_assignment else numbers[:1]))
         requests = (

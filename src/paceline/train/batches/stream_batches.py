@@ -63,7 +63,7 @@ class StreamBatches:
     ) -> Iterator[tuple[Batch, Any]]:
         progress, job = self.progress, self.job
         ahead, exchange = first, SizeExchange(first.sizes, job.virtual_shards, self.group)
-        one_by_one = loading.collate_fn is not None
+        are_apart = loading.collate_fn is not None
         instead = functools.cache(lambda: self.reader.on_device(stand_in(loading)))
         while progress.steps_left != 0:
             step, sizes = ahead, exchange.received()
@@ -78,13 +78,11 @@ class StreamBatches:
             if progress.steps_left != 1:
                 ahead = next(steps)
                 exchange = SizeExchange(ahead.sizes, job.virtual_shards, self.group)
-            batch = progress.stream_batch(
-                sizes, step.states, step.fingerprint, samples_per_epoch, one_by_one=one_by_one
-            )
+            batch = progress.stream_batch(sizes, step.states, step.fingerprint, samples_per_epoch)
             own_sizes, contents = batch.assignment.sizes, step.contents
             if not own_sizes:  # this worker's substreams have ended before others'
                 own_sizes, contents = (1,), [instead()]
-            yield batch, ShardedBatch(tuple(contents), own_sizes) if one_by_one else contents[0]
+            yield batch, ShardedBatch(tuple(contents), own_sizes) if are_apart else contents[0]
 
 
 class SizeExchange:

@@ -16,7 +16,6 @@ from paceline.data import Loading, SampleRequest
 from paceline.data.substreams import is_stream
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
-from paceline.own_generators import OwnGenerators
 from paceline.parallel import Companions
 from paceline.parallel.losses import Mean
 from paceline.spec import Job, Mesh
@@ -61,24 +60,21 @@ def evaluate_between_steps(
     chunks = kind(loading, run.reader, run.job, run.mesh, run.world, in_step=not run.engine.holds_all)
 
     def before_chunk(number: int) -> None:
-        seed_evaluation(seed, step, number, device, own)
+        seed_evaluation(seed, step, number, device)
         prepared.begin_pass()
 
-    own = OwnGenerators(model, *(one.model for one in prepared.models), measure)
-    with run.stepper.draws.paused():
-        try:
-            with (
-                explaining_refusals(),
-                evaluation_mode(model, *(one.model for one in prepared.models)),
-                run.consensus(),
-                prepared.untouched(),
-                own.kept(),
-                torch.no_grad(),
-                run.precision.autocast(),
-            ):
-                return evaluate(chunks, before_chunk, model, measure, run.world, metrics)
-        finally:
-            seed_between_steps(seed, step, device)
+    try:
+        with (
+            explaining_refusals(),
+            evaluation_mode(model, *(one.model for one in prepared.models)),
+            run.consensus(),
+            prepared.untouched(),
+            torch.no_grad(),
+            run.precision.autocast(),
+        ):
+            return evaluate(chunks, before_chunk, model, measure, run.world, metrics)
+    finally:
+        seed_between_steps(seed, step, device)
 
 
 @contextmanager

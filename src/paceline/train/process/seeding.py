@@ -6,8 +6,7 @@ import torch
 
 from paceline.data import random_streams
 from paceline.data.counter_random import key
-from paceline.own_generators import OwnGenerators
-from paceline.parallel.random_numbers.generators import seed_generators
+from paceline.parallel.generators import seed_generators
 
 
 def shard_seed(seed: int, step: int, shard: int, nth: int = 0) -> int:
@@ -21,6 +20,11 @@ def shard_seed(seed: int, step: int, shard: int, nth: int = 0) -> int:
     return key(own, random_streams.FORWARD, step, shard)
 
 
+def seed_map(seed: int, step: int, shard: int, device: torch.device) -> None:
+    """Before a function is called with a virtual shard of the global batch with this number, by `ShardedBatch.map`."""
+    seed_generators(key(seed, random_streams.IN_LOOP, step, shard), device)
+
+
 def seed_between_steps(seed: int, step: int, device: torch.device, nth: int = 0) -> None:
     """After a step: what a script draws then must not depend on the shards that this worker has computed.
 
@@ -31,21 +35,16 @@ def seed_between_steps(seed: int, step: int, device: torch.device, nth: int = 0)
     seed_generators(key(seed, random_streams.BETWEEN_STEPS, nth, step), device)
 
 
-def seed_update(seed: int, index: int, device: torch.device, nth: int, own: OwnGenerators) -> None:
+def seed_update(seed: int, index: int, device: torch.device, nth: int) -> None:
     """Before an optimizer that may draw random numbers: every worker makes the same update.
 
     Args:
         index: the number of the global batch.
         nth: the number of the step on it.
-        own: those of the optimizer.
     """
-    of_update = key(seed, random_streams.UPDATE, nth, index)
-    seed_generators(of_update, device)
-    own.seed(of_update)
+    seed_generators(key(seed, random_streams.UPDATE, nth, index), device)
 
 
-def seed_evaluation(seed: int, step: int, chunk: int, device: torch.device, own: OwnGenerators) -> None:
-    """Before a chunk of an evaluation set is measured; `own`: those of the models and of what measures them."""
-    of_chunk = key(seed, random_streams.EVALUATION, step, chunk)
-    seed_generators(of_chunk, device)
-    own.seed(of_chunk)
+def seed_evaluation(seed: int, step: int, chunk: int, device: torch.device) -> None:
+    """Before a chunk of an evaluation set is measured."""
+    seed_generators(key(seed, random_streams.EVALUATION, step, chunk), device)

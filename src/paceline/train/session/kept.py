@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import torch
-from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from paceline.containers import tensors
 from paceline.errors import JobError, shown
 from paceline.own_generators import RandomGenerator, full_state, set_state
 
@@ -73,15 +70,6 @@ class Kept:
         if name in self._restored:
             kept.load_state_dict(self._restored.pop(name))
             self._after_restoring()
-
-    def holds_generator(self, generator: RandomGenerator) -> bool:
-        """Whether a generator is saved."""
-        return any(isinstance(one, KeptGenerator) and one.generator is generator for one in self._things.values())
-
-    def holds(self, some: Iterable[Tensor]) -> bool:
-        """Whether all of these tensors, or copies of them in their shapes, are saved."""
-        saved = list(tensors(self.state_dict()))
-        return all(any(one.shape == other.shape and torch.equal(one, other.to(one)) for other in saved) for one in some)
 
     def state_dict(self) -> dict[str, Any]:
         return {name: thing.state_dict() for name, thing in self._things.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,6 @@ from paceline.train.session.checkpoints import Checkpoints
 from paceline.train.session.kept import Kept
 from paceline.train.session.peer_watch import watch_peers
 from paceline.train.session.resume import CheckpointReader, Found
-from paceline.train.session.script_changes import ScriptChanges, check_alike
 from paceline.train.session.status_exchange import Request, Status, StatusExchange
 from paceline.train.session.stopping import Stopping
 from paceline.train.session.stragglers import Stragglers
@@ -149,13 +148,6 @@ def _why(before: Job, job: Job) -> str:
     return ""
 
 
-_SPLIT_ELSEWHERE = (
-    "On another worker the loss of several virtual shards together is no longer the mean of their own losses, so every "
-    "shard goes through the model alone there, which gives the same result on any number of workers: see "
-    "paceline.Mean and shard_by_shard."
-)
-
-
 class Session:
     """The work of one worker between steps. Its methods are collectives except for `rescue`."""
 
@@ -186,15 +178,6 @@ class Session:
         self.is_consistent = True
         """Whether weights, optimizers, buffers and progress all belong to the same step: not while a step changes what
         is not restored after an error."""
-        self._is_split = False
-        """Whether some worker has found late that its shards must go through the model one by one."""
-        self.numbers_by_script: dict[str, float] = {}
-        """Numbers that the script has changed before the last step, and its loss function reads."""
-        self.changed_by_script: dict[str, float] = {}
-        """Checksums of what the script has put, before the last step, into tensors that its loss follows from."""
-        self.drawn_by_script: float | None = None
-        """A checksum of torch's generators when the script had drawn for the samples of the last batch."""
-        self._names_sent: list[str] = []
         self._notes = notes
         self._stopping = stopping
         self._status_exchange = StatusExchange(group)
@@ -277,75 +260,43 @@ class Session:
         self.state.models.put(found.shared, found.own, hyper=True)
         return found.name
 
-    def step_ended(self, own_time_s: float, changes: Sequence[ScriptChanges]) -> None:
+    def step_ended(self, own_time_s: float) -> None:
         """After every step: receive every worker's status of the step before, act on it, and send that of this step.
 
         Args:
             own_time_s: the time of this worker's last known step without waiting for others.
-            changes: the script's, of each model.
         """
         step = self.state.progress.steps
         status = self._received()
-        if Request.COMPARE in status.requests or not self.state.progress.steps_left:
-            for one in changes:
-                one.compare()
         for note in self._stragglers.note(step, status.own_times_s):
             self.note(note)
         slower = self._plan.exclude_slower
         if slower is not None and self.world.rank in self._stragglers.lasting(slower):
             leave_at_once(EXCLUDED)  # the others notice, save a checkpoint, and are restarted without it
-        self._names_sent = [*self.changed_by_script, *self.numbers_by_script]
-        # A worker without samples in a step does not know what the loss follows from.
-        checksum = sum(self.changed_by_script.values()) if self.changed_by_script else None
-        numbers = sum(abs(one) + max(one, 0) for one in self.numbers_by_script.values())
-        rates, weights = (sum(ends) for ends in zip(*(one.checksums() for one in changes), strict=True))
-        requests = self._requests() | ({Request.COMPARE} if any(one.asks_all for one in changes) else set())
-        self._status_exchange.send(requests, own_time_s, (checksum, numbers, rates, weights, self.drawn_by_script))
-        self.changed_by_script.clear()
-        self.numbers_by_script.clear()
-        self.drawn_by_script = None
+        self._status_exchange.send(self._requests(), own_time_s)
 
     def _requests(self) -> set[Request]:
         """This worker's requests, for the others."""
         requests = set() if self._checkpoints is None else self._checkpoints.requests()
-        if self._is_split:
-            requests.add(Request.SPLIT)
         return requests | {Request.STOP} if self._stopping.is_wanted() else requests
 
     def _received(self) -> Status:
         """Receive the status of all workers, and carry out their requests."""
         status = self._status_exchange.received()
-        check_alike(status.checksums, self._names_sent)
         if self._checkpoints is not None:
             self._checkpoints.step_ended(self.state.progress.steps, status.requests)
         if Request.STOP in status.requests:
             self._stopping.agree()
-        if Request.SPLIT in status.requests and not self._is_split:
-            self._is_split = True
-            self.note(_SPLIT_ELSEWHERE)
         return status
 
     @property
     def saves_checkpoints(self) -> bool:
         return self._checkpoints is not None
 
-    def note_of_worker(self, sentence: str) -> None:
-        """Tell the user that shards of this worker go one by one, which other workers learn with its next status."""
-        self._is_split = True
-        self.note(sentence)
-
     def note(self, sentence: str) -> None:
         """Tell the user, and the run's report."""
         self._notes.append(sentence)
         self.say(sentence)
-
-    def unsaved(self, moved: Mapping[str, Sequence[torch.Tensor]]) -> list[str]:
-        """The names of tensors of the script's, of any shapes, that a checkpoint should hold, and does not."""
-        return (
-            []
-            if self._checkpoints is None
-            else [name for name, some in moved.items() if not self.state.kept.holds(some)]
-        )
 
     def enter_together(self, what: str) -> None:
         """Wait until all workers are here. Where one is elsewhere, that is a hang, whose report says where each of them
@@ -397,7 +348,7 @@ class Session:
             is_between_epochs: whether the script has taken all batches of the last epoch. One that has left its loop
                 before has not come to the epoch's end.
         """
-        check_alike(self._status_exchange.received().checksums, self._names_sent)  # no message stays in flight
+        self._status_exchange.received()  # no message stays in flight
         if self._checkpoints is not None:
             if is_between_epochs:
                 self.state.progress.leave_epoch()

@@ -8,15 +8,10 @@ at the end of the step before, during whose computation it was transferred: no w
 from __future__ import annotations
 
 import enum
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-
-NUM_CHECKSUMS = 5
-"""Number of checksums in a status message, each of which should be equal on all workers."""
 
 
 class Request(enum.IntEnum):
@@ -31,10 +26,6 @@ class Request(enum.IntEnum):
     """Abandon the previous checkpoint: this worker could not write its shard."""
     STOP = 4
     """End the run as if its epochs were over."""
-    SPLIT = 5
-    """Tell the user: from this worker's last step on, its shards go through the model one by one."""
-    COMPARE = 6
-    """Compare weights: this worker's script has changed its own after the last step."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +36,6 @@ class Status:
     """The requests of any worker."""
     own_times_s: tuple[float, ...]
     """Step time of each worker, by rank, without waiting for others; 0 if unknown."""
-    checksums: tuple[tuple[float, float] | None, ...]
-    """The smallest and the largest of the workers' checksums, of each kind; None: no worker sent one."""
 
 
 class StatusExchange:
@@ -66,33 +55,18 @@ class StatusExchange:
             self._in_flight = None
         numbers = self._message.tolist()
         requests = frozenset(request for request in Request if numbers[request])
-        times_s, ends = numbers[len(Request) : -2 * NUM_CHECKSUMS], numbers[-2 * NUM_CHECKSUMS :]
-        pairs = zip(ends[::2], ends[1::2], strict=True)
-        checksums = tuple(None if largest == -math.inf else (-negated, largest) for negated, largest in pairs)
-        return Status(requests, tuple(times_s), checksums)
+        return Status(requests, tuple(numbers[len(Request) :]))
 
-    def send(
-        self, requests: set[Request], own_time_s: float, checksums: Sequence[float | None] = NUM_CHECKSUMS * (None,)
-    ) -> None:
-        """Begin to send this worker's status. A collective after every step, followed by `received`.
-
-        Args:
-            checksums: `NUM_CHECKSUMS` numbers that should be equal on all workers; None if this one does not know it.
-        """
+    def send(self, requests: set[Request], own_time_s: float) -> None:
+        """Begin to send this worker's status. A collective after every step, followed by `received`."""
         self._message = self._empty_message()
         for request in requests:
             self._message[request] = 1
         self._message[len(Request) + self._rank] = own_time_s
-        for kind, checksum in enumerate(checksums):
-            if checksum is not None:
-                place = 2 * (kind - NUM_CHECKSUMS)
-                self._message[place], self._message[place + 1] = -checksum, checksum
         if self._group is not None:
             # The maximum: any request counts, and each worker writes only its own entry.
             self._in_flight = dist.all_reduce(self._message, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def _empty_message(self) -> torch.Tensor:
-        """Room for the requests, the time of each worker, and each checksum, negated and as it is."""
-        message = torch.zeros(len(Request) + self._world_size + 2 * NUM_CHECKSUMS, dtype=torch.float64)
-        message[-2 * NUM_CHECKSUMS :] = -math.inf
-        return message
+        """Room for the requests and the time of each worker."""
+        return torch.zeros(len(Request) + self._world_size, dtype=torch.float64)

@@ -55,7 +55,7 @@ class TrainedModels:
 
     def add(self, name: str, trained: Trained) -> None:
         self.by_name[name] = trained
-        self.companions[name] = Companion.of(trained.model, trained.engine.forward_buffers)
+        self.companions[name] = Companion(trained.model, trained.engine.buffers)
 
     def add_frozen(self, name: str, companion: Companion, *, is_saved: bool) -> None:
         """

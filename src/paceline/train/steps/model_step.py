@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,17 +15,13 @@ from torch.optim import Optimizer
 from paceline.containers import tensors
 from paceline.data import Loading, SampleRequest
 from paceline.errors import JobError, ModelError
-from paceline.own_generators import NO_GENERATORS, OwnGenerators, is_same_code
 from paceline.parallel import Assignment, Companions, StepInput
 from paceline.parallel.assignment import shard_sizes
 from paceline.parallel.engine import AnyShard
+from paceline.parallel.generators import generator_states
 from paceline.parallel.gradients.gradient_norms import norm_of_norms
-from paceline.parallel.kept import foreign_norms
-from paceline.parallel.kept.kept_tensors import KeptTensors
-from paceline.parallel.kept.watched_loss import WatchedLoss
 from paceline.parallel.losses import StepLoss
-from paceline.parallel.micro_batch import is_out_of_memory
-from paceline.parallel.random_numbers.generators import generator_states
+from paceline.parallel.out_of_memory import is_out_of_memory
 from paceline.samples import Readings, Samples
 from paceline.spec import Mesh
 from paceline.train.batches.data_progress import Batch
@@ -37,20 +33,14 @@ from paceline.train.optimizers.schedule import lr_factor
 from paceline.train.process.numerics import LossFn, loss_name
 from paceline.train.process.seeding import seed_update, shard_seed
 from paceline.train.process.torch_settings import explaining_refusals
-from paceline.train.session.script_changes import ScriptChanges
 from paceline.train.session.session import Session
 from paceline.train.steps.device_skip import left_out_where, skips_on_device, spoil_gradients_where, tell_scaler
-from paceline.train.steps.given_batch import GivenBatch
 from paceline.train.steps.nonfinite import NonFiniteGuard
 from paceline.train.steps.preparation import Prepared
 from paceline.train.steps.trace import ParityTracer
-from paceline.words import and_more
 
-_UNSAVED = (
-    "The loss follows from tensors that the script changes between steps ({}), and no checkpoint holds them: a run "
-    "that resumes begins with them anew. Give what holds them to run.keep(name, …), or a frozen model to "
-    "run.prepare(model)."
-)
+_AUDITED_STEPS = 2
+"""So many steps of a run are audited, and those before checkpoints whose number is known."""
 
 
 @dataclass
@@ -65,8 +55,6 @@ class Pending:
     """The number of batches trained on before it, over the whole run."""
     samples_seen: int
     """The samples of all workers in these."""
-    given: GivenBatch
-    """The content as the script got it."""
     num_steps: int = 0
     """The steps made on it so far."""
 
@@ -89,16 +77,8 @@ class ModelStepper:
         self._reader = reader
         self._tracer = tracer
         self.guard = NonFiniteGuard(session, self.trained)
-        self.changes = ScriptChanges(self.trained, mesh)
         self._takes_closure = takes_closure(self.trained.optimizer, self.trained.engine, session.state.job)
         self._readings: Readings = {}
-        self._generators_of_model = OwnGenerators(self.trained.model)
-        self._generators_of_optimizer = OwnGenerators(*parts_of(self.trained.optimizer))
-        self._tensors_of_model = KeptTensors.of_model(self.trained.model)
-        self._loss = WatchedLoss(None, ())
-        """The last loss function."""
-        self._generators = NO_GENERATORS
-        """The random generators that the last loss function and the model have of their own."""
 
     def step(
         self, pending: Pending, content: Any, loss_fn: LossFn, companions: Companions, optimizer: Optimizer
@@ -114,8 +94,7 @@ class ModelStepper:
         engine = trained.engine
         if engine.changes_state:
             self.session.is_consistent = False
-        engine.forward_buffers.begin_step()
-        self._take(loss_fn)
+        engine.buffers.begin_step()
         if engine.reads_assignment:
             num_samples = sum(batch.assignment.sizes) or 1  # a stand-in
             step_input = self._input(pending, pending.index, batch.assignment, num_samples, content, loss_fn)
@@ -131,12 +110,7 @@ class ModelStepper:
         trained.optimizer.zero_grad(set_to_none=True)
 
         try:
-            with (
-                companions.unchanged(),
-                self._loss.foreign_norms.unmoved(),
-                self._generators.kept(),
-                explaining_refusals(),
-            ):
+            with companions.unchanged(), explaining_refusals():
                 result = engine.step(
                     step_input, functools.partial(self._update, pending, content, step_input, optimizer)
                 )
@@ -146,56 +120,22 @@ class ModelStepper:
                 raise
             raise ModelError(self._out_of_memory(pending, problem)) from problem
 
-        for note in result.notes:
-            self.session.note(note)
-        for note in result.own_notes:
-            self.session.note_of_worker(note)
-        if unsaved := self.session.unsaved(self._loss.tensors.newly_leading()):
-            self.session.note(_UNSAVED.format(_some(unsaved)))
-        self._tracer.after_update(trained.model, engine.whole, result.notes)
-        engine.forward_buffers.counters.end_step()
-        self._loss.end_step()
-        self.changes.end_step()
-        # Not where workers have other weights or losses than each other, or only some stages compute the loss.
-        if engine.reads_assignment and not engine.weights_diverge and not self._is_piped:
-            self.session.changed_by_script |= self._loss.tensors.leading
-            self.session.numbers_by_script |= self._loss.numbers.changed
-        if self._loss.foreign_norms.newly_in_training():
-            self.session.note(foreign_norms.NOTE)
-        if moving := engine.forward_buffers.newly_moving():
-            self.session.note(f"Forward passes change buffers ({_some(moving)}): {engine.buffers_rule}.")
-        if engine.counters_rule and (counting := engine.forward_buffers.newly_counting()):
-            self.session.note(
-                f"Forward passes change numbers in attributes ({_some(counting)}): {engine.counters_rule}."
-            )
+        self._tracer.after_update(trained.model, engine.whole)
         return result
 
     def _restore_buffers(self) -> None:
         """After an error: the run is whole if it came before the update."""
-        self._loss.counters.restore()
         try:
-            self.trained.engine.forward_buffers.start_over()
+            self.trained.engine.buffers.start_over()
         except RuntimeError:  # the device is of no more use
             self.session.is_consistent = False
 
     def _out_of_memory(self, pending: Pending, problem: BaseException) -> str:
-        job, found = self._state.job, self.trained.engine.micro_batch
-        smaller = f"set micro_batch_size = 'auto' or to {job.shard_size}, or raise virtual_shards"
-        if found is None or found.is_automatic or found.size == job.shard_size:
-            smaller = f"raise virtual_shards: one shard of {job.shard_size} samples goes through the model at a time"
         words = str(problem).split(". ")[0].strip() or type(problem).__name__
-        return f"Memory ran out in step {pending.index + 1} ({words}); {smaller}."
-
-    def _take(self, loss_fn: LossFn) -> None:
-        """Begin a step with this loss function."""
-        if not is_same_code(self._loss.function, loss_fn):
-            models = [one.model for one in self._state.models.companions.values()]
-            self._loss = WatchedLoss(loss_fn, models)
-            self._generators = self._generators_of_model + self._loss.generators
-            functions, name = self.trained.engine.functions, loss_name(loss_fn)
-            functions.counters[name] = self._loss.counters
-            self._loss.counters.load_state(functions.saved_counts.pop(name, {}))
-        self._loss.begin_step()
+        return (
+            f"Memory ran out in step {pending.index + 1} ({words}); raise virtual_shards: one shard of "
+            f"{self._state.job.shard_size} samples goes through the model at a time."
+        )
 
     def _input(
         self, pending: Pending, index: int, assignment: Assignment, num_samples: int, content: Any, loss_fn: LossFn
@@ -205,14 +145,12 @@ class ModelStepper:
         return StepInput(
             assignment=assignment,
             batch=Samples.of(content, num_samples, self._readings, collated=pending.content),
-            loss_of=self._loss.around(self._tensors_of_model.around(precision.of(loss_fn))),
+            loss_of=precision.of(loss_fn),
             shard_seed=lambda shard: shard_seed(seed, index, shard, nth),
             scale=precision.scaler.scale,
             within=precision.autocast,
             loss_name=loss_name(loss_fn),
-            generators=self._generators,
-            kept=self._loss.kept,
-            number=index + 1,
+            is_low_precision=self._state.job.precision in ("bfloat16", "float16"),
         )
 
     def _update(
@@ -220,6 +158,8 @@ class ModelStepper:
     ) -> None:
         """Make an update by the gradients that are in `.grad`, unless they are not finite."""
         trained, optim = self.trained, self._state.job.optim
+        if pending.index < _AUDITED_STEPS or pending.index + 1 == self.session.next_save():
+            trained.engine.audit(step_input)
         engine, scaler = trained.engine, trained.precision.scaler
         if optimizer is not trained.optimizer:
             self._forget_others(optimizer)
@@ -281,10 +221,9 @@ class ModelStepper:
                 "only; clip them by the job's optim.clip_norm, or choose another strategy."
             )
         may_draw = any(type(one).__module__.partition(".")[0] != "torch" for one in parts_of(optimizer))
-        own = self._generators_of_optimizer if may_draw else NO_GENERATORS
         if may_draw:
-            seed_update(self._state.job.seed, pending.index, self._device, pending.num_steps, own)
-        before = None if engine.holds_all or not may_draw else (generator_states(self._device), own.states())
+            seed_update(self._state.job.seed, pending.index, self._device, pending.num_steps)
+        before = None if engine.holds_all or not may_draw else generator_states(self._device)
         if self._takes_closure:
             again = functools.partial(self._gradients_again, step_input)
             closure = closure_after(loss, trained.model.parameters(), again)
@@ -294,7 +233,7 @@ class ModelStepper:
                 tell_scaler(optimizer)
             scaler.step(optimizer)
             scaler.update()
-        if before is not None and before != (generator_states(self._device), own.states()):
+        if before is not None and before != generator_states(self._device):
             raise ModelError(
                 f"{type(optimizer).__name__} draws random numbers for the update, which are others for parts of the "
                 "parameters than for all of them; choose the strategy dp."
@@ -372,8 +311,3 @@ class ModelStepper:
             wants_pause=self.session.wants_pause,
             on_pause=self.session.on_pause,
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first of these names, and how many more there are."""
-    return ", ".join(names[:3]) + and_more(len(names) - 3)

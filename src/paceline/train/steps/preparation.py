@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from paceline.containers import to_device
 from paceline.errors import JobError, ModelError
 from paceline.parallel import Companion, parallelize
-from paceline.parallel.batch_norm.norm import ShardBatchNorm, replace_batch_norm
+from paceline.parallel.buffers import Buffers, accept_single_values
 from paceline.parallel.engine import broadcast
 from paceline.parallel.engines.unsuitable_layers import check_lazy_layers
 from paceline.parallel.sharding.initial_weights import is_on_meta
@@ -27,7 +27,6 @@ from paceline.train.process.compilation import check_can_be_compiled, draws_as_u
 from paceline.train.process.numerics import Precision
 from paceline.train.process.process_group import World
 from paceline.train.session.state import Names, Trained, numbers_of, rebind
-from paceline.train.steps.optimizer_trial import Shape, check_updates_of_parts
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,7 @@ def prepare_model(
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if not model.training:  # as a pretrained one is loaded; else the script has chosen which of its modules are frozen
         model.train()
-    shapes = {name: Shape.of(parameter, mesh) for name, parameter in model.named_parameters()}
+    accept_single_values(model)
     engine = parallelize(
         model,
         job,
@@ -100,8 +99,6 @@ def prepare_model(
     choose_kernels(optimizer, world.device, alike_on_shards=job.parity == "bitwise")
     if job.parity == "bitwise" and not trained.engine.holds_all:
         check_updates_by_element(optimizer, mesh, world.device)
-    elif not trained.engine.holds_all:
-        check_updates_of_parts(optimizer, names, shapes, trained.model, mesh, world)
     return Prepared(trained, rates, schedulers, background)
 
 
@@ -136,9 +133,7 @@ def freeze(model: nn.Module, job: Job, plan: Plan, world: World) -> Companion:
         model.double()
     model.requires_grad_(False).eval()
     broadcast([*model.parameters(), *model.buffers()], world.group)
-    if job.norm == "shard":
-        model = replace_batch_norm(model, ShardBatchNorm)
-    return Companion.of(model)
+    return Companion(model, Buffers(model))
 
 
 def check_several(job: Job, plan: Plan) -> None:
@@ -151,12 +146,10 @@ def check_several(job: Job, plan: Plan) -> None:
         why = f"with aggregation.method = {job.aggregation.method!r} workers do not make every step together"
     elif mesh.pp > 1:
         why = f"with the strategy {mesh} the loss is computed by the worker of the last stage alone"
-    elif job.norm == "sync":
-        why = "norm = 'sync' takes the shards of a worker through a model together"
     if why:
         raise JobError(
             f"This run cannot have several models: {why}; choose the strategies dp, fsdp or tp, aggregation.method = "
-            "'every_step' and norm = 'shard', or a run for each model."
+            "'every_step', or a run for each model."
         )
 
 

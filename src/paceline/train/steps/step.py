@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.containers import copied
 from paceline.data import Loading
-from paceline.errors import JobError, ModelError, PeerLost
+from paceline.errors import JobError, PeerLost
 from paceline.parallel import Companions
 from paceline.parallel.losses import StepLoss
-from paceline.sharded_batch import ShardedBatch
+from paceline.sharded_batch import Apply, ShardedBatch
 from paceline.spec import Mesh
 from paceline.train.batches.data_progress import Batch
 from paceline.train.batches.reading import DatasetReader
 from paceline.train.optimizers.joint_optimizer import parts_of
 from paceline.train.process.numerics import LossFn
-from paceline.train.process.seeding import seed_between_steps
+from paceline.train.process.seeding import seed_between_steps, seed_map
 from paceline.train.records.timing import StepTimer
-from paceline.train.session.script_changes import is_examined
 from paceline.train.session.session import Session
 from paceline.train.session.state import Trained
-from paceline.train.steps.given_batch import GivenBatch
-from paceline.train.steps.loop_draws import GENERATOR_UNSAVED, LoopDraws
 from paceline.train.steps.model_step import ModelStepper, Pending
 from paceline.train.steps.preparation import Prepared
 from paceline.train.steps.trace import ParityTracer
@@ -60,10 +58,6 @@ class Stepper:
         """Whether the script has taken all batches of an epoch, and may be at what it does at the epoch's end."""
         self._has_told_of_epochs = False
         """Whether the script was told that it ends epochs again."""
-        self.draws = LoopDraws(self._device)
-        """What the script draws for a batch before `Run.step`."""
-        self._has_told_of_batches = set[str]()
-        """What the script was told of what it does to batches there."""
         self._pending: Pending | None = None
         """The batch that the script has, while the iterator that gave it waits."""
 
@@ -96,7 +90,6 @@ class Stepper:
             content: `pending.content` as the script passed it to `step`.
         """
         name, chosen = self._trained_by(model, optimizer)
-        self._compare_with_given(pending, content)
         stepper, progress = self._steppers[name], self._state.progress
         companions = Companions([one for other, one in self._state.models.companions.items() if other != name])
         result = stepper.step(pending, content, loss_fn, companions, chosen)
@@ -109,61 +102,40 @@ class Stepper:
         seed_between_steps(seed, progress.steps, self._device, pending.num_steps)
         self._timer.step_ended(stepper.trained.engine.communication)
         self.session.is_consistent, self._is_finished = True, False
-        if self._may_go_on:
-            self.draws.go_on()
         return result, stepper.trained
 
     @contextlib.contextmanager
     def given(self, batch: Batch, content: Any, loading: Loading) -> Iterator[Pending]:
         """A context in which the script has a batch, which it is to make a step on."""
-        progress, num_samples = self._state.progress, sum(batch.assignment.sizes)
-        # By the number of the whole training: torch chooses other kernels under a mode, as for linear layers in
-        # inference mode, and a run that was interrupted must not get other bits than one that was not.
-        given = GivenBatch(content, num_samples, is_recorded=is_examined(progress.steps + 1))
-        if are_apart := isinstance(content, ShardedBatch):
-            content = replace(content, apply=self.draws.apply)
-        sizes = batch.assignment.sizes or (1,)
-        of_workers = batch.assignment.shards_of_rank if self._is_sharded else ()
-        num_calls = max((stop - start for start, stop in of_workers), default=0)
-        self.draws.start(batch.assignment.own[0], sizes, given.recording, are_apart=are_apart, num_calls=num_calls)
+        progress = self._state.progress
+        if isinstance(content, ShardedBatch):
+            content = replace(content, apply=self._apply_of(batch))
         try:
-            self._pending = Pending(batch, content, loading, progress.steps, progress.samples_seen, given)
+            self._pending = Pending(batch, content, loading, progress.steps, progress.samples_seen)
             yield self._pending
         finally:
             self._pending = None
-            given.stop()
-            self.draws.stop()
 
-    def _compare_with_given(self, pending: Pending, content: Any) -> None:
-        """Look at what the script did to a batch: what depends on the number of workers is said, or refused.
+    def _apply_of(self, batch: Batch) -> Apply:
+        """What `ShardedBatch.map` does: call a function with each shard of this worker's, under the shard's seed.
 
-        Raises:
-            ModelError: a sample follows from others of a batch that other workers have parts of.
+        Workers that hold parts of a model, which the function may call, call it equally often: those with fewer shards
+        than others for copies of their first one as well, which count for nothing.
         """
-        given, assignment = pending.given, pending.batch.assignment
-        self.draws.stop()
-        given.stop()
-        has_others = sum(assignment.sizes) < assignment.global_size
-        if given.is_changed(content):
-            self.session.drawn_by_script = self.draws.checksum
-            for sentence in self.draws.sentences(has_others=has_others):
-                self._tell_of_batches(sentence)
-            holds = self._state.kept.holds_generator
-            # An earlier step on the batch has seeded the model's own generators.
-            of_host = () if pending.num_steps else given.generators_of_host
-            own = (*self.draws.lasting_generators, *of_host)
-            if self.session.saves_checkpoints and not all(map(holds, own)):
-                self._tell_of_batches(GENERATOR_UNSAVED)
-        sentence, is_certain = ("", False) if pending.num_steps else given.finding(content)
-        if sentence and is_certain and has_others:
-            raise ModelError(sentence)
-        if sentence:
-            self._tell_of_batches(sentence)
+        seed, index = self._state.job.seed, self._state.progress.steps
+        of_workers = batch.assignment.shards_of_rank if self._is_sharded else ()
+        num_calls = max((stop - start for start, stop in of_workers), default=0)
 
-    def _tell_of_batches(self, sentence: str) -> None:
-        if sentence not in self._has_told_of_batches:
-            self._has_told_of_batches.add(sentence)
-            self.session.note(sentence)
+        def apply(function: Callable[[Any], Any], shards: tuple[Any, ...]) -> tuple[Any, ...]:
+            every = shards + tuple(copied(shards[0]) for _ in range(len(shards), num_calls))
+            made = []
+            for shard, content in enumerate(every, batch.assignment.own[0]):
+                seed_map(seed, index, shard, self._device)
+                made.append(function(content))
+            seed_between_steps(seed, index, self._device)
+            return tuple(made[: len(shards)])
+
+        return apply
 
     def catch_up(self) -> None:
         """Have all that the device knows of the steps so far known to the host, and said; waits for the device."""
@@ -213,7 +185,7 @@ class Stepper:
             # What a script draws from now on is what it draws after a resume, whatever one worker drew for its log.
             seed_between_steps(self._state.job.seed, self._state.progress.steps, self._device)
             if all(stepper.trained.engine.is_synchronised for stepper in self._steppers.values()):
-                self.session.step_ended(self._timer.own_s, [stepper.changes for stepper in self._steppers.values()])
+                self.session.step_ended(self._timer.own_s)
 
     def end(self, error: BaseException | None) -> PeerLost | None:
         """After the last step, save; after an error, save what is whole without the others.
@@ -221,9 +193,6 @@ class Stepper:
         Returns:
             The loss of a worker that led to the error; None if none did.
         """
-        if self._pending is not None:
-            self._pending.given.stop()
-            self.draws.stop()
         if error is None:
             self.catch_up()
             self.session.finish(is_between_epochs=self._is_between_epochs)

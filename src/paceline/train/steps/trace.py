@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self, TextIO
 
 import torch
@@ -43,7 +43,7 @@ class ParityTracer:
         directory.mkdir(parents=True, exist_ok=True)
         file = open(directory / f"rank{world.rank}.jsonl", "w", encoding="utf-8")  # noqa: SIM115 - close() ends it
         tp = 1 if mesh is None else mesh.tp
-        file.write(json.dumps({"parity": job.parity, "precision": job.precision, "norm": job.norm, "tp": tp}) + "\n")
+        file.write(json.dumps({"parity": job.parity, "precision": job.precision, "tp": tp}) + "\n")
         return cls(file)
 
     def before_update(self, step: int, model: nn.Module, whole: Whole, loss: Tensor, batch: Any, *, idle: bool) -> None:
@@ -58,14 +58,12 @@ class ParityTracer:
             "gradients": fingerprints(gradients.items()),
         }
 
-    def after_update(self, model: nn.Module, whole: Whole, notes: Sequence[str]) -> None:
+    def after_update(self, model: nn.Module, whole: Whole) -> None:
         if self._file is None or not self._line:  # servers make updates without a gradient of all workers
             return
         self._line["parameters"] = fingerprints(whole(dict(model.named_parameters())).items())
         self._line["buffers"] = fingerprints(whole(dict(model.named_buffers())).items())
         self._line["weights_sha256"] = weights_sha256(whole(model.state_dict(keep_vars=True)))
-        if notes:
-            self._line["notes"] = list(notes)
         self._file.write(json.dumps(self._line) + "\n")
         self._line = {}
 

@@ -1,1 +1,0 @@
-"""Batch normalisation with the statistics of one virtual shard each, or of the global batch."""

@@ -1,1 +1,0 @@
-"""Facts about a loss function: whether it couples samples, and what it calls and changes."""

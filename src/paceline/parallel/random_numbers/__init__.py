@@ -1,1 +1,0 @@
-"""Random numbers that belong to virtual shards: the same whichever worker draws them."""
