@@ -33,8 +33,6 @@ class LayerCost:
     """Bytes of gradients that wait between the two halves of a backward pass, where a schedule has them apart."""
     largest_parameter_bytes: float = 0
     """Bytes of the largest parameter: its gradient lives beside the sum that it is added to."""
-    draws: bool = False
-    """Whether its forward pass draws random numbers, as dropout does."""
 
     def is_sharded_by(self, degree: int) -> bool:
         """Whether a tensor group of `degree` workers can divide this layer evenly."""
