@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.old.docs.blocks import blocks_of  # noqa: E402
+from tests.kit.markdown import files_of  # noqa: E402
 
 PAGES = sorted((ROOT / "docs" / "guides").glob("from-*.md"))
 
@@ -41,14 +41,9 @@ class Change:
         return f"{self.written} lines written, {self.removed} removed, {self.kept} kept"
 
 
-def scripts_in(page: Path) -> dict[str, str]:
-    """The files that a page shows, by name."""
-    return {block.said: block.text for block in blocks_of(page, page.parent) if block.marker == "file"}
-
-
 def change_in(page: Path) -> Change:
     """The change from a page's before.py to its after.py."""
-    files = scripts_in(page)
+    files = files_of(page)
     before, after = _code_lines(files["before.py"]), _code_lines(files["after.py"])
     matches = difflib.SequenceMatcher(a=before, b=after, autojunk=False).get_matching_blocks()
     return Change(len(before), len(after), sum(match.size for match in matches))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import importlib
 import json
 import multiprocessing
@@ -26,6 +27,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
+
 from .notes import Device, Notes
 
 _FORK = multiprocessing.get_context("fork")  # of a process that has not loaded torch
@@ -38,6 +41,7 @@ _PARTS = {  # title: module, function, share of the minutes
     "Checkpoint, restart, a killed worker": (".commands", "recovery", 50),
 }
 _RESERVE_S, _FAREWELL_S = 20.0, 3.0
+_PR_SET_CHILD_SUBREAPER = 36
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 84rem; padding: 0 1rem; color: #16202c }
 table { border-collapse: collapse; margin: .5rem 0 1.2rem; font-variant-numeric: tabular-nums; font-size: 13.5px }
@@ -72,10 +76,13 @@ def run_part(module: str, function: str, notes: Notes) -> None:
     notes.run(getattr(importlib.import_module(module, __package__), function)(notes))
 
 
-def follow(part: dict[str, Any], running: Any, notes: Notes) -> Iterator[None]:
-    """Wait for a part as long as it may run; yields whenever what it finds may have become more in `part`."""
+def follow(part: dict[str, Any], module: str, notes: Notes) -> Iterator[None]:
+    """Run a part as long as it may; yields whenever what it finds may have become more in `part`."""
     began, num_seen, lines = time.monotonic(), 0, notes.scratch / "lines"
+    others = set(psutil.Process().children(recursive=True))
+    running = _FORK.Process(target=run_part, args=(module, part["name"], notes))
     try:
+        running.start()
         is_running = True
         while is_running and notes.left_s > -_FAREWELL_S:
             running.join(0.5)
@@ -88,7 +95,7 @@ def follow(part: dict[str, Any], running: Any, notes: Notes) -> Iterator[None]:
             yield
     finally:
         exit_code = running.exitcode
-        end(running.pid)
+        end(others)
     part["status"] = {0: "done", None: "stopped at its limit"}.get(exit_code, f"exit code {exit_code}")
     if left_out := [name for name in part["planned"] if name not in part["done"]]:
         part["failures"].append(f"no time for: {', '.join(left_out)}")
@@ -97,24 +104,21 @@ def follow(part: dict[str, Any], running: Any, notes: Notes) -> Iterator[None]:
         part["failures"].append(f"the end of its output:\n{log[-5000:]}")
 
 
-def end(pid: int) -> None:
-    """End a part with all that it has started, in whatever session: a moment to say goodbye, then no more."""
-    import psutil  # type: ignore[import-untyped]
-
-    with contextlib.suppress(psutil.NoSuchProcess):
-        started = [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]
+def end(others: set[psutil.Process]) -> None:
+    """End what a part has started, and the part, in whatever session: a moment to say goodbye, then no more."""
+    started = set(psutil.Process().children(recursive=True)) - others
+    for ending in (psutil.Process.terminate, psutil.Process.kill):
         for one in started:
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.send_signal(signal.SIGTERM)
-        for one in psutil.wait_procs(started, _FAREWELL_S)[1]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
+                ending(one)
+        started = set(psutil.wait_procs(started, _FAREWELL_S)[1])
 
 
 def write_page(out: Path, data: Path | None, minutes: float) -> bool:
     """Run all parts, each for its share of the time that is left, and write the page; whether everything is good."""
     deadline = time.monotonic() + 60 * minutes - _RESERVE_S
     out.mkdir(parents=True, exist_ok=True)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a part leaves when it dies is a child of this process
     with ProcessPoolExecutor(1, _FORK) as pool:
         device, said = pool.submit(find_device).result()
     place = f"{platform.node()}, {os.cpu_count()} cores, Python {platform.python_version()}, {said}."
@@ -127,9 +131,7 @@ def write_page(out: Path, data: Path | None, minutes: float) -> bool:
             parts[-1] |= {key: [] for key in ("rows", "failures", "planned", "done")}
             notes = Notes(out, Path(scratch) / str(number), data, device, time.monotonic() + limit_s)
             notes.scratch.mkdir()
-            running = _FORK.Process(target=run_part, args=(module, function, notes))
-            running.start()
-            for _ in follow(parts[-1], running, notes):
+            for _ in follow(parts[-1], module, notes):
                 _write(out, place, parts)
             _write(out, place, parts)
             print(f"{title}: {parts[-1]['status']}, {parts[-1]['seconds']:.0f} s of {limit_s:.0f} s", flush=True)

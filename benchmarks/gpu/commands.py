@@ -102,11 +102,13 @@ def _forecast(notes: Notes, measured: dict[str, Any]) -> None:
     notes.command("paceline", "probe", job, "-n", "1", "--budget", budget, "--quiet", "--out", cluster)
     notes.command("paceline", "plan", job, "--cluster", cluster, "--devices", "1", "--out", out)
     (forecast,) = json.loads((Path(out) / "forecast.json").read_text())["rows"]
-    ms, mib = 1e3 * forecast["step_s"], (forecast["memory_bytes"] or 0) / 2**20
+    ms = 1e3 * forecast["step_s"]
     row = {"workload": name, "forecast ms": round(ms, 2), "measured ms": measured["ms a step"]}
-    row |= {"error": f"{ms / measured['ms a step'] - 1:+.0%}", "forecast MiB": round(mib)}
-    if "MiB" in measured:
-        row |= {"measured MiB": measured["MiB"], "error of MiB": f"{mib / measured['MiB'] - 1:+.0%}"}
+    row |= {"error": f"{ms / measured['ms a step'] - 1:+.0%}"}
+    if "MiB" in measured and forecast["memory_bytes"] is not None:
+        mib = forecast["memory_bytes"] / 2**20
+        row |= {"forecast MiB": round(mib), "measured MiB": measured["MiB"]}
+        row |= {"error of MiB": f"{mib / measured['MiB'] - 1:+.0%}"}
     notes.row("A probe's forecast beside the steps of part 2", row)
 
 

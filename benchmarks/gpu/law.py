@@ -174,7 +174,8 @@ def _compare(notes: Notes, case: str, parity: str, worlds: list[str]) -> None:
         is_equal, distance = other["sha"] == first["sha"], difference(first["weights"], other["weights"])
         row[world] = "equal bits" if is_equal else f"{distance:.1e}"
         is_good &= is_equal or (parity == "numeric" and distance <= (_BESIDE_CPU if world == "CPU" else _NUMERIC))
-    notes.row(f"Weights after {_STEPS} steps, largest relative difference to 1 worker", row, good=is_good)
+    allowed = f"allowed are {_NUMERIC:.0e} where numeric, {_BESIDE_CPU:.0e} beside the CPU"
+    notes.row(f"Weights after {_STEPS} steps, largest relative difference to 1 worker; {allowed}", row, good=is_good)
 
 
 def difference(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:

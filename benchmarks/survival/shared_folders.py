@@ -2,11 +2,11 @@
 
     python -m benchmarks.survival.shared_folders [--only NAME,…] [--out DIR] [--python PATH]
 
-Each node has a view of the folder of its own (`tests/old/hosts/folder_view.py`), as clients of NFS have; the launcher is
-on one node, rank 0 on the other. Where the trouble begins in the middle, it does with the first complete checkpoint. Then
-everything is as it should be again, and the run is started once more: it has to end with the weights of one worker that
-nobody disturbed. The exit code says whether that holds, whether there was a good checkpoint all the time, and whether a
-run that did not end well said so in a sentence. Needs root, sshd and /dev/fuse.
+Each node has a view of the folder of its own (`tests/old/hosts/folder_view.py`), as clients of NFS have; the launcher
+is on one node, rank 0 on the other. Where the trouble begins in the middle, it does with the first complete
+checkpoint. Then everything is as it should be again, and the run is started once more: it has to end with the weights
+of one worker that nobody disturbed. The exit code says whether that holds, whether there was a good checkpoint all
+the time, and whether a run that did not end well said so in a sentence. Needs root, sshd and /dev/fuse.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> str:
     """The weights of one process."""
-    (weights,) = weights_in(succeeded(python("train.py", cwd=folder)).stdout, world_size=1)
+    (weights,) = weights_in(succeeded(python("train.py", cwd=folder, OMP_NUM_THREADS="1")).stdout, world_size=1)
     return weights
 
 

@@ -21,7 +21,7 @@ import paceline
 from tests.kit.commands import user_environ
 from tests.kit.markdown import ROOT
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.budget(processor_s=90)]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.budget(processor_s=60)]
 
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "src")
 BUILD = """

@@ -60,7 +60,7 @@ def start(stage: Stage, does: str) -> None:
     (stage.folder / "samples.py").write_text(prologue + SAMPLES.format(does=does))
 
 
-@pytest.mark.budget(processor_s=20)
+@pytest.mark.budget(processor_s=10)
 @pytest.mark.parametrize("name", [pytest.param("an exception", marks=pytest.mark.nightly), "SIGKILL"])
 def test_a_fault_while_a_job_reads_its_data_is_told_with_its_rank(stage: Stage, name: str) -> None:
     fault = FAULTS[name]
@@ -73,7 +73,7 @@ def test_a_fault_while_a_job_reads_its_data_is_told_with_its_rank(stage: Stage, 
     assert not (stage.folder / "run" / "record.json").exists()
 
 
-@pytest.mark.budget(processor_s=20)
+@pytest.mark.budget(processor_s=10)
 def test_a_mistake_in_a_jobs_data_is_one_sentence(stage: Stage) -> None:
     start(stage, MISTAKE)
     end = ended(stage.start("paceline", "train", "job.toml", "-n", "2", "--out", "run", "--quiet"))

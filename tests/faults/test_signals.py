@@ -25,11 +25,14 @@ def assert_nobody_is_blamed(stage: Stage, end: Ended, exit_code: int) -> None:
     assert not (stage.folder / "run" / "failure.json").exists()
 
 
-@pytest.mark.parametrize(
+each_signal = pytest.mark.parametrize(
     ("number", "exit_code"),
     [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
     ids=["SIGTERM", "Ctrl-C", "the terminal closes"],
 )
+
+
+@each_signal
 @pytest.mark.parametrize("receivers", ["the launcher", "its process group"])
 def test_a_signal_ends_the_launcher_its_workers_and_what_they_started(
     stage: Stage, number: signal.Signals, exit_code: int, receivers: str
@@ -41,7 +44,8 @@ def test_a_signal_ends_the_launcher_its_workers_and_what_they_started(
     assert_nobody_is_blamed(stage, ended(launcher), exit_code)
 
 
-def test_a_worker_that_is_asked_to_end_has_time_to_save(stage: Stage) -> None:
+@each_signal
+def test_a_worker_that_is_asked_to_end_has_time_to_save(stage: Stage, number: signal.Signals, exit_code: int) -> None:
     script = stage.script(
         """
         def save(*_):
@@ -50,17 +54,18 @@ def test_a_worker_that_is_asked_to_end_has_time_to_save(stage: Stage) -> None:
             tell(f"{RANK}.saved")
             os._exit(143)
 
-        signal.signal(signal.SIGTERM, save)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # whichever the launcher sends on
+            signal.signal(number, save)
         tell(f"{RANK}.ready")
         park()
         """
     )
     launcher = stage.launch(script)
     stage.await_marks("0.ready", "1.ready")
-    launcher.send_signal(signal.SIGTERM)
+    launcher.send_signal(number)
     stage.await_marks("0.asked", "1.asked")
     (stage.folder / "storage-answers").touch()
-    assert_nobody_is_blamed(stage, ended(launcher), 143)
+    assert_nobody_is_blamed(stage, ended(launcher), exit_code)
     assert (stage.folder / "0.saved").exists() and (stage.folder / "1.saved").exists()
 
 

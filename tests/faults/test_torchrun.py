@@ -23,7 +23,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.budget(processor_s=20)
+@pytest.mark.budget(processor_s=30)
 @pytest.mark.parametrize("name", [pytest.param("an exception", marks=pytest.mark.nightly), "SIGKILL"])
 def test_a_fault_under_torchrun_ends_all_workers_and_spoils_no_checkpoint(stage: Stage, name: str) -> None:
     does, told = FAULTS[name]

@@ -68,7 +68,7 @@ def assert_told(stage: Stage, end: Ended, fault: Fault) -> None:
     assert {one.state for one in later} <= {"good", "unfinished"}
 
 
-@pytest.mark.budget(processor_s=15)
+@pytest.mark.budget(processor_s=20)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in EVERY_TIME else pytest.mark.nightly) for name in FAULTS]
 )
@@ -79,7 +79,7 @@ def test_a_fault_in_a_step_is_told_with_its_rank_and_step(stage: Stage, name: st
 
 
 @pytest.mark.nightly
-@pytest.mark.budget(processor_s=15)
+@pytest.mark.budget(processor_s=20)
 def test_a_hang_in_a_data_loader_is_told_with_its_rank(stage: Stage) -> None:
     """The stack is of the worker that waits for its loader."""
     script = stage.script(
@@ -109,7 +109,7 @@ def test_a_hang_in_a_data_loader_is_told_with_its_rank(stage: Stage) -> None:
     assert (stage.folder / "loader-of-1.pid").exists()  # the fixture sees that it has ended
 
 
-@pytest.mark.budget(processor_s=15)
+@pytest.mark.budget(processor_s=20)
 def test_the_cause_is_told_though_a_peer_reports_its_lost_connection_first(stage: Stage) -> None:
     script = script_of(
         stage,
@@ -139,7 +139,7 @@ def test_the_cause_is_told_though_a_peer_reports_its_lost_connection_first(stage
 
 
 @pytest.mark.nightly
-@pytest.mark.budget(processor_s=15)
+@pytest.mark.budget(processor_s=20)
 def test_a_worker_that_leaves_early_without_an_error_is_named(stage: Stage) -> None:
     end = ended(stage.launch(script_of(stage, "sys.exit(0)"), "--hang-timeout", str(HANG_TIMEOUT_S)))
     assert end.exit_code == 1

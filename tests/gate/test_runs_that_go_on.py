@@ -65,34 +65,39 @@ class _FailingSGD(torch.optim.SGD):
 
 AfterStep = Callable[[int], object]
 AtEnd = Callable[[], object]
-Script = Callable[[paceline.Run, nn.Module], tuple[AfterStep, AtEnd]]
+Script = Callable[[paceline.Run, nn.Module, torch.optim.Optimizer], tuple[AfterStep, AtEnd]]
 """After `run.prepare`: what a script does after each step, and what it has at the end."""
 
 
-def _nothing(_run: paceline.Run, model: nn.Module) -> tuple[AfterStep, AtEnd]:
+def _nothing(*_: object) -> tuple[AfterStep, AtEnd]:
     return lambda _step: None, lambda: None
 
 
-def _average(run: paceline.Run, _model: nn.Module) -> tuple[AfterStep, AtEnd]:
+def _average(run: paceline.Run, *_: object) -> tuple[AfterStep, AtEnd]:
     average = run.average(0.5)
     return lambda _step: None, lambda: [one.tolist() for one in average.module.parameters()]
 
 
-def _unfreezing(run: paceline.Run, model: nn.Module) -> tuple[AfterStep, AtEnd]:
+def _freezing(_run: paceline.Run, model: nn.Module, *_: object) -> tuple[AfterStep, AtEnd]:
     first = next(model.parameters())
-    first.requires_grad_(run.steps > 0 and first.requires_grad)
-    return lambda step: first.requires_grad_(step >= 4), lambda: first.requires_grad
+    return lambda step: first.requires_grad_(False) if step == 4 else None, first.tolist
 
 
-def _moving_teacher(run: paceline.Run, model: nn.Module) -> tuple[AfterStep, AtEnd]:
+def _moving_teacher(run: paceline.Run, model: nn.Module, *_: object) -> tuple[AfterStep, AtEnd]:
     torch.manual_seed(5)
     teacher = run.prepare(nn.Linear(3, 4), name="teacher")
     return lambda _step: teacher.weight.lerp_(next(model.parameters()).detach(), 0.5), teacher.weight.tolist
 
 
-def _asking_for_total_steps(run: paceline.Run, _model: nn.Module) -> tuple[AfterStep, AtEnd]:
+def _scheduling(run: paceline.Run, _model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[AfterStep, AtEnd]:
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    run.keep("scheduler", scheduler)
+    return lambda _step: scheduler.step(), scheduler.get_last_lr
+
+
+def _asking_for_total_steps(run: paceline.Run, *_: object) -> tuple[AfterStep, AtEnd]:
     run.total_steps(NUM_SAMPLES)
-    return _nothing(run, _model)
+    return _nothing()
 
 
 def _rows(num_samples: int = NUM_SAMPLES) -> TensorDataset:
@@ -120,8 +125,9 @@ def _train(
     values = {"global_batch_size": BATCH, "virtual_shards": 2, "epochs": EPOCHS} | job
     try:
         with paceline.init(checkpoint_dir=folder, max_steps=max_steps, progress=False, **values) as run:
-            run.prepare(model := _Layers(), optimizer_of(model.parameters(), lr=0.1))
-            after_step, at_end = script(run, model)
+            model = _Layers()
+            _, optimizer = run.prepare(model, optimizer_of(model.parameters(), lr=0.1))
+            after_step, at_end = script(run, model, optimizer)
             for batch in run.batches(_rows(num_samples), sampler=sampler):
                 run.step(batch, loss_fn)
                 made.append(run.steps)
@@ -131,14 +137,19 @@ def _train(
         return made, f"{type(end).__name__}: {end}"
 
 
-def _whole_and_in_two(folder: Path, first: dict[str, Any], second: dict[str, Any], whole: dict[str, Any]) -> list[Any]:
-    return [_train(folder / "whole", **whole), _train(folder / "two", **first), _train(folder / "two", **second)]
+def _in_turn(folder: Path, *runs: dict[str, Any]) -> list[Any]:
+    return [_train(folder, **one) for one in runs]
+
+
+def _whole_and_in_two(folder: Path, first: dict[str, Any], then: dict[str, Any]) -> list[Any]:
+    return [_train(folder / "whole", **then), *_in_turn(folder / "two", first, then)]
 
 
 STATES: dict[str, dict[str, Any]] = {
     "an average of the weights": {"script": _average},
-    "parameters that are unfrozen": {"script": _unfreezing},
+    "a layer that is frozen on the way": {"script": _freezing},
     "a teacher that moves": {"script": _moving_teacher},
+    "a scheduler": {"script": _scheduling},
     "numbers of the optimizer": {"optimizer_of": _CountingSGD},
 }
 
@@ -147,13 +158,13 @@ STATES: dict[str, dict[str, Any]] = {
 def test_a_run_in_two_parts_is_the_run_in_one(state: str, tmp_path: Path) -> None:
     case = STATES[state]
     in_the_middle_of_an_epoch = case | {"max_steps": 5}
-    ((whole, first, second),) = run_ranks(_whole_and_in_two, 1, tmp_path, in_the_middle_of_an_epoch, case, case)
+    ((whole, first, second),) = run_ranks(_whole_and_in_two, 1, tmp_path, in_the_middle_of_an_epoch, case)
     assert first[0] + second[0] == whole[0] == STEPS
     assert second[1] == whole[1]
 
 
 def test_a_state_from_the_middle_of_an_update_is_not_saved(tmp_path: Path) -> None:
-    ((whole, first, second),) = run_ranks(_whole_and_in_two, 1, tmp_path, {"optimizer_of": _FailingSGD}, {}, {})
+    ((whole, first, second),) = run_ranks(_whole_and_in_two, 1, tmp_path, {"optimizer_of": _FailingSGD}, {})
     assert first == ([1, 2], "RuntimeError: in the middle of an update")
     assert second[1] == whole[1]
 
@@ -180,12 +191,8 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_run_does_not_go_on(name: str, tmp_path: Path) -> None:
     first, second, words = OTHERS[name]
-    ((_, (made, said)),) = run_ranks(_one_after_the_other, 1, tmp_path, first | {"max_steps": 4}, second)
+    ((_, (made, said)),) = run_ranks(_in_turn, 1, tmp_path, first | {"max_steps": 4}, second)
     assert not made and all(word in said for word in words), said
-
-
-def _one_after_the_other(folder: Path, *runs: dict[str, Any]) -> list[Any]:
-    return [_train(folder, **one) for one in runs]
 
 
 def _without_manifests(folder: Path) -> str:

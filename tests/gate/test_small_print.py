@@ -4,7 +4,6 @@ evaluations that leave no trace, random numbers between steps, and workers that 
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,49 +13,9 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
 from paceline.errors import PacelineError
-from tests.kit import losses, models
-from tests.kit.engines import ENGINES
-from tests.kit.oracle import Task, learn, order
-from tests.kit.train import trained
 from tests.kit.workers import run_ranks
-from tests.law.tasks import rows, sequences, texts
 
 _sgd = functools.partial(torch.optim.SGD, lr=0.3)
-_decaying = functools.partial(torch.optim.SGD, lr=0.3, momentum=0.9, weight_decay=0.1)
-
-
-def _with_a_worker_without_samples() -> Task:
-    """Three workers; the last batch has two samples, of which the first has no token."""
-    task = Task(models.layers, losses.counted_tokens, sequences(18), _sgd, epochs=1)
-    has_tokens = (sequences(18).tensors[1] != losses.IGNORED).any(1).tolist()
-    ends = {seed: [has_tokens[sample] for sample in order(seed, 0, 18)[-2:]] for seed in range(100)}
-    return replace(task, seed=next(seed for seed, found in ends.items() if found == [False, True]))
-
-
-TASKS: dict[str, tuple[str, Task]] = {
-    "a worker without samples": ("dp on 3", _with_a_worker_without_samples()),
-    "a limit that no gradient reaches": (
-        "one worker",
-        Task(models.layers, losses.classes, rows(8), _sgd, clip_norm=1e6),
-    ),
-    "an unused parameter that would decay": (
-        "dp, bitwise",
-        Task(models.tied, losses.counted_tokens, texts(16), _decaying, epochs=1),
-    ),
-    "the norm of weights in two stages": (
-        "pp, 1f1b",
-        Task(models.tied, losses.counted_tokens, texts(16), _sgd, epochs=1, clip_norm=0.1),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", TASKS)
-def test_a_run_learns_what_a_plain_loop_learns(name: str) -> None:
-    engine, task = TASKS[name]
-    right = learn(task, num_shards=1)
-    for outcome in trained(ENGINES[engine], task):
-        for parameter, value in outcome.learned.weights.items():
-            torch.testing.assert_close(value, right.weights[parameter], rtol=1e-11, atol=1e-13)
 
 
 class _Statistics(nn.Module):
@@ -103,19 +62,22 @@ def _in_order(_seed: int, _epoch: int) -> range:
     return range(8)
 
 
-def _moved_statistics() -> list[Any]:
-    with _init() as run:
+def _moved_statistics(parity: str) -> list[Any]:
+    with _init(parity=parity) as run:
         model, _ = run.prepare(found := _Statistics(), _sgd(found.parameters()))
         for batch in run.batches(_pairs(), sampler=_in_order):
             run.step(batch, _squares)
-        return [int(model.count), float(model.smallest), float(run.values["target"]), model.norm.training]
+        means = [float(model.mean.sum()), float(run.values["target"])]
+        return [int(model.count), float(model.smallest), model.norm.training, means]
 
 
-def test_statistics_and_values_are_those_of_the_virtual_shards_on_any_number_of_workers() -> None:
+@pytest.mark.parametrize("parity", ["numeric", "bitwise"])
+def test_statistics_and_values_are_those_of_the_virtual_shards_on_any_number_of_workers(parity: str) -> None:
     inputs, targets = _pairs().tensors
-    of_first_shard = int((inputs[:2] > 0).sum())
-    for found in run_ranks(_moved_statistics, 1) + run_ranks(_moved_statistics, 2):
-        assert found == [of_first_shard, 0.0, pytest.approx(float(targets.mean()), rel=1e-6), False]
+    means = [float(inputs.mean(0).sum()) / 2, float(targets.mean())]
+    expected = [int((inputs[:2] > 0).sum()), 0.0, False, pytest.approx(means, rel=1e-6)]
+    for num_workers in (1, 2):
+        assert all(found == expected for found in run_ranks(_moved_statistics, num_workers, parity))
 
 
 def _noisy(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -147,70 +109,80 @@ def test_an_evaluation_leaves_no_trace_and_workers_draw_alike_between_steps() ->
     assert first[4] == pytest.approx(alone[4], rel=1e-5)
 
 
-class _Numbers(IterableDataset[Tensor]):
-    """Eleven numbers, in shards of their own that end one after the other."""
+class _Spread(nn.Module):
+    """A layer, and the spread of a shard's samples, whose gradient is not finite where there is one alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.layer(inputs)
+        spread: Tensor = (hidden - hidden.mean(0)).square().mean(0).sqrt()
+        output: Tensor = hidden.sum(1, keepdim=True) + spread.sum()
+        return output
+
+
+class _Stream(IterableDataset[Any]):
+    """Pairs in four shards of its own, of which the first two give four samples and the others two."""
 
     num_shards = 4
 
-    def __init__(self, numbers: tuple[float, ...] = tuple(range(11))) -> None:
-        self._numbers = numbers
+    def __init__(self, begin: int = 0, end: int = 16) -> None:
+        self._begin, self._end = begin, end
 
-    def shard(self, num_shards: int, index: int) -> _Numbers:
-        return _Numbers(self._numbers[index::num_shards] if index else self._numbers[::num_shards] * 3)
+    def shard(self, num_shards: int, index: int) -> _Stream:
+        begin = index * (self._end // num_shards)
+        return _Stream(begin, min(self._end, begin + (4 if index < 2 else 2)))
 
     def __iter__(self) -> Any:
-        return (torch.tensor([number]) for number in self._numbers)
+        angles = torch.arange(float(self._begin), float(self._end))
+        return zip(torch.stack([angles.sin(), angles.cos()], 1), angles[:, None] / 16, strict=True)
 
 
-def _in_order_of(some: Tensor) -> str:
-    return ",".join(str(int(one)) for one in some)
+def _without_samples_in_the_last_step() -> list[Any]:
+    with _init(precision="float64") as run:
+        torch.manual_seed(0)
+        run.prepare(model := _Spread(), _sgd(model.parameters()))
+        made = [float(run.step(batch, _squares)) for batch in run.batches(_Stream())]
+        return [*made, *(one.sum().item() for one in model.parameters())]
 
 
-def _joined(first: str, second: str) -> str:
-    return f"({first} {second})"
+def test_what_a_worker_without_samples_computes_counts_for_nothing() -> None:
+    (alone,) = run_ranks(_without_samples_in_the_last_step, 1)
+    assert len(alone) == 2 + 2 and all(number == number for number in alone)
+    for spread in run_ranks(_without_samples_in_the_last_step, 2):
+        assert spread == pytest.approx(alone, rel=1e-12)
 
 
-def _metrics() -> tuple[dict[str, float], list[str]]:
-    """The metrics of some sets, and in which order states were merged, on rank 0."""
-    import torchmetrics
-
+def _evaluated() -> tuple[float, list[str]]:
+    """The mean over a stream, and in which order the states of a metric were merged, on rank 0."""
     merged: list[str] = []
 
-    def compute(state: str) -> int:
+    def compute(state: str) -> float:
         merged.append(state)
-        return len(state)
+        return 0.0
 
-    def measure(_model: nn.Module, batch: Any) -> dict[str, Any]:
-        (some,) = batch
-        counted = some[some < 3]
-        return {
-            "tiny": some.new_full((len(some),), 1 / 3),
-            "counted": paceline.Mean(counted.mean(), weight=len(counted)),
-            "order": (some,),
-            "accuracy": (some / 11, (some > 2).long()),
-        }
-
+    metric = (lambda some: ",".join(map(str, some.int().tolist())), "({} {})".format, compute)
     with _init() as run:
-        run.prepare(model := nn.Linear(1, 1), _sgd(model.parameters()))
-        accuracy = torchmetrics.Accuracy(task="binary") * 2 + 1
-        others = {"order": (_in_order_of, _joined, compute), "accuracy": accuracy}
-        found = run.evaluate(TensorDataset(torch.arange(11.0)), measure, others)
-        stream = run.evaluate(_Numbers(), lambda _model, batch: {"stream": batch.flatten()})
-        return found | stream, merged
+        run.prepare(model := nn.Linear(2, 1), _sgd(model.parameters()))
+        run.evaluate(TensorDataset(torch.arange(17.0)), lambda _model, batch: {"order": batch}, {"order": metric})
+        found = run.evaluate(_Stream(), lambda _model, batch: {"mean": 16 * batch[1].flatten()})
+        return found["mean"], merged
 
 
-def test_metrics_count_every_sample_once_whatever_they_are_made_of() -> None:
-    ((alone, merged),) = run_ranks(_metrics, 1)
-    assert alone["tiny"] == float(torch.tensor(1 / 3)) and alone["counted"] == 1.0
-    assert alone["accuracy"] == pytest.approx(1 + 2 * 8 / 11)
-    of_stream = [*range(1, 11, 4), *range(2, 11, 4), *range(3, 11, 4), *(3 * [0, 4, 8])]
-    assert alone["stream"] == pytest.approx(sum(of_stream) / len(of_stream))
-    first, *others = run_ranks(_metrics, 3)
-    assert first == (alone, merged) and all(other == (alone, []) for other in others)
+def test_evaluations_read_all_of_a_stream_and_merge_states_in_one_order() -> None:
+    (alone,) = run_ranks(_evaluated, 1)
+    assert alone[0] == pytest.approx((sum(range(8)) + 8 + 9 + 12 + 13) / 12)
+    first, second = run_ranks(_evaluated, 2)
+    assert first == alone and second == (alone[0], [])
 
 
-class _Swapped(nn.Module):
+class _InAnotherOrder(nn.Module):
     """Two layers, made in another order on rank 1."""
+
+    first: nn.Linear
+    second: nn.Linear
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -218,21 +190,42 @@ class _Swapped(nn.Module):
             setattr(self, name, nn.Linear(2, 2))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        output: Tensor = self.second(self.first(inputs)).sum(1, keepdim=True)  # type: ignore[operator]
+        output: Tensor = self.second(self.first(inputs)).sum(1, keepdim=True)
         return output
 
 
-def _different_layers() -> str:
+def _end_of(
+    model_of: Any = None, data: Any = None, *, has_own_order: bool = False, changes_weights: bool = False, **job: Any
+) -> tuple[int, str]:
+    """How many steps are made, and why there are no more."""
+    made = 0
     try:
-        with _init() as run:
-            run.prepare(model := _Swapped(run.rank), _sgd(model.parameters()))
-            for batch in run.batches(_pairs()):
+        with _init(**job) as run:
+            model = nn.Linear(2, 1) if model_of is None else model_of(run.rank)
+            run.prepare(model, _sgd(model.parameters()))
+            sampler = (lambda _seed, _epoch: range(32)[:: 1 - 2 * run.rank]) if has_own_order else None
+            for batch in run.batches(data or _pairs(32), sampler=sampler):
                 run.step(batch, _squares)
+                made += 1
+                if changes_weights and made == 1:
+                    model.weight.data.mul_(1.0 + run.rank)
     except PacelineError as refusal:
-        return str(refusal)
-    return "they trained"
+        return made, str(refusal)
+    return made, "they trained"
 
 
-def test_workers_that_stop_doing_the_same_are_told_rank_tensor_and_step() -> None:
-    for said in run_ranks(_different_layers, 2):
-        assert all(word in said for word in ("rank 1", "first", "second", "step 1")), said
+REFUSED: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
+    "layers in another order": ({"model_of": _InAnotherOrder}, 0, ("rank 1", "first", "second", "step 1")),
+    "samples in another order": ({"has_own_order": True}, 0, ("rank 1", "order")),
+    "a stream without samples": ({"data": _Stream(0, 0)}, 0, ("no sample",)),
+    "more workers than virtual shards": ({"virtual_shards": 1}, 0, ("2", "virtual_shards = 1")),
+    "weights that rank 1 changes": ({"changes_weights": True}, 3, ("differ",)),
+}
+"""What is wrong, how many steps may be made with it, and words of the refusal."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_workers_that_would_not_do_the_same_are_told_so(name: str) -> None:
+    case, most_steps, words = REFUSED[name]
+    for made, said in run_ranks(functools.partial(_end_of, **case), 2):
+        assert made <= most_steps and all(word in said for word in words), said

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.kit.models import CUTS
+from tests.kit.models import CUTS, TENSOR_PLAN
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,6 @@ class Engine:
     @property
     def has_stages(self) -> bool:
         return self.mesh.get("pp", 1) > 1
-
-    @property
-    def has_slices(self) -> bool:
-        return self.mesh.get("tp", 1) > 1
 
 
 def _pipeline(schedule: str, num_stages: int = 2) -> dict[str, Any]:
@@ -58,8 +54,8 @@ ENGINES = {
     "pp, 1f1b": Engine(2, {"pp": 2}, _pipeline("1f1b")),
     "pp, interleaved": Engine(2, {"pp": 2}, _pipeline("interleaved", num_stages=4)),
     "pp, zero_bubble": Engine(2, {"pp": 2}, _pipeline("zero_bubble")),
-    "tp": Engine(2, {"tp": 2}),
-    "fsdp x tp": Engine(4, {"fsdp": 2, "tp": 2}),
+    "tp": Engine(2, {"tp": 2}, {"tensor_plan": TENSOR_PLAN}),
+    "fsdp x tp": Engine(4, {"fsdp": 2, "tp": 2}, {"tensor_plan": TENSOR_PLAN}),
     "dp x pp": Engine(4, {"dp": 2, "pp": 2}, _pipeline("1f1b")),
     "local_sgd": Engine(2, job=_method("local_sgd", sync_every=1), has_own_losses=True),
     "diloco": Engine(2, job=_method("diloco", sync_every=1, outer_lr=1.0, outer_momentum=0.0), has_own_losses=True),

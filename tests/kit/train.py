@@ -12,7 +12,6 @@ from torch.utils.data import Dataset
 
 import paceline
 from tests.kit.engines import Engine
-from tests.kit.models import TENSOR_PLAN
 from tests.kit.oracle import Learned, Task, order
 from tests.kit.workers import run_ranks
 
@@ -83,8 +82,6 @@ def prepare(run: paceline.Run, engine: Engine, task: Task) -> None:
     if engine.has_stages:
         example = torch.stack([task.data[number][0] for number in range(2)])
         options["example"] = example.to(dtype) if example.is_floating_point() else example
-    if engine.has_slices:
-        options["tensor_plan"] = TENSOR_PLAN
     run.prepare(model, optimizer, **options)
 
 

@@ -57,7 +57,7 @@ NOT_HELD: Mapping[tuple[str, str], NotHeld] = {
         "servers update slices of the parameters, and none knows the norm of the whole gradient",
         ("parameter_server_async", "clip_norm"),
     ),
-    ("asynchronous", "order"): NotHeld("workers choose in the step which shards they read; the order is one worker's"),
+    ("asynchronous", "order"): NotHeld("workers are given no batches: in a step each reads the shards that it takes"),
     ("one process", "bits"): NotHeld("its sums have no fixed tree", ("bitwise",)),
     ("asynchronous", "bytes sent"): NotHeld("how often a worker reads and sends depends on how fast the others are"),
     ("tp", "bits"): _SLICES_ROUND,
@@ -104,7 +104,7 @@ def markdown() -> str:
         *(f"| {engine} | " + " | ".join(cell(engine, name) for name in PROPERTIES) + " |" for engine in ENGINES),
         "",
         *(
-            f"{number}. {'Refused: ' if note.refused_with else ''}{note.why}."
+            f"{number}. {'Refused' if note.refused_with else 'Not so'}: {note.why}."
             for number, note in enumerate(notes, start=1)
         ),
         "",

@@ -24,11 +24,14 @@ def no_gpu() -> tuple[str, str]:
     return "cpu", "a machine of <tests>"
 
 
-def hanging(notes: Any) -> Cases:
-    """What it starts is in a session of its own and holds the write end of the pipe."""
+def start() -> None:
+    """Start a program in a session of its own; it holds the write end of the test's pipe."""
+    subprocess.Popen(["sleep", "600"], start_new_session=True, close_fds=False)
 
+
+def hanging(notes: Any) -> Cases:
     def hang() -> None:
-        subprocess.Popen(["sleep", "600"], start_new_session=True, close_fds=False)
+        start()
         time.sleep(600)
 
     return {"quick": lambda: notes.row("Found", {"value": "kept"}), "slow": hang, "later": lambda: None}
@@ -42,6 +45,7 @@ def failing(notes: Any) -> Cases:
 
 
 def broken(notes: Any) -> Cases:
+    start()
     os.kill(os.getpid(), signal.SIGKILL)
     return {}
 
@@ -58,7 +62,8 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     os.set_inheritable(writer, True)
     assert not gpu.write_page(tmp_path, None, minutes=0.4)
     os.close(writer)
-    assert os.read(reader, 1) == b""  # whoever was started has ended
+    os.set_blocking(reader, False)
+    assert os.read(reader, 1) == b""  # nobody has the other end any more; else this raises BlockingIOError
     os.close(reader)
     found = json.loads((tmp_path / "results.json").read_text())["parts"]
     page = (tmp_path / "page.html").read_text()
@@ -79,7 +84,7 @@ def test_a_part_that_hangs_fails_or_dies_does_not_stop_the_others(parts: dict[st
 @pytest.mark.budget(processor_s=600)
 def test_the_page_is_made_without_a_gpu_and_nothing_on_it_has_failed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path), "--minutes", "15"]
-    data = ROOT / "shared" / "data"
+    data = ROOT.parent / "shared" / "data"
     command += ["--data", str(data)] if data.exists() else []
     environ = {**os.environ, "PYTHONPATH": "src"}
     subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, timeout=1000, check=False)

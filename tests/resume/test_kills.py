@@ -68,7 +68,7 @@ CHAINS: dict[str, tuple[list[tuple[Team, Kill]], Team]] = {
 }
 
 
-@pytest.mark.budget(processor_s=25)
+@pytest.mark.budget(processor_s=10)
 @pytest.mark.parametrize("name", CHAINS)
 def test_a_run_that_is_killed_twice_ends_with_the_bits_of_an_undisturbed_one(
     tmp_path: Path, undisturbed: Undisturbed, name: str
@@ -84,7 +84,7 @@ MOMENTS: list[Moment] = ["in a step", "between steps", "epoch's end", "evaluatio
 
 
 @pytest.mark.nightly
-@pytest.mark.budget(processor_s=25)
+@pytest.mark.budget(processor_s=10)
 @pytest.mark.parametrize(("moment", "strategy", "victim"), list(product(MOMENTS, ["dp", "fsdp"], [None, 0])))
 def test_no_moment_is_a_bad_one(
     tmp_path: Path, undisturbed: Undisturbed, moment: Moment, strategy: str, victim: int | None

@@ -33,17 +33,18 @@ def after_step(run):
     "After step 2 all workers wait until each has got the signal; Paceline hears of it too."
     if run.steps != 2:
         return
-    heard, handler = threading.Event(), signal.getsignal({number})
-    assert callable(handler)
+    heard, handlers = threading.Event(), {{number: signal.getsignal(number) for number in {numbers}}}
 
-    def hear(*arguments):
+    def hear(number, frame):
         heard.set()
-        handler(*arguments)
+        handlers[number](number, frame)
 
-    signal.signal({number}, hear)
+    for number in handlers:
+        signal.signal(number, hear)
     tell(f"{{RANK}}.waits")
     heard.wait()
-    signal.signal({number}, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 """
 
 
@@ -57,7 +58,7 @@ def go_on(folder: Path, undisturbed: Undisturbed) -> int:
     return first_steps(folder)[1]
 
 
-@pytest.mark.budget(processor_s=20)
+@pytest.mark.budget(processor_s=25)
 @pytest.mark.parametrize(
     ("number", "exit_code"),
     [(signal.SIGTERM, 143), pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly)],
@@ -66,8 +67,8 @@ def go_on(folder: Path, undisturbed: Undisturbed) -> int:
 def test_a_run_that_is_asked_to_end_saves_its_last_step(
     stage: Stage, undisturbed: Undisturbed, number: signal.Signals, exit_code: int
 ) -> None:
-    """Nothing else is saved. To its workers a launcher passes Ctrl-C on as SIGTERM."""
-    waits = AWAITS_A_SIGNAL.format(number=int(signal.SIGTERM))
+    """Nothing else is saved. To its workers a launcher may pass Ctrl-C on as SIGTERM."""
+    waits = AWAITS_A_SIGNAL.format(numbers=(int(signal.SIGTERM), int(number)))
     launcher = stage.launch(script(stage, "ATTEMPT, kill, every_steps = 0, None, 100", waits))
     stage.await_marks("0.waits", "1.waits")
     launcher.send_signal(number)
@@ -79,9 +80,9 @@ def test_a_run_that_is_asked_to_end_saves_its_last_step(
     assert go_on(folder, undisturbed) == last_step + 1
 
 
-@pytest.mark.budget(processor_s=20)
+@pytest.mark.budget(processor_s=25)
 def test_a_run_that_is_asked_to_save_goes_on(stage: Stage, undisturbed: Undisturbed) -> None:
-    waits = AWAITS_A_SIGNAL.format(number=int(signal.SIGUSR1))
+    waits = AWAITS_A_SIGNAL.format(numbers=(int(signal.SIGUSR1),))
     kill = "Kill('between steps', FIRST_SAVE + 1, None)"  # not before there is a checkpoint
     launcher = stage.launch(script(stage, f"ATTEMPT, kill, every_steps = 0, {kill}, 100", waits))
     stage.await_marks("0.waits", "1.waits")
@@ -90,7 +91,7 @@ def test_a_run_that_is_asked_to_save_goes_on(stage: Stage, undisturbed: Undistur
     assert go_on(stage.folder / "training", undisturbed) in (2, 3)
 
 
-@pytest.mark.budget(processor_s=20)
+@pytest.mark.budget(processor_s=25)
 def test_a_run_whose_launcher_is_killed_goes_on(stage: Stage, undisturbed: Undisturbed) -> None:
     waits = """
         def after_step(run):
@@ -108,7 +109,7 @@ def test_a_run_whose_launcher_is_killed_goes_on(stage: Stage, undisturbed: Undis
     assert FIRST_SAVE <= go_on(stage.folder / "training", undisturbed) <= 7
 
 
-@pytest.mark.budget(processor_s=25)
+@pytest.mark.budget(processor_s=45)
 @pytest.mark.parametrize("launcher", ["paceline", pytest.param("torchrun", marks=pytest.mark.nightly)])
 def test_a_run_whose_worker_is_killed_goes_on_by_itself(stage: Stage, undisturbed: Undisturbed, launcher: str) -> None:
     attempt = """

@@ -76,7 +76,8 @@ class _Columns:
         """What both workers have of a row of so many elements, counted from the first one that is this worker's."""
         start, stop = self.span(length)
         first, last = other.span(length)
-        return slice(max(first - start, 0), max(min(last, stop) - start, 0))
+        begin = max(first - start, 0)
+        return slice(begin, max(begin, min(last, stop) - start))
 
 
 @dataclass(frozen=True)

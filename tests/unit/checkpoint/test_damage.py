@@ -125,10 +125,14 @@ def test_a_missing_file_is_noticed(folder: Path, file: str) -> None:
     assert train(folder, 3).first_step == 2
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_is_refused(folder: Path) -> None:
+def test_a_run_none_of_whose_checkpoints_is_good_is_refused(folder: Path) -> None:
     for name in (OLDER, NEWER):
         DAMAGES["a byte less"](folder / name / FILES[1])
-    with pytest.raises(CheckpointError, match=NEWER):
+    with pytest.raises(CheckpointError, match=f"{NEWER}.*{FILES[1]}"):
+        train(folder, 5)
+    for name in (OLDER, NEWER):
+        (folder / name / FILES[0]).unlink()
+    with pytest.raises(CheckpointError, match=f"{NEWER}.*{FILES[0]}"):
         train(folder, 5)
 
 
@@ -140,7 +144,7 @@ def test_the_file_latest_is_for_people_only(folder: Path, latest: bytes | None) 
     assert train(folder, 4).first_step == 4
 
 
-def test_what_is_not_paceline_s_is_left_alone(folder: Path) -> None:
+def test_foreign_files_are_left_alone(folder: Path) -> None:
     foreign = {"step-9/manifest.json": b"mine", "notes.txt": b"mine", "step-0000000x/file": b"mine"}
     for path, content in foreign.items():
         (folder / path).parent.mkdir(exist_ok=True)
@@ -243,6 +247,15 @@ def test_the_test_seals_manifests_as_the_program_does(folder: Path) -> None:
     body = json.loads(manifest.read_bytes())
     assert sealed(body) == manifest.read_bytes()
     assert len(body["tensors"][WEIGHT[1]]["chunks"]) == 2
+
+
+def test_a_manifest_that_was_edited_is_noticed(folder: Path) -> None:
+    manifest = folder / NEWER / FILES[0]
+    body = json.loads(manifest.read_bytes())
+    digest = body["sha256"]
+    body["job"]["seed"] = 5
+    manifest.write_bytes(sealed(body).replace(json.loads(sealed(body))["sha256"].encode(), digest.encode()))
+    assert FILES[0] in problem_of(folder)
 
 
 @pytest.mark.parametrize("case", HOSTILE)

@@ -140,6 +140,17 @@ def test_a_slow_network_bounds_the_step_and_a_wire_format_halves_what_it_carries
     assert rounded.communication_s == pytest.approx(plain.communication_s / 2, rel=0.05)
 
 
+def test_the_slowest_of_several_links_between_nodes_counts() -> None:
+    cluster = gpu_cluster(3)
+    slow = dataclasses.replace(cluster.network[1], bytes_per_s=1e9, latency_s=1e-3)
+    mixed = dataclasses.replace(cluster, network=(cluster.network[0], slow, cluster.network[2]))
+    all_slow = dataclasses.replace(
+        cluster, network=tuple(dataclasses.replace(slow, ends=link.ends) for link in cluster.network)
+    )
+    assert row_of(SMALL, mixed, 24) == row_of(SMALL, all_slow, 24)
+    assert row_of(SMALL, mixed, 24).step_s > row_of(SMALL, cluster, 24).step_s
+
+
 @pytest.mark.parametrize("method", ["local_sgd", "diloco"])
 def test_outer_steps_every_ten_steps_cost_a_tenth(method: str) -> None:
     cluster = gpu_cluster(link_bytes_per_s=1e9)

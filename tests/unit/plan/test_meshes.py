@@ -122,6 +122,16 @@ def test_activations_are_computed_again_only_where_nothing_fits_otherwise() -> N
     assert not any(one.recompute for one in meshes(4, 8, FAST, **huge | {"memory_bytes": math.inf}).candidates)
 
 
+def test_computing_activations_again_is_one_forward_pass_more() -> None:
+    """Of three parts, one forward and two backward (Chen et al. 2016)."""
+    huge = GPT | {"activations": Activations(60.0 * GIB)}
+    again = {one.mesh: one for one in meshes(4, 8, FREE, **huge).candidates if one.recompute}
+    plain = {one.mesh: one for one in meshes(4, 8, FREE, **huge | {"memory_bytes": math.inf}).candidates}
+    assert again
+    for mesh, one in again.items():
+        assert one.compute_s == pytest.approx(4 / 3 * plain[mesh].compute_s)
+
+
 @pytest.mark.parametrize(
     ("num_workers", "workload", "words"),
     [

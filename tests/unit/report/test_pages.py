@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import math
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,9 +17,11 @@ import pytest
 import paceline
 from paceline.report.plan_page import render_plan_page
 from paceline.report.plan_table import plan_table
+from paceline.report.study import Study
 from paceline.report.study_table import study_table
 from paceline.report.topology import choice_lines, node_view, topology_mapping
 from paceline.spec import Cluster, Device, Job, Link, Node, Peripheral
+from paceline.spec.forecast import Forecast
 from tests.data import topologies
 from tests.unit.plan.clusters import forecast_of, gpu_cluster
 from tests.unit.report.showing import (
@@ -34,46 +37,59 @@ from tests.unit.report.showing import (
 
 EVIL = "</script><script>alert(1)</script>"
 JOB = Job(global_batch_size=1024, virtual_shards=1024)
-STUDIES = {
-    "fixed batch": study_of(records_of()),
-    "grown batch": study_of(grown_records()),
-    "bitwise": study_of(records_of(job=job_of(parity="bitwise"))),
-    "one count": study_of(records_of((1,), (0,))),
-    "not evaluated": study_of([record_of(count, accuracy=None) for count in (1, 2)]),
-    "diverged": study_of([record_of(1), record_of(2, loss=math.nan, train_loss=math.inf, accuracy=0.1)]),
-    "no epochs": study_of([record_of(accuracy=None, epochs=())]),
-    "ten counts": study_of(records_of(tuple(range(1, 11)), (0,))),
+STUDIES: dict[str, Callable[[], Study]] = {
+    "fixed batch": lambda: study_of(records_of()),
+    "grown batch": lambda: study_of(grown_records()),
+    "bitwise": lambda: study_of(records_of(job=job_of(parity="bitwise"))),
+    "one count": lambda: study_of(records_of((1,), (0,))),
+    "not evaluated": lambda: study_of([record_of(count, accuracy=None) for count in (1, 2)]),
+    "diverged": lambda: study_of([record_of(1), record_of(2, loss=math.nan, train_loss=math.inf, accuracy=0.1)]),
+    "no epochs": lambda: study_of([record_of(accuracy=None, epochs=())]),
+    "ten counts": lambda: study_of(records_of(tuple(range(1, 11)), (0,))),
 }
-FORECASTS = {
-    "few": forecast_of(JOB, gpu_cluster(), [1, 2, 4, 8, 16]),
-    "many": forecast_of(JOB, gpu_cluster(), "1..1024", price="2.5 EUR", noise_scale=3000, target_samples=1e8),
-    "run": forecast_of(
+FORECASTS: dict[str, Callable[[], Forecast]] = {
+    "few": lambda: forecast_of(JOB, gpu_cluster(), [1, 2, 4, 8, 16]),
+    "many": lambda: forecast_of(JOB, gpu_cluster(), "1..1024", price="2.5 EUR", noise_scale=3000, target_samples=1e8),
+    "run": lambda: forecast_of(
         Job(global_batch_size=1024, virtual_shards=4, epochs=3),
         gpu_cluster(num_samples=50_000),
         [1, 2, 3, 4],
         price="2.5 EUR",
     ),
-    "refused": forecast_of(Job(global_batch_size=64, virtual_shards=4), gpu_cluster(), [1, 4, 8]),
-    "one": forecast_of(JOB, gpu_cluster(1), [1]),
+    "refused": lambda: forecast_of(Job(global_batch_size=64, virtual_shards=4), gpu_cluster(), [1, 4, 8]),
+    "one": lambda: forecast_of(JOB, gpu_cluster(1), [1]),
 }
-PAGES = {f"study, {name}": study.page() for name, study in STUDIES.items()} | {
-    f"plan, {name}": render_plan_page(forecast) for name, forecast in FORECASTS.items()
-}
+PAGES = (*STUDIES, *FORECASTS)
+
+
+@functools.cache
+def study_named(name: str) -> Study:
+    return STUDIES[name]()
+
+
+@functools.cache
+def forecast_named(name: str) -> Forecast:
+    return FORECASTS[name]()
+
+
+@functools.cache
+def page_of(name: str) -> str:
+    return study_named(name).page() if name in STUDIES else render_plan_page(forecast_named(name))
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_needs_nothing_but_itself(name: str) -> None:
-    page = Page(PAGES[name])
+    page = Page(page_of(name))
     assert page.outside() == []
     policies = [attributes.get("content") or "" for tag, attributes in page.tags if tag == "meta"]
     assert any(policy.startswith("default-src 'none'") for policy in policies)
-    assert not re.search(r"@import|url\((?!#|data:|\"data:)", PAGES[name])
-    assert len(PAGES[name].encode()) < 700_000
+    assert not re.search(r"@import|url\((?!#|data:|\"data:)", page_of(name))
+    assert len(page_of(name).encode()) < 700_000
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_can_be_read_aloud_and_is_for_small_screens_too(name: str) -> None:
-    page = Page(PAGES[name])
+    page = Page(page_of(name))
     assert ("html", {"lang": "en"}) in page.tags
     assert all("scope" in attributes for tag, attributes in page.tags if tag == "th")
     plots = [attributes for _, attributes in page.tags if attributes.get("class") == "plot"]
@@ -84,7 +100,7 @@ def test_a_page_can_be_read_aloud_and_is_for_small_screens_too(name: str) -> Non
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_colour_is_defined_for_light_and_dark(name: str) -> None:
-    html = PAGES[name]
+    html = page_of(name)
     style = html[html.index("<style>") : html.index("</style>")]
     light, dark = style.split("prefers-color-scheme: dark", 1)
     for colour in set(re.findall(r"var\((--[a-z0-9-]+)\)", html)):
@@ -93,7 +109,7 @@ def test_every_colour_is_defined_for_light_and_dark(name: str) -> None:
 
 @pytest.mark.parametrize("name", STUDIES)
 def test_the_study_page_says_its_verdict_and_every_number(name: str) -> None:
-    study, text = STUDIES[name], Page(STUDIES[name].page()).text
+    study, text = study_named(name), Page(page_of(name)).text
     assert study.recommendation.verdict in text and study.recommendation.reason in text
     assert ENVIRONMENT["git_commit"] in text and study.name in text
     for row in study.rows:
@@ -109,16 +125,16 @@ def test_the_study_page_is_honest() -> None:
     text = Page(one_seed.page()).text
     assert "single seed" in text and "2.13.0+cpu" in text and "2.6.0" in text
     assert "4 devices has only 0 and 1" in Page(study_of(records_of()[:-1]).page()).text
-    bitwise = Page(STUDIES["bitwise"].page()).text
-    assert "Same weights" in bitwise and STUDIES["bitwise"].records[0].weights_sha256 in bitwise
-    assert "Same weights" not in Page(STUDIES["fixed batch"].page()).text
-    grown = Page(STUDIES["grown batch"].page()).text
+    bitwise = Page(page_of("bitwise")).text
+    assert "Same weights" in bitwise and study_named("bitwise").records[0].weights_sha256 in bitwise
+    assert "Same weights" not in Page(page_of("fixed batch")).text
+    grown = Page(page_of("grown batch")).text
     assert grown.count("Learning rate scaled 4x to 0.2 with the batch.") == 1
 
 
 @pytest.mark.parametrize("name", FORECASTS)
 def test_the_plan_page_says_its_verdict_every_row_and_every_assumption(name: str) -> None:
-    forecast, text = FORECASTS[name], Page(render_plan_page(FORECASTS[name])).text
+    forecast, text = forecast_named(name), Page(page_of(name)).text
     for sentence in (forecast.verdict, forecast.reason, forecast.bend, *forecast.strategy, *forecast.assumptions):
         assert " ".join(sentence.split()) in text, sentence
     for row in forecast.rows:
@@ -129,7 +145,7 @@ def test_the_plan_page_says_its_verdict_every_row_and_every_assumption(name: str
 
 
 def test_the_plan_page_has_the_price_of_the_run() -> None:
-    forecast = FORECASTS["run"]
+    forecast = forecast_named("run")
     cost = 2.5 * forecast.rows[0].devices * 150_000 / forecast.rows[0].samples_per_s / 3600
     text = Page(render_plan_page(forecast)).text
     assert f"{cost:.2f} EUR" in text and "2.50 EUR" in text
@@ -137,22 +153,22 @@ def test_the_plan_page_has_the_price_of_the_run() -> None:
 
 
 def test_a_page_tells_how_right_earlier_forecasts_were() -> None:
-    found = replace(FORECASTS["few"], past_error="within 4 % on the last 12 runs")
+    found = replace(forecast_named("few"), past_error="within 4 % on the last 12 runs")
     for shown in (Page(render_plan_page(found)).text, terminal(plan_table(found, 160), 160)):
         assert "within 4 % on the last 12 runs" in shown
-    assert "were right" not in Page(render_plan_page(FORECASTS["few"])).text
+    assert "were right" not in Page(page_of("few")).text
 
 
 def test_names_and_notes_cannot_become_markup() -> None:
     record = record_of(job=job_of(name=EVIL), notes=(EVIL,), environment={"cpu": EVIL})
-    forecast = replace(FORECASTS["few"], job=EVIL, device=EVIL, assumptions=(EVIL,), verdict=EVIL)
+    forecast = replace(forecast_named("few"), job=EVIL, device=EVIL, assumptions=(EVIL,), verdict=EVIL)
     for html in (study_of([record]).page(), render_plan_page(forecast)):
         assert EVIL not in html and "&lt;script&gt;alert(1)" in html
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_figures_have_no_numbers_that_json_lacks(name: str) -> None:
-    assert not re.search(r"\b(NaN|Infinity)\b", PAGES[name])
+    assert not re.search(r"\b(NaN|Infinity)\b", page_of(name))
 
 
 def numbers_drawn(html: str) -> list[float]:
@@ -163,8 +179,8 @@ def numbers_drawn(html: str) -> list[float]:
 
 @pytest.mark.parametrize("name", ["few", "one", "refused"])
 def test_the_interval_and_the_parts_of_a_step_are_drawn_as_they_are_forecast(name: str) -> None:
-    drawn = numbers_drawn(render_plan_page(FORECASTS[name]))
-    for row in FORECASTS[name].rows:
+    drawn = numbers_drawn(page_of(name))
+    for row in forecast_named(name).rows:
         low, high = row.global_batch_size / row.high_s, row.global_batch_size / row.low_s
         for value in (low, row.samples_per_s, high, 1e3 * row.compute_s, row.speedup, 100 * row.efficiency):
             place = bisect.bisect_left(drawn, value * (1 - 1e-3))
@@ -173,8 +189,8 @@ def test_the_interval_and_the_parts_of_a_step_are_drawn_as_they_are_forecast(nam
 
 @pytest.mark.parametrize("name", ["fixed batch", "grown batch"])
 def test_every_measured_point_of_a_study_is_drawn(name: str) -> None:
-    drawn = numbers_drawn(PAGES[f"study, {name}"])
-    for row in STUDIES[name].rows:
+    drawn = numbers_drawn(page_of(name))
+    for row in study_named(name).rows:
         for value in (
             row.speedup,
             row.train_s,
@@ -192,7 +208,7 @@ def test_every_measured_point_of_a_study_is_drawn(name: str) -> None:
 @pytest.mark.parametrize("name", STUDIES)
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_study_table_in_a_pipe_is_plain_and_cuts_no_number(name: str, width: int) -> None:
-    study = STUDIES[name]
+    study = study_named(name)
     text = terminal(study_table(study), width)
     assert "\x1b" not in text and "…" not in text
     assert max(map(len, text.splitlines())) <= width
@@ -209,7 +225,7 @@ def test_the_study_table_in_a_pipe_is_plain_and_cuts_no_number(name: str, width:
 @pytest.mark.parametrize("name", FORECASTS)
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
 def test_the_plan_table_fits_and_marks_the_recommended_row(name: str, width: int) -> None:
-    forecast = FORECASTS[name]
+    forecast = forecast_named(name)
     text = terminal(plan_table(forecast, width), width)
     table = text.split("\n\n")[0]
     assert max(map(len, text.splitlines())) <= width and "…" not in table
@@ -224,7 +240,7 @@ def test_a_forecast_and_a_study_show_themselves_in_notebooks() -> None:
     planned = paceline.plan(JOB, cluster=gpu_cluster(1), devices=[1, 2])
     for html, figure in (
         (planned._repr_html_(), f"{planned.forecast.rows[1].speedup:.2f}x"),
-        (STUDIES["fixed batch"]._repr_html_(), f"{STUDIES['fixed batch'].rows[1].speedup:.2f}x"),
+        (study_named("fixed batch")._repr_html_(), f"{study_named('fixed batch').rows[1].speedup:.2f}x"),
     ):
         assert html.startswith("<") and figure in html
     assert paceline.topo(topologies.path_of("dgx1"))._repr_html_().startswith("<svg")

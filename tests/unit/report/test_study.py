@@ -165,6 +165,8 @@ def test_one_seed_claims_no_spread_and_overlapping_seeds_are_within_it(study: St
     assert all(row.accuracy_std is None and row.within_spread is None for row in alone.rows)
     assert [row.within_spread for row in study.rows] == [None, True, True]
     assert [row.within_spread for row in grown.rows] == [None, False, False]
+    better = [record_of(count, seed, accuracy=0.9 + 0.01 * count + 0.001 * seed) for count in (1, 2) for seed in (0, 1)]
+    assert study_of(better).rows[1].within_spread is False  # a gain beyond the spread is none of it
 
 
 @pytest.mark.parametrize("rates", [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])

@@ -20,6 +20,8 @@ from hypothesis import strategies as st
 from paceline.errors import JobError
 from paceline.report.job_text import job_toml
 from paceline.spec import Job, load_job
+from paceline.spec.evaluation import best_place
+from paceline.spec.job import differences
 
 
 def nested(path: str, value: object) -> dict[str, Any]:
@@ -381,3 +383,49 @@ def test_growing_keeps_the_batch_of_a_device_and_scales_the_rate(
     assert grown.grown(2).lr_scale == pytest.approx(
         {"linear": 2 * factor, "sqrt": math.sqrt(2 * factor)}.get(rule, 1.0)
     )
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "named"),
+    [
+        ({}, {"optim.lr": 0.2}, ["optim.lr was 0.1 and is 0.2"]),
+        ({}, {"seed": 1, "model.name": "mlp"}, ["model.name was 'lenet' and is 'mlp'", "seed was 0 and is 1"]),
+        ({"model.options": {"a": 1}}, {"model.options": {"a": 2}}, ["model.options was {'a': 1} and is {'a': 2}"]),
+        # What cannot change a result may differ, and a precision that each run decides is told by the run.
+        ({}, {"name": "x", "micro_batch_size": 64, "data.dir": "/there", "data.loader_workers": 2}, []),
+        ({}, {"checkpoint.every_steps": 5, "early_stopping.metric": "loss", "eval_every_steps": 3}, []),
+        ({}, {"precision": "auto"}, []),
+        ({"precision": "auto"}, {"precision": "bfloat16"}, ["precision was 'auto' and is 'bfloat16'"]),
+    ],
+)
+def test_what_makes_another_result_is_named_with_both_values(
+    before: dict[str, object], now: dict[str, object], named: list[str]
+) -> None:
+    assert differences(job_of(before).to_mapping(), job_of(now).to_mapping()) == named
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept", "mode"),
+    [
+        ({}, None, "auto"),
+        ({"early_stopping.metric": "f1", "early_stopping.mode": "max"}, "f1", "max"),
+        ({"early_stopping.metric": "f1", "checkpoint.keep_best": "loss"}, "loss", "auto"),
+    ],
+)
+def test_early_stopping_keeps_the_best_by_its_metric_unless_another_is_named(
+    settings: dict[str, object], kept: str | None, mode: str
+) -> None:
+    found = job_of(settings).kept_checkpoints
+    assert (found.keep_best, found.best_mode) == (kept, mode)
+
+
+@given(
+    st.lists(st.floats(-5, 5) | st.sampled_from([math.nan, math.inf]), max_size=12),
+    st.sampled_from([("val_loss", "auto", 1), ("accuracy", "auto", -1), ("accuracy", "min", 1), ("loss", "max", -1)]),
+)
+def test_the_best_value_is_the_first_of_the_finite_ones_that_none_beats(
+    values: list[float], metric: tuple[str, Any, int]
+) -> None:
+    name, mode, sign = metric
+    finite = [(sign * value, place) for place, value in enumerate(values) if math.isfinite(value)]
+    assert best_place(values, name, mode) == (min(finite)[1] if finite else None)

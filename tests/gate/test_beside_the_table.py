@@ -1,0 +1,73 @@
+"""What equals a plain loop beside the law's table: limits that act or do not, parameters that are unused or shared, and
+outer steps, also where a run goes on, on another number of workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import SGD
+
+from tests.kit import losses, models
+from tests.kit.engines import ENGINES, Engine
+from tests.kit.oracle import Task, learn
+from tests.kit.train import trained
+from tests.law.tasks import rows, texts
+
+_sgd, _with_momentum = partial(SGD, lr=0.3), partial(SGD, lr=0.3, momentum=0.9)
+_CLASSES = Task(models.layers, losses.classes, rows(24), _sgd)
+_TIED = Task(models.tied, losses.counted_tokens, texts(16), _sgd, epochs=1)
+
+
+def _outer(num_workers: int, **keys: Any) -> Engine:
+    """Workers that train by themselves between outer steps."""
+    return Engine(num_workers, job={"aggregation": {"sync_every": 1, **keys}}, has_own_losses=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    engine: Engine
+    task: Task
+    then: Engine | None = None
+    """By which the run goes on after three steps."""
+    rule: Any = None
+    """The optimizer of the plain loop, if it is another one."""
+
+
+_NESTEROV = _outer(2, method="diloco", outer_lr=0.7, outer_momentum=0.9)
+CASES = {
+    "a limit that no gradient reaches": Case(ENGINES["one worker"], replace(_CLASSES, clip_norm=1e6)),
+    "an unused parameter that would decay": Case(
+        ENGINES["dp, bitwise"], replace(_TIED, optimizer=partial(_with_momentum, weight_decay=0.1))
+    ),
+    "the norm of weights in two stages": Case(ENGINES["pp, 1f1b"], replace(_TIED, clip_norm=0.1)),
+    "outer steps by Nesterov's method": Case(
+        _NESTEROV, _CLASSES, _NESTEROV, partial(SGD, lr=0.3 * 0.7, momentum=0.9, nesterov=True)
+    ),
+    "momenta of two workers on one": Case(
+        _outer(2, method="local_sgd"), replace(_CLASSES, optimizer=_with_momentum), _outer(1, method="local_sgd")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_learns_what_a_plain_loop_learns(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    right = learn(replace(case.task, optimizer=case.rule or case.task.optimizer), num_shards=1)
+    if case.then is not None:
+        trained(case.engine, case.task, max_steps=3, checkpoint_dir=tmp_path)
+    for outcome in trained(case.then or case.engine, case.task, checkpoint_dir=tmp_path):
+        for parameter, value in outcome.learned.weights.items():
+            torch.testing.assert_close(value, right.weights[parameter], rtol=1e-11, atol=1e-13)
+
+
+def test_a_run_that_ends_between_outer_steps_goes_on_with_what_each_worker_has(tmp_path: Path) -> None:
+    engine = _outer(2, method="local_sgd", sync_every=4)
+    (whole, _) = trained(engine, _CLASSES, max_steps=4)
+    trained(engine, _CLASSES, max_steps=3, checkpoint_dir=tmp_path)
+    (gone_on, _) = trained(engine, _CLASSES, max_steps=4, checkpoint_dir=tmp_path)
+    torch.testing.assert_close(dict(gone_on.learned.weights), dict(whole.learned.weights), rtol=1e-12, atol=0.0)
