@@ -5,9 +5,7 @@ import torch
 from torch import nn
 
 from paceline.parallel.dry_run.dry_run import on_paper, trace_model
-from paceline.parallel.pipeline.calls import ModelCall
-from paceline.parallel.pipeline.layer_costs import counting_kept, measure_layers
-from paceline.parallel.pipeline.recorder import record
+from paceline.parallel.pipeline.layer_costs import counting_kept
 
 
 def _model() -> nn.Sequential:
