@@ -107,7 +107,7 @@ class Run:
         )
         pipeline = PipelineSpec("interleaved" if self.stages_per_worker > 1 else "1f1b", self.stages_per_worker)
         prices = MeshPrices(workload, self.mesh, self.devices_per_node, self.links)
-        return prices.candidate(self.micro_batch_size, memory, pipeline, self.recompute)
+        return prices.candidate(memory, pipeline, self.recompute)
 
     def utilization(self, efficiency: float) -> float:
         flops = self.flops_per_sample * self.global_batch_size

@@ -201,13 +201,11 @@ def _message_bytes(stages: Sequence[StageCost]) -> list[float]:
 
 def plan_of(row: Row) -> Plan:
     """As the planner would run it."""
-    is_whole = row.mesh.is_plain or row.forecast.num_micro_batches == 1 or row.mesh.pp > 1
     return Plan(
         world_size=row.mesh.num_workers,
         algorithm=row.algorithm,
         timeout_s=120,
         mesh=row.mesh,
-        micro_batch_size=None if is_whole else row.forecast.micro_batch_size,
         pipeline=row.forecast.pipeline,
     )
 

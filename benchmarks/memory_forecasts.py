@@ -28,9 +28,7 @@ from paceline.spec.model_cost import DeviceMemory, ModelCost
 
 TRACED_SAMPLES = 2
 SHARD, SHARDS, STEPS = 4, 8, 3
-JOB = Job().with_values(
-    global_batch_size=SHARD * SHARDS, virtual_shards=SHARDS, epochs=STEPS, measure_noise=False, norm="shard"
-)
+JOB = Job().with_values(global_batch_size=SHARD * SHARDS, virtual_shards=SHARDS, epochs=STEPS, measure_noise=False)
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ def num_bytes(tensors: Any) -> int:
     return sum(local_shard(tensor).nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
-def held(case: Case, column: Column, cuts: tuple[str, ...], micro_batch_size: int | None) -> Held | str:
+def held(case: Case, column: Column, cuts: tuple[str, ...]) -> Held | str:
     """What this worker holds at most; a sentence where the model cannot be spread so."""
     import paceline
     from paceline import models
@@ -138,7 +136,6 @@ def held(case: Case, column: Column, cuts: tuple[str, ...], micro_batch_size: in
         mesh=parse_mesh(column.strategy, num_workers),
         pipeline=replace(column.pipeline, cuts=cuts),
         recompute=column.recompute,
-        micro_batch_size=micro_batch_size,
         algorithm="all_reduce",
         timeout_s=120,
     )
@@ -168,31 +165,25 @@ def traced(case: Case) -> ModelCost:
     return trace_model(model, arguments, TRACED_SAMPLES)
 
 
-def micro_batch_size(cost: ModelCost, column: Column) -> int | None:
-    """As the planner has it: a shard where recomputation would have to draw random numbers again."""
-    return SHARD if column.recompute and any(layer.draws for layer in cost.layers) else None
-
-
 def forecast(cost: ModelCost, mesh: Mesh, column: Column) -> DeviceMemory:
     """Of the fullest worker."""
     from paceline.plan.memory import device_memory, state_bytes
 
     num_shards = -(-SHARDS // mesh.num_assignments)
-    is_whole = mesh.pp == 1 and micro_batch_size(cost, column) is None
     return device_memory(
         cost.num_parameters,
         state_bytes(JOB),
         mesh,
         cost.activations,
-        SHARD * num_shards if is_whole else SHARD,
-        num_micro_batches=1 if is_whole else num_shards,
+        SHARD,
+        num_micro_batches=num_shards,
         layers=cost.layers,
         pipeline=column.pipeline,
         recompute=column.recompute,
     )
 
 
-def held_by_each(wanted: Sequence[tuple[Case, Column, tuple[str, ...], int | None]]) -> list[Held | str]:
+def held_by_each(wanted: Sequence[tuple[Case, Column, tuple[str, ...]]]) -> list[Held | str]:
     return [held(*one) for one in wanted]
 
 
@@ -236,7 +227,7 @@ def main() -> None:
         for column in columns:
             memory = forecast(cost, parse_mesh(column.strategy, asked.workers), column)
             forecasts.append((name, column, memory))
-            wanted.append((CASES[name], column, cuts_of(memory), micro_batch_size(cost, column)))
+            wanted.append((CASES[name], column, cuts_of(memory)))
     found = run_ranks(held_by_each, asked.workers, wanted, timeout_s=1800)
     rows = [(*row, of_workers) for row, of_workers in zip(forecasts, zip(*found, strict=True), strict=True)]
     print("\n".join(table(rows)))

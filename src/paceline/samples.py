@@ -24,8 +24,6 @@ from paceline.sharded_batch import ShardedBatch
 
 _SHARED = (str, bytes, numbers.Number, np.generic, enum.Enum, torch.dtype, torch.device, type(None))
 
-_CPU = torch.device("cpu")
-
 Readings = dict[str, bool]
 """Places of lists and tuples in the batches of a run, and whether the values there are fields rather than samples."""
 

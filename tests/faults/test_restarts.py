@@ -30,7 +30,7 @@ def test_all_workers_start_again_after_one_has_failed(stage: Stage, name: str) -
             if RANK == 1:
                 {FAULTS[name]}
             park()
-        print("done by", RANK)
+        sys.stdout.write(f"done by {{RANK}}\\n")  # at once: two workers write
         """,
     )
     end = ended(stage.launch(script, "--max-restarts", "1"))

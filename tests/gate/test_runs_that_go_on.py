@@ -137,8 +137,12 @@ def _train(
         return made, f"{type(end).__name__}: {end}"
 
 
-def _whole_and_in_two(folder: Path, first: dict[str, Any], second: dict[str, Any], whole: dict[str, Any]) -> list[Any]:
-    return [_train(folder / "whole", **whole), _train(folder / "two", **first), _train(folder / "two", **second)]
+def _in_turn(folder: Path, *runs: dict[str, Any]) -> list[Any]:
+    return [_train(folder, **one) for one in runs]
+
+
+def _whole_and_in_two(folder: Path, first: dict[str, Any], then: dict[str, Any]) -> list[Any]:
+    return [_train(folder / "whole", **then), *_in_turn(folder / "two", first, then)]
 
 
 STATES: dict[str, dict[str, Any]] = {
@@ -154,13 +158,13 @@ STATES: dict[str, dict[str, Any]] = {
 def test_a_run_in_two_parts_is_the_run_in_one(state: str, tmp_path: Path) -> None:
     case = STATES[state]
     in_the_middle_of_an_epoch = case | {"max_steps": 5}
-    ((whole, first, second),) = run_ranks(_whole_and_in_two, 1, tmp_path, in_the_middle_of_an_epoch, case, case)
+    ((whole, first, second),) = run_ranks(_whole_and_in_two, 1, tmp_path, in_the_middle_of_an_epoch, case)
     assert first[0] + second[0] == whole[0] == STEPS
     assert second[1] == whole[1]
 
 
 def test_a_state_from_the_middle_of_an_update_is_not_saved(tmp_path: Path) -> None:
-    ((whole, first, second),) = run_ranks(_whole_and_in_two, 1, tmp_path, {"optimizer_of": _FailingSGD}, {}, {})
+    ((whole, first, second),) = run_ranks(_whole_and_in_two, 1, tmp_path, {"optimizer_of": _FailingSGD}, {})
     assert first == ([1, 2], "RuntimeError: in the middle of an update")
     assert second[1] == whole[1]
 
@@ -187,12 +191,8 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_another_run_does_not_go_on(name: str, tmp_path: Path) -> None:
     first, second, words = OTHERS[name]
-    ((_, (made, said)),) = run_ranks(_one_after_the_other, 1, tmp_path, first | {"max_steps": 4}, second)
+    ((_, (made, said)),) = run_ranks(_in_turn, 1, tmp_path, first | {"max_steps": 4}, second)
     assert not made and all(word in said for word in words), said
-
-
-def _one_after_the_other(folder: Path, *runs: dict[str, Any]) -> list[Any]:
-    return [_train(folder, **one) for one in runs]
 
 
 def _without_manifests(folder: Path) -> str:

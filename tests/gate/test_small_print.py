@@ -123,17 +123,17 @@ class _Spread(nn.Module):
         return output
 
 
-class _Uneven(IterableDataset[Any]):
-    """Pairs in four shards, of which the first two have twice as many."""
+class _Stream(IterableDataset[Any]):
+    """Pairs in four shards of its own, of which the first two give four samples and the others two."""
 
     num_shards = 4
 
     def __init__(self, begin: int = 0, end: int = 16) -> None:
         self._begin, self._end = begin, end
 
-    def shard(self, num_shards: int, index: int) -> _Uneven:
+    def shard(self, num_shards: int, index: int) -> _Stream:
         begin = index * (self._end // num_shards)
-        return _Uneven(begin, begin + (4 if index < 2 else 2))
+        return _Stream(begin, min(self._end, begin + (4 if index < 2 else 2)))
 
     def __iter__(self) -> Any:
         angles = torch.arange(float(self._begin), float(self._end))
@@ -144,7 +144,7 @@ def _without_samples_in_the_last_step() -> list[Any]:
     with _init(precision="float64") as run:
         torch.manual_seed(0)
         run.prepare(model := _Spread(), _sgd(model.parameters()))
-        made = [float(run.step(batch, _squares)) for batch in run.batches(_Uneven())]
+        made = [float(run.step(batch, _squares)) for batch in run.batches(_Stream())]
         return [*made, *(one.sum().item() for one in model.parameters())]
 
 
@@ -153,21 +153,6 @@ def test_what_a_worker_without_samples_computes_counts_for_nothing() -> None:
     assert len(alone) == 2 + 2 and all(number == number for number in alone)
     for spread in run_ranks(_without_samples_in_the_last_step, 2):
         assert spread == pytest.approx(alone, rel=1e-12)
-
-
-class _Numbers(IterableDataset[Tensor]):
-    """Numbers in shards of their own, of which the first is the longest."""
-
-    num_shards = 4
-
-    def __init__(self, numbers: tuple[float, ...] = (0, 1, 2, 3, 4, 5, 6, 8, 8)) -> None:
-        self._numbers = numbers
-
-    def shard(self, num_shards: int, index: int) -> _Numbers:
-        return _Numbers(self._numbers[index::num_shards])
-
-    def __iter__(self) -> Any:
-        return (torch.tensor([number, 0.0]) for number in self._numbers)
 
 
 def _evaluated() -> tuple[float, list[str]]:
@@ -182,13 +167,13 @@ def _evaluated() -> tuple[float, list[str]]:
     with _init() as run:
         run.prepare(model := nn.Linear(2, 1), _sgd(model.parameters()))
         run.evaluate(TensorDataset(torch.arange(17.0)), lambda _model, batch: {"order": batch}, {"order": metric})
-        found = run.evaluate(_Numbers(), lambda _model, batch: {"mean": batch[:, 0]})
+        found = run.evaluate(_Stream(), lambda _model, batch: {"mean": 16 * batch[1].flatten()})
         return found["mean"], merged
 
 
 def test_evaluations_read_all_of_a_stream_and_merge_states_in_one_order() -> None:
     (alone,) = run_ranks(_evaluated, 1)
-    assert alone[0] == pytest.approx(37 / 9)
+    assert alone[0] == pytest.approx((sum(range(8)) + 8 + 9 + 12 + 13) / 12)
     first, second = run_ranks(_evaluated, 2)
     assert first == alone and second == (alone[0], [])
 
@@ -210,12 +195,12 @@ class _InAnotherOrder(nn.Module):
 
 
 def _end_of(
-    *, model_of: Any = None, data: Any = None, has_own_order: bool = False, changes_weights: bool = False
+    model_of: Any = None, data: Any = None, *, has_own_order: bool = False, changes_weights: bool = False, **job: Any
 ) -> tuple[int, str]:
     """How many steps are made, and why there are no more."""
     made = 0
     try:
-        with _init() as run:
+        with _init(**job) as run:
             model = nn.Linear(2, 1) if model_of is None else model_of(run.rank)
             run.prepare(model, _sgd(model.parameters()))
             sampler = (lambda _seed, _epoch: range(32)[:: 1 - 2 * run.rank]) if has_own_order else None
@@ -232,7 +217,8 @@ def _end_of(
 REFUSED: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "layers in another order": ({"model_of": _InAnotherOrder}, 0, ("rank 1", "first", "second", "step 1")),
     "samples in another order": ({"has_own_order": True}, 0, ("rank 1", "order")),
-    "a stream without samples": ({"data": _Numbers(())}, 0, ("no sample",)),
+    "a stream without samples": ({"data": _Stream(0, 0)}, 0, ("no sample",)),
+    "more workers than virtual shards": ({"virtual_shards": 1}, 0, ("2", "virtual_shards = 1")),
     "weights that rank 1 changes": ({"changes_weights": True}, 3, ("differ",)),
 }
 """What is wrong, how many steps may be made with it, and words of the refusal."""

@@ -23,7 +23,10 @@ _STATES_CAUSE: tuple[tuple[str, set[Cause]], ...] = (
     ("of the same samples differs", {*Cause} - {Cause.SAMPLES, Cause.STEPS}),
     ("the global batch holds other samples", {Cause.SAMPLES, Cause.RANDOM}),
     ("read other values|would read other samples|read twice|collate function, called twice", {Cause.SAMPLES}),
-    ("differs at step .* in gradient|changes parts of its gradient|changed the gradient", {Cause.GRADIENTS}),
+    (
+        "differs at step .* in gradient|has a hook on its gradient|changes parts of its gradient|changed the gradient",
+        {Cause.GRADIENTS},
+    ),
     ("differs at step .* in parameter", {Cause.RATE, Cause.UPDATE}),
     ("max_norm", {Cause.UPDATE}),
     ("differs at step .* in buffer", {Cause.BUFFERS}),

@@ -19,7 +19,11 @@ from tests.verify.showing import Shown, outcomes, shown_by
 
 _GLOO = "not shown: workers send tensors of different sizes, and Gloo ends a process"
 _NOT_COMPARED = "not shown: weights are not compared before the first step, and the verdict names a gradient"
+_LATE = "not shown with its cause: it begins after the audit's steps, and the verdict names a gradient"
+_ALIKE = "not shown: every worker does it for each virtual shard, and workers learn the same"
 NOT_SHOWN = {
+    "a_rate_of_a_term_that_rank_0_alone_lowers_late": _LATE,
+    "a_backward_pass_in_the_loss_function": _ALIKE,
     "a_layer_frozen_on_one_rank": _GLOO,
     "a_layer_whose_width_follows_from_the_rank": _GLOO,
     "weights_with_a_spread_by_the_number_of_workers": _NOT_COMPARED,

@@ -44,7 +44,7 @@ def _cases() -> Iterator[Any]:
 
 
 @pytest.mark.budget(processor_s=15)
-@pytest.mark.parametrize(("model", "engine"), _cases())
+@pytest.mark.parametrize(("model", "engine"), list(_cases()))
 def test_a_model_learns_what_a_plain_loop_learns(model: str, engine: str) -> None:
     first, *others = run_ranks(train_beside_oracle, ENGINES[engine].num_workers, model, ENGINES[engine], timeout_s=240)
     if engine == "pp" and ZOO[model].is_cut != "at blocks":

@@ -70,13 +70,12 @@ def audit(passes: Passes, step: StepInput, group: dist.ProcessGroup | None, *, h
             first[0] = passes.first_loss
         _compare(torch.cat([first, found]), group, tolerance)
         return
-    own = step.assignment.own[0]
     if content is None:  # no samples; others may wait in its layers
         with standing_in(passes.model):
-            _compute(passes, step, own, step.batch.cut(0, 1), has_gradients=False)
+            _compute(passes, step, 0, step.batch.cut(0, 1), has_gradients=False)
         losses = [math.nan, math.nan]
     else:
-        again = _compute(passes, step, own, content, has_gradients=False)
+        again = _compute(passes, step, step.assignment.own[0], content, has_gradients=False)
         losses = [float(passes.first_loss), float(again[0])]
     everyone = all_gather_objects([str(loss) for loss in losses], group)
     for rank, (one, other) in enumerate(map(float, pair) for pair in everyone):

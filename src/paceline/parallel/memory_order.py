@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 ALIGNMENT_BYTES = 64
 """Where torch lets host memory begin."""
@@ -26,9 +25,3 @@ def memory_order(tensor: Tensor) -> tuple[list[int], list[int]]:
 def inverse(order: Sequence[int]) -> list[int]:
     """The permutation that undoes `order`: of [2, 0, 1] it is [1, 2, 0]."""
     return sorted(range(len(order)), key=order.__getitem__)
-
-
-def has_channels_last(model: nn.Module) -> bool:
-    """Whether some weight lies in memory with its channels last, as what its layer returns then does."""
-    weights = (one for one in model.parameters() if one.dim() == 4)
-    return any(one.is_contiguous(memory_format=torch.channels_last) and not one.is_contiguous() for one in weights)

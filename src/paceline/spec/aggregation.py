@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from paceline.errors import JobError
 from paceline.spec.codec import above_zero, at_least, between
@@ -17,6 +18,11 @@ class AggregationSpec:
     With the defaults the result does not depend on the number of workers, up to rounding. Other settings give up some
     of that for less communication, and a run's summary says so.
     """
+
+    FORMER_KEYS: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "density": (0.01, 'aggregation.wire = "bfloat16" halves what is sent.'),
+        "powersgd_rank": (2, 'aggregation.wire = "bfloat16" halves what is sent.'),
+    }
 
     method: Literal["every_step", "local_sgd", "diloco", "parameter_server_async"] = "every_step"
     """When gradients are summed: every step; or weights are averaged every few steps ("local_sgd", "diloco"); or

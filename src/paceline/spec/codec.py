@@ -115,13 +115,27 @@ def _to_plain(value: Any) -> Any:
     return value
 
 
+ANY = object()
+"""In `FORMER_KEYS` of a dataclass: whatever value the key had, it changes nothing.
+
+These are keys of earlier releases, which records, checkpoints and measurements still have: for each the value that
+changed nothing, which is passed over, and what stands in the key's place.
+"""
+
+
 def from_mapping(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T:
     """Build the dataclass `cls` from `mapping`; `where` is the dotted path used in error sentences."""
     hints = _hints(cls)  # type: ignore[arg-type]
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    former: Mapping[str, tuple[Any, str]] = getattr(cls, "FORMER_KEYS", {})
     values: dict[str, Any] = {}
     for key, raw in mapping.items():
         path = f"{where}.{key}" if where else str(key)
+        if key in former:
+            before, instead = former[key]
+            if before is not ANY and raw != before:
+                raise JobError(f"The key '{path}' is gone: {instead}")
+            continue
         if key not in fields:
             raise JobError(_unknown_key(path, str(key), list(fields)))
         values[key] = _convert(hints[key], raw, path, fields[key].metadata)

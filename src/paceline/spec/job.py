@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from paceline.errors import JobError, shortened, shown
 from paceline.regular_files import read_text
@@ -113,6 +113,18 @@ class CallbackSpec:
 @dataclass(frozen=True)
 class Job(JsonValue):
     """What to train. The result of a run depends on its job only; the devices affect only its speed."""
+
+    FORMER_KEYS: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "micro_batch_size": (
+            None,
+            "one virtual shard goes through the model at a time; raise virtual_shards where a shard does not fit.",
+        ),
+        "norm": (
+            "shard",
+            "batch norm normalises every virtual shard by itself; lower virtual_shards for statistics of more samples.",
+        ),
+        "shard_by_shard": (False, "every virtual shard goes through the loss function by itself; leave the key out."),
+    }
 
     name: str = "job"
     """What tables and pages call the job; a file's name if it is left out."""
@@ -239,12 +251,7 @@ class Job(JsonValue):
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Job:
         """A job from plain values; `model` and `data` may be just a name."""
-        plain = {key: dict(value) if isinstance(value, Mapping) else value for key, value in mapping.items()}
-        for path, (before, instead) in _FORMER_KEYS.items():
-            table, _, key = path.rpartition(".")
-            values = plain.get(table) if table else plain
-            if isinstance(values, dict) and key in values and values.pop(key) != before:
-                raise JobError(f"The key '{path}' is gone: {instead}")
+        plain = dict(mapping)
         for table in ("model", "data"):
             if isinstance(plain.get(table), str):
                 plain[table] = {"name": plain[table]}
@@ -298,22 +305,6 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = 
             found.append(f"{path} was {old!r} and is {new!r}")
     return found
 
-
-_FORMER_KEYS: Mapping[str, tuple[Any, str]] = {
-    "aggregation.density": (0.01, 'aggregation.wire = "bfloat16" halves what is sent.'),
-    "aggregation.powersgd_rank": (2, 'aggregation.wire = "bfloat16" halves what is sent.'),
-    "micro_batch_size": (
-        None,
-        "one virtual shard goes through the model at a time; raise virtual_shards where a shard does not fit.",
-    ),
-    "norm": (
-        "shard",
-        "batch norm normalises every virtual shard by itself; lower virtual_shards for statistics of more samples.",
-    ),
-    "shard_by_shard": (False, "every virtual shard goes through the loss function by itself; leave the key out."),
-}
-"""Keys of earlier releases: the value that changed nothing, which records and checkpoints still have, and what stands
-in the key's place."""
 
 _MOST_PARTS = 20
 """The most names that the key of a setting may consist of, as "optim.lr" of two."""

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from paceline.spec.codec import ANY
 
 
 @dataclass(frozen=True)
 class LayerCost:
     """The cost of one layer for one micro-batch; in a `ModelCost`, for one sample."""
+
+    FORMER_KEYS: ClassVar[Mapping[str, tuple[Any, str]]] = {"draws": (ANY, "a virtual shard is a pass.")}
 
     name: str = ""
     time_s: float = 0.0
@@ -33,8 +39,6 @@ class LayerCost:
     """Bytes of gradients that wait between the two halves of a backward pass, where a schedule has them apart."""
     largest_parameter_bytes: float = 0
     """Bytes of the largest parameter: its gradient lives beside the sum that it is added to."""
-    draws: bool = False
-    """Whether its forward pass draws random numbers, as dropout does."""
 
     def is_sharded_by(self, degree: int) -> bool:
         """Whether a tensor group of `degree` workers can divide this layer evenly."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from paceline.errors import JobError
 from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.cluster import DeviceKind
-from paceline.spec.codec import JsonValue, above_zero, at_least, between
+from paceline.spec.codec import ANY, JsonValue, above_zero, at_least, between
 from paceline.spec.job import MOST_WORKERS
 from paceline.spec.mesh import Mesh, ScheduleName
 
@@ -45,6 +47,8 @@ class PipelineSpec:
 @dataclass(frozen=True)
 class Plan(JsonValue):
     """World size, devices and how gradients are aggregated; nothing in it changes what a run learns."""
+
+    FORMER_KEYS: ClassVar[Mapping[str, tuple[Any, str]]] = {"micro_batch_size": (ANY, "a virtual shard is a pass.")}
 
     world_size: int = between(1, MOST_WORKERS, 1)
     device_kind: DeviceKind = "cpu"

@@ -332,8 +332,7 @@ def weighted_sampler(settings: dict[str, Any]) -> Outcome:
 
 def automatic_micro_batch(settings: dict[str, Any]) -> Outcome:
     data = TensorDataset(torch.randn(34, 6, generator=_draw(6)), torch.randint(3, (34,), generator=_draw(7)))
-    micro = {} if settings.get("parity") == "bitwise" else {"micro_batch_size": "auto"}
-    with _run(settings, global_batch_size=16, epochs=2, **micro) as run:
+    with _run(settings, global_batch_size=16, epochs=2) as run:
         model: Any = nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
         model, _ = run.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2))
         losses = [

@@ -49,7 +49,7 @@ def test_every_exact_algorithm_trains_alike() -> None:
 
 
 def _train_by_all(job: Job) -> dict[str, Outcome]:
-    return {name: _train(job, name, micro_batch_size=2, num_servers=2, debug_comm=True) for name in ALGORITHMS}
+    return {name: _train(job, name, num_servers=2, debug_comm=True) for name in ALGORITHMS}
 
 
 WIRES = ["bfloat16", "float16"]

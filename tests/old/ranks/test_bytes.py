@@ -166,7 +166,6 @@ def _counted(case: Case, cuts: tuple[str, ...]) -> dict[AxisName, float]:
         world_size=WORKERS,
         mesh=mesh,
         pipeline=replace(case.pipeline, cuts=cuts),
-        micro_batch_size=SHARD,
         algorithm="all_reduce",
         timeout_s=60,
     )

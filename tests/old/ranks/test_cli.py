@@ -253,7 +253,6 @@ def assert_one_sentence(result: subprocess.CompletedProcess[str], words: str, ex
         ("train mnist-lenet --workers 1 --quiet --data nowhere", "nowhere"),
         ("train digits-lenet --workers 2 --quiet --set model.name=lenett", "did you mean 'lenet'?"),
         ("train digits-lenet --workers 1 --max-steps 1 --quiet --track paper", "There is no tracker 'paper'"),
-        ("train digits-lenet --micro-batch-size 3", "smaller than a virtual shard"),
         ("scale digits-lenet --devices 1,two", "--devices 1,two should be counts"),
         ("scale digits-lenet --devices 8", "8 workers cannot share virtual_shards = 4"),
         ("scale digits-lenet --tolerance much", "--tolerance much"),

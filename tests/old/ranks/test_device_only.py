@@ -22,7 +22,6 @@ from paceline.comm.timing import largest
 from paceline.errors import DataError, DivergenceError
 from paceline.object_collectives import all_gather_objects, broadcast_object, gather_objects, scatter_objects
 from paceline.parallel.engine import broadcast
-from paceline.parallel.loss.loss_functions import LossFunctions
 from paceline.parallel.sharding.initial_weights import initial_weights
 from paceline.process_groups import device_of, open_group
 from paceline.train.batches.agreement import check_same_order
@@ -92,11 +91,6 @@ def groups(world: dist.ProcessGroup) -> Any:
     return found, all_gather_objects(rank, pair), dist.get_world_size(of_node)
 
 
-def coupling(world: dist.ProcessGroup) -> Any:
-    functions = LossFunctions(world)
-    return len(all_gather_objects(sorted(functions.couples), world))
-
-
 def metrics(world: dist.ProcessGroup) -> Any:
     """Its states are on the GPU where they are computed."""
     functions = {"total": metric_functions("total", (torch.neg, torch.add, lambda state: float(state.sum())))}
@@ -119,7 +113,6 @@ CALLERS: tuple[tuple[Callable[[dist.ProcessGroup], Any], list[Any] | None], ...]
     (agreement, [True] * 3),
     (numbers, [2.0] * 3),
     (groups, [([0, 2], [0, 2], 3), (None, [1], 3), ([0, 2], [0, 2], 3)]),
-    (coupling, [3] * 3),
     (metrics, [{"total": 6.0}] * 3),
 )
 

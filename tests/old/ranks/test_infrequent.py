@@ -106,9 +106,9 @@ def _train_plainly(job: Job, num_samples: int, dropout: float, two_nodes: bool, 
     ("num_samples", "world_size", "dropout", "two_nodes", "plan"),
     [
         (13, 3, 0.0, False, {}),  # the third batch of each epoch is one sample: two workers idle
-        (13, 2, 0.5, False, {"micro_batch_size": 1}),
+        (13, 2, 0.5, False, {}),
         (8, 4, 0.0, True, {}),  # batches of 6 and 2: on the second node a worker idles, then the whole node does
-        (8, 3, 0.5, True, {"micro_batch_size": 2, "algorithm": "hierarchical"}),  # the third is alone on its node
+        (8, 3, 0.5, True, {"algorithm": "hierarchical"}),  # the third is alone on its node
     ],
 )
 def test_an_outer_step_after_every_step_is_synchronous_training(
@@ -432,10 +432,7 @@ def test_a_run_by_the_loop_saves_what_all_workers_agree_on(tmp_path: Path) -> No
 
 def _mistakes() -> list[str]:
     sentences = []
-    for values in (
-        {"norm": "sync", "aggregation": {"method": "diloco"}},
-        {"aggregation": {"method": "local_sgd"}},
-    ):
+    for values in ({"aggregation": {"method": "local_sgd"}},):
         with _run(_job(**values)) as run:
             net = _small_net()
             try:
@@ -449,6 +446,5 @@ def _mistakes() -> list[str]:
 
 
 def test_mistakes_are_one_sentence() -> None:
-    for sync, inside in run_ranks(_mistakes, 2):
-        assert "use norm = 'shard' or 'local'" in sync
+    for (inside,) in run_ranks(_mistakes, 2):
         assert "inside run.consensus" in inside

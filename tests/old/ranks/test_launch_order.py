@@ -31,7 +31,6 @@ Launch = tuple[str, tuple[int, ...], str]
 """The name of the group, its ranks, and what is called."""
 
 CASES: dict[str, tuple[str, dict[str, Any], bool]] = {
-    "sync norm beside buckets": ("dp", {"norm": "sync", "precision": "float32"}, False),
     "which parameters were used beside buckets": ("dp", {"precision": "float32"}, True),
     "replicas of shards": ("dp2 x fsdp2", {}, False),
     "replicas of tensor slices": ("dp2 x tp2", {}, False),

@@ -33,7 +33,6 @@ class Case:
 
     strategy: str = "dp"
     parity: str = "numeric"
-    micro_batch_size: int | None = None
     loss: str = "tokens"
     dropout: float = 0.0
     values: dict[str, Any] = field(default_factory=dict, hash=False)
@@ -137,14 +136,12 @@ def run_of(case: Case, world_size: int) -> tuple[Job, Plan]:
     )
     mesh = parse_mesh(case.strategy, world_size, 1) if world_size > 1 else None
     algorithm: Any = "tree_exact" if case.parity == "bitwise" else "all_reduce"
-    micro, devices = case.micro_batch_size, case.devices
     return job, Plan(
         world_size=world_size,
         algorithm=algorithm,
         timeout_s=120,
         mesh=mesh,
-        micro_batch_size=micro,
-        devices_in_process=devices,
+        devices_in_process=case.devices,
     )
 
 
@@ -203,9 +200,9 @@ BITWISE = (
     Case(parity="bitwise", loss="plain mean"),
 )
 """Compared bit for bit between the numbers of workers, and the first with the plain loop."""
-COUPLED = (Case(loss="plain mean"), Case(loss="contrastive"), Case(loss="contrastive", values={"shard_by_shard": True}))
+COUPLED = (Case(loss="plain mean"), Case(loss="contrastive"))
 """Compared between the numbers of workers."""
-EXACT = (Case(), Case(micro_batch_size=2), Case(loss="squares and values"))
+EXACT = (Case(), Case(loss="squares and values"))
 """Compared with the plain loop."""
 TWO_PARTS = tuple(Case(parity=parity, values={"virtual_shards": 2}) for parity in ("numeric", "bitwise"))
 """On two workers, gradient noise is measured between the same two parts of the batch."""

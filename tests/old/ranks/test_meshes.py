@@ -506,7 +506,7 @@ def _order_of_events(strategy: str) -> list[str]:
     mesh = parse_mesh(strategy, 4)
     # Measured cuts could leave a stage with one layer, after whose gradient there is no other.
     pipeline = PipelineSpec(cuts=("2",) if mesh.pp > 1 else ())
-    plan = Plan(4, mesh=mesh, pipeline=pipeline, algorithm="all_reduce", micro_batch_size=2, timeout_s=60)
+    plan = Plan(4, mesh=mesh, pipeline=pipeline, algorithm="all_reduce", timeout_s=60)
     job = Job().with_values(global_batch_size=8, virtual_shards=4, epochs=1, measure_noise=False)
     events: list[str] = []
     plain = Aggregator.sum_bucket
@@ -547,7 +547,7 @@ def test_replicas_add_up_while_backward_goes_on() -> None:
 # --- refused ---
 
 
-@pytest.mark.parametrize("changes", [{"norm": "sync"}, {"precision": "float16"}])
+@pytest.mark.parametrize("changes", [{"precision": "float16"}])
 def test_what_needs_whole_replicas_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(JobError, match="needs the whole model on every worker"):
         check_mesh(Job().with_values(**changes), parse_mesh("fsdp", 2))

@@ -20,7 +20,7 @@ from paceline.data import ArraySet
 from paceline.env import worker_facts
 from paceline.noise import NoiseScale
 from paceline.parallel.gradients.gradient_norms import GradientNorms
-from paceline.spec import Job, Mesh, Plan, RunRecord
+from paceline.spec import Job, Plan, RunRecord
 from paceline.train import loop
 from paceline.train.loop import RunOutput
 from paceline.train.optimizers.optim import build_optimizer
@@ -151,39 +151,10 @@ def test_workers_agree_with_the_gradients_of_single_samples(world_size: int) -> 
 
 
 @pytest.mark.slow
-def test_one_worker_in_micro_batches_too() -> None:
+def test_one_worker_too() -> None:
     job = _job()
-    (alone,) = run_ranks(_measure_in_micro_batches, 1, job, digits())
+    (alone,) = run_ranks(measure, 1, job, digits())
     check(alone, direct(job, digits()))
-
-
-def _measure_in_micro_batches(job: Job, data: ArraySet) -> Measured:
-    return measure(job, data, micro_batch_size=8)
-
-
-def test_all_shards_together_measure_nothing() -> None:
-    (alone,) = run_ranks(measure, 1, _job(epochs=1), digits())
-    assert alone.noise_scale is None
-    assert not alone.each
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"fsdp": 2}, {"tp": 2}])
-def test_one_replica_measures_in_micro_batches_and_never_in_the_first_step_alone(mesh: dict[str, int]) -> None:
-    """In the first step shards go one by one, to detect dropout; together they show no noise afterwards."""
-    for dropout in (0.0, 0.5):
-        job = _job(epochs=1, model=MODEL | {"options": MODEL["options"] | {"dropout": dropout}})
-        together = run_ranks(measure_on, 2, job, digits(), mesh)[0]
-        assert together.noise_scale is None
-        assert not together.each
-        micro_batches = run_ranks(measure_on, 2, job, digits(), mesh, 8)[0]
-        # Every second of the steps after the first.
-        assert len(micro_batches.each) == SAMPLES // BATCH // 2 - 1
-        assert micro_batches.noise_scale is not None
-
-
-def measure_on(job: Job, data: ArraySet, mesh: dict[str, int], micro_batch_size: int | None = None) -> Measured:
-    return measure(job, data, mesh=Mesh(**mesh), micro_batch_size=micro_batch_size)
 
 
 @pytest.mark.slow

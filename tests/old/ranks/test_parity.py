@@ -6,14 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-import paceline
-from paceline.env import worker_facts
-from paceline.errors import ModelError
-from paceline.spec import Job, Plan
+from paceline.spec import Job
 from tests.kit.workers import run_ranks
 from tests.old.ranks.training import Outcome, images, largest_difference, train
 
@@ -85,19 +81,18 @@ def test_bits_do_not_depend_on_where_in_memory_a_sample_lies() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
-    ("name", "norm", "world_sizes"),
+    ("name", "world_sizes"),
     [
-        ("lenet", "shard", (2, 3)),
-        ("resnet20", "shard", (3,)),
-        ("resnet20", "sync", (3,)),
-        ("dropout", "shard", (2, 3)),
+        ("lenet", (2, 3)),
+        ("resnet20", (3,)),
+        ("dropout", (2, 3)),
     ],
 )
-def test_numeric_parity_in_float64_after_50_steps(name: str, norm: str, world_sizes: tuple[int, ...]) -> None:
+def test_numeric_parity_in_float64_after_50_steps(name: str, world_sizes: tuple[int, ...]) -> None:
     model, shape = MODELS[name]
     # A gentle rate: batch norm over few values is chaotic enough to turn rounding into a difference by itself.
     gentle = {"lr": 0.002, "momentum": 0.0, "warmup_epochs": 0.0}
-    job = _job(precision="float64", model=model, norm=norm, optim=gentle)
+    job = _job(precision="float64", model=model, optim=gentle)
     sets = images(61, shape), images(31, shape)
     (alone,) = run_ranks(train, 1, job, *sets, 50, timeout_s=300)
     for world_size in world_sizes:
@@ -116,13 +111,10 @@ def test_numeric_parity_in_float64_after_50_steps(name: str, norm: str, world_si
         (f"{__name__}:norms", 1, 1, 1, 1),
     ],
 )
-@pytest.mark.parametrize(("parity", "norm"), [("bitwise", "shard"), ("numeric", "shard"), ("numeric", "sync")])
-def test_ragged_ends(
-    model: str, num_samples: int, batch: int, shards: int, world_size: int, parity: str, norm: str
-) -> None:
+@pytest.mark.parametrize("parity", ["bitwise", "numeric"])
+def test_ragged_ends(model: str, num_samples: int, batch: int, shards: int, world_size: int, parity: str) -> None:
     job = _job(
         parity=parity,
-        norm=norm,
         precision="float64",
         global_batch_size=batch,
         virtual_shards=shards,
@@ -202,18 +194,6 @@ def test_a_users_random_data_set_looks_the_same_to_any_number_of_workers() -> No
     assert spread.sha == alone.sha
 
 
-@pytest.mark.slow
-def test_accumulation_changes_nothing() -> None:
-    job = _job(precision="float64", epochs=2, model=MODELS["resnet18"][0])
-    (alone,) = run_ranks(train, 1, job, images(30))
-    for outcomes in zip(*run_ranks(_train_accumulating, 2, job, (4, 9), timeout_s=100), strict=True):
-        assert largest_difference(alone, _agree(list(outcomes))) < 1e-9
-
-
-def _train_accumulating(job: Job, micro_batch_sizes: tuple[int, ...]) -> list[Outcome]:
-    return [train(job, images(30), micro_batch_size=size) for size in micro_batch_sizes]
-
-
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_low_precision_is_bitwise_too(precision: str) -> None:
     job = _job(parity="bitwise", precision=precision, epochs=2, model=MODELS["lenet"][0])
@@ -221,46 +201,3 @@ def test_low_precision_is_bitwise_too(precision: str) -> None:
     (alone,) = run_ranks(train, 1, job, *sets)
     spread = _agree(run_ranks(train, 2, job, *sets))
     assert (spread.sha, spread.metrics) == (alone.sha, alone.metrics)
-
-
-def test_sync_norm_refuses_a_model_whose_masks_would_depend_on_the_workers() -> None:
-    job = _job(norm="sync", model=f"{__name__}:norm_and_dropout")
-    with pytest.raises(AssertionError, match="use norm = 'shard'"):
-        run_ranks(train, 2, job, images(24))
-
-
-def norm_and_dropout(in_channels: int, num_classes: int) -> nn.Module:
-    return nn.Sequential(
-        nn.BatchNorm2d(in_channels), nn.Flatten(), nn.Dropout(0.5), nn.Linear(64 * in_channels, num_classes)
-    )
-
-
-@pytest.mark.parametrize(("begins", "num_steps"), [(0, 0), (4, 5)])
-def test_sync_norm_refuses_a_loss_whose_negatives_would_depend_on_the_workers(begins: int, num_steps: int) -> None:
-    """In the first step, or in the step after that in which the term begins."""
-    for world_size in (1, 2):
-        assert run_ranks(_contrast, world_size, begins) == [num_steps] * world_size
-
-
-def _contrast(begins: int) -> int:
-    """The number of steps that were made until a sentence came."""
-    job = Job().with_values(global_batch_size=12, virtual_shards=6, norm="sync", precision="float64")
-    plan = Plan(world_size=worker_facts().world_size, algorithm="all_reduce", timeout_s=30)
-    with paceline.init(job, plan=plan, max_steps=7) as run:
-        model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(192, 4), nn.BatchNorm1d(4))
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for step, batch in enumerate(run.batches(images(96))):
-
-            def loss(model: nn.Module, batch: Any, step: int = step) -> Tensor:
-                features = model(batch[0])
-                similar = F.normalize(features) @ F.normalize(features).T
-                squares: Tensor = features.square().mean()
-                return squares if step < begins else squares + similar.logsumexp(1).mean()
-
-            try:
-                run.step(batch, loss)
-            except ModelError as problem:
-                assert "is not the mean of their own losses" in str(problem)
-                assert "use norm = 'shard'" in str(problem)
-                return step
-    return -1

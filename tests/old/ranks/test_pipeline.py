@@ -18,8 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.models import MODELS
-from paceline.parallel.assignment import ShardRange
-from paceline.parallel.batch_norm.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.live_bytes import LiveBytes
 from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline
 from paceline.partition import StageLimits
@@ -46,7 +44,7 @@ def build(name: str, dtype: torch.dtype) -> nn.Module:
         "resnet50": {"stem": "cifar", "num_classes": 10},
         "gpt": {"vocab_size": 17, "context": 8, "num_layers": 6, "num_heads": 2, "width": 8, "dropout": 0.2},
     }
-    model: nn.Module = replace_batch_norm(MODELS[name](**every[name]), ShardBatchNorm)
+    model: nn.Module = MODELS[name](**every[name])
     return model.to(dtype)
 
 
@@ -62,28 +60,24 @@ def batches(name: str, dtype: torch.dtype) -> list[Batch]:
     return list(zip(images, torch.randint(10, (num_steps, num_samples), generator=generator), strict=True))
 
 
-def micro_batches(batch: Batch, step: int, norm: NormStatistics, sizes: Sequence[int]) -> Iterator[MicroBatch]:
+def micro_batches(batch: Batch, step: int, sizes: Sequence[int]) -> Iterator[MicroBatch]:
     """As an engine makes them: a shard each, seeded by its number."""
     start = 0
     for shard, size in enumerate(sizes):
         part = (batch[0][start : start + size], batch[1][start : start + size])
 
-        def before_forward(shard: int = shard, size: int = size) -> None:
+        def before_forward(shard: int = shard) -> None:
             torch.default_generator.manual_seed(1000 * step + shard)
-            norm.begin_pass(ShardRange(0, (size,), tuple(sizes)))
 
         yield MicroBatch(
             loss_of=lambda model, part=part, size=size: loss_fn(model, part) * (size / sum(sizes)),  # type: ignore[misc]
             before_forward=before_forward,
-            backward=norm.backward,
         )
         start += size
 
 
-def finish(model: nn.Module, norm: NormStatistics, like: Tensor) -> None:
-    """Plain SGD, and the running statistics of norm layers."""
-    norm.end_pass()
-    norm.apply(*torch.cat([like.new_zeros(0), *norm.collect(like)]).split(norm.lengths))
+def finish(model: nn.Module) -> None:
+    """Plain SGD."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.grad is not None:
@@ -96,11 +90,10 @@ def alone(name: str, dtype: torch.dtype) -> Iterator[tuple[nn.Module, float]]:
     Rank 0 computes it and tells the others.
     """
     model = build(name, dtype)
-    norm = NormStatistics(model)
     for step, batch in enumerate(batches(name, dtype)):
         model.zero_grad()
         total = torch.zeros((), dtype=dtype)
-        for micro_batch in micro_batches(batch, step, norm, SIZES[name]) if dist.get_rank() == 0 else ():
+        for micro_batch in micro_batches(batch, step, SIZES[name]) if dist.get_rank() == 0 else ():
             micro_batch.before_forward()
             loss = micro_batch.loss_of(model)
             with micro_batch.backward():
@@ -112,7 +105,7 @@ def alone(name: str, dtype: torch.dtype) -> Iterator[tuple[nn.Module, float]]:
             dist.broadcast(parameter.grad, 0)
         dist.broadcast(total, 0)
         yield model, float(total)
-        finish(model, norm, total)
+        finish(model)
         for buffer in model.buffers():
             dist.broadcast(buffer, 0)
 
@@ -139,11 +132,10 @@ def compare(name: str, dtype: torch.dtype, specs: Sequence[PipelineSpec]) -> lis
         found = []
         for spec in specs:
             pipeline = Pipeline(build(name, dtype), group, spec, ModelCall((given[0][0][:3],)), torch.device("cpu"))
-            norm = NormStatistics(pipeline.module)
             far = {"loss": 0.0, "gradient": 0.0, "output": 0.0, "state": 0.0}
             for step, (whole, expected) in enumerate(alone(name, dtype)):
                 pipeline.module.zero_grad()
-                loss = pipeline.train_step(list(micro_batches(given[step], step, norm, SIZES[name])))
+                loss = pipeline.train_step(list(micro_batches(given[step], step, SIZES[name])))
                 if dist.get_rank() == dist.get_world_size() - 1:
                     far["loss"] = max(far["loss"], abs(float(loss) / expected - 1))
                 else:
@@ -152,7 +144,7 @@ def compare(name: str, dtype: torch.dtype, specs: Sequence[PipelineSpec]) -> lis
                 for key, parameter in pipeline.module.named_parameters():
                     assert parameter.grad is not None
                     far["gradient"] = max(far["gradient"], worst(parameter.grad, gradients[key]))
-                finish(pipeline.module, norm, loss)
+                finish(pipeline.module)
             whole.eval()
             pipeline.module.eval()
             with torch.no_grad():

@@ -21,8 +21,6 @@ import paceline
 from paceline.dtensor_type import local_shard
 from paceline.env import worker_facts
 from paceline.models import build
-from paceline.parallel.assignment import ShardRange
-from paceline.parallel.batch_norm.norm import NormStatistics, ShardBatchNorm, replace_batch_norm
 from paceline.parallel.sharded import recompute
 from paceline.parallel.tensor import (
     TensorPlan,
@@ -83,24 +81,19 @@ def _train(case: Case, dtype: torch.dtype, num_steps: int) -> dict[str, Any]:
     model = copy.deepcopy(whole)
     tensor_parallel(model, mesh, given=case.plan(model, mesh.size()))
     models = (whole, model)
-    norms = [NormStatistics(m) for m in models]
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.002, momentum=0.9, foreach=False) for m in models]
     errors: dict[str, float] = {"loss": 0.0, "gradient": 0.0}
     spread = 0.0
     for step in range(num_steps):
         losses = [0.0, 0.0]
-        for which, (net, norm, optimizer) in enumerate(zip(models, norms, optimizers, strict=True)):
+        for which, (net, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
             pieces = torch.arange(len(inputs)).chunk(2)
             for shard, rows in enumerate(pieces):
                 torch.manual_seed(100 * step + shard)
-                norm.begin_pass(ShardRange(0, (len(rows),), tuple(map(len, pieces))))
                 loss = _loss(net, inputs[rows], targets[rows]) * (len(rows) / len(inputs))
                 loss.backward()
                 losses[which] += float(loss.detach())
-            norm.end_pass()
-            nothing = inputs.new_zeros(0, dtype=dtype)
-            norm.apply(*torch.cat([nothing, *norm.collect(nothing)]).split(norm.lengths))
         errors["loss"] = max(errors["loss"], abs(losses[1] - losses[0]) / abs(losses[0]))
         whole_gradients = torch.cat([p.grad.flatten() for p in whole.parameters() if p.grad is not None])
         deviation = 0.0
@@ -157,7 +150,7 @@ MODELS = {
     ),
     "lenet": Case(lambda: build(ModelSpec("lenet")), partial(_images, 5, 1, 28)),
     "resnet18": Case(
-        lambda: replace_batch_norm(build(ModelSpec("resnet18", {"stem": "cifar", "num_classes": 10})), ShardBatchNorm),
+        lambda: build(ModelSpec("resnet18", {"stem": "cifar", "num_classes": 10})),
         partial(_images, 16, 3, 8),
         num_steps_float64=4,
         num_steps_float32=1,

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import paceline
 from paceline.checkpoint import newest_good, open_storage
 from paceline.errors import ModelError
-from paceline.parallel.loss.novelty import Novelty
 from paceline.train.steps.nonfinite import MOST_IN_A_ROW, NonFiniteGuard
 from tests.kit.sim_gpu.workers import run_on_gpus
 
@@ -59,19 +58,6 @@ def _ends(native: Any, kind: Any, precision: str) -> dict[str, tuple[_End, _End]
         name: (_train(precision, kind, bad, is_late=False), _train(precision, kind, bad, is_late=True))
         for name, bad in BAD_STEPS.items()
     }
-
-
-def test_new_values_are_told_at_once_on_the_host_and_a_batch_later_on_a_gpu(simulated_gpu: Path) -> None:
-    (told,) = run_on_gpus(simulated_gpu, _told, 1)
-    assert told == [True, True, True, False]
-
-
-def _told(native: Any) -> list[bool]:
-    """Of batches of tokens on the GPU and lengths on the host, as `pack_padded_sequence` wants them."""
-    seen = Novelty()
-    tokens, more = (torch.tensor([[1, 2, most]], device="cuda") for most in (3, 4))
-    few, many = torch.tensor([3, 5, 2]), torch.tensor([3, 9, 2])
-    return [seen.learn(batch) for batch in ((tokens, few), (more, many), (more, many), (more, many))]
 
 
 def test_float16_leaves_steps_out_on_the_device_and_none_before_the_optimizer_has_its_state(

@@ -43,9 +43,8 @@ class Way:
 
     def waits(self, native: Any) -> dict[str, int]:
         """What the host of this worker waits for in the counted steps: how often, by the project's line."""
-        name = "resnet20" if "norm" in self.job else "lenet"
-        job = Job.from_mapping(_JOB | {"model": name} | self.job)
-        shape = (3, 8, 8) if "norm" in self.job else (1, 28, 28)
+        job = Job.from_mapping(_JOB | {"model": "lenet"} | self.job)
+        shape = (3, 8, 8) if job.model.name == "resnet20" else (1, 28, 28)
         world_size = worker_facts().world_size
         algorithm = "tree_exact" if job.parity == "bitwise" else "all_reduce"
         mesh = None if self.mesh is None else parse_mesh(self.mesh, world_size, 1)
@@ -89,9 +88,9 @@ def ways(num_gpus: int) -> list[Way]:
     found = [
         Way("numeric"),
         Way("bitwise", {"parity": "bitwise"}),
-        Way("batch norm of shards", {"norm": "shard"}),
+        Way("batch norm of shards", {"model": "resnet20"}),
         Way("bitwise, AdamW", {"parity": "bitwise", "optim": {"name": "adamw", "lr": 0.01}}),
-        Way("bitwise, batch norm of shards", {"norm": "shard", "parity": "bitwise"}),
+        Way("bitwise, batch norm of shards", {"model": "resnet20", "parity": "bitwise"}),
         Way("float16", {"precision": "float16"}),
         Way("bfloat16", {"precision": "bfloat16"}),
         Way("gradient clipping", {"optim": {"lr": 0.01, "clip_norm": 1.0}}),
@@ -100,7 +99,6 @@ def ways(num_gpus: int) -> list[Way]:
     if num_gpus == 1:
         return [*found, Way("one process, two devices", devices_in_process=2)]
     found += [
-        Way("batch norm of the global batch", {"norm": "sync"}),
         Way("local_sgd", _sum("local_sgd", sync_every=2)),
         Way("diloco", _sum("diloco", sync_every=2)),
         Way("fsdp", mesh="fsdp"),

@@ -67,13 +67,6 @@ def test_the_options_of_a_command(name: str) -> None:
     assert accepted == []
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "²", "٣", "9" * 5_000, "True"])
-@pytest.mark.parametrize("name", ["train", "launch"])
-def test_a_micro_batch(name: str, text: str) -> None:
-    with in_scratch_folder():
-        assert _is_refused_by_command(options.call(name, "--micro-batch", text))
-
-
 @pytest.mark.parametrize(
     ("command", "option", "texts"),
     [

@@ -124,10 +124,11 @@ def test_an_update_that_was_timed_is_not_assumed() -> None:
 
 
 def test_a_slow_loader_bounds_the_step() -> None:
-    found = forecast_of(JOB, gpu_cluster(loader_samples_per_s=300.0), [1, 2])
+    few = dataclasses.replace(JOB, virtual_shards=16)
+    found = forecast_of(few, gpu_cluster(loader_samples_per_s=300.0), [1, 2])
     assert found.rows[0].bound_by == "loader"
     assert found.rows[0].samples_per_s == pytest.approx(300)
-    fast = forecast_of(JOB, gpu_cluster(), [1])
+    fast = forecast_of(few, gpu_cluster(), [1])
     assert fast.rows[0].bound_by == "compute"
 
 
@@ -157,7 +158,7 @@ def test_outer_steps_every_ten_steps_cost_a_tenth(method: str) -> None:
     assert row_of(rare, cluster, 16).communication_s == pytest.approx(row_of(SMALL, cluster, 16).communication_s / 10)
 
 
-def test_bitwise_parity_sums_by_the_fixed_tree_and_passes_shard_by_shard() -> None:
+def test_a_virtual_shard_is_a_pass_and_bitwise_parity_sums_by_the_fixed_tree() -> None:
     job = Job(global_batch_size=64, virtual_shards=8, parity="bitwise")
     for row, passes in zip(forecast_of(job, cpu_cluster(2), [1, 2, 4]).rows, (8, 4, 2), strict=True):
         assert (row.micro_batch_size, row.num_micro_batches) == (8, passes)
@@ -167,7 +168,7 @@ def test_bitwise_parity_sums_by_the_fixed_tree_and_passes_shard_by_shard() -> No
 def test_batches_that_grow_keep_the_batch_of_a_device() -> None:
     rows = forecast_of(Job(global_batch_size=128, virtual_shards=8), gpu_cluster(), [1, 4, 16], grow="batch").rows
     assert [row.global_batch_size for row in rows] == [128, 512, 2048]
-    assert [row.micro_batch_size for row in rows] == [128, 128, 128]
+    assert [row.micro_batch_size for row in rows] == [16, 16, 16]
     assert rows[2].speedup > 15
 
 
@@ -279,12 +280,13 @@ def test_the_recommendation_is_efficient_and_nothing_efficient_is_clearly_faster
 def test_a_small_model_on_a_slow_link_stays_on_one_device() -> None:
     cluster = cpu_cluster(4)
     single = with_nodes(cluster, devices=cluster.nodes[0].devices[:1])
-    found = forecast_of(SMALL, single, [1, 2, 3, 4])
+    few = dataclasses.replace(SMALL, virtual_shards=4)
+    found = forecast_of(few, single, [1, 2, 3, 4])
     assert found.recommended_devices == 1
     assert "1 device" in found.verdict and "communication" in found.reason and "50 %" in found.reason
     assert "after 1 device" in found.bend
     fast = dataclasses.replace(single, network=cpu_cluster(4, link_bytes_per_s=10e9).network)
-    assert forecast_of(dataclasses.replace(SMALL, global_batch_size=2048), fast, [1, 2, 4]).recommended_devices == 4
+    assert forecast_of(dataclasses.replace(few, global_batch_size=2048), fast, [1, 2, 4]).recommended_devices == 4
 
 
 def test_a_batch_beyond_the_noise_scale_takes_fewer_devices() -> None:
@@ -348,7 +350,7 @@ def test_what_does_not_fit_is_refused_with_both_numbers_and_smaller_shards_help(
     with pytest.raises(JobError, match=r"8 samples .*1\.\d+ GiB"):
         forecast_of(job, cluster, [1])
     row = row_of(dataclasses.replace(job, virtual_shards=32), cluster, 1)
-    assert (row.micro_batch_size, row.objection) == (4, "")
+    assert (row.micro_batch_size, row.objection) == (2, "")
 
 
 GPT = Job.from_mapping(

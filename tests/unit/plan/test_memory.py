@@ -209,16 +209,3 @@ def has_room_of(num_bytes: float, room: float) -> bool:
 def test_a_part_of_a_device_is_left_for_the_driver() -> None:
     assert has_room_of(0.9 * GIB, GIB) and not has_room_of(0.97 * GIB, GIB) and not has_room_of(1.01 * GIB, GIB)
     assert has_room_of(1e30, math.inf)
-
-
-@given(st.floats(1e6, 1e9), st.floats(2e9, 1e11))
-def test_the_plan_takes_the_largest_micro_batch_that_fits(sample_bytes: float, room: float) -> None:
-    """A step of 64 samples on one device goes in passes of equal numbers of shards that memory has room for."""
-    cluster = gpu_cluster(1, sample_bytes=int(sample_bytes), memory_bytes=int(room))
-    row = forecast_of(Job(global_batch_size=64, virtual_shards=64), cluster, [1]).rows[0]
-    assert row.memory_bytes is not None
-    assert row.micro_batch_size * row.num_micro_batches >= 64
-    assert has_room_of(row.memory_bytes, room)
-    if row.num_micro_batches > 1:  # with one pass fewer it would not fit
-        larger = math.ceil(64 / (row.num_micro_batches - 1))
-        assert not has_room_of(row.memory_bytes + (larger - row.micro_batch_size) * sample_bytes, room)

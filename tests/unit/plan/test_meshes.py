@@ -111,8 +111,8 @@ def test_large_layers_of_few_samples_are_divided_over_slow_links_and_large_batch
     layers = (LayerCost("", 1.0, 12.5e6, 5e4, 3e4, True, 4096, 1, 3e4),) * 2
     known: dict[str, Any] = {"layers": layers, "backend": "gloo"}
     slow, fast = (Links(20e-6, 1 / 1.5e9, 120e-6, 1 / rate, 20e-6) for rate in (25e6, 25e9))
-    assert meshes(4, 2, slow, global_batch_size=64, shard_size=8, **known).winner.mesh == Mesh(tp=4)
-    many = {"global_batch_size": 1 << 16, "shard_size": 1 << 13, "activations": Activations(1e5)}
+    assert meshes(4, 2, slow, global_batch_size=64, shard_size=32, **known).winner.mesh == Mesh(tp=4)
+    many = {"global_batch_size": 1 << 16, "shard_size": 1 << 14, "activations": Activations(1e5)}
     assert meshes(4, 2, fast, **known | many).winner.mesh == Mesh(dp=4)
 
 

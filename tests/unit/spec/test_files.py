@@ -87,7 +87,6 @@ PLAN = Plan(
     device_kind="cuda",
     nodes=(NodePlacement("gpu1", 2, devices=(3, 0), cpus=((0, 1), (2, 3))), NodePlacement("kim@gpu2")),
     threads_per_worker=2,
-    micro_batch_size=16,
     algorithm="hierarchical",
     mesh=Mesh(fsdp=3, zero_stage=2),
     pipeline=PipelineSpec("gpipe", 1, ("blocks.3",)),

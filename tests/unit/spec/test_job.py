@@ -150,7 +150,6 @@ BOUNDS: list[tuple[str, list[float], list[float]]] = [
     ("virtual_shards", [-1, 0, 2**20 + 1], [1, 256]),
     ("epochs", [-1, 0, 2**31], [1, 2**31 - 1]),
     ("seed", [-1, 2**63], [0, 2**63 - 1]),
-    ("micro_batch_size", [-1, 0], [32, 10**6]),
     ("eval_every_epochs", [0, -3], [1, 100]),
     ("eval_every_steps", [0, -1], [1, 100]),
     ("eval_batch_size", [0, 2**31], [1, 4096]),
@@ -205,7 +204,6 @@ def test_bounds_hold_where_a_job_is_made_in_python() -> None:
     ("settings", "words"),
     [
         ({"virtual_shards": 9, "global_batch_size": 8}, ["virtual_shards = 9", "global_batch_size = 8"]),
-        ({"global_batch_size": 100, "micro_batch_size": 12}, ["12", "13", "virtual_shards = 9"]),
         ({"parity": "bitwise", "compile": True}, ["compile = false"]),
         ({"parity": "bitwise", "aggregation.wire": "bfloat16"}, ["aggregation.wire = 'float32'", "'bfloat16'"]),
         ({"parity": "bitwise", "aggregation.method": "diloco"}, ["'every_step'", "'diloco'"]),
@@ -230,22 +228,20 @@ def test_keys_that_contradict_each_other_are_both_named(settings: dict[str, obje
         assert word in sentence, sentence
 
 
-@given(st.integers(1, 4000), st.integers(1, 4000), st.integers(1, 4000))
-def test_a_micro_batch_holds_a_virtual_shard_and_the_advice_works(batch: int, shards: int, micro_batch: int) -> None:
-    shards = min(shards, batch)
-    settings: dict[str, object] = {
-        "global_batch_size": batch,
-        "virtual_shards": shards,
-        "micro_batch_size": micro_batch,
-    }
-    largest = math.ceil(batch / shards)
-    if micro_batch >= largest:
-        assert job_of(settings).shard_size == largest
-        return
-    sentence = refusal(settings)
-    (advised,) = re.findall(r"virtual_shards = (\d+)", sentence)
-    assert job_of(settings | {"virtual_shards": int(advised)}).micro_batch_size == micro_batch
-    assert job_of(settings | {"micro_batch_size": largest}).shard_size == largest
+@pytest.mark.parametrize(
+    ("key", "before", "value", "instead"),
+    [
+        ("micro_batch_size", None, 32, "virtual_shards"),
+        ("norm", "shard", "sync", "virtual_shards"),
+        ("shard_by_shard", False, True, "by itself"),
+    ],
+)
+def test_a_key_of_earlier_releases_says_what_stands_in_its_place(
+    key: str, before: object, value: object, instead: str
+) -> None:
+    sentence = refusal({key: value})
+    assert key in sentence and instead in sentence
+    assert job_of({key: before}) == job_of({})
 
 
 # --- files and settings ---

@@ -252,7 +252,6 @@ def trace_model(model: nn.Module, arguments: Sequence[Any], num_samples: int) ->
                 waiting_bytes=sum(cost.waiting_bytes for cost in together) / num_samples,
                 largest_parameter_bytes=max(cost.largest_parameter_bytes for cost in together),
                 output_bytes=together[-1].output_bytes / num_samples,
-                draws=any(cost.draws for cost in together),
                 num_tensor_slices=num_slices,
                 num_all_reduces=len(own),
                 # Two workers send S bytes each for a sum of S.

@@ -163,7 +163,9 @@ class DataParallel(Engine):
         return result
 
     def audit(self, step: StepInput) -> None:
-        audit(self.passes, step, self._group)
+        # Where parameters may be unused, DDP remembers until the end of the next step which ones have got a gradient.
+        may_skip = self._ddp is not None and self._ddp.find_unused_parameters
+        audit(self.passes, step, self._group, has_gradients=not may_skip)
 
     def _sum_moves(self, numbers: list[int]) -> Tensor:
         total = self.buffers.moves(numbers)

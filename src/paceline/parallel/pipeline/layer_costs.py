@@ -18,7 +18,6 @@ from paceline.parallel.pipeline.halves import can_split, first_half, num_bytes
 from paceline.parallel.pipeline.recorder import snapshot, untouched
 from paceline.parallel.pipeline.recording import Recording, TensorSlot
 from paceline.parallel.pipeline.watch import tensors_in
-from paceline.parallel.random_operators import NotesDraws
 from paceline.spec.model_cost import LayerCost
 
 # A model without values has no times: its layers are compared by their arithmetic, on a device of this speed.
@@ -59,7 +58,6 @@ def measure_layers(recording: Recording, device: torch.device) -> list[LayerCost
                     waiting_bytes=measured.waiting_bytes,
                     largest_parameter_bytes=max((p.nbytes for p in parameters), default=0),
                     output_bytes=output_bytes,
-                    draws=measured.draws,
                     may_begin=allowed[number],
                 )
             )
@@ -88,7 +86,6 @@ class _Measured:
     """What lives for a moment of backward."""
     waiting_bytes: int = 0
     """What waits between the halves of backward."""
-    draws: bool = False
 
 
 def _measure_layer(recording: Recording, number: int, device: torch.device) -> _Measured:
@@ -123,25 +120,23 @@ def _measure_layer(recording: Recording, number: int, device: torch.device) -> _
     own = _parameters(recording, number)
     if any(recording.values[slot].is_meta for slot in (*layer.takes, *layer.gives)):
         args, kwargs = inputs()
-        with FlopCounterMode(display=False) as counter, counting_kept(own) as kept_bytes, NotesDraws() as draws:
+        with FlopCounterMode(display=False) as counter, counting_kept(own) as kept_bytes:
             backward(function(*args, **kwargs))
         moment_bytes = _moment_bytes(function, inputs, own)
         args, kwargs = inputs()
         waiting_bytes = _waiting_bytes(tensors_in(function(*args, **kwargs)), leaves, own)
-        return _Measured(
-            counter.get_total_flops() / META_FLOPS_PER_S, kept_bytes(), moment_bytes, waiting_bytes, draws.has_drawn
-        )
+        return _Measured(counter.get_total_flops() / META_FLOPS_PER_S, kept_bytes(), moment_bytes, waiting_bytes)
     times_s = []
     for repeat in range(1 + _NUM_REPEATS):  # the first warms up
         args, kwargs = inputs()
         begin = mark(device)
         if repeat == 0:
-            with counting_kept(own) as kept_bytes, NotesDraws() as draws:
+            with counting_kept(own) as kept_bytes:
                 backward(function(*args, **kwargs))
         else:
             backward(function(*args, **kwargs))
         times_s.append(seconds(begin, mark(device)))
-    return _Measured(min(times_s[1:]), kept_bytes(), draws=draws.has_drawn)
+    return _Measured(min(times_s[1:]), kept_bytes())
 
 
 def _moment_bytes(function: Any, inputs: Callable[[], tuple[Any, Any]], own: Iterable[nn.Parameter]) -> int:

@@ -20,9 +20,14 @@ def shard_seed(seed: int, step: int, shard: int, nth: int = 0) -> int:
     return key(own, random_streams.FORWARD, step, shard)
 
 
-def seed_map(seed: int, step: int, shard: int, device: torch.device) -> None:
-    """Before a function is called with a virtual shard of the global batch with this number, by `ShardedBatch.map`."""
-    seed_generators(key(seed, random_streams.IN_LOOP, step, shard), device)
+def seed_map(seed: int, step: int, nth: int, shard: int, device: torch.device) -> None:
+    """Before a function is called with a virtual shard by `ShardedBatch.map`, and after all of them (-1).
+
+    Args:
+        step: the number of the global batch.
+        nth: the number of this call of `map` on it.
+    """
+    seed_generators(key(key(seed, random_streams.IN_LOOP, nth, step), random_streams.IN_LOOP, step, shard), device)
 
 
 def seed_between_steps(seed: int, step: int, device: torch.device, nth: int = 0) -> None:

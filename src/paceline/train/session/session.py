@@ -289,10 +289,6 @@ class Session:
             self._stopping.agree()
         return status
 
-    @property
-    def saves_checkpoints(self) -> bool:
-        return self._checkpoints is not None
-
     def note(self, sentence: str) -> None:
         """Tell the user, and the run's report."""
         self._notes.append(sentence)

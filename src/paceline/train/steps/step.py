@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -125,14 +126,15 @@ class Stepper:
         seed, index = self._state.job.seed, self._state.progress.steps
         of_workers = batch.assignment.shards_of_rank if self._is_sharded else ()
         num_calls = max((stop - start for start, stop in of_workers), default=0)
+        numbers = itertools.count()
 
         def apply(function: Callable[[Any], Any], shards: tuple[Any, ...]) -> tuple[Any, ...]:
             every = shards + tuple(copied(shards[0]) for _ in range(len(shards), num_calls))
-            made = []
+            made, number = [], next(numbers)
             for shard, content in enumerate(every, batch.assignment.own[0]):
-                seed_map(seed, index, shard, self._device)
+                seed_map(seed, index, number, shard, self._device)
                 made.append(function(content))
-            seed_between_steps(seed, index, self._device)
+            seed_map(seed, index, number, -1, self._device)
             return tuple(made[: len(shards)])
 
         return apply

@@ -31,7 +31,6 @@ BOTH = (
     ("--min-workers", "5"),
     ("--max-workers", "3"),
     ("--exclude-slower", "2"),
-    ("--micro-batch", "0"),
 )
 OF_TRAIN = (
     ("-n", "100000"),
@@ -41,7 +40,6 @@ OF_TRAIN = (
     ("--track", "nope"),
     ("--plan", "none"),
     ("--servers", "7"),
-    ("--micro-batch", "1"),
 )
 CASES = [("launch", words) for words in BOTH] + [("train", words) for words in (*BOTH, *OF_TRAIN)]
 

@@ -170,12 +170,6 @@ def described(words: list[str]) -> list[Any]:
     return list(command.params)
 
 
-def test_memory_takes_a_number_of_samples_and_says_so() -> None:
-    found = CliRunner().invoke(command_line(), ["memory", "digits-lenet", "--micro-batch", "two"])
-    assert found.exit_code == 2
-    assert "auto" not in found.output and "valid integer" in found.output
-
-
 @pytest.mark.parametrize(
     ("words", "option", "example"),
     [

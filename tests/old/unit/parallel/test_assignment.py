@@ -35,19 +35,15 @@ def test_shares_tile_the_batch_in_order(num_samples: int, num_shards: int, data:
     assert {share.shard_sizes for share in shares} == {shard_sizes(num_samples, num_shards)}
 
 
-@given(BATCHES, SHARDS, st.one_of(st.none(), st.integers(1, 100)), st.data())
-def test_pieces_tile_the_share(num_samples: int, num_shards: int, limit: int | None, data: st.DataObject) -> None:
+@given(BATCHES, SHARDS, st.data())
+def test_shards_tile_the_share(num_samples: int, num_shards: int, data: st.DataObject) -> None:
     world_size = data.draw(st.integers(1, num_shards))
-    rank = data.draw(st.integers(0, world_size - 1))
-    share = Assignment.of(num_samples, num_shards, rank, world_size)
-    shard, stop = share.shards_of_rank[rank]
+    share = Assignment.of(num_samples, num_shards, data.draw(st.integers(0, world_size - 1)), world_size)
     position, weight = 0, 0.0
-    while shard < stop:
-        piece = share.shard_range(shard, limit)
-        assert piece.start == position
-        assert piece.stop - piece.start == sum(piece.sizes)
-        assert limit is None or len(piece.sizes) == 1 or sum(piece.sizes) <= limit
-        shard, position, weight = shard + len(piece.sizes), piece.stop, weight + piece.weight
+    for shard in range(*share.own):
+        start, stop = share.span_of(shard)
+        assert start == position and stop - start == share.shard_sizes[shard]
+        position, weight = stop, weight + share.weight(shard)
     assert position == share.span[1] - share.span[0]
     assert weight == pytest.approx(position / num_samples)
 

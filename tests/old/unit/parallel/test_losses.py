@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,9 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ModelError
-from paceline.parallel.loss.coupling import describe_coupling, tolerance
-from paceline.parallel.loss.loss_functions import LossFunctions
-from paceline.parallel.losses import LossLayout, Mean, ShardLoss, StepLoss, ignore_unless, read_loss, watching_outputs
+from paceline.parallel.losses import (
+    LossLayout,
+    LossLayouts,
+    Mean,
+    ShardLoss,
+    StepLoss,
+    ignore_unless,
+    read_loss,
+    watching_outputs,
+)
 
 LIKE = torch.zeros((), dtype=torch.float64)
 
@@ -71,39 +77,12 @@ def test_nothing_flows_back_from_what_counts_for_nothing() -> None:
 
 
 def test_a_function_returns_the_same_numbers_all_the_time() -> None:
-    functions = LossFunctions(None)
+    functions = LossLayouts(None)
     assert functions.may_be_weighted("f")
     functions.has_returned("f", LossLayout())
     functions.has_returned("g", LossLayout(True))
     assert not functions.may_be_weighted("f")
     assert functions.may_be_weighted("g")
-    assert functions.layout("g") == LossLayout(True)
+    assert functions.of("g") == LossLayout(True)
     with pytest.raises(ModelError, match=r"a plain loss and no further values for some samples, and a paceline\.Mean"):
         functions.has_returned("f", LossLayout(True, (("x", True),)))
-
-
-def of(mean: float, weight: float) -> ShardLoss:
-    return ShardLoss(LossLayout(), loss(mean), weight, torch.zeros(1))
-
-
-def test_only_what_rounding_does_not_explain_couples_samples() -> None:
-    singles = [of(1.0, 0.25), of(2.0, 0.75)]
-    assert describe_coupling(of(1.75, 1.0), singles, 1e-9) == ""
-    assert describe_coupling(of(1.75 + 1e-8, 1.0), singles, 1e-5) == ""
-    sentence = describe_coupling(of(1.75 + 1e-8, 1.0), singles, 1e-9)
-    assert "together, 1.75, is not the mean of their own losses, 1.75, so every shard goes" in sentence
-    tiny = describe_coupling(of(1e-17, 1.0), [of(1e-17, 0.25), of(-1e-17, 0.75)], 1e-9)
-    assert "together is 0 but for rounding (1e-17)" in tiny and "goes through the model alone" in tiny
-    assert "together is 0.5 times the sum of their own weights" in describe_coupling(of(1.75, 0.5), singles, 1e-9)
-    assert describe_coupling(of(1.0, 0.25), [of(1.0, 0.25), of(float("nan"), 0.0)], 1e-9) == ""
-    assert describe_coupling(of(float("nan"), 1.0), singles, 1e-9) == ""  # nothing can be said of it
-
-
-def test_rounding_depends_on_the_precision() -> None:
-    model, cpu = nn.Linear(1, 1), torch.device("cpu")
-    double = copy.deepcopy(model).double()
-    assert tolerance(double, cpu, torch.float64) == 1e-9
-    assert tolerance(double, cpu, torch.float32) == tolerance(model, cpu, torch.float32) == 1e-5
-    assert tolerance(copy.deepcopy(model).bfloat16(), cpu, torch.bfloat16) == 2e-3
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert tolerance(model, cpu, torch.float32) == 2e-3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -64,8 +63,8 @@ def step_input(batch: Batch, loss: Loss = loss_of, take_norms: Any = None, step:
 
 
 @contextmanager
-def one_process(model: nn.Module, num_devices: int, job: Job = JOB, **plan: Any) -> Iterator[OneProcessDataParallel]:
-    engine = OneProcessDataParallel(model, job, Plan(devices_in_process=num_devices, **plan), (CPU,) * num_devices)
+def one_process(model: nn.Module, num_devices: int, job: Job = JOB) -> Iterator[OneProcessDataParallel]:
+    engine = OneProcessDataParallel(model, job, (CPU,) * num_devices)
     try:
         yield engine
     finally:
@@ -104,7 +103,7 @@ def test_many_devices_compute_what_one_does(
     torch.manual_seed(0)
     alone = build().to(dtype)
     together = copy.deepcopy(alone)
-    plain = DataParallel(alone, JOB, Plan(), CPU, None, None, False)
+    plain = DataParallel(alone, Plan(), CPU, None, None, False)
     losses, gradients = trained(alone, plain, dtype)
     with one_process(together, num_devices) as engine:
         found_losses, found_gradients = trained(together, engine, dtype)
@@ -113,44 +112,6 @@ def test_many_devices_compute_what_one_does(
         torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * max(1.0, float(expected.abs().max())))
     for found, expected in zip(together.buffers(), alone.buffers(), strict=True):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize(("build", "num_threads"), [(lenet_of_digits, 2), (dropout_net, 1)])
-def test_devices_compute_at_once_unless_random_numbers_are_drawn(
-    build: Callable[[], nn.Module], num_threads: int
-) -> None:
-    threads: set[int] = set()
-
-    def seen(model: nn.Module, batch: Any) -> Tensor:
-        threads.add(threading.get_ident())
-        return loss_of(model, batch)
-
-    model = build()
-    inputs, targets = next(batches(torch.float32))
-    with one_process(model, 2) as engine:
-        for _ in range(2):
-            engine.gradients(step_input((inputs, targets), seen))
-    assert len(threads) == num_threads
-
-
-def test_a_device_splits_its_samples_into_micro_batches() -> None:
-    sizes = []
-
-    def seen(model: nn.Module, batch: Any) -> Tensor:
-        sizes.append(len(batch[1]))
-        return loss_of(model, batch)
-
-    batch = next(batches(torch.float32))
-    with one_process(norm_net(), 2, micro_batch_size=4) as engine:
-        for _ in range(2):
-            engine.gradients(step_input(batch, seen))
-    # Do samples couple? Two shards one by one and together, and the first again: does its loss follow from other calls?
-    # And at other weights, one by one and together.
-    examined = [2, 2, 4, 2, 2, 2, 4]
-    assert sizes[:7] == examined
-    # In each of two steps shards of 3 and 2, and of 2, 2 and 2; the other device has examined its own shards, which
-    # looked new to it; and the second step compares two shards again.
-    assert sorted(sizes[7:]) == sorted([*(3, 2, 4, 2) * 2, *examined * 2])
 
 
 def test_gradient_norms_are_those_of_the_devices_parts() -> None:
@@ -166,19 +127,6 @@ def test_gradient_norms_are_those_of_the_devices_parts() -> None:
         assert float(norms.small_sqr) > whole  # a smaller batch is noisier
 
 
-def test_the_error_of_any_device_is_raised() -> None:
-    def broken(model: nn.Module, batch: Any) -> Tensor:
-        if threading.current_thread() is not threading.main_thread():
-            raise ValueError("the second device fails")
-        return loss_of(model, batch)
-
-    with one_process(lenet_of_digits(), 2) as engine:
-        batch = next(batches(torch.float32))
-        engine.gradients(step_input(batch, broken))  # the first step is this thread's alone
-        with pytest.raises(ValueError, match="the second device fails"):
-            engine.gradients(step_input(batch, broken))
-
-
 def test_a_loss_that_bypasses_the_replicas_is_one_sentence() -> None:
     model = lenet_of_digits()
     with one_process(model, 2) as engine, pytest.raises(ModelError, match="the loss function is given"):
@@ -186,11 +134,8 @@ def test_a_loss_that_bypasses_the_replicas_is_one_sentence() -> None:
 
 
 def test_what_one_process_cannot_do_is_refused() -> None:
-    for setting, value in (("norm", "sync"), ("parity", "bitwise")):
-        with pytest.raises(JobError, match=f"{setting} = '{value}' needs the strategy dp"):
-            OneProcessDataParallel(
-                norm_net(), JOB.with_values(**{setting: value}), Plan(devices_in_process=2), (CPU, CPU)
-            )
+    with pytest.raises(JobError, match="parity = 'bitwise' needs the strategy dp"):
+        OneProcessDataParallel(norm_net(), JOB.with_values(parity="bitwise"), (CPU, CPU))
     if torch.cuda.device_count() < 64:
         with pytest.raises(JobError, match="should drive 64 GPUs from GPU 0 on"):
             devices_of_process(Plan(devices_in_process=64, device_kind="cuda"), torch.device("cuda", 0))

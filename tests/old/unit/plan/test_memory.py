@@ -12,7 +12,6 @@ from paceline.plan.memory import (
     TransformerShape,
     device_memory,
     fits,
-    largest_micro_batch,
     measured_activations,
     state_bytes,
     transformer_layers,
@@ -186,17 +185,6 @@ def test_a_line_of_peaks_is_found_again(per_sample: float, num_parameters: int, 
 
 def test_without_two_peaks_nothing_is_said() -> None:
     assert measured_activations([MicroBatchTiming(1, 1.0), MicroBatchTiming(2, 1.0, 5)], 1, StateBytes()) is None
-
-
-@given(st.floats(1e6, 1e9), st.floats(1e9, 1e11), st.integers(1, 3))
-def test_the_largest_micro_batch_fits_and_the_next_one_does_not(
-    per_sample: float, memory_bytes: float, stage: int
-) -> None:
-    mesh, activations = Mesh(fsdp=8, zero_stage=stage), Activations(per_sample)
-    size = largest_micro_batch(1e8, StateBytes(), mesh, activations, memory_bytes, 512)
-    has_room = [fits(device_memory(1e8, StateBytes(), mesh, activations, s), memory_bytes) for s in (size, size + 1)]
-    assert size == 0 or has_room[0]
-    assert size == 512 or not has_room[1]
 
 
 @pytest.mark.parametrize(

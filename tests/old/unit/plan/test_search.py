@@ -226,18 +226,6 @@ def test_activations_are_computed_again_only_where_nothing_fits_otherwise() -> N
     )
 
 
-def test_a_model_that_draws_computes_activations_again_shard_by_shard() -> None:
-    layers = transformer_layers(TransformerShape(32, 4096, 32, 2048), 6.7e9)
-    huge = dataclasses.replace(GPT_6B, activations=Activations(8 * GIB), memory_bytes=80 * GIB, shard_size=2)
-    sizes = {}
-    for draws in (False, True):
-        given = tuple(dataclasses.replace(layer, draws=draws) for layer in layers)
-        found = [one for one in search(dataclasses.replace(huge, layers=given), 8, 8, FAST).candidates if one.recompute]
-        sizes[draws] = {one.micro_batch_size for one in found if one.mesh.pp == 1}
-    assert max(sizes[False]) > 2
-    assert sizes[True] == {2}
-
-
 def test_a_pipeline_over_nodes_sends_over_their_links() -> None:
     """Two nodes of two: one of the three boundaries of pp4 lies between them, and so do both of dp2 x pp2."""
     layers = (LayerCost("", 1.0, 1e6, 1e4, 1e6),) * 4

@@ -18,9 +18,7 @@ from paceline.report.parity import TOLERANCE, ParityVerdict, Trace, compare, loa
 Line = dict[str, Any]
 
 
-def made_up(
-    workers: int, *, parity: str = "numeric", norm: str = "shard", precision: str = "float64", tp: int = 1
-) -> Trace:
+def made_up(workers: int, *, parity: str = "numeric", precision: str = "float64", tp: int = 1) -> Trace:
     """Three healthy steps: every worker holds the same values, and the batch's digest is shared out among them."""
     steps = []
     for step in range(3):
@@ -38,7 +36,7 @@ def made_up(
             }
             lines.append(line)
         steps.append(lines)
-    return Trace(workers, parity, precision, norm, steps, tp)
+    return Trace(workers, parity, precision, steps, tp)
 
 
 def nudged(trace: Trace, kind: str, name: str, by: float, step: int = 1, ranks: Sequence[int] | None = None) -> Trace:
@@ -56,11 +54,11 @@ def with_batch(trace: Trace, step: int) -> Trace:
     """The same trace, but for the samples of one global batch."""
     steps: Any = copy.deepcopy(trace.steps)
     steps[step][-1]["batch_digest"] += 1
-    return Trace(trace.workers, trace.parity, trace.precision, trace.norm, steps)
+    return Trace(trace.workers, trace.parity, trace.precision, steps)
 
 
 def verdict_on(other: Trace, base: Trace | None = None) -> ParityVerdict:
-    base = base or made_up(1, parity=other.parity, norm=other.norm, precision=other.precision)
+    base = base or made_up(1, parity=other.parity, precision=other.precision)
     again, verdict = compare(base, base, [other])
     assert again.passed
     return verdict
@@ -161,11 +159,6 @@ def test_the_largest_distance_is_named() -> None:
     assert "gradient 'bias'" in verdict.tensor
 
 
-def test_local_norm() -> None:
-    verdict = verdict_on(nudged(made_up(2, norm="local"), "gradients", "weight", 0.1))
-    assert "norm = 'local'" in verdict.cause
-
-
 def test_an_optimizer_that_knows_its_worker() -> None:
     verdict = verdict_on(nudged(made_up(2), "parameters", "weight", 0.1))
     assert verdict.cause.startswith("the same gradient gave other weights")
@@ -190,7 +183,7 @@ def test_a_tensor_that_is_missing() -> None:
 
 def test_a_run_of_fewer_steps_fails() -> None:
     full = made_up(2)
-    verdict = verdict_on(Trace(2, full.parity, full.precision, full.norm, full.steps[:2]))
+    verdict = verdict_on(Trace(2, full.parity, full.precision, full.steps[:2]))
     assert not verdict.passed
     assert "2 steps instead of 3" in verdict.cause
 
@@ -214,17 +207,17 @@ def write(directory: Path, rank: int, lines: Sequence[Mapping[str, Any]]) -> Non
 
 
 def test_a_trace_comes_back_from_its_files(tmp_path: Path) -> None:
-    header = {"parity": "bitwise", "precision": "float32", "norm": "shard", "tp": 2}
+    header = {"parity": "bitwise", "precision": "float32", "tp": 2}
     made = made_up(2, parity="bitwise", precision="float32")
     for rank in range(2):
         write(tmp_path / "trace", rank, [header, *(lines[rank] for lines in made.steps)])
     loaded = load_trace(tmp_path / "trace", 2)
-    assert (loaded.workers, loaded.parity, loaded.precision, loaded.norm) == (2, "bitwise", "float32", "shard")
+    assert (loaded.workers, loaded.parity, loaded.precision) == (2, "bitwise", "float32")
     assert [list(lines) for lines in loaded.steps] == made.steps
     assert [loaded.batch_digest(step) for step in range(3)] == [1200, 1201, 1202]
 
 
-@pytest.mark.parametrize("lines", [None, [], [{"parity": "numeric", "precision": "float64", "norm": "shard"}]])
+@pytest.mark.parametrize("lines", [None, [], [{"parity": "numeric", "precision": "float64"}]])
 def test_a_program_that_took_no_step_is_one_sentence(tmp_path: Path, lines: list[Line] | None) -> None:
     if lines is not None:
         write(tmp_path / "trace", 0, lines)

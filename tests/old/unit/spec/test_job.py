@@ -33,7 +33,6 @@ from paceline.spec.job import differences
         ({"data": {"augment": ["corp"]}}, ["data.augment[0]", "'crop'"]),
         ({"optim": {"betas": [0.9]}}, ["optim.betas", "list of 2"]),
         ({"virtual_shards": 9, "global_batch_size": 8}, ["virtual_shards", "global_batch_size"]),
-        ({"parity": "bitwise", "norm": "sync"}, ["norm = 'shard'"]),
         ({"optim": {"schedule": "step"}}, ["optim.step_epochs"]),
         ({"aggregation": {"wire": "int4"}}, ["aggregation.wire", "'int4'", "'float32'"]),
         ({"aggregation": {"staleness": -1}}, ["aggregation.staleness = -1", "at least 0"]),

@@ -68,7 +68,7 @@ def test_running_statistics_are_again_those_before_a_step_that_failed(tmp_path: 
     """The sums of a step move them before its update; a loss function may raise an error after any pass."""
     with (
         pytest.raises(ValueError, match="no loss"),
-        paceline.init(global_batch_size=2, virtual_shards=1, norm="local", checkpoint_dir=tmp_path) as run,
+        paceline.init(global_batch_size=2, virtual_shards=1, checkpoint_dir=tmp_path) as run,
     ):
         model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))

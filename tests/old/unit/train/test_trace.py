@@ -95,16 +95,16 @@ def test_a_tracer_writes_a_line_a_step(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PACELINE_TRACE_DIR", str(tmp_path / "trace"))
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     batch = torch.ones(4, 3)
-    tracer = ParityTracer.from_environment(ALONE, Job(norm="sync"), None)
+    tracer = ParityTracer.from_environment(ALONE, Job(), None)
     for step in range(2):
         loss = model(batch * (step + torch.arange(4.0)[:, None])).sum()
         model.zero_grad()
         loss.backward()
         tracer.before_update(step, model, dict, loss.detach(), batch, idle=step == 1)
-        tracer.after_update(model, dict, [])
+        tracer.after_update(model, dict)
     tracer.close()
     header, first, second = map(json.loads, (tmp_path / "trace" / "rank0.jsonl").read_text().splitlines())
-    assert header == {"parity": "numeric", "precision": "float32", "norm": "sync", "tp": 1}
+    assert header == {"parity": "numeric", "precision": "float32", "tp": 1}
     assert (first["step"], second["step"]) == (0, 1)
     assert (first["batch_digest"], second["batch_digest"]) == (batch_digest(batch), 0)  # a stand-in counts nothing
     assert set(first["gradients"]) == set(first["parameters"]) == {name for name, _ in model.named_parameters()}
@@ -118,6 +118,6 @@ def test_where_nobody_asked_nothing_is_written_or_computed(tmp_path: Path, monke
     tracer = ParityTracer.from_environment(ALONE, Job(), Mesh(tp=4))
     model = nn.Linear(1, 1)
     tracer.before_update(0, model, dict, torch.tensor(float("nan")), object(), idle=False)
-    tracer.after_update(model, dict, [])
+    tracer.after_update(model, dict)
     tracer.close()
     assert list(tmp_path.iterdir()) == []

@@ -171,10 +171,6 @@ def test_verify_trains_nothing_before_all_numbers_of_workers_are_checked(
         ),
         (lambda: paceline.train("digits-lenet", max_steps=0), "max_steps = 0 should be"),
         (lambda: paceline.train("digits-lenet", threads=-3), "threads = -3 should be"),
-        (
-            lambda: paceline.train("digits-lenet", micro_batch_size=cast(Any, "half")),
-            "A micro-batch of 'half' is not possible; write a number of samples",
-        ),
         (lambda: paceline.scale("digits-lenet", devices=[]), r"devices = \[\] should be whole numbers"),
         (lambda: paceline.scale("digits-lenet", devices=[1], grow=cast(Any, "x")), "grow = 'x' should be 'none' or 'b"),
         (lambda: paceline.plan(JOB, grow=cast(Any, None)), "grow = None should be a name"),

@@ -14,7 +14,7 @@ from paceline.spec import Plan
 
 
 def test_a_plan_comes_back(tmp_path: Path) -> None:
-    plan = Plan(world_size=3, micro_batch_size=16, algorithm="ring")
+    plan = Plan(world_size=3, algorithm="ring")
     (tmp_path / "plan.json").write_text(json.dumps(plan.to_mapping()))
     assert Plan.load(tmp_path / "plan.json") == plan
 

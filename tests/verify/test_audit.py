@@ -1,0 +1,64 @@
+"""The loss function is called once for each virtual shard, and once more where workers compare the loss of the same
+samples: in the first two steps and before a checkpoint. What that call computes leaves no trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from tests.kit.workers import run_ranks
+
+NUM_SHARDS, NUM_STEPS = 4, 6
+
+
+def _calls(folder: Path, parity: str, every_steps: int | None) -> tuple[list[int], dict[str, list[float]]]:
+    """The calls of the loss function in each step, and what gradients and buffers are at the end of a step."""
+    calls = 0
+    seen: dict[str, list[float]] = {}
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        loss: Tensor = (model(batch[0]) - batch[1]).square().mean()
+        return loss
+
+    checkpoint = {"dir": str(folder), "every_steps": every_steps, "every_minutes": None, "every_epoch": False}
+    data = TensorDataset(torch.arange(96.0).view(48, 2).double(), torch.arange(48.0).view(48, 1).double())
+    with paceline.init(
+        global_batch_size=8,
+        virtual_shards=NUM_SHARDS,
+        precision="float64",
+        parity=parity,
+        checkpoint=checkpoint if every_steps else {},
+        progress=False,
+    ) as run:
+        model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.5), nn.Linear(2, 1))
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+        found = []
+        for batch in run.batches(data):
+            calls = 0
+            run.step(batch, loss_fn)
+            found.append(calls)
+        seen = {name: value.flatten().tolist() for name, value in run.whole_state().items()}
+    return found, seen
+
+
+@pytest.mark.parametrize("parity", ["numeric", "bitwise"])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_shard_is_a_call_and_the_audit_is_one_more(num_workers: int, parity: str, tmp_path: Path) -> None:
+    own = NUM_SHARDS // num_workers
+    for found, _ in run_ranks(_calls, num_workers, tmp_path, parity, None):
+        assert found == [own + 1, own + 1, *[own] * (NUM_STEPS - 2)]
+
+
+def test_the_audit_before_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
+    with_saves = run_ranks(_calls, 2, tmp_path / "saves", "bitwise", 4)
+    without = run_ranks(_calls, 2, tmp_path / "none", "bitwise", None)
+    assert [found for found, _ in with_saves] == [[3, 3, 2, 3, 2, 2]] * 2
+    assert [seen for _, seen in with_saves] == [seen for _, seen in without]
