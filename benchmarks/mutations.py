@@ -5,7 +5,8 @@
 `mutants.toml` beside this file has the mutants: defects that a release had, or as people make them. `text` is in one
 place of the source and becomes `replacement`; `old` and `new` are the tests of either suite that belong to it. A test
 that fails notices the mutant if it passes without it; one that a mutant keeps from ending fails by its time limit.
-Results are kept in FILE: what it has is not tried again. All of them are printed as a table in Markdown.
+Results are kept in FILE: what it has is not tried again. All of them are printed as a table in Markdown. A test that
+starts programs without PYTHONPATH tries the installed source and notices nothing.
 
 Each pytest is forked from this process, which has loaded torch and nothing of Paceline: most of these tests take less
 time than torch takes to load.
@@ -187,7 +188,7 @@ def main() -> None:
 
         list(pool.map(run, wanted))
         tests = sorted({done[one.name].noticed_by for one in wanted if one.name in done} - {""})
-        failed = free.get().failures(tests, 4 * limit_s) if tests else {}
+        failed = free.get().failures(tests, len(tests) * limit_s) if tests else {}
     for name, one in done.items():
         if one.noticed_by in failed or (NOT_AT_ITS_END in failed and one.noticed_by in tests):
             why = failed.get(NOT_AT_ITS_END, f"{one.noticed_by} fails without it too")

@@ -1,13 +1,17 @@
-"""What holds for every test: its properties search the same examples, tests that share something of their module run in
-one process, dear ones begin first, and on a machine of CI nothing is skipped but for the reasons named here."""
+"""What holds for every test: properties search the same examples, tests that share a fixture of their module run in one
+process, expensive ones begin first, and in CI nothing is skipped but for the reasons named here."""
 
 from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.kit.stage import Stage, open_stage
 
 settings.register_profile("landing", deadline=None, derandomize=True, max_examples=60)
 settings.register_profile("nightly", deadline=None, max_examples=300, print_blob=True)
@@ -31,17 +35,17 @@ _forbidden_skips: list[str] = []
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that use a module's fixture run in one process, so that a cluster or a table of results is made once; the
-    dearest begin first, so that none is left alone at the end."""
+    most expensive files begin first, so that none is left alone at the end."""
     for item in items:
         fixtures = item._fixtureinfo.name2fixturedefs if isinstance(item, pytest.Function) else {}
         if any(definition.scope == "module" for found in fixtures.values() for definition in found):
             item.add_marker(pytest.mark.xdist_group(str(item.path)))
-    dearest_of_file: dict[str, float] = {}
+    largest_budget: dict[str, float] = {}
     for item in items:
         budget = item.get_closest_marker("budget")
-        price = float(budget.kwargs["processor_s"]) if budget else 0.0
-        dearest_of_file[str(item.path)] = max(price, dearest_of_file.get(str(item.path), 0.0))
-    items.sort(key=lambda item: -dearest_of_file[str(item.path)])
+        budget_s = float(budget.kwargs["processor_s"]) if budget else 0.0
+        largest_budget[str(item.path)] = max(budget_s, largest_budget.get(str(item.path), 0.0))
+    items.sort(key=lambda item: -largest_budget[str(item.path)])
 
 
 def pytest_collection_finish() -> None:
@@ -69,3 +73,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for skip in _forbidden_skips:
         terminalreporter.write_line(f"SKIPPED in CI, which counts as a failure: {skip}", red=True)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    with open_stage(tmp_path) as stage:
+        yield stage

@@ -1,5 +1,5 @@
-"""Servers for asynchronous training: each shard counts once and is as late as allowed, whoever dies, dawdles or
-delivers twice; slices of the parameters are updated as the whole would be."""
+"""Servers for asynchronous training: each shard counts once and is as late as allowed, though workers die, are
+slow or deliver twice; slices of the parameters are updated as the whole would be."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DISTURBED = 150  # actions in which anything may happen; after them nothing goes
 
 
 @given(st.integers(0, 10**6), st.integers(0, 3), st.integers(1, 7), st.integers(1, 3))
-def test_each_shard_counts_once_whoever_dies_dawdles_or_delivers_twice(
+def test_each_shard_counts_once_though_workers_die_are_slow_or_deliver_twice(
     seed: int, staleness: int, num_shards: int, num_servers: int
 ) -> None:
     """A shard's gradient is -1, so that the parameter tells how many have been counted."""

@@ -3,6 +3,7 @@ other page of docs, and the notebooks that are made of them."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import sys
@@ -52,6 +53,23 @@ def test_commands_that_another_page_runs_are_there_word_for_word() -> None:
 @pytest.mark.parametrize("block", [b for b in BLOCKS if b.language == "toml" and b.marker != "not run"], ids=str)
 def test_a_job_file_of_a_page_is_a_job(block: Block) -> None:
     paceline.Job.from_mapping(tomllib.loads(block.text))
+
+
+def test_the_page_on_architecture_names_files_that_exist() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", page))
+    assert named
+    assert [
+        name for name in named if not (ROOT / "src" / "paceline" / name).exists() and not (ROOT / name).exists()
+    ] == []
+
+
+def test_the_page_on_concepts_shows_what_its_script_draws() -> None:
+    drawings = importlib.import_module("docs.drawings")
+    drawn = {f"{name}.svg": draw().svg() for name, draw in drawings.DRAWINGS.items()}
+    assert {path.name: path.read_text(encoding="utf-8") for path in drawings.FOLDER.iterdir()} == drawn
+    page = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
+    assert [name for name in drawn if f"](pictures/{name})" not in page] == []
 
 
 @pytest.mark.timeout(1800)

@@ -10,7 +10,7 @@ import pytest
 from tests.kit.commands import paceline, python, succeeded
 from tests.kit.markdown import ROOT
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.budget(processor_s=180)]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.budget(processor_s=90)]
 
 FOLDER = ROOT / "examples"
 nightly = pytest.mark.nightly

@@ -18,10 +18,10 @@ import pytest
 from tests.kit.commands import TRACEBACK, user_environ
 from tests.kit.nodes.cluster import Cluster, Node, NodeProcess
 from tests.kit.nodes.sshd import ssh_between, start_sshd
-from tests.kit.nodes.stdio import commands_on, wait_until
 from tests.kit.packages import need, need_nodes
+from tests.kit.waiting import wait_until
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.budget(processor_s=40)]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.budget(processor_s=10)]
 
 TIMEOUT_S = 240.0
 SCRIPT = """\
@@ -57,7 +57,7 @@ class Site:
         return self.cluster.nodes[2]
 
     def start(self, folder: Path, way: str) -> NodeProcess:
-        """A run whose workers have all begun; rank 1 comes to grief in this `way` once the file "go" is there."""
+        """A run whose workers have all begun; rank 1 fails in this `way` once the file "go" is there."""
         (folder / "script.py").write_text(SCRIPT)
         command = [sys.executable, "-m", "paceline", "launch", "--hosts", "node1:1,node2:1", "--hang-timeout", "5"]
         command += ["--out", str(folder / "run"), str(folder / "script.py"), str(folder), way]
@@ -67,15 +67,15 @@ class Site:
             assert launched.is_running, launched.output
             return all((folder / f"{rank}.began").exists() for rank in range(2))
 
-        wait_until(have_begun, timeout_s=TIMEOUT_S, what="both workers have begun")
+        wait_until(have_begun, "both workers have begun", TIMEOUT_S)
         return launched
 
     def check_nobody_is_left(self, folder: Path) -> None:
         for node in self.cluster.nodes:
             wait_until(
-                lambda node=node: not node.is_up or not any(str(folder) in line for line in commands_on(node)),  # type: ignore[misc]
-                timeout_s=TIMEOUT_S,
-                what=f"all processes of the run on {node.hostname} have ended",
+                lambda node=node: not node.is_up or not any(str(folder) in line for line in node.commands()),  # type: ignore[misc]
+                f"all processes of the run on {node.hostname} have ended",
+                TIMEOUT_S,
             )
 
 

@@ -24,10 +24,10 @@ from tests.kit.nodes.mpirun import mpirun_argv
 from tests.kit.nodes.ray_cluster import RAY_VARIABLES, ray_on, why_not_ray
 from tests.kit.nodes.slurm import slurm_on
 from tests.kit.nodes.sshd import ssh_between
-from tests.kit.nodes.stdio import commands_on, wait_until
 from tests.kit.packages import missing, need, need_nodes
+from tests.kit.waiting import wait_until
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.budget(processor_s=60)]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.budget(processor_s=40)]
 
 TIMEOUT_S = 500.0
 PROGRAM = [sys.executable, "-m", "paceline"]
@@ -102,7 +102,7 @@ def test_a_job_script_for_slurm_trains_on_its_nodes(cluster: Cluster, folder: Pa
         def logs() -> str:
             return "".join(path.read_text(errors="replace") for path in run_dir.glob("slurm-*.log"))
 
-        wait_until(lambda: bool(weights_in(logs(), world_size=2)), timeout_s=TIMEOUT_S, what=f"weights in {run_dir}")
+        wait_until(lambda: bool(weights_in(logs(), world_size=2)), f"weights in {run_dir}", TIMEOUT_S)
         assert weights_in(logs(), world_size=2) == [alone]
 
 
@@ -194,7 +194,6 @@ def test_mpirun_that_does_not_say_where_to_meet_is_told_in_one_sentence(
 def check_nobody_is_left(cluster: Cluster) -> None:
     for node in cluster.nodes:
         wait_until(
-            lambda node=node: not any("-m paceline" in line or "train.py" in line for line in commands_on(node)),  # type: ignore[misc]
-            timeout_s=120.0,
-            what=f"all processes of the run on {node.hostname} have ended",
+            lambda node=node: not any("-m paceline" in line or "train.py" in line for line in node.commands()),  # type: ignore[misc]
+            f"all processes of the run on {node.hostname} have ended",
         )

@@ -11,7 +11,7 @@ import pytest
 
 from tests.kit.commands import paceline, succeeded
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.budget(processor_s=60)]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.budget(processor_s=45)]
 
 JOB = ("digits-lenet", "--set", "parity=bitwise", "--threads", "1", "--json")
 

@@ -66,6 +66,7 @@ def test_the_wheel_holds_every_file_of_the_package_and_its_licences(built: Path)
         metadata = Parser().parsestr(archive.read(metadata_name).decode())
     assert {f"paceline/{path.relative_to(package)}" for path in files} - names == set()
     assert metadata["Version"] == paceline.__version__
+    assert metadata["License-Expression"] == "Apache-2.0 AND MIT"  # plotly.js is MIT
     assert any(name.endswith("licenses/LICENSE") for name in names)
     with tarfile.open(sdist) as archive:
         sources = {name.partition("/")[2] for name in archive.getnames()}

@@ -3,12 +3,12 @@ sentence."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import pytest
 
-from tests.faults.stage import PROLOGUE, Stage, ended, is_one_sentence
 from tests.kit.commands import TRACEBACK
+from tests.kit.stage import EXCEPTION, SIGKILL, Stage, ended, is_one_sentence
 
 JOB = """
 global_batch_size = 8
@@ -36,31 +36,17 @@ def build(split="train"):
 """
 
 
-@dataclass(frozen=True)
-class Fault:
-    does: str
-    cause: str
-    exit_code: int
-    told: str
-
-
-FAULTS = {
-    "an exception": Fault("raise ValueError('sample 7 is damaged')", "exception", 1, "ValueError: sample 7 is damaged"),
-    "SIGKILL": Fault("os.kill(os.getpid(), signal.SIGKILL)", "signal", 137, "SIGKILL"),
-}
+FAULTS = {"an exception": replace(EXCEPTION, causes=("exception",)), "SIGKILL": SIGKILL}
 MISTAKE = "raise DataError('train.bin is cut short: download it again.')"
 """Paceline's own errors are for mistakes of the user."""
 
 
 def start(stage: Stage, does: str) -> None:
     (stage.folder / "job.toml").write_text(JOB)
-    prologue = PROLOGUE.format(stage=str(stage.folder), patience_s=60).replace(
-        'int(os.environ["RANK"])', 'int(os.environ.get("RANK", -1))'
-    )
-    (stage.folder / "samples.py").write_text(prologue + SAMPLES.format(does=does))
+    stage.script(SAMPLES.format(does=does), name="samples.py")
 
 
-@pytest.mark.budget(processor_s=10)
+@pytest.mark.budget(processor_s=7)
 @pytest.mark.parametrize("name", [pytest.param("an exception", marks=pytest.mark.nightly), "SIGKILL"])
 def test_a_fault_while_a_job_reads_its_data_is_told_with_its_rank(stage: Stage, name: str) -> None:
     fault = FAULTS[name]
@@ -68,12 +54,12 @@ def test_a_fault_while_a_job_reads_its_data_is_told_with_its_rank(stage: Stage, 
     end = ended(stage.start("paceline", "train", "job.toml", "-n", "2", "--out", "run"))
     report = stage.report()
     assert end.exit_code == fault.exit_code, end
-    assert (report["cause"], report["ranks"]) == (fault.cause, [1]), report
-    assert "Rank 1 of 2" in end.err and fault.told in end.err, end.err
+    assert report["cause"] in fault.causes and report["ranks"] == [1], report
+    assert "Rank 1 of 2" in end.err and all(word in end.err for word in fault.told), end.err
     assert not (stage.folder / "run" / "record.json").exists()
 
 
-@pytest.mark.budget(processor_s=10)
+@pytest.mark.budget(processor_s=7)
 def test_a_mistake_in_a_jobs_data_is_one_sentence(stage: Stage) -> None:
     start(stage, MISTAKE)
     end = ended(stage.start("paceline", "train", "job.toml", "-n", "2", "--out", "run", "--quiet"))

@@ -7,35 +7,22 @@ import os
 import socket
 import stat
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.faults.stage import Ended, Stage, ended, is_alive, is_one_sentence, wait_until
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What one worker does, and what its user must be told."""
-
-    does: str
-    exit_code: int
-    """Of the launcher."""
-    told: tuple[str, ...]
-    """On the screen."""
-    causes: tuple[str, ...] = ("exit", "exception")
-    """An exception of such a script may be known by its exit code and its output alone."""
-
+from tests.kit.stage import EXCEPTION, SIGKILL, Ended, Fault, Stage, ended, is_alive, is_one_sentence
+from tests.kit.waiting import wait_until
 
 FAULTS = {
-    "an exception": Fault("raise ValueError('sample 17 is damaged')", 1, ("ValueError: sample 17 is damaged",)),
+    "an exception": EXCEPTION,
     "a failing import": Fault("import no_such_library", 1, ("ModuleNotFoundError", "no_such_library")),
     "no memory": Fault("bytearray(1 << 60)", 1, ("MemoryError",)),
     "sys.exit": Fault("sys.exit(3)", 3, ("exit code 3",), ("exit",)),
     "sys.exit with a text": Fault("sys.exit('no data here')", 1, ("no data here", "exit code 1"), ("exit",)),
     "os._exit": Fault("os._exit(5)", 5, ("exit code 5",), ("exit",)),
-    "SIGKILL": Fault("os.kill(os.getpid(), signal.SIGKILL)", 137, ("SIGKILL", "memory"), ("signal",)),
+    "SIGKILL": replace(SIGKILL, told=("SIGKILL", "memory")),
     "SIGSEGV": Fault("import ctypes; ctypes.string_at(0)", 139, ("SIGSEGV",), ("signal",)),
     "SIGABRT": Fault("os.abort()", 134, ("SIGABRT",), ("signal",)),
 }
@@ -173,7 +160,7 @@ def test_what_a_worker_started_ends_with_a_failed_run(stage: Stage) -> None:
     assert len(stage.pids()) == 4  # the fixture sees that none is left
 
 
-def test_a_run_is_not_blamed_for_the_one_before_it_in_the_same_folder(stage: Stage) -> None:
+def test_a_report_does_not_mention_an_earlier_run_in_the_same_folder(stage: Stage) -> None:
     assert ended(stage.launch(stage.script("raise ValueError('first')"))).exit_code == 1
     end = ended(stage.launch(stage.script("if RANK == 1: sys.exit(3)", "park()")))
     assert "first" not in end.err
@@ -218,7 +205,7 @@ def small_memory() -> Iterator[Path]:
     group.rmdir()
 
 
-def test_a_worker_that_the_kernel_killed_for_memory_is_told_from_one_that_somebody_killed(
+def test_a_worker_that_the_kernel_killed_for_memory_is_distinguished_from_a_signal(
     stage: Stage, small_memory: Path
 ) -> None:
     script = stage.script(

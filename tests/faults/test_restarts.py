@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from tests.faults.stage import Stage, ended
+from tests.kit.stage import EXCEPTION, SIGKILL, Fault, Stage, ended
 
 ATTEMPT = """
 ATTEMPT = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -18,17 +18,14 @@ def attempts(stage: Stage) -> list[str]:
     return sorted(mark.name for mark in stage.folder.glob("*.attempt-*"))
 
 
-FAULTS = {"SIGKILL": "os.kill(os.getpid(), signal.SIGKILL)", "an exception": "raise ValueError('sample 17 is damaged')"}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_all_workers_start_again_after_one_has_failed(stage: Stage, name: str) -> None:
+@pytest.mark.parametrize("fault", [SIGKILL, EXCEPTION], ids=["SIGKILL", "an exception"])
+def test_all_workers_start_again_after_one_has_failed(stage: Stage, fault: Fault) -> None:
     script = stage.script(
         ATTEMPT,
         f"""
         if ATTEMPT == 0:
             if RANK == 1:
-                {FAULTS[name]}
+                {fault.does}
             park()
         sys.stdout.write(f"done by {{RANK}}\\n")  # at once: two workers write
         """,

@@ -7,8 +7,9 @@ import signal
 
 import pytest
 
-from tests.faults.stage import Ended, Stage, ended, wait_until
 from tests.kit.commands import TRACEBACK
+from tests.kit.stage import Ended, Stage, ended
+from tests.kit.waiting import wait_until
 
 BUSY = """
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])

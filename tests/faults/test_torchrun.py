@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 import paceline
-from tests.faults.stage import TRAINING, Stage, ended
+from tests.kit.stage import EXCEPTION, SIGKILL, TRAINING, Fault, Stage, ended
 
 FAULT = """
 def fault(run):
@@ -17,20 +17,17 @@ def fault(run):
 train()
 """
 
-FAULTS = {
-    "an exception": ("raise ValueError('sample 17 is damaged')", "ValueError: sample 17 is damaged"),
-    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", "SIGKILL"),
-}
-
 
 @pytest.mark.budget(processor_s=30)
-@pytest.mark.parametrize("name", [pytest.param("an exception", marks=pytest.mark.nightly), "SIGKILL"])
-def test_a_fault_under_torchrun_ends_all_workers_and_spoils_no_checkpoint(stage: Stage, name: str) -> None:
-    does, told = FAULTS[name]
-    script = stage.script(TRAINING, FAULT.format(does=does))
+@pytest.mark.parametrize(
+    "fault",
+    [pytest.param(EXCEPTION, id="an exception", marks=pytest.mark.nightly), pytest.param(SIGKILL, id="SIGKILL")],
+)
+def test_a_fault_under_torchrun_ends_all_workers_and_spoils_no_checkpoint(stage: Stage, fault: Fault) -> None:
+    script = stage.script(TRAINING, FAULT.format(does=fault.does))
     end = ended(stage.start("torch.distributed.run", "--standalone", "--nproc-per-node", "2", script))
     assert end.exit_code == 1
-    assert told in end.err, end.err
+    assert all(word in end.err for word in fault.told), end.err
     assert len(stage.pids()) == 2  # the fixture sees that none is left
     states = {one.step: one.state for one in paceline.checkpoint.verify(stage.folder / "checkpoints")}
     assert states.pop(2) == "good"

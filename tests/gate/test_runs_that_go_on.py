@@ -195,6 +195,24 @@ def test_another_run_does_not_go_on(name: str, tmp_path: Path) -> None:
     assert not made and all(word in said for word in words), said
 
 
+def _ends_of_epochs(folder: Path) -> list[list[int]]:
+    """Of which epochs a script comes to the end in a run that stops there, and in the one that goes on."""
+    ended: list[list[int]] = [[], []]
+    for part, max_steps in zip(ended, (3, None), strict=True):
+        job = paceline.Job(global_batch_size=BATCH, virtual_shards=2, epochs=EPOCHS)
+        with paceline.init(job, checkpoint_dir=folder, max_steps=max_steps, progress=False) as run:
+            run.prepare(model := _Layers(), torch.optim.SGD(model.parameters(), lr=0.1))
+            for epoch in run.epochs():
+                for batch in run.batches(_rows(), epoch):
+                    run.step(batch, lambda model, shard: model(shard[0]).square().mean())
+                part.append(epoch)
+    return ended
+
+
+def test_the_end_of_an_epoch_comes_once(tmp_path: Path) -> None:
+    assert run_ranks(_ends_of_epochs, 1, tmp_path) == [[[0], [1, 2]]]
+
+
 def _without_manifests(folder: Path) -> str:
     _train(folder, max_steps=4)
     for file in folder.rglob("manifest.json"):
@@ -218,11 +236,12 @@ def test_a_folder_has_one_run_at_a_time(tmp_path: Path) -> None:
     assert str(tmp_path) in said and "in use" in said, said
 
 
+def _train_where_all_may_read(folder: Path) -> None:
+    os.umask(0o022)
+    _train(folder)
+
+
 def test_what_a_run_writes_is_its_owners_alone(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        run_ranks(_train, 1, tmp_path / "run")
-    finally:
-        os.umask(before)
+    run_ranks(_train_where_all_may_read, 1, tmp_path / "run")
     written = list((tmp_path / "run").rglob("*"))
     assert written and not [path for path in written if stat.S_IMODE(path.stat().st_mode) & 0o077]

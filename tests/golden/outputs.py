@@ -6,11 +6,11 @@ import math
 import re
 import shlex
 import tomllib
-from html.parser import HTMLParser
 from pathlib import Path
 
 import paceline
 from tests.golden.terminal import INPUTS, Said, run_commands
+from tests.kit.html import Page
 
 FOLDER = Path(__file__).parent
 OUTPUTS = FOLDER / "outputs"
@@ -45,36 +45,11 @@ def _arguments(line: str) -> list[str]:
 def _as_text(said: Said) -> str:
     sections = {f"exit code {said.exit_code}": "", "output": said.out, "errors": said.err}
     for name, content in said.files.items():
-        sections[f"file {name}"] = _words_of_page(content) if name.endswith(".html") else content
+        sections[f"file {name}"] = "\n".join(Page(content).pieces) if name.endswith(".html") else content
     text = "\n".join(f"--- {title}\n{content.rstrip()}" for title, content in sections.items())
     for pattern, word in _VOLATILE:
         text = pattern.sub(word, text)
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
-
-
-class _Words(HTMLParser):
-    """The text of a page that a person reads; not its scripts and styles."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words: list[str] = []
-        self._is_hidden = False
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:  # noqa: ARG002
-        self._is_hidden = tag in ("script", "style")
-
-    def handle_endtag(self, tag: str) -> None:  # noqa: ARG002
-        self._is_hidden = False
-
-    def handle_data(self, data: str) -> None:
-        if data.strip() and not self._is_hidden:
-            self.words.append(" ".join(data.split()))
-
-
-def _words_of_page(html: str) -> str:
-    parser = _Words()
-    parser.feed(html)
-    return "\n".join(parser.words)
 
 
 def are_same(now: str, recorded: str) -> bool:

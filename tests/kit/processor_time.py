@@ -21,7 +21,7 @@ import pytest
 DEFAULT_BUDGET_S = 5.0
 REFERENCE_S = 0.03
 """Processor seconds of `_reference_work` on an Intel Xeon of two cores."""
-NUM_DEAREST = 15
+NUM_SHOWN = 15
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 _spent_s: dict[str, float] = {}
@@ -82,7 +82,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """The sums by folder, and the dearest tests."""
+    """The sums by folder, and the most expensive tests."""
     by_folder: dict[str, float] = defaultdict(float)
     for nodeid, seconds in _spent_s.items():
         by_folder[str(Path(nodeid.partition("::")[0]).parent)] += seconds
@@ -91,7 +91,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section(f"processor seconds of tests: {sum(by_folder.values()):.0f}")
     for folder, seconds in sorted(by_folder.items(), key=lambda row: -row[1]):
         terminalreporter.write_line(f"{seconds:7.1f}  {folder}")
-    dearest = sorted(_spent_s.items(), key=lambda row: -row[1])[:NUM_DEAREST]
-    terminalreporter.write_line(f"the dearest {len(dearest)}:")
-    for nodeid, seconds in dearest:
+    largest = sorted(_spent_s.items(), key=lambda row: -row[1])[:NUM_SHOWN]
+    terminalreporter.write_line(f"the {len(largest)} most expensive:")
+    for nodeid, seconds in largest:
         terminalreporter.write_line(f"{seconds:7.1f}  {nodeid}")

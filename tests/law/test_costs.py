@@ -53,7 +53,7 @@ ROUNDING, MESSAGES = 1.01, 8192
 
 
 def all_reduce(degree: int, num_bytes: float) -> float:
-    """Bytes that each worker sends (Patarasu and Yuan 2009); over Gloo those of a reduce-scatter too."""
+    """Bytes that each worker sends (Patarasuk and Yuan 2009); over Gloo those of a reduce-scatter too."""
     return 2 * gather(degree, num_bytes)
 
 

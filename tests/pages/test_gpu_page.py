@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from tests.kit.markdown import ROOT
+
 gpu = importlib.import_module("benchmarks.gpu.__main__")
 Cases = dict[str, Callable[[], None]]
-ROOT = Path(__file__).parents[2]
 
 
 def no_gpu() -> tuple[str, str]:

@@ -22,7 +22,7 @@ from tests.kit.chromium import Browser, open_browser
 from tests.kit.commands import forked_paceline, succeeded
 from tests.kit.packages import need
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.budget(processor_s=60)]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.budget(processor_s=12)]
 
 RECORDED = Path(__file__).parent / "data"
 TOPOLOGY = Path(__file__).parents[1] / "data" / "topologies" / "h100_hgx.txt"

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.faults.stage import Stage, open_stage
 from tests.kit.workers import run_ranks
 from tests.resume.training import TIMEOUT_S, Undisturbed, samples_seen, train
 
@@ -31,9 +29,3 @@ def stopped_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stopped(stopped_once: Path, tmp_path: Path) -> Path:
     """A copy of it."""
     return Path(shutil.copytree(stopped_once, tmp_path / "stopped"))
-
-
-@pytest.fixture
-def stage(tmp_path: Path) -> Iterator[Stage]:
-    with open_stage(tmp_path) as stage:
-        yield stage

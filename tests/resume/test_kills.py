@@ -13,7 +13,7 @@ import pytest
 
 import paceline
 from paceline.errors import CheckpointError
-from tests.faults.stage import wait_until
+from tests.kit.waiting import wait_until
 from tests.kit.workers import run_ranks
 from tests.resume.training import (
     FIRST_SAVE,
@@ -86,7 +86,7 @@ MOMENTS: list[Moment] = ["in a step", "between steps", "epoch's end", "evaluatio
 @pytest.mark.nightly
 @pytest.mark.budget(processor_s=10)
 @pytest.mark.parametrize(("moment", "strategy", "victim"), list(product(MOMENTS, ["dp", "fsdp"], [None, 0])))
-def test_no_moment_is_a_bad_one(
+def test_a_run_killed_at_any_moment_goes_on_exactly(
     tmp_path: Path, undisturbed: Undisturbed, moment: Moment, strategy: str, victim: int | None
 ) -> None:
     begin = killed(tmp_path, 0, Team(2, strategy), Kill(moment, 8, victim))

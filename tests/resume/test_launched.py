@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 import paceline
-from tests.faults.stage import Stage, ended
+from tests.kit.markdown import ROOT
+from tests.kit.stage import Stage, ended
 from tests.kit.workers import run_ranks
 from tests.resume.training import FIRST_SAVE, TIMEOUT_S, Undisturbed, first_steps, samples_seen, train
-
-ROOT = Path(__file__).parents[2]
 
 SCRIPT = """
 sys.path.insert(0, {root!r})

@@ -66,7 +66,7 @@ class Undisturbed:
         assert samples_seen(folder) == self.samples
 
 
-class _Executioner:
+class _Killer:
     """Kills this worker, or all of them, at one moment."""
 
     def __init__(self, folder: Path, attempt: int, kill: Kill, rank: int) -> None:
@@ -78,7 +78,7 @@ class _Executioner:
 
     def pass_by(self, moment: Moment, num_steps: int) -> None:
         if self._is_it and moment == self._kill.moment and num_steps >= self._kill.step:
-            self._strike()
+            self._kill_now()
 
     def _watch_files(self, event: str, values: tuple[Any, ...]) -> None:
         if event in ("open", "os.rename"):
@@ -86,9 +86,9 @@ class _Executioner:
                 place, _, step = path.parent.name.partition("-")
                 is_late = place == "step" and step.isdigit() and int(step) >= self._kill.step
                 if is_late and path.name.startswith(self._kill.moment):
-                    self._strike()
+                    self._kill_now()
 
-    def _strike(self) -> None:
+    def _kill_now(self) -> None:
         while self._kill.step > FIRST_SAVE and not list(self._folder.glob("checkpoints/step-*/manifest.json")):
             time.sleep(0.01)
         (self._folder / "killed").touch()
@@ -144,11 +144,11 @@ def train(
     checkpoint = {"dir": str(folder / "checkpoints"), "every_steps": every_steps, "every_minutes": None}
     job = paceline.Job.from_mapping({**values, "checkpoint": checkpoint, "optim": {"clip_norm": clip_norm}})
     with paceline.init(job, strategy=strategy, progress=screen, **options) as run:
-        executioner = None if kill is None else _Executioner(folder, attempt, kill, run.rank)
+        killer = None if kill is None else _Killer(folder, attempt, kill, run.rank)
 
         def pass_by(moment: Moment) -> None:
-            if executioner is not None:
-                executioner.pass_by(moment, run.steps)
+            if killer is not None:
+                killer.pass_by(moment, run.steps)
 
         model = build_model()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -208,3 +208,9 @@ def _attempts(folder: Path) -> list[dict[int, set[int]]]:
 
 def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(folder.glob("checkpoints/step-*"))
+
+
+def flip_a_bit(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 4
+    file.write_bytes(content)

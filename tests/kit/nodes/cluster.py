@@ -240,6 +240,14 @@ class Node:
         self._processes = [other for other in self._processes if other.is_running] + [process]
         return process
 
+    def commands(self) -> list[str]:
+        """The command lines of all processes of the node, but for those that look."""
+        listing = self.exec(
+            ["sh", "-c", "for f in /proc/[0-9]*/cmdline; do tr '\\0' ' ' < $f; echo; done 2> /dev/null"]
+        )
+        listing.wait(_BOOT_TIMEOUT_S)
+        return [line.strip() for line in listing.stdout.splitlines() if line.strip()]
+
     def configure(self, tool: str, commands: Sequence[str]) -> None:
         """Run commands of `ip` or `tc` on the node."""
         self._running().configure(tool, commands)

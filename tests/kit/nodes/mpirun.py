@@ -2,19 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterable, Sequence
 
 from tests.kit.nodes.cluster import INTERFACE
-from tests.kit.nodes.sshd import why_not_ssh
-
-
-def why_not_mpirun() -> str | None:
-    """Why mpirun cannot start workers on several nodes; None where it can."""
-    if shutil.which("mpirun") is None:
-        return "mpirun is not installed (openmpi-bin)"
-    return why_not_ssh()
 
 
 def mpirun_argv(hosts: str, variables: Iterable[str], program: Sequence[str]) -> list[str]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from tests.kit.nodes.cluster import Node, NodeProcess
-from tests.kit.nodes.stdio import wait_until
+from tests.kit.waiting import wait_until
 
 _PORT = 6379
 _TIMEOUT_S = 240.0
@@ -48,7 +48,7 @@ def ray_on(nodes: Sequence[Node]) -> Iterator[None]:
             start = [sys.executable, "-m", "ray.scripts.scripts", "start", *place, f"--node-ip-address={node.address}"]
             start += ["--num-cpus=1", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
             daemons.callback(_started(node, start).kill)
-        wait_until(lambda: _num_alive(nodes[0]) == len(nodes), timeout_s=_TIMEOUT_S, what="all Ray nodes are alive")
+        wait_until(lambda: _num_alive(nodes[0]) == len(nodes), "all Ray nodes are alive", _TIMEOUT_S)
         yield
 
 

@@ -10,16 +10,14 @@ machine's disk changes. Slurm believes in as many cores as it is told.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.kit.nodes.cluster import Node
-from tests.kit.nodes.stdio import wait_until
+from tests.kit.waiting import wait_until
 
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
-_COMMANDS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sinfo")
 _TIMEOUT_S = 60.0
 
 _SETTINGS = """
@@ -58,16 +56,6 @@ munged --force --key-file="$1/munge.key" --socket=/run/munge/munge.socket.2 --pi
 """
 
 
-def why_not_slurm() -> str | None:
-    """Why there can be no Slurm here; None where there can."""
-    missing = [command for command in _COMMANDS if shutil.which(command, path=_PATH) is None]
-    if missing:
-        return f"Slurm on nodes needs {', '.join(missing)} (slurmctld, slurmd, slurm-client, munge)"
-    if not Path("/etc/slurm").is_dir():
-        return "Slurm on nodes needs a folder /etc/slurm to lay its own over"
-    return None
-
-
 @contextmanager
 def slurm_on(nodes: Sequence[Node], folder: Path, *, cpus_per_node: int) -> Iterator[None]:
     """Let all nodes be one Slurm cluster until the end; settings, state and logs lie in `folder`, which must exist."""
@@ -87,7 +75,7 @@ def slurm_on(nodes: Sequence[Node], folder: Path, *, cpus_per_node: int) -> Iter
             start = _START + ("slurmctld -D &\n" if number == 0 else "") + 'exec slurmd -D -N "$2"\n'
             process = node.exec(["sh", "-c", start, "sh", str(folder), node.hostname], env=environ)
             daemons.callback(process.kill)
-        wait_until(lambda: _num_idle(nodes[0]) == len(nodes), timeout_s=_TIMEOUT_S, what="all Slurm nodes are idle")
+        wait_until(lambda: _num_idle(nodes[0]) == len(nodes), "all Slurm nodes are idle", _TIMEOUT_S)
         yield
 
 

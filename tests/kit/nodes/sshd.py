@@ -51,16 +51,6 @@ exec "$2" -D -e -f "$1/$3.config" 2>&1
 """
 
 
-def why_not_ssh() -> str | None:
-    """Why there can be no SSH between nodes; None where there can."""
-    missing = [name for name in ("ssh", "ssh-keygen") if shutil.which(name) is None] + ([] if SSHD else ["sshd"])
-    if missing:
-        return f"SSH between nodes needs {', '.join(missing)} (openssh-server and openssh-client)"
-    if not Path("/etc/ssh/ssh_config").exists():
-        return "SSH between nodes needs a file /etc/ssh/ssh_config to lay its own over"
-    return None
-
-
 @contextmanager
 def ssh_between(nodes: Sequence[Node], folder: Path) -> Iterator[None]:
     """Let every node reach every other until the end; keys and settings lie in `folder`, which must exist.

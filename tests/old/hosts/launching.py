@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.kit.nodes.cluster import Cluster, Node
 from tests.kit.nodes.sshd import ssh_between, start_sshd
-from tests.kit.nodes.stdio import commands_on
+from tests.old.hosts.stdio import commands_on
 
 
 @dataclass

@@ -14,8 +14,9 @@ import pytest
 from paceline.launch.containers import image_digest, in_container
 from paceline.launch.ssh import ssh_argv
 from tests.kit.nodes.cluster import Cluster, Node
-from tests.kit.nodes.sshd import ssh_between, why_not_ssh
-from tests.kit.nodes.stdio import VARIABLE, commands_on, orphan, talk, wait_until
+from tests.kit.nodes.sshd import ssh_between
+from tests.old.hosts.stdio import VARIABLE, commands_on, orphan, talk, wait_until
+from tests.old.hosts.why_not import why_not_ssh
 
 TIMEOUT_S = 60.0
 IMAGE = "podman://localhost/echo:1"

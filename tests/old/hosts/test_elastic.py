@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.kit.nodes.cluster import NodeProcess
-from tests.kit.nodes.sshd import start_sshd, why_not_ssh
+from tests.kit.nodes.sshd import start_sshd
 from tests.old.hosts.launching import Site, kill_agent, open_site
+from tests.old.hosts.why_not import why_not_ssh
 from tests.old.ranks.launching import COUNT_TO_THE_END, COUNTING_WITHOUT_TORCH, TO_THE_END, Stage
 
 pytestmark = [

@@ -19,7 +19,8 @@ from paceline.report.comm_bench import PAGE_FILE
 from paceline.report.comm_page import load_timings
 from paceline.spec import Cluster as ClusterFile
 from tests.kit.nodes.cluster import INTERFACE, Cluster, Node, NodeProcess
-from tests.kit.nodes.sshd import ssh_between, why_not_ssh
+from tests.kit.nodes.sshd import ssh_between
+from tests.old.hosts.why_not import why_not_ssh
 
 pytestmark = [
     pytest.mark.hosts,

@@ -11,7 +11,7 @@ import pytest
 from paceline.launch.ray import ray_argv
 from tests.kit.nodes.cluster import Cluster
 from tests.kit.nodes.ray_cluster import RAY_VARIABLES, ray_on, why_not_ray
-from tests.kit.nodes.stdio import VARIABLE, commands_on, echo_program, orphan, talk, wait_until
+from tests.old.hosts.stdio import VARIABLE, commands_on, echo_program, orphan, talk, wait_until
 
 pytestmark = [
     pytest.mark.hosts,

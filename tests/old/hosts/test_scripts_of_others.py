@@ -18,10 +18,11 @@ import pytest
 
 from tests.kit.nodes.cluster import Cluster
 from tests.kit.nodes.ray_cluster import RAY_VARIABLES, ray_on, why_not_ray
-from tests.kit.nodes.slurm import slurm_on, why_not_slurm
-from tests.kit.nodes.sshd import ssh_between, why_not_ssh
-from tests.kit.nodes.stdio import commands_on, wait_until
+from tests.kit.nodes.slurm import slurm_on
+from tests.kit.nodes.sshd import ssh_between
 from tests.old.hosts.forked import FORKED
+from tests.old.hosts.stdio import commands_on, wait_until
+from tests.old.hosts.why_not import why_not_slurm, why_not_ssh
 from tests.old.ranks import command_line
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(1500)]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.kit.nodes.cluster import Cluster, Node, NodeProcess
-from tests.kit.nodes.sshd import why_not_ssh
 from tests.old.hosts.folder_view import folder_seen_from, why_no_views
+from tests.old.hosts.why_not import why_not_ssh
 
 pytestmark = [
     pytest.mark.hosts,

@@ -12,8 +12,9 @@ import pytest
 
 from paceline.launch.slurm import batch_script, srun_argv
 from tests.kit.nodes.cluster import Cluster
-from tests.kit.nodes.slurm import slurm_on, why_not_slurm
-from tests.kit.nodes.stdio import VARIABLE, commands_on, echo_program, orphan, talk, wait_until
+from tests.kit.nodes.slurm import slurm_on
+from tests.old.hosts.stdio import VARIABLE, commands_on, echo_program, orphan, talk, wait_until
+from tests.old.hosts.why_not import why_not_slurm
 
 pytestmark = [
     pytest.mark.hosts,

@@ -12,8 +12,9 @@ import pytest
 
 from paceline.launch.ssh import ALIVE_INTERVAL_S, CONNECT_TIMEOUT_S, SSH_FAILED, explain_ssh_failure, ssh_argv
 from tests.kit.nodes.cluster import Cluster
-from tests.kit.nodes.sshd import ssh_between, why_not_ssh
-from tests.kit.nodes.stdio import VARIABLE, commands_on, echo_program, orphan, talk, wait_until
+from tests.kit.nodes.sshd import ssh_between
+from tests.old.hosts.stdio import VARIABLE, commands_on, echo_program, orphan, talk, wait_until
+from tests.old.hosts.why_not import why_not_ssh
 
 pytestmark = [pytest.mark.hosts, pytest.mark.skipif(bool(why_not_ssh()), reason=why_not_ssh() or "")]
 

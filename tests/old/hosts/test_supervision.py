@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 
 from tests.kit.nodes.cluster import NodeProcess
-from tests.kit.nodes.sshd import why_not_ssh
-from tests.kit.nodes.stdio import commands_on
 from tests.old.hosts.launching import Site, kill_agent, open_site, run_on
+from tests.old.hosts.stdio import commands_on
+from tests.old.hosts.why_not import why_not_ssh
 from tests.old.ranks.launching import wait_until
 
 pytestmark = [

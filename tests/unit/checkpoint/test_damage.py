@@ -1,5 +1,5 @@
 """Whatever happens to the files of a checkpoint is noticed and named, and a run goes on from the one before it. A
-manifest or a file of tensors that was made to deceive is refused in one sentence: nothing is run, and no memory is
+hostile manifest or file of tensors is refused in one sentence: nothing is run, and no memory is
 taken for it."""
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def test_flipped_bits_and_cut_ends_are_noticed_wherever_they_are(folder: Path) -
     assert problem_of(folder) == ""
 
 
-# --- made to deceive ---
+# --- hostile content ---
 
 
 def put(*path: str | int, to: Any) -> Callable[[dict[str, Any]], object]:
@@ -242,7 +242,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-def test_the_test_seals_manifests_as_the_program_does(folder: Path) -> None:
+def test_sealed_manifests_of_this_test_are_those_of_the_source(folder: Path) -> None:
     manifest = folder / NEWER / FILES[0]
     body = json.loads(manifest.read_bytes())
     assert sealed(body) == manifest.read_bytes()
@@ -259,7 +259,7 @@ def test_a_manifest_that_was_edited_is_noticed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_a_manifest_that_contradicts_itself_is_refused(
+def test_an_invalid_manifest_is_refused_without_taking_memory(
     folder: Path, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifest = folder / NEWER / FILES[0]

@@ -78,7 +78,7 @@ def test_any_tree_of_plain_values_comes_back(tree: Any) -> None:
         assert equal(train(folder, 1).kept, tree)
 
 
-def test_tensors_that_are_one_are_one_again_and_numpys_numbers_are_numbers(tmp_path: Path) -> None:
+def test_a_shared_tensor_is_shared_again_and_a_numpy_number_is_a_number(tmp_path: Path) -> None:
     one = torch.arange(6.0).view(2, 3)
     train(tmp_path, 1, kept={"first": one, "again": [one], "view": one.T, "number": np.float32(0.5)})
     kept = train(tmp_path, 1).kept

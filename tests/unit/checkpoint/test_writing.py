@@ -89,7 +89,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     assert [one.step for one in paceline.checkpoint.ls(tmp_path).states] == [2, 6]
 
 
-def test_what_fails_after_the_manifest_does_not_undo_the_checkpoint(
+def test_a_failure_after_the_manifest_leaves_the_checkpoint_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fail_to_rename(monkeypatch, "latest")

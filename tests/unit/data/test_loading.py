@@ -27,7 +27,7 @@ from torch.utils.data import (
 )
 
 import paceline
-from paceline.errors import DataError, PacelineError
+from paceline.errors import DataError
 from tests.unit.data.reading import Numbers, collate, numbers_in, read_batches
 
 Draws = dict[int, list[float]]
@@ -117,17 +117,6 @@ def test_a_resumed_run_goes_on_in_a_samplers_order(tmp_path: Path) -> None:
         assert found == whole
 
 
-@pytest.mark.parametrize(
-    ("dataset", "sampler"),
-    [(Numbers(21), None), (Numbers(20), Stateful()), (Numbers(20), lambda *_: range(20))],
-    ids=["another size", "another sampler", "another function"],
-)
-def test_a_run_is_not_resumed_in_another_order_of_samples(tmp_path: Path, dataset: Any, sampler: Any) -> None:
-    read_batches(Numbers(20), 8, numbers_in, max_steps=2, checkpoint_dir=tmp_path)
-    with pytest.raises(PacelineError):
-        read_batches(dataset, 8, numbers_in, checkpoint_dir=tmp_path, sampler=sampler)
-
-
 def test_loaders_orders_are_taken_over() -> None:
     in_order = [list(range(8)), list(range(8, 16)), list(range(16, 20))]
     six = [list(range(6)), list(range(6, 12)), list(range(12, 18))]
@@ -141,15 +130,6 @@ def test_loaders_orders_are_taken_over() -> None:
     assert shuffled == read_batches(Numbers(20), 8, numbers_in) != in_order  # the job's own order
     batches = BatchSampler(SequentialSampler(Numbers(20)), 6, True)
     assert order(DataLoader(Numbers(20), batch_sampler=batches, collate_fn=collate)) == six
-
-
-class Masking:
-    """A collator with a seed of its own, as one of transformers."""
-
-    seed = 3
-
-    def __call__(self, samples: list[Any]) -> Any:
-        return samples
 
 
 class NoLength:
@@ -170,7 +150,6 @@ REFUSALS: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
     "an empty sampler": (lambda: Numbers(20), {"sampler": lambda *_: []}, ["sampler", "no sample", "epoch 0"]),
     "an unknown sample": (lambda: Numbers(20), {"sampler": lambda *_: [1, 20]}, ["20", "sampler"]),
     "no number": (lambda: Numbers(20), {"sampler": lambda *_: [[1, "a"]]}, ["'a'", "sampler"]),
-    "a collator with a seed": (lambda: Numbers(20), {"collate_fn": Masking()}, ["Masking", "seed"]),
     "no length": (NoLength, {}, ["NoLength", "length"]),
     "an empty set": (list, {}, ["no samples"]),
 }
@@ -196,17 +175,13 @@ def test_an_evaluation_that_leaves_samples_out_is_refused() -> None:
 
 
 class Dice(Dataset[Any]):
-    """Its samples are random in four ways, by a generator of its own too."""
-
-    def __init__(self) -> None:
-        self.generator = np.random.default_rng()
+    """Its samples are random by each of the global generators."""
 
     def __len__(self) -> int:
         return 12
 
     def __getitem__(self, index: int) -> tuple[int, list[float]]:
-        draws = [random.random(), float(np.random.rand()), float(torch.rand(())), float(self.generator.random())]
-        return index, draws
+        return index, [random.random(), float(np.random.rand()), float(torch.rand(()))]
 
 
 def keep_draws(shards: list[list[tuple[int, list[float]]]]) -> list[tuple[int, list[float]]]:
@@ -308,45 +283,7 @@ def test_rows_of_tensors_are_what_single_samples_collate_to() -> None:
             assert torch.equal(one, other) and one.dtype == other.dtype
 
 
-# --- data sets that depend on how often they are read, and errors ---
-
-
-class Counted(Numbers):
-    def __init__(self) -> None:
-        super().__init__(12)
-        self.num_read = 0
-
-    def __getitem__(self, index: int) -> Any:
-        self.num_read += 1
-        return self.num_read
-
-
-class Unseeded(Numbers):
-    def __init__(self) -> None:
-        super().__init__(12)
-
-    def __getitem__(self, index: int) -> Any:
-        return float(np.random.default_rng().normal())
-
-
-class Alternating:
-    """A collate function that counts its calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, samples: list[int]) -> Any:
-        self.calls += 1
-        return torch.tensor([float(number * self.calls) for number in samples])
-
-
-@pytest.mark.parametrize("num_workers", [0, 1])
-def test_what_depends_on_how_often_it_is_read_is_refused(num_workers: int) -> None:
-    for dataset in (Counted(), Unseeded()):
-        with pytest.raises(DataError, match="read twice"):
-            read_batches(dataset, 4, list, num_workers=num_workers)
-    with pytest.raises(DataError, match=r"collate function.*called twice"):
-        read_batches(Numbers(12), 4, list, collate_fn=Alternating(), num_workers=num_workers)
+# --- errors and processes ---
 
 
 class Raising(Numbers):

@@ -114,14 +114,10 @@ def _parts_of_batches(num_samples: int, size: int, virtual_shards: int, seed: in
     return read_batches(Numbers(num_samples), size, numbers_in, seed=seed, epochs=2, virtual_shards=virtual_shards)
 
 
-def _all_parts(cases: list[tuple[int, int, int, int]]) -> list[list[list[int]]]:
-    return in_turn(_parts_of_batches, cases)
-
-
 def test_any_number_of_workers_divides_the_same_global_batches_in_order() -> None:
-    (alone,) = run_ranks(_all_parts, 1, WORLD_CASES)
+    (alone,) = run_ranks(in_turn, 1, _parts_of_batches, WORLD_CASES)
     for world_size in (2, 3):
-        by_rank = run_ranks(_all_parts, world_size, WORLD_CASES)
+        by_rank = run_ranks(in_turn, world_size, _parts_of_batches, WORLD_CASES)
         for number, whole in enumerate(alone):
             batches = zip(*(parts[number] for parts in by_rank), strict=True)
             assert [[sample for part in batch for sample in part] for batch in batches] == whole

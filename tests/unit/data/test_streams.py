@@ -106,10 +106,6 @@ def _train(trial: Trial, max_steps: int | None, folder: Path | None) -> list[lis
     )
 
 
-def _train_all(cases: list[tuple[Trial, int | None, Path | None]]) -> list[list[list[Sample]]]:
-    return in_turn(_train, cases)
-
-
 def joined(parts: list[list[Sample]], wanted: list[Sample]) -> list[Sample]:
     """The samples of all workers; without those of workers that had none and got a single one as a stand-in."""
     whole = list(itertools.chain(*parts))
@@ -153,13 +149,14 @@ def drawn_trials(count: int, seed: int, folder: Path) -> list[Trial]:
 )
 def test_resumed_streams_go_on_exactly_on_any_number_of_workers(count: int, seed: int, tmp_path: Path) -> None:
     trials = drawn_trials(count, seed, tmp_path)
-    (whole,) = run_ranks(_train_all, 1, [(trial, None, None) for trial in trials], timeout_s=250)
+    (whole,) = run_ranks(in_turn, 1, _train, [(trial, None, None) for trial in trials], timeout_s=250)
     found: list[list[list[Sample]]] = [[] for _ in trials]
     for leg in range(3):
         for world_size in (1, 2, 3):
             chosen = [number for number, trial in enumerate(trials) if trial.legs[leg][0] == world_size]
             cases = [(trials[number], trials[number].legs[leg][1], trials[number].folder) for number in chosen]
-            for number, *by_rank in zip(chosen, *run_ranks(_train_all, world_size, cases, timeout_s=250), strict=True):
+            found_by_rank = run_ranks(in_turn, world_size, _train, cases, timeout_s=250)
+            for number, *by_rank in zip(chosen, *found_by_rank, strict=True):
                 for parts in zip(*by_rank, strict=True):
                     wanted = whole[number][len(found[number]) :][:1]
                     found[number].append(joined(list(parts), wanted[0] if wanted else []))

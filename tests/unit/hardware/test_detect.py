@@ -95,7 +95,7 @@ def test_nvml_tells_devices_memory_use_and_links(bin_dir: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("mute", [*FOUR_GPUS, "nvmlShutdown"])
-def test_one_question_without_an_answer_spoils_no_other(bin_dir: Path, tmp_path: Path, mute: str) -> None:
+def test_one_query_without_an_answer_leaves_the_others_as_they_are(bin_dir: Path, tmp_path: Path, mute: str) -> None:
     whole, node = (
         node_with(FakeNvml(4, FOUR_GPUS | changes), tmp_path / "nowhere")
         for changes in ({}, {mute: NVMLError("Not Supported")})
@@ -208,7 +208,7 @@ def test_nothing_known_of_a_pair_is_no_link(bin_dir: Path, tmp_path: Path) -> No
     assert (len(node.devices), node.links, node.peripherals, node.notes) == (3, (), (), ())
 
 
-def test_a_matrix_that_cannot_be_meant_is_a_note(bin_dir: Path, tmp_path: Path) -> None:
+def test_an_invalid_matrix_is_a_note(bin_dir: Path, tmp_path: Path) -> None:
     prints_matrix(bin_dir, MATRIX.replace("NV18", "NV1", 1))
     node = node_with(FakeNvml(3, answers()), tmp_path / "nowhere")
     (note,) = node.notes

@@ -101,7 +101,7 @@ def test_idle_and_power_capped_gpus_are_fine(reasons: int) -> None:
     assert {finding.level for finding in about_gpus(facts)} == {"ok"}
 
 
-def test_a_gpu_that_tells_nothing_of_itself_is_not_accused() -> None:
+def test_a_gpu_that_answers_nothing_is_not_reported() -> None:
     facts = collect_gpus(FakeNvml(2, {}), num_on_bus=2)
     assert facts.gpus == (GpuFacts(0), GpuFacts(1)) and facts.p2p is None
     assert {finding.level for finding in about_gpus(facts)} == {"ok"}
@@ -223,7 +223,7 @@ def test_several_problems_of_one_check_are_all_named() -> None:
         PcieFacts(("00:01.0",), iommus=("dmar0",), num_gpus=2, is_virtual=True),
     ],
 )
-def test_one_gpu_or_a_virtual_machine_has_no_trap_on_the_bus(pcie: PcieFacts) -> None:
+def test_one_gpu_or_a_virtual_machine_has_no_problem_on_the_bus(pcie: PcieFacts) -> None:
     found = [
         finding for finding in check_node(NodeFacts("here", pcie=pcie)) if finding.check.startswith(("PCIe", "IOMMU"))
     ]
@@ -443,6 +443,6 @@ def test_this_machine_is_judged_in_sentences_with_advice_where_something_is_wron
     assert all(bool(finding.fix) == (finding.level != "ok") for finding in found)
 
 
-def test_the_stand_in_asks_nothing_that_the_library_does_not_have() -> None:
+def test_every_query_of_the_stand_in_exists_in_the_library() -> None:
     pynvml = importlib.import_module("pynvml")
     assert [name for name in HEALTHY if not hasattr(pynvml, name)] == []

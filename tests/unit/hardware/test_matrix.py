@@ -64,7 +64,7 @@ def test_a_recorded_machine_is_read(name: str, num_gpus: int, num_nics: int, som
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_a_file_its_text_and_a_saved_cluster_are_one_topology(name: str, tmp_path: Path) -> None:
+def test_a_file_its_text_and_a_saved_cluster_give_the_same_topology(name: str, tmp_path: Path) -> None:
     cluster = topologies.load(name)
     assert cluster.device_kind == "cuda"
     assert read_topology(topologies.text_of(name)) == cluster
@@ -101,7 +101,7 @@ def test_affinities_names_and_notes_are_read() -> None:
         lambda text: text + "MIG 1g.5gb  Device 0: (UUID: MIG-0)\n",
     ],
 )
-def test_the_same_matrix_in_another_dress(change: Callable[[str], str]) -> None:
+def test_the_same_matrix_in_another_notation(change: Callable[[str], str]) -> None:
     node = node_of(change(MATRIX))
     assert labels(node) == {"GPU0-GPU1": "NV2", "GPU0-NIC0": "PIX", "GPU1-NIC0": "SYS"}
     assert node.num_cores == 12
@@ -109,7 +109,7 @@ def test_the_same_matrix_in_another_dress(change: Callable[[str], str]) -> None:
     assert [device.numa_node for device in node.devices] == [0, 1]
 
 
-def test_a_byte_order_mark_is_no_content(tmp_path: Path) -> None:
+def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "topology").write_bytes(b"\xef\xbb\xbf" + MATRIX.encode())
     assert read_topology(tmp_path / "topology") == read_topology(MATRIX)
 
@@ -202,7 +202,7 @@ WORDS = [
 
 
 @given(st.lists(st.sampled_from(WORDS), max_size=60).map(" ".join) | st.text(max_size=200))
-def test_no_text_is_a_traceback(text: str) -> None:
+def test_any_text_is_read_or_refused_in_a_sentence(text: str) -> None:
     try:
         assert read_topology(text + "\n\n").devices
     except ClusterError as problem:
@@ -210,7 +210,7 @@ def test_no_text_is_a_traceback(text: str) -> None:
 
 
 @given(st.sampled_from(["dgx1", "h200_hgx", "a100_mig", "workstation_nv4"]), st.booleans(), st.data())
-def test_no_damage_is_a_traceback(name: str, is_saved: bool, data: st.DataObject) -> None:
+def test_any_damage_is_refused_in_a_sentence(name: str, is_saved: bool, data: st.DataObject) -> None:
     text = topologies.text_of(name)
     if is_saved:
         text = json.dumps({"schema": 1, **topologies.load(name).to_mapping()}, indent=1)

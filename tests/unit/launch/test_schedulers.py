@@ -49,7 +49,7 @@ def test_a_slurm_script_asks_for_what_was_given() -> None:
     assert not {"gpus-per-node", "time", "partition", "account"} & bare.keys()
 
 
-def test_a_slurm_script_keeps_every_word_whole() -> None:
+def test_a_slurm_script_quotes_every_argument() -> None:
     words = ["it's", "--flag=a b", "$HOME", "`reboot`", "a\nb", '"', "ä"]
     assert subprocess.run(["sh", "-n", "-c", slurm_script(*words)], timeout=60).returncode == 0
     assert set(words) <= set(shlex.split(slurm_script(*words), comments=True))
@@ -65,7 +65,7 @@ def test_a_slurm_script_keeps_every_word_whole() -> None:
         {"out": "/data/a\nb"},
     ],
 )
-def test_a_name_that_would_be_another_option_of_sbatch_is_refused(options: dict[str, str]) -> None:
+def test_a_value_that_would_add_an_option_of_sbatch_is_refused(options: dict[str, str]) -> None:
     with pytest.raises(LaunchError):
         slurm_script(**options)
 
@@ -79,13 +79,13 @@ def test_a_name_that_would_be_another_option_of_sbatch_is_refused(options: dict[
         ("launch", {"nodes": 10_000, "workers": 10_000}, ["10000 nodes"]),
     ],
 )
-def test_a_submission_that_cannot_be_meant_is_refused(command: str, options: dict[str, int], words: list[str]) -> None:
+def test_an_invalid_submission_is_refused(command: str, options: dict[str, int], words: list[str]) -> None:
     with pytest.raises((LaunchError, JobError)) as caught:
         paceline.submit.slurm(command, ["train.py"], dry_run=True, **options)  # type: ignore[arg-type]
     assert all(word in str(caught.value) for word in words), caught.value
 
 
-def test_sbatch_gets_the_script_and_its_answer_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sbatch_gets_the_script_and_its_answer_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sbatch = tmp_path / "sbatch"
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(LaunchError, match="sbatch"):
@@ -194,7 +194,7 @@ def test_a_name_that_kubernetes_refuses_is_refused(name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", ["job", "trainjob"])
-def test_pods_that_cannot_be_meant_are_refused(kind: str, options: dict[str, Any], word: str) -> None:
+def test_invalid_pods_are_refused(kind: str, options: dict[str, Any], word: str) -> None:
     with pytest.raises((LaunchError, JobError), match=word):
         manifest(kind, **options)
 
@@ -234,7 +234,7 @@ def test_podman_shares_the_network_and_needs_no_terminal() -> None:
 
 
 @pytest.mark.parametrize("image", ["image.sif", "podman://a/b:1"])
-def test_a_container_hears_every_word(image: str, tmp_path: Path) -> None:
+def test_a_container_gets_every_argument_unchanged(image: str, tmp_path: Path) -> None:
     stand_in = tmp_path / "stand-in"
     stand_in.write_text(f"#!{sys.executable} -S\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     stand_in.chmod(0o700)
@@ -263,7 +263,7 @@ HARMLESS = ["TOKENIZERS_PARALLELISM", "KEYBOARD", "MONKEY", "PATH", "NCCL_SOCKET
 
 
 @pytest.mark.parametrize("name", SECRETS)
-def test_a_secret_stands_on_no_command_line(name: str) -> None:
+def test_a_secret_is_on_no_command_line(name: str) -> None:
     environ = {name: "hunter2"}
     for start in (srun_argv, ray_argv):
         with pytest.raises(LaunchError, match=name) as caught:

@@ -85,7 +85,7 @@ def test_a_pass_takes_what_passes_of_its_size_took(count: int) -> None:
     assert row.compute_s == pytest.approx(row.num_micro_batches * (4e-3 + 1e-3 * row.micro_batch_size), rel=0.02)
 
 
-def test_what_was_not_timed_goes_on_as_the_last_two_sizes_and_is_an_assumption() -> None:
+def test_larger_passes_than_were_timed_are_extrapolated_and_an_assumption() -> None:
     found = forecast_of(Job(global_batch_size=600, virtual_shards=1), gpu_cluster(), [1])
     assert found.rows[0].compute_s == pytest.approx(4e-3 + 1e-3 * 600)
     assert any("256 samples" in sentence for sentence in found.assumptions)
@@ -178,7 +178,7 @@ def test_more_than_was_measured_is_less_sure() -> None:
     assert widths == sorted(widths) and widths[0] < widths[2]
 
 
-def test_a_disturbed_probe_is_said_where_the_recommendation_stands_and_opens_the_interval() -> None:
+def test_a_disturbed_probe_is_named_beside_the_recommendation_and_widens_the_interval() -> None:
     quiet = cpu_cluster()
     noisy = tuple(dataclasses.replace(one, spread=0.3) for one in quiet.timings[0].micro_batches)
     disturbed = with_timing(quiet, micro_batches=noisy, load=MachineLoad(2, 1.0, 0.0))
@@ -230,7 +230,7 @@ def test_a_price_may_name_its_currency(price: object, amount: float | None, curr
     assert (found.price_per_device_hour, found.currency) == (amount, currency)
 
 
-def test_past_errors_are_told_as_what_nine_of_ten_keep() -> None:
+def test_past_errors_are_told_as_the_bound_that_nine_of_ten_keep() -> None:
     checks = tuple(ForecastCheck("job", 2, 100.0 + error, 100.0) for error in (1, -2, 3, 1, 2, 1, 0, 1, 4, 30))
     found = forecast_of(JOB, dataclasses.replace(gpu_cluster(1), checks=checks), [1])
     assert "4 %" in found.past_error and "10 runs" in found.past_error
@@ -309,13 +309,13 @@ def test_what_the_job_rules_out_is_not_recommended_but_said_with_its_gain() -> N
     assert "16 devices" in found.reason and "1.9" in found.reason and "virtual_shards = 16" in found.reason
 
 
-def test_near_the_best_fewer_devices_are_taken() -> None:
+def test_of_nearly_equal_speeds_the_fewest_devices_are_recommended() -> None:
     """Two shards for the busiest worker with 4, 5, 6 and 7 devices."""
     job = Job(global_batch_size=256, virtual_shards=8)
     assert forecast_of(job, gpu_cluster(), [1, 4, 5, 6, 7]).recommended_devices == 4
 
 
-def test_a_single_count_is_no_choice() -> None:
+def test_a_single_number_of_devices_is_recommended() -> None:
     found = forecast_of(JOB, gpu_cluster(1), [1])
     assert found.recommended_devices == 1 and "samples/s" in found.verdict
 
@@ -454,7 +454,7 @@ def test_a_job_that_was_probed_with_other_settings_asks_for_a_new_probe(
         ({"devices": []}, ["devices"]),
     ],
 )
-def test_a_question_that_cannot_be_meant_is_refused(request_: dict[str, Any], words: list[str]) -> None:
+def test_an_invalid_request_is_refused(request_: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(JobError) as caught:
         paceline.plan(JOB, cluster=gpu_cluster(1), **{"devices": [1], **request_})
     assert all(word in str(caught.value) for word in words), caught.value

@@ -206,6 +206,6 @@ def has_room_of(num_bytes: float, room: float) -> bool:
     return has_room(DeviceMemory(num_bytes, 0, 0, 0), room)
 
 
-def test_a_part_of_a_device_is_left_for_the_driver() -> None:
+def test_some_memory_of_a_device_is_left_for_the_driver() -> None:
     assert has_room_of(0.9 * GIB, GIB) and not has_room_of(0.97 * GIB, GIB) and not has_room_of(1.01 * GIB, GIB)
     assert has_room_of(1e30, math.inf)

@@ -54,7 +54,7 @@ def seconds(tables: Tables, text: str | bytes) -> list[float]:
         ONE.replace("64", '"64"'),
     ],
 )
-def test_the_same_row_in_another_dress(tables: Tables, known: list[float], text: str | bytes) -> None:
+def test_the_same_row_in_another_notation(tables: Tables, known: list[float], text: str | bytes) -> None:
     assert seconds(tables, text) == known
 
 
@@ -119,7 +119,7 @@ def test_a_mistake_is_one_sentence_with_file_line_and_column(tables: Tables, tex
 
 
 @pytest.mark.parametrize("name", ["gone.csv", ".", "utf16.csv", "latin.csv"])
-def test_what_is_no_text_or_no_file_is_named_without_numbers_of_errors(tables: Tables, name: str) -> None:
+def test_a_file_that_is_no_text_or_absent_is_named_without_error_numbers(tables: Tables, name: str) -> None:
     tables.text("utf16.csv", STUDY.encode("utf-16"))
     tables.text("latin.csv", STUDY.encode() + "1,4,64,0.1 # é\n".encode("latin-1"))
     path: Path = tables.folder / name

@@ -23,10 +23,10 @@ from paceline.report.topology import choice_lines, node_view, topology_mapping
 from paceline.spec import Cluster, Device, Job, Link, Node, Peripheral
 from paceline.spec.forecast import Forecast
 from tests.data import topologies
+from tests.kit.html import Page
 from tests.unit.plan.clusters import forecast_of, gpu_cluster
 from tests.unit.report.showing import (
     ENVIRONMENT,
-    Page,
     grown_records,
     job_of,
     record_of,
@@ -120,7 +120,7 @@ def test_the_study_page_says_its_verdict_and_every_number(name: str) -> None:
         assert sentence in text
 
 
-def test_the_study_page_is_honest() -> None:
+def test_the_study_page_says_what_limits_its_verdict() -> None:
     one_seed = study_of([record_of(1), record_of(2, environment=ENVIRONMENT | {"torch": "2.6.0"})])
     text = Page(one_seed.page()).text
     assert "single seed" in text and "2.13.0+cpu" in text and "2.6.0" in text
@@ -152,7 +152,7 @@ def test_the_plan_page_has_the_price_of_the_run() -> None:
     assert "3 devices" in text and "evenly" in text
 
 
-def test_a_page_tells_how_right_earlier_forecasts_were() -> None:
+def test_a_page_says_how_accurate_earlier_forecasts_were() -> None:
     found = replace(forecast_named("few"), past_error="within 4 % on the last 12 runs")
     for shown in (Page(render_plan_page(found)).text, terminal(plan_table(found, 160), 160)):
         assert "within 4 % on the last 12 runs" in shown

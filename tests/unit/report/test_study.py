@@ -70,7 +70,7 @@ def test_slow_first_steps_change_the_training_time_and_not_the_speedup() -> None
     assert slow.rows[1].speedup == study_of([record_of(1), record_of(2)]).rows[1].speedup
 
 
-def test_the_speedup_has_the_range_of_the_steps_where_each_step_says_something() -> None:
+def test_the_speedup_has_the_range_of_the_steps_where_all_steps_do_the_same() -> None:
     row = study_of([record_of(1), record_of(2, step_p10_s=0.005, step_time=StepTime(0.01), step_p90_s=0.02)]).rows[1]
     assert row.speedup is not None and row.speedup_range == pytest.approx((row.speedup / 2, 2 * row.speedup))
     rare = job_of(aggregation={"method": "local_sgd", "sync_every": 4})

@@ -1,6 +1,6 @@
 """Clusters, plans, run records and forecasts are files: they read back as saved, and a damaged one is named.
 
-A key or a number that cannot be meant is one sentence with the file, the place in it and what is allowed.
+An invalid key or value is one sentence with the file, the place in it and what is allowed.
 """
 
 from __future__ import annotations
@@ -213,7 +213,9 @@ def test_a_missing_file_and_a_folder_are_named(name: str, tmp_path: Path) -> Non
 
 
 @given(st.sampled_from(sorted(FILES)), st.data())
-def test_no_damage_is_a_traceback(tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject) -> None:
+def test_any_damage_is_refused_in_a_sentence(
+    tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
+) -> None:
     path = tmp_path_factory.getbasetemp() / f"{name}.json"
     FILES[name].save(path)
     text = path.read_text()
@@ -298,7 +300,7 @@ def changed(value: File, place: str, new: object) -> dict[str, Any]:
         ("forecast", "grow", "nodes", ["grow", "'batch'"]),
     ],
 )
-def test_a_value_that_cannot_be_meant_is_named_with_its_file(
+def test_an_invalid_value_is_named_with_its_file(
     name: str, place: str, new: object, words: list[str], tmp_path: Path
 ) -> None:
     path = tmp_path / f"{name}.json"

@@ -1,11 +1,10 @@
-"""A job is checked on the way in: what cannot be meant is one sentence with the key, the value and what is allowed.
+"""A job is checked on the way in: what is invalid is one sentence with the key, the value and what is allowed.
 
 A job says what to train and never on what; it reads back from TOML, JSON and the command line as it was.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
@@ -312,7 +311,7 @@ def test_a_job_file_needs_no_name_and_may_begin_with_a_byte_order_mark(tmp_path:
         (b"seed = " + b"9" * 5000, ["mine.toml"]),
     ],
 )
-def test_a_job_file_that_cannot_be_meant_is_named(tmp_path: Path, content: bytes, words: list[str]) -> None:
+def test_an_invalid_job_file_is_named(tmp_path: Path, content: bytes, words: list[str]) -> None:
     file = tmp_path / "mine.toml"
     file.write_bytes(content)
     with pytest.raises(JobError) as caught:
@@ -350,7 +349,7 @@ def test_settings_are_toml_values_or_bare_words() -> None:
 @pytest.mark.parametrize(
     "setting", ["epochs", "=3", "epochs.deep=1", "nokey=1", "epochs=nan", "optim.lr=0x", "a." * 30 + "b=1", "epochs=٣"]
 )
-def test_a_setting_that_cannot_be_meant_is_refused(setting: str) -> None:
+def test_an_invalid_setting_is_refused(setting: str) -> None:
     with pytest.raises(JobError):
         Job().with_settings([setting])
 
@@ -362,7 +361,7 @@ def test_another_model_does_not_inherit_options() -> None:
 
 
 def test_values_cannot_be_changed_in_place() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(AttributeError):
         Job().epochs = 3  # type: ignore[misc]
 
 

@@ -1,4 +1,4 @@
-"""A batch may be any container of tensors: it is cut along its samples, or moved, and stays of its type."""
+"""A batch may be any container of tensors: it is moved to a device and stays of its type."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.containers import copied, tensors, to_device
-from paceline.errors import ModelError
-from paceline.samples import Samples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,15 +81,6 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-@given(shapes, st.integers(5, 9), st.data())
-def test_a_cut_is_what_the_batch_of_these_samples_would_have_been(shape: Shape, num: int, data: st.DataObject) -> None:
-    start = data.draw(st.integers(0, num - 1))
-    stop = data.draw(st.integers(start + 1, num))
-    content = shape.of(0, num)
-    assert same(Samples.of(content, num).cut(start, stop), shape.of(start, stop))
-    assert same(content, shape.of(0, num))  # what was given stays as it was
-
-
 @given(shapes, st.integers(5, 9))
 def test_everything_moves_and_nothing_else_changes(shape: Shape, num: int) -> None:
     content = shape.of(0, num)
@@ -103,27 +91,3 @@ def test_everything_moves_and_nothing_else_changes(shape: Shape, num: int) -> No
     wide = to_device(content, torch.device("cpu"), torch.float64)
     assert {tensor.dtype for tensor in tensors(wide)} <= {torch.float64, torch.int64}
     assert same(copied(content), content)
-
-
-def test_a_tokenizers_batch_stays_what_it_is() -> None:
-    transformers = pytest.importorskip("transformers")
-    encoded = transformers.BatchEncoding({"input_ids": torch.arange(8).view(4, 2), "names": list("abcd")})
-    part = Samples.of(encoded, 4).cut(1, 3)
-    assert type(part) is transformers.BatchEncoding
-    assert (part.input_ids.tolist(), part["names"]) == ([[2, 3], [4, 5]], ["b", "c"])
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ({"x": Record(object(), torch.zeros(8))}, ["batch['x'].first", "object"]),
-        ([torch.zeros(8), {1, 2}], ["batch[1]", "set"]),
-        ({"x": (torch.zeros(8), torch.zeros(3, 4))}, ["batch['x'][1]", "(3, 4)", "8 samples"]),
-        (Record(torch.zeros(8), np.zeros(7)), ["batch.second", "(7,)"]),
-        ({"x": torch.zeros(8), "names": ["a", "b", "c"]}, ["batch['names']", "3"]),
-    ],
-)
-def test_what_cannot_be_cut_is_named_by_its_place(content: Any, words: list[str]) -> None:
-    with pytest.raises(ModelError) as caught:
-        Samples.of(content, 8)
-    assert all(word in str(caught.value) for word in words) and "\n" not in str(caught.value), caught.value

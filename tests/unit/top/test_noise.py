@@ -50,7 +50,7 @@ def test_the_estimates_are_unbiased() -> None:
 
 
 @pytest.mark.parametrize(("small", "large"), [(8, 8), (9, 8), (0, 8)])
-def test_two_batches_of_which_none_is_smaller_say_nothing(small: float, large: float) -> None:
+def test_two_batches_of_which_none_is_smaller_are_refused(small: float, large: float) -> None:
     with pytest.raises(ValueError, match="smaller"):
         NoiseScale.from_norms(1.0, small, 1.0, large)
 
@@ -92,14 +92,16 @@ def test_a_measurement_after_an_overflow_is_left_out(broken: NoiseScale) -> None
         (64, 100, 64, 1.0),
     ],
 )
-def test_the_worth_of_a_sample_is_one_over_1_plus_b_over_b_noise(
+def test_the_efficiency_of_a_batch_is_one_over_1_plus_b_over_b_noise(
     batch: float, noise: float, base: float, worth: float
 ) -> None:
     assert efficiency(batch, noise, base) == pytest.approx(worth)
 
 
 @given(batches, batches, batches, positive)
-def test_worths_multiply_from_batch_to_batch_and_fall_with_it(one: int, two: int, three: int, noise: float) -> None:
+def test_efficiencies_multiply_from_batch_to_batch_and_fall_with_it(
+    one: int, two: int, three: int, noise: float
+) -> None:
     small, middle, large = sorted((one, two, three))
     direct = efficiency(large, noise, small)
     assert direct == pytest.approx(efficiency(middle, noise, small) * efficiency(large, noise, middle))

@@ -73,7 +73,7 @@ def test_no_other_cut_that_fits_is_faster(seed: int) -> None:
 def test_of_cuts_that_are_equally_fast_the_one_that_sends_least_is_taken() -> None:
     row = tuple(LayerCost(str(place), 1.0, output_bytes=size) for place, size in enumerate((5.0, 1.0, 5.0, 0.0)))
     long = LayerCost("long", 3.0)
-    assert best_cut((*row, long), 2) == (0, 4) or best_cut((*row, long), 2)[1] == 2
+    assert best_cut((*row, long), 2) == (0, 4)
 
 
 @pytest.mark.parametrize("row", [(LayerCost("", 1.0),) * 2, (LayerCost("", 1.0, may_begin=False),) * 5])

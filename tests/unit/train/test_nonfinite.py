@@ -88,7 +88,7 @@ def test_weights_go_back_to_the_last_checkpoint_and_no_batch_comes_twice(tmp_pat
         (range(1, 20), {"epochs": 4}, ["Step 10", "in a row"]),
     ],
 )
-def test_where_there_is_no_way_on_the_run_ends(
+def test_the_run_ends_where_it_cannot_go_on(
     bad_steps: Collection[int], job: dict[str, Any], words: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(ModelError) as caught:
@@ -107,5 +107,5 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
         train(range(3, 20), tmp_path, epochs=4)
 
 
-def test_a_run_that_does_not_check_takes_what_comes() -> None:
+def test_a_run_that_ignores_bad_steps_learns_from_them() -> None:
     assert all(value != value for value in train([4], nonfinite="ignore").weights)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -142,23 +143,24 @@ def test_a_tracker_that_is_none_is_refused_before_the_run(tmp_path: Path) -> Non
 # --- what a run says ---
 
 
-def say(max_steps: int | None = None, *, stream: io.StringIO | None = None, folder: Path | None = None) -> list[str]:
-    """The lines of a run of two epochs of five steps, evaluated at its end."""
-    stream = io.StringIO() if stream is None else stream
-    samples = torch.linspace(-1, 1, 18)[:, None]
-    with paceline.init(
-        global_batch_size=4, virtual_shards=2, epochs=2, max_steps=max_steps, progress=stream, checkpoint_dir=folder
-    ) as run:
+def train(progress: io.StringIO | bool, *, after_step: Callable[[paceline.Run], None] | None = None, **job: Any) -> int:
+    """Two epochs of five steps, evaluated at the end; the number of steps."""
+    samples = TensorDataset(torch.linspace(-1, 1, 18)[:, None])
+    with paceline.init(global_batch_size=4, virtual_shards=2, epochs=2, progress=progress, **job) as run:
         model = nn.Linear(1, 1)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for batch in run.batches(TensorDataset(samples)):
+        for batch in run.batches(samples):
             run.step(batch, lambda model, shard: model(shard[0]).square().mean())
-        run.evaluate(TensorDataset(samples), lambda _, batch: {"accuracy": (batch[0][:, 0] > 0).double()})
-    return stream.getvalue().splitlines()
+            if after_step is not None:
+                after_step(run)
+        run.evaluate(samples, lambda _, batch: {"accuracy": (batch[0][:, 0] > 0).double()})
+        return run.steps
 
 
 def test_the_table_at_the_end_has_the_facts_and_fits_a_terminal(tmp_path: Path) -> None:
-    lines = say(folder=tmp_path / "checkpoints")
+    screen = io.StringIO()
+    train(screen, checkpoint_dir=tmp_path / "checkpoints")
+    lines = screen.getvalue().splitlines()
     rows = {line.split()[0]: line for line in lines if line.strip()}
     assert "10" in rows["steps"] and "2 epochs" in rows["steps"] and "36 samples" in rows["steps"]
     assert "1 worker" in rows["workers"] and "cpu" in rows["workers"]
@@ -169,29 +171,20 @@ def test_the_table_at_the_end_has_the_facts_and_fits_a_terminal(tmp_path: Path) 
 
 
 def test_a_run_that_ended_in_the_middle_of_an_epoch_says_so() -> None:
-    (row,) = [line for line in say(max_steps=7) if line.startswith("steps")]
+    screen = io.StringIO()
+    train(screen, max_steps=7)
+    (row,) = [line for line in screen.getvalue().splitlines() if line.startswith("steps")]
     assert "7" in row and "epoch 2 of 2" in row
 
 
 def test_a_run_that_is_stopped_ends_one_step_later_and_says_why() -> None:
-    stream, samples = io.StringIO(), torch.zeros(40, 1)
-    with paceline.init(global_batch_size=4, virtual_shards=2, epochs=2, progress=stream) as run:
-        model = nn.Linear(1, 1)
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for batch in run.batches(TensorDataset(samples)):
-            run.step(batch, lambda model, shard: model(shard[0]).square().mean())
-            if run.steps == 3:
-                run.stop("it is good enough")
-        assert run.steps == 4
-    assert "it is good enough" in stream.getvalue()
+    screen = io.StringIO()
+    assert train(screen, after_step=lambda run: run.stop("it is good enough") if run.steps == 3 else None) == 4
+    assert "it is good enough" in screen.getvalue()
 
 
 def test_a_silent_run_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    with paceline.init(global_batch_size=4, virtual_shards=2, epochs=1, progress=False) as run:
-        model = nn.Linear(1, 1)
-        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        for batch in run.batches(TensorDataset(torch.zeros(8, 1))):
-            run.step(batch, lambda model, shard: model(shard[0]).square().mean())
+    train(False)
     assert capfd.readouterr() == ("", "")
 
 

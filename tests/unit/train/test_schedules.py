@@ -89,7 +89,7 @@ def test_each_group_keeps_its_share_of_the_rate() -> None:
 
 
 class WithoutRate(torch.optim.Optimizer):
-    """Finds its learning rate itself."""
+    """Without a learning rate."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": None})

@@ -16,7 +16,8 @@ from paceline.hardware.checks.engine import Finding
 from paceline.hardware.checks.node_checks import check_node
 from paceline.hardware.checks.survey import Survey, survey
 from tests.kit.nodes.cluster import Cluster, why_not
-from tests.kit.nodes.sshd import ssh_between, why_not_ssh
+from tests.kit.nodes.sshd import ssh_between
+from tests.old.hosts.why_not import why_not_ssh
 from tests.old.ranks.command_line import TRACEBACK, clean_environ
 from tests.old.unit.cli.conftest import Run
 

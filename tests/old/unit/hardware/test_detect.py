@@ -12,7 +12,7 @@ from paceline.hardware.detect import only_visible, visible, with_gpus
 from paceline.hardware.nvml import Gpus
 from paceline.spec import Device, Node
 from tests.data.topologies import load, path_of
-from tests.old.unit.hardware.fake_sysfs import server
+from tests.unit.hardware.fake_sysfs import server
 
 H100 = "NVIDIA H100 80GB HBM3"
 GPUS = (

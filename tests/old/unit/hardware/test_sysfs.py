@@ -9,7 +9,7 @@ import pytest
 from paceline.hardware import sysfs
 from paceline.hardware.datasheet import PcieLanes
 from paceline.hardware.pci_path import PciPath, distance
-from tests.old.unit.hardware.fake_sysfs import server
+from tests.unit.hardware.fake_sysfs import server
 
 
 @pytest.fixture

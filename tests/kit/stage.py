@@ -10,24 +10,19 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.kit.commands import TRACEBACK, user_environ
-
-PATIENCE_S = 120.0
-"""For what must happen at some time, on a machine that does much else."""
+from tests.kit.waiting import PATIENCE_S, wait_until
 
 PROLOGUE = """\
 import os, signal, subprocess, sys, threading, time
 from pathlib import Path
 
-RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+RANK, WORLD_SIZE = (int(os.environ.get(name, -1)) for name in ("RANK", "WORLD_SIZE"))
 STAGE = Path({stage!r})
 
 def tell(name, text=""):
@@ -72,6 +67,24 @@ def train(dataset=data, **options):
 
 
 @dataclass(frozen=True)
+class Fault:
+    """What one worker does, and what its user must be told."""
+
+    does: str
+    exit_code: int
+    """Of the launcher."""
+    told: tuple[str, ...]
+    """On the screen."""
+    causes: tuple[str, ...] = ("exit", "exception")
+    """Of which the report names one. An exception of a script that does not know Paceline may be known by its exit code
+    and its output alone."""
+
+
+EXCEPTION = Fault("raise ValueError('sample 17 is damaged')", 1, ("ValueError: sample 17 is damaged",))
+SIGKILL = Fault("os.kill(os.getpid(), signal.SIGKILL)", 137, ("SIGKILL",), ("signal",))
+
+
+@dataclass(frozen=True)
 class Ended:
     """How a launcher ended, and what it showed."""
 
@@ -87,8 +100,8 @@ class Stage:
     folder: Path
     launchers: list[subprocess.Popen[str]] = field(default_factory=list)
 
-    def script(self, *parts: str) -> str:
-        path = self.folder / "script.py"
+    def script(self, *parts: str, name: str = "script.py") -> str:
+        path = self.folder / name
         prologue = PROLOGUE.format(stage=str(self.folder), patience_s=PATIENCE_S)
         path.write_text("\n".join([prologue, *map(textwrap.dedent, parts)]))
         return str(path)
@@ -153,14 +166,6 @@ def open_stage(folder: Path) -> Iterator[Stage]:
         stage.await_nobody()
     finally:
         stage.kill_everybody()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        if time.monotonic() > deadline:
-            pytest.fail(f"not within {PATIENCE_S} s")
-        time.sleep(0.01)
 
 
 def ended(launcher: subprocess.Popen[str]) -> Ended:
