@@ -90,6 +90,8 @@ def trained(model: nn.Module, engine: Engine, dtype: torch.dtype) -> tuple[list[
             gradients.extend(p.grad.clone() for p in model.parameters() if p.grad is not None)
             optimizer.step()
 
+        engine.buffers.begin_step()
+
         losses.append(engine.step(step_input(batch, step=step), update).loss)
     return losses, gradients
 

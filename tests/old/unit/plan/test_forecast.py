@@ -7,19 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import ClusterError, JobError
+from paceline.errors import ClusterError
 from paceline.plan.collectives import cost_s
 from paceline.plan.forecast import counts_between, forecast
 from paceline.plan.forecast_row import STEP_OVERHEAD_S, search_meshes
-from paceline.plan.gradient_sums import STRAGGLER_SPREAD
 from paceline.plan.inputs import ForecastRequest, pass_s, plan_inputs, transformer_shape
 from paceline.plan.model import Layout, Network
 from paceline.plan.network_costs import PER_MESSAGE_S
-from paceline.plan.step_time import expected_maximum, slowest_s
-from paceline.spec import Cluster, Job, JobTiming, MachineLoad, Mesh, MicroBatchTiming, OptimSpec, SumTiming
+from paceline.spec import Cluster, Job, JobTiming, MachineLoad, Mesh, MicroBatchTiming, OptimSpec
 from paceline.spec.algorithm import AlphaBeta
 from paceline.spec.forecast import ForecastRow
-from tests.old.sample_clusters import GIB, cpu_cluster, gpu_cluster
+from tests.old.sample_clusters import cpu_cluster, gpu_cluster
 
 JOB = Job(global_batch_size=4096, virtual_shards=4096)
 SMALL = Job(global_batch_size=64, virtual_shards=64)
@@ -65,27 +63,6 @@ def test_a_pass_of_a_size_that_was_timed_takes_what_it_took(pairs: list[tuple[in
 
 
 # --- rows ---
-
-
-def test_a_row_adds_up_and_says_what_was_measured() -> None:
-    found = forecast(JOB, gpu_cluster(), [1, 8, 16])
-    one, eight, sixteen = found.rows
-    assert (one.nodes, eight.nodes, sixteen.nodes) == (1, 1, 2)
-    assert eight.micro_batch_size == 512
-    assert eight.compute_s == pytest.approx(4e-3 + 1e-3 * 512)  # the line of the last two sizes
-    assert sixteen.micro_batch_size == 256
-    assert sixteen.compute_s == pytest.approx(4e-3 + 1e-3 * 256)
-    # A device holds 73 GiB of samples at most: 872 at 90 MB each beside 0.5 GB of state.
-    assert (one.num_micro_batches, one.micro_batch_size) == (5, 820)
-    for row in found.rows:
-        assert row.low_s < row.step_s < row.high_s
-        assert row.samples_per_s == pytest.approx(4096 / row.step_s)
-        assert row.step_s == pytest.approx(row.compute_s + row.exposed_s + row.overhead_s)
-        assert row.speedup == pytest.approx(one.step_s / row.step_s)
-        assert row.efficiency == pytest.approx(row.speedup / row.devices)
-        assert row.memory_bytes is not None
-        assert row.memory_bytes < 80 * GIB
-    assert sixteen.high_s / sixteen.low_s >= eight.high_s / eight.low_s
 
 
 def test_the_algorithm_is_the_cheapest_by_the_costs() -> None:
@@ -151,22 +128,6 @@ def _with_timing(cluster: Cluster, **values: Any) -> Cluster:
     return dataclasses.replace(cluster, timings=(dataclasses.replace(cluster.timings[0], **values),))
 
 
-def test_workers_slow_each_other_as_they_were_seen_to() -> None:
-    job = Job(global_batch_size=128, virtual_shards=16)
-    cluster = _with_timing(cpu_cluster(2), update_s=0.01)
-    waiting = slowest_s(1.0, STRAGGLER_SPREAD, expected_maximum(2))
-    beside = _with_timing(cluster, workers_together=2, workers_together_on_node=2, together_slowdown=1.5 * waiting)
-    free_alone, free = forecast(job, cluster, [1, 2]).rows
-    slowed_alone, slowed = forecast(job, beside, [1, 2]).rows
-    assert slowed_alone.step_s == free_alone.step_s
-    assert slowed.compute_s == pytest.approx(1.5 * free.compute_s)
-    assert slowed.overhead_s > free.overhead_s + 0.005
-    assert forecast(job, beside, [4]).rows[0].compute_s == pytest.approx(1.5 * (2e-3 + 5e-5 * 32))  # two a node
-    for one, is_said in ((cluster, True), (beside, False)):
-        said = forecast(job, one, [1, 2]).assumptions
-        assert is_said == any("do not slow each other" in line for line in said)
-
-
 def test_cores_that_compute_do_not_add_up_meanwhile() -> None:
     job = Job(global_batch_size=512, virtual_shards=8)
     busy = cpu_cluster(2, num_parameters=25_000_000)
@@ -176,30 +137,6 @@ def test_cores_that_compute_do_not_add_up_meanwhile() -> None:
     assert hidden.exposed_s < hidden.communication_s
     both = forecast(job, busy, [4]).rows[0]
     assert both.exposed_s < both.communication_s  # the link between nodes needs no core
-
-
-def test_sums_cost_what_steps_of_all_workers_have_shown() -> None:
-    job = Job(global_batch_size=512, virtual_shards=8)
-    cluster = cpu_cluster(2, num_parameters=25_000_000)
-    priced = forecast(job, cluster, [2, 4]).rows
-    shown = (SumTiming("all_reduce", "float32", 9.0), SumTiming("ring", "float32", 7.0))
-    here = {"workers_together": 4, "workers_together_on_node": 2, "together_micro_batch_size": 128}
-    both = _with_timing(cluster, **here, sums=shown)
-    two, four = forecast(job, both, [2, 4]).rows
-    assert two.communication_s == priced[0].communication_s  # nobody timed two on one node
-    assert four.exposed_s == pytest.approx(7.0)
-    assert four.algorithm == "ring"  # others were not timed
-    assert "nobody timed them in steps" in " ".join(forecast(job, cluster, [2]).assumptions)
-    assert "nobody timed them in steps" not in " ".join(forecast(job, both, [4]).assumptions)
-
-    # More nodes than were timed, and another wire: the price grows or falls by what the links say.
-    job_of_eight = dataclasses.replace(job, global_batch_size=1024)
-    eight = forecast(job_of_eight, both, [8], ForecastRequest(devices_per_node=2)).rows[0]
-    assert eight.communication_s > four.communication_s
-    light = forecast(job.with_values(aggregation={"wire": "bfloat16"}), both, [4]).rows[0]
-    assert 0.4 < light.communication_s / four.communication_s < 0.6
-    rare = forecast(job.with_values(aggregation={"method": "local_sgd", "sync_every": 16}), both, [4]).rows[0]
-    assert rare.communication_s == pytest.approx(four.communication_s / 16)
 
 
 def test_gradient_norms_are_read_where_there_are_several_workers() -> None:
@@ -230,13 +167,6 @@ def test_batches_that_are_made_between_passes_take_their_time() -> None:
     assert other.loader_s == one.loader_s
 
 
-def test_a_slow_loader_bounds_the_step() -> None:
-    found = forecast(JOB, gpu_cluster(loader_samples_per_s=300.0), [1, 8])
-    assert [row.bound_by for row in found.rows] == ["loader", "loader"]
-    assert found.rows[0].samples_per_s == pytest.approx(300)
-    assert "bound by the loader" in found.reason
-
-
 @given(st.integers(1, 64), st.sampled_from([2e8, 1e9, 12.5e9]))
 @settings(max_examples=10, deadline=None)
 def test_more_of_the_same_never_slows_a_link_or_a_device(count: int, rate: float) -> None:
@@ -246,14 +176,6 @@ def test_more_of_the_same_never_slows_a_link_or_a_device(count: int, rate: float
     assert fast.step_s <= slow.step_s
     assert quick.step_s < slow.step_s
     assert slow.efficiency <= 1.01  # a device beyond the first brings no more than the first
-
-
-def test_batches_that_grow_keep_the_part_of_a_device() -> None:
-    job = Job(global_batch_size=128, virtual_shards=8)
-    rows = forecast(job, gpu_cluster(), [1, 4, 16], ForecastRequest(grow="batch")).rows
-    assert [row.global_batch_size for row in rows] == [128, 512, 2048]
-    assert [row.micro_batch_size for row in rows] == [128, 128, 128]
-    assert rows[2].speedup > 15
 
 
 # --- target, price, failures ---
@@ -279,21 +201,6 @@ def test_a_noise_scale_counts_samples_as_mccandlish_does() -> None:
 
 
 # --- it says no ---
-
-
-def test_a_small_model_on_a_slow_link_stays_where_it_is() -> None:
-    # One core a node, so that two devices already talk over the network.
-    nodes = tuple(dataclasses.replace(node, devices=node.devices[:1]) for node in cpu_cluster(4).nodes)
-    cluster = dataclasses.replace(cpu_cluster(4), nodes=nodes)
-    found = forecast(SMALL, cluster, [1, 2, 3, 4])
-    assert found.recommended_devices == 1
-    assert found.verdict == "Stay with 1 device: adding devices does not pay here."
-    assert "bound by communication" in found.reason
-    assert "below the floor of 50 %" in found.reason
-    assert found.bend.startswith("Scaling becomes inefficient after 1 device ")
-    fast = dataclasses.replace(cluster, network=cpu_cluster(4, link_bytes_per_s=10e9).network)
-    large = dataclasses.replace(SMALL, global_batch_size=2048)
-    assert forecast(large, fast, [1, 2, 4]).recommended_devices == 4
 
 
 def test_a_batch_beyond_the_noise_scale_takes_fewer_devices() -> None:
@@ -325,18 +232,6 @@ def test_a_job_that_cannot_use_more_devices_says_so() -> None:
     found = forecast(Job(global_batch_size=512, virtual_shards=1), gpu_cluster(), [1, 2])
     assert found.verdict == "Stay with 1 device: this job, as it is, runs on no more."
     assert "2 devices would be 1.9" in found.reason
-
-
-def test_what_does_not_fit_is_not_recommended() -> None:
-    job = Job(global_batch_size=64, virtual_shards=8)
-    cluster = gpu_cluster(memory_bytes=1 * GIB)
-    # A shard of eight samples takes 0.7 GB beside 0.5 GB of state.
-    with pytest.raises(
-        JobError, match=r"None of these device counts .* a virtual shard of 8 samples needs 1\.\d+ GiB of"
-    ):
-        forecast(job, cluster, [1, 8])
-    rows = forecast(dataclasses.replace(job, virtual_shards=32), cluster, [1, 8]).rows
-    assert (rows[0].micro_batch_size, rows[0].objection) == (4, "")
 
 
 def test_near_the_best_fewer_devices_are_taken() -> None:

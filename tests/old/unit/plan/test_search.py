@@ -198,15 +198,6 @@ def test_bitwise_parity_has_pipelines_and_no_tensor_groups() -> None:
     assert alone.exposed_s > 0 == halved.exposed_s
 
 
-def test_a_sharded_model_is_gathered_by_blocks_so_that_latency_does_not_grow_with_its_bytes() -> None:
-    """32 layers of 800 MB: 128 devices exchange 3 x 32 messages around their ring, not one for every 25 MB."""
-    mesh, network = Mesh(fsdp=128), Network(AlphaBeta(5e-6, 1e-15), AlphaBeta(1e-5, 1e-15))
-    found = best_of(dataclasses.replace(GPT_6B, compute_s=lambda _samples: 0.0), mesh, 8, network)
-    assert isinstance(found, MeshCandidate)
-    assert found.num_micro_batches == 1
-    assert found.exposed_s == pytest.approx(3 * 32 * 127 * 1e-5, rel=0.05)
-
-
 def test_gloo_pays_for_sharding_what_nccl_hides() -> None:
     nccl, gloo = (
         {one.mesh: one.exposed_s for one in search(dataclasses.replace(SMALL, backend=backend), 4, 4, FAST).candidates}
@@ -249,20 +240,6 @@ def test_a_tensor_group_over_nodes_sums_over_their_links(backend: Backend) -> No
     sent = 2 * 256 * 2 * 1e5
     assert over_nodes.tensor_s == pytest.approx(sent * {"gloo": 2 * 3 / 4, "nccl": 1.0}[backend] / 1e9, rel=1e-3)
     assert found[Mesh(dp=2, tp=2)].tensor_s == 0.0
-
-
-def test_large_layers_of_few_samples_are_shared_out_over_slow_links() -> None:
-    """Replicas would sum 100 MB over a link of 25 MB/s, a tensor group two sums of 2 MB."""
-    layers = (LayerCost("", 1.0, 12.5e6, 5e4, 3e4, True, 4096, 1, 3e4),) * 2
-    workload = dataclasses.replace(SMALL, global_batch_size=64, layers=layers, shard_size=8, backend="gloo")
-    network = Network(AlphaBeta(20e-6, 1 / 1.5e9), AlphaBeta(120e-6, 1 / 25e6), 20e-6)
-    result = search(workload, 4, 2, network)
-    assert result.winner.mesh == Mesh(tp=4)
-    fast = dataclasses.replace(network, between=AlphaBeta(30e-6, 1 / 25e9))
-    large_batch = dataclasses.replace(
-        workload, global_batch_size=1 << 16, shard_size=1 << 13, activations=Activations(1e5)
-    )
-    assert search(large_batch, 4, 2, fast).winner.mesh == Mesh(dp=4)
 
 
 def test_plain_replicas_do_not_fit_by_recomputing_which_training_does_on_meshes_only() -> None:

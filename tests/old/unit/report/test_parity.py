@@ -223,10 +223,3 @@ def test_a_program_that_took_no_step_is_one_sentence(tmp_path: Path, lines: list
         write(tmp_path / "trace", 0, lines)
     with pytest.raises(PacelineError, match=r"1 worker took no training step.*run\.step"):
         load_trace(tmp_path / "trace", 1)
-
-
-def test_what_was_found_out_about_the_loss_is_said_beside_a_pass() -> None:
-    other = made_up(2)
-    for line in other.steps[0]:
-        line["notes"] = ["The loss couples samples."]  # type: ignore[index]
-    assert verdict_on(other).sentence().endswith("bit for bit. The loss couples samples.")
