@@ -202,7 +202,7 @@ class _OverflowsOnStandIns(_Convolution):
 
 
 def test_what_an_idle_worker_computes_counts_for_nothing() -> None:
-    _same_on((3,), _OverflowsOnStandIns)
+    _same_on((3,), _OverflowsOnStandIns, {})
 
 
 def _two_runs_and_an_evaluation_after_them() -> list[Any]:

@@ -391,7 +391,7 @@ def test_growing_keeps_the_batch_of_a_device_and_scales_the_rate(
         ({}, {"seed": 1, "model.name": "mlp"}, ["model.name was 'lenet' and is 'mlp'", "seed was 0 and is 1"]),
         ({"model.options": {"a": 1}}, {"model.options": {"a": 2}}, ["model.options was {'a': 1} and is {'a': 2}"]),
         # What cannot change a result may differ, and a precision that each run decides is told by the run.
-        ({}, {"name": "x", "micro_batch_size": 64, "data.dir": "/there", "data.loader_workers": 2}, []),
+        ({}, {"name": "x", "data.dir": "/there", "data.loader_workers": 2}, []),
         ({}, {"checkpoint.every_steps": 5, "early_stopping.metric": "loss", "eval_every_steps": 3}, []),
         ({}, {"precision": "auto"}, []),
         ({"precision": "auto"}, {"precision": "bfloat16"}, ["precision was 'auto' and is 'bfloat16'"]),
