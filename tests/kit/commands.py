@@ -17,6 +17,8 @@ _OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "SLURM_", "OMPI_", "P
 def user_environ(**extra: str) -> dict[str, str]:
     """This process's environment as a user's shell has it: nothing says that it is a worker, or has GPUs."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith((*_OF_LAUNCHERS, "PACELINE_"))}
+    if extra.get("PYTHONPATH") and "PYTHONPATH" in kept:  # of the checkout that is tested
+        extra["PYTHONPATH"] += os.pathsep + kept["PYTHONPATH"]
     return {**kept, "PACELINE_DEVICE": "cpu", "GLOO_SOCKET_IFNAME": "lo", "NO_COLOR": "1", "COLUMNS": "120", **extra}
 
 
