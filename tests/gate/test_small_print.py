@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline
 from paceline.errors import PacelineError
@@ -194,6 +194,19 @@ class _InAnotherOrder(nn.Module):
         return output
 
 
+class _CountingReads(Dataset[Any]):
+    """Samples that depend on how many were read before."""
+
+    num_reads = 0
+
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.num_reads += 1
+        return torch.tensor([index / 32, self.num_reads / 32]), torch.zeros(1)
+
+
 def _end_of(
     model_of: Any = None, data: Any = None, *, has_own_order: bool = False, changes_weights: bool = False, **job: Any
 ) -> tuple[int, str]:
@@ -219,6 +232,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "samples in another order": ({"has_own_order": True}, 0, ("rank 1", "order")),
     "a stream without samples": ({"data": _Stream(0, 0)}, 0, ("no sample",)),
     "more workers than virtual shards": ({"virtual_shards": 1}, 0, ("2", "virtual_shards = 1")),
+    "samples that count how often they are read": ({"data": _CountingReads()}, 3, ("ample",)),
     "weights that rank 1 changes": ({"changes_weights": True}, 3, ("differ",)),
 }
 """What is wrong, how many steps may be made with it, and words of the refusal."""

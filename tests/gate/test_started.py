@@ -66,7 +66,7 @@ def test_a_message_with_a_null_character_is_told(tmp_path: Path) -> None:
     assert report["cause"] == "exception" and "ValueError: half" in report["sentence"], report
 
 
-@pytest.mark.budget(processor_s=60)
+@pytest.mark.budget(processor_s=20)
 def test_a_call_that_only_one_worker_makes_is_named(tmp_path: Path) -> None:
     report = _failure_of(tmp_path, EVALUATING_ALONE, "--hang-timeout", "5")
     assert report["cause"] in ("mismatch", "hung") and "run.evaluate" in " ".join(report["workers"]), report
