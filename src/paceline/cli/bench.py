@@ -52,7 +52,7 @@ def parse_names(text: str, option: str, known: Sequence[Name]) -> list[Name]:
         "metavar": "NAMES",
         "show_default": "float32",
         "parser": reads(parse_names, "--wires", get_args(WireName)),
-        "help": "The wire formats, in which values are sent, such as float32,int8; or all.",
+        "help": "The wire formats, in which values are sent, such as float32,bfloat16; or all.",
     },
     draw={"metavar": "TIMINGS"},
 )

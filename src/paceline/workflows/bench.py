@@ -55,7 +55,7 @@ def comm(
     Args:
         workers: number of workers; None: one for each device, and two at least without a GPU.
         algorithms: the all-reduce algorithms to time; None: all of them.
-        wires: the wire formats, in which values are sent: float32, bfloat16, float16, int8.
+        wires: the wire formats, in which values are sent: float32, bfloat16, float16.
         dtype: data type of the values that are summed: "float32", "bfloat16", …
         min_bytes: the smallest message in bytes (on a command line also as 64KiB); sizes grow from it by a factor of 4.
         max_bytes: the largest message in bytes (on a command line also as 16MiB or 100MB).

@@ -30,8 +30,8 @@ def test_keys_say_their_choices_and_bounds() -> None:
     assert parity.values == '"numeric" | "bitwise"'
     (lr,) = catalog.job_keys("optim.lr_")
     assert lr.values == '"linear" | "sqrt" | "none"'
-    (density,) = catalog.job_keys("aggregation.density")
-    assert density.values == "number, at least 0, at most 1"
+    (momentum,) = catalog.job_keys("aggregation.outer_momentum")
+    assert momentum.values == "number, at least 0, at most 1"
     with pytest.raises(JobError, match="No key of a job begins with 'oprim'"):
         catalog.job_keys("oprim")
 
