@@ -1,8 +1,8 @@
 """Generators of random numbers that a data set, a stream or a sampler has of its own, beside the global ones.
 
 `rng = np.random.default_rng(0)` in an attribute goes on from draw to draw, so what it draws depends on how much of the
-work a worker does. Such generators are found where the user's code keeps them, and
-seeded wherever the global ones are.
+work a worker does. Such generators are found where the user's code keeps them, and seeded wherever the
+global ones are.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _MOST_TRANSFORMS = 64
 
 RandomGenerator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
-_METHODS = ("__call__", "__getitem__", "__getitems__", "__iter__", "step")
-"""Methods whose code may draw random numbers, of a user's data sets, transforms, samplers, streams and optimizers."""
+_METHODS = ("__call__", "__getitem__", "__getitems__", "__iter__")
+"""Methods whose code may draw random numbers, of a user's data sets, transforms, samplers and streams."""
 
 
 class OwnGenerators:

@@ -37,7 +37,6 @@ from paceline.parallel.pipeline.recorder import record
 from paceline.parallel.pipeline.recording import Recording
 from paceline.parallel.pipeline.shared import holders_of
 from paceline.parallel.pipeline.stage import Stage, stages_of
-from paceline.parallel.random_operators import draws_random_numbers
 from paceline.parallel.sharded import shard
 from paceline.parallel.sharding.initial_weights import allocate
 from paceline.parallel.tensor import (
@@ -414,7 +413,7 @@ class _Answers(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return True if args[0].dtype == torch.bool else 1
-        self.has_drawn |= draws_random_numbers(func, args, kwargs or {})
+        self.has_drawn |= _draws_random_numbers(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
@@ -430,3 +429,14 @@ def _fake_workers(mesh: Mesh) -> Iterator[DeviceMesh]:
         yield device_mesh_of(mesh, "cpu")
     finally:
         dist.destroy_process_group()
+
+
+def _draws_random_numbers(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call of an operator draws random numbers."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return False
+    arguments = operator._schema.arguments
+    given = {one.name: one.default_value for one in arguments}
+    given |= {one.name: value for one, value in zip(arguments, args, strict=False)}
+    # Attention is tagged as well, and draws only where it drops something.
+    return (given | dict(kwargs)).get("dropout_p") != 0.0
