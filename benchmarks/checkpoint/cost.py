@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from paceline.models.gpt import GPT
-from paceline.train.process.allocator import keep_freed_memory
+from paceline.train.process.memory import keep_freed_memory
 
 from .ways import WAYS, Paceline, join_workers
 

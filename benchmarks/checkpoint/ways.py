@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint import Saver, Snapshot, newest_good, open_storage
 from paceline.spec import CheckpointSpec
-from paceline.train.session.state import Names, load_optimizer_state, optimizer_state
+from paceline.train.session.optimizer_state import Names, load_optimizer_state, optimizer_state
 
 
 class Way(ABC):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.train.process.allocator import keep_freed_memory
+from paceline.train.process.memory import keep_freed_memory
 from peers.plain_ddp import lenet
 
 WARMUP_STEPS = 5

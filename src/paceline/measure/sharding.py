@@ -16,7 +16,7 @@ from paceline.comm.links import node_of_every_rank, open_node_group
 from paceline.comm.timing import largest
 from paceline.measure.stopwatch import median_s
 from paceline.spec import ShardingTiming
-from paceline.train.process.allocator import give_back_freed_memory, keep_freed_memory
+from paceline.train.process.memory import give_back_freed_memory, keep_freed_memory
 from paceline.train.process.process_group import World
 
 _NUM_ROUNDS = 3

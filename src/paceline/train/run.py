@@ -27,11 +27,11 @@ from paceline.train.batches.sample_batches import GlobalBatches
 from paceline.train.batches.stream_batches import StreamBatches
 from paceline.train.end_table import end_rows
 from paceline.train.evaluation.evaluate import Measure, evaluate_between_steps
-from paceline.train.process.memory_limit import memory_limit
+from paceline.train.process.memory import memory_limit
 from paceline.train.process.numerics import LossFn, Precision
 from paceline.train.process.process_group import abandon, join
 from paceline.train.process.seeding import seed_between_steps
-from paceline.train.process.torch_settings import TorchSettings, decide_precision, explaining_refusals, has_tf32
+from paceline.train.process.torch_settings import TorchSettings, decide_precision, has_tf32
 from paceline.train.records.noise_meter import NoiseMeter
 from paceline.train.records.progress import Progress
 from paceline.train.records.timing import StepTimer
@@ -84,7 +84,6 @@ class Run(RunView):
         job, notes = decide_precision(job, world)
         self.job = job
         settings = TorchSettings.of(job, plan, has_tf32=has_tf32(world.device))
-        self._at_close.enter_context(explaining_refusals())
         self._at_close.enter_context(settings.applied())
         self.reader, self.precision = DatasetReader(job, world.device), Precision(job, world.device)
         progress = DataProgress(job, self.mesh.share(facts.rank), self.mesh.num_assignments, max_steps)

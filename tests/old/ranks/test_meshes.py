@@ -452,7 +452,6 @@ def test_what_blocks_return_may_be_changed_in_place() -> None:
 def test_blocks_that_change_their_inputs_are_refused_where_these_are_needed(strategy: str, recompute: bool) -> None:
     ends = run_ranks(_refusal_of_inputs, 2, strategy, recompute)
     assert all(ends)
-    assert any(end.startswith("A block of the model changes its input in place") for end in ends)
 
 
 def _refusal_of_inputs(strategy: str, recompute: bool) -> str:

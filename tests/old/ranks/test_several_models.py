@@ -75,8 +75,7 @@ class SAM(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is not None
+    def step(self, closure: Any) -> None:  # type: ignore[override]
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack([p.grad.norm() for p in parameters]).norm()
         before = [p.clone() for p in parameters]

@@ -25,7 +25,6 @@ from paceline.train.evaluation.metric_states import Merge, MergeTree, compute_me
 from paceline.train.evaluation.stream_evaluation import StreamChunks
 from paceline.train.process.process_group import World
 from paceline.train.process.seeding import seed_between_steps, seed_evaluation
-from paceline.train.process.torch_settings import explaining_refusals
 
 if TYPE_CHECKING:
     from paceline.train.run import Run
@@ -65,7 +64,6 @@ def evaluate_between_steps(
 
     try:
         with (
-            explaining_refusals(),
             evaluation_mode(model, *(one.model for one in prepared.models)),
             run.consensus(),
             prepared.untouched(),

@@ -1,13 +1,16 @@
-"""Several optimizers over one model, as one."""
+"""Several optimizers over one model, as one; and what optimizers ask of a step."""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
 
-from paceline.errors import ModelError
+from paceline.errors import JobError, ModelError
+from paceline.parallel import Engine
+from paceline.spec import Job
 
 
 class JointOptimizer(Optimizer):
@@ -47,34 +50,30 @@ class JointOptimizer(Optimizer):
         for one in self.optimizers:
             one.step()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of all parts as one optimizer's: parameters are numbered through all groups."""
-        state: dict[int, Any] = {}
-        groups: list[dict[str, Any]] = []
-        first = 0
-        for one in self.optimizers:
-            own = one.state_dict()
-            state |= {first + number: values for number, values in own["state"].items()}
-            for group in own["param_groups"]:
-                groups.append(group | {"params": [first + number for number in group["params"]]})
-            first = sum(len(group["params"]) for group in groups)
-        return {"state": state, "param_groups": groups}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        groups = list(state_dict["param_groups"])
-        first = 0
-        for one in self.optimizers:
-            mine, groups = groups[: len(one.param_groups)], groups[len(one.param_groups) :]
-            stop = first + sum(len(group["params"]) for group in mine)
-            one.load_state_dict(
-                {
-                    "state": {n - first: values for n, values in state_dict["state"].items() if first <= n < stop},
-                    "param_groups": [group | {"params": [n - first for n in group["params"]]} for group in mine],
-                }
-            )
-            first = stop
-
 
 def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """The optimizers that a model's optimizer consists of: itself, unless it joins several."""
     return optimizer.optimizers if isinstance(optimizer, JointOptimizer) else (optimizer,)
+
+
+def needs_closure(optimizer: Optimizer, engine: Engine, job: Job) -> bool:
+    """Whether `optimizer.step` has a parameter `closure` without a default, as that of LBFGS: it computes the gradient
+    several times in a step.
+
+    Raises:
+        JobError: so it is, and this run cannot compute a step's gradient again.
+    """
+    closures = [inspect.signature(type(one).step).parameters.get("closure") for one in parts_of(optimizer)]
+    if not any(closure is not None and closure.default is inspect.Parameter.empty for closure in closures):
+        return False
+    name = type(optimizer).__name__
+    if isinstance(optimizer, JointOptimizer):
+        raise JobError(
+            "An optimizer that computes the gradient several times in a step has to be its model's only one."
+        )
+    if not engine.holds_all or job.aggregation.method != "every_step" or job.precision == "float16":
+        raise JobError(
+            f"{name} computes the gradient several times in a step, which needs the strategy dp, "
+            "aggregation.method = 'every_step' and a precision other than 'float16'; choose these or another optimizer."
+        )
+    return True

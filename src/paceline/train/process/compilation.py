@@ -1,44 +1,33 @@
-"""`torch.compile` in a run: what is trained is the model itself, compiled once its layers are what a strategy made of
-them."""
+"""`torch.compile` in a run: the model itself is trained, compiled once its layers are what a strategy made of them."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
 
 from torch import nn
 
 from paceline.errors import JobError
 from paceline.spec import Job, Mesh, Plan
 
-Compile = Callable[[nn.Module], None]
-"""Compiles a model in place."""
+_OPTIONS: dict[str, dict[str, bool]] = {
+    "reduce-overhead": {"triton.cudagraphs": True},
+    "max-autotune": {"max_autotune": True, "triton.cudagraphs": True, "coordinate_descent_tuning": True},
+}
+"""torch.compile's modes as its options, which cannot be given beside a mode."""
 
 
-def without_compiler(model: nn.Module, job: Job) -> tuple[nn.Module, Compile | None]:
-    """A model that may come from `torch.compile`, as it was written; and how to compile it as the script or the job
-    does, if one of them does.
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model that `torch.compile(model)` wraps, or the model itself: strategies find its layers, and its weights
+    have their own names."""
+    return dict(model.named_children()).get("_orig_mod", model)
 
-    So the names of its weights are those of the model alone, and strategies find its layers.
+
+def compile_in_place(model: nn.Module, job: Job) -> None:
+    """Compile a model as the job says.
+
+    Compiled kernels draw the random numbers of eager ones: a worker that meets too many shapes computes without
+    kernels of its own, at a moment that depends on the number of workers, and dropout masks must not change with it.
     """
-    wrapped = model._modules.get("_orig_mod")
-    compiler: Any = getattr(model, "dynamo_ctx", None)
-    if wrapped is not None and compiler is not None:
-
-        def as_before(plain: nn.Module) -> None:
-            plain._compiled_call_impl = compiler(plain._call_impl)
-
-        return wrapped, as_before
-    if job.compile:
-        mode = job.compile if isinstance(job.compile, str) else None
-        return model, lambda plain: plain.compile(mode=mode)
-    is_compiled = any(_is_compiled(module) for module in model.modules())
-    return model, (lambda _plain: None) if is_compiled else None  # in place, and stays so
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module.__dict__.get("_compiled_call_impl") is not None or "_orig_mod" in module._modules
+    mode = job.compile if isinstance(job.compile, str) else ""
+    model.compile(options={"fallback_random": True, **_OPTIONS.get(mode, {})})
 
 
 def check_can_be_compiled(job: Job, plan: Plan) -> None:
@@ -54,15 +43,3 @@ def check_can_be_compiled(job: Job, plan: Plan) -> None:
             f"The strategy {strategy} calls copies or stages of the model that torch.compile does not see; leave "
             "compile out, or use the strategies dp, fsdp or tp."
         )
-
-
-def draws_as_uncompiled() -> AbstractContextManager[Any]:
-    """A context in which compiled kernels draw the same random numbers as uncompiled ones.
-
-    A worker that meets too many shapes computes without kernels of its own, at a moment that depends on the number of
-    workers: dropout masks must not change with it.
-    """
-    from torch._inductor import config
-
-    patched: AbstractContextManager[Any] = config.patch(fallback_random=True)
-    return patched

@@ -25,7 +25,7 @@ from paceline.errors import LaunchError
 from paceline.heartbeat import RENDEZVOUS, Heartbeat
 from paceline.private_groups import StrangerError, private_group, refuse_connections
 from paceline.spec import Plan
-from paceline.train.process.allocator import give_back_freed_memory, keep_freed_memory
+from paceline.train.process.memory import give_back_freed_memory, keep_freed_memory
 from paceline.train.process.several_interfaces import check_interfaces
 
 GLOO_THREAD = "pt_gloo_runloop"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,25 +12,12 @@ import torch
 import torch.utils.deterministic
 
 from paceline import env
-from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
 from paceline.spec import Job, Plan
 from paceline.train.process.process_group import World
 
 TF32_CAPABILITY = (8, 0)
 """The first compute capability of NVIDIA's with TF32, and with bfloat16: Ampere."""
-
-_REFUSAL = re.compile(r"(\S+) does not have a deterministic implementation")
-_INSTEAD = {
-    "adaptive_avg_pool": "nn.AvgPool2d, or a mean over the last dimensions where the output is 1 x 1",
-    "adaptive_max_pool": "nn.MaxPool2d",
-    "upsample": "mode = 'nearest'",
-    "reflection_pad": "padding_mode = 'zeros'",
-    "replication_pad": "padding_mode = 'zeros'",
-    "max_unpooling": "nn.ConvTranspose2d",
-    "scatter_add": "index_add, or a product with a one-hot matrix",
-}
-"""Deterministic alternatives to suggest to the user, by the start of torch's name of the operation."""
 
 
 @dataclass(frozen=True)
@@ -121,76 +107,3 @@ def decide_precision(job: Job, world: World) -> tuple[Job, list[str]]:
 def has_tf32(device: torch.device) -> bool:
     """Whether a device computes in TF32, and fast in bfloat16."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= TF32_CAPABILITY
-
-
-@contextmanager
-def explaining_refusals() -> Iterator[None]:
-    """A context in which torch's refusal of an operation becomes a sentence. Raises `ModelError`."""
-    try:
-        yield
-    except (RuntimeError, AssertionError) as problem:
-        refusal = parity_refusal(problem) or _sharding_refusal(problem)
-        if refusal is None:
-            raise
-        raise refusal from problem
-
-
-def _sharding_refusal(problem: BaseException) -> ModelError | None:
-    """The sentence for a sharded model one of whose blocks changes what it is given, or whose parameters are used
-    outside of their layers or cannot be sharded; None for any other error.
-
-    Torch gives such blocks views of their inputs, to learn when their backward pass is over.
-    """
-    if "mixed torch.Tensor and DTensor" in str(problem):
-        return ModelError(
-            "The loss function, the script or a layer uses a parameter outside of the layer that has it, or calls a "
-            "part or a method of the model that does not call the model itself, and a worker holds a part of each "
-            "parameter only: a penalty on weights is the optimizer's weight_decay; else call the model or the layer "
-            "itself, or use the strategy dp."
-        )
-    if "FSDP expects uniform original parameter dtype" in str(problem):
-        found = str(problem).partition("but got ")[2].replace("torch.", "").strip("{}")
-        return ModelError(
-            f"A block of the model trains parameters of several types ({found}), which torch cannot shard together; "
-            "give them one (model.to(torch.bfloat16)), freeze those of the others, or use the strategy dp."
-        )
-    if "Sharding propagation failed for" in str(problem):
-        operation = str(problem).partition("Sharding propagation failed for ")[2].partition("(")[0]
-        return ModelError(
-            f"The optimizer, or the model, uses {operation}, which torch cannot compute of parameters that are "
-            "sharded; choose another optimizer (AdamW in place of Adafactor), or the strategy dp."
-        )
-    if "_chunk_cat expects non-empty tensor" in str(problem):
-        return ModelError(
-            "The model has a parameter without elements, which torch cannot shard; leave it out, or use dp or tp."
-        )
-    if "out of bounds for storage of size 0" in str(problem):
-        return ModelError(
-            "A backward pass needs parameters that their worker has given up already: a loss function that computes "
-            "gradients itself (torch.autograd.grad) needs the strategy dp."
-        )
-    if "RegisterPostBackwardFunction" not in str(problem):
-        return None
-    return ModelError(
-        "A block of the model changes its input in place, which torch does not allow where the block's parameters are "
-        "sharded; let its first operation make a new tensor (inplace=False, x = x + y), or use dp, tp or pp."
-    )
-
-
-def parity_refusal(problem: BaseException) -> ModelError | None:
-    """The sentence for an operation that parity = "bitwise" cannot have; None for any other error."""
-    text = str(problem)
-    if "CUBLAS_WORKSPACE_CONFIG" in text:
-        return ModelError(
-            "parity = 'bitwise' needs CUBLAS_WORKSPACE_CONFIG=:4096:8 or :16:8 in the environment; unset it, and "
-            "Paceline sets it, or use parity = 'numeric'."
-        )
-    found = _REFUSAL.search(text)
-    if found is None:
-        return None
-    operation = found.group(1)
-    known = next((instead for start, instead in _INSTEAD.items() if start in operation), "another operation")
-    return ModelError(
-        f"parity = 'bitwise' ends at the operation {operation}, which may add in another order each time: this torch "
-        f"has no deterministic kernel for it on this device; replace it ({known}), or use parity = 'numeric'."
-    )

@@ -128,11 +128,8 @@ class TrainedModels:
         return kept[name], {kind: own[kind]["models"][name] for kind in own if name in own[kind].get("models", {})}
 
     def go_on(self, name: str, shared: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
-        """After `put_one` of the same job's: as `Trained.count_on` and `Trained.freeze_as`, whose sentences it
-        returns."""
-        trained, states = self.by_name[name], self._states_of(name, shared, own)
-        trained.count_on(*states)
-        return trained.freeze_as(states[0])
+        """After `put_one` of the same job's: as `Trained.go_on`, whose sentences it returns."""
+        return self.by_name[name].go_on(*self._states_of(name, shared, own))
 
     def own_shards(self, shared: dict[str, Any]) -> dict[str, Any]:
         """What `Trained.own_shards` returns, for the models that are known by now."""

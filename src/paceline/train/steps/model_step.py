@@ -26,13 +26,11 @@ from paceline.samples import Readings, Samples
 from paceline.spec import Mesh
 from paceline.train.batches.data_progress import Batch
 from paceline.train.batches.reading import DatasetReader
-from paceline.train.optimizers.closures import closure_after, takes_closure
-from paceline.train.optimizers.joint_optimizer import parts_of
+from paceline.train.optimizers.joint_optimizer import needs_closure, parts_of
 from paceline.train.optimizers.optim import clip
 from paceline.train.optimizers.schedule import lr_factor
 from paceline.train.process.numerics import LossFn, loss_name
 from paceline.train.process.seeding import seed_update, shard_seed
-from paceline.train.process.torch_settings import explaining_refusals
 from paceline.train.session.session import Session
 from paceline.train.steps.device_skip import left_out_where, skips_on_device, spoil_gradients_where, tell_scaler
 from paceline.train.steps.nonfinite import NonFiniteGuard
@@ -77,7 +75,7 @@ class ModelStepper:
         self._reader = reader
         self._tracer = tracer
         self.guard = NonFiniteGuard(session, self.trained)
-        self._takes_closure = takes_closure(self.trained.optimizer, self.trained.engine, session.state.job)
+        self._needs_closure = needs_closure(self.trained.optimizer, self.trained.engine, session.state.job)
         self._readings: Readings = {}
 
     def step(
@@ -110,7 +108,7 @@ class ModelStepper:
         trained.optimizer.zero_grad(set_to_none=True)
 
         try:
-            with companions.unchanged(), explaining_refusals():
+            with companions.unchanged():
                 result = engine.step(
                     step_input, functools.partial(self._update, pending, content, step_input, optimizer)
                 )
@@ -187,7 +185,7 @@ class ModelStepper:
                 self._move_schedulers(optimizer)
             return
         with left_out:
-            self._make_update(pending, step_input, optimizer, loss)
+            self._make_update(pending, step_input, optimizer)
 
     def _judge(
         self,
@@ -211,7 +209,7 @@ class ModelStepper:
         spoil_gradients_where(optimizer, is_bad)
         return True, left_out
 
-    def _make_update(self, pending: Pending, step_input: StepInput, optimizer: Optimizer, loss: Tensor) -> None:
+    def _make_update(self, pending: Pending, step_input: StepInput, optimizer: Optimizer) -> None:
         """Have the optimizer, and the schedulers after it, make their step."""
         trained = self.trained
         engine, scaler = trained.engine, trained.precision.scaler
@@ -224,10 +222,9 @@ class ModelStepper:
         if may_draw:
             seed_update(self._state.job.seed, pending.index, self._device, pending.num_steps)
         before = None if engine.holds_all or not may_draw else generator_states(self._device)
-        if self._takes_closure:
+        if self._needs_closure:
             again = functools.partial(self._gradients_again, step_input)
-            closure = closure_after(loss, trained.model.parameters(), again)
-            optimizer.step(closure)  # type: ignore[arg-type]
+            optimizer.step(torch.enable_grad()(again))  # type: ignore[arg-type]
         else:
             if scaler.is_enabled():
                 tell_scaler(optimizer)
@@ -248,7 +245,7 @@ class ModelStepper:
     def _knows_late(self, optimizer: Optimizer) -> bool:
         """Whether the device alone decides on this update; the host learns it a step later. Schedulers of the script
         move only after an update that was made."""
-        is_possible = self._device.type == "cuda" and self.guard.may_be_late and not self._takes_closure
+        is_possible = self._device.type == "cuda" and self.guard.may_be_late and not self._needs_closure
         return is_possible and not self._schedulers and skips_on_device(optimizer)
 
     def _forget_others(self, optimizer: Optimizer) -> None:

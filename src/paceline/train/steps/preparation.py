@@ -23,10 +23,11 @@ from paceline.spec import Job, Mesh, Plan
 from paceline.train.optimizers.joint_optimizer import JointOptimizer, parts_of
 from paceline.train.optimizers.optim import check_updates_by_element, choose_kernels
 from paceline.train.optimizers.schedule import LearningRates, counts_epochs
-from paceline.train.process.compilation import check_can_be_compiled, draws_as_uncompiled, without_compiler
+from paceline.train.process.compilation import check_can_be_compiled, compile_in_place, uncompiled
 from paceline.train.process.numerics import Precision
 from paceline.train.process.process_group import World
-from paceline.train.session.state import Names, Trained, numbers_of, rebind
+from paceline.train.session.optimizer_state import Names, rebind
+from paceline.train.session.state import Trained
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,9 @@ def prepare_model(
     check_lazy_layers(model)
     mesh = plan.mesh or Mesh()
     is_plain = mesh.is_plain
-    model, compile_again = without_compiler(model, job)
-    if compile_again is not None:
+    is_compiled = bool(job.compile) or uncompiled(model) is not model
+    model = uncompiled(model)
+    if is_compiled:
         check_can_be_compiled(job, plan)
     rates = LearningRates(job, optimizer)
     names = Names.of(optimizer, model)
@@ -91,10 +93,9 @@ def prepare_model(
         vars(engine.module)["__deepcopy__"] = _refuse_copy
     background = ExitStack()
     background.push(lambda _kind, error, _trace: engine.close(error))
-    trained = Trained(optimizer, names, engine, precision, numbers_of(optimizer))
-    if compile_again is not None:
-        compile_again(trained.model)
-        background.enter_context(draws_as_uncompiled())
+    trained = Trained(optimizer, names, engine, precision)
+    if is_compiled:
+        compile_in_place(trained.model, job)
     rebind(optimizer, names, trained.model)
     choose_kernels(optimizer, world.device, alike_on_shards=job.parity == "bitwise")
     if job.parity == "bitwise" and not trained.engine.holds_all:

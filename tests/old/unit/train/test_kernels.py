@@ -16,7 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from paceline.errors import JobError
 from paceline.spec import parse_mesh
 from paceline.train.optimizers.optim import check_updates_by_element, choose_kernels
-from paceline.train.session.state import Names, load_optimizer_state, optimizer_state
+from paceline.train.session.optimizer_state import Names, load_optimizer_state, optimizer_state
 
 ELSEWHERE = torch.device("meta")
 
