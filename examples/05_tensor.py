@@ -1,4 +1,4 @@
-"""Rung 5: every worker computes a part of each layer; beyond rung 1 only the marked line.
+"""Rung 5: every worker computes a part of the linear layers; beyond rung 1 only the marked lines.
 
 paceline launch -n 2 examples/05_tensor.py
 """
@@ -24,10 +24,11 @@ def metrics(model, batch):  # type: ignore[no-untyped-def]
 
 
 train_set, test_set = load("digits")
-with paceline.init(global_batch_size=64, epochs=5, seed=0, strategy="tp") as run:  # <- channels and features shared
+with paceline.init(global_batch_size=64, epochs=5, seed=0, strategy="tp") as run:  # <- layers are divided
     model = build("lenet")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    model, optimizer = run.prepare(model, optimizer)
+    plan = {"fc1": "colwise", "fc2": "rowwise"}  # <- the features between these two
+    model, optimizer = run.prepare(model, optimizer, tensor_plan=plan)  # <- which layers, and how
     for batch in run.batches(train_set):
         loss = run.step(batch, loss_fn)
     accuracy = run.evaluate(test_set, metrics)["accuracy"]

@@ -20,8 +20,7 @@ LADDER = [
     pytest.param("03_sharded.py", 2),
     pytest.param("04_pipeline.py", 2, marks=nightly),
     pytest.param("05_tensor.py", 2, marks=nightly),
-    pytest.param("06_two_columns.py", 2, marks=nightly),
-    pytest.param("07_mesh.py", 4, marks=nightly),
+    pytest.param("06_mesh.py", 4, marks=nightly),
 ]
 """Every rung but the first, which knows nothing of workers, and the workers that its first lines name."""
 LOSS_BEFORE = {

@@ -47,7 +47,7 @@ class NotHeld:
 
 
 _OWN_CLIPPING = NotHeld("every worker clips the gradient of its own samples, between two outer steps")
-_SLICES_ROUND = NotHeld("sums inside of layers are made in another order; bits are equal at one degree of tp")
+_SLICES_ROUND = NotHeld("sums inside of layers are made in another order", ("bitwise", "tp"))
 _NEEDS_EVERY_STEP = NotHeld("the bits would depend on the number of workers", ("bitwise", "aggregation.method"))
 
 NOT_HELD: Mapping[tuple[str, str], NotHeld] = {

@@ -14,9 +14,8 @@ from paceline.cli.console import table_console
 from paceline.cli.options import ARGUMENTS, AsJson, options_of
 from paceline.cli.step_times import fit_and_predict, suggest_next
 from paceline.errors import JobError
-from paceline.spec import Job, parse_mesh
+from paceline.spec import Job
 from paceline.spec.job import MOST_SAMPLES
-from paceline.spec.mesh_name import num_named
 from paceline.spec.plan import PLAN_FILE
 from paceline.workflows import plan as workflow
 from paceline.workflows.jobs import resolve_job
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 
 _TAKEN: Mapping[str, frozenset[str]] = {
     "a JOB": frozenset({"as_json", *inspect.signature(workflow.plan).parameters}),
-    "--dry-run-mesh": frozenset({"as_json", "dry_run_mesh", "sequence_parallel", "settings", "data"}),
+    "--dry-run-mesh": frozenset({"as_json", "dry_run_mesh", "settings", "data"}),
     "--fit": frozenset({"as_json", "fit", "predict", "efficiency_floor", "price", "out"}),
     "--suggest": frozenset({"as_json", "suggest", "budget", "max_nodes", "max_devices"}),
 }
@@ -68,16 +67,11 @@ def plan(
     ] = None,
     dry_run_mesh: Annotated[
         str | None,
-        typer.Option(metavar="MESH", help="Trace the job on a mesh such as 'dp128 x tp8', without its devices …"),
+        typer.Option(metavar="MESH", help="Trace the job on a mesh such as 'dp128 x tp8', without its devices."),
     ] = None,
-    sequence_parallel: Annotated[
-        bool, typer.Option("--sequence-parallel", help="… with sequence parallelism along its axis tp.")
-    ] = False,
     **options: Any,
 ) -> None:
     """Forecast step time, throughput, speed-up, time to a target and cost for 1…N devices, and recommend one."""
-    if sequence_parallel and (dry_run_mesh is None or parse_mesh(dry_run_mesh, num_named(dry_run_mesh)).tp == 1):
-        raise JobError("--sequence-parallel needs --dry-run-mesh with an axis tp, such as 'dp2 x tp2'.")
     if fit is not None or predict is not None or suggest is not None:
         _refuse_beside_step_times(job, fit, predict, suggest)
         _refuse_without_effect(context, "--fit" if suggest is None else "--suggest")
@@ -92,7 +86,7 @@ def plan(
     _refuse_without_effect(context, "a JOB" if dry_run_mesh is None else "--dry-run-mesh")
     if dry_run_mesh is not None:
         resolved = resolve_job(job, options.get("settings"), options.get("data"))
-        _show_mesh(resolved, dry_run_mesh, sequence_parallel, as_json=as_json)
+        _show_mesh(resolved, dry_run_mesh, as_json=as_json)
     else:
         _show(workflow.plan(job, **options), options["out"], as_json=as_json)
 
@@ -138,9 +132,9 @@ def _show(planned: PlannedJob, out: Path, *, as_json: bool) -> None:
     print(out / workflow.PAGE_FILE)
 
 
-def _show_mesh(job: Job, mesh: str, sequence_parallel: bool, *, as_json: bool) -> None:
+def _show_mesh(job: Job, mesh: str, *, as_json: bool) -> None:
     """What each worker of a mesh would hold and send."""
-    tried = try_mesh(job, mesh, sequence_parallel=sequence_parallel)
+    tried = try_mesh(job, mesh)
     if not as_json:
         table_console(pipe_columns=120).print(tried.table())
         return

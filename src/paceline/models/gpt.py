@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +22,16 @@ class GPT(nn.Module):
     Raises:
         ModelError: `width` does not divide by `num_heads`, or L is more than `context`.
     """
+
+    _tp_plan: ClassVar[Mapping[str, str]] = {
+        "blocks.*.attention.query": "colwise",
+        "blocks.*.attention.key": "colwise",
+        "blocks.*.attention.value": "colwise",
+        "blocks.*.attention.output": "rowwise",
+        "blocks.*.mlp.input": "colwise",
+        "blocks.*.mlp.output": "rowwise",
+    }
+    """How tensor parallelism divides it, in the way of transformers."""
 
     def __init__(
         self,
@@ -96,14 +108,18 @@ class CausalAttention(nn.Module):
 
     def __init__(self, width: int, num_heads: int, dropout: float) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.query_key_value = nn.Linear(width, 3 * width)
+        self.head_dim = width // num_heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
         self.output = nn.Linear(width, width)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        heads = self.query_key_value(x).unflatten(-1, (3, self.num_heads, -1))  # (b, L, 3, heads, width / heads)
-        query, key, value = heads.permute(2, 0, 3, 1, 4)  # each (b, heads, L, width / heads)
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (b, heads, L, head_dim)
+            for layer in (self.query, self.key, self.value)
+        )
         gathered = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         y: Tensor = self.dropout(self.output(gathered.transpose(1, 2).flatten(-2)))
         return y

@@ -90,6 +90,11 @@ def check_mesh(job: Job, mesh: Mesh | None) -> None:
         (f"aggregation.method = '{spec.method}'", "'every_step'", spec.method != "every_step"),
         ("precision = 'float16'", "precision = 'bfloat16'", job.precision == "float16"),
     )
+    if job.parity == "bitwise" and mesh.tp > 1:
+        raise JobError(
+            f"parity = 'bitwise' needs a mesh without tp, not {mesh}: divided layers make their sums in another order; "
+            "use parity = 'numeric', or an axis fsdp or pp in its place."
+        )
     if job.parity == "bitwise" and job.channels_last:
         raise JobError(
             f"parity = 'bitwise' needs channels_last = false with {mesh}: shards have the plain format, whose kernels "

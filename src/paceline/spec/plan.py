@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from paceline.errors import JobError
 from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.cluster import DeviceKind
 from paceline.spec.codec import ANY, JsonValue, above_zero, at_least, between
@@ -48,7 +47,10 @@ class PipelineSpec:
 class Plan(JsonValue):
     """World size, devices and how gradients are aggregated; nothing in it changes what a run learns."""
 
-    FORMER_KEYS: ClassVar[Mapping[str, tuple[Any, str]]] = {"micro_batch_size": (ANY, "a virtual shard is a pass.")}
+    FORMER_KEYS: ClassVar[Mapping[str, tuple[Any, str]]] = {
+        "micro_batch_size": (ANY, "a virtual shard is a pass."),
+        "sequence_parallel": (False, "recompute = true saves memory under tp, and so does fsdp beside it."),
+    }
 
     world_size: int = between(1, MOST_WORKERS, 1)
     device_kind: DeviceKind = "cpu"
@@ -67,9 +69,7 @@ class Plan(JsonValue):
     """Activation checkpointing: backward computes a block's activations again instead of keeping them."""
     tensor_plan: dict[str, str] | None = None
     """How the axis tp shards modules, such as {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}; None: the
-    model's own tensor plan, or one that is found."""
-    sequence_parallel: bool = False
-    """Whether each worker of a tensor axis keeps a slice of the positions between the layers that the axis divides."""
+    model's own tensor plan, its attribute `_tp_plan`."""
     cpu_offload: bool = False
     """Keep sharded parameters and optimizer state in CPU memory while they are not in use."""
     devices_in_process: int = at_least(1, 1)
@@ -85,13 +85,6 @@ class Plan(JsonValue):
 
     forecast_samples_per_s: float | None = at_least(0, None)
     """The planner's forecast of this run; None: there is none."""
-
-    def __post_init__(self) -> None:
-        if self.sequence_parallel and self.recompute and self.pipeline.schedule == "zero_bubble":
-            raise JobError(
-                "The schedule zero_bubble computes activations again when backward has left the layers that share "
-                "positions; leave out sequence_parallel or recompute, or take the schedule 1f1b."
-            )
 
     @property
     def backend(self) -> str:

@@ -146,7 +146,7 @@ class Run(RunView):
                 mapping of keyword arguments, such as a batch of a tokenizer. A pipeline needs it, to cut the model into
                 stages that take equally long.
             tensor_plan: which modules the workers of the mesh axis tp share, and how: {"blocks.*.up": "colwise",
-                "blocks.*.down": "rowwise"}; None: the plan's, the model's own `_tp_plan`, or what is found.
+                "blocks.*.down": "rowwise"}; None: the plan's, or the model's own `_tp_plan`.
 
         Returns:
             The model to call and the optimizer; of a frozen model the model alone.

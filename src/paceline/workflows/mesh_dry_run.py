@@ -68,7 +68,6 @@ def dry_run_mesh(
     job: Job | str | Path,
     mesh: str,
     *,
-    sequence_parallel: bool = False,
     model: str | Callable[..., Any] | None = None,
     data: str | Path | Callable[..., Any] | None = None,
     settings: Sequence[str] = (),
@@ -80,7 +79,6 @@ def dry_run_mesh(
     Args:
         job: a job, a job file (TOML) or the name of a recipe.
         mesh: such as "dp128 x tp8".
-        sequence_parallel: whether workers along tp each keep a slice of the positions.
         model, data, settings: as for `train`.
 
     Raises:
@@ -103,7 +101,6 @@ def dry_run_mesh(
         degrees,
         num_micro_batches=-(-resolved.virtual_shards // degrees.num_assignments),
         optimizer_copies=resolved.optim.state_copies,
-        sequence_parallel=sequence_parallel,
         is_bitwise=resolved.parity == "bitwise",
     )
     return MeshDryRun(degrees, resolved.shard_size, found)

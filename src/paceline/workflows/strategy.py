@@ -35,8 +35,6 @@ class Strategy:
     """A module that begins a stage; None: stages of equal time."""
     recompute: bool = False
     """Compute activations again in backward instead of keeping them."""
-    sequence_parallel: bool = False
-    """Whether each worker keeps a slice of the positions between layers divided by tp."""
     cpu_offload: bool = False
     """Keep sharded parameters in CPU memory while they are not used."""
 
@@ -66,8 +64,7 @@ class Strategy:
         if self.strategy == ONE_PROCESS:
             return dataclasses.replace(place(job, cluster, 1, **options), devices_in_process=num_devices)
         if self.strategy == "auto":
-            chosen = self._chosen(job, cluster, num_devices, say, options)
-            return dataclasses.replace(chosen, sequence_parallel=self.sequence_parallel)
+            return self._chosen(job, cluster, num_devices, say, options)
         if self.strategy is None and planned is not None and planned.mesh is not None:
             if planned.mesh.num_workers != num_devices:
                 raise JobError(
@@ -80,7 +77,6 @@ class Strategy:
                 pipeline=planned.pipeline,
                 recompute=planned.recompute,
                 tensor_plan=planned.tensor_plan,
-                sequence_parallel=self.sequence_parallel or planned.sequence_parallel,
             )
         mesh = None
         if self.strategy not in (None, "dp"):
@@ -95,7 +91,6 @@ class Strategy:
             plan,
             pipeline=PipelineSpec(self.schedule, self.stages_per_worker, tuple(self.cut or ())),
             recompute=self.recompute,
-            sequence_parallel=self.sequence_parallel,
             cpu_offload=self.cpu_offload,
         )
 
@@ -119,7 +114,6 @@ class Strategy:
             ("stages_per_worker", "a pipeline, such as strategy = 'pp'", self.stages_per_worker > 1, axes.pp > 1),
             ("cut", "a pipeline, such as strategy = 'pp'", bool(self.cut), axes.pp > 1),
             ("cpu_offload", "sharded parameters, such as strategy = 'fsdp'", self.cpu_offload, axes.fsdp > 1),
-            ("sequence_parallel", "shared layers, such as strategy = 'tp'", self.sequence_parallel, axes.tp > 1),
             ("recompute", "a mesh, such as strategy = 'fsdp'", self.recompute, mesh is not None),
         )
         for option, what, is_set, is_there in needs:

@@ -21,7 +21,7 @@ from tests.kit.workers import run_ranks
 from tests.zoo.zoo import ZOO, loss_of
 
 STEPS, STOP = 5, 2
-STRATEGIES = ("bitwise", "dp", "fsdp", "tp", "pp")
+STRATEGIES = ("bitwise", "dp", "fsdp", "pp")
 
 
 @dataclass(frozen=True)

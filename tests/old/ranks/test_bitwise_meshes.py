@@ -55,11 +55,6 @@ PIPELINES: dict[int, dict[str, Sequence[str]]] = {
     },
 }
 """Likewise: each case with every schedule, or nearly so. `python -m benchmarks.bitwise_parity` tries all with all."""
-TENSOR_GROUPS: dict[int, dict[str, Sequence[str]]] = {
-    2: {"tp2": ("lenet-adamw", "dropout", "gpt")},
-    4: {"dp2 x tp2": ("gpt",), "fsdp2 x tp2": ("lenet-adamw", "gpt"), "tp2 x pp2, zero_bubble": ("dropout", "gpt")},
-}
-"""Likewise: those that divide layers have the bits of each other."""
 RESUMED = CASES["dropout"]
 MOVES = (
     *(("dp", strategy) for size in (2, 4) for strategy in MESHES[size]),
@@ -77,7 +72,7 @@ THERE_AND_BACK = ("pp2, 1f1b", "dp2", "fsdp2", "pp2, zero_bubble")
 
 
 def _some(world_size: int) -> dict[str, Sequence[str]]:
-    return PIPELINES.get(world_size, {}) | TENSOR_GROUPS.get(world_size, {})
+    return PIPELINES.get(world_size, {})
 
 
 def _train_all(names: Sequence[str], strategy: str) -> list[Outcome]:
@@ -133,14 +128,6 @@ def test_every_mesh_gives_the_bits_of_one_worker(table: dict[tuple[str, str], Ou
     assert len(others) >= 5
     for strategy, outcome in others.items():
         assert outcome == alone, strategy
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_meshes_of_one_tp_degree_have_equal_bits(table: dict[tuple[str, str], Outcome]) -> None:
-    for strategy, names in TENSOR_GROUPS[4].items():
-        for name in names:
-            assert table[name, strategy] == table[name, "tp2"], (strategy, name)
 
 
 @pytest.mark.slow

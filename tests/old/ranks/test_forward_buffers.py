@@ -108,7 +108,7 @@ def _columns(folder: str) -> dict[str, Outcome]:
     if worker_facts().world_size == 1:
         return found | {"one process": _train("numeric", "dp_one_process")}
     if worker_facts().world_size == 2:
-        found |= {strategy: _train("numeric", strategy) for strategy in ("fsdp", "tp")}
+        found |= {strategy: _train("numeric", strategy) for strategy in ("fsdp",)}
     return found
 
 

@@ -24,7 +24,7 @@ from tests.old.ranks.training import Outcome, images, largest_difference, train
 
 STEPS = 10
 ONE_EACH, TWO_EACH, ZERO_BUBBLE = PipelineSpec(), PipelineSpec("interleaved", 2), PipelineSpec("zero_bubble")
-PAIRS = ("dp2 x pp2", "dp2 x tp2", "fsdp2 x pp2", "fsdp2 x tp2", "tp2 x pp2")
+PAIRS = ("dp2 x pp2", "fsdp2 x pp2")
 
 
 def job_for(model: str, precision: str = "float64", **changes: Any) -> Job:
@@ -75,14 +75,14 @@ def test_sharded_parameters() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "hsdp", "pp", "tp", *PAIRS])
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "hsdp", "pp", *PAIRS])
 def test_four_workers(strategy: str) -> None:
     """Six shards on four workers: two of them have one more pass than the others."""
     assert_same("lenet", strategy, 4, "float64")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2 x tp2", "dp2 x pp2"])
+@pytest.mark.parametrize("strategy", ["fsdp", "dp2 x pp2"])
 def test_batch_norm_on_four_workers(strategy: str) -> None:
     assert_same("resnet20", strategy, 4, "float64")
 
@@ -104,9 +104,7 @@ def test_single_precision_and_recomputed_activations(model: str, strategy: str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "after"), [("fsdp", "pp"), ("tp2 x pp2", "hsdp"), ("dp", "fsdp2 x tp2"), ("fsdp2 x pp2", "dp")]
-)
+@pytest.mark.parametrize(("before", "after"), [("fsdp", "pp"), ("fsdp2 x pp2", "dp")])
 def test_a_run_goes_on_under_another_strategy(before: str, after: str, tmp_path: Path) -> None:
     """In the middle of an epoch; what it then learns is what it would have learned."""
     job = job_for("lenet", optim={"name": "adamw", "lr": 0.002}, checkpoint={"every_epoch": False})
@@ -423,9 +421,7 @@ def test_parameters_that_are_unused_tied_or_frozen() -> None:
     """And passes without random numbers are one a worker, once the first step has shown that, and in seven passes more
     that its loss is a mean over samples, at other weights too, and does not follow from earlier calls; six more where a
     forward pass reads numbers out of tensors, with the same numbers at other weights."""
-    spread = assert_learn_the_same(
-        2, [("skips", "fsdp"), ("skips", "tp"), ("tied", "fsdp"), ("tied", "pp"), ("never", "pp")]
-    )
+    spread = assert_learn_the_same(2, [("skips", "fsdp"), ("tied", "fsdp"), ("tied", "pp"), ("never", "pp")])
     assert spread[0]["num_passes"] == [7 + 6 + 2, *[2] * 5]
     # Two shards are compared again in the steps 2 and 4.
     assert spread[2]["num_passes"] == [7 + 2, 7 + 1, 1, 7 + 1, 1, 1]
@@ -434,7 +430,7 @@ def test_parameters_that_are_unused_tied_or_frozen() -> None:
 @pytest.mark.slow
 def test_stages_that_share_parameters_hold_the_same_slices_of_them() -> None:
     """Also where one worker has both stages, and where a stage uses a parameter twice, whose backward pass is whole."""
-    cases = [(model, "tp2 x pp2", None, form) for model in ("words", "repeats") for form in (ZERO_BUBBLE, TWO_EACH)]
+    cases = [(model, "dp2 x pp2", None, form) for model in ("words", "repeats") for form in (ZERO_BUBBLE, TWO_EACH)]
     assert_learn_the_same(4, [*cases, ("words", "fsdp2 x pp2", None, ZERO_BUBBLE)])
     assert_learn_the_same(2, [(model, "pp", None, PipelineSpec("zero_bubble", 2)) for model in ("words", "repeats")])
 
@@ -442,9 +438,9 @@ def test_stages_that_share_parameters_hold_the_same_slices_of_them() -> None:
 @pytest.mark.slow
 def test_what_blocks_return_may_be_changed_in_place() -> None:
     """Hooks on views are lost by that: backward gathered nothing, or with ZeRO 1 and 2 left out a sum over workers."""
-    strategies = ("fsdp", "zero1", "zero2", "hsdp", "fsdp2 x tp2", "fsdp2 x pp2")
+    strategies = ("fsdp", "zero1", "zero2", "hsdp", "fsdp2 x pp2")
     cases = [("in place", one, None, ONE_EACH) for one in strategies]
-    assert_learn_the_same(4, [*cases, ("in place", "fsdp", None, ONE_EACH, True), ("inputs in place", "tp", None)])
+    assert_learn_the_same(4, [*cases, ("in place", "fsdp", None, ONE_EACH, True)])
     assert_learn_the_same(2, [("in place", "pp", None, PipelineSpec(cuts=("view",)))])  # as the loss function does
 
 
@@ -481,14 +477,14 @@ def _refusal(strategy: str) -> str:
 
 @pytest.mark.slow
 def test_an_infinite_gradient_is_named_by_workers_together_and_skipped() -> None:
-    spread = assert_learn_the_same(2, [("never", "fsdp", 2), ("never", "pp", 2), ("never", "tp", 2)])
+    spread = assert_learn_the_same(2, [("never", "fsdp", 2), ("never", "pp", 2)])
     assert all("Step 3: the gradient of 'body.0.0.bias'" in one["said"][-1] for one in spread)
 
 
 @pytest.mark.slow
 def test_replicas_that_are_spread_tell_of_noise_what_whole_ones_do_and_use_what_others_do() -> None:
     whole = run_ranks(_learn_all, 2, [("never", "dp", 2)])[0][0]
-    spread = assert_learn_the_same(4, [("never", "dp2 x tp2"), ("never", "dp2 x pp2"), ("skips", "dp2 x tp2")])
+    spread = assert_learn_the_same(4, [("never", "dp2 x pp2")])
     assert whole["noise"]["num_measured"] == 3
     assert all(one["noise"] == pytest.approx(whole["noise"], rel=1e-6) for one in spread[:2])
 
@@ -535,7 +531,7 @@ def _order_of_events(strategy: str) -> list[str]:
 @pytest.mark.slow
 def test_replicas_add_up_while_backward_goes_on() -> None:
     """In the last of a step's passes, and never in one before it."""
-    strategies = ["dp2 x fsdp2", "dp2 x tp2", "dp2 x pp2"]
+    strategies = ["dp2 x fsdp2", "dp2 x pp2"]
     for strategy, events in zip(strategies, run_ranks(_order_of_sums, 4, strategies, timeout_s=120)[0], strict=True):
         first = events.index("sum")
         last_gradient = max(place for place, event in enumerate(events) if event != "sum")

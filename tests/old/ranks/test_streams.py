@@ -267,10 +267,10 @@ def _train_in_layers(strategy: str) -> list[float]:
         return [float(run.step(batch, loss_fn)) for batch in run.batches(stream, collate_fn=padded)]
 
 
-def test_shards_of_several_lengths_in_pipelines_and_over_tp() -> None:
+def test_shards_of_several_lengths_in_pipelines() -> None:
     (wanted,) = run_ranks(_train_in_layers, 1, "dp")
     assert len(wanted) == 8
-    for world_size, strategy in ((2, "pp"), (2, "tp"), (4, "fsdp2 x tp2")):
+    for world_size, strategy in ((2, "pp"),):
         for losses in run_ranks(_train_in_layers, world_size, strategy, timeout_s=120):
             np.testing.assert_allclose(losses, wanted, rtol=1e-12, err_msg=strategy)
 

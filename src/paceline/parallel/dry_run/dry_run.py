@@ -160,14 +160,12 @@ def dry_run(
     num_micro_batches: int,
     *,
     optimizer_copies: int = 1,
-    sequence_parallel: bool = False,
     is_bitwise: bool = False,
 ) -> DryRun:
     """Try `mesh` with a model on the meta device; the model is consumed.
 
     Args:
         arguments: the model's arguments for one micro-batch, on the meta device.
-        sequence_parallel: as in a `Plan`.
         is_bitwise: whether the job has `parity = "bitwise"`.
 
     Raises:
@@ -192,9 +190,7 @@ def dry_run(
         for stage, run, num_others in zip(stages, runs, others, strict=True):
             # As with every model on the meta device: first sharded, then allocated, here as fake tensors.
             if mesh.tp > 1:
-                found_plan = tensor_parallel(
-                    stage, device_mesh["tp"], given=given, sequence_parallel=sequence_parallel, applied=applied
-                )
+                found_plan = tensor_parallel(stage, device_mesh["tp"], given=given, applied=applied)
                 styles |= found_plan.styles
             facts, message = _try_stage(stage, recording, costs, run, message, num_others, device_mesh, mesh, arguments)
             found.append(facts)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from paceline.dtensor_type import is_dtensor, local_shard
-from paceline.errors import JobError, ModelError
+from paceline.errors import ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.axes import Axes
 from paceline.parallel.buffers import buffers_kept, refused_in_pipeline
@@ -24,7 +24,7 @@ from paceline.parallel.out_of_memory import is_out_of_memory
 from paceline.parallel.pipeline import ModelCall, Pipeline, stage_limits
 from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.sharding.initial_weights import initial_weights
-from paceline.parallel.tensor import Applied, TensorPlan, declared_plan, find_plan, tensor_parallel
+from paceline.parallel.tensor_plan import TensorPlan, apply_tensor_plan, described, tensor_plan_of
 from paceline.partition import StageLimits
 from paceline.spec import Job, Mesh, Plan
 
@@ -82,16 +82,19 @@ class SpreadModel:
         self.may_skip = may_skip
         self.zero = torch.zeros((), dtype=statistics_dtype(model), device=device)
         weights = initial_weights(model, axes.world)
-        self._tensor_plan = declared_plan(model, plan.tensor_plan, axes.mesh.tp) if axes.mesh.tp > 1 else None
+        self._tensor_plan: TensorPlan = {}
+        if axes.mesh.tp > 1:
+            self._tensor_plan = tensor_plan_of(model, plan.tensor_plan, axes.mesh.tp)
         self.pipeline: Pipeline | None = None
         if axes.pp is not None:
             self.pipeline = self._cut(model, job, axes.pp, example, before_last_backward, is_exact=is_exact)
             model = self.pipeline.module
         self.notes: list[str] = [] if self.pipeline is None else list(self.pipeline.notes)
+        if self._tensor_plan:
+            self.notes.append(f"tensor plan: {described(self._tensor_plan)}")
         self.stages: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
-        applied = Applied()
         for stage in self.stages:
-            self._shard(stage, applied)
+            self._shard(stage)
         if self.pipeline is not None:
             self.pipeline.forget_example()
         self.module = model
@@ -110,16 +113,8 @@ class SpreadModel:
         *,
         is_exact: bool,
     ) -> Pipeline:
-        """Cut the model into the stages of a pipeline, and settle which of the plans for tensor groups they follow."""
+        """Cut the model into the stages of a pipeline."""
         axes, plan, device = self._axes, self._plan, self._device
-        of_whole_model: TensorPlan | None = None
-        if axes.mesh.tp > 1:
-            if is_exact and plan.sequence_parallel:
-                raise JobError(
-                    f"parity = 'bitwise' needs a plan without sequence_parallel with {axes.mesh}: where positions are "
-                    "divided depends on where the model is cut."
-                )
-            of_whole_model = self._tensor_plan or find_plan(model, axes.mesh.tp)
         if _fits(model, device):  # what layers cost is to be measured where they will run
             model.to(device)
         with buffers_kept(model) as changed:
@@ -137,27 +132,17 @@ class SpreadModel:
             )
         if changed:
             raise refused_in_pipeline(changed[0])
-        # Layers that follow each other are found in a model, but not in one stage, and are summed otherwise there.
-        # Stages that share a parameter have to hold the same slice of it.
-        if is_exact or pipeline.stages_that_share:
-            self._tensor_plan = of_whole_model
         if axes.mesh.fsdp > 1:
             _check_shared(pipeline.stages_that_share, axes.mesh)
         return pipeline
 
-    def _shard(self, stage: nn.Module, applied: Applied) -> None:
+    def _shard(self, stage: nn.Module) -> None:
         """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""
         mesh, device_mesh, plan = self._axes.mesh, self._axes.device_mesh, self._plan
-        if mesh.tp > 1:
-            with buffers_kept(stage):
-                tensor_plan = tensor_parallel(
-                    stage,
-                    device_mesh["tp"],
-                    given=self._tensor_plan,
-                    sequence_parallel=plan.sequence_parallel,
-                    applied=applied,
-                )
-            self.notes += [f"tensor plan: {'; '.join(str(tensor_plan).splitlines()) or 'none'}", *tensor_plan.notes]
+        if self._tensor_plan:
+            here = dict(stage.named_modules()).keys() & self._tensor_plan.keys()
+            own = {name: style for name, style in self._tensor_plan.items() if name in here}
+            apply_tensor_plan(stage, device_mesh["tp"], own)
         if plan.recompute:
             recompute(stage)
         if mesh.fsdp > 1:

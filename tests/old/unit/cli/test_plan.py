@@ -170,13 +170,13 @@ FORMS = {
 TAKEN = {
     "--fit": {"--fit", "--predict", "--efficiency-floor", "--price", "--out", "--json"},
     "--suggest": {"--suggest", "--budget", "--max-nodes", "--max-devices", "--json"},
-    "--dry-run-mesh": {"--dry-run-mesh", "--sequence-parallel", "--set", "--data", "--json"},
+    "--dry-run-mesh": {"--dry-run-mesh", "--set", "--data", "--json"},
     "a JOB": {
         *("--cluster", "--devices", "--grow", "--efficiency-floor", "--price", "--noise-scale", "--target-samples"),
         *("--link-rate", "--devices-per-node", "--out", "--data", "--set", "--trace", "--json"),
     },
 }
-DECIDING = {"--fit", "--predict", "--suggest", "--dry-run-mesh", "--sequence-parallel", "--help"}
+DECIDING = {"--fit", "--predict", "--suggest", "--dry-run-mesh", "--help"}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -260,6 +260,3 @@ def test_a_mesh_with_more_shares_than_shards_or_without_degrees_is_one_sentence(
         ask("digits-lenet", "--dry-run-mesh", "dp128")
     with pytest.raises(JobError, match="There is no strategy 'dq2'"):
         ask("digits-lenet", "--dry-run-mesh", "dq2")
-    for others in ((), ("--dry-run-mesh", "dp2 x pp2")):
-        with pytest.raises(JobError, match="--sequence-parallel needs --dry-run-mesh with an axis tp"):
-            ask("digits-lenet", "--sequence-parallel", *others)

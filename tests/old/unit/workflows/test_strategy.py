@@ -70,20 +70,12 @@ def test_one_process_drives_all_devices() -> None:
         ({"stages_per_worker": 2}, "stages_per_worker"),
         ({"cpu_offload": True, "strategy": "pp"}, "cpu_offload"),
         ({"recompute": True}, "recompute"),
-        ({"sequence_parallel": True, "strategy": "fsdp"}, "sequence_parallel"),
     ],
 )
 def test_an_option_needs_its_axis(options: dict[str, Any], option: str) -> None:
     with pytest.raises(JobError, match=f"^{option} ") as caught:
         placed(4, **options)
     assert str(caught.value).count(".") == 1 or str(caught.value).endswith(".")
-
-
-def test_options_that_exclude_each_other() -> None:
-    alone: dict[str, Any] = {"strategy": "tp2 x pp2", "schedule": "zero_bubble", "sequence_parallel": True}
-    assert placed(4, **alone).sequence_parallel
-    with pytest.raises(JobError, match="leave out sequence_parallel or recompute"):
-        placed(4, **alone, recompute=True)
 
 
 def test_a_plan_of_other_workers_is_refused_and_a_named_strategy_wins() -> None:

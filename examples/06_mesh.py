@@ -1,6 +1,6 @@
-"""Rung 7: two axes together, on four workers; beyond rung 4 only the marked line.
+"""Rung 6: two axes together, on four workers; beyond rung 4 only the marked line.
 
-paceline launch -n 4 examples/07_mesh.py
+paceline launch -n 4 examples/06_mesh.py
 """
 
 from __future__ import annotations

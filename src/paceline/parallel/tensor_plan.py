@@ -1,0 +1,326 @@
+"""Tensor parallelism by a declared plan: torch's `parallelize_module`, and what it leaves to its caller.
+
+A tensor plan maps names of modules to styles, in the words of transformers' `tp_plan`: {"blocks.*.up": "colwise",
+"blocks.*.down": "rowwise"}. The user gives it, or the model declares it as its attribute `_tp_plan`. A colwise layer
+leaves its output features divided among the workers of the axis, and a rowwise layer takes them so and sums: between
+the two lies a divided region (Shoeybi et al. 2019, "Megatron-LM", section 3). Torch divides the layers. This module
+checks the plan, keeps tied weights tied, and lets dropout inside of divided regions draw as one device does.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.overrides import TorchFunctionMode
+
+from paceline.errors import ModelError, did_you_mean
+
+TensorPlan = dict[str, str]
+"""The style of each divided module, by its name in the model."""
+
+STYLES = {
+    "colwise": "a linear layer's output features are divided, and stay with their workers",
+    "colwise_gather_output": "a linear layer's output features are divided, and gathered on every worker",
+    "rowwise": "a linear layer's input features are divided as they come, and the products summed",
+    "rowwise_split_input": "as rowwise, for an input that is whole on every worker",
+    "embedding_rowwise": "an embedding's words are divided, and what is looked up is summed",
+    "heads": "heads(num_heads, ...): these attributes of an attention module count the worker's own heads or features",
+    "replicate": "whole on every worker",
+}
+_ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise"}
+"""Names that transformers 4 has for them."""
+_DIVIDED_FEATURES = {
+    "colwise": "out_features",
+    "rowwise": "in_features",
+    "rowwise_split_input": "in_features",
+    "colwise_gather_output": "out_features",
+    "embedding_rowwise": "num_embeddings",
+}
+
+
+def tensor_plan_of(model: nn.Module, given: Mapping[str, str] | None, degree: int) -> TensorPlan:
+    """The plan by which `degree` workers divide the layers of a whole model.
+
+    Args:
+        given: the user's; * stands for one part of a name. None: the model's own, its attribute `_tp_plan`.
+
+    Raises:
+        ModelError: there is no plan, or it does not fit the model and the degree.
+    """
+    declared = dict(getattr(model, "_tp_plan", None) or {}) if given is None else given
+    modules = dict(model.named_modules())
+    plan: TensorPlan = {}
+    for pattern, style in declared.items():
+        expression = re.escape(pattern).replace(r"\*", r"[^.]+")
+        found = [name for name in modules if re.fullmatch(expression, name)]
+        if not found and given is not None:
+            hint = did_you_mean(pattern, modules, "{}") or "write the name as model.named_modules() has it."
+            raise ModelError(f"The tensor plan names '{pattern}', which this model does not have: {hint}")
+        plan |= dict.fromkeys(found, _ALIASES.get(style, style))
+    if not plan:
+        raise ModelError(
+            f"The axis tp divides layers by a tensor plan, and {type(model).__name__} declares none; give one, such as "
+            'run.prepare(..., tensor_plan={"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}), or use another '
+            "strategy."
+        )
+    plan = {name: style for name, style in plan.items() if style != "replicate"}
+    for name, style in plan.items():
+        _check_module(name, modules[name], style, degree)
+    _check_pairs(modules, plan, degree)
+    return plan
+
+
+def described(plan: Mapping[str, str]) -> str:
+    """The plan in one line, equal blocks together: "blocks.*.up: colwise; blocks.*.down: rowwise"."""
+    lines = (f"{re.sub(r'(?<![^.])[0-9]+(?![^.])', '*', name)}: {style}" for name, style in plan.items())
+    return "; ".join(dict.fromkeys(lines))
+
+
+def _check_module(name: str, module: nn.Module, style: str, degree: int) -> None:
+    """Raises `ModelError` where `degree` workers cannot divide the module in this style."""
+    if attributes := _counts(style):
+        for attribute in attributes:
+            number = getattr(module, attribute, None)
+            if not isinstance(number, int) or number % degree:
+                raise ModelError(
+                    f"The tensor plan's '{name}' has {attribute} = {number}, which {degree} workers cannot divide; use "
+                    "a tp degree that divides it."
+                )
+        return
+    if style not in _DIVIDED_FEATURES:
+        hint = did_you_mean(style, [*STYLES, *_ALIASES])
+        raise ModelError(
+            f"The tensor plan has no style '{style}', as it is given for '{name}': {hint}The styles are "
+            f"{', '.join(STYLES)}; give run.prepare a tensor_plan of these, or use another strategy."
+        )
+    kind = nn.Embedding if style == "embedding_rowwise" else nn.Linear
+    if type(module) is not kind:
+        raise ModelError(
+            f"The tensor plan's '{name}' is a {type(module).__name__}, and '{style}' is for {kind.__name__}; give it "
+            "another style, or none."
+        )
+    length = getattr(module, _DIVIDED_FEATURES[style])
+    # What is gathered or looked up need not divide evenly; but every worker needs some of it.
+    if length % degree if style in ("colwise", "rowwise", "rowwise_split_input") else length < degree**2:
+        raise ModelError(
+            f"The tensor plan's '{name}' with {length} {_DIVIDED_FEATURES[style]} cannot be shared as {style} by "
+            f"{degree} workers; use a tp degree that divides it."
+        )
+
+
+def _counts(style: str) -> list[str]:
+    """The attributes of "heads(num_heads, width)"."""
+    found = re.fullmatch(r"heads\(([\w\s,]+)\)", style)
+    return [] if found is None else [one.strip() for one in found[1].split(",")]
+
+
+def _check_pairs(modules: Mapping[str, nn.Module], plan: TensorPlan, degree: int) -> None:
+    """Raises `ModelError` for a colwise layer without a rowwise one, the reverse, and heads that do not divide."""
+    columns = [name for name, style in plan.items() if style == "colwise"]
+    rows = [name for name, style in plan.items() if style == "rowwise"]
+    if bool(columns) != bool(rows):
+        raise ModelError(
+            f"The tensor plan's '{(columns or rows)[0]}' is {'colwise' if columns else 'rowwise'}, and no layer is "
+            f"{'rowwise' if columns else 'colwise'}; share it as "
+            f"{'colwise_gather_output' if columns else 'rowwise_split_input'}, or name the other one too."
+        )
+    for name in columns:
+        head_dim = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
+        features = cast(nn.Linear, modules[name]).out_features
+        if isinstance(head_dim, int) and features % (head_dim * degree):
+            raise ModelError(
+                f"'{name}': {features // head_dim} heads cannot be shared by {degree} workers; use a tp degree that "
+                "divides them."
+            )
+
+
+def apply_tensor_plan(model: nn.Module, axis: DeviceMesh, plan: Mapping[str, str]) -> None:
+    """Let the workers of `axis`, of one dimension, share the layers of `model` by a plan of `tensor_plan_of`.
+
+    What goes into the model and comes out of it stays plain and whole on every worker. Parameters of divided layers
+    become DTensors; all others stay as they are and get the true gradient, the same on every worker. All workers have
+    the same weights before, or weights on the meta device. Nothing is sent.
+
+    Raises:
+        ModelError: the plan divides one place of a tied weight and not the others.
+    """
+    places = _places_of_tied(model)
+    styles: dict[str, ParallelStyle] = {}
+    for name, style in plan.items():
+        module = model.get_submodule(name)
+        for attribute in _counts(style):
+            setattr(module, attribute, getattr(module, attribute) // axis.size())
+        if style in _DIVIDED_FEATURES:
+            styles[name] = _parallel_style(style)
+    parallelize_module(model, axis, styles, src_data_rank=None)
+    _tie_again(model, places)
+    _DividedRegion(axis).watch(model, plan)
+
+
+def _parallel_style(style: str) -> ParallelStyle:
+    if style.startswith("colwise"):
+        return ColwiseParallel(output_layouts=Replicate() if style == "colwise_gather_output" else None)
+    return RowwiseParallel(input_layouts=None if style == "rowwise" else Replicate())
+
+
+def _places_of_tied(model: nn.Module) -> list[list[str]]:
+    """The names of each parameter that has several."""
+    places: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        places.setdefault(parameter, []).append(name)
+    return [names for names in places.values() if len(names) > 1]
+
+
+def _tie_again(model: nn.Module, places: list[list[str]]) -> None:
+    """Give parameters that were one before they were divided one object again."""
+    for first, *others in places:
+        tied = model.get_parameter(first)
+        for name in others:
+            other = model.get_parameter(name)
+            if getattr(other, "placements", None) != getattr(tied, "placements", None):
+                raise ModelError(
+                    f"'{name}' is the same weight as '{first}', and the tensor plan divides only one of them, or each "
+                    "in another way; give both a style by rows (embedding_rowwise, colwise_gather_output), or none."
+                )
+            owner, _, key = name.rpartition(".")
+            setattr(model.get_submodule(owner), key, tied)
+
+
+def _refuse_unknown_words(module: nn.Embedding, arguments: tuple[Tensor]) -> None:
+    words = arguments[0]
+    if words.device.type == "cpu" and not bool(((words >= 0) & (words < module.num_embeddings)).all()):
+        raise IndexError("index out of range in self")  # as torch has it; divided, it would find zeros
+
+
+class _DividedRegion(TorchFunctionMode):
+    """The part of a forward pass in which every worker has its own features or heads of the activations.
+
+    It begins behind a colwise layer and ends before the rowwise layer that takes its features; hooks of these layers
+    enter and leave it, so that it is there when activations are computed a second time, too. Inside, dropout draws
+    the mask of all features or heads, as one device does, and uses the worker's own part of it.
+    """
+
+    def __init__(self, axis: DeviceMesh) -> None:
+        super().__init__()
+        self._axis = axis
+        self._widths: set[int] = set()
+        """The worker's own output features of the colwise layers since the region began; empty: outside."""
+        self._has_heads = False
+
+    def watch(self, model: nn.Module, plan: Mapping[str, str]) -> None:
+        """Register the hooks."""
+        modules = dict(model.named_modules())
+        for name, module in modules.items():
+            style = plan.get(name)
+            if style == "colwise":
+                parent = name.rpartition(".")[0]
+                has_heads = hasattr(modules[parent], "head_dim") or bool(_counts(plan.get(parent, "")))
+                module.register_forward_hook(partial(self._begin, has_heads))
+            elif style == "rowwise":
+                module.register_forward_pre_hook(partial(self._end_before, name))
+            elif style == "embedding_rowwise":
+                module.register_forward_pre_hook(_refuse_unknown_words, prepend=True)
+            elif style is None and any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(partial(self._refuse_whole, name))
+        model.register_forward_pre_hook(lambda _module, _arguments: self._end())  # an error may have left it open
+        model.register_forward_hook(self._refuse_open)
+
+    def _begin(self, has_heads: bool, _module: nn.Module, _arguments: Any, output: Tensor) -> None:
+        if not self._widths:
+            self.__enter__()  # type: ignore[no-untyped-call]
+        self._widths.add(output.shape[-1])
+        self._has_heads |= has_heads
+
+    def _end(self) -> None:
+        if self._widths:
+            self._widths.clear()
+            self._has_heads = False
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def _end_before(self, name: str, module: nn.Linear, arguments: tuple[Tensor]) -> None:
+        self._end()
+        given = arguments[0].shape[-1]  # of all workers: the input is a DTensor by now
+        if given != module.in_features:
+            raise ModelError(
+                f"'{name}', a linear layer of {module.in_features} input features, was given {given} of all workers "
+                "together: the layer before it does not leave its features divided; take both out of the tensor plan, "
+                "or make this one rowwise_split_input."
+            )
+
+    def _refuse_whole(self, name: str, _module: nn.Module, _arguments: Any) -> None:
+        if self._widths:
+            raise ModelError(
+                f"'{name}' has parameters that are whole on every worker, and is called between a colwise layer and "
+                "the rowwise one behind it, where each worker knows a part of their gradient; make the layer before "
+                "it colwise_gather_output and the one behind it rowwise_split_input."
+            )
+
+    def _refuse_open(self, _module: nn.Module, _arguments: Any, _output: Any) -> None:
+        if self._widths:
+            self._end()
+            raise ModelError(
+                "The tensor plan has a colwise layer whose features no rowwise layer takes: the model would return a "
+                "part of them; make it colwise_gather_output."
+            )
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0:
+            return F.dropout(input, p, training, inplace)
+        dim = 1 if self._has_heads and input.dim() == 4 else input.dim() - 1
+        if dim > 1 and input.shape[-1] not in self._widths:
+            raise ModelError(
+                f"Dropout on a tensor of shape {tuple(input.shape)}, between a colwise layer and the rowwise one "
+                "behind it: it is not known which dimension workers divide; leave these layers out of the tensor plan."
+            )
+        # Random numbers are drawn in the order of memory, which is that of the input.
+        order = sorted(range(input.dim()), key=input.stride().__getitem__, reverse=True)
+        shape = [input.shape[one] * (self._axis.size() if one == dim else 1) for one in order]
+        mask = F.dropout(input.new_ones(shape), p).permute(sorted(range(input.dim()), key=order.__getitem__))
+        # A copy: a view would keep the whole mask for backward.
+        return input * mask.chunk(self._axis.size(), dim)[self._axis.get_local_rank()].clone()
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Where weights are dropped it is computed as the documentation of torch's function has it."""
+        if dropout_p == 0:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            )
+        if enable_gqa:
+            key, value = (one.repeat_interleave(query.shape[1] // one.shape[1], 1) for one in (key, value))
+        scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+        if attn_mask is not None and attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, float("-inf"))
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return self._dropout(torch.softmax(scores, -1), dropout_p) @ value
