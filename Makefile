@@ -6,7 +6,7 @@ READY := .venv/.ready
 # Modules are compiled when they are first loaded: to compile all of torch takes longer than to install it.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: demo check test nightly fuzz docs bench bench-hosts gpu clean
+.PHONY: demo check test nightly docs bench bench-hosts gpu clean
 
 demo: $(PACKAGE)
 	$(BIN)/paceline scale digits-lenet --devices 1,2 --set epochs=5 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -36,11 +36,6 @@ nightly: $(READY)
 # The site, in runs/docs; needs no network.
 docs: $(READY)
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs runs/docs
-
-# Inputs for every file format and option, for SECONDS.
-SECONDS ?= 600
-fuzz: $(READY)
-	$(BIN)/python -m tests.old.fuzz --seconds $(SECONDS)
 
 # Needs DATA=DIR with mnist/ and cifar10/ in it.
 bench: $(READY)

@@ -13,11 +13,8 @@ _MODULES = (
     "pytest",
     "hypothesis",
     "paceline.train.loop",
-    "paceline.parallel.engines.mesh",
-    "paceline.parallel.engines.bitwise_mesh",
+    "paceline.parallel.spread_model",
     "paceline.cli",
-    "tests.old.ranks.training",
-    "tests.old.ranks.forked_commands",
     # libraries whose models and metrics many tests train
     "transformers.modeling_utils",
     "peft",

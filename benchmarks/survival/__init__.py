@@ -1,1 +1,0 @@
-"""What survives when runs are struck."""
