@@ -1,11 +1,11 @@
 """Paceline beside plain DDP, Accelerate, Fabric and Lightning on two workers, alternately in one run.
 
-    python benchmarks/side_by_side.py --data DIR [--cases lenet gpt] [--bf16] [--rounds 3]
+    python benchmarks/side_by_side.py --data DIR [--cases lenet gpt] [--shards 2,8] [--bf16] [--rounds 3]
 
-DIR holds mnist/ and cifar10/. Paceline stands there twice: with eight virtual shards, which is what keeps a result on
-any number of workers up to eight, and with one on each worker, which normalises and draws as DDP does. Peers get the
-number of loader processes with which plain DDP is fastest here. The limit is the same model on a batch that lies ready,
-in two processes that never talk to each other. Medians over the rounds.
+DIR holds mnist/ and cifar10/. Paceline has a row for each number of virtual shards: eight keep a result on any number
+of workers up to eight, two (one on each worker) are normalised and draw as with DDP. Peers get the number of loader
+processes with which plain DDP is fastest here. The limit is the same model on a batch that lies ready, in two processes
+that never talk to each other. Medians over the rounds; ratios are to Paceline with the first number of shards.
 """
 
 from __future__ import annotations
@@ -26,13 +26,8 @@ SCRIPT = Path(__file__).parent / "peers" / "trainers.py"
 COLUMNS = ("steps_per_s", "processor_s_per_step", "first_step_s", "peak_mib")
 LOADER_WORKERS = ("0", "1", "2")
 TRIAL_STEPS = 20
-ROWS: dict[str, tuple[str, ...]] = {
-    "paceline": ("paceline",),
-    "paceline, a shard a worker": ("paceline", "--virtual-shards", "2"),
-    **{name: (name,) for name in TRAINERS if name != "paceline"},
-}
+Rows = dict[str, tuple[str, ...]]
 """The trainer of each row, and options that it alone has."""
-
 Result = dict[str, float]
 
 
@@ -65,6 +60,11 @@ def run(trainer: str, case: str, *options: str, source: Path | None = None, work
     return result
 
 
+def rows_of(shards: list[int]) -> Rows:
+    ours = {f"paceline, {number} shards": ("paceline", "--virtual-shards", str(number)) for number in shards}
+    return ours | {name: (name,) for name in TRAINERS if name != "paceline"}
+
+
 def best_loader_workers(case: str, options: list[str]) -> str:
     if not CASES[case].is_of_images:  # samples that lie in memory
         return "0"
@@ -73,18 +73,17 @@ def best_loader_workers(case: str, options: list[str]) -> str:
     return max(rates, key=rates.__getitem__)
 
 
-def compare(case: str, options: list[str], num_steps: int, rounds: int) -> None:
+def compare(case: str, rows: Rows, options: list[str], num_steps: int, rounds: int) -> None:
     """Print a row for each trainer, as part of a Markdown table."""
     loaders = best_loader_workers(case, options)
-    results: dict[str, list[Result]] = {name: [] for name in ROWS}
+    results: dict[str, list[Result]] = {name: [] for name in rows}
     for _ in range(rounds):
         for name, found in results.items():
-            trainer, *own = ROWS[name]
+            trainer, *own = rows[name]
             found.append(run(trainer, case, *options, *own, "--steps", str(num_steps), "--loader-workers", loaders))
+    reference = results[next(iter(rows))]
     for name, found in results.items():
-        ratios = [
-            one["steps_per_s"] / ours["steps_per_s"] for one, ours in zip(found, results["paceline"], strict=True)
-        ]
+        ratios = [one["steps_per_s"] / ours["steps_per_s"] for one, ours in zip(found, reference, strict=True)]
         figures = " | ".join(f"{statistics.median(one[column] for one in found):.3g}" for column in COLUMNS)
         each = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         print(f"| {case} | {name} | {figures} | {statistics.median(ratios):.2f} ({each}) | {loaders} |", flush=True)
@@ -94,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--shards", default="2,8", help="Paceline's numbers of virtual shards")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--fused", action="store_true", help="every script asks for torch's fused optimizer kernels")
     parser.add_argument("--steps", type=int, default=40)
@@ -101,12 +101,13 @@ def main() -> None:
     arguments = parser.parse_args()
     options = ["--data", str(arguments.data.resolve())]
     options += [f"--{name}" for name in ("bf16", "fused") if getattr(arguments, name)]
+    rows = rows_of([int(number) for number in arguments.shards.split(",")])
     print(
-        "| case | trainer | steps/s | processor s/step | first step s | peak MiB | steps/s over Paceline's | loaders |"
+        "| case | trainer | steps/s | processor s/step | first step s | peak MiB | steps/s over the first's | loaders |"
     )
     print("|---|---|---|---|---|---|---|---|")
     for case in arguments.cases:
-        compare(case, options, arguments.steps, arguments.rounds)
+        compare(case, rows, options, arguments.steps, arguments.rounds)
 
 
 if __name__ == "__main__":
