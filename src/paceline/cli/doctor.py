@@ -17,7 +17,7 @@ from paceline.words import number_of
 from paceline.workflows import doctor as workflow
 
 if TYPE_CHECKING:
-    from paceline.hardware.checks.engine import Finding
+    from paceline.hardware.doctor.checks import Finding
 
 WARNINGS_FOUND, ERRORS_FOUND = 1, 2
 LEVELS = ("error", "warning", "ok")
@@ -32,23 +32,15 @@ def doctor(
     strict: Annotated[bool, typer.Option("--strict", help="Exit with 1 for warnings too.")] = False,
     show_all: Annotated[bool, typer.Option("--all", help="Also list what is fine.")] = False,
     as_json: AsJson = False,
-    facts: Annotated[bool, typer.Option("--facts", hidden=True)] = False,
-    marker: Annotated[Path | None, typer.Option(hidden=True)] = None,
-    listen: Annotated[str, typer.Option(metavar="ADDRESS", hidden=True)] = "",
-    connect: Annotated[str, typer.Option(metavar="NAME=ADDRESS:PORT,…", hidden=True)] = "",
+    answer: Annotated[bool, typer.Option("--answer", hidden=True, help="Answer a doctor on another node.")] = False,
 ) -> None:
     """Check this machine and say what to fix: exit code 0 is fine, 2 is an error."""
-    # Options by which the doctor on one node queries another node.
-    if facts:
-        print(json.dumps(workflow.own_facts(folder, marker, hosts or None).to_mapping()))
-    elif listen:
-        workflow.listen(listen, sys.stdin, sys.stdout)
-    elif connect:
-        print(json.dumps([dataclasses.asdict(reach) for reach in workflow.connect(connect)]))
-    else:
-        findings = workflow.doctor(hosts=hosts, folder=folder)
-        _show(findings, as_json=as_json, show_all=show_all)
-        raise typer.Exit(exit_code(findings, strict=strict))
+    if answer:
+        workflow.answer(sys.stdin, sys.stdout)
+        return
+    findings = workflow.doctor(hosts=hosts, folder=folder)
+    _show(findings, as_json=as_json, show_all=show_all)
+    raise typer.Exit(exit_code(findings, strict=strict))
 
 
 def exit_code(findings: Sequence[Finding], *, strict: bool) -> int:

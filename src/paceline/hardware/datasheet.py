@@ -17,88 +17,68 @@ PCIe, from the constants with which NCCL plans its own rings (NVIDIA/nccl, src/g
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable, Sequence
 
-PROTOCOL_SHARE = 0.75
-"""NCCL's estimate as a share of the raw PCIe bandwidth: PCI_BW over 16 lanes of 8 GT/s."""
-EIGHT_OF_TEN = 0.8
-"""PCIe before generation 3 spends 2 bits of 10 on coding."""
+from paceline.spec import Device, Link, Peripheral
+
 HOST_BRIDGE_SHARE = 5 / 6
 """Share of the PCIe bandwidth that passes a host bridge: 1 / INTEL_P2P_OVERHEAD."""
-BETWEEN_SOCKETS = ((8.0, 6e9), (16.0, 10e9), (32.0, 22e9), (float("inf"), 40e9))
-"""PCIe speed of a server in GT/s, at most, and bytes/s between its sockets in one direction."""
+GEN3, GEN4, GEN5 = 12e9, 24e9, 48e9
+"""Bytes/s of 16 PCIe lanes in one direction."""
+BETWEEN_SOCKETS = {GEN3: 6e9, GEN4: 10e9, GEN5: 22e9}
+"""Bytes/s between the sockets of a server, in one direction, by what its PCIe carries."""
 
 
-@dataclass(frozen=True)
-class PcieLanes:
-    """The connection of one device."""
-
-    speed_gt_per_s: float
-    num_lanes: int = 16
-
-    @property
-    def bytes_per_s(self) -> float:
-        """What NCCL counts on, in one direction."""
-        coding = 1.0 if self.speed_gt_per_s >= 8 else EIGHT_OF_TEN
-        return self.speed_gt_per_s * 1e9 / 8 * self.num_lanes * PROTOCOL_SHARE * coding
-
-
-@dataclass(frozen=True)
-class GpuModel:
-    """What decides the bandwidth of a GPU's links."""
-
-    name: str
-    """A regular expression for the name that the driver gives."""
-    nvlink_bytes_per_s: float
-    """One link in one direction."""
-    pcie: PcieLanes
-
-
-GEN3, GEN4, GEN5 = PcieLanes(8.0), PcieLanes(16.0), PcieLanes(32.0)
-
-UNKNOWN = GpuModel("", 25e9, GEN3)
+UNKNOWN = ("", 25e9, GEN3)
 """NVLink of generations 2 to 4, the most common, and the slowest PCIe that is still in use."""
 
 MODELS = (
-    GpuModel(r"P100|GP100", 20e9, GEN3),
-    GpuModel(r"V100|TITAN V|GV100", 25e9, GEN3),
-    GpuModel(r"TITAN RTX|Quadro RTX|RTX 20\d\d|T4\b", 25e9, GEN3),
-    GpuModel(r"\bA[138]00\b|\bA30\b", 25e9, GEN4),
-    GpuModel(r"RTX A\d{4}|RTX 30\d\d|\bA40\b|\bA10G?\b|\bA16\b", 14.0625e9, GEN4),
-    GpuModel(r"\bL4\b|\bL40S?\b|\bL20\b|Ada|RTX 40\d\d", 25e9, GEN4),
-    GpuModel(r"\bG?H[128]0{1,2}\b", 25e9, GEN5),
-    GpuModel(r"\bG?B[123]00\b", 50e9, GEN5),
-    GpuModel(r"Blackwell|RTX 50\d\d", 25e9, GEN5),
+    (r"P100|GP100", 20e9, GEN3),
+    (r"V100|TITAN V|GV100", 25e9, GEN3),
+    (r"TITAN RTX|Quadro RTX|RTX 20\d\d|T4\b", 25e9, GEN3),
+    (r"\bA[138]00\b|\bA30\b", 25e9, GEN4),
+    (r"RTX A\d{4}|RTX 30\d\d|\bA40\b|\bA10G?\b|\bA16\b", 14.0625e9, GEN4),
+    (r"\bL4\b|\bL40S?\b|\bL20\b|Ada|RTX 40\d\d", 25e9, GEN4),
+    (r"\bG?H[128]0{1,2}\b", 25e9, GEN5),
+    (r"\bG?B[123]00\b", 50e9, GEN5),
+    (r"Blackwell|RTX 50\d\d", 25e9, GEN5),
 )
+"""A regular expression for the name that the driver gives, and bytes/s of one NVLink and of PCIe in one direction."""
 
 
-@lru_cache(maxsize=64)
-def model(gpu_name: str) -> GpuModel:
-    """The first model whose name fits; UNKNOWN for an empty or unheard-of name."""
-    return next((known for known in MODELS if re.search(known.name, gpu_name)), UNKNOWN)
-
-
-def link_bytes_per_s(label: str, gpu_names: Sequence[str] = (), lanes: Sequence[PcieLanes] = ()) -> float | None:
+def link_bytes_per_s(label: str, gpu_names: Sequence[str] = ()) -> float | None:
     """Bytes/s that a link with this label carries in one direction, if it has no other load.
 
     Args:
         gpu_names: Of the GPUs at its ends; the slower one decides.
-        lanes: PCIe connections of the devices at its ends, where they are known; the slower one decides.
 
     Returns:
         None for X and for a label without a figure.
     """
-    models = [model(name) for name in gpu_names] or [UNKNOWN]
-    if label.startswith("NV"):
-        return int(label.removeprefix("NV")) * min(known.nvlink_bytes_per_s for known in models)
-    slowest = min(lanes or [known.pcie for known in models], key=lambda lane: lane.bytes_per_s)
-    if label in ("PIX", "PXB"):
-        return slowest.bytes_per_s
-    if label in ("PHB", "NODE"):
-        return slowest.bytes_per_s * HOST_BRIDGE_SHARE
-    if label == "SYS":
-        between = next(rate for speed, rate in BETWEEN_SOCKETS if slowest.speed_gt_per_s <= speed)
-        return min(slowest.bytes_per_s * HOST_BRIDGE_SHARE, between)
-    return None
+    models = [next((model for model in MODELS if re.search(model[0], name)), UNKNOWN) for name in gpu_names]
+    nvlink = min(rate for _, rate, _ in models or [UNKNOWN])
+    pcie = min(rate for _, _, rate in models or [UNKNOWN])
+    if nvlinks := re.fullmatch(r"NV(\d{1,3})", label):
+        return int(nvlinks[1]) * nvlink
+    by_label = {"PIX": pcie, "PXB": pcie, "PHB": pcie * HOST_BRIDGE_SHARE, "NODE": pcie * HOST_BRIDGE_SHARE}
+    return BETWEEN_SOCKETS[pcie] if label == "SYS" else by_label.get(label)
+
+
+def links_of_pairs(
+    devices: Sequence[Device], peripherals: Sequence[Peripheral], label_of: Callable[[str, str], str]
+) -> tuple[Link, ...]:
+    """A link from each device to the devices after it and to every card.
+
+    Args:
+        label_of: the label of the link between two ends, which are `Device.label` and `Peripheral.label`; empty where
+            nobody knows it, and then there is no link.
+    """
+    names = {device.label: device.name for device in devices}
+    links = []
+    for position, device in enumerate(devices):
+        others: list[Device | Peripheral] = [*devices[position + 1 :], *peripherals]
+        for other in others:
+            ends = (device.label, other.label)
+            if label := label_of(*ends):
+                links.append(Link(ends, label, link_bytes_per_s(label, [names[end] for end in ends if end in names])))
+    return tuple(links)

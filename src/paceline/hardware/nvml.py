@@ -6,6 +6,7 @@ Every question is asked alone: a driver, a virtual GPU or MIG mode that cannot a
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,10 +22,17 @@ BUSY_BYTES = 2**30
 
 ANCESTORS = {0: "PIX", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """Labels by nvmlGpuTopologyLevel_t; 0 are two GPUs on one board, which share its switch."""
-
+THROTTLING = {
+    0x08: "the hardware slows it down",
+    0x20: "it is too hot",
+    0x40: "it is so hot that the hardware slows it down",
+    0x80: "the power supply slows it down",
+}
+"""The bits of nvmlClocksThrottleReasons* (nvml.h) that mean trouble. A power cap under load is no trouble."""
 SWITCH_TYPE = 2
 """NVML_NVLINK_DEVICE_TYPE_SWITCH."""
 SWITCHES = "switches"
+_MOST_NUMA_NODES = 1024
 
 
 class DriverProblem(Exception):  # noqa: N818 - it says what happened
@@ -44,16 +52,14 @@ class Nvml:
         except (self.library.NVMLError, AttributeError):
             return None
 
-    def demand(self, question: str, *arguments: Any) -> Any:
-        """The answer. Raises `DriverProblem` where there is none."""
-        try:
-            return getattr(self.library, question)(*arguments)
-        except self.library.NVMLError as problem:
-            raise DriverProblem(str(problem)) from None
-
     def text(self, question: str, *arguments: Any) -> str:
         """The answer as text, empty where there is none."""
-        return _string(self.ask(question, *arguments))
+        return str(self.ask(question, *arguments) or "")
+
+    def handles(self) -> dict[int, Any]:
+        """The GPUs that can be opened, by index."""
+        indices = range(self.ask("nvmlDeviceGetCount") or 0)
+        return {index: gpu for index in indices if (gpu := self.ask("nvmlDeviceGetHandleByIndex", index))}
 
 
 @contextmanager
@@ -66,13 +72,15 @@ def open_nvml(library: Any = None) -> Iterator[Nvml]:
     Raises:
         DriverProblem: no module or no driver.
     """
-    if library is None:
-        try:
-            library = importlib.import_module("pynvml")
-        except ImportError:
-            raise DriverProblem("nvidia-ml-py is not installed") from None
+    try:
+        library = library or importlib.import_module("pynvml")
+    except ImportError:
+        raise DriverProblem("nvidia-ml-py is not installed") from None
+    try:
+        library.nvmlInit()
+    except library.NVMLError as problem:
+        raise DriverProblem(str(problem)) from None
     nvml = Nvml(library)
-    nvml.demand("nvmlInit")
     try:
         yield nvml
     finally:
@@ -84,8 +92,8 @@ class Gpus:
     """The GPUs of this node, by PCI bus."""
 
     devices: tuple[Device, ...] = ()
-    labels: Mapping[tuple[int, int], str] = field(default_factory=dict)
-    """The label of each pair of indices in ascending order, as far as the driver tells."""
+    labels: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    """The label of the link between each pair of `Device.label`, as far as the driver tells."""
     notes: tuple[str, ...] = ()
 
 
@@ -93,7 +101,19 @@ def read_gpus(library: Any = None) -> Gpus:
     """The GPUs that NVML finds; none without the library or the driver."""
     try:
         with open_nvml(library) as nvml:
-            return _read(nvml)
+            handles = nvml.handles()
+            devices = tuple(_device(nvml, index, handle) for index, handle in handles.items())
+            notes = [
+                f"GPU{index} could not be opened; nvidia-smi says why."
+                for index in range(nvml.ask("nvmlDeviceGetCount") or 0)
+                if index not in handles
+            ]
+            notes += [
+                f"GPU{index} is in MIG mode: its slices have no links to other GPUs."
+                for index, handle in handles.items()
+                if (mode := nvml.ask("nvmlDeviceGetMigMode", handle)) and mode[0] == 1
+            ]
+            return Gpus(devices, _labels(nvml, handles, devices), tuple(notes))
     except DriverProblem:
         return Gpus()
 
@@ -103,8 +123,7 @@ def gpu_use(library: Any = None) -> dict[int, GpuUse]:
     try:
         with open_nvml(library) as nvml:
             found = {}
-            for index in range(nvml.ask("nvmlDeviceGetCount") or 0):
-                handle = nvml.ask("nvmlDeviceGetHandleByIndex", index)
+            for index, handle in nvml.handles().items():
                 rates = nvml.ask("nvmlDeviceGetUtilizationRates", handle)
                 for process in nvml.ask("nvmlDeviceGetComputeRunningProcesses", handle) or ():
                     found[process.pid] = GpuUse(index, process.usedGpuMemory, rates and rates.gpu / 100)
@@ -113,67 +132,67 @@ def gpu_use(library: Any = None) -> dict[int, GpuUse]:
         return {}
 
 
-def busy(utilization_percent: int | None, used_bytes: int | None) -> str:
+def throttled_gpus(library: Any = None) -> dict[int, list[str]]:
+    """Why GPUs run slower than they could now, by index; those that do not are left out."""
+    try:
+        with open_nvml(library) as nvml:
+            return {index: why for index, handle in nvml.handles().items() if (why := throttling(nvml, handle))}
+    except DriverProblem:
+        return {}
+
+
+def throttling(nvml: Nvml, handle: Any) -> list[str]:
+    reasons = nvml.ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
+    return [words for bit, words in THROTTLING.items() if reasons & bit]
+
+
+def busy(nvml: Nvml, handle: Any) -> str:
     """How a GPU is in use: "62 % busy, 31.0 GiB in use"; empty if it is free or unknown."""
-    if (utilization_percent or 0) < BUSY_PERCENT and (used_bytes or 0) < BUSY_BYTES:
+    rates, memory = nvml.ask("nvmlDeviceGetUtilizationRates", handle), _memory(nvml, handle)
+    if (rates.gpu if rates else 0) < BUSY_PERCENT and (memory.used if memory else 0) < BUSY_BYTES:
         return ""
-    reasons = [] if utilization_percent is None else [f"{utilization_percent} % busy"]
-    if used_bytes is not None:
-        reasons.append(f"{used_bytes / 2**30:.1f} GiB in use")
-    return ", ".join(reasons)
+    reasons = [f"{rates.gpu} % busy"] if rates else []
+    return ", ".join([*reasons, f"{memory.used / 2**30:.1f} GiB in use"] if memory else reasons)
 
 
-def short_bus_id(text: str) -> str:
-    """ "00000000:3B:00.0" as sysfs writes it, "0000:3b:00.0"."""
-    domain, _, rest = text.strip().lower().partition(":")
-    return f"{domain[-4:] if domain.startswith('0000') else domain}:{rest}" if rest else text.strip().lower()
-
-
-def _read(nvml: Nvml) -> Gpus:
-    num_gpus = nvml.ask("nvmlDeviceGetCount") or 0
-    handles = {i: handle for i in range(num_gpus) if (handle := nvml.ask("nvmlDeviceGetHandleByIndex", i))}
-    devices = tuple(_device(nvml, index, handle) for index, handle in handles.items())
-    notes = [
-        f"GPU{index} could not be opened; nvidia-smi says why." for index in range(num_gpus) if index not in handles
-    ]
-    notes += [
-        f"GPU{index} is in MIG mode: its slices have no links to other GPUs."
-        for index, handle in handles.items()
-        if (mode := nvml.ask("nvmlDeviceGetMigMode", handle)) and mode[0] == 1
-    ]
-    return Gpus(devices, _labels(nvml, handles, devices), tuple(notes))
+def _memory(nvml: Nvml, handle: Any) -> Any:
+    # Version 2 leaves out what the driver keeps for itself.
+    version = getattr(nvml.library, "nvmlMemory_v2", None)
+    return nvml.ask("nvmlDeviceGetMemoryInfo", handle, version) or nvml.ask("nvmlDeviceGetMemoryInfo", handle)
 
 
 def _device(nvml: Nvml, index: int, handle: Any) -> Device:
-    pci = nvml.ask("nvmlDeviceGetPciInfo", handle)
-    # Version 2 leaves out what the driver keeps for itself.
-    memory = nvml.ask("nvmlDeviceGetMemoryInfo", handle, getattr(nvml.library, "nvmlMemory_v2", None))
-    memory = memory or nvml.ask("nvmlDeviceGetMemoryInfo", handle)
-    rates = nvml.ask("nvmlDeviceGetUtilizationRates", handle)
+    memory = _memory(nvml, handle)
+    num_words = -(-(os.cpu_count() or 1) // 64)
+    numa_nodes = _bits(nvml.ask("nvmlDeviceGetMemoryAffinity", handle, _MOST_NUMA_NODES // 64, 0))
     return Device(
         "cuda",
         index,
         nvml.text("nvmlDeviceGetName", handle),
         memory.total if memory else 0,
         nvml.text("nvmlDeviceGetUUID", handle),
-        short_bus_id(_string(pci.busId)) if pci else "",
-        busy=busy(rates.gpu if rates else None, memory.used if memory else None),
+        _bus_id(nvml.ask("nvmlDeviceGetPciInfo", handle)),
+        numa_node=numa_nodes[0] if len(numa_nodes) == 1 else None,
+        cpus=_bits(nvml.ask("nvmlDeviceGetCpuAffinity", handle, num_words)),
+        busy=busy(nvml, handle),
     )
 
 
-def _labels(nvml: Nvml, handles: Mapping[int, Any], devices: tuple[Device, ...]) -> dict[tuple[int, int], str]:
+def _bits(words: Any) -> tuple[int, ...]:
+    """The numbers of the bits that are set in words of 64 bits, the lowest first."""
+    return tuple(64 * place + bit for place, word in enumerate(words or ()) for bit in range(64) if word >> bit & 1)
+
+
+def _labels(nvml: Nvml, handles: Mapping[int, Any], devices: tuple[Device, ...]) -> dict[tuple[str, str], str]:
     links = {index: _num_links(nvml, handle) for index, handle in handles.items()}
-    bus_ids = {device.index: device.pci_bus_id for device in devices}
-    labels: dict[tuple[int, int], str] = {}
-    for one in handles:
-        for other in (index for index in handles if index > one):
-            # Switches join all GPUs that have links to them.
-            num_links = links[one].get(bus_ids[other], 0) or min(links[end].get(SWITCHES, 0) for end in (one, other))
-            level = nvml.ask("nvmlDeviceGetTopologyCommonAncestor", handles[one], handles[other])
-            if num_links:
-                labels[one, other] = f"NV{num_links}"
-            elif level in ANCESTORS:
-                labels[one, other] = ANCESTORS[level]
+    labels: dict[tuple[str, str], str] = {}
+    for position, one in enumerate(devices):
+        for other in devices[position + 1 :]:
+            through_switches = min(links[end.index].get(SWITCHES, 0) for end in (one, other))
+            num_links = links[one.index].get(other.pci_bus_id, 0) or through_switches
+            level = nvml.ask("nvmlDeviceGetTopologyCommonAncestor", handles[one.index], handles[other.index])
+            if num_links or level in ANCESTORS:
+                labels[one.label, other.label] = f"NV{num_links}" if num_links else ANCESTORS[level]
     return labels
 
 
@@ -188,11 +207,12 @@ def _num_links(nvml: Nvml, handle: Any) -> dict[str, int]:
             continue
         kind = nvml.ask("nvmlDeviceGetNvLinkRemoteDeviceType", handle, number)
         remote = nvml.ask("nvmlDeviceGetNvLinkRemotePciInfo", handle, number)
-        target = SWITCHES if kind == SWITCH_TYPE or not remote else short_bus_id(_string(remote.busId))
+        target = SWITCHES if kind == SWITCH_TYPE or not remote else _bus_id(remote)
         links[target] = links.get(target, 0) + 1
     return links
 
 
-def _string(value: Any) -> str:
-    """Older releases of the library give bytes."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value or "")
+def _bus_id(pci: Any) -> str:
+    """ "00000000:3B:00.0" as sysfs writes it, "0000:3b:00.0"; empty where it is unknown."""
+    domain, _, rest = (str(pci.busId) if pci else "").lower().partition(":")
+    return f"{domain[-4:] if domain.startswith('0000') else domain}:{rest}" if rest else domain

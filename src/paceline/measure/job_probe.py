@@ -26,8 +26,7 @@ from paceline import data, env, models
 from paceline.checkpoint import save_weights
 from paceline.data import ArraySet
 from paceline.data.order import ShuffledOrder
-from paceline.hardware.checks.load_facts import most_disturbed
-from paceline.measure.load import LoadMeter
+from paceline.measure.load import LoadMeter, most_disturbed
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.sharding import time_sharding
 from paceline.measure.steps import StepTiming, Subject, num_passes, time_steps

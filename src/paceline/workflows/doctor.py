@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-import dataclasses
+import json
+import secrets
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-from paceline import env
-from paceline.errors import LaunchError, file_problems, reason_of
+from paceline.errors import LaunchError, reason_of
 from paceline.workflows.arguments import checked
 
 if TYPE_CHECKING:
-    from paceline.hardware.checks.engine import Finding
-    from paceline.hardware.checks.node_facts import NodeFacts
-    from paceline.hardware.checks.reachability import ReachTest
+    from paceline.hardware.doctor.checks import Finding
+
+ANSWER_LIMIT_S = 180.0
+"""Looking up every peer of a cluster without a name server takes this long."""
+Process = subprocess.Popen[str]
+StartOn = Callable[[str, Sequence[str]], Process]
+"""Starts a program on a node, by its arguments, with text pipes for all three streams; the program has to end when its
+standard input does."""
 
 
 @checked
@@ -35,62 +45,112 @@ def doctor(*, hosts: str | None = None, folder: Path | str = Path("runs")) -> tu
     Raises:
         LaunchError: names of nodes that are invalid, or ssh cannot be started.
     """
-    from paceline.hardware.checks.between_nodes import check_nodes
-    from paceline.hardware.checks.node_checks import check_node
-    from paceline.hardware.checks.survey import survey
-    from paceline.launch.ssh import explain_ssh_failure
-
-    names, folder = _names(hosts), Path(folder).absolute()
-    if not names:
-        return tuple(check_node(own_facts(folder)))
-    command = [sys.executable, "-m", "paceline", "doctor"]
-    found = survey(names, _start_over_ssh, doctor=command, folder=folder, explain=explain_ssh_failure)
-    findings = list(found.problems)
-    for host, facts in found.nodes.items():
-        findings += [dataclasses.replace(finding, node=host) for finding in check_node(facts)]
-    if len(found.nodes) > 1:
-        findings += check_nodes(found)
-    return tuple(findings)
-
-
-def own_facts(folder: Path, marker: Path | None = None, hosts: str | None = None) -> NodeFacts:
-    """The facts of this node, for the doctor on another one; `marker` is a file that both should see."""
-    from paceline.hardware.checks.node_facts import node_facts
-    from paceline.network_addresses import addresses
-
-    return node_facts(addresses(), env.socket_interfaces(), folder=folder, marker=marker, peers=_names(hosts))
-
-
-def listen(address: str, until: TextIO, output: TextIO) -> None:
-    """Accept connections on an address until the stream `until` ends; the port is written to `output`."""
-    from paceline.hardware.checks.reachability import answer_until
-
-    with file_problems(f"Nothing can listen on {address} here", LaunchError):
-        answer_until(until, address, output)
-
-
-def connect(targets: str) -> list[ReachTest]:
-    """Try to connect to "NAME=ADDRESS:PORT,…". Raises `LaunchError` for other texts."""
-    from paceline.hardware.checks.reachability import try_to_reach
-
-    doors = []
-    for target in targets.split(","):
-        name, _, where = target.partition("=")
-        address, _, port = where.rpartition(":")
-        if not (name and address and port.isdigit()):
-            raise LaunchError(f"connect = {target!r} should be NAME=ADDRESS:PORT.")
-        doors.append((name, address, int(port)))
-    return try_to_reach(doors)
-
-
-def _names(hosts: str | None) -> list[str]:
-    """The names of nodes. Raises `LaunchError` for invalid ones."""
+    from paceline.hardware.doctor.node import examine
     from paceline.launch.node_list import parse_node_list
 
-    return [node.address for node in parse_node_list(hosts)] if hosts is not None else []
+    folder = Path(folder).absolute()
+    if hosts is None:
+        return examine(folder).findings
+    return survey([node.address for node in parse_node_list(hosts)], _start_over_ssh, folder)
 
 
-def _start_over_ssh(host: str, program: Sequence[str]) -> subprocess.Popen[str]:
+def survey(nodes: Sequence[str], start_on: StartOn, folder: Path) -> tuple[Finding, ...]:
+    """What is wrong on nodes and between them; each of them runs a doctor of its own."""
+    from paceline.hardware.doctor.checks import Finding
+    from paceline.hardware.doctor.cluster import ONE_ENVIRONMENT, Surveyed, check_nodes
+    from paceline.hardware.doctor.node import facts_of
+
+    findings = []
+    with (
+        _marked(folder) as (marker, text),
+        _running(nodes, start_on) as running,
+        ThreadPoolExecutor(len(nodes)) as pool,
+    ):
+        others = {node: [other for other in nodes if other != node] for node in nodes}
+        questions = {node: {"folder": str(folder), "marker": str(marker), "peers": others[node]} for node in nodes}
+        told = dict(zip(nodes, pool.map(lambda node: _ask(running[node], questions[node]), nodes), strict=True))
+        found: dict[str, Surveyed] = {}
+        for node, (answer, skew_s) in told.items():
+            try:
+                found[node] = Surveyed(facts_of(answer["facts"]), skew_s, answer["marker"] == text, {})
+            except (KeyError, TypeError):
+                reason, fix = f"{node} has another version of Paceline.", ONE_ENVIRONMENT
+                if not answer:
+                    reason, fix = f"{node} did not answer: {_complaint(running[node])}.", f"Try: ssh {node} hostname"
+                findings.append(Finding("error", "node", reason, fix, node))
+        doors = {node: (one.facts.address, told[node][0]["port"]) for node, one in found.items() if one.facts.address}
+        targets = [{other: doors[other] for other in others[node] if other in doors} for node in found]
+        reached = pool.map(lambda node, doors: _ask(running[node], doors)[0], found, targets)
+        found = {
+            node: replace(found[node], unreachable=problems) for node, problems in zip(found, reached, strict=True)
+        }
+    for node, one in found.items():
+        findings += [replace(finding, node=node) for finding in one.facts.findings]
+    return (*findings, *(check_nodes(found, str(folder)) if len(found) > 1 else ()))
+
+
+def answer(questions: TextIO, out: TextIO) -> None:
+    """Be the doctor of this node for one on another node, whose questions are lines."""
+    from paceline.hardware.doctor import node
+
+    node.answer(questions, out)
+
+
+def _ask(process: Process, question: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
+    """A node's answer, and the seconds that its clock is ahead if the answer says the time; empty for none."""
+    assert process.stdin is not None and process.stdout is not None
+    too_late = threading.Timer(ANSWER_LIMIT_S, process.kill)
+    too_late.start()
+    try:
+        print(json.dumps(question), file=process.stdin, flush=True)
+        for line in process.stdout:
+            if line.startswith("{"):  # a shell may greet before
+                answer = json.loads(line)
+                return answer, answer.get("time_s", 0.0) - time.time()
+    except (OSError, ValueError):
+        pass  # it has ended, or says something else
+    finally:
+        too_late.cancel()
+    return {}, 0.0
+
+
+def _complaint(process: Process) -> str:
+    process.kill()
+    assert process.stderr is not None
+    lines = [line.strip().rstrip(".") for line in process.stderr if line.strip()]
+    return lines[-1] if lines else "it did not say why"
+
+
+@contextmanager
+def _running(nodes: Sequence[str], start_on: StartOn) -> Iterator[dict[str, Process]]:
+    """A doctor on every node, which ends with the `with`: its input does."""
+    running = {node: start_on(node, [sys.executable, "-m", "paceline", "doctor", "--answer"]) for node in nodes}
+    try:
+        yield running
+    finally:
+        for process in running.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=5)
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def _marked(folder: Path) -> Iterator[tuple[Path, str]]:
+    """A file with a random text in `folder`, or in its nearest existing parent, as far as it can be written."""
+    text = secrets.token_hex(16)
+    there = next(level for level in (folder, *folder.parents) if level.is_dir())
+    path = there / f".paceline-doctor-{secrets.token_hex(4)}"
+    try:
+        with suppress(OSError):  # the check of the folder says so
+            path.write_text(text)
+        yield path, text
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _start_over_ssh(host: str, program: Sequence[str]) -> Process:
     from paceline.launch.ssh import ssh_argv
 
     argv = ssh_argv(host, program, cwd=Path.cwd(), environ={})

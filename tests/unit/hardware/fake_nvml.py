@@ -73,7 +73,7 @@ def _remote(gpu: int, link: int) -> SimpleNamespace:
 
 FOUR_GPUS: dict[str, Any] = {
     "nvmlDeviceGetName": lambda gpu: f"NVIDIA A100 {gpu}",
-    "nvmlDeviceGetUUID": lambda gpu: f"GPU-{gpu}".encode(),
+    "nvmlDeviceGetUUID": lambda gpu: f"GPU-{gpu}",
     "nvmlDeviceGetPciInfo": lambda gpu: SimpleNamespace(busId=f"00000000:0{6 + gpu}:00.0"),
     "nvmlDeviceGetMemoryInfo": lambda gpu, *_: SimpleNamespace(total=40 * GIB, used=31 * GIB * (gpu == 1)),
     "nvmlDeviceGetUtilizationRates": lambda gpu: SimpleNamespace(gpu=62 * (gpu == 1)),
@@ -85,7 +85,7 @@ FOUR_GPUS: dict[str, Any] = {
 }
 
 HEALTHY: dict[str, Any] = {
-    "nvmlSystemGetDriverVersion": b"570.124.06",
+    "nvmlSystemGetDriverVersion": "570.124.06",
     "nvmlDeviceGetName": "NVIDIA H100 80GB HBM3",
     "nvmlDeviceGetEccMode": [1, 1],
     "nvmlDeviceGetTotalEccErrors": 0,

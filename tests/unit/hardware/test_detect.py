@@ -1,4 +1,4 @@
-"""What this machine has, from a stand-in for NVML, an `nvidia-smi` of our own making and a folder like /sys."""
+"""What this machine has, from a stand-in for NVML and an `nvidia-smi` of our own making."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from paceline.hardware.nvml import read_gpus
 from paceline.spec import Node
 from tests.data import topologies
 from tests.unit.hardware.fake_nvml import FOUR_GPUS, GIB, FakeNvml, NVMLError
-from tests.unit.hardware.fake_sysfs import server
 
 BARE = Node("here", 16, 2**36, "some processor")
 MATRIX = """\
@@ -62,13 +61,9 @@ def prints(bin_dir: Path, script: str) -> None:
     path.chmod(0o755)
 
 
-def prints_matrix(bin_dir: Path, matrix: str = MATRIX) -> None:
-    prints(bin_dir, f'case "$*" in "topo -m") cat <<"END"\n{matrix}END\n;; esac')
-
-
-def node_with(fake: FakeNvml, root: Path) -> Node:
-    """The node that detection makes of GPUs and a folder in place of /sys."""
-    return with_gpus(BARE, read_gpus(fake), root)
+def node_with(fake: FakeNvml, matrix: str = "") -> Node:
+    """The node that detection makes of GPUs and a matrix."""
+    return with_gpus(BARE, read_gpus(fake), matrix)
 
 
 def labels(node: Node) -> dict[tuple[str, str], str]:
@@ -78,9 +73,9 @@ def labels(node: Node) -> dict[tuple[str, str], str]:
 # --- NVML alone ---
 
 
-def test_nvml_tells_devices_memory_use_and_links(bin_dir: Path, tmp_path: Path) -> None:
+def test_nvml_tells_devices_memory_use_and_links() -> None:
     fake = FakeNvml(4, FOUR_GPUS)
-    node = node_with(fake, tmp_path / "nowhere")
+    node = node_with(fake)
     assert fake.num_open == 0
     assert [(gpu.name, gpu.uuid, gpu.pci_bus_id) for gpu in node.devices] == [
         (f"NVIDIA A100 {i}", f"GPU-{i}", f"0000:0{6 + i}:00.0") for i in range(4)
@@ -95,11 +90,8 @@ def test_nvml_tells_devices_memory_use_and_links(bin_dir: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("mute", [*FOUR_GPUS, "nvmlShutdown"])
-def test_one_query_without_an_answer_leaves_the_others_as_they_are(bin_dir: Path, tmp_path: Path, mute: str) -> None:
-    whole, node = (
-        node_with(FakeNvml(4, FOUR_GPUS | changes), tmp_path / "nowhere")
-        for changes in ({}, {mute: NVMLError("Not Supported")})
-    )
+def test_one_query_without_an_answer_leaves_the_others_as_they_are(mute: str) -> None:
+    whole, node = (node_with(FakeNvml(4, FOUR_GPUS | changes)) for changes in ({}, {mute: NVMLError("Not Supported")}))
     assert [gpu.index for gpu in node.devices] == [0, 1, 2, 3]
     same = [
         getattr(one, name) == getattr(other, name)
@@ -110,8 +102,8 @@ def test_one_query_without_an_answer_leaves_the_others_as_they_are(bin_dir: Path
 
 
 @pytest.mark.parametrize("mute", ["nvmlInit", "nvmlDeviceGetCount"])
-def test_a_driver_that_does_not_answer_has_no_gpus(bin_dir: Path, tmp_path: Path, mute: str) -> None:
-    assert node_with(FakeNvml(4, FOUR_GPUS | {mute: NVMLError("Driver Not Loaded")}), tmp_path) == BARE
+def test_a_driver_that_does_not_answer_has_no_gpus(mute: str) -> None:
+    assert node_with(FakeNvml(4, FOUR_GPUS | {mute: NVMLError("Driver Not Loaded")})) == BARE
 
 
 def test_gpus_that_cannot_be_opened_are_named() -> None:
@@ -145,82 +137,44 @@ def test_without_the_python_module_there_are_no_gpus(bin_dir: Path, monkeypatch:
     assert detect().device_kind == "cpu"
 
 
-# --- all sources together ---
+# --- with a matrix ---
 
 
-def test_the_matrix_goes_before_the_tree_and_the_tree_adds_the_rest(bin_dir: Path, tmp_path: Path) -> None:
-    """But for places: a driver in a container may tell another NUMA node than the tree."""
-    prints_matrix(bin_dir, MATRIX.replace("\t8-15\t1", "\t8-15\t0"))
-    bus_ids = server(tmp_path / "sys")
-    node = node_with(FakeNvml(3, answers()), tmp_path / "sys")
-    found = labels(node)
-    assert found["GPU0", "GPU1"] == "NV18"
-    assert [card.name for card in node.peripherals] == ["mlx5_2", "mlx5_10", "eth0", "nvme0n1"]
-    assert found["GPU0", "NIC1"] == "PXB"  # as the matrix has mlx5_10, which is its NIC0
-    assert found["GPU0", "NIC0"] == "PIX"  # counted: the matrix does not know mlx5_2
-    assert found["GPU2", "DISK0"] == "PHB"
-    assert [device.numa_node for device in node.devices] == [0, 0, 1]
-    assert node.devices[2].cpus == tuple(range(32, 64))
-    assert node.devices[0].pci_bus_id == bus_ids["gpu0"]
-    assert [card.bytes_per_s for card in node.peripherals[:3]] == [25e9, 12.5e9, None]
-    (note,) = node.notes
-    assert "GPU2" in note and "8 PCIe lanes" in note and "16" in note
-    link = node.link("GPU2", "NIC2")
-    assert link is not None and link.bytes_per_s == pytest.approx(12e9 * 5 / 6)  # 8 of its lanes, by a host bridge
-
-
-def test_without_a_tree_the_matrix_tells_cards_and_cores(bin_dir: Path, tmp_path: Path) -> None:
-    prints_matrix(bin_dir)
-    node = node_with(FakeNvml(3, answers()), tmp_path / "nowhere")
+def test_the_matrix_goes_before_the_driver_and_adds_cards_and_cores() -> None:
+    places: dict[str, Any] = {
+        "nvmlDeviceGetCpuAffinity": lambda gpu, _: [0b1111 << 8] if gpu == 2 else [],
+        "nvmlDeviceGetMemoryAffinity": lambda gpu, *_: [0, 0b10] if gpu == 2 else [0b11],
+        "nvmlDeviceGetTopologyCommonAncestor": 50,
+    }
+    node = node_with(FakeNvml(3, answers(**places)), MATRIX)
+    assert labels(node)["GPU0", "GPU1"] == "NV18" and labels(node)["GPU0", "NIC0"] == "PXB"
     assert [(card.label, card.name) for card in node.peripherals] == [("NIC0", "mlx5_10")]
-    assert [device.numa_node for device in node.devices] == [0, 0, 1]
-    assert node.devices[2].cpus == tuple(range(8, 16))
+    assert [device.numa_node for device in node.devices] == [0, 0, 65]  # what the driver tells goes first
+    assert [device.cpus for device in node.devices] == [tuple(range(8)), tuple(range(8)), (8, 9, 10, 11)]
     assert node.links[0].bytes_per_s == 18 * 25e9
+    slow = node.link("GPU2", "NIC0")
+    assert slow is not None and slow.bytes_per_s == 6e9  # a T4 behind the link between sockets
+    assert node.devices[0].pci_bus_id == "0000:3d:00.0"
 
 
-def test_without_a_matrix_the_tree_tells(bin_dir: Path, tmp_path: Path) -> None:
-    server(tmp_path / "sys")
-    found = labels(node_with(FakeNvml(3, answers()), tmp_path / "sys"))
-    assert found["GPU0", "GPU1"] == "PIX" and found["GPU1", "GPU2"] == "SYS"
-
-
-@pytest.mark.parametrize(
-    ("bus_ids", "label"),
-    [
-        (("gpu0", "gpu1"), "PIX"),
-        (("gpu0", "gpu2"), "PXB"),
-        (("gpu0", "gpu3"), "PHB"),
-        (("gpu3", "gpu4"), "NODE"),
-        (("gpu0", "gpu5"), "SYS"),
-        (("gpu4", "gpu5"), "SYS"),
-    ],
-)
-def test_the_way_through_the_tree_has_the_label_that_nvidia_smi_would_give(
-    bin_dir: Path, tmp_path: Path, bus_ids: tuple[str, str], label: str
-) -> None:
-    places = server(tmp_path / "sys")
-    known = answers(2, nvmlDeviceGetPciInfo=lambda gpu: type("Info", (), {"busId": places[bus_ids[gpu]]}))
-    assert labels(node_with(FakeNvml(2, known), tmp_path / "sys"))["GPU0", "GPU1"] == label
-
-
-def test_nothing_known_of_a_pair_is_no_link(bin_dir: Path, tmp_path: Path) -> None:
-    node = node_with(FakeNvml(3, answers()), tmp_path / "nowhere")
+def test_nothing_known_of_a_pair_is_no_link() -> None:
+    node = node_with(FakeNvml(3, answers()))
     assert (len(node.devices), node.links, node.peripherals, node.notes) == (3, (), (), ())
 
 
-def test_an_invalid_matrix_is_a_note(bin_dir: Path, tmp_path: Path) -> None:
-    prints_matrix(bin_dir, MATRIX.replace("NV18", "NV1", 1))
-    node = node_with(FakeNvml(3, answers()), tmp_path / "nowhere")
+def test_an_invalid_matrix_is_a_note() -> None:
+    node = node_with(FakeNvml(3, answers()), MATRIX.replace("NV18", "NV1", 1))
     (note,) = node.notes
     assert node.links == () and "GPU1" in note and "GPU0" in note
 
 
 @pytest.mark.parametrize("name", ["a100_hgx", "h200_hgx", "dgx2"])
-def test_a_recorded_machine_as_if_it_were_this_one(bin_dir: Path, tmp_path: Path, name: str) -> None:
+def test_a_recorded_machine_as_if_it_were_this_one(bin_dir: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     (recorded,) = topologies.load(name).nodes
-    prints(bin_dir, f"cat {topologies.path_of(name)}")
+    prints(bin_dir, f'[ "$*" = "topo -m" ] && cat {topologies.path_of(name)}')
     fake = FakeNvml(len(recorded.devices), {"nvmlDeviceGetName": lambda gpu: recorded.devices[gpu].name})
-    node = node_with(fake, tmp_path / "nowhere")
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    (node,) = detect().nodes
     assert labels(node) == labels(recorded)
     assert node.peripherals == recorded.peripherals
     assert [device.cpus for device in node.devices] == [device.cpus for device in recorded.devices]

@@ -109,6 +109,31 @@ def test_the_same_matrix_in_another_notation(change: Callable[[str], str]) -> No
     assert [device.numa_node for device in node.devices] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: "user@node:~$ nvidia-smi topo -m" + text,
+        lambda text: "(base) root@3f2a:/workspace# " + text.lstrip("\t"),
+        lambda text: text.replace("\tGPU0", "\t[4mGPU0", 1).replace("NUMA Affinity", "NUMA Affinity[0m"),
+    ],
+)
+def test_a_header_behind_a_prompt_or_with_the_remains_of_its_underline_is_read(change: Callable[[str], str]) -> None:
+    assert node_of(change(MATRIX)) == node_of(MATRIX)
+
+
+def test_without_a_header_the_line_that_is_nearest_to_one_is_shown() -> None:
+    with pytest.raises(ClusterError, match="'GPU0 GPU1 X"):
+        read_topology(MATRIX.replace("\tGPU0\tGPU1", ">>> GPU0 GPU1 X", 1))
+
+
+def test_an_unknown_label_is_kept_and_ranked_last_with_a_sentence() -> None:
+    node = node_of(MATRIX.replace("NV2", "C2C"))
+    assert labels(node)["GPU0-GPU1"] == "C2C" and node.links[0].bytes_per_s is None
+    assert any("C2C" in note and "ranked last" in note for note in node.notes)
+    three = "\tGPU0\tGPU1\tGPU2\nGPU0\tX\tC2C\tSYS\nGPU1\tC2C\tX\tPHB\nGPU2\tSYS\tPHB\tX\n"
+    assert paceline.topo(three, pick=2).choice.ring.devices == (1, 2)  # type: ignore[union-attr]
+
+
 def test_a_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "topology").write_bytes(b"\xef\xbb\xbf" + MATRIX.encode())
     assert read_topology(tmp_path / "topology") == read_topology(MATRIX)
@@ -128,21 +153,20 @@ def test_gpus_keep_their_numbers_where_some_are_missing() -> None:
         ("NIC0\tPIX", "NIC0\tNODE", ["NIC0", "GPU0", "NODE", "PIX"]),
         ("GPU1\tNV2\t X \tSYS\t4-7\t1", "GPU1\tNV2\t X ", ["GPU1", "NIC0"]),
         ("GPU1\tNV2\t X \tSYS", "GPU1\tNV2\t X ", ["GPU1", "NIC0", "'4-7'"]),
-        ("NV2\tPIX\t0-3", "NV19\tPIX\t0-3", ["GPU0", "GPU1", "'NV19'"]),
-        ("NV2\tPIX\t0-3", "nv2\tPIX\t0-3", ["GPU0", "GPU1", "'nv2'"]),
+        ("NV2\tPIX\t0-3", "nv2\tPIX\t0-3", ["GPU0", "GPU1", "'nv2'", "'NV2'"]),
         ("GPU0\t X \tNV2", "GPU0\tX\tX", ["GPU0", "GPU1", "X"]),
         ("GPU0\t X ", "GPU0\tSYS", ["GPU0"]),
-        ("GPU1\tNV2\t X \tSYS\t4-7\t1\n", "", ["GPU1", "no row"]),
-        ("GPU1\tNV2", "GPU0\tNV2", ["two rows GPU0"]),
-        ("GPU1\tNV2", "GPU7\tNV2", ["GPU7", "no column"]),
+        ("GPU1\tNV2\t X \tSYS\t4-7\t1\n", "", ["GPU1", "0 rows"]),
+        ("GPU1\tNV2", "GPU0\tNV2", ["2 rows GPU0"]),
+        ("GPU1\tNV2", "GPU7\tNV2", ["1 column and 0 rows GPU1"]),
         ("\tGPU0\tGPU1", "\tGPU0\tGPU0", ["GPU0"]),
         ("\tGPU0\tGPU1", "\tX\tGPU1", ["column"]),
-        ("GPU1\tNIC0\tCPU", "GPU1\tCPU", ["NIC0", "no column"]),
-        ("0-3,8-11", "0-3,8-x", ["GPU0", "CPU Affinity"]),
-        ("0-3,8-11", "11-8", ["GPU0", "CPU Affinity"]),
-        ("0-3,8-11", "0-999999999", ["GPU0", "CPU Affinity"]),
-        ("0-3,8-11", "٣", ["GPU0", "CPU Affinity"]),
-        ("\t4-7\t1", "\t4-7\tone", ["GPU1", "NUMA Affinity"]),
+        ("GPU1\tNIC0\tCPU", "GPU1\tCPU", ["0 columns and 1 row NIC0"]),
+        ("0-3,8-11", "0-3,8-x", ["GPU0", "affinities"]),
+        ("0-3,8-11", "11-8", ["GPU0", "affinities"]),
+        ("0-3,8-11", "0-999999999", ["GPU0", "affinities"]),
+        ("0-3,8-11", "٣", ["GPU0", "affinities"]),
+        ("\t4-7\t1", "\t4-7\tone", ["GPU1", "'one'"]),
         ("\t4-7\t1", "\t4-7\t1\t1", ["GPU1", "NUMA Affinity"]),
     ],
 )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,10 @@ from hypothesis import strategies as st
 
 import paceline
 from paceline.errors import ClusterError, JobError, PacelineError
-from paceline.hardware.checks.gpu_facts import GpuFacts, GpusFacts
-from paceline.measure.load import LoadMeter
+from paceline.measure.load import CpuTimes, LoadMeter, load_of
 from paceline.measure.steps import spread_of
 from paceline.spec import Cluster, ForecastCheck, JobTiming, MicroBatchTiming
+from tests.unit.hardware.fake_nvml import FakeNvml
 
 OTHER = JobTiming("other", "a device", 10, 1, (MicroBatchTiming(1, 1.0),))
 
@@ -95,10 +97,35 @@ def test_few_or_equal_times_have_no_spread(times_s: list[float]) -> None:
 
 
 def test_a_slow_gpu_is_named_only_by_the_worker_that_computes_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpus = GpusFacts(gpus=tuple(GpuFacts(index, throttle_reasons=0x20 * (index == 3)) for index in range(4)))
-    monkeypatch.setattr("paceline.measure.load.collect_gpus", lambda: gpus)
+    hot_gpu = {"nvmlDeviceGetCurrentClocksThrottleReasons": lambda gpu: 0x20 * (gpu == 3)}
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(4, hot_gpu))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     cool, hot = (LoadMeter(torch.device("cuda", ordinal)).load() for ordinal in (0, 1))
     assert cool is not None and cool.throttled == ()
     assert hot is not None and hot.is_disturbing
     assert "GPU 3" in hot.throttled[0] and "too hot" in hot.throttled[0]
+
+
+@given(st.integers(0, 500), st.integers(0, 500), st.integers(0, 500))
+def test_the_load_of_others_is_what_all_did_less_what_we_did(busy: int, own: int, stolen: int) -> None:
+    one = CpuTimes("a", (0, 1), 10.0, own / 2, own + busy / 100, stolen / 100)
+    load = load_of([one, one])  # two workers on the same cores see each other
+    assert load is not None and load.num_cores == 2
+    assert (load.other_cores, load.stolen_cores) == pytest.approx((busy / 1000, stolen / 1000))
+
+
+def test_the_most_disturbed_node_counts_and_a_slow_gpu_of_any() -> None:
+    quiet = CpuTimes("a", (0, 1), 10.0, 1.0, 1.0, 0.0, throttled="GPU 3 of a is too hot")
+    load = load_of([quiet, CpuTimes("b", (0,), 10.0, 1.0, 7.0, 0.0)])
+    assert load is not None
+    assert (load.num_cores, load.other_cores, load.throttled) == (1, 0.6, ("GPU 3 of a is too hot",))
+    assert load_of([]) is None
+
+
+def test_a_meter_sees_what_this_process_does() -> None:
+    meter = LoadMeter(torch.device("cpu"))
+    until = time.process_time() + 0.2
+    while time.process_time() < until:
+        pass
+    spent = meter.spent()
+    assert spent.own_s >= 0.19 and spent.busy_s >= 0.15 and spent.elapsed_s >= 0.19

@@ -1,0 +1,230 @@
+"""All checks of one node, and what it tells a doctor on another node."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+
+from paceline import env
+from paceline.hardware.doctor import checks, gpus
+from paceline.hardware.doctor.checks import Finding, Lookup, Torch
+from paceline.hardware.nvml import DriverProblem, open_nvml
+from paceline.spec import MachineLoad
+from paceline.words import listing
+
+REACH_LIMIT_S = 3.0
+TORCH_LIMIT_S = 120.0
+"""Initialising CUDA loads gigabytes of libraries."""
+SHM = Path("/dev/shm")
+_ABOUT_TORCH = """
+import json, torch
+num_gpus, problem = 0, ""
+if torch.version.cuda:
+    try:
+        torch.cuda.init()
+        num_gpus = torch.cuda.device_count()
+    except RuntimeError as reason:
+        problem = str(reason).splitlines()[0].rstrip(".")
+print(json.dumps([torch.__version__, torch.version.cuda or "", num_gpus, problem]))
+"""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What one node found out about itself, and what is compared between nodes."""
+
+    findings: tuple[Finding, ...]
+    versions: dict[str, str]
+    gpus: str
+    """Its GPUs in words."""
+    mtus: dict[str, int]
+    """The largest packets of the interfaces that lead to the other nodes."""
+    address: str
+    """Where other nodes reach it; empty: no interface leads to them."""
+
+
+def facts_of(mapping: Mapping[str, Any]) -> NodeFacts:
+    """The facts that another node sent. Raises `TypeError` or `KeyError` where its version is another one."""
+    findings = tuple(Finding(**finding) for finding in mapping["findings"])
+    return NodeFacts(**{**mapping, "findings": findings})
+
+
+def examine(folder: Path, peers: Sequence[str] = (), library: Any = None) -> NodeFacts:
+    """Check this node.
+
+    Args:
+        folder: where runs are written; absolute.
+        peers: names or addresses of the other nodes of a run.
+        library: what answers in place of the module pynvml.
+    """
+    torch, python = ask_torch(), platform.python_version()
+    names, found = check_gpus(torch, library)
+    up = interfaces()
+    lookups = [look_up(peer) for peer in peers]
+    ways = [way_to(lookup.address, up) if lookup.address else "" for lookup in lookups]
+    address = next((up[way][0] for way in [*ways, *up] if up.get(way)), "")
+    shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
+    obstacle = next(level for level in (folder, *folder.parents) if os.path.lexists(level))
+    there = next(level for level in (folder, *folder.parents) if level.is_dir())
+    found += [
+        *checks.check_torch(torch, python),
+        *checks.check_quota(len(os.sched_getaffinity(0)), quota_cores(read_text(Path("/proc/self/cgroup")))),
+        *checks.check_load(measure_load()),
+        *checks.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
+        *checks.check_shared_memory(shm.total if shm else 0, shm.free if shm else 0),
+        *checks.check_run_folder(
+            folder,
+            shutil.disk_usage(there).free,
+            "" if obstacle.is_dir() else str(obstacle),
+            is_writable=os.access(there, os.W_OK | os.X_OK),
+        ),
+        *checks.check_own_name(look_up(socket.gethostname()), address, has_peers=bool(peers)),
+    ]
+    for lookup, way in zip(lookups, ways, strict=True):
+        found += checks.check_way(lookup, way)
+    mtus = {way: psutil.net_if_stats()[way].mtu for way in ways if way not in ("", "lo")}
+    versions = {"paceline": version("paceline"), "python": python, "torch": torch.version, "CUDA": torch.cuda}
+    models = listing([f"{count} x {name}" for name, count in Counter(names).items()]) or "no GPU"
+    return NodeFacts(tuple(found), versions, models, mtus, address if any(ways) else "")
+
+
+def check_gpus(torch: Torch, library: Any = None) -> tuple[list[str], list[Finding]]:
+    """The names of the GPUs, and what is wrong with them."""
+    names: list[str] = []
+    found: list[Finding] = []
+    driver, problem = "", ""
+    try:
+        with open_nvml(library) as nvml:
+            driver, handles = nvml.text("nvmlSystemGetDriverVersion"), nvml.handles()
+            names = [nvml.text("nvmlDeviceGetName", handle) for handle in handles.values()]
+            for check in (gpus.check_peer_access, gpus.check_memory, gpus.check_speed, gpus.check_modes):
+                found += check(nvml, handles) if handles else []
+    except DriverProblem as reason:
+        problem = str(reason)
+    if names and torch.version and env.visible_gpus() != []:
+        found = checks.check_cuda(torch, len(names)) + found
+    return names, checks.check_driver(len(names), max(num_gpus_on_bus(), len(names)), driver, problem) + found
+
+
+def answer(questions: TextIO, out: TextIO) -> None:
+    """Tell a doctor on another node about this one, a line of JSON for each of its lines, until they end.
+
+    The first is {"folder", "marker", "peers"}, which `examine` explains, and a file that all nodes should see; the
+    answer has the node's facts, what it reads in the marker, the time, and a port on which it listens. The second is
+    the address and port of every other node by name; the answer has the reason for each that cannot be reached.
+    """
+    with socket.create_server(("", 0), backlog=1024) as server:  # the kernel accepts connections
+        asked = json.loads(questions.readline())
+        facts = examine(Path(asked["folder"]), asked["peers"])
+        told = {"marker": read_text(Path(asked["marker"])), "port": server.getsockname()[1], "time_s": time.time()}
+        print(json.dumps({"facts": asdict(facts), **told}), file=out, flush=True)
+        problems = {}
+        for name, door in json.loads(questions.readline() or "{}").items():
+            try:
+                socket.create_connection(door, REACH_LIMIT_S).close()
+            except OSError as problem:
+                problems[name] = problem.strerror or str(problem)
+        print(json.dumps(problems), file=out, flush=True)
+        questions.read()  # the others may still want to connect
+
+
+def ask_torch() -> Torch:
+    """Load torch in a process of its own, which libraries that do not fit may take down."""
+    command = [sys.executable, "-c", _ABOUT_TORCH]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return Torch(problem=f"it was not loaded within {TORCH_LIMIT_S:g} s")
+    if done.returncode:
+        return Torch(problem=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].rstrip("."))
+    return Torch(*json.loads(done.stdout.splitlines()[-1]))
+
+
+def num_gpus_on_bus(devices: Path = Path("/sys/bus/pci/devices")) -> int:
+    """NVIDIA's (0x10de) display controllers (class 03) among the PCI devices."""
+    texts = [(read_text(device / "vendor"), read_text(device / "class")) for device in devices.glob("*")]
+    return sum(vendor == "0x10de" and kind.startswith("0x03") for vendor, kind in texts)
+
+
+def quota_cores(own_cgroup: str, root: Path = Path("/sys/fs/cgroup")) -> float:
+    """The processor time this process may use, in cores: the least that its control groups (version 2) allow.
+
+    Args:
+        own_cgroup: the text of /proc/self/cgroup.
+    """
+    path = next((line[3:] for line in own_cgroup.splitlines() if line.startswith("0::")), "/")
+    folder = root / path.lstrip("/")
+    limits = [float("inf")]
+    # Inside a container the path may be the node's: then the mount's own root is what counts.
+    for level in (folder, *folder.parents):
+        quota, _, period = read_text(level / "cpu.max").partition(" ")
+        if level.is_relative_to(root) and quota.isdigit() and period.isdigit():  # "max" means no limit
+            limits.append(int(quota) / int(period))
+    return min(limits)
+
+
+def measure_load(seconds: float = 0.5) -> MachineLoad:
+    """The processor time that programs and other virtual machines use during `seconds`."""
+    num_cores = psutil.cpu_count() or 1
+    share = psutil.cpu_times_percent(seconds)
+    used = share.user + share.nice + share.system
+    return MachineLoad(num_cores, used / 100 * num_cores, share.steal / 100 * num_cores)
+
+
+def look_up(name: str) -> Lookup:
+    began = time.perf_counter()
+    try:
+        sockaddr = socket.getaddrinfo(name.rpartition("@")[2], None, type=socket.SOCK_STREAM)[0][4]
+        socket.getnameinfo(sockaddr, 0)
+    except OSError as problem:
+        return Lookup(name, seconds=time.perf_counter() - began, problem=str(problem))
+    return Lookup(name, str(sockaddr[0]), time.perf_counter() - began)
+
+
+def interfaces() -> dict[str, list[str]]:
+    """The addresses of the network interfaces that are up, loopback last."""
+    stats = psutil.net_if_stats()
+    found = {
+        name: [address.address.partition("%")[0] for address in addresses if address.family != psutil.AF_LINK]
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in stats and stats[name].isup
+    }
+    return dict(sorted(found.items(), key=lambda item: item[0] == "lo"))
+
+
+def way_to(address: str, up: dict[str, list[str]]) -> str:
+    """The interface through which this node would send to an address; nothing is sent.
+
+    Returns:
+        Its name; "lo" for an address of this node itself, empty where there is no way.
+    """
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect((address, 9))
+        except OSError:
+            return ""
+        source = asking.getsockname()[0]
+    return "lo" if source == address else next((name for name, own in up.items() if source in own), "")
+
+
+def read_text(path: Path) -> str:
+    """A file's text without the spaces around it; empty where it cannot be read."""
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        return ""
