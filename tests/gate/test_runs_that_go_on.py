@@ -3,7 +3,9 @@ that is another run, that belongs to somebody else, or that was not whole."""
 
 from __future__ import annotations
 
+import functools
 import os
+import random
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -193,6 +195,31 @@ def test_another_run_does_not_go_on(name: str, tmp_path: Path) -> None:
     first, second, words = OTHERS[name]
     ((_, (made, said)),) = run_ranks(_in_turn, 1, tmp_path, first | {"max_steps": 4}, second)
     assert not made and all(word in said for word in words), said
+
+
+def _drawn_by_what_is_kept_before_prepare(folder: Path) -> list[float]:
+    drawn = []
+    for max_steps in (2, 4):
+        job = paceline.Job(global_batch_size=BATCH, virtual_shards=2, epochs=EPOCHS)
+        with paceline.init(job, checkpoint_dir=folder, max_steps=max_steps, progress=False) as run:
+            draws = random.Random(3)
+            run.keep("draws", draws)
+            run.prepare(model := _Layers(), torch.optim.SGD(model.parameters(), lr=0.1))
+            for batch in run.batches(_rows()):
+                run.step(batch, lambda model, shard: model(shard[0]).square().mean())
+                drawn.append(draws.random())
+    return drawn
+
+
+def test_what_is_kept_before_prepare_goes_on_too(tmp_path: Path) -> None:
+    draws = random.Random(3)
+    assert run_ranks(_drawn_by_what_is_kept_before_prepare, 1, tmp_path) == [[draws.random() for _ in range(4)]]
+
+
+def test_an_epoch_is_saved_at_its_end(tmp_path: Path) -> None:
+    """Three steps each; the last one is saved at the end of the run."""
+    run_ranks(functools.partial(_train, epochs=2), 2, tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000006"]
 
 
 def _ends_of_epochs(folder: Path) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,17 @@ from torch import Tensor
 from paceline import data, models
 from paceline.checkpoint import save_weights
 from paceline.data import ArraySet
-from paceline.regular_files import run_file_mode
+from paceline.errors import CheckpointError, reason_of
+from paceline.regular_files import refuge, run_file_mode
 from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.record import RECORD_FILE
-from paceline.train.callbacks import build_callbacks
+from paceline.train.callbacks import Scheduling, build_callbacks
 from paceline.train.early_stopping import EarlyStopping
 from paceline.train.evaluation.objective import accuracy_and_loss, training_loss
 from paceline.train.initialize import init
 from paceline.train.journal import Journal, RunOutput
 from paceline.train.optimizers.optim import build_optimizer
 from paceline.train.run import Run
-from paceline.train.scheduling import Scheduling
-from paceline.train.session.final_save import save_at_the_end
 from paceline.train.training import Training
 
 __all__ = ["RunOutput", "data_facts", "train"]
@@ -85,14 +83,30 @@ def train(
             if job.checkpoint.save_final:
                 weights = run.whole_state() if average is None else average.module.state_dict()
             if run.rank == 0:
-                save_at_the_end(functools.partial(_write_results, weights, record), output.run_dir, run.say)
+                _save_results(output.run_dir, weights, record)
         return record
 
 
-def _write_results(weights: dict[str, Tensor] | None, record: RunRecord, folder: Path) -> None:
-    if weights is not None:
-        save_weights(weights, folder / "model.safetensors")
-    record.save(folder / RECORD_FILE, run_file_mode())
+def _save_results(run_dir: Path, weights: dict[str, Tensor] | None, record: RunRecord) -> None:
+    """Save what is left of a run in its folder.
+
+    Raises:
+        CheckpointError: the run folder cannot be written to; says which folder has everything instead.
+    """
+
+    def write(folder: Path) -> None:
+        if weights is not None:
+            save_weights(weights, folder / "model.safetensors")
+        record.save(folder / RECORD_FILE, run_file_mode())
+
+    try:
+        write(run_dir)
+    except OSError as problem:
+        why = f"The run is trained, but its folder {run_dir} cannot be written to ({reason_of(problem)})"
+        folder = refuge(run_dir.name, write)
+        if folder is None:
+            raise CheckpointError(f"{why}, and no other can be; its checkpoints are what is left of it.") from None
+        raise CheckpointError(f"{why}; its weights and its record are in {folder} instead.") from None
 
 
 def _example(run: Run, train_set: Any) -> Any:

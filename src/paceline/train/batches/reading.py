@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.containers import to_device
+from paceline.containers import tensors, to_device
 from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, is_loader, read_samples, set_size
 from paceline.data.order import EpochOrder
 from paceline.data.stream_reader import StreamStep, read_stream
 from paceline.data.substreams import StreamPosition
 from paceline.sharded_batch import ShardedBatch
 from paceline.spec import Job
-from paceline.train.batches.prefetch import ahead
+
+T = TypeVar("T")
 
 
 class DatasetReader:
@@ -109,3 +110,40 @@ def loading_of(job: Job, dataset: Any, purpose: str, **given: Any) -> Loading:
     if given["num_workers"] is None and not is_loader(dataset):
         given["num_workers"] = job.data.loader_workers
     return Loading.of(dataset, job.global_batch_size, purpose, **given)
+
+
+def ahead(contents: Iterable[T], device: torch.device) -> Iterator[T]:
+    """The same contents, each read while the one before is trained on; on a CPU as they are.
+
+    What reading enqueues on the GPU (copies from pinned memory, augmentation) runs on a stream of its own. An error is
+    raised in the place of the content that it belongs to.
+    """
+    if device.type != "cuda":
+        yield from contents
+        return
+    reading = iter(contents)
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))  # a data set that lies on the GPU may still be on its way
+
+    def read() -> list[T] | Exception:
+        """The next content; an empty list at the end."""
+        try:
+            with torch.cuda.stream(side):
+                return [next(reading)]
+        except StopIteration:
+            return []
+        except Exception as error:
+            return error
+
+    found = read()
+    while found:
+        if isinstance(found, Exception):
+            raise found
+        computing = torch.cuda.current_stream(device)
+        computing.wait_stream(side)  # for this content, not for the next one
+        content = found[0]
+        for tensor in tensors(content):
+            if tensor.is_cuda:
+                tensor.record_stream(computing)  # its memory is not the side stream's again before it is used
+        found = read()
+        yield content

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from paceline.errors import JobError
-from paceline.regular_files import create, parse_json, read_bytes, run_file_mode
-
-_MOST_UNWRITTEN = 10_000
+from paceline.regular_files import parse_json, replace_text, run_file_mode
 
 
 @dataclass(frozen=True)
@@ -29,51 +27,36 @@ def json_lines(run_dir: Path, first_step: int, say: Callable[[str], None]) -> Si
     """metrics.jsonl in the run folder: one object a call, readable during the run.
 
     It continues after `first_step`: later lines of an earlier process are removed, because these steps are repeated.
+    Where it cannot be written, that is said once and training goes on.
     """
-    path = run_dir / "metrics.jsonl"
-    file: io.TextIOWrapper | None = None
-    unwritten: list[str] = []
-    """Lines for a file that could not be begun yet."""
-    has_told = False
+    path, has_told = run_dir / "metrics.jsonl", False
+    file: TextIO | None = None
 
-    def write(line: str) -> None:
-        nonlocal file, has_told
+    def tell(problem: OSError) -> None:
+        nonlocal has_told
+        if not has_told:
+            say(f"{path} cannot be written to ({problem.strerror}); training goes on.")
+        has_told = True
+
+    def log(step: int, values: dict[str, float]) -> None:
         try:
-            if file is None:
-                file = _begin_lines(path, first_step, "".join(unwritten))
-                unwritten.clear()
-            file.write(line)
-            file.flush()
-        except OSError as problem:  # what could not be written is tried again with the next line
-            if file is None and len(unwritten) < _MOST_UNWRITTEN:
-                unwritten.append(line)
-            if not has_told:
-                say(f"{path} cannot be written to ({problem.strerror}); training goes on.")
-            has_told = True
+            if file is not None:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+                file.flush()  # what could not be written is tried again with the next line
+        except OSError as problem:
+            tell(problem)
 
     def close() -> None:
         with contextlib.suppress(OSError):  # that was told
             if file is not None:
                 file.close()
 
-    write("")
-    return Sink(lambda step, values: write(json.dumps({"step": step, **values}) + "\n"), close)
-
-
-def _begin_lines(path: Path, first_step: int, text: str) -> io.TextIOWrapper:
-    """The file, open for writing behind its lines until a step and behind `text`. Raises `OSError`."""
-    before = _lines_until(path, first_step)
-    draft = path.with_name(path.name + ".tmp")
-    file = io.TextIOWrapper(io.BufferedWriter(create(draft, run_file_mode())), encoding="utf-8")
     try:
-        file.writelines([*before, text])
-        file.flush()
-        draft.replace(path)  # it stays open as long as the run is
-    except OSError:
-        with contextlib.suppress(OSError):
-            file.close()
-        raise
-    return file
+        replace_text(path, "".join(_lines_until(path, first_step)), run_file_mode())
+        file = open(os.open(path, os.O_WRONLY | os.O_APPEND), "w", encoding="utf-8")  # noqa: SIM115 - by `close`
+    except OSError as problem:
+        tell(problem)
+    return Sink(log, close)
 
 
 def _tensorboard(run_dir: Path) -> Sink:
@@ -109,7 +92,7 @@ TRACKERS: dict[str, Callable[[Path], Sink]] = {"tensorboard": _tensorboard, "wan
 def _lines_until(path: Path, step: int) -> list[str]:
     if not step or not path.exists():
         return []
-    lines = read_bytes(path).decode("utf-8", "replace").splitlines(keepends=True)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     return [line for line in lines if _step(line) <= step]
 
 

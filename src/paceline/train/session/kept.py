@@ -79,4 +79,7 @@ class Kept:
         Args:
             after_restoring: called after a thing has got its state back.
         """
-        self._restored, self._after_restoring = state, after_restoring
+        self._restored, self._after_restoring = dict(state), after_restoring
+        for name in self._things.keys() & state.keys():  # what the script gave before `Run.prepare`
+            self._things[name].load_state_dict(self._restored.pop(name))
+        after_restoring()

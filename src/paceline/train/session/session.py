@@ -302,7 +302,7 @@ class Session:
                 dist.monitored_barrier(self._group)
 
     def on_pause(self) -> None:
-        """Called when all workers pause between updates by servers: exchange status at once, and save if due."""
+        """Where all workers pause, as between updates by servers: exchange status at once, and save if due."""
         self._status_exchange.send(self._requests(), 0.0)
         self._received()
 
@@ -315,9 +315,11 @@ class Session:
         return math.inf if self._checkpoints is None else self._checkpoints.next_save(self.state.progress.steps)
 
     def epoch_ended(self) -> None:
-        """Note that an epoch has ended: the run is saved at the next opportunity."""
+        """Before the first step of the next epoch: save if that is due now. A collective."""
         if self._checkpoints is not None:
+            self._received()
             self._checkpoints.epoch_ended()
+            self.on_pause()
 
     def when_saved(self, tell: Callable[[int], None]) -> None:
         """Have `tell` called with the step of each complete checkpoint, on all workers after the same step."""

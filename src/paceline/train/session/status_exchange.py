@@ -49,11 +49,11 @@ class StatusExchange:
         self._in_flight: dist.Work | None = None
 
     def received(self) -> Status:
-        """The status sent last; waits until all workers have sent theirs."""
+        """The status sent last, once; waits until all workers have sent theirs."""
         if self._in_flight is not None:
             self._in_flight.wait()
             self._in_flight = None
-        numbers = self._message.tolist()
+        numbers, self._message = self._message.tolist(), self._empty_message()  # each message counts once
         requests = frozenset(request for request in Request if numbers[request])
         return Status(requests, tuple(numbers[len(Request) :]))
 
