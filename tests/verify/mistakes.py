@@ -6,8 +6,10 @@ import copy
 import itertools
 import os
 import random
+import tempfile
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from torch.utils.data import Subset
 
 import paceline
 from tests.verify.scripts import Cause, Net, Read, Script, cases_of, inputs_of, mean_of, square, stack, times
+
+_num_calls = 0
 
 
 class State(Script):
@@ -88,6 +92,50 @@ class State(Script):
     def a_cache_by_the_number_of_samples(self) -> None:
         cache: dict[int, Tensor] = {}
         self.loss = lambda model, shard: square(model, times(shard, cache.setdefault(len(shard[0]), shard[0].mean(0))))
+
+    def a_list_of_the_last_batches(self) -> None:
+        past: list[Tensor] = []
+
+        def loss(model: nn.Module, shard: Any) -> Tensor:
+            past.append(shard[0].mean(0))
+            return square(model, [shard[0] - torch.stack(past).mean(0), shard[1]])
+
+        self.loss = loss
+
+    def an_attribute_of_a_class(self) -> None:
+        class Scale:
+            value = 1.0
+
+        def loss(model: nn.Module, shard: Any) -> Tensor:
+            Scale.value *= 0.9
+            return square(model, shard) * Scale.value
+
+        self.loss = loss
+
+    def a_global_variable(self) -> None:
+        def loss(model: nn.Module, shard: Any) -> Tensor:
+            global _num_calls
+            _num_calls += 1
+            return square(model, shard) / _num_calls
+
+        self.loss = loss
+
+    def a_default_argument(self) -> None:
+        def loss(model: nn.Module, shard: Any, seen: list[float] = []) -> Tensor:  # noqa: B006 - the mistake
+            seen.append(shard[0].mean().item())
+            return square(model, shard) * (1 + sum(seen))
+
+        self.loss = loss
+
+    def a_number_in_a_file(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+
+        def loss(model: nn.Module, shard: Any) -> Tensor:
+            with Path(folder.name, "calls").open("a+") as file:
+                file.write("x")
+                return square(model, shard) / file.tell()
+
+        self.loss = loss
 
     def weights_from_an_iterator(self) -> None:
         weights = itertools.cycle([1.0, 0.5, 0.25])

@@ -24,7 +24,7 @@ _STATES_CAUSE: tuple[tuple[str, set[Cause]], ...] = (
     ("the global batch holds other samples", {Cause.SAMPLES, Cause.RANDOM}),
     ("read other values|would read other samples|read twice|collate function, called twice", {Cause.SAMPLES}),
     (
-        "differs at step .* in gradient|has a hook on its gradient|changes parts of its gradient|changed the gradient",
+        "differs at step .* in gradient|has a hook on its gradient|calls backward\\(\\) itself",
         {Cause.GRADIENTS},
     ),
     ("differs at step .* in parameter", {Cause.RATE, Cause.UPDATE}),
@@ -44,6 +44,8 @@ class Outcome:
     crash: str = ""
     """Any other exception."""
     weights: Mapping[str, Any] | None = None
+    steps: int = 0
+    """The updates that were made."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,6 @@ def _outcome(kind: type[Script], case: str, job: Mapping[str, Any], folder: Path
         with paceline.init(**job, progress=False) as run:
             return Outcome(weights=train(kind, case, run))
     except PacelineError as problem:
-        return Outcome(error=str(problem))
+        return Outcome(error=str(problem), steps=run.steps)
     except Exception:
         return Outcome(crash=traceback.format_exc())

@@ -13,22 +13,22 @@ import numpy as np
 import pytest
 
 from tests.verify.harmless import HARMLESS
-from tests.verify.mistakes import MISTAKES, State
-from tests.verify.scripts import Cause, Script, cases_of
-from tests.verify.showing import Shown, outcomes, shown_by
+from tests.verify.mistakes import MISTAKES, Draws, State
+from tests.verify.scripts import Script, cases_of
+from tests.verify.showing import outcomes, shown_by
 
 _GLOO = "not shown: workers send tensors of different sizes, and Gloo ends a process"
 _NOT_COMPARED = "not shown: weights are not compared before the first step, and the verdict names a gradient"
-_LATE = "not shown with its cause: it begins after the audit's steps, and the verdict names a gradient"
-_ALIKE = "not shown: every worker does it for each virtual shard, and workers learn the same"
 NOT_SHOWN = {
-    "a_rate_of_a_term_that_rank_0_alone_lowers_late": _LATE,
-    "a_backward_pass_in_the_loss_function": _ALIKE,
     "a_layer_frozen_on_one_rank": _GLOO,
     "a_layer_whose_width_follows_from_the_rank": _GLOO,
     "weights_with_a_spread_by_the_number_of_workers": _NOT_COMPARED,
     "weights_drawn_after_a_draw_for_each_worker": _NOT_COMPARED,
 }
+STATES = cases_of(State) | {
+    name: kind for name, kind in cases_of(Draws).items() if "generator" in name or "clock" in name
+}
+"""Ways in which a loss function or a model keeps state from call to call."""
 _SAME_AGAIN = "not shown: a worker that is alone computes the same again, and learns what it learns alone"
 NOT_SHOWN_ALONE = {
     "the_first_loss_as_the_unit_of_all": _SAME_AGAIN,
@@ -49,10 +49,16 @@ def test_a_mistake_is_shown_with_its_cause(mistake: str, tmp_path: Path) -> None
     assert kind.cause in shown.causes, shown.sentence or "nothing was shown"
 
 
-@pytest.mark.parametrize("mistake", _expected(cases_of(State), NOT_SHOWN_ALONE))
-def test_state_between_calls_is_shown_to_a_worker_that_is_alone(mistake: str, tmp_path: Path) -> None:
-    (alone,) = outcomes(State, mistake, 1, tmp_path)
-    assert Cause.STATE in Shown(alone.error).causes, alone
+@pytest.mark.parametrize("mistake", _expected(STATES, NOT_SHOWN_ALONE))
+def test_state_between_calls_is_shown_within_two_steps_to_a_worker_that_is_alone(mistake: str, tmp_path: Path) -> None:
+    (alone,) = outcomes(STATES[mistake], mistake, 1, tmp_path)
+    assert alone.steps < 2 and "of the same samples differs" in alone.error, alone
+
+
+@pytest.mark.parametrize("mistake", STATES)
+def test_state_between_calls_is_shown_within_two_steps_to_two_workers(mistake: str, tmp_path: Path) -> None:
+    for one in outcomes(STATES[mistake], mistake, 2, tmp_path):
+        assert one.steps < 2 and "of the same samples differs" in one.error, one
 
 
 @pytest.mark.parametrize("case", HARMLESS)

@@ -84,7 +84,11 @@ def audit(passes: Passes, step: StepInput, group: dist.ProcessGroup | None, *, h
 
 
 def _compute(passes: Passes, step: StepInput, shard: int, content: Any, *, has_gradients: bool) -> Tensor:
-    """[loss, the norm of each parameter's gradient] of a shard, in float64; of its loss alone without gradients."""
+    """[loss, the norm of each parameter's gradient] of a shard, in float64; of its loss alone without gradients.
+
+    Raises:
+        ModelError: the loss function left a gradient: it calls `backward` itself.
+    """
     sizes = step.assignment.shard_sizes
     alone = replace(
         step,
@@ -95,12 +99,14 @@ def _compute(passes: Passes, step: StepInput, shard: int, content: Any, *, has_g
     before = [parameter.grad for parameter in parameters]
     with buffers_kept(passes.model):
         try:
+            for parameter in parameters:
+                parameter.grad = None
             passes.enter(alone, shard)
             loss = passes.read(alone, passes.model, shard)
+            if any(parameter.grad is not None for parameter in parameters):
+                raise ModelError("The loss function calls backward() itself; return the loss, run.step calls backward.")
             numbers = [loss.mean.detach().double()]
             if has_gradients:
-                for parameter in parameters:
-                    parameter.grad = None
                 loss.mean.backward()
                 gradients = [parameter.grad for parameter in parameters]
                 norms = iter(norm_of_each([one for one in gradients if one is not None]))

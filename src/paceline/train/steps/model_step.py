@@ -38,7 +38,7 @@ from paceline.train.steps.preparation import Prepared
 from paceline.train.steps.trace import ParityTracer
 
 _AUDITED_STEPS = 2
-"""So many steps of a run are audited, and those before checkpoints whose number is known."""
+"""So many steps of a run are audited, the last one of each epoch, and those before checkpoints every so many steps."""
 
 
 @dataclass
@@ -156,7 +156,8 @@ class ModelStepper:
     ) -> None:
         """Make an update by the gradients that are in `.grad`, unless they are not finite."""
         trained, optim = self.trained, self._state.job.optim
-        if pending.index < _AUDITED_STEPS or pending.index + 1 == self.session.next_save():
+        is_saved = pending.index + 1 == self.session.next_save() or pending.batch.num_left == 1
+        if pending.index < _AUDITED_STEPS or is_saved:
             trained.engine.audit(step_input)
         engine, scaler = trained.engine, trained.precision.scaler
         if optimizer is not trained.optimizer:
