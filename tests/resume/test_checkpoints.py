@@ -13,8 +13,6 @@ from paceline.errors import CheckpointError
 from tests.kit.commands import forked_paceline, succeeded
 from tests.resume.training import checkpoints_in, flip_a_bit
 
-NEWEST_FILE = "worker-00000.safetensors"
-
 
 def test_an_unfinished_checkpoint_is_not_exported(stopped: Path, tmp_path: Path) -> None:
     before, newest = checkpoints_in(stopped)
@@ -27,16 +25,17 @@ def test_an_unfinished_checkpoint_is_not_exported(stopped: Path, tmp_path: Path)
 
 def test_commands_name_what_is_damaged_and_what_is_removed(stopped: Path) -> None:
     before, newest = checkpoints_in(stopped)
+    (newest_file,) = newest.glob("worker-00000*")
     good = succeeded(forked_paceline("checkpoint", "verify", "stopped", cwd=stopped.parent))
     assert good.stdout.count("good") == 2
-    flip_a_bit(newest / NEWEST_FILE)
+    flip_a_bit(newest_file)
     verified = forked_paceline("checkpoint", "verify", "stopped", cwd=stopped.parent)
     assert verified.returncode == 1
     (line,) = (line for line in verified.stdout.splitlines() if "damaged" in line)
-    assert newest.name in line and NEWEST_FILE in line
+    assert newest.name in line and newest_file.name in line
     listed = succeeded(forked_paceline("checkpoint", "ls", "stopped", cwd=stopped.parent)).stdout
     assert before.name in listed and newest.name in listed
-    flip_a_bit(newest / NEWEST_FILE)  # it is good again
+    flip_a_bit(newest_file)  # it is good again
     pruned = succeeded(forked_paceline("checkpoint", "prune", "stopped", "--keep-last", "1", cwd=stopped.parent))
     assert checkpoints_in(stopped) == [newest]
     assert before.name in pruned.stdout

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
-from paceline.checkpoint.load import newest_good, newest_that, read_checkpoint, verify_checkpoint
-from paceline.checkpoint.read_sharded import Loaded, SharedCatalogue, Stored, read_together
+from paceline.checkpoint.load import (
+    Loaded,
+    Stored,
+    newest_good,
+    newest_that,
+    read_checkpoint,
+    read_together,
+    verify_checkpoint,
+)
 from paceline.checkpoint.save import Saver, Snapshot
 from paceline.checkpoint.storage import open_storage
 from paceline.checkpoint.weights import save_weights
@@ -11,7 +18,6 @@ from paceline.checkpoint.weights import save_weights
 __all__ = [
     "Loaded",
     "Saver",
-    "SharedCatalogue",
     "Snapshot",
     "Stored",
     "newest_good",

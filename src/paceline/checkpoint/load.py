@@ -1,31 +1,134 @@
-"""Reading checkpoints: which ones exist, which one is good, and what it holds."""
+"""Reading checkpoints: which ones exist, which one is good, and what it holds. Whatever is read is checked as it is."""
 
 from __future__ import annotations
 
-import contextlib
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.data_file import DTYPES, Position, read_data_file, verify_data_file
-from paceline.checkpoint.manifest import MANIFEST_FILE, DataFile, Manifest, StoredSlice, TensorEntry
-from paceline.checkpoint.slice import Slice
-from paceline.checkpoint.state_tree import tensor_names, unflatten_state
-from paceline.checkpoint.storage import Catalogue, Storage
+from paceline.checkpoint.data_file import DTYPES, DataFileReader
+from paceline.checkpoint.manifest import MANIFEST_FILE, Manifest, Slice
+from paceline.checkpoint.state_tree import map_leaves, tensor_names, unflatten_state
+from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError, PacelineError, reason_of
+from paceline.object_collectives import all_gather_objects, broadcast_object
 
 FOLDER_PREFIX = "step-"
 
 LATEST_FILE = "latest"
 """Names the newest checkpoint, for people and scripts; what is resumed from does not rely on it."""
 
-_FOLDER_NAME = re.compile(rf"{FOLDER_PREFIX}([0-9]{{8,18}})")
+_FOLDER_NAME = re.compile(rf"{FOLDER_PREFIX}([0-9]{{8,18}})/")
 
-_Held = TypeVar("_Held", Tensor, Position)
+
+def folder_name(step: int) -> str:
+    return f"{FOLDER_PREFIX}{step:08d}"
+
+
+def list_folders(storage: Storage) -> list[str]:
+    """The folders with the name of a checkpoint, oldest first; other folders are ignored."""
+    named = [(int(found[1]), name[:-1]) for name in storage.names() if (found := _FOLDER_NAME.fullmatch(name))]
+    return [name for _, name in sorted(named)]
+
+
+def is_complete(storage: Storage, name: str) -> bool:
+    """Whether a checkpoint was finished, good or not. One that was not is being written, or was abandoned."""
+    return MANIFEST_FILE in storage.names(name)
+
+
+def sort_folders(storage: Storage) -> tuple[list[str], list[str]]:
+    """The checkpoints, whether good or damaged, and those that are unfinished: another process writes there now, or
+    ended while it wrote or deleted. Oldest first."""
+    folders = list_folders(storage)
+    complete = [name for name in folders if is_complete(storage, name)]
+    return complete, [name for name in folders if name not in complete]
+
+
+def read_manifest(storage: Storage, name: str) -> Manifest:
+    """Raises `CheckpointError` where there is none that can be trusted; its message does not name the checkpoint."""
+    try:
+        manifest = Manifest.parse(bytes(storage.read(f"{name}/{MANIFEST_FILE}")))
+    except FileNotFoundError:
+        raise CheckpointError(f"{MANIFEST_FILE} is missing: it was never finished") from None
+    except OSError as problem:
+        raise CheckpointError(f"{MANIFEST_FILE} cannot be read: {reason_of(problem)}") from None
+    if _FOLDER_NAME.fullmatch(f"{name}/") and name != folder_name(manifest.step):
+        raise CheckpointError(f"{MANIFEST_FILE} is of step {manifest.step}")
+    for values in (manifest.values, *manifest.workers):
+        for tensor in tensor_names(values) - manifest.tensors.keys():
+            raise CheckpointError(f"the tensor '{tensor}' is missing")
+    for tensor, entry in manifest.tensors.items():
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(f"'{tensor}' has the dtype {entry.dtype!r}, which this release does not know")
+    return manifest
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in the checkpoint that was not read yet, or a slice of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    slice: Slice
+
+    @property
+    def is_whole(self) -> bool:
+        return self.slice.sizes == self.shape
+
+    def slice_at(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Stored:
+        return replace(self, slice=Slice(offsets, sizes))
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The values of a slice of a tensor that was read."""
+
+    values: Tensor
+
+
+class _Reading:
+    """Reads tensors of a checkpoint."""
+
+    def __init__(self, storage: Storage, name: str, manifest: Manifest) -> None:
+        self._storage = storage
+        self._name = name
+        self._manifest = manifest
+        self._files = {file.name: file for file in manifest.files}
+        self._readers: dict[str, DataFileReader] = {}
+
+    def stored(self, tensor: str) -> Any:
+        shape = self._manifest.tensors[tensor].shape
+        return Stored(tensor, shape, Slice.whole(shape))
+
+    def tensor(self, wanted: Stored) -> Tensor:
+        entry = self._manifest.tensors[wanted.name]
+        for chunk in entry.chunks:
+            if chunk.sizes == wanted.slice.sizes and chunk.offsets == wanted.slice.offsets:
+                return self.reader(chunk.file).tensor(wanted.name, entry.dtype, chunk)
+        found = torch.empty(wanted.slice.sizes, dtype=DTYPES[entry.dtype])
+        for chunk in entry.chunks:
+            if (both := wanted.slice.overlap(chunk)) is not None:
+                values = self.reader(chunk.file).tensor(wanted.name, entry.dtype, chunk)
+                found[both.slices_in(wanted.slice)] = values[both.slices_in(chunk)]
+        return found
+
+    def verify(self) -> None:
+        for file in self._manifest.files:
+            self.reader(file.name)
+        for name, entry in self._manifest.tensors.items():
+            for chunk in entry.chunks:
+                self.reader(chunk.file).tensor(name, entry.dtype, chunk)
+
+    def reader(self, file: str) -> DataFileReader:
+        if file not in self._readers:
+            self._readers[file] = DataFileReader(self._storage, self._name, self._files[file])
+        return self._readers[file]
 
 
 @dataclass(frozen=True)
@@ -34,79 +137,25 @@ class Checkpoint:
 
     name: str
     manifest: Manifest
-    parts: dict[str, dict[str, Tensor]]
-    """The tensors of every file, by file and by their name there."""
+    tensors: dict[str, Tensor]
 
     @property
     def shared(self) -> dict[str, Any]:
         """The state that all workers had alike, as it was given to be saved."""
-        return cast(dict[str, Any], self._whole(self.manifest.values))
+        return cast(dict[str, Any], unflatten_state(self.manifest.values, self.tensors.__getitem__))
 
     def own(self, rank: int) -> dict[str, Any]:
         """The state that only one of the workers had that saved it."""
-        return cast(dict[str, Any], self._whole(self.manifest.workers[rank]))
+        return cast(dict[str, Any], unflatten_state(self.manifest.workers[rank], self.tensors.__getitem__))
 
     @property
     def weights(self) -> dict[str, Tensor]:
         """The model's weights by name, in whole shapes. Raises `CheckpointError` if the checkpoint holds no model."""
-        model = self._whole(self.manifest.values.get("model"))
+        model = unflatten_state(self.manifest.values.get("model"), self.tensors.__getitem__)
         weights = {k: v for k, v in model.items() if isinstance(v, Tensor)} if isinstance(model, dict) else {}
         if not weights:
             raise CheckpointError(f"The checkpoint {self.name} holds no model.")
         return weights
-
-    def _tensor(self, name: str) -> Tensor:
-        entry = self.manifest.tensors[name]
-        tensor, whole = torch.empty(entry.shape, dtype=DTYPES[entry.dtype]), Slice.whole(entry.shape)
-        for chunk in entry.chunks:
-            tensor[chunk.slices_in(whole)] = self.parts[chunk.file][chunk.key]
-        return tensor
-
-    def _whole(self, plain: Any) -> Any:
-        return unflatten_state(plain, {name: self._tensor(name) for name in tensor_names(plain)}.__getitem__)
-
-
-def worker_prefix(rank: int) -> str:
-    """How the names of the tensors begin that only this worker has."""
-    return f"worker:{rank}"
-
-
-def folder_name(step: int) -> str:
-    return f"{FOLDER_PREFIX}{step:08d}"
-
-
-def list_folders(storage: Catalogue) -> list[str]:
-    """The folders with the name of a checkpoint, oldest first; other folders are ignored."""
-    named = [(int(found[1]), name) for name in storage.folders() if (found := _FOLDER_NAME.fullmatch(name))]
-    return [name for _, name in sorted(named)]
-
-
-def is_complete(storage: Catalogue, name: str) -> bool:
-    """Whether a checkpoint was finished, good or not. One that was not is being written, or was abandoned."""
-    return MANIFEST_FILE in storage.names(name)
-
-
-def list_checkpoints(storage: Catalogue) -> list[str]:
-    """All complete ones, whether good or damaged, oldest first."""
-    return [name for name in list_folders(storage) if is_complete(storage, name)]
-
-
-def list_unfinished(storage: Catalogue) -> list[str]:
-    """Folders without a manifest: another process writes there now, or ended while it wrote or deleted."""
-    return [name for name in list_folders(storage) if not is_complete(storage, name)]
-
-
-def read_manifest(storage: Catalogue, name: str) -> Manifest:
-    """Raises `CheckpointError` where there is none that can be trusted; its message does not name the checkpoint."""
-    try:
-        manifest = Manifest.parse(storage.read(f"{name}/{MANIFEST_FILE}"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{MANIFEST_FILE} is missing: it was never finished") from None
-    except OSError as problem:
-        raise CheckpointError(f"{MANIFEST_FILE} cannot be read: {reason_of(problem)}") from None
-    if _FOLDER_NAME.fullmatch(name) and name != folder_name(manifest.step):
-        raise CheckpointError(f"{MANIFEST_FILE} is of step {manifest.step}")
-    return manifest
 
 
 def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
@@ -116,119 +165,70 @@ def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
         CheckpointError: what is wrong with it; the message does not name the checkpoint.
     """
     manifest = read_manifest(storage, name)
-    return Checkpoint(name, manifest, _parts(storage, name, manifest, read_data_file))
+    reading = _Reading(storage, name, manifest)
+    for file in manifest.files:
+        reading.reader(file.name)
+    return Checkpoint(name, manifest, {tensor: reading.tensor(reading.stored(tensor)) for tensor in manifest.tensors})
 
 
 def verify_checkpoint(storage: Storage, name: str) -> Manifest:
-    """Check as much as `read_checkpoint` does, a little at a time; the least that can be done to be sure.
+    """Check as much as `read_checkpoint` does, a little at a time.
 
     Raises:
         CheckpointError: what is wrong with it; the message does not name the checkpoint.
     """
     manifest = read_manifest(storage, name)
-    _parts(storage, name, manifest, verify_data_file)
+    _Reading(storage, name, manifest).verify()
     return manifest
 
 
-def _parts(
-    storage: Storage,
-    name: str,
-    manifest: Manifest,
-    read: Callable[[Iterator[bytes], DataFile], dict[str, _Held]],
-) -> dict[str, dict[str, _Held]]:
-    parts = {}
-    for file in manifest.files:
-        with readable(file.name):
-            parts[file.name] = read(storage.pieces(f"{name}/{file.name}"), file)
-    for tensor, entry in manifest.tensors.items():
-        for chunk in entry.chunks:
-            check_stored_slice(tensor, entry, chunk, parts[chunk.file].get(chunk.key))
-        check_cover(tensor, Slice.whole(entry.shape), entry.chunks)
-    check_manifest(manifest)
-    return parts
-
-
-def check_manifest(manifest: Manifest) -> None:
-    """Raise `CheckpointError` if a manifest lacks a tensor that it names, or has one of an unknown dtype."""
-    for values in (manifest.values, *manifest.workers):
-        for tensor in tensor_names(values) - manifest.tensors.keys():
-            raise CheckpointError(f"the tensor '{tensor}' is missing")
-    for name, entry in manifest.tensors.items():
-        if entry.dtype not in DTYPES:
-            raise CheckpointError(f"'{name}' has the dtype {entry.dtype!r}, which this release does not know")
-
-
-def check_stored_slice(name: str, entry: TensorEntry, chunk: StoredSlice, held: Tensor | Position | None) -> None:
-    """Check that a data file holds the slice that the manifest names. Raises `CheckpointError`."""
-    if held is None or tuple(held.shape) != chunk.sizes or held.dtype != DTYPES.get(entry.dtype, held.dtype):
-        raise CheckpointError(f"{chunk.file} does not hold what the manifest says of '{name}'")
-
-
-def check_cover(name: str, whole: Slice, boxes: Sequence[Slice]) -> None:
-    """Raise `CheckpointError` if stored slices leave a part of a tensor, or of a slice of one, uncovered.
-
-    Args:
-        boxes: known to lie inside of `whole`, and to hold as many elements in all as it has.
-    """
-    if len(boxes) == 1 and boxes[0].sizes == whole.sizes:
-        return
-    # The boxes hold exactly as many elements as the tensor, so an uncovered element means that two boxes overlap.
-    if all(whole.sizes):
-        covered = torch.zeros(whole.sizes, dtype=torch.bool)
-        for slice in boxes:
-            covered[slice.slices_in(whole)] = True
-        if not covered.all():
-            raise CheckpointError(f"slices of '{name}' are missing")
-
-
-@contextlib.contextmanager
-def readable(file: str) -> Iterator[None]:
-    """Raises a `CheckpointError` that names the file in place of an `OSError` of the storage."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise CheckpointError(f"{file} is missing") from None
-    except OSError as problem:
-        raise CheckpointError(f"{file} cannot be read: {reason_of(problem)}") from None
+def newest_good(storage: Storage) -> tuple[Checkpoint | None, list[str]]:
+    """`newest_that` can be read whole."""
+    return newest_that(lambda name: read_checkpoint(storage, name), storage)
 
 
 _Read = TypeVar("_Read")
 
 
-def newest_good(storage: Storage) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that is what it should be, and a sentence for each newer one that is not; where there are
-    only unfinished ones, for the newest of them.
+def newest_that(
+    read: Callable[[str], _Read], storage: Storage, group: dist.ProcessGroup | None = None
+) -> tuple[_Read | None, list[str]]:
+    """What `read` makes of the name of the newest checkpoint that it can read, and a sentence for each newer one that
+    it cannot; where there are only unfinished ones, for the newest of them. A collective of `group`.
+
+    Args:
+        read: raises `CheckpointError` where one is not what it should be, on all workers alike.
 
     Raises:
         CheckpointError: there are checkpoints, or were, and none of them can be used.
+        OSError: the storage cannot be read.
     """
-    return newest_that(lambda name: read_checkpoint(storage, name), storage)
-
-
-def newest_that(read: Callable[[str], _Read], storage: Catalogue) -> tuple[_Read | None, list[str]]:
-    """What `read` makes of the name of the newest checkpoint that it can read; else as `newest_good`.
-
-    Args:
-        read: raises `CheckpointError` where one is not what it should be.
-    """
+    listed = problem = None
+    if group is None or dist.get_rank(group) == 0:
+        try:
+            listed = (*sort_folders(storage), LATEST_FILE in storage.names())
+        except OSError as error:
+            problem = reason_of(error)
+    listed, problem = broadcast_object((listed, problem), group)
+    if listed is None:
+        raise OSError(problem)
+    complete, unfinished, was_complete = listed
     problems: list[str] = []
-    names = list_checkpoints(storage)
-    for name in reversed(names):
+    for name in reversed(complete):
         try:
             return read(name), problems
         except PacelineError as problem:
             problems.append(f"The checkpoint {name} cannot be used: {problem}.")
-    if names:
+    if complete:
+        newest = f"{complete[-1]}: {problems[0].partition(': ')[2]}"
+    elif unfinished and was_complete:
+        newest = f"{unfinished[-1]}: {MANIFEST_FILE} is missing, and one was complete before."
+    else:
+        newest = ""
+    if newest:
         raise CheckpointError(
-            f"None of the {len(names)} checkpoints in {storage.address} can be used; the newest, {names[-1]}: "
-            f"{problems[0].partition(': ')[2]} Remove them to start from the beginning."
-        )
-    unfinished = list_unfinished(storage)
-    if unfinished and LATEST_FILE in storage.names():  # which is written once a checkpoint is complete
-        raise CheckpointError(
-            f"None of the {len(unfinished)} checkpoints in {storage.address} can be used; of the newest, "
-            f"{unfinished[-1]}, {MANIFEST_FILE} is missing, and one was complete before. Remove them to start from the "
-            "beginning."
+            f"None of the {len(complete or unfinished)} checkpoints in {storage.address} can be used; the newest, "
+            f"{newest} Remove them to start from the beginning."
         )
     if unfinished:
         problems.append(
@@ -236,3 +236,42 @@ def newest_that(read: Callable[[str], _Read], storage: Catalogue) -> tuple[_Read
             "missing there."
         )
     return None, problems
+
+
+def read_together(
+    storage: Storage, name: str, group: dist.ProcessGroup, want: Callable[[dict[str, Any]], Any]
+) -> tuple[Manifest, Any]:
+    """Read what a worker needs of the checkpoint in a folder, and check all that is read; a collective of `group`.
+
+    Args:
+        want: what this worker needs of the state that all workers had alike, in which each tensor is a `Stored`.
+
+    Returns:
+        The manifest, and what `want` returned with tensors in their place: a slice of one as a `Loaded`.
+
+    Raises:
+        CheckpointError: what is wrong with it, on all workers alike; the message does not name the checkpoint.
+    """
+    manifest = tree = problem = None
+    read: dict[Stored, Tensor] = {}
+
+    def in_place(leaf: Any) -> Any:
+        if not isinstance(leaf, Stored):
+            return leaf
+        if leaf not in read:
+            read[leaf] = reading.tensor(leaf)
+        return read[leaf] if leaf.is_whole else Loaded(read[leaf])
+
+    try:
+        manifest = read_manifest(storage, name)
+        reading = _Reading(storage, name, manifest)
+        for file in manifest.files[dist.get_rank(group) :: dist.get_world_size(group)]:
+            reading.reader(file.name)  # there may be one that nobody needs
+        tree = map_leaves(want(unflatten_state(manifest.values, reading.stored)), in_place)
+    except CheckpointError as found:
+        problem = str(found)
+    for first in all_gather_objects(problem, group):
+        if first is not None:
+            raise CheckpointError(first)
+    assert manifest is not None
+    return manifest, tree

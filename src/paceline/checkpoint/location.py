@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoint.load import list_folders
 from paceline.checkpoint.manifest import MANIFEST_FILE
 from paceline.checkpoint.storage import Storage, open_storage
-from paceline.errors import CheckpointError, reason_of
+from paceline.errors import CheckpointError
 
 IN_RUN_FOLDER = "checkpoints"
 """The folder of checkpoints in a run folder."""
@@ -37,7 +35,7 @@ def find_location(address: str) -> Place:
     if MANIFEST_FILE in names:
         folder, name = split_address(address)
         return Place(open_storage(folder), name)
-    if IN_RUN_FOLDER in names and not list_folders(storage):
+    if f"{IN_RUN_FOLDER}/" in names and not list_folders(storage):
         return Place(open_storage(f"{address.rstrip('/')}/{IN_RUN_FOLDER}"), None)
     if not names:
         raise CheckpointError(f"There is no folder '{address}', or there is nothing in it.")
@@ -53,12 +51,3 @@ def split_address(address: str) -> tuple[str, str]:
     # A name that is no name, "." or "..", is found where it leads to.
     path = path if path.name not in ("", "..") else path.resolve()
     return str(path.parent), path.name
-
-
-@contextlib.contextmanager
-def storage_problems(address: str, done: str = "read") -> Iterator[None]:
-    """Raises a `CheckpointError` of one sentence in place of an `OSError` of the storage."""
-    try:
-        yield
-    except OSError as problem:
-        raise CheckpointError(f"{address} cannot be {done}: {reason_of(problem)}.") from None

@@ -1,9 +1,9 @@
 """What a checkpoint consists of: one small file, written last, without which there is no checkpoint.
 
 A folder is a checkpoint exactly if it holds manifest.json, that file is byte for byte what `Manifest.dump` writes, and
-every file it names has the length and the checksum it gives. Checksums of the files are CRC-32, which notices every
-change of up to 32 neighbouring bits and misses any other one in 4 billion times; it is there to find damage, not
-forgery, and costs a tenth of SHA-256 where the processor has no instructions for that.
+the files it names hold the slices it names, each with the checksum it gives. Checksums of slices are CRC-32, which
+notices every change of up to 32 neighbouring bits and misses any other one in 4 billion times; it is there to find
+damage, not forgery, and costs a tenth of SHA-256 where the processor has no instructions for that.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, Self
 
-from paceline.checkpoint.slice import Slice
 from paceline.errors import CheckpointError, JobError
-from paceline.spec.codec import from_mapping, to_mapping
+from paceline.spec.codec import NOT_NEGATIVE, from_mapping, to_mapping
 
-FORMAT = 1
-"""Raised when older programs could not read what is written; `load` keeps reading every earlier one."""
+FORMAT = 2
+"""Raised when older programs could not read what is written. Format 1 had a checksum for each file."""
 
 MANIFEST_FILE = "manifest.json"
 
@@ -39,9 +39,33 @@ class DataFile:
     """One file of tensors, in the safetensors format."""
 
     name: str
-    num_bytes: int
-    crc32: str
-    """Eight hexadecimal digits."""
+    num_bytes: int = field(metadata=NOT_NEGATIVE)
+    crc32: str = ""
+    """Of the whole file, in format 1; eight hexadecimal digits."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Where a slice begins in the whole tensor, and its size, along each dimension."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Self:
+        return cls((0,) * len(shape), shape)
+
+    def overlap(self, other: Slice) -> Slice | None:
+        """The intersection of both slices; None where it is empty."""
+        starts = tuple(map(max, self.offsets, other.offsets))
+        stops = map(min, map(operator.add, self.offsets, self.sizes), map(operator.add, other.offsets, other.sizes))
+        sizes = tuple(map(operator.sub, stops, starts))
+        return Slice(starts, sizes) if all(size > 0 for size in sizes) else None
+
+    def slices_in(self, outer: Slice) -> tuple[slice, ...]:
+        """The index that takes this slice out of a tensor that holds the slice `outer`."""
+        starts = (own - outers for own, outers in zip(self.offsets, outer.offsets, strict=True))
+        return tuple(slice(start, start + size) for start, size in zip(starts, self.sizes, strict=True))
 
 
 @dataclass(frozen=True)
@@ -51,6 +75,8 @@ class StoredSlice(Slice):
     file: str
     key: str
     """Its name in that file."""
+    crc32: str = ""
+    """Of its bytes; eight hexadecimal digits. Empty in format 1."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +131,7 @@ class Manifest:
             is_whole = False
         if not is_whole:
             raise CheckpointError(f"{MANIFEST_FILE} is damaged")
-        if body.get("format") != FORMAT:
+        if body.get("format") not in range(1, FORMAT + 1):
             raise CheckpointError(f"it has format {body.get('format')!r}, and this release reads up to {FORMAT}")
         try:
             manifest = from_mapping(cls, body)
@@ -146,32 +172,31 @@ class Manifest:
                 yield f"it names a file outside of the checkpoint, {name!r}"
         if len(set(names)) < len(names):
             yield "it lists a file twice"
-        places = [(chunk.file, chunk.key) for entry in self.tensors.values() for chunk in entry.chunks]
-        if len(set(places)) < len(places):
+        chunks = [chunk for entry in self.tensors.values() for chunk in entry.chunks]
+        if len({(chunk.file, chunk.key) for chunk in chunks}) < len(chunks):
             yield "it uses the same numbers twice"
-        if not {file for file, _ in places} <= set(names):
+        if not {chunk.file for chunk in chunks} <= set(names):
             yield "it names tensors in files that it does not list"
+        if self.format > 1 and not all(chunk.crc32 for chunk in chunks):
+            yield "it lacks a checksum"
         for name, entry in self.tensors.items():
             if not _is_whole(entry):
                 yield f"the slices of '{name}' do not add up to it"
 
 
-def is_possible(shape: Sequence[int]) -> bool:
-    """Whether a tensor can have this shape, with or without numbers in it."""
-    sizes = [max(size, 1) for size in shape]
-    return len(sizes) <= _MOST_DIMENSIONS and min(shape, default=0) >= 0 and math.prod(sizes) <= _MOST_NUMBERS
-
-
 def _is_whole(entry: TensorEntry) -> bool:
-    """Whether shape and slices are possible, and the slices have as many values as the tensor."""
+    """Whether a tensor can have this shape, and its slices lie in it and hold as many values as it has."""
     shape = entry.shape
+    sizes = [max(size, 1) for size in shape]
+    if len(shape) > _MOST_DIMENSIONS or min(shape, default=0) < 0 or math.prod(sizes) > _MOST_NUMBERS:
+        return False
     for chunk in entry.chunks:
         if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
             return False
         slice = zip(chunk.offsets, chunk.sizes, shape, strict=True)
         if any(offset < 0 or size < 0 or offset + size > length for offset, size, length in slice):
             return False
-    return is_possible(shape) and sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(shape)
+    return sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(shape)
 
 
 def _canonical(body: Mapping[str, Any]) -> bytes:

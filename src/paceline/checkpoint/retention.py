@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.checkpoint.load import list_checkpoints, read_manifest, verify_checkpoint
-from paceline.checkpoint.manifest import MANIFEST_FILE
+from paceline.checkpoint.load import read_manifest, sort_folders, verify_checkpoint
+from paceline.checkpoint.manifest import MANIFEST_FILE, Manifest
 from paceline.checkpoint.storage import Storage
 from paceline.errors import PacelineError
 from paceline.spec.evaluation import best_place
@@ -22,6 +22,21 @@ class KnownCheckpoint:
     saved_at_s: float
     """Seconds since the epoch."""
     metrics: dict[str, float]
+
+
+def facts_of(name: str, manifest: Manifest) -> KnownCheckpoint:
+    return KnownCheckpoint(name, manifest.saved_at_s, manifest.metrics)
+
+
+def known_checkpoints(storage: Storage) -> tuple[list[KnownCheckpoint], dict[str, str]]:
+    """What the manifests in a storage say, oldest first, and the problems of those that are damaged, by name."""
+    known, damaged = [], {}
+    for name in sort_folders(storage)[0]:
+        try:
+            known.append(facts_of(name, read_manifest(storage, name)))
+        except PacelineError as problem:
+            damaged[name] = str(problem)
+    return known, damaged
 
 
 def wanted(known: Sequence[KnownCheckpoint], spec: CheckpointSpec) -> set[str]:
@@ -61,56 +76,38 @@ class Pruning:
 
     stay: tuple[str, ...]
     """Checkpoints that were verified and are good."""
-    best: str | None
-    """The one of `stay` that is kept because it is the best."""
     go: tuple[str, ...]
     damaged: dict[str, str]
     """The problems of checkpoints that cannot replace others, by name; they are left as they are."""
 
 
-def sort_out(storage: Storage, spec: CheckpointSpec, trusted: Collection[str] = ()) -> Pruning:
+def sort_out(storage: Storage, spec: CheckpointSpec) -> Pruning:
     """Apply the retention rules to the checkpoints that are good; nothing is removed yet.
 
     Only what the rules would keep is read. One that turns out to be damaged does not count, and the rules are asked
     again, so the newest good one always stays.
-
-    Args:
-        trusted: found good before, by this process; they are read again only until one was found good now.
     """
-    known: list[KnownCheckpoint] = []
-    damaged: dict[str, str] = {}
-    for name in list_checkpoints(storage):
-        try:
-            manifest = read_manifest(storage, name)
-        except PacelineError as problem:
-            damaged[name] = str(problem)
-        else:
-            known.append(KnownCheckpoint(name, manifest.saved_at_s, manifest.metrics))
+    known, damaged = known_checkpoints(storage)
     good: set[str] = set()
-    while True:
-        keep = wanted(known, spec)
-        candidates = [one.name for one in reversed(known) if one.name in keep and one.name not in good]
-        if not candidates:
-            break
-        for name in candidates:
+    while unread := wanted(known, spec) - good:
+        for name in unread:
             try:
-                if not good or name not in trusted:
-                    verify_checkpoint(storage, name)
+                verify_checkpoint(storage, name)
                 good.add(name)
             except PacelineError as problem:
                 damaged[name] = str(problem)
         known = [one for one in known if one.name not in damaged]
+    keep = wanted(known, spec)
     return Pruning(
         stay=tuple(one.name for one in known if one.name in keep),
-        best=best_of(known, spec),
         go=tuple(one.name for one in known if one.name not in keep),
         damaged=dict(sorted(damaged.items())),
     )
 
 
-def prune(storage: Storage, spec: CheckpointSpec, trusted: Collection[str] = ()) -> Pruning:
+def prune(storage: Storage, spec: CheckpointSpec) -> Pruning:
     """Remove the checkpoints that the rules do not keep; see `sort_out`."""
-    pruning = sort_out(storage, spec, trusted)
+    pruning = sort_out(storage, spec)
     for name in pruning.go:
         discard(storage, name)
     return pruning

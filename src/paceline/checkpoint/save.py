@@ -1,21 +1,22 @@
 """Saving: training waits for a copy in memory, a thread writes the files, and rank 0 completes the checkpoint.
 
-Every worker writes its own data file and, when that is safe on the storage, a receipt. Rank 0 waits for all receipts
-and writes the manifest, which makes the folder a checkpoint; then it removes checkpoints that retention does not keep.
-No worker waits for another one, and only names and sizes travel, so a worker that dies can only leave a folder without
-a manifest. Whatever the storage does, training goes on.
+Every worker writes its own data file and then tells rank 0, over a process group of the savers alone, what it has
+written. Rank 0 writes the manifest, which makes the folder a checkpoint, removes checkpoints that retention does not
+keep, and tells the others what came of it. Nothing that was written is read again. Files of one attempt have names that
+no other attempt uses, so a checkpoint that is saved again stays complete until its manifest is replaced. Whatever the
+storage does, training goes on.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
+import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from typing import Any
@@ -23,35 +24,30 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline import __version__
-from paceline.checkpoint.data_file import ChecksumStream, StagedFile, data_file_name
-from paceline.checkpoint.load import LATEST_FILE, folder_name, is_complete, list_unfinished, worker_prefix
-from paceline.checkpoint.manifest import MANIFEST_FILE, DataFile, Manifest
-from paceline.checkpoint.retention import discard, prune
+from paceline.checkpoint.data_file import StagedFile
+from paceline.checkpoint.load import LATEST_FILE, folder_name, is_complete, sort_folders
+from paceline.checkpoint.manifest import MANIFEST_FILE, DataFile, Manifest, StoredSlice, TensorEntry
+from paceline.checkpoint.retention import KnownCheckpoint, best_of, discard, facts_of, known_checkpoints, wanted
 from paceline.checkpoint.state_tree import flatten_state
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.write_plan import WritePlan, plan_writes
 from paceline.errors import PacelineError, reason_of
-from paceline.object_collectives import broadcast_object
+from paceline.object_collectives import all_gather_objects, broadcast_object, gather_objects
+from paceline.process_groups import open_host_group
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.job import CheckpointSpec
 
 BEST_FILE = "best"
-"""Names the best checkpoint by `keep_best`, likewise."""
-
-_LOOK_S = 0.01
-"""The interval at which rank 0 looks for receipts."""
+"""Names the best checkpoint by `keep_best`, as `LATEST_FILE` the newest."""
 
 _SLOW_S = 60.0
 """The user is told of a checkpoint that takes longer."""
 
-_RANK_0_S = 5.0
-"""After an error, the time that rank 0 has to complete a checkpoint that all workers had begun, or to discard it."""
-
-_ALONE = "alone"
-"""A folder in an abandoned checkpoint, made by the one worker that writes its files anew."""
-
 _PATIENCE_S = 300.0
 """At the end of a run, a storage that has accepted nothing for so long is not waited for any more."""
+
+_LONGEST_WRITE_S = 24 * 3600.0
+"""How long a worker that has written waits for the others."""
 
 _NICENESS = 10
 """Writing has a lower priority than training."""
@@ -73,43 +69,33 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class _Receipt:
-    """What another worker reports to rank 0, through the storage."""
+    """What a worker tells rank 0 once it has written its file, or could not."""
 
-    attempt: str
-    values: dict[str, Any]
-    file: DataFile | None
-    problem: str = ""
+    problem: str
     """The reason why there is no file."""
-    shared: dict[str, Any] | None = None
-    """This worker's entries of the shared state, where workers have different ones (stages of a pipeline)."""
-
-
-@dataclass(eq=False)
-class _Writing:
-    """The writing of one worker's data file of one checkpoint."""
-
-    attempt: str
-    """Names this checkpoint on all workers; the same step may be saved twice."""
-    step: int
-    manifest: Manifest | None
-    """Only on rank 0, which completes the checkpoint."""
-    own_values: dict[str, Any]
-    shared: dict[str, Any] | None
+    files: tuple[DataFile, ...] = ()
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    """The slices in it, by the names of tensors."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """State that only this worker has."""
+    shared: dict[str, Any] = field(default_factory=dict)
     """This worker's entries of the shared state, where workers have different ones."""
-    thread: threading.Thread | None = None
-    given_up: threading.Event = field(default_factory=threading.Event)
-    problem: str | None = None
-    moved_at_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """What this worker writes of one checkpoint."""
+
+    snapshot: Snapshot
+    values: dict[str, Any]
+    own_values: dict[str, Any]
+    plan: WritePlan
+    attempt: str
+    """Names this attempt on all workers; the same step may be saved twice."""
 
     @property
     def folder(self) -> str:
-        return folder_name(self.step)
-
-    def moving(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-        """Passes bytes on and notes the time."""
-        for piece in pieces:
-            yield piece
-            self.moved_at_s = time.monotonic()
+        return folder_name(self.snapshot.step)
 
 
 class Saver:
@@ -122,13 +108,16 @@ class Saver:
         group: dist.ProcessGroup | None,
         say: Callable[[str], None],
         *,
-        cleans: bool = True,
+        resumed_step: int | None = None,
+        is_rescue: bool = False,
     ) -> None:
-        """A collective of all workers of `group`, whose backend handles host memory.
+        """A collective of all workers of `group`, whose backend handles host memory; None: this worker saves alone.
 
         Args:
-            say: told a sentence when a checkpoint could not be written, on rank 0, from another thread.
-            cleans: whether to remove what is unfinished there; nobody else may be writing then.
+            say: told a sentence when a checkpoint could not be written, from another thread.
+            resumed_step: the checkpoint that the run goes on from. Newer ones could not be used: they do not count, and
+                are left for somebody to look at.
+            is_rescue: whether others may be writing there: nothing is removed.
         """
         self._storage = storage
         self._spec = spec
@@ -136,246 +125,222 @@ class Saver:
         self._say = say
         self._rank = 0 if group is None else dist.get_rank(group)
         self._world_size = 1 if group is None else dist.get_world_size(group)
-        # Workers of an earlier run may still be writing somewhere: their receipts carry another name.
-        self._run: str = broadcast_object(f"{time.time_ns():x}", group)
+        # Writers' collectives would mix with those of training.
+        self._writers = None if group is None else open_host_group(_LONGEST_WRITE_S)
+        # Workers of an earlier run may still be writing somewhere: their files have another name.
+        self._run: str = broadcast_object(secrets.token_hex(3), group)
         self._versions = {"paceline": __version__, "torch": version("torch")}  # a checkout need not be installed
-        self._part = StagedFile()
-        self._write_plan: WritePlan | None = None
-        self._writing: _Writing | None = None
+        self._staged = StagedFile()
+        self._plan: WritePlan | None = None
         self._num_begun = 0
-        self._good: tuple[str, ...] = ()
-        """Checkpoints that were found good when others were last removed."""
-        self._was_slow = False
-        self._told: object = None
-        """The kind of problem that the user was last told of."""
+        self._is_rescue = is_rescue
+        self._known: list[KnownCheckpoint] = []
+        """The checkpoints that retention counts, oldest first; on rank 0."""
+        self._files: dict[str, tuple[DataFile, ...]] = {}
+        """The files of the checkpoints that this run has saved."""
+        self._thread: threading.Thread | None = None
+        self._moved_at_s = 0.0
+        """When the storage has last accepted something, by the monotonic clock."""
+        self._problem = ""
+        """Why the newest checkpoint could not be written, as the user was told; one reason in a row is told once."""
         self._is_given_up = False
-        """Whether the storage accepted nothing of the newest checkpoint for too long."""
-        self.last_step: int | None = None
+        self.last_step = resumed_step
         """The step of the newest checkpoint that was begun."""
-        self.written_step: int | None = None
-        """The step of the newest complete checkpoint; on other workers than rank 0, of their newest data file."""
+        self.written_step = resumed_step
+        """The step of the newest complete checkpoint."""
         self.stalls_s: list[float] = []
         """How long training waited, for each checkpoint."""
-        self._cleans = cleans
-        if self._rank == 0 and cleans:
-            self._remove_unfinished()
+        if self._rank == 0 and not is_rescue:
+            self._look_around(folder_name(resumed_step or 0))
 
     @property
     def busy(self) -> bool:
-        """Whether this worker is still writing."""
-        thread = None if self._writing is None else self._writing.thread
-        return thread is not None and thread.is_alive()
+        """Whether the newest checkpoint is still being written."""
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def failed(self) -> bool:
-        """Whether this worker could not write its data file of the newest checkpoint."""
-        return self._is_given_up or (self._writing is not None and self._writing.problem is not None)
+        """Whether the newest checkpoint could not be written."""
+        return self._is_given_up or bool(self._problem)
 
     def begin(self, snapshot: Snapshot) -> None:
-        """Copy `snapshot`, and write it in the background. A collective of all workers; none of them may be busy.
-        Raises `CheckpointError` for something that a checkpoint cannot hold."""
+        """Copy `snapshot`, and write it in the background, unless some worker still writes the one before. A collective
+        of all workers. Raises `CheckpointError` for something that a checkpoint cannot hold."""
         began = time.perf_counter()
+        if any(all_gather_objects(self.busy, self._group)):
+            return  # its storage does not respond, as was said
         self.last_step = snapshot.step
-        self._is_given_up = False
         values, tensors = flatten_state(snapshot.shared)
-        own_values, own_tensors = flatten_state(snapshot.own, worker_prefix(self._rank))
+        own_values, own_tensors = flatten_state(snapshot.own, f"worker:{self._rank}")
         state = tensors | own_tensors
-        self._write_plan = plan_writes(state, self._group, self._write_plan)
-        self._part.stage(self._write_plan.tensors_to_write(state))
-        manifest = None
-        if self._rank == 0:
-            manifest = Manifest(
-                step=snapshot.step,
-                world_size=self._world_size,
-                saved_at=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
-                versions=self._versions,
-                job=snapshot.job,
-                values=values,
-                tensors=self._write_plan.entries,
-            )
+        self._plan = plan_writes(state, self._group, self._plan)
+        self._staged.stage(self._plan.tensors_to_write(state))
         self._num_begun += 1
-        attempt = f"{self._run}-{self._num_begun}"
-        writing = _Writing(attempt, snapshot.step, manifest, own_values, values if snapshot.is_part else None)
-        writing.thread = threading.Thread(
-            target=self._write, args=(writing, self._part), name="checkpoint", daemon=True
-        )
-        self._writing = writing
-        writing.thread.start()
+        writing = _Writing(snapshot, values, own_values, self._plan, f"{self._run}{self._num_begun}")
+        self._moved_at_s = time.monotonic()
+        self._is_given_up = False
+        self._thread = threading.Thread(target=self._write, args=(writing,), name="checkpoint", daemon=True)
+        self._thread.start()
         self.stalls_s.append(time.perf_counter() - began)
 
     def save_alone(self, snapshot: Snapshot) -> None:
         """Write `snapshot`, which has to be complete, without the other workers; unless one of them does so already,
         or all of them have written it."""
         folder = folder_name(snapshot.step)
-        try:
-            is_abandoned = snapshot.step == self.last_step and self._is_abandoned(folder)
-            if not self._storage.claim(f"{folder}/{_ALONE}" if is_abandoned else folder):
-                return
-            for name in self._storage.names(folder):
-                if name != _ALONE:
-                    self._storage.remove(f"{folder}/{name}")
-        except OSError:
-            return
-        alone = Saver(self._storage, self._spec, None, self._say, cleans=False)
-        alone.begin(snapshot)
-        alone.wait()
-
-    def _is_abandoned(self, folder: str) -> bool:
-        """Whether the checkpoint that all workers had begun has no manifest and will not get one."""
-        deadline = time.monotonic() + _RANK_0_S
-        while time.monotonic() < deadline:
-            if is_complete(self._storage, folder) or folder not in self._storage.folders():  # rank 0 has discarded it
-                return False
-            time.sleep(_LOOK_S)
-        return True
+        with contextlib.suppress(OSError):
+            if not is_complete(self._storage, folder) and self._storage.claim(f"{folder}/rescue"):
+                alone = Saver(self._storage, self._spec, None, self._say, is_rescue=True)
+                alone.begin(snapshot)
+                alone.wait()
 
     def wait(self) -> None:
-        """Wait until this worker has written its file, or the storage has accepted nothing for too long."""
-        writing = self._writing
-        if writing is None or writing.thread is None:
-            return
-        while writing.thread.is_alive():
-            left_s = writing.moved_at_s + _PATIENCE_S - time.monotonic()
-            if left_s > 0:
-                writing.thread.join(left_s)
-                continue
-            writing.given_up.set()
-            writing.thread.join(1.0)  # one that only waits for others ends by itself, and says why
-            if writing.thread.is_alive():
-                self._report_problem(writing, TimeoutError(f"nothing has moved for {_PATIENCE_S:.0f} seconds"))
-                # That thread may wake up again, and should find what it had.
-                self._part, self._writing = StagedFile(), None
+        """Wait until the checkpoint in progress is written, or the storage has accepted nothing for too long."""
+        while self._thread is not None and self._thread.is_alive() and not self._is_given_up:
+            left_s = self._moved_at_s + _PATIENCE_S - time.monotonic()
+            self._thread.join(max(left_s, 0.0))
+            if left_s <= 0:
                 self._is_given_up = True
-            return
+                self._say(self._sentence(self.last_step, f"nothing has moved for {_PATIENCE_S:.0f} seconds"))
 
     def give_up(self, after_s: float = 0.0) -> None:
-        """Stop waiting after `after_s` seconds for a checkpoint that another worker could not write its file of."""
-        if self._writing is not None:
-            if self._writing.thread is not None:
-                self._writing.thread.join(after_s)
-            self._writing.given_up.set()
+        """Wait for at most `after_s` seconds more for the checkpoint in progress."""
+        if self._thread is not None:
+            self._thread.join(after_s)
+            self._is_given_up = self._thread.is_alive()
 
-    def _write(self, writing: _Writing, part: StagedFile) -> None:
+    def _write(self, writing: _Writing) -> None:
         """Training goes on whatever goes wrong in here."""
         with contextlib.suppress(OSError, AttributeError):  # on Linux a thread can be made to stand back
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        slow = threading.Timer(_SLOW_S, self._note_slowness, [writing])
+        slow = threading.Timer(_SLOW_S, self._say, [self._slowness(writing.snapshot.step)])
         slow.daemon = True
         slow.start()
         try:
-            name = data_file_name(self._rank)
-            if writing.manifest is not None:
-                self._make_room(writing.folder)
-            summed = ChecksumStream(writing.moving(part.pieces()))
-            self._storage.write(f"{writing.folder}/{name}", summed)
-            receipt = _Receipt(writing.attempt, writing.own_values, summed.file(name), shared=writing.shared)
-            if writing.manifest is None:
-                self._hand_in(writing.folder, receipt)
-            else:
-                self._commit(writing, writing.manifest, receipt)
-                self._told = None
-                self._tidy(writing)
-            # A thread that was given up may wake up after a later checkpoint was written.
-            self.written_step = max(writing.step, self.written_step or 0)
-        except Exception as problem:
-            with contextlib.suppress(OSError):  # first: once this worker has failed, rank 0 does not wait for why
-                if writing.manifest is None:
-                    self._hand_in(writing.folder, _Receipt(writing.attempt, {}, None, reason_of(problem)))
-                else:
-                    self._discard(writing.folder)
-            self._report_problem(writing, problem)
-            if not isinstance(problem, OSError | PacelineError):
-                raise
+            receipt = self._write_file(writing)
+            receipts = gather_objects(to_mapping(receipt), self._writers)
+            problem = self._commit(writing, receipts) if receipts is not None else ""
+            problem = broadcast_object(problem, self._writers)
+        except RuntimeError:  # torch's, where a connection has ended
+            problem = "another worker has ended meanwhile"
         finally:
             slow.cancel()
+        if problem and problem != self._problem:  # a full disk stays full for a while
+            self._say(self._sentence(writing.snapshot.step, problem))
+        self._problem = problem
+        if not problem:
+            self.written_step = writing.snapshot.step
 
-    def _make_room(self, folder: str) -> None:
-        """Remove what earlier attempts left, and the manifest of this step, whose files are about to change."""
-        for unfinished in list_unfinished(self._storage) if self._cleans else []:
-            if unfinished != folder:  # there, others may have begun
-                self._storage.remove(unfinished)
-        self._storage.remove(f"{folder}/{MANIFEST_FILE}")
-
-    def _hand_in(self, folder: str, receipt: _Receipt) -> None:
-        self._storage.write(f"{folder}/{_receipt_name(self._rank)}", [json.dumps(to_mapping(receipt)).encode()])
-
-    def _commit(self, writing: _Writing, manifest: Manifest, own: _Receipt) -> None:
-        receipts = [own, *(self._receipt(writing, rank) for rank in range(1, self._world_size))]
-        files = tuple(receipt.file for receipt in receipts if receipt.file is not None)
-        values = manifest.values
-        for receipt in receipts:
-            values = values if receipt.shared is None else _merged(values, receipt.shared)
-        workers = tuple(receipt.values for receipt in receipts)
-        complete = dataclasses.replace(manifest, values=values, files=files, workers=workers)
-        self._storage.write(f"{writing.folder}/{MANIFEST_FILE}", [complete.dump()])
-
-    def _receipt(self, writing: _Writing, rank: int) -> _Receipt:
-        given_up = False
-        while not given_up:
-            given_up = writing.given_up.wait(_LOOK_S)  # a last look follows: the other may have said why
-            try:
-                content = self._storage.read(f"{writing.folder}/{_receipt_name(rank)}")
-                receipt = from_mapping(_Receipt, json.loads(content))
-            except (FileNotFoundError, ValueError, AttributeError, PacelineError):
-                continue  # not there yet, or another program's
-            if receipt.attempt != writing.attempt:
-                continue
-            if receipt.file is None:
-                raise OSError(f"worker {rank} says: {receipt.problem}")
-            writing.moved_at_s = time.monotonic()
-            return receipt
-        raise OSError(f"nothing was heard from worker {rank}")
-
-    def _tidy(self, writing: _Writing) -> None:
-        """Clean up after a complete checkpoint; a failure here must not undo it."""
+    def _write_file(self, writing: _Writing) -> _Receipt:
+        """Write this worker's data file."""
+        name = f"worker-{self._rank:05d}-{writing.attempt}.safetensors"
         try:
-            for rank in range(1, self._world_size):
-                self._storage.remove(f"{writing.folder}/{_receipt_name(rank)}")
-            self._storage.write(LATEST_FILE, [f"{writing.folder}\n".encode()])
-            pruning = prune(self._storage, self._spec, self._good)
-            self._good = pruning.stay
-            if pruning.best is not None:
-                self._storage.write(BEST_FILE, [f"{pruning.best}\n".encode()])
-        except (OSError, PacelineError) as problem:
+            self._storage.write(f"{writing.folder}/{name}", self._moving(self._staged.pieces()))
+            checksums = self._staged.checksums()
+        except Exception as problem:
+            if not isinstance(problem, OSError | PacelineError):
+                traceback.print_exc()
+            return _Receipt(reason_of(problem))
+        tensors: dict[str, TensorEntry] = {}
+        for key, one in writing.plan.slices.items():
+            stored = StoredSlice(one.place.offsets, one.place.sizes, name, key, checksums[key])
+            _add_slices(tensors, one.name, TensorEntry(one.dtype, one.shape, (stored,)))
+        shared = writing.values if writing.snapshot.is_part else {}
+        return _Receipt("", (DataFile(name, self._staged.num_bytes),), tensors, writing.own_values, shared)
+
+    def _moving(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
+        """Passes bytes on and notes the time."""
+        for piece in pieces:
+            yield piece
+            self._moved_at_s = time.monotonic()
+
+    def _commit(self, writing: _Writing, received: list[dict[str, Any]]) -> str:
+        """Make a checkpoint of what all workers have written; returns what went wrong, with nothing left of it."""
+        receipts = [from_mapping(_Receipt, one) for one in received]
+        problems = [
+            f"worker {rank} says: {one.problem}" if rank else one.problem
+            for rank, one in enumerate(receipts)
+            if one.problem
+        ]
+        try:
+            if not problems:
+                manifest = self._manifest(writing, receipts)
+                self._storage.write(f"{writing.folder}/{MANIFEST_FILE}", [manifest.dump()])
+                self._tidy(writing.folder, manifest)
+                return ""
+        except OSError as problem:
+            problems = [reason_of(problem)]
+        with contextlib.suppress(OSError):
+            if writing.folder in sort_folders(self._storage)[1]:
+                self._storage.remove(writing.folder)
+        return problems[0]
+
+    def _manifest(self, writing: _Writing, receipts: Sequence[_Receipt]) -> Manifest:
+        values = writing.values
+        tensors: dict[str, TensorEntry] = {}
+        for receipt in receipts:
+            values = _merged(values, receipt.shared)
+            for name, entry in receipt.tensors.items():
+                _add_slices(tensors, name, entry)
+        return Manifest(
+            step=writing.snapshot.step,
+            world_size=self._world_size,
+            saved_at=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+            versions=self._versions,
+            job=writing.snapshot.job,
+            values=values,
+            workers=tuple(receipt.values for receipt in receipts),
+            files=tuple(file for receipt in receipts for file in receipt.files),
+            tensors=tensors,
+        )
+
+    def _tidy(self, folder: str, manifest: Manifest) -> None:
+        """Clean up after a complete checkpoint; a failure here must not undo it."""
+        if self._is_rescue:
+            return
+        replaced, self._files[folder] = self._files.get(folder, ()), manifest.files
+        self._known = [one for one in self._known if one.name != folder] + [facts_of(folder, manifest)]
+        keep = wanted(self._known, self._spec)
+        try:
+            for file in replaced:
+                self._storage.remove(f"{folder}/{file.name}")
+            self._storage.write(LATEST_FILE, [f"{folder}\n".encode()])
+            for one in [one for one in self._known if one.name not in keep]:
+                discard(self._storage, one.name)
+                self._known.remove(one)
+            if (best := best_of(self._known, self._spec)) is not None:
+                self._storage.write(BEST_FILE, [f"{best}\n".encode()])
+        except OSError as problem:
             self._say(
-                f"The checkpoint of step {writing.step} is complete, but older ones in {self._storage.address} could "
+                f"The checkpoint of step {manifest.step} is complete, but older ones in {self._storage.address} could "
                 f"not be removed: {reason_of(problem)}. Training goes on."
             )
 
-    def _report_problem(self, writing: _Writing, problem: Exception) -> None:
-        """Tell the user once for each kind of problem in a row: a full disk stays full for a while."""
-        writing.problem = reason_of(problem)
-        kind = (type(problem), getattr(problem, "errno", None))
-        if kind != self._told:
-            self._told = kind
-            self._say(
-                f"The checkpoint of step {writing.step} could not be written to {self._storage.address}: "
-                f"{writing.problem}. Training goes on, earlier checkpoints are not touched, and later ones are tried."
-            )
-
-    def _note_slowness(self, writing: _Writing) -> None:
-        if self._was_slow:
-            return
-        self._was_slow = True
-        self._say(
-            f"The checkpoint of step {writing.step} is still being written to {self._storage.address} after "
-            f"{_SLOW_S:.0f} seconds. Training goes on; the next checkpoint waits for it."
-        )
-
-    def _discard(self, folder: str) -> None:
-        if folder in self._storage.folders():  # a file of that name is somebody else's
-            discard(self._storage, folder)
-
-    def _remove_unfinished(self) -> None:
+    def _look_around(self, resumed: str) -> None:
+        """Remove what earlier runs left unfinished, and note which checkpoints there are."""
         try:
-            for folder in list_unfinished(self._storage):
+            for folder in sort_folders(self._storage)[1]:
                 self._storage.remove(folder)
+            self._known = [one for one in known_checkpoints(self._storage)[0] if one.name <= resumed]
         except OSError as problem:
             self._say(f"What an earlier run left in {self._storage.address} cannot be removed: {reason_of(problem)}.")
 
+    def _sentence(self, step: int | None, problem: str) -> str:
+        return (
+            f"The checkpoint of step {step} could not be written to {self._storage.address}: {problem}. Training goes "
+            "on, earlier checkpoints are not touched, and later ones are tried."
+        )
 
-def _receipt_name(rank: int) -> str:
-    return f"worker-{rank:05d}.json"
+    def _slowness(self, step: int) -> str:
+        return (
+            f"The checkpoint of step {step} is still being written to {self._storage.address} after {_SLOW_S:.0f} "
+            "seconds. Training goes on; the next checkpoint waits for it."
+        )
+
+
+def _add_slices(tensors: dict[str, TensorEntry], name: str, entry: TensorEntry) -> None:
+    """Add an entry, or its slices to those of the entry of this name."""
+    known = tensors.get(name, replace(entry, chunks=()))
+    tensors[name] = replace(known, chunks=known.chunks + entry.chunks)
 
 
 def _merged(some: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:

@@ -27,8 +27,6 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 _TAKEN = "__metadata__"
 """A name with another meaning in the safetensors format."""
 
-_NO_TENSOR = torch.empty(0)
-
 _TOO_DEEP = "The state is nested too deeply for a checkpoint, or contains itself."
 
 
@@ -98,8 +96,8 @@ def _plain(value: Any, path: str, name: Callable[[str, Tensor], str]) -> Any:
     )
 
 
-def unflatten_state(plain: Any, tensor_of: Callable[[str], Tensor]) -> Any:
-    """The value that `flatten_state` was given; `tensor_of` returns a tensor by its name.
+def unflatten_state(plain: Any, tensor_of: Callable[[str], Any]) -> Any:
+    """The value that `flatten_state` was given; `tensor_of` returns a tensor, or what stands for one, by its name.
 
     Raises:
         CheckpointError: `plain` was not made by `flatten_state`.
@@ -112,17 +110,22 @@ def unflatten_state(plain: Any, tensor_of: Callable[[str], Tensor]) -> Any:
 
 def tensor_names(plain: Any) -> set[str]:
     """The names of the tensors that `unflatten_state` would ask for. Raises `CheckpointError` as it does."""
-    names: set[str] = set()
-
-    def note(name: str) -> Tensor:
-        names.add(name)
-        return _NO_TENSOR
-
-    unflatten_state(plain, note)
-    return names
+    names: list[str] = []
+    unflatten_state(plain, names.append)
+    return set(names)
 
 
-def _whole(plain: Any, tensor_of: Callable[[str], Tensor]) -> Any:
+def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """Dictionaries, lists and tuples of the same form, with what `function` returns for all that is in them."""
+    match tree:
+        case dict():
+            return {key: map_leaves(item, function) for key, item in tree.items()}
+        case list() | tuple():
+            return type(tree)(map_leaves(item, function) for item in tree)
+    return function(tree)
+
+
+def _whole(plain: Any, tensor_of: Callable[[str], Any]) -> Any:
     match plain:
         case {"tensor": str(name)} if len(plain) == 1:
             return tensor_of(name)

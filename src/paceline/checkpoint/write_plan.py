@@ -3,33 +3,49 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.data_file import DTYPES, data_file_name, dtype_name
-from paceline.checkpoint.manifest import StoredSlice, TensorEntry
+from paceline.checkpoint.data_file import DTYPES, dtype_name
+from paceline.checkpoint.manifest import Slice
 from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
 from paceline.object_collectives import all_gather_objects
+
+_MOST_SLICE_BYTES = 16 << 20
+"""Larger tensors are written in slices of rows: a worker that needs some rows reads few others to check them."""
+
+_Held = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
+"""What a worker holds of a tensor: its name, dtype and whole shape; the offsets and sizes of the slice."""
+
+
+@dataclass(frozen=True)
+class WrittenSlice:
+    """A slice of a tensor that this worker writes."""
+
+    name: str
+    """The tensor's name in the state."""
+    dtype: str
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    place: Slice
+    index: tuple[slice, ...]
+    """Where the slice lies in what this worker holds of the tensor."""
 
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Which worker writes what of a state; valid while the state's tensors are of these kinds."""
+    """What this worker writes of a state; valid while the state's tensors are of these kinds."""
 
     kinds: dict[str, tuple[object, ...]]
     """What each tensor of this worker is, as far as it matters here; by its name in the state."""
-    mine: dict[str, str]
-    """What this worker writes: its name in the state, by its name in the file."""
-    entries: dict[str, TensorEntry]
-    """All tensors of all workers, with the files that hold them."""
+    slices: dict[str, WrittenSlice]
+    """By their names in the file."""
 
     def tensors_to_write(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of `state` that this worker writes, in the shapes of its shards, by their names in its file."""
-        return {key: local_shard(state[name]) for key, name in self.mine.items()}
+        return {key: local_shard(state[one.name])[one.index] for key, one in self.slices.items()}
 
 
 def plan_writes(
@@ -50,30 +66,39 @@ def plan_writes(
         return before
     rank = 0 if group is None else dist.get_rank(group)
     gathered = all_gather_objects([_held(name, tensor) for name, tensor in state.items()], group)
-    holders: dict[tuple[Any, ...], list[int]] = {}
-    for worker, slices in enumerate(gathered):
-        for one in slices:
-            holders.setdefault(one, []).append(worker)
+    holders: dict[_Held, list[int]] = {}
+    for worker, tensors in enumerate(gathered):
+        for held in tensors:
+            holders.setdefault(held, []).append(worker)
     num_bytes = [0] * len(gathered)
     """What each worker writes."""
-    mine: dict[str, str] = {}
-    entries: dict[str, TensorEntry] = {}
+    mine = {}
     for (name, dtype, shape, offsets, sizes), workers in holders.items():
-        writer = min(workers, key=num_bytes.__getitem__)
-        num_bytes[writer] += math.prod(sizes) * DTYPES[dtype].itemsize
-        # The name of a shard in the file, or of what looks like one, also says where the shard begins.
-        is_whole = sizes == shape and "@" not in name
-        key = name if is_whole else f"{name}@{','.join(map(str, offsets))}"
-        entry = entries.get(name, TensorEntry(dtype, shape, ()))
-        chunk = StoredSlice(offsets, sizes, data_file_name(writer), key)
-        entries[name] = replace(entry, chunks=(*entry.chunks, chunk))
-        if writer == rank:
-            mine[key] = name
-    return WritePlan(kinds, mine, entries)
+        outer = Slice(offsets, sizes)
+        for inner in _row_slices(outer, DTYPES[dtype].itemsize):
+            writer = min(workers, key=num_bytes.__getitem__)
+            num_bytes[writer] += math.prod(inner.sizes) * DTYPES[dtype].itemsize
+            if writer == rank:
+                # The name of a slice in the file, or of what looks like one, also says where the slice begins.
+                is_whole = inner.sizes == shape and "@" not in name
+                key = name if is_whole else f"{name}@{','.join(map(str, inner.offsets))}"
+                mine[key] = WrittenSlice(name, dtype, shape, inner, inner.slices_in(outer))
+    return WritePlan(kinds, mine)
 
 
-def _held(name: str, tensor: Tensor) -> tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """What this worker holds of a tensor: its name, dtype and whole shape; the offsets and sizes of the slice."""
+def _row_slices(outer: Slice, itemsize: int) -> Iterator[Slice]:
+    """A slice, or slices of its rows that are not too large."""
+    num_bytes = math.prod(outer.sizes) * itemsize
+    if num_bytes <= _MOST_SLICE_BYTES:
+        yield outer
+        return
+    (first, *offsets), (num_rows, *sizes) = outer.offsets, outer.sizes
+    step = max(1, _MOST_SLICE_BYTES * num_rows // num_bytes)
+    for start in range(0, num_rows, step):
+        yield Slice((first + start, *offsets), (min(step, num_rows - start), *sizes))
+
+
+def _held(name: str, tensor: Tensor) -> _Held:
     shape = tuple(tensor.shape)
     offsets, sizes = shard_slice(tensor) if is_dtensor(tensor) else ((0,) * tensor.dim(), shape)
     return name, dtype_name(name, tensor), shape, offsets, sizes

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from paceline import env
 from paceline.data.file_lock import file_lock
-from paceline.regular_files import open_regular
 
 FORMAT_VERSION = 1
 """Part of every entry's name; a change in what the sources decode to makes it one more."""
@@ -62,8 +61,6 @@ def _open(entry: Path) -> Arrays | None:
     """The arrays of an entry; None when there is none, or when it is damaged and should be written anew."""
     try:
         files = sorted(entry.glob("*.npy"))
-        for file in files:
-            open_regular(file).close()  # np.load would wait for who writes into a named pipe
         return {file.stem: np.load(file, mmap_mode="r", allow_pickle=False) for file in files} or None
     except (OSError, ValueError, EOFError):
         return None

@@ -26,7 +26,6 @@ from paceline.data.cache import decoded
 from paceline.data.download import directory_of
 from paceline.data.sources import checked_labels, import_extra, no_options
 from paceline.errors import DataError
-from paceline.regular_files import open_regular, read_bytes
 from paceline.spec import DataSpec
 
 _IMAGE_BYTES = 3 * 32 * 32
@@ -127,7 +126,7 @@ def _decode_batches(
 
 def _read_files(paths: Sequence[Path]) -> dict[str, tuple[str, bytes]]:
     try:
-        return {path.name: (str(path), read_bytes(path)) for path in paths}
+        return {path.name: (str(path), path.read_bytes()) for path in paths}
     except OSError as error:
         raise DataError(f"{error.filename} cannot be read ({error.strerror}).") from None
 
@@ -136,7 +135,7 @@ def _read_archive(archive: Path, form: _Batches) -> dict[str, tuple[str, bytes]]
     wanted = form.train + form.test
     files: dict[str, tuple[str, bytes]] = {}
     try:
-        with open_regular(archive) as file, tarfile.open(fileobj=file, mode="r:gz") as tar:
+        with open(archive, "rb") as file, tarfile.open(fileobj=file, mode="r:gz") as tar:
             for member in tar:
                 name = Path(member.name).name
                 content = tar.extractfile(member) if name in wanted and member.isfile() else None

@@ -18,7 +18,6 @@ from torch import Tensor
 from paceline.data.augment import Augmentation
 from paceline.data.sources import import_extra, read_options
 from paceline.errors import DataError
-from paceline.regular_files import open_regular
 from paceline.spec import DataSpec
 from paceline.spec.codec import at_least
 
@@ -61,7 +60,7 @@ class FolderImages:
 
         path = self.files[index]
         try:
-            with open_regular(path) as file, Image.open(file) as picture:
+            with open(path, "rb") as file, Image.open(file) as picture:
                 image = picture.convert("RGB")
         except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError(f"{path} is not a readable image ({error}); repair or remove it.") from None

@@ -20,7 +20,6 @@ from paceline.data.cache import decoded
 from paceline.data.download import directory_of
 from paceline.data.sources import checked_labels, no_options
 from paceline.errors import DataError
-from paceline.regular_files import read_bytes
 from paceline.spec import DataSpec
 from paceline.words import number_of
 
@@ -107,7 +106,7 @@ def read_idx(path: Path, num_dims: int) -> NDArray[np.uint8]:
 
 def _read(path: Path) -> bytes:
     try:
-        raw = read_bytes(path)
+        raw = path.read_bytes()
         return gzip.decompress(raw) if path.suffix == ".gz" else raw
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path} is not a complete gzip file ({error}); download the file again.") from None

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from paceline.data.array_set import ArraySet
 from paceline.data.sources import read_options
 from paceline.errors import DataError
-from paceline.regular_files import open_regular
 from paceline.spec import DataSpec
 from paceline.spec.codec import at_least
 
@@ -40,7 +39,7 @@ def load_text(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
     options = read_options(TextOptions, spec)
     path = Path(spec.dir or ".").expanduser() / Path(options.file).expanduser()
     try:
-        with open_regular(path) as file:
+        with open(path, "rb") as file:
             num_bytes = os.fstat(file.fileno()).st_size
             tokens = np.memmap(file, np.uint8, mode="r") if num_bytes else np.empty(0, np.uint8)
     except FileNotFoundError:

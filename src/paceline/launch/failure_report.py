@@ -24,7 +24,7 @@ from paceline.launch.failures import (
 from paceline.launch.faults import Cause, fault_of
 from paceline.launch.hang import Hang, WorkerState
 from paceline.launch.supervise import NodeLoss, Outcome
-from paceline.regular_files import open_regular, refuge, replace_text
+from paceline.regular_files import refuge, replace_text
 from paceline.words import name_ranks, number_of
 
 LOG_TAIL_LINES = 30
@@ -279,7 +279,7 @@ def _evidence(ending: Ending, run_dir: Path) -> str:
 def _tail(path: Path, num_lines: int | None) -> str:
     """The last lines of a file, which may be one endless line."""
     try:
-        with open_regular(path) as file:
+        with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - MOST_TAIL_BYTES))
             text = (file.read(MOST_TAIL_BYTES) or b"").decode("utf-8", "replace")
     except OSError:

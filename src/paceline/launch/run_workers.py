@@ -25,7 +25,6 @@ from paceline.launch.remote_team import ANSWER_TIMEOUT_S, RemoteTeam, arrange_re
 from paceline.launch.supervise import Outcome, Supervisor
 from paceline.launch.team import Events, LaunchOptions, LocalTeam, Signalled, Team
 from paceline.regular_files import make_run_folder
-from paceline.run_lease import temporary_folder
 
 if TYPE_CHECKING:
     from paceline.spec import Plan
@@ -128,7 +127,7 @@ def _start_here(
     at_end: contextlib.ExitStack,
 ) -> LocalTeam:
     """Start the workers on this node; `at_end` releases what they need until its end."""
-    folder = at_end.enter_context(temporary_folder("paceline-"))
+    folder = at_end.enter_context(tempfile.TemporaryDirectory(prefix="paceline-", ignore_cleanup_errors=True))
     with listen("127.0.0.1") as torch_store:  # rank 0 has inherited it
         commands = commands_for(rendezvous_on_one_node(Path(folder), torch_store.getsockname()))
         if fork_server is not None and not options.is_elastic:  # which prepares it beside the training

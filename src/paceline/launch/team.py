@@ -7,6 +7,7 @@ import os
 import queue
 import signal
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +24,6 @@ from paceline.launch.forking import Adopted, ForkServer
 from paceline.launch.hang import WatchClock, WorkerState
 from paceline.launch.out_of_memory import count_oom_kills, kernel_log_names
 from paceline.launch.output import LinePump, Show, check_open_files, is_behind, show_here
-from paceline.regular_files import open_regular
-from paceline.run_lease import temporary_folder
 
 Output = Literal["rank0", "all"]
 Process = subprocess.Popen[bytes] | Adopted
@@ -155,7 +154,7 @@ class LocalTeam:
         """The worker that writes to our own standard output and error."""
         self._oom_kills: dict[int, int | None] = {}
         self._pump: LinePump | None = None
-        self._heartbeats = temporary_folder("paceline-heartbeat-")
+        self._heartbeats = tempfile.TemporaryDirectory(prefix="paceline-heartbeat-", ignore_cleanup_errors=True)
         # A worker that finds this pipe without a writer knows that this process has died.
         self._lifeline_read, self._lifeline_write = os.pipe()
 
@@ -438,7 +437,7 @@ def _size(path: Path) -> int:
 
 def _read_from(path: Path, offset: int) -> str:
     try:
-        with open_regular(path) as file:
+        with open(path, "rb") as file:
             file.seek(offset)
             return (file.read(1 << 20) or b"").decode(errors="replace")
     except OSError:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import PacelineError
-from paceline.regular_files import open_regular, parse_json, read_json
+from paceline.regular_files import parse_json, read_json
 from paceline.report.job_text import flat
 from paceline.spec.job import JOB_FILE
 from paceline.spec.record import RECORD_FILE, StepTime
@@ -144,7 +144,7 @@ class RunFollower:
             found = path.stat()
             if found.st_ino != self._inode or found.st_size < self._read_bytes:
                 self._inode, self._read_bytes, self._metrics = found.st_ino, 0, Metrics()
-            with open_regular(path) as file:
+            with open(path, "rb") as file:
                 file.seek(self._read_bytes)
                 new = file.read()
         except (OSError, PacelineError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from paceline import env
 from paceline.errors import LaunchError, file_problems
+from paceline.folder_lock import hold_folder
 from paceline.hardware import detect
 from paceline.launch.containers import contained
 from paceline.launch.elastic import run_elastic
@@ -24,7 +24,6 @@ from paceline.launch.worker import run_program
 from paceline.measure.values import REQUEST_FILE
 from paceline.plan import pick
 from paceline.regular_files import make_run_folder
-from paceline.run_lease import hold_folder
 from paceline.spec import Cluster, Device, Node, Plan
 from paceline.spec.codec import JsonValue, from_mapping
 from paceline.words import number_of
@@ -189,7 +188,7 @@ def open_allocation(where: Where, run_dir: Path, script: Path | None = None) -> 
     with contextlib.ExitStack() as held:
         with file_problems(f"The run folder {run_dir} cannot be used", LaunchError, "name another one with out = DIR"):
             make_run_folder(run_dir)
-            held.enter_context(hold_folder(run_dir, say=lambda line: print(f"paceline: {line}", file=sys.stderr)))
+            held.enter_context(hold_folder(run_dir))
         yield held.enter_context(_opened(where, slots, shown))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from paceline.errors import CheckpointError, JobError, shown
+from paceline.errors import CheckpointError, JobError, file_problems, shown
 from paceline.spec.codec import from_mapping
 from paceline.spec.job import CheckpointSpec
 from paceline.workflows.arguments import checked
@@ -147,17 +147,17 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
         CheckpointError: there is none that can be used, the file is there already, or a storage fails.
     """
     from paceline.checkpoint import newest_good, read_checkpoint
-    from paceline.checkpoint.location import find_location, split_address, storage_problems
+    from paceline.checkpoint.location import find_location, split_address
     from paceline.checkpoint.storage import open_storage
     from paceline.checkpoint.weights import export_weights
 
     checkpoint, target = str(checkpoint), str(target)
     folder, file = split_address(target)
-    with storage_problems(target):
+    with file_problems(f"{target} cannot be read", CheckpointError):
         beside = open_storage(folder)
         if not force and file in beside.names():
             raise CheckpointError(f"{target} is there already; choose another name, or replace it with force = True.")
-    with storage_problems(checkpoint):
+    with file_problems(f"{checkpoint} cannot be read", CheckpointError):
         place = find_location(checkpoint)
         if place.name is None:
             found, problems = newest_good(place.storage)
@@ -170,7 +170,7 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
                 found = read_checkpoint(place.storage, place.name)
             except CheckpointError as reason:
                 raise CheckpointError(f"The checkpoint {checkpoint} cannot be used: {reason}.") from None
-    with storage_problems(target, "written"):
+    with file_problems(f"{target} cannot be written", CheckpointError):
         export_weights(found.weights, beside, file)
     return ExportedWeights(found.name, place.storage.address, found.manifest.step)
 
@@ -183,9 +183,9 @@ def open_checkpoints(place: Path | str) -> Iterator[tuple[Storage, list[str]]]:
         CheckpointError: there are none, or the storage fails.
     """
     from paceline.checkpoint.load import list_folders
-    from paceline.checkpoint.location import find_location, storage_problems
+    from paceline.checkpoint.location import find_location
 
-    with storage_problems(str(place)):
+    with file_problems(f"{place} cannot be read", CheckpointError):
         found = find_location(str(place))
         names = list_folders(found.storage) if found.name is None else [found.name]
         if not names:

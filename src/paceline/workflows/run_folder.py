@@ -13,8 +13,8 @@ from datetime import datetime
 from pathlib import Path
 
 from paceline.errors import LaunchError, PacelineError, file_problems
+from paceline.folder_lock import check_free
 from paceline.regular_files import STALE_VIEW_S, make_run_folder, run_file_mode
-from paceline.run_lease import check_free
 from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.job import JOB_FILE, differences
 from paceline.spec.plan import LIMIT_FILE, PLAN_FILE, RunLimit

@@ -8,7 +8,6 @@ import json
 import pickle
 import random
 import shutil
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,13 @@ from tests.kit.workers import run_ranks
 from tests.unit.checkpoint.saving import sealed, train
 
 OLDER, NEWER = "step-00000002", "step-00000004"
-FILES = ("manifest.json", "worker-00000.safetensors", "worker-00001.safetensors")
+FILES = ("manifest.json", "worker-00000", "worker-00001")
+"""The files of a checkpoint, as their names begin."""
+
+
+def file_in(folder: Path, begins: str, name: str = NEWER) -> Path:
+    (found,) = (folder / name).glob(f"{begins}*")
+    return found
 
 
 def _train(folder: Path, strategy: str) -> tuple[int, list[list[float]]]:
@@ -80,7 +85,7 @@ def change(path: Path, edit: Callable[[bytes], bytes]) -> None:
 
 
 def take_older(path: Path) -> None:
-    shutil.copy(path.parent.parent / OLDER / path.name, path)
+    shutil.copy(file_in(path.parent.parent, path.name[:12], OLDER), path)
 
 
 def make_folder(path: Path) -> None:
@@ -110,7 +115,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 def test_a_damaged_file_is_named_and_the_run_goes_on_from_the_checkpoint_before(
     folder: Path, damage: str, file: str
 ) -> None:
-    DAMAGES[damage](folder / NEWER / file)
+    DAMAGES[damage](file_in(folder, file))
     problem = problem_of(folder)
     # A manifest that cannot be found is none, and the checkpoint is unfinished.
     assert file in problem or (file == FILES[0] and problem == "unfinished")
@@ -120,14 +125,14 @@ def test_a_damaged_file_is_named_and_the_run_goes_on_from_the_checkpoint_before(
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_missing_file_is_noticed(folder: Path, file: str) -> None:
-    (folder / NEWER / file).unlink()
+    file_in(folder, file).unlink()
     assert problem_of(folder) == "unfinished" if file == FILES[0] else file in problem_of(folder)
     assert train(folder, 3).first_step == 2
 
 
 def test_a_run_none_of_whose_checkpoints_is_good_is_refused(folder: Path) -> None:
     for name in (OLDER, NEWER):
-        DAMAGES["a byte less"](folder / name / FILES[1])
+        DAMAGES["a byte less"](file_in(folder, FILES[1], name))
     with pytest.raises(CheckpointError, match=f"{NEWER}.*{FILES[1]}"):
         train(folder, 5)
     for name in (OLDER, NEWER):
@@ -157,7 +162,7 @@ def test_foreign_files_are_left_alone(folder: Path) -> None:
 def test_flipped_bits_and_cut_ends_are_noticed_wherever_they_are(folder: Path) -> None:
     shutil.rmtree(folder / OLDER)
     draw = random.Random(20310405)
-    paths = [folder / NEWER / file for file in FILES]
+    paths = [file_in(folder, file) for file in FILES]
     whole = {path: path.read_bytes() for path in paths}
     for number in range(450):
         path = paths[number % 3]
@@ -208,7 +213,8 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "file with a zero": put("files", 0, "name", to="a\0b"),
     "file twice": lambda body: body["files"].append(body["files"][0]),
     "file not listed": lambda body: body["files"].pop(),
-    "wrong checksum": put("files", 0, "crc32", to="00000000"),
+    "wrong checksum": put(*WEIGHT, "chunks", 0, "crc32", to="00000000"),
+    "no checksum": put(*WEIGHT, "chunks", 0, "crc32", to=""),
     "length beyond all": put("files", 0, "num_bytes", to=2**62),
     "length below zero": put("files", 0, "num_bytes", to=-1),
     "huge": put(*WEIGHT, "shape", to=[2**40, 3]),
@@ -217,7 +223,6 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "empty and huge": put(*WEIGHT, to=whole([0, 2**62, 2**62])),
     "size below zero": put(*WEIGHT, to=whole([-1, -12])),
     "many dimensions": put(*WEIGHT, to=whole([1] * 1000 + [0])),
-    "slices that overlap": put(*WEIGHT, "chunks", 1, "offsets", to=[0, 0]),
     "slice outside": put(*WEIGHT, "chunks", 0, "offsets", to=[3, 0]),
     "slice before the beginning": put(*WEIGHT, "chunks", 0, "offsets", to=[-2, 0]),
     "slice of another dimension": put(*WEIGHT, "chunks", 0, "offsets", to=[0]),
@@ -234,7 +239,7 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "another step": put("step", to=8),
     "step below zero": put("step", to=-7),
     "no time": put("saved_at", to="yesterday"),
-    "newer format": put("format", to=2),
+    "newer format": put("format", to=3),
     "unknown key": put("run", to="rm -rf"),
     "missing key": lambda body: body.pop("job"),
     "list for a table": put("values", to=[1]),
@@ -329,10 +334,10 @@ def test_a_file_of_tensors_of_another_kind_is_refused_and_runs_no_code(
     mark = tmp_path / "was here"
     if isinstance(content, str):
         content = pickle.dumps({"weight": Bomb(mark)})
-    (folder / NEWER / FILES[1]).write_bytes(content)
+    file_in(folder, FILES[1]).write_bytes(content)
     manifest = folder / NEWER / FILES[0]
     body = json.loads(manifest.read_bytes())
-    body["files"][0] |= {"num_bytes": len(content), "crc32": f"{zlib.crc32(content):08x}"}
+    body["files"][0]["num_bytes"] = len(content)
     manifest.write_bytes(sealed(body))
     assert FILES[1] in problem_of(folder)
     assert train(folder, 3).first_step == 2

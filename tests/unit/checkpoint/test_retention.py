@@ -83,8 +83,8 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
 
 
-def spoil(folder: Path, step: int, file: str = "worker-00000.safetensors") -> None:
-    path = folder / f"step-{step:08d}" / file
+def spoil(folder: Path, step: int, file: str = "worker-00000*") -> None:
+    (path,) = (folder / f"step-{step:08d}").glob(file)
     path.write_bytes(path.read_bytes()[:-1])
 
 

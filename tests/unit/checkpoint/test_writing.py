@@ -16,11 +16,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 import paceline
 from paceline.checkpoint import Saver, Snapshot, open_storage, read_checkpoint
-from paceline.checkpoint.slice import Slice
-from paceline.checkpoint.storage import Folder, Piece
+from paceline.checkpoint.manifest import Slice
+from paceline.checkpoint.storage import Piece
 from paceline.errors import CheckpointError
 from paceline.spec.job import CheckpointSpec
 from tests.kit.workers import join_world, run_ranks
@@ -57,8 +58,7 @@ def test_each_file_is_on_the_disk_before_it_has_its_name_and_the_manifest_comes_
         monkeypatch.setattr(os, name, noting(getattr(os, name)))
     train(tmp_path, 1)
     files = sorted(path.name for path in tmp_path.glob("step-*/*"))
-    assert files == ["manifest.json", "worker-00000.safetensors"]
-    assert [name for name in named if name in files] == ["worker-00000.safetensors", "manifest.json"]
+    assert named == files[::-1] and files[0] == "manifest.json"
 
 
 def fail_to_rename(monkeypatch: pytest.MonkeyPatch, word: str) -> None:
@@ -138,65 +138,63 @@ def test_a_run_a_folder_and_a_checkpoint_are_all_places(tmp_path: Path, monkeypa
     assert [state.step for state in paceline.checkpoint.ls(".").states] == [3]
 
 
-class StaleFirst(Folder):
-    """The storage of rank 1, which finishes its part once rank 0 has looked for it."""
-
-    def write(self, name: str, pieces: Iterable[Piece]) -> None:
-        if "worker-00001" in name and not name.endswith(".safetensors"):
-            while not (self.path / "looked").exists():
-                os.sched_yield()
-        super().write(name, pieces)
-
-
-class Looking(Folder):
-    """The storage of rank 0, which says that it has looked for what rank 1 reports."""
-
-    def read(self, name: str) -> bytes:
-        try:
-            return super().read(name)
-        finally:
-            if "worker-00001" in name:
-                (self.path / "looked").touch()
-
-
-def _save_again_beside_a_stale_report(path: Path) -> None:
+def _save_a_step_again(path: Path) -> None:
     group = join_world(60)
     rank = torch.distributed.get_rank()
     said: list[str] = []
-    storage = StaleFirst(path) if rank else Looking(path)
-    saver = Saver(storage, CheckpointSpec(), group, said.append)
-
-    def save(value: float) -> None:
-        (path / "looked").unlink(missing_ok=True)
-        torch.distributed.barrier()
+    saver = Saver(open_storage(path), CheckpointSpec(), group, said.append)
+    for value in (1.0, 2.0):
         shared = {"model": {"a": torch.full((10,), value), "b": torch.full((10,), value)}}
         saver.begin(Snapshot(5, {}, shared, {"own": value + rank}))
         saver.wait()
-        torch.distributed.barrier()
-
-    reports: dict[str, bytes] = {}
-    if rank == 1:
-        plain = storage.write
-
-        def keep_report(name: str, pieces: Iterable[Piece]) -> None:
-            content = b"".join(bytes(piece) for piece in pieces)
-            if not name.endswith(".safetensors"):
-                reports[name] = content
-            plain(name, [content])
-
-        storage.write = keep_report  # type: ignore[method-assign]
-    save(1.0)
-    for name, content in reports.items():  # as an attempt leaves it that was cut off
-        (path / name).write_bytes(content)
-    save(2.0)
-    assert not said
+        assert saver.written_step == 5 and not said  # on all workers
 
 
-def test_a_step_that_is_saved_again_does_not_take_an_earlier_attempts_report(tmp_path: Path) -> None:
-    run_ranks(_save_again_beside_a_stale_report, 2, tmp_path)
+def test_a_step_that_is_saved_again_replaces_the_checkpoint_by_files_of_other_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ranks(_save_a_step_again, 2, tmp_path)
     found = read_checkpoint(open_storage(tmp_path), "step-00000005")
     assert found.shared["model"]["a"].tolist() == found.shared["model"]["b"].tolist() == [2.0] * 10
     assert [found.own(rank)["own"] for rank in range(2)] == [2.0, 3.0]
+    files = {path.name for path in (tmp_path / "step-00000005").iterdir()}
+    assert files == {"manifest.json", *(file.name for file in found.manifest.files)}
+
+
+def _save_where_rank_1_cannot(path: Path) -> None:
+    group = join_world(60)
+    rank = torch.distributed.get_rank()
+    said: list[str] = []
+    storage = open_storage(path)
+    if rank == 1:
+        storage.write = _no_space  # type: ignore[method-assign]
+    saver = Saver(storage, CheckpointSpec(), group, said.append)
+    for step in (1, 2):
+        saver.begin(Snapshot(step, {}, {"a": torch.zeros(3), "b": torch.zeros(3)}, {}))
+        saver.wait()
+    assert saver.failed and saver.written_step is None
+    assert len(said) == 1 and "worker 1 says: No space left on device" in said[0]
+
+
+def _no_space(_name: str, _pieces: Iterable[Piece]) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_all_workers_learn_that_one_could_not_write(tmp_path: Path) -> None:
+    run_ranks(_save_where_rank_1_cannot, 2, tmp_path)
+    assert not list(tmp_path.glob("step-*"))
+
+
+def test_large_tensors_are_written_in_slices_of_rows_that_safetensors_reads(tmp_path: Path) -> None:
+    weight = torch.arange(9 << 20, dtype=torch.float32).view(9, -1)  # 36 MiB
+    saver = Saver(open_storage(tmp_path), CheckpointSpec(), None, print)
+    saver.begin(Snapshot(1, {}, {"weight": weight, "count": torch.tensor(3)}, {}))
+    saver.wait()
+    (file,) = (tmp_path / "step-00000001").glob("*.safetensors")
+    found = load_file(file)
+    rows = [found[f"weight@{start},0"] for start in range(0, 9, 4)]
+    assert torch.equal(torch.cat(rows), weight) and found["count"] == 3
+    assert torch.equal(read_checkpoint(open_storage(tmp_path), "step-00000001").shared["weight"], weight)
 
 
 SLICES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=2).map(
@@ -223,7 +221,7 @@ def test_slices_overlap_where_both_are(one: Slice, other: Slice) -> None:
 def test_the_manifest_lists_what_the_docs_say(tmp_path: Path) -> None:
     train(tmp_path, 2)
     body = json.loads((tmp_path / "step-00000002" / "manifest.json").read_bytes())
-    assert (body["step"], body["world_size"], body["format"]) == (2, 1, 1)
+    assert (body["step"], body["world_size"], body["format"]) == (2, 1, 2)
     (file,) = body["files"]
     content = (tmp_path / "step-00000002" / file["name"]).read_bytes()
     assert file["num_bytes"] == len(content)

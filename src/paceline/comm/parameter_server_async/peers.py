@@ -30,7 +30,6 @@ from paceline.comm.links import node_identity
 from paceline.errors import PeerLost
 from paceline.network_addresses import address_towards, addresses
 from paceline.plain_messages import MAX_TEXT_BYTES, decode, empty_tensors, encode, memory
-from paceline.run_lease import temporary_folder
 
 _SECRET_BYTES = 32
 _HANDSHAKE_S = 5.0
@@ -87,7 +86,7 @@ class Peers:
         nodes = {bytes(self._store.get(f"node{rank}")) for rank in ranks}
         if len(nodes) == 1:
             # In /tmp whatever TMPDIR says: the kernel takes no address of more than 107 bytes.
-            self._folder = temporary_folder("paceline-peers-", "/tmp")  # with mode 0700
+            self._folder = tempfile.TemporaryDirectory(prefix="paceline-peers-", dir="/tmp")  # with mode 0700
             address = f"{self._folder.name}/socket"
             listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             listening.bind(address)

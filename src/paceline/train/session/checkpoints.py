@@ -57,8 +57,7 @@ class Checkpoints:
         self._last_step = saved_step or 0
         """After which step it was last looked at what is due: workers that train alone do not meet after every one."""
         self._handlers: dict[int, Any] = {}
-        self._saver = Saver(storage, spec, group, say)
-        self._saver.last_step = self._saver.written_step = saved_step
+        self._saver = Saver(storage, spec, group, say, resumed_step=saved_step)
         self._saved_metrics: Mapping[str, float] | None = None
         """The metrics in the newest checkpoint that was begun; None: the run has begun none."""
         self._will_save = will_save

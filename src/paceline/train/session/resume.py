@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint import SharedCatalogue, newest_good, newest_that, read_together
+from paceline.checkpoint import newest_good, newest_that, read_together
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError, reason_of
@@ -88,7 +88,7 @@ class CheckpointReader:
             )
 
         try:
-            found, problems = newest_that(read, SharedCatalogue(self.storage, group))
+            found, problems = newest_that(read, self.storage, group)
         except OSError as failure:
             raise CheckpointError(reason_of(failure)) from None
         self._tell(problems, is_found=found is not None)

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline import env
 from paceline.checkpoint import Snapshot, open_storage
-from paceline.checkpoint.storage import held
+from paceline.checkpoint.storage import Folder, Storage
 from paceline.errors import CheckpointError, JobError, shortened
+from paceline.folder_lock import CHECKPOINTS_LOCK, hold_folder
 from paceline.heartbeat import Heartbeat
 from paceline.process_groups import open_host_group
-from paceline.run_lease import run_token
+from paceline.regular_files import make_run_folder
 from paceline.spec import Job, Plan
 from paceline.spec.codec import MAY_DIVERGE, from_mapping
 from paceline.spec.job import differences
@@ -202,7 +202,7 @@ class Session:
         state = self.state
         storage = open_storage(checkpoint_address)
         if self.world.rank == 0:
-            self._held.enter_context(held(storage, run_token(env.path(env.RUN_DIR)) or env.scheduler_run(), self.say))
+            self._hold(storage)
         wanted = None if state.holds_all else state.models.own_shards
         self._reader = CheckpointReader(storage, self._group, self.say, state.job.aggregation.groups, wanted)
         found = self._reader.newest()
@@ -221,6 +221,17 @@ class Session:
         told = self.say, step, self.heartbeat.save
         self._checkpoints = Checkpoints(storage, state.job.kept_checkpoints, self._group, state.snapshot, *told)
         return found is not None
+
+    def _hold(self, storage: Storage) -> None:
+        """Keep other runs away from a folder; object stores cannot be locked.
+
+        Raises:
+            LaunchError: another run saves there.
+        """
+        if isinstance(storage, Folder):
+            with contextlib.suppress(OSError):  # nothing can be written there; that is told when it is tried
+                make_run_folder(storage.path)
+                self._held.enter_context(hold_folder(storage.path, CHECKPOINTS_LOCK))
 
     def add(self, name: str) -> bool:
         """Give a model that was prepared after the first its state; whether the run was resumed."""
