@@ -85,7 +85,7 @@ class _Killer:
             for path in (Path(os.fsdecode(one)) for one in values[:2] if isinstance(one, str | bytes | os.PathLike)):
                 place, _, step = path.parent.name.partition("-")
                 is_late = place == "step" and step.isdigit() and int(step) >= self._kill.step
-                if is_late and path.name.startswith(self._kill.moment):
+                if is_late and path.name.lstrip(".").startswith(self._kill.moment):
                     self._kill_now()
 
     def _kill_now(self) -> None:

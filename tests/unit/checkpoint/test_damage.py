@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import paceline
+from paceline.checkpoint import open_storage, read_checkpoint
 from paceline.errors import CheckpointError
 from tests.kit.workers import run_ranks
 from tests.unit.checkpoint.saving import sealed, train
@@ -177,6 +178,16 @@ def test_flipped_bits_and_cut_ends_are_noticed_wherever_they_are(folder: Path) -
     assert problem_of(folder) == ""
 
 
+def test_a_checkpoint_of_the_format_before_is_read_and_its_damages_are_noticed(tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(Path(__file__).with_name("format-1"), tmp_path / "checkpoints"))
+    name = "step-00000005"
+    found = read_checkpoint(open_storage(folder), name)
+    assert found.manifest.world_size == 2
+    assert sum(float(one.double().abs().sum()) for one in found.weights.values()) == pytest.approx(FORMAT_1_SUM)
+    DAMAGES["a bit"](file_in(folder, FILES[2], name))
+    assert FILES[2] in problem_of(folder, name)
+
+
 # --- hostile content ---
 
 
@@ -189,6 +200,8 @@ def put(*path: str | int, to: Any) -> Callable[[dict[str, Any]], object]:
 
     return change
 
+
+FORMAT_1_SUM = 20.443845313  # of the absolute weights, the tied one twice
 
 WEIGHT = ("tensors", "model/0.weight")
 """Four rows of three, of which each worker has two."""
