@@ -9,7 +9,6 @@ that is an error to go on from, not the end of the process.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import mmap
@@ -72,7 +71,11 @@ class StagedFile:
         on_gpu = any(tensor.is_cuda for tensor in tensors.values())
         if len(self._block) != num_bytes:
             self._block = torch.empty(0, dtype=torch.uint8)  # two would be one too many
-            self._block = _host_memory(num_bytes, pinned=on_gpu)
+            # A forked process (a data loader) shares a mapping, where it would leave pages to be copied at each write.
+            if on_gpu:
+                self._block = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            else:
+                self._block = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
         self._block[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         for name, tensor in tensors.items():
             start, stop = self._places[name]
@@ -115,20 +118,6 @@ def _layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, tuple[int, 
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     header = len(text).to_bytes(8, "little") + text
     return header, {k: (len(header) + i, len(header) + j) for k, (i, j) in places.items()}, len(header) + end
-
-
-def _host_memory(num_bytes: int, *, pinned: bool) -> Tensor:
-    """Memory for a data file; pinned where GPUs copy into it.
-
-    Forked processes (data loaders) do not inherit it: copy-on-write pages would make the next checkpoint take a page
-    fault for each of them, which takes six times as long.
-    """
-    if pinned:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):  # Linux alone has it
-        memory.madvise(mmap.MADV_DONTFORK)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class DataFileReader:

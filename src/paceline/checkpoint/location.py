@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.checkpoint.load import list_folders
@@ -14,17 +13,8 @@ IN_RUN_FOLDER = "checkpoints"
 """The folder of checkpoints in a run folder."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """A folder of checkpoints, or one checkpoint in it."""
-
-    storage: Storage
-    name: str | None
-    """The name of the one checkpoint; None: all of them."""
-
-
-def find_location(address: str) -> Place:
-    """The checkpoints at a path or an address.
+def find_location(address: str) -> tuple[Storage, str | None]:
+    """The checkpoints at a path or an address: their storage; the name of the one that is meant, None: all of them.
 
     Raises:
         CheckpointError: there is nothing at that address.
@@ -34,12 +24,12 @@ def find_location(address: str) -> Place:
     names = storage.names()
     if MANIFEST_FILE in names:
         folder, name = split_address(address)
-        return Place(open_storage(folder), name)
+        return open_storage(folder), name
     if f"{IN_RUN_FOLDER}/" in names and not list_folders(storage):
-        return Place(open_storage(f"{address.rstrip('/')}/{IN_RUN_FOLDER}"), None)
+        return open_storage(f"{address.rstrip('/')}/{IN_RUN_FOLDER}"), None
     if not names:
         raise CheckpointError(f"There is no folder '{address}', or there is nothing in it.")
-    return Place(storage, None)
+    return storage, None
 
 
 def split_address(address: str) -> tuple[str, str]:

@@ -22,10 +22,11 @@ class KnownCheckpoint:
     saved_at_s: float
     """Seconds since the epoch."""
     metrics: dict[str, float]
+    files: tuple[str, ...] = ()
 
 
 def facts_of(name: str, manifest: Manifest) -> KnownCheckpoint:
-    return KnownCheckpoint(name, manifest.saved_at_s, manifest.metrics)
+    return KnownCheckpoint(name, manifest.saved_at_s, manifest.metrics, tuple(file.name for file in manifest.files))
 
 
 def known_checkpoints(storage: Storage) -> tuple[list[KnownCheckpoint], dict[str, str]]:

@@ -18,9 +18,9 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from paceline import __version__
@@ -31,7 +31,7 @@ from paceline.checkpoint.retention import KnownCheckpoint, best_of, discard, fac
 from paceline.checkpoint.state_tree import flatten_state
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.write_plan import WritePlan, plan_writes
-from paceline.errors import PacelineError, reason_of
+from paceline.errors import reason_of
 from paceline.object_collectives import all_gather_objects, broadcast_object, gather_objects
 from paceline.process_groups import open_host_group
 from paceline.spec.codec import from_mapping, to_mapping
@@ -82,22 +82,6 @@ class _Receipt:
     """This worker's entries of the shared state, where workers have different ones."""
 
 
-@dataclass(frozen=True)
-class _Writing:
-    """What this worker writes of one checkpoint."""
-
-    snapshot: Snapshot
-    values: dict[str, Any]
-    own_values: dict[str, Any]
-    plan: WritePlan
-    attempt: str
-    """Names this attempt on all workers; the same step may be saved twice."""
-
-    @property
-    def folder(self) -> str:
-        return folder_name(self.snapshot.step)
-
-
 class Saver:
     """Saves the checkpoints of a run; one on every worker."""
 
@@ -124,34 +108,34 @@ class Saver:
         self._group = group
         self._say = say
         self._rank = 0 if group is None else dist.get_rank(group)
-        self._world_size = 1 if group is None else dist.get_world_size(group)
         # Writers' collectives would mix with those of training.
         self._writers = None if group is None else open_host_group(_LONGEST_WRITE_S)
         # Workers of an earlier run may still be writing somewhere: their files have another name.
         self._run: str = broadcast_object(secrets.token_hex(3), group)
-        self._versions = {"paceline": __version__, "torch": version("torch")}  # a checkout need not be installed
+        self._num_begun = 0
         self._staged = StagedFile()
         self._plan: WritePlan | None = None
-        self._num_begun = 0
         self._is_rescue = is_rescue
         self._known: list[KnownCheckpoint] = []
         """The checkpoints that retention counts, oldest first; on rank 0."""
-        self._files: dict[str, tuple[DataFile, ...]] = {}
-        """The files of the checkpoints that this run has saved."""
         self._thread: threading.Thread | None = None
         self._moved_at_s = 0.0
         """When the storage has last accepted something, by the monotonic clock."""
-        self._problem = ""
-        """Why the newest checkpoint could not be written, as the user was told; one reason in a row is told once."""
         self._is_given_up = False
+        self._problem = self._told = ""
+        """Why the newest checkpoint could not be written, and what the user was last told of."""
         self.last_step = resumed_step
         """The step of the newest checkpoint that was begun."""
         self.written_step = resumed_step
         """The step of the newest complete checkpoint."""
-        self.stalls_s: list[float] = []
-        """How long training waited, for each checkpoint."""
         if self._rank == 0 and not is_rescue:
-            self._look_around(folder_name(resumed_step or 0))
+            try:
+                for folder in sort_folders(storage)[1]:
+                    storage.remove(folder)
+                known, _ = known_checkpoints(storage)
+                self._known = [one for one in known if one.name <= folder_name(resumed_step or 0)]
+            except OSError as problem:
+                say(f"What an earlier run left in {storage.address} cannot be removed: {reason_of(problem)}.")
 
     @property
     def busy(self) -> bool:
@@ -166,7 +150,6 @@ class Saver:
     def begin(self, snapshot: Snapshot) -> None:
         """Copy `snapshot`, and write it in the background, unless some worker still writes the one before. A collective
         of all workers. Raises `CheckpointError` for something that a checkpoint cannot hold."""
-        began = time.perf_counter()
         if any(all_gather_objects(self.busy, self._group)):
             return  # its storage does not respond, as was said
         self.last_step = snapshot.step
@@ -176,12 +159,11 @@ class Saver:
         self._plan = plan_writes(state, self._group, self._plan)
         self._staged.stage(self._plan.tensors_to_write(state))
         self._num_begun += 1
-        writing = _Writing(snapshot, values, own_values, self._plan, f"{self._run}{self._num_begun}")
         self._moved_at_s = time.monotonic()
-        self._is_given_up = False
-        self._thread = threading.Thread(target=self._write, args=(writing,), name="checkpoint", daemon=True)
+        self._is_given_up, self._problem = False, ""
+        named = replace(snapshot, shared=values, own=own_values)  # with names in the place of tensors
+        self._thread = threading.Thread(target=self._write, args=(named,), name="checkpoint", daemon=True)
         self._thread.start()
-        self.stalls_s.append(time.perf_counter() - began)
 
     def save_alone(self, snapshot: Snapshot) -> None:
         """Write `snapshot`, which has to be complete, without the other workers; unless one of them does so already,
@@ -200,7 +182,7 @@ class Saver:
             self._thread.join(max(left_s, 0.0))
             if left_s <= 0:
                 self._is_given_up = True
-                self._say(self._sentence(self.last_step, f"nothing has moved for {_PATIENCE_S:.0f} seconds"))
+                self._tell(self.last_step, f"nothing has moved for {_PATIENCE_S:.0f} seconds")
 
     def give_up(self, after_s: float = 0.0) -> None:
         """Wait for at most `after_s` seconds more for the checkpoint in progress."""
@@ -208,44 +190,47 @@ class Saver:
             self._thread.join(after_s)
             self._is_given_up = self._thread.is_alive()
 
-    def _write(self, writing: _Writing) -> None:
+    def _write(self, snapshot: Snapshot) -> None:
         """Training goes on whatever goes wrong in here."""
         with contextlib.suppress(OSError, AttributeError):  # on Linux a thread can be made to stand back
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        slow = threading.Timer(_SLOW_S, self._say, [self._slowness(writing.snapshot.step)])
+        sentence = (
+            f"The checkpoint of step {snapshot.step} is still being written to {self._storage.address} after "
+            f"{_SLOW_S:.0f} seconds. Training goes on; the next checkpoint waits for it."
+        )
+        slow = threading.Timer(_SLOW_S, self._say, [sentence])
         slow.daemon = True
         slow.start()
         try:
-            receipt = self._write_file(writing)
-            receipts = gather_objects(to_mapping(receipt), self._writers)
-            problem = self._commit(writing, receipts) if receipts is not None else ""
+            receipts = gather_objects(to_mapping(self._write_file(snapshot)), self._writers)
+            problem = "" if receipts is None else self._commit(snapshot, receipts)
             problem = broadcast_object(problem, self._writers)
         except RuntimeError:  # torch's, where a connection has ended
             problem = "another worker has ended meanwhile"
         finally:
             slow.cancel()
-        if problem and problem != self._problem:  # a full disk stays full for a while
-            self._say(self._sentence(writing.snapshot.step, problem))
-        self._problem = problem
+        self._tell(snapshot.step, problem)
         if not problem:
-            self.written_step = writing.snapshot.step
+            self.written_step = snapshot.step
 
-    def _write_file(self, writing: _Writing) -> _Receipt:
+    def _write_file(self, snapshot: Snapshot) -> _Receipt:
         """Write this worker's data file."""
-        name = f"worker-{self._rank:05d}-{writing.attempt}.safetensors"
+        assert self._plan is not None
+        name = f"worker-{self._rank:05d}-{self._run}{self._num_begun}.safetensors"
         try:
-            self._storage.write(f"{writing.folder}/{name}", self._moving(self._staged.pieces()))
-            checksums = self._staged.checksums()
-        except Exception as problem:
-            if not isinstance(problem, OSError | PacelineError):
-                traceback.print_exc()
+            self._storage.write(f"{folder_name(snapshot.step)}/{name}", self._moving(self._staged.pieces()))
+        except OSError as problem:
             return _Receipt(reason_of(problem))
+        except Exception as problem:  # the others would wait for this worker
+            traceback.print_exc()
+            return _Receipt(f"{type(problem).__name__}: {problem}")
+        checksums = self._staged.checksums()
         tensors: dict[str, TensorEntry] = {}
-        for key, one in writing.plan.slices.items():
+        for key, one in self._plan.slices.items():
             stored = StoredSlice(one.place.offsets, one.place.sizes, name, key, checksums[key])
             _add_slices(tensors, one.name, TensorEntry(one.dtype, one.shape, (stored,)))
-        shared = writing.values if writing.snapshot.is_part else {}
-        return _Receipt("", (DataFile(name, self._staged.num_bytes),), tensors, writing.own_values, shared)
+        shared = dict(snapshot.shared) if snapshot.is_part else {}
+        return _Receipt("", (DataFile(name, self._staged.num_bytes),), tensors, dict(snapshot.own), shared)
 
     def _moving(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
         """Passes bytes on and notes the time."""
@@ -253,56 +238,35 @@ class Saver:
             yield piece
             self._moved_at_s = time.monotonic()
 
-    def _commit(self, writing: _Writing, received: list[dict[str, Any]]) -> str:
+    def _commit(self, snapshot: Snapshot, received: list[dict[str, Any]]) -> str:
         """Make a checkpoint of what all workers have written; returns what went wrong, with nothing left of it."""
+        folder = folder_name(snapshot.step)
         receipts = [from_mapping(_Receipt, one) for one in received]
-        problems = [
-            f"worker {rank} says: {one.problem}" if rank else one.problem
-            for rank, one in enumerate(receipts)
-            if one.problem
-        ]
+        failed = [rank for rank, one in enumerate(receipts) if one.problem]
         try:
-            if not problems:
-                manifest = self._manifest(writing, receipts)
-                self._storage.write(f"{writing.folder}/{MANIFEST_FILE}", [manifest.dump()])
-                self._tidy(writing.folder, manifest)
+            if not failed:
+                manifest = _manifest(snapshot, receipts)
+                self._storage.write(f"{folder}/{MANIFEST_FILE}", [manifest.dump()])
+                self._tidy(folder, manifest)
                 return ""
+            reason = f"worker {failed[0]} says: {receipts[failed[0]].problem}" if failed[0] else receipts[0].problem
         except OSError as problem:
-            problems = [reason_of(problem)]
+            reason = reason_of(problem)
         with contextlib.suppress(OSError):
-            if writing.folder in sort_folders(self._storage)[1]:
-                self._storage.remove(writing.folder)
-        return problems[0]
-
-    def _manifest(self, writing: _Writing, receipts: Sequence[_Receipt]) -> Manifest:
-        values = writing.values
-        tensors: dict[str, TensorEntry] = {}
-        for receipt in receipts:
-            values = _merged(values, receipt.shared)
-            for name, entry in receipt.tensors.items():
-                _add_slices(tensors, name, entry)
-        return Manifest(
-            step=writing.snapshot.step,
-            world_size=self._world_size,
-            saved_at=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
-            versions=self._versions,
-            job=writing.snapshot.job,
-            values=values,
-            workers=tuple(receipt.values for receipt in receipts),
-            files=tuple(file for receipt in receipts for file in receipt.files),
-            tensors=tensors,
-        )
+            if folder in sort_folders(self._storage)[1]:
+                self._storage.remove(folder)
+        return reason
 
     def _tidy(self, folder: str, manifest: Manifest) -> None:
         """Clean up after a complete checkpoint; a failure here must not undo it."""
         if self._is_rescue:
             return
-        replaced, self._files[folder] = self._files.get(folder, ()), manifest.files
+        replaced = [file for one in self._known if one.name == folder for file in one.files]
         self._known = [one for one in self._known if one.name != folder] + [facts_of(folder, manifest)]
         keep = wanted(self._known, self._spec)
         try:
             for file in replaced:
-                self._storage.remove(f"{folder}/{file.name}")
+                self._storage.remove(f"{folder}/{file}")
             self._storage.write(LATEST_FILE, [f"{folder}\n".encode()])
             for one in [one for one in self._known if one.name not in keep]:
                 discard(self._storage, one.name)
@@ -315,26 +279,35 @@ class Saver:
                 f"not be removed: {reason_of(problem)}. Training goes on."
             )
 
-    def _look_around(self, resumed: str) -> None:
-        """Remove what earlier runs left unfinished, and note which checkpoints there are."""
-        try:
-            for folder in sort_folders(self._storage)[1]:
-                self._storage.remove(folder)
-            self._known = [one for one in known_checkpoints(self._storage)[0] if one.name <= resumed]
-        except OSError as problem:
-            self._say(f"What an earlier run left in {self._storage.address} cannot be removed: {reason_of(problem)}.")
+    def _tell(self, step: int | None, problem: str) -> None:
+        """Tell the user of a problem once, however often it comes in a row: a full disk stays full for a while."""
+        self._problem = problem
+        if problem and problem != self._told:
+            self._say(
+                f"The checkpoint of step {step} could not be written to {self._storage.address}: {problem}. Training "
+                "goes on, earlier checkpoints are not touched, and later ones are tried."
+            )
+        self._told = problem
 
-    def _sentence(self, step: int | None, problem: str) -> str:
-        return (
-            f"The checkpoint of step {step} could not be written to {self._storage.address}: {problem}. Training goes "
-            "on, earlier checkpoints are not touched, and later ones are tried."
-        )
 
-    def _slowness(self, step: int) -> str:
-        return (
-            f"The checkpoint of step {step} is still being written to {self._storage.address} after {_SLOW_S:.0f} "
-            "seconds. Training goes on; the next checkpoint waits for it."
-        )
+def _manifest(snapshot: Snapshot, receipts: Sequence[_Receipt]) -> Manifest:
+    values = dict(snapshot.shared)
+    tensors: dict[str, TensorEntry] = {}
+    for receipt in receipts:
+        values = _merged(values, receipt.shared)
+        for name, entry in receipt.tensors.items():
+            _add_slices(tensors, name, entry)
+    return Manifest(
+        step=snapshot.step,
+        world_size=len(receipts),
+        saved_at=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+        versions={"paceline": __version__, "torch": str(torch.__version__)},
+        job=snapshot.job,
+        values=values,
+        workers=tuple(receipt.values for receipt in receipts),
+        files=tuple(file for receipt in receipts for file in receipt.files),
+        tensors=tensors,
+    )
 
 
 def _add_slices(tensors: dict[str, TensorEntry], name: str, entry: TensorEntry) -> None:

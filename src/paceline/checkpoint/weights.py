@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from safetensors.torch import save
 from torch import Tensor
 
-from paceline.checkpoint.storage import Folder, Storage
+from paceline.checkpoint.storage import Storage
 
 
-def save_weights(weights: Mapping[str, Tensor], path: Path) -> None:
-    """`export_weights` into a file. Raises `OSError` where it cannot be written."""
-    export_weights(weights, Folder(path.parent), path.name)
-
-
-def export_weights(weights: Mapping[str, Tensor], storage: Storage, name: str) -> None:
+def save_weights(weights: Mapping[str, Tensor], storage: Storage, name: str) -> None:
     """Write a model's state_dict, of any shapes; the file is complete or absent.
 
     Tied tensors, the same memory under several names, are stored as the first of these in alphabetical order. The

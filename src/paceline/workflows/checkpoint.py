@@ -146,10 +146,8 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
     Raises:
         CheckpointError: there is none that can be used, the file is there already, or a storage fails.
     """
-    from paceline.checkpoint import newest_good, read_checkpoint
+    from paceline.checkpoint import newest_good, open_storage, read_checkpoint, save_weights
     from paceline.checkpoint.location import find_location, split_address
-    from paceline.checkpoint.storage import open_storage
-    from paceline.checkpoint.weights import export_weights
 
     checkpoint, target = str(checkpoint), str(target)
     folder, file = split_address(target)
@@ -158,21 +156,21 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
         if not force and file in beside.names():
             raise CheckpointError(f"{target} is there already; choose another name, or replace it with force = True.")
     with file_problems(f"{checkpoint} cannot be read", CheckpointError):
-        place = find_location(checkpoint)
-        if place.name is None:
-            found, problems = newest_good(place.storage)
+        storage, name = find_location(checkpoint)
+        if name is None:
+            found, problems = newest_good(storage)
             for problem in problems:
                 say(problem)
             if found is None:
-                raise CheckpointError(f"There is no checkpoint in '{place.storage.address}'.")
+                raise CheckpointError(f"There is no checkpoint in '{storage.address}'.")
         else:
             try:
-                found = read_checkpoint(place.storage, place.name)
+                found = read_checkpoint(storage, name)
             except CheckpointError as reason:
                 raise CheckpointError(f"The checkpoint {checkpoint} cannot be used: {reason}.") from None
     with file_problems(f"{target} cannot be written", CheckpointError):
-        export_weights(found.weights, beside, file)
-    return ExportedWeights(found.name, place.storage.address, found.manifest.step)
+        save_weights(found.weights, beside, file)
+    return ExportedWeights(found.name, storage.address, found.manifest.step)
 
 
 @contextlib.contextmanager
@@ -186,11 +184,11 @@ def open_checkpoints(place: Path | str) -> Iterator[tuple[Storage, list[str]]]:
     from paceline.checkpoint.location import find_location
 
     with file_problems(f"{place} cannot be read", CheckpointError):
-        found = find_location(str(place))
-        names = list_folders(found.storage) if found.name is None else [found.name]
+        storage, name = find_location(str(place))
+        names = list_folders(storage) if name is None else [name]
         if not names:
-            raise CheckpointError(f"There is no checkpoint in '{found.storage.address}'.")
-        yield found.storage, names
+            raise CheckpointError(f"There is no checkpoint in '{storage.address}'.")
+        yield storage, names
 
 
 def _check_metric(storage: Storage, names: Iterable[str], metric: str) -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.checkpoint import Snapshot, open_storage
-from paceline.checkpoint.storage import Folder, Storage
+from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError, JobError, shortened
 from paceline.folder_lock import CHECKPOINTS_LOCK, hold_folder
 from paceline.heartbeat import Heartbeat
@@ -228,10 +228,10 @@ class Session:
         Raises:
             LaunchError: another run saves there.
         """
-        if isinstance(storage, Folder):
+        if storage.folder is not None:
             with contextlib.suppress(OSError):  # nothing can be written there; that is told when it is tried
-                make_run_folder(storage.path)
-                self._held.enter_context(hold_folder(storage.path, CHECKPOINTS_LOCK))
+                make_run_folder(storage.folder)
+                self._held.enter_context(hold_folder(storage.folder, CHECKPOINTS_LOCK))
 
     def add(self, name: str) -> bool:
         """Give a model that was prepared after the first its state; whether the run was resumed."""

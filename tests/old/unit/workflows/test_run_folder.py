@@ -9,7 +9,7 @@ import pytest
 
 import paceline
 from paceline.errors import JobError, LaunchError, PacelineError
-from paceline.run_lease import hold_folder
+from paceline.folder_lock import hold_folder
 from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.plan import RunLimit
 from paceline.workflows.bench import results_folder
