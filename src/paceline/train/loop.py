@@ -87,7 +87,6 @@ def train(
         return record
 
 
-<<<<<<< HEAD
 def _save_results(run_dir: Path, weights: dict[str, Tensor] | None, record: RunRecord) -> None:
     """Save what is left of a run in its folder.
 
@@ -97,7 +96,7 @@ def _save_results(run_dir: Path, weights: dict[str, Tensor] | None, record: RunR
 
     def write(folder: Path) -> None:
         if weights is not None:
-            save_weights(weights, folder / "model.safetensors")
+            save_weights(weights, open_storage(folder), "model.safetensors")
         record.save(folder / RECORD_FILE, run_file_mode())
 
     try:
@@ -108,12 +107,6 @@ def _save_results(run_dir: Path, weights: dict[str, Tensor] | None, record: RunR
         if folder is None:
             raise CheckpointError(f"{why}, and no other can be; its checkpoints are what is left of it.") from None
         raise CheckpointError(f"{why}; its weights and its record are in {folder} instead.") from None
-=======
-def _write_results(weights: dict[str, Tensor] | None, record: RunRecord, folder: Path) -> None:
-    if weights is not None:
-        save_weights(weights, open_storage(folder), "model.safetensors")
-    record.save(folder / RECORD_FILE, run_file_mode())
->>>>>>> 2d8593bc (One storage class on fsspec; the saver is plainer; weights by one function)
 
 
 def _example(run: Run, train_set: Any) -> Any:
