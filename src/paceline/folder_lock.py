@@ -24,6 +24,9 @@ RUN_LOCK, CHECKPOINTS_LOCK = ".run.lock", ".checkpoints.lock"
 _TAKEN = (errno.EACCES, errno.EAGAIN)
 """The errors of a file that another process has locked."""
 
+_PATIENCE_S = 3.0
+"""How long a process that was killed may take to be gone."""
+
 _held: dict[Path, str] = {}
 """What this process has locked, with the text in it. The kernel would let it lock the same file again, and would unlock
 the file once it has read it."""
@@ -38,7 +41,7 @@ def hold_folder(folder: Path, name: str = RUN_LOCK) -> Iterator[None]:
         OSError: nothing can be written there.
     """
     path = folder.resolve() / name
-    file = _locked(path)
+    file = _locked(path, _PATIENCE_S)
     _held[path] = f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
     try:
         file.truncate(0)
@@ -57,10 +60,11 @@ def check_free(folder: Path) -> None:
     path = folder.resolve() / RUN_LOCK
     if path.exists():
         with contextlib.suppress(OSError):
-            _locked(path).close()
+            _locked(path, 0.0).close()
 
 
-def _locked(path: Path) -> IO[str]:
+def _locked(path: Path, patience_s: float) -> IO[str]:
+    until = time.monotonic() + patience_s
     while True:
         if path in _held:
             raise _in_use(path, _held[path])
@@ -71,7 +75,10 @@ def _locked(path: Path) -> IO[str]:
             if problem.errno in _TAKEN:
                 with file:
                     file.seek(0)
-                    raise _in_use(path, file.read(1000)) from None
+                    if time.monotonic() >= until:
+                        raise _in_use(path, file.read(1000)) from None
+                time.sleep(0.05)
+                continue
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 return file

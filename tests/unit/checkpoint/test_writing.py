@@ -167,7 +167,7 @@ def _save_where_rank_1_cannot(path: Path) -> None:
     said: list[str] = []
     storage = open_storage(path)
     if rank == 1:
-        storage.write = _no_space  # type: ignore[method-assign]
+        storage.write = _no_space  # type: ignore[method-assign, assignment]
     saver = Saver(storage, CheckpointSpec(), group, said.append)
     for step in (1, 2):
         saver.begin(Snapshot(step, {}, {"a": torch.zeros(3), "b": torch.zeros(3)}, {}))
