@@ -1,0 +1,181 @@
+"""Who a worker is, from the variables of whoever started it: python, torchrun, srun, mpirun or Paceline."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline import env
+from paceline.env import WorkerFacts, worker_facts
+from paceline.errors import JobError, LaunchError
+from paceline.import_path import imported
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+}
+OMPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "facts"),
+    [
+        ({}, WorkerFacts()),
+        (
+            {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            WorkerFacts(3, 4, 1, 2, "env://", "torchrun"),
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, WorkerFacts(1, 2, 1, 2, "env://", "torchrun")),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "PACELINE_RENDEZVOUS": "file:///x"},
+            WorkerFacts(0, 2, 0, 2, "file:///x", "paceline"),
+        ),
+        (
+            {"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"},
+            WorkerFacts(1, 2, 1, 2, "tcp://10.0.0.1:1234", "mpirun"),
+        ),
+        (SLURM | {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, WorkerFacts(5, 8, 1, 4, "tcp://a:1", "srun")),
+        (OMPI | {"MASTER_ADDR": "a", "MASTER_PORT": "1"}, WorkerFacts(1, 2, 1, 2, "tcp://a:1", "mpirun")),
+        # A login shell of a Slurm job is no worker.
+        ({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0"}, WorkerFacts()),
+    ],
+)
+def test_a_worker_knows_its_rank_whoever_started_it(variables: dict[str, str], facts: WorkerFacts) -> None:
+    assert worker_facts(variables) == facts
+
+
+@pytest.mark.parametrize(
+    ("tasks_per_node", "node", "local_world_size"),
+    [("4(x2)", "0", 4), ("4(x2)", "1", 4), ("2(x3),1", "3", 1), ("2(x3),1", "2", 2), ("3", "0", 3), ("1,2,3", "1", 2)],
+)
+def test_slurms_tasks_of_each_node_are_read(tasks_per_node: str, node: str, local_world_size: int) -> None:
+    found = worker_facts(SLURM | {"SLURM_STEP_TASKS_PER_NODE": tasks_per_node, "SLURM_NODEID": node})
+    assert found.local_world_size == local_world_size
+
+
+def test_all_workers_of_a_step_derive_one_rendezvous_and_another_step_another() -> None:
+    def where(**changes: str) -> str:
+        return worker_facts(SLURM | changes).init_method
+
+    assert where() == where(SLURM_PROCID="0", SLURM_LOCALID="0") != where(SLURM_STEP_ID="1")
+    assert where().startswith("tcp://gpu03:")
+    assert where(SLURM_STEP_NODELIST="a,b[1-2]").startswith("tcp://a:")
+    assert where(SLURM_STEP_NUM_NODES="1", SLURM_STEP_TASKS_PER_NODE="8").startswith("tcp://127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({"RANK": "2", "WORLD_SIZE": "2"}, ["rank 2", "2 workers", "torchrun"]),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, ["rank -1"]),
+        ({"RANK": "x", "WORLD_SIZE": "2"}, ["RANK", "'x'"]),
+        ({"RANK": "0", "WORLD_SIZE": ""}, ["WORLD_SIZE", "''"]),
+        ({"OMPI_COMM_WORLD_RANK": "0"}, ["OMPI_COMM_WORLD_SIZE", "missing"]),
+        (OMPI | {"OMPI_COMM_WORLD_SIZE": "4"}, ["MASTER_ADDR"]),
+        (SLURM | {"SLURM_NODEID": "2"}, ["SLURM_STEP_TASKS_PER_NODE", "2"]),
+    ],
+)
+def test_variables_that_contradict_each_other_are_named(variables: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(LaunchError) as caught:
+        worker_facts(variables)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@given(
+    st.dictionaries(st.sampled_from([*SLURM, *OMPI, "RANK", "WORLD_SIZE", "PMI_RANK", "PMI_SIZE"]), st.text(max_size=6))
+)
+def test_any_environment_is_read_or_refused_in_a_sentence(variables: dict[str, str]) -> None:
+    try:
+        facts = worker_facts(variables)
+    except LaunchError as problem:
+        assert "\n" not in str(problem).replace(repr("\n"), "")
+    else:
+        assert 0 <= facts.rank < facts.world_size, asdict(facts)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"),
+    [("", None), ("8GiB", 8 * 2**30), ("500MB", 500 * 10**6), ("1024", 1024), ("1.5 KiB", 1536), ("2t", 2 * 10**12)],
+)
+def test_a_limit_of_memory_is_a_size(monkeypatch: pytest.MonkeyPatch, text: str, num_bytes: int | None) -> None:
+    monkeypatch.setenv("PACELINE_MEMORY_LIMIT", text)
+    assert env.memory_limit_bytes() == num_bytes
+
+
+@pytest.mark.parametrize("text", ["0", "-1GiB", "8 GiBs", "lots", "nan", "GB"])
+def test_a_limit_that_is_no_size_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("PACELINE_MEMORY_LIMIT", text)
+    with pytest.raises(LaunchError, match="PACELINE_MEMORY_LIMIT"):
+        env.memory_limit_bytes()
+
+
+def test_a_device_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("cpu", "cuda"):
+        monkeypatch.setenv("PACELINE_DEVICE", kind)
+        assert env.device_kind() == kind
+    monkeypatch.setenv("PACELINE_DEVICE", "gpu")
+    with pytest.raises(LaunchError, match="'gpu'"):
+        env.device_kind()
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({"PACELINE_DATA": "/mine"}, Path("/mine")),
+        ({"PACELINE_DATA": "", "XDG_CACHE_HOME": "/cache"}, Path("/cache/paceline")),
+    ],
+)
+def test_data_lie_where_the_user_says_or_in_the_cache(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: Path
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert env.data_dir() == expected
+
+
+# --- what an import path in a job names ---
+
+
+def test_an_import_path_names_a_function_or_a_class() -> None:
+    assert imported("pathlib:Path", "model.name") is Path
+    assert imported("os:path.join", "model.name")("a", "b") == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("pathlib", ["'pathlib'", "package.module:name"]),
+        ("pathlib:", ["package.module:name"]),
+        ("path-lib:Path", ["package.module:name"]),
+        ("nosuchmodule:x", ["no module 'nosuchmodule'", "PYTHONPATH"]),
+        ("os.nosuch:x", ["'os.nosuch'"]),
+        ("pathlib:Pth", ["pathlib", "'Pth'"]),
+        ("math:pi", ["float"]),
+    ],
+)
+def test_an_import_path_that_leads_nowhere_is_named_with_its_key(path: str, words: list[str]) -> None:
+    with pytest.raises(JobError) as caught:
+        imported(path, "model.name")
+    assert all(word in str(caught.value) for word in ("model.name", *words)), caught.value
+
+
+def test_a_bug_inside_the_users_module_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "with_a_bug.py").write_text("import nosuchlibrary\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="nosuchlibrary"):
+        imported("with_a_bug:x", "model.name")

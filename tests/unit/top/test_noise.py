@@ -1,0 +1,145 @@
+"""The gradient noise scale by McCandlish et al. 2018: unbiased estimates, their average, and what a batch is worth."""
+
+from __future__ import annotations
+
+import csv
+import math
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.noise import NoiseScale, SmoothedNoise, efficiency
+
+positive = st.floats(1e-3, 1e6)
+batches = st.integers(1, 2**20)
+
+
+@given(positive, positive, st.floats(1, 1e4), st.floats(1.01, 100))
+def test_expected_norms_give_back_signal_and_noise(sqr: float, var: float, small: float, factor: float) -> None:
+    """E|G_B|^2 = |G|^2 + tr(Sigma) / B, at two batch sizes."""
+    large = small * factor
+    found = NoiseScale.from_norms(sqr + var / small, small, sqr + var / large, large)
+    # What rounding costs where one of the two is hardly there.
+    size = sqr + var / small
+    assert found.grad_sqr == pytest.approx(sqr, abs=1e-12 * size * factor / (factor - 1))
+    assert found.grad_var == pytest.approx(var, abs=1e-12 * size * large / (factor - 1))
+
+
+def test_the_estimates_are_unbiased() -> None:
+    """Gradients drawn from a known distribution, in parts of unequal size that make up the large batch."""
+    draw = np.random.default_rng(0)
+    mean, spread = draw.normal(size=20) / 4, draw.uniform(0.2, 2.0, 20)
+    sizes = np.array([5, 4, 4])
+    weights = sizes / sizes.sum()
+    estimates = []
+    for _ in range(4000):
+        parts = np.stack([draw.normal(mean, spread, (size, 20)).mean(0) for size in sizes])
+        whole = weights @ parts
+        small_sqr = float(weights @ (parts**2).sum(1))
+        one = NoiseScale.from_norms(small_sqr, sizes.sum() / len(sizes), float(whole @ whole), float(sizes.sum()))
+        estimates.append((one.grad_sqr, one.grad_var))
+    found, error = np.mean(estimates, 0), np.std(estimates, 0) / math.sqrt(len(estimates))
+    truth = np.array([mean @ mean, spread @ spread])
+    assert (error < 0.03 * truth).all()
+    assert (abs(found - truth) < 4 * error).all()
+
+
+@pytest.mark.parametrize(("small", "large"), [(8, 8), (9, 8), (0, 8)])
+def test_two_batches_of_which_none_is_smaller_are_refused(small: float, large: float) -> None:
+    with pytest.raises(ValueError, match="smaller"):
+        NoiseScale.from_norms(1.0, small, 1.0, large)
+
+
+@pytest.mark.parametrize(
+    ("sqr", "var", "samples"),
+    [(2.0, 6.0, 3.0), (0.0, 6.0, math.inf), (-1.0, 6.0, math.inf), (1.0, -1.0, 0.0), (-1.0, -1.0, 0.0)],
+)
+def test_estimates_out_of_range_are_all_noise_or_none(sqr: float, var: float, samples: float) -> None:
+    assert NoiseScale(sqr, var).samples == samples
+
+
+@given(st.lists(st.tuples(st.floats(-10, 10), st.floats(0, 10)), min_size=1, max_size=30), st.floats(0, 0.999))
+def test_smoothing_is_a_weighted_mean_of_both_parts(values: list[tuple[float, float]], decay: float) -> None:
+    smoothed = SmoothedNoise(decay)
+    assert smoothed.mean is None
+    for sqr, var in values:
+        smoothed = smoothed.after(NoiseScale(sqr, var))
+    weights = np.array([decay ** (len(values) - 1 - place) for place in range(len(values))])
+    expected = weights @ np.array(values) / weights.sum()
+    assert smoothed.mean is not None
+    assert [smoothed.mean.grad_sqr, smoothed.mean.grad_var] == pytest.approx(list(expected), abs=1e-9)
+
+
+@pytest.mark.parametrize("broken", [NoiseScale(math.nan, 1.0), NoiseScale(1.0, math.inf)])
+def test_a_measurement_after_an_overflow_is_left_out(broken: NoiseScale) -> None:
+    once = SmoothedNoise(0.9).after(NoiseScale(1.0, 2.0))
+    assert once.after(broken) == once
+
+
+@pytest.mark.parametrize(
+    ("batch", "noise", "base", "worth"),
+    [
+        (100, 100, 0, 0.5),  # B_noise: half of what a sample is worth in a small batch
+        (25, 100, 0, 0.8),
+        (300, 100, 100, 0.5),
+        (400, 0, 100, 0.25),  # no noise: only the number of steps counts
+        (10**9, math.inf, 0, 1.0),
+        (64, 100, 64, 1.0),
+    ],
+)
+def test_the_efficiency_of_a_batch_is_one_over_1_plus_b_over_b_noise(
+    batch: float, noise: float, base: float, worth: float
+) -> None:
+    assert efficiency(batch, noise, base) == pytest.approx(worth)
+
+
+@given(batches, batches, batches, positive)
+def test_efficiencies_multiply_from_batch_to_batch_and_fall_with_it(
+    one: int, two: int, three: int, noise: float
+) -> None:
+    small, middle, large = sorted((one, two, three))
+    direct = efficiency(large, noise, small)
+    assert direct == pytest.approx(efficiency(middle, noise, small) * efficiency(large, noise, middle))
+    assert direct <= efficiency(middle, noise, small) * (1 + 1e-9) <= 1 + 1e-6
+    # Twice the samples never make more than twice the progress, nor less than the same.
+    gain = large / small * direct
+    assert 1 - 1e-9 <= gain <= large / small * (1 + 1e-9)
+
+
+# --- the runs that Pollux (Qiao et al., OSDI 2021) has published, one at each global batch size ---
+
+DATA = os.environ.get("PACELINE_TEST_DATA")
+
+
+def steps_and_noise(path: Path, base: int) -> tuple[list[float], list[float], list[float]]:
+    """Progress in steps of the base batch, the run's own steps, and noise scales in samples, at the ends of epochs."""
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
+    noise = [base * row["grad_var"] / row["grad_sqr"] for row in rows]
+    return [row["progress"] for row in rows], [row["iteration"] + 1 for row in rows], noise
+
+
+@pytest.mark.skipif(DATA is None, reason="needs PACELINE_TEST_DATA")
+@pytest.mark.parametrize("model", ["cifar10", "imagenet"])
+def test_the_noise_scale_at_one_batch_forecasts_the_steps_at_the_others(model: str) -> None:
+    """Nothing is fitted. Measured at the middle one of the batch sizes or a larger one, all others are within 15 %."""
+    paths = {
+        int(path.stem.rsplit("-", 1)[1]): path for path in (Path(DATA or "") / "pollux").glob(f"{model}-validation-*")
+    }
+    sizes = sorted(paths)
+    assert len(sizes) >= 6
+    runs = {size: steps_and_noise(paths[size], sizes[0]) for size in sizes}
+    for measured in sizes[len(sizes) // 2 :]:
+        progress, _, noise = runs[measured]
+        for other in sizes:
+            # A step of k times the samples is worth k x efficiency steps of the base batch.
+            gains = [other / sizes[0] * efficiency(other, scale, sizes[0]) for scale in noise]
+            intervals = zip(pairwise([0.0, *progress]), gains, strict=True)
+            forecast = sum((end - begin) / gain for (begin, end), gain in intervals)
+            reached = np.interp(min(progress[-1], runs[other][0][-1]), [0.0, *runs[other][0]], [0.0, *runs[other][1]])
+            assert abs(forecast / reached - 1) < 0.15, (measured, other)
