@@ -24,9 +24,8 @@ from paceline.parallel.assignment import check_shards
 from paceline.parallel.generators import seed_generators
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.batches.data_progress import DataProgress
+from paceline.train.batches.global_batches import GlobalBatches
 from paceline.train.batches.reading import DatasetReader, loading_of
-from paceline.train.batches.sample_batches import GlobalBatches
-from paceline.train.batches.stream_batches import StreamBatches
 from paceline.train.end_table import end_rows
 from paceline.train.evaluation.evaluate import Measure, evaluate_between_steps
 from paceline.train.process.memory import memory_limit
@@ -105,8 +104,7 @@ class Run:
         self.say: Callable[[str], None] = self.display.say
         self.timer = StepTimer()
         self.stopping = Stopping(world, progress, env.launched_at(), max_minutes)
-        streams = StreamBatches(job, progress, self.reader, world, plan.timeout_s)
-        self._batches = GlobalBatches(job, progress, self.reader, world, streams)
+        self._batches = GlobalBatches(job, progress, self.reader, world, plan.timeout_s)
         self._kept = Kept()
         self._resume_from: dict[str, Any] = {"checkpoint_address": checkpoint_address, "force": force}
         self._has_read_batches = False

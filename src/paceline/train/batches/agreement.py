@@ -16,7 +16,7 @@ from paceline.object_collectives import all_gather_objects
 from paceline.words import name_ranks
 
 
-def check_same_order(digest: str, epoch: int | None, group: dist.ProcessGroup | None) -> None:
+def check_same_order(digest: str | None, epoch: int | None, group: dist.ProcessGroup | None) -> None:
     """A collective at the beginning of every epoch and evaluation.
 
     Args:
@@ -48,12 +48,12 @@ def check_same_samples(content: Any, epoch: int | None, group: dist.ProcessGroup
     Raises:
         DataError: on all workers, if their samples differ.
     """
-    sums = torch.tensor([number for one in tensors(content) for number in _sums(one)], dtype=torch.float64)
-    of_all = [torch.tensor(one, dtype=torch.float64) for one in all_gather_objects(sums.tolist(), group)]
+    of_all = all_gather_objects([number for one in tensors(content) for number in _sums(one)], group)
+    first = torch.tensor(of_all[0], dtype=torch.float64)
     others = [
         rank
-        for rank, other in enumerate(of_all)
-        if other.shape != of_all[0].shape or not torch.allclose(other, of_all[0], rtol=1e-5, atol=0.0)
+        for rank, sums in enumerate(of_all)
+        if len(sums) != len(first) or not torch.allclose(first.new_tensor(sums), first, rtol=1e-5, atol=0.0)
     ]
     if others:
         raise DataError(

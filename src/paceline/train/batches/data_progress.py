@@ -50,7 +50,15 @@ class Batch:
 
 
 class DataProgress:
-    """The progress of a run through its epochs. A resumed run continues after its last trained batch."""
+    """The progress of a run through its epochs. A resumed run continues after its last trained batch.
+
+    Attributes:
+        steps: optimizer updates made.
+        samples_seen: by these updates, over all workers.
+        epoch: the epoch that the last batch belongs to; the next one once that is left.
+        digest: the fingerprint of this epoch's order, once it is entered.
+        gather: returns the values of all workers, while a stream is trained on; a collective.
+    """
 
     def __init__(self, job: Job, rank: int, num_assignments: int, max_steps: int | None = None) -> None:
         """
@@ -58,23 +66,17 @@ class DataProgress:
             rank: the index of this worker among the `num_assignments` of a global batch.
             max_steps: the maximum number of updates.
         """
-        self.steps = 0
-        """Optimizer updates made."""
-        self.samples_seen = 0
-        self._job = job
-        self._rank = rank
-        self._num_assignments = num_assignments
+        self.steps, self.samples_seen, self.epoch = 0, 0, 0
+        self.digest: str | None = None
+        self.gather: Callable[[Any], list[Any]] = lambda value: [value]
+        self._job, self._rank, self._num_assignments = job, rank, num_assignments
         self._max_steps = max_steps
         self._end = max_steps
         """The number of updates after which the run ends: `max_steps`, or fewer once it has been stopped."""
         self._set_size: int | None = None
-        """The number of samples in the training set."""
-        self.epoch = 0
-        """The epoch that the last batch belongs to; the next one once that is left."""
+        """The number of samples in the training set; None: of a stream, or not known yet."""
         self._next = 0
         """The number of the next batch in its epoch."""
-        self._digest: str | None = None
-        """The fingerprint of this epoch's order; None: not known, of an earlier version's checkpoint."""
         self._checks_order = True
         self._is_resumed = False
         """Whether the position comes from a checkpoint, and the run has not reached it yet."""
@@ -88,8 +90,8 @@ class DataProgress:
         """What `total_steps` first told the script, by the number of samples."""
         self._told_before: dict[int, int] = {}
         """The `_told_steps` of the checkpoint, which must not change after a resume."""
-        self.gather: Callable[[Any], list[Any]] = lambda value: [value]
-        """Returns the values of all workers, while a stream is trained on; a collective."""
+
+    # --- the whole run ---
 
     def total_steps(self, num_samples: int) -> int:
         """Updates of the whole run on a training set of `num_samples`, in batches of the job's size.
@@ -114,6 +116,29 @@ class DataProgress:
                     "they were, or make the schedule of a number of your own; with force = True the run goes on so."
                 )
 
+    @property
+    def last_step(self) -> int | None:
+        """The number of the run's last step, if all epochs are as long as this one; None: not known, of a stream."""
+        if self._orders is None:
+            return self._end
+        steps = self._job.epochs * self._orders(self.epoch).num_batches
+        return steps if self._end is None else min(steps, self._end)
+
+    @property
+    def steps_left(self) -> int | None:
+        """How many updates the run may still make; None: any number."""
+        return None if self._end is None else max(0, self._end - self.steps)
+
+    def end_here(self) -> None:
+        """Make no more updates."""
+        self._end = self.steps
+
+    # --- epochs ---
+
+    @property
+    def num_epochs(self) -> int:
+        return self._job.epochs
+
     def epochs(self) -> range:
         """The numbers of the remaining epochs."""
         return range(self.epoch if self._is_resumed else 0, self._job.epochs)
@@ -122,18 +147,6 @@ class DataProgress:
         """Whether no batch of an epoch is left: it had ended before the run resumed, or all steps have been made."""
         return (self._is_resumed and epoch < self.epoch) or self.steps_left == 0
 
-    @property
-    def num_epochs(self) -> int:
-        return self._job.epochs
-
-    @property
-    def last_step(self) -> int | None:
-        """The number of the run's last step, if all epochs are as long as this one; None: not known, of a stream."""
-        if self._orders is None:
-            return self._end
-        steps = self._job.epochs * self._order_of(self.epoch).num_batches
-        return steps if self._end is None else min(steps, self._end)
-
     def enter(self, epoch: int, orders: Orders, set_size: int) -> range:
         """The numbers of the remaining batches of an epoch that is not over; `batch` makes them.
 
@@ -141,29 +154,14 @@ class DataProgress:
             set_size: the number of samples in the training set.
 
         Raises:
-            DataError: a resumed run had a training set of another size than `set_size`, or another order of samples in
-                the epoch in whose middle it was saved.
+            DataError: a resumed run had a training set of another size, or another order of samples in the epoch in
+                whose middle it was saved.
         """
-        if self._is_resumed and self._set_size not in (None, set_size):
-            raise DataError(
-                f"The training set has {set_size:,} samples, but {self._set_size:,} when this run was saved; "
-                "resume with the same data, or begin in another folder."
-            )
-        self._set_size, self._orders = set_size, functools.lru_cache(1)(orders)
-        self._position = None
-        self._begin(epoch, self._order_of(epoch).digest())
-        num_batches = self._order_of(epoch).num_batches
+        self._orders, self._position = functools.lru_cache(1)(orders), None
+        order = self._orders(epoch)
+        self._begin(epoch, order.digest(), set_size)
         left = self.steps_left
-        return range(self._next, num_batches if left is None else min(num_batches, self._next + left))
-
-    def _begin(self, epoch: int, digest: str) -> None:
-        """Go to the beginning of an epoch, or to the place in it where the run was saved."""
-        if not (self._is_resumed and epoch == self.epoch):
-            self.epoch, self._next = epoch, 0
-        elif self._next > 0 and self._checks_order and digest != self._digest:
-            raise DataError(_other_order(epoch, is_known=self._digest is not None))
-        self._digest = digest
-        self._is_resumed = self._has_ended = False
+        return range(self._next, order.num_batches if left is None else min(order.num_batches, self._next + left))
 
     def enter_stream(self, epoch: int, digest: str) -> StreamPosition:
         """Where to begin in an epoch of a stream that is not over; `stream_batch` makes its batches.
@@ -174,90 +172,30 @@ class DataProgress:
         Raises:
             DataError: a resumed run had another stream in the epoch in whose middle it was saved.
         """
-        if self._is_resumed and self._set_size is not None:
+        self._orders = None
+        self._begin(epoch, digest, None)
+        if self._next == 0 or self._position is None:
+            self._position = StreamPosition(0, (0,) * self._job.virtual_shards)
+        return self._position
+
+    def _begin(self, epoch: int, digest: str, set_size: int | None) -> None:
+        """Go to the beginning of an epoch, or to the place in it where the run was saved."""
+        if self._is_resumed and self._set_size not in (None, set_size):
+            now = "no length" if set_size is None else f"{set_size:,} samples"
             raise DataError(
-                f"The training set has no length, but {self._set_size:,} samples when this run was saved; resume with "
-                "the same data, or begin in another folder."
+                f"The training set has {now}, but {self._set_size:,} samples when this run was saved; resume with the "
+                "same data, or begin in another folder."
             )
-        self._set_size = self._orders = None
-        self._begin(epoch, digest)
-        position = self._position
-        if self._next == 0 or position is None:
-            position = StreamPosition(0, (0,) * self._job.virtual_shards)
-        self._position = position
-        return position
-
-    @property
-    def own_substreams(self) -> range:
-        """The numbers of the substreams that this worker reads."""
-        return range(*shards_of_rank(self._rank, self._num_assignments, self._job.virtual_shards))
-
-    def stream_batch(
-        self,
-        sizes: Sequence[int],
-        states: Mapping[str, Any],
-        fingerprint: int,
-        samples_per_epoch: int,
-    ) -> Batch:
-        """The next batch of a stream.
-
-        Args:
-            sizes: how many samples each substream gives.
-            states: the stream's own states after it, as far as this worker knows them.
-            fingerprint: the fingerprint of the stream's samples so far; 0: not known.
-        """
-        position, job = self._position, self._job
-        assert position is not None
-        assignment = Assignment.of_sizes(sizes, job.virtual_shards, self._rank, self._num_assignments)
-        before = sum(position.taken)
-        taken = tuple(had + more for had, more in zip(position.taken, sizes, strict=True))
-        after = StreamPosition(position.step + 1, taken, states, fingerprint)
-        samples = np.arange(before, before + sum(sizes))
-        return Batch(self.epoch, position.step, position.step, 1, samples, assignment, samples_per_epoch, after)
-
-    def batch(self, number: int, stop: int) -> Batch:
-        """A batch of the current epoch, of which those before `stop` are trained on."""
-        order = self._order_of(self.epoch)
-        index = self.epoch * order.num_batches + number
-        samples = order.batch(number)
-        assignment = Assignment.of(len(samples), self._job.virtual_shards, self._rank, self._num_assignments)
-        return Batch(self.epoch, number, index, stop - number, samples, assignment, order.num_samples)
-
-    @property
-    def steps_left(self) -> int | None:
-        """How many updates the run may still make; None: any number."""
-        return None if self._end is None else max(0, self._end - self.steps)
-
-    @property
-    def digest(self) -> str:
-        """The fingerprint of the current epoch's order."""
-        assert self._digest is not None
-        return self._digest
-
-    def _order_of(self, epoch: int) -> EpochOrder:
-        assert self._orders is not None
-        return self._orders(epoch)
-
-    def place(self, index: int) -> tuple[int, int]:
-        """The epoch of a global batch and its number in it, by its number in a job whose epochs are equally long."""
-        return divmod(index, self._order_of(self.epoch).num_batches)
-
-    def samples(self, index: int) -> NDArray[np.int64]:
-        """The numbers of the samples, 1-D, of a global batch, by its number in a job whose epochs are equally long."""
-        epoch, number = self.place(index)
-        return self._order_of(epoch).batch(number)
-
-    def trained_on(self, batch: Batch) -> None:
-        """Note that an update by `batch` has been made, by this worker or a server."""
-        self.steps += 1
-        self.samples_seen += batch.assignment.global_size
-        self.epoch, self._next = batch.epoch, batch.number + 1
-        if batch.position is not None:
-            self._position = batch.position
-
-    def end_here(self) -> None:
-        """Make no more updates."""
-        self._end = self.steps
+        if not (self._is_resumed and epoch == self.epoch):
+            self.epoch, self._next = epoch, 0
+        elif self._next > 0 and self._checks_order and digest != self.digest:
+            raise DataError(
+                f"The samples of epoch {epoch} come in another order than when this run was saved in the middle of it; "
+                "give the same data and a sampler that depends on the epoch alone (set_epoch, or torch's own "
+                "generators)."
+            )
+        self._set_size, self.digest = set_size, digest
+        self._is_resumed = self._has_ended = False
 
     def end_stream(self) -> None:
         """Note that all batches of the epoch have been trained on."""
@@ -269,23 +207,73 @@ class DataProgress:
         return self._next == 0
 
     @property
-    def _is_epoch_complete(self) -> bool:
-        """Whether all batches of the current epoch have been trained on."""
-        if self._orders is not None:
-            return self._next == self._order_of(self.epoch).num_batches
-        return self._has_ended
-
-    @property
     def epochs_done(self) -> int | None:
         """How many epochs have been trained on; None in the middle of one."""
         if self._next == 0 and not self._has_ended:
             return self.epoch  # maybe none that comes: a sampler need not know its order
-        return self.epoch + 1 if self._is_epoch_complete else None
+        is_complete = self._has_ended if self._orders is None else self._next == self._orders(self.epoch).num_batches
+        return self.epoch + 1 if is_complete else None
 
     def leave_epoch(self) -> None:
         """Note that the epoch is complete, including its evaluation, if all its batches have been trained on."""
-        if self._is_epoch_complete:
-            self.epoch, self._next, self._position, self._has_ended = self.epoch + 1, 0, None, False
+        if self.epochs_done is not None:
+            self.epoch, self._next, self._position, self._has_ended = self.epochs_done, 0, None, False
+
+    # --- batches ---
+
+    def batch(self, number: int, stop: int) -> Batch:
+        """A batch of the current epoch, of which those before `stop` are trained on."""
+        assert self._orders is not None  # `enter` was called
+        order = self._orders(self.epoch)
+        index = self.epoch * order.num_batches + number
+        samples = order.batch(number)
+        assignment = Assignment.of(len(samples), self._job.virtual_shards, self._rank, self._num_assignments)
+        return Batch(self.epoch, number, index, stop - number, samples, assignment, order.num_samples)
+
+    def place(self, index: int) -> tuple[int, int]:
+        """The epoch of a global batch and its number in it, by its number in a job whose epochs are equally long."""
+        assert self._orders is not None
+        return divmod(index, self._orders(self.epoch).num_batches)
+
+    def samples(self, index: int) -> NDArray[np.int64]:
+        """The numbers of the samples, 1-D, of a global batch, by its number in a job whose epochs are equally long."""
+        assert self._orders is not None
+        epoch, number = self.place(index)
+        return self._orders(epoch).batch(number)
+
+    @property
+    def own_substreams(self) -> range:
+        """The numbers of the substreams that this worker reads."""
+        return range(*shards_of_rank(self._rank, self._num_assignments, self._job.virtual_shards))
+
+    def stream_batch(
+        self, sizes: Sequence[int], states: Mapping[str, Any], fingerprint: int, samples_per_epoch: int
+    ) -> Batch:
+        """The next batch of a stream.
+
+        Args:
+            sizes: how many samples each substream gives.
+            states: the stream's own states after it, as far as this worker knows them.
+            fingerprint: the fingerprint of the stream's samples so far; 0: not known.
+        """
+        position, job = self._position, self._job
+        assert position is not None  # `enter_stream` was called
+        assignment = Assignment.of_sizes(sizes, job.virtual_shards, self._rank, self._num_assignments)
+        before = sum(position.taken)
+        taken = tuple(had + more for had, more in zip(position.taken, sizes, strict=True))
+        after = StreamPosition(position.step + 1, taken, states, fingerprint)
+        samples = np.arange(before, before + sum(sizes))
+        return Batch(self.epoch, position.step, position.step, 1, samples, assignment, samples_per_epoch, after)
+
+    def trained_on(self, batch: Batch) -> None:
+        """Note that an update by `batch` has been made, by this worker or a server."""
+        self.steps += 1
+        self.samples_seen += batch.assignment.global_size
+        self.epoch, self._next = batch.epoch, batch.number + 1
+        if batch.position is not None:
+            self._position = batch.position
+
+    # --- checkpoints ---
 
     def state_dict(self, *, collective: bool = False) -> dict[str, Any]:
         """What a checkpoint keeps.
@@ -298,7 +286,7 @@ class DataProgress:
             "epoch": self.epoch,
             "next": self._next,
             "num_samples": self._set_size,
-            "order": self._digest,
+            "order": self.digest,
             "told_steps": list((self._told_before | self._told_steps).items()),
         }
         if self._position is not None:
@@ -321,10 +309,10 @@ class DataProgress:
         saved = from_mapping(_Saved, state)
         self.steps, self.samples_seen, course = saved.steps, saved.samples_seen, saved.course
         self.epoch, self._next = course.epoch, course.next
-        self._set_size, self._digest = course.num_samples, course.order
+        self._set_size, self.digest = course.num_samples, course.order
         if course.stream is not None:
-            states = json.loads(course.stream.states)
             fingerprint = course.stream.fingerprint if check_order else 0
+            states = json.loads(course.stream.states)
             self._position = StreamPosition(self._next, course.stream.taken, states, fingerprint)
         self._is_resumed, self._checks_order = True, check_order
         self._told_before = dict(course.told_steps) if check_order else {}
@@ -362,17 +350,3 @@ class _Saved:
     steps: int = field(metadata=NOT_NEGATIVE)
     samples_seen: int = field(metadata=NOT_NEGATIVE)
     course: _SavedCourse = field()
-
-
-def _other_order(epoch: int, *, is_known: bool) -> str:
-    """Why a run cannot go on in the middle of an epoch."""
-    if not is_known:
-        return (
-            f"The checkpoint is from the middle of epoch {epoch} of an earlier version of Paceline, whose order of "
-            "samples was another one; finish the epoch with that version, or go on with "
-            "force = True, and then some samples come twice in this epoch and some not at all."
-        )
-    return (
-        f"The samples of epoch {epoch} come in another order than when this run was saved in the middle of it; give "
-        "the same data and a sampler that depends on the epoch alone (set_epoch, or torch's own generators)."
-    )

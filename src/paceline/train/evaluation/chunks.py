@@ -21,8 +21,8 @@ from paceline.errors import DataError
 from paceline.parallel.assignment import shards_of_rank
 from paceline.spec import Job, Mesh
 from paceline.train.batches.agreement import check_same_order, check_same_samples
+from paceline.train.batches.global_batches import SizeExchange
 from paceline.train.batches.reading import DatasetReader, num_samples
-from paceline.train.batches.stream_batches import SizeExchange
 from paceline.train.process.process_group import World
 
 
