@@ -16,14 +16,14 @@ from paceline import env
 from paceline.checkpoint.location import IN_RUN_FOLDER
 from paceline.spec import EpochRecord, RunRecord
 from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, from_mapping, to_mapping
-from paceline.train.batches.batch_warning import batch_warning
 from paceline.train.callbacks import Callback
 from paceline.train.early_stopping import best_evaluation
-from paceline.train.end_table import samples_per_s, shown_metrics
 from paceline.train.optimizers.schedule import describe_scaling
 from paceline.train.records.digest import weights_sha256
 from paceline.train.records.environment import describe_environment
-from paceline.train.records.metrics import Sink, open_sinks
+from paceline.train.records.metrics import open_sinks
+from paceline.train.records.noise_meter import batch_warning
+from paceline.train.records.progress import samples_per_s, shown_metrics
 from paceline.train.run import Run
 from paceline.train.training import Training
 from paceline.words import number_of
@@ -48,49 +48,43 @@ class RunOutput:
 
 
 @dataclass(frozen=True)
-class _Saved:
-    """A journal, as a checkpoint holds it."""
+class _SoFar:
+    """What the journal knows across checkpoints."""
 
-    epochs: tuple[EpochRecord, ...]
-    epoch_loss: float = field(metadata=MAY_DIVERGE)
-    epoch_start: tuple[int, float] = field(metadata=NOT_NEGATIVE)
-    samples_logged: int = field(metadata=NOT_NEGATIVE)
-    has_warned: bool = field()
-    train_s: float = field(metadata=NOT_NEGATIVE)
-    wall_s: float = field()
-    """Releases before this one saved it below 0 where clocks had been set back."""
+    epochs: tuple[EpochRecord, ...] = ()
+    epoch_loss: float = field(default=0.0, metadata=MAY_DIVERGE)
+    """The sum over this epoch's samples."""
     epoch_values: dict[str, float] = field(default_factory=dict, metadata=MAY_DIVERGE)
+    """The same of other numbers from the loss function, by name."""
+    epoch_start: tuple[int, float] = field(default=(0, 0.0), metadata=NOT_NEGATIVE)
+    """Samples and seconds of training when the epoch began."""
+    samples_logged: int = field(default=0, metadata=NOT_NEGATIVE)
+    has_warned: bool = False
+    train_s: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    wall_s: float = 0.0
+    """The time that this run took before it was resumed, up to the checkpoint."""
 
 
 class Journal(Callback):
     """Records every step and epoch; on rank 0 it also prints and logs them."""
 
     def __init__(self, run: Run, output: RunOutput) -> None:
-        speaks = run.rank == 0
         self._run = run
         if output.progress is None:
             run.say = lambda _sentence: None
-        self._sinks: list[Sink] = open_sinks(output.run_dir, output.trackers, run.steps, run.say) if speaks else []
+        self._sinks = open_sinks(output.run_dir, output.trackers, run.steps, run.say) if run.rank == 0 else []
         scaling = describe_scaling(run.job)
         self._notes = [] if scaling is None else [scaling]
         run.say(f"{run.job.name} on {number_of(run.world_size, 'worker')}")
         for note in (*run.notes, *self._notes):
             run.say(note)
-        self._launched_at = env.launched_at()
-        self._first_step_s = 0.0
+        self._launched_at, self._first_step_s = env.launched_at(), 0.0
+        self._so_far = _SoFar()
         self._unread: list[tuple[tuple[str, ...], torch.Tensor]] = []
         """For each step: the names of its values, and [loss, samples, values]."""
-        self._epoch_loss = 0.0
-        self._epoch_values: dict[str, float] = {}
-        self._epoch_start = (0, 0.0)
         self._samples_read = 0
-        self._samples_logged = 0
         self._timed_s, self._samples_timed = 0.0, 0
         """Training time and samples when times were last logged."""
-        self._epochs: list[EpochRecord] = []
-        self._has_warned = False
-        self._wall_s = 0.0
-        """The time that this run took before it was resumed, up to the checkpoint."""
         run.keep("journal", self)
 
     def _since_launch_s(self) -> float:
@@ -99,27 +93,21 @@ class Journal(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         self._read_losses()
-        return {
-            "epochs": [to_mapping(epoch) for epoch in self._epochs],
-            "epoch_loss": self._epoch_loss,
-            "epoch_values": self._epoch_values,
-            "epoch_start": self._epoch_start,
-            "samples_logged": self._samples_logged,
-            "has_warned": self._has_warned,
-            "train_s": self._run.timer.train_s,
-            "wall_s": self._wall_s + self._since_launch_s(),
-        }
+        wall_s = self._so_far.wall_s + self._since_launch_s()
+        return to_mapping(dataclasses.replace(self._so_far, train_s=self._run.timer.train_s, wall_s=wall_s))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        saved = from_mapping(_Saved, state)
-        self._epochs = list(saved.epochs)
-        self._epoch_loss, self._epoch_start = saved.epoch_loss, saved.epoch_start
-        self._epoch_values = dict(saved.epoch_values)
-        self._samples_logged, self._has_warned = saved.samples_logged, saved.has_warned
+        self._so_far = from_mapping(_SoFar, state)
         self._samples_read = self._run.samples_seen
-        self._run.timer.train_s = saved.train_s
-        self._wall_s = saved.wall_s
-        self._timed_s, self._samples_timed = saved.train_s, saved.samples_logged
+        self._run.timer.train_s = self._timed_s = self._so_far.train_s
+        self._samples_timed = self._so_far.samples_logged
+
+    def _note(self, **values: Any) -> None:
+        self._so_far = dataclasses.replace(self._so_far, **values)
+
+    def _log(self, step: int, values: dict[str, float]) -> None:
+        for sink in self._sinks:
+            sink.log(step, values)
 
     def step_made(self, training: Training, loss: torch.Tensor) -> None:  # noqa: ARG002 - an event's arguments
         run = self._run
@@ -134,82 +122,63 @@ class Journal(Callback):
             self._read_losses()
 
     def _read_losses(self) -> None:
+        """Log the steps since the last call, and how fast they were."""
         if not self._unread:
             return
-        first = self._run.steps - len(self._unread) + 1
-        all_numbers = torch.cat([numbers for _, numbers in self._unread]).tolist()
-        for step, (names, numbers) in enumerate(self._unread, start=first):
-            loss, num_samples, *values = all_numbers[: len(numbers)]
-            del all_numbers[: len(numbers)]
-            self._epoch_loss += loss * num_samples
-            self._samples_logged += int(num_samples)
-            named = dict(zip(names, values, strict=True))
+        epoch_loss, epoch_values = self._so_far.epoch_loss, dict(self._so_far.epoch_values)
+        samples_logged = self._so_far.samples_logged
+        numbers = iter(torch.cat([numbers for _, numbers in self._unread]).tolist())
+        for step, (names, _) in enumerate(self._unread, start=self._run.steps - len(self._unread) + 1):
+            loss, num_samples = next(numbers), next(numbers)
+            named = {name: next(numbers) for name in names}
+            epoch_loss += loss * num_samples
+            samples_logged += int(num_samples)
             for name, value in named.items():
-                self._epoch_values[name] = self._epoch_values.get(name, 0.0) + value * num_samples
-            for sink in self._sinks:
-                sink.log(step, named | {"loss": loss, "samples_seen": self._samples_logged})
-        self._log_times(len(self._unread))
+                epoch_values[name] = epoch_values.get(name, 0.0) + value * num_samples
+            self._log(step, named | {"loss": loss, "samples_seen": samples_logged})
+        self._note(epoch_loss=epoch_loss, epoch_values=epoch_values, samples_logged=samples_logged)
+        train_s, samples = self._run.timer.train_s - self._timed_s, samples_logged - self._samples_timed
+        self._timed_s, self._samples_timed = self._run.timer.train_s, samples_logged
+        if self._sinks and train_s > 0:
+            parts = dataclasses.asdict(self._run.timer.recent(len(self._unread)))
+            times = {f"step_{part}": seconds for part, seconds in parts.items()}
+            self._log(self._run.steps, {"time": time.time(), "samples_per_s": samples / train_s, **times})
         self._unread.clear()
-
-    def _log_times(self, num_steps: int) -> None:
-        """Log how fast the latest steps were, and where their time went."""
-        train_s = self._run.timer.train_s - self._timed_s
-        samples = self._samples_logged - self._samples_timed
-        self._timed_s, self._samples_timed = self._run.timer.train_s, self._samples_logged
-        if not self._sinks or train_s <= 0:
-            return
-        step_time = self._run.timer.recent(num_steps)
-        values = {"time": time.time(), "samples_per_s": samples / train_s}
-        values |= {f"step_{part}": seconds for part, seconds in dataclasses.asdict(step_time).items()}
-        for sink in self._sinks:
-            sink.log(self._run.steps, values)
 
     def evaluated(self, training: Training, metrics: Mapping[str, float]) -> None:
         if training.is_between_epochs:
             return  # `epoch_ended` says it
         self._read_losses()
-        for sink in self._sinks:
-            sink.log(self._run.steps, {f"test_{name}": value for name, value in metrics.items()})
+        self._log(self._run.steps, {f"test_{name}": value for name, value in metrics.items()})
         self._run.say(f"step {self._run.steps}  {shown_metrics(metrics)}")
 
     def epoch_ended(self, training: Training) -> None:
         self._read_losses()
-        run, epoch, metrics = self._run, training.epoch, training.metrics
-        if run.samples_seen == self._epoch_start[0]:
+        run, epoch, metrics, so_far = self._run, training.epoch, training.metrics, self._so_far
+        samples, train_s = run.samples_seen - so_far.epoch_start[0], run.timer.train_s - so_far.epoch_start[1]
+        if not samples:
             return  # the epoch's end was recorded before
-        samples, train_s = self._epoch_start
-        self._epoch_start = (run.samples_seen, run.timer.train_s)
-        lr = float(run.optimizer.param_groups[0]["lr"])
-        trained_samples = run.samples_seen - samples
-        mean_loss = self._epoch_loss / trained_samples
-        step_values = {name: total / trained_samples for name, total in self._epoch_values.items()}
-        self._epoch_loss, self._epoch_values = 0.0, {}
-        noise_scale = run.noise_scale
+        lr, noise_scale = float(run.optimizer.param_groups[0]["lr"]), run.noise_scale
+        mean_loss = so_far.epoch_loss / samples
+        means = {name: total / samples for name, total in so_far.epoch_values.items()}
         # A run that ended in the middle of an epoch, and was resumed, has a record of its first batches.
-        self._epochs = [record for record in self._epochs if record.epoch != epoch]
-        epoch_s = run.timer.train_s - train_s
-        self._epochs.append(EpochRecord(epoch, mean_loss, lr, epoch_s, metrics, noise_scale, step_values))
+        before = tuple(record for record in so_far.epochs if record.epoch != epoch)
+        record = EpochRecord(epoch, mean_loss, lr, train_s, metrics, noise_scale, means)
+        start = run.samples_seen, run.timer.train_s
+        self._note(epochs=(*before, record), epoch_loss=0.0, epoch_values={}, epoch_start=start)
         values = {"time": time.time(), "epoch": epoch + 1, "train_loss": mean_loss, "lr": lr}
-        values |= {f"train_{name}": value for name, value in step_values.items()}
-        if noise_scale is not None:
-            values["noise_scale"] = noise_scale
-        for sink in self._sinks:
-            sink.log(run.steps, values | {f"test_{name}": value for name, value in metrics.items()})
+        values |= {f"train_{name}": value for name, value in means.items()}
+        values |= {} if noise_scale is None else {"noise_scale": noise_scale}
+        self._log(run.steps, values | {f"test_{name}": value for name, value in metrics.items()})
         noise = "" if noise_scale is None else f"  noise scale {noise_scale:,.0f}"
         tested = f"  {shown_metrics(metrics)}" if metrics else ""
         run.say(f"epoch {epoch + 1}/{run.job.epochs}  train loss {mean_loss:.4f}{tested}{noise}")
-        self._warn_about_batch(noise_scale)
-
-    def _warn_about_batch(self, noise_scale: float | None) -> None:
-        """Warn about the batch size, at most once in a run."""
-        run = self._run
-        if self._has_warned or noise_scale is None or run.noise.num_measured < _NOISE_STEPS:
-            return
-        warning = batch_warning(run.job.global_batch_size, noise_scale, run.world_size)
-        if warning is not None:
-            self._has_warned = True
-            self._notes.append(warning)
-            run.say(warning)
+        if noise_scale is not None and not so_far.has_warned and run.noise.num_measured >= _NOISE_STEPS:
+            warning = batch_warning(run.job.global_batch_size, noise_scale, run.world_size)
+            if warning is not None:
+                self._note(has_warned=True)
+                self._notes.append(warning)
+                run.say(warning)
 
     def record(self, training: Training, average: AveragedModel | None) -> RunRecord:
         """What happened. A collective.
@@ -220,14 +189,12 @@ class Journal(Callback):
         run, kept = self._run, self._run.job.kept_checkpoints
         for sink in self._sinks:
             sink.close()
-        evaluations = tuple(training.evaluations)
+        evaluations, epochs = tuple(training.evaluations), self._so_far.epochs
         best = None if kept.keep_best is None else best_evaluation(evaluations, kept.keep_best, kept.best_mode)
         if best is not None:
             run.display.rows["best"] = f"{shown_metrics(best.metrics)} at step {best.step}"
         step_time, (step_p10_s, step_p90_s) = run.timer.median(), run.timer.p10_p90()
-        # A checkpoint of an earlier release has the evaluations of epochs alone.
-        evaluated = [*(epoch.metrics for epoch in self._epochs), *(one.metrics for one in evaluations)]
-        last = next((metrics for metrics in reversed(evaluated) if metrics), {})
+        last = evaluations[-1].metrics if evaluations else {}
         return RunRecord(
             job=run.job,
             plan=run.plan,
@@ -235,16 +202,16 @@ class Journal(Callback):
             samples_seen=run.samples_seen,
             accuracy=last.get("accuracy"),
             loss=last.get("loss"),
-            train_loss=self._epochs[-1].train_loss if self._epochs else None,
+            train_loss=epochs[-1].train_loss if epochs else None,
             train_s=run.timer.train_s,
-            wall_s=self._wall_s + self._since_launch_s(),
+            wall_s=self._so_far.wall_s + self._since_launch_s(),
             time_to_first_step_s=self._first_step_s,
             samples_per_s=samples_per_s(run),
             step_time=step_time,
             step_p10_s=step_p10_s,
             step_p90_s=step_p90_s,
             weights_sha256=run.weights_sha256() if average is None else weights_sha256(average.module.state_dict()),
-            epochs=tuple(self._epochs),
+            epochs=epochs,
             notes=(*run.notes, *self._notes),
             environment=describe_environment(run.world),
             evaluations=evaluations,

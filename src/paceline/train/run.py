@@ -26,7 +26,6 @@ from paceline.spec import Job, Mesh, Plan
 from paceline.train.batches.data_progress import DataProgress
 from paceline.train.batches.global_batches import GlobalBatches
 from paceline.train.batches.reading import DatasetReader, loading_of
-from paceline.train.end_table import end_rows
 from paceline.train.evaluation.evaluate import Measure, evaluate_between_steps
 from paceline.train.process.memory import memory_limit
 from paceline.train.process.numerics import LossFn, Precision
@@ -35,7 +34,7 @@ from paceline.train.process.seeding import seed_between_steps
 from paceline.train.process.torch_settings import TorchSettings, decide_precision, has_tf32
 from paceline.train.records.digest import weights_sha256
 from paceline.train.records.noise_meter import NoiseMeter
-from paceline.train.records.progress import Progress
+from paceline.train.records.progress import Progress, end_rows
 from paceline.train.records.timing import StepTimer
 from paceline.train.session.kept import Keepable, Kept
 from paceline.train.session.session import RunState, Session
