@@ -150,8 +150,12 @@ class Checkpoint:
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The model's weights by name, in whole shapes. Raises `CheckpointError` if the checkpoint holds no model."""
-        model = unflatten_state(self.manifest.values.get("model"), self.tensors.__getitem__)
+        """The weights of the model, or of the first of several, by name, in whole shapes. Raises `CheckpointError` if
+        the checkpoint holds no model."""
+        models = self.manifest.values.get("models")
+        first = next(iter(models.values()), None) if isinstance(models, dict) else self.manifest.values
+        saved = first.get("model") if isinstance(first, dict) else None
+        model = unflatten_state(saved, self.tensors.__getitem__)
         weights = {k: v for k, v in model.items() if isinstance(v, Tensor)} if isinstance(model, dict) else {}
         if not weights:
             raise CheckpointError(f"The checkpoint {self.name} holds no model.")

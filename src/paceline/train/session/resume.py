@@ -115,7 +115,7 @@ class CheckpointReader:
 
 
 def _is_run(shared: Mapping[str, Any]) -> bool:
-    return "progress" in shared
+    return {"progress", "models"} <= shared.keys()
 
 
 def redistribute(

@@ -110,7 +110,8 @@ class RunState:
                     f"The checkpoint to resume belongs to another job: {'; '.join(changes)}{_why(before, self.job)}. "
                     "Set it back, choose another folder, or resume nevertheless with force = True."
                 )
-            self.models.put(shared, found.own, hyper=not changes)
+            for name in self.models.by_name:
+                self.models.put(name, shared, found.own, hyper=not changes)
             self.progress.load_state_dict(shared["progress"], check_order=not force)
             self.noise.load_state_dict(shared["noise"])
             self.metrics.update(from_mapping(_SavedMetrics, {"metrics": shared["metrics"]}).metrics)
@@ -122,11 +123,11 @@ class RunState:
     def restore_model(self, name: str, found: Found, *, force: bool) -> list[str]:
         """Give a model that was prepared after the others its state; with `force` it begins anew if there is none.
         Returns notes. Raises `CheckpointError` where the checkpoint has no such model."""
-        if force and name not in found.shared.get("models", {}):
+        if force and name not in found.shared["models"]:
             return []
         with _as_saved(found.name):
             changes = self._changes(found.shared)[1]
-            self.models.put_one(name, found.shared, found.own, hyper=not changes)
+            self.models.put(name, found.shared, found.own, hyper=not changes)
             return [] if changes else self.models.go_on(name, found.shared, found.own)
 
     def _changes(self, shared: dict[str, Any]) -> tuple[Job, list[str]]:
@@ -209,9 +210,8 @@ class Session:
         step = None
         if found is not None:
             notes = state.restore(found, force=force)
-            known: dict[str, Any] = {"models": list(found.shared.get("models", ()))}
-            known |= {key: dict(found.shared.get(key, {})) for key in ("frozen", "changed_frozen")}
-            self._resumed = known, force
+            known = {key: found.shared.get(key, {}) for key in ("frozen", "changed_frozen")}
+            self._resumed = known | {"models": list(found.shared["models"])}, force
             step = state.progress.steps
             self.heartbeat.step(step)
             self._notes.append(f"resumed at step {step} from {found.name} in {checkpoint_address}")
@@ -255,7 +255,7 @@ class Session:
             if not is_forced:
                 self.state.models.check_complete(known)
             # Not earlier: what the script gives them before the first batch is for a run that begins.
-            for note in self.state.models.put_frozen(known["changed_frozen"]):
+            for note in self.state.models.put_frozen(known):
                 self.note(note)
         self._resumed = None
 
@@ -268,7 +268,8 @@ class Session:
         if found is None:
             return None
         self.is_consistent = False
-        self.state.models.put(found.shared, found.own, hyper=True)
+        for name in self.state.models.by_name:
+            self.state.models.put(name, found.shared, found.own, hyper=True)
         return found.name
 
     def step_ended(self, own_time_s: float) -> None:
