@@ -150,6 +150,16 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T
     return cls(**values)
 
 
+def check_values(value: Any, where: str = "") -> None:
+    """Check a dataclass made in Python as `from_mapping` checks one made of a mapping; raises `JobError`."""
+    for field in dataclasses.fields(value):
+        path, item = f"{where}.{field.name}" if where else field.name, getattr(value, field.name)
+        if dataclasses.is_dataclass(item):
+            check_values(item, path)
+        else:
+            _convert(_hints(type(value))[field.name], item, path, field.metadata)
+
+
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     """Cached type hints: resolving annotations takes longer than the rest of a small mapping."""

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 from paceline.errors import JobError, shortened, shown
 from paceline.regular_files import read_text
 from paceline.spec.aggregation import AggregationSpec
-from paceline.spec.codec import PLAIN, JsonValue, above_zero, at_least, between
+from paceline.spec.codec import PLAIN, JsonValue, above_zero, at_least, between, check_values
 from paceline.spec.evaluation import EarlyStoppingSpec, Mode
 from paceline.spec.optim import OptimSpec
 
@@ -174,6 +174,7 @@ class Job(JsonValue):
     early_stopping: EarlyStoppingSpec = field(default_factory=EarlyStoppingSpec)
 
     def __post_init__(self) -> None:
+        check_values(self)
         if not 1 <= len(self.name) <= MOST_NAME_CHARACTERS or not self.name.isprintable():
             raise JobError(
                 f"name = {shown(self.name)} should be a text of 1 to {MOST_NAME_CHARACTERS} characters on one line."

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import JobError
 from paceline.report.job_text import job_toml
-from paceline.spec import Job, load_job
+from paceline.spec import Job, OptimSpec, load_job
 from paceline.spec.evaluation import best_place
 from paceline.spec.job import differences
 
@@ -190,10 +190,11 @@ def test_numbers_keep_their_bounds(path: str, refused: list[float], accepted: li
         assert job_of(job_of({path: value}).to_mapping()) == job_of({path: value})
 
 
-@pytest.mark.xfail(strict=True, reason="bounds hold only where a job is read from a mapping, not where one is made")
 def test_bounds_hold_where_a_job_is_made_in_python() -> None:
-    with pytest.raises(JobError):
+    with pytest.raises(JobError, match=r"global_batch_size = -5"):
         Job(global_batch_size=-5, virtual_shards=-9)
+    with pytest.raises(JobError, match=r"optim\.lr = -1"):
+        Job(optim=OptimSpec(lr=-1.0))
 
 
 # --- what does not go together ---
