@@ -16,8 +16,7 @@ from paceline import env
 from paceline.checkpoint.location import IN_RUN_FOLDER
 from paceline.spec import EpochRecord, RunRecord
 from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, from_mapping, to_mapping
-from paceline.train.callbacks import Callback
-from paceline.train.early_stopping import best_evaluation
+from paceline.train.callbacks import Callback, best_evaluation
 from paceline.train.optimizers.schedule import describe_scaling
 from paceline.train.records.digest import weights_sha256
 from paceline.train.records.environment import describe_environment

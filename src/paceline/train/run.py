@@ -38,11 +38,10 @@ from paceline.train.records.progress import Progress, end_rows
 from paceline.train.records.timing import StepTimer
 from paceline.train.session.kept import Keepable, Kept
 from paceline.train.session.session import RunState, Session
-from paceline.train.session.state import Trained
+from paceline.train.session.state import Trained, TrainedModels
 from paceline.train.session.stopping import Stopping
-from paceline.train.session.trained_models import TrainedModels
 from paceline.train.steps.model_step import Pending
-from paceline.train.steps.preparation import Prepared, check_several, freeze, prepare_model
+from paceline.train.steps.preparation import check_several, freeze, prepare_model
 from paceline.train.steps.step import Stepper
 from paceline.train.steps.trace import ParityTracer
 
@@ -167,35 +166,24 @@ class Run:
         if self._models.by_name:
             check_several(self.job, self.plan)
         plan = self.plan if tensor_plan is None else dataclasses.replace(self.plan, tensor_plan=dict(tensor_plan))
-        prepared = prepare_model(
-            model,
-            optimizer,
-            scheduler,
-            self.job,
-            plan,
-            self.world,
-            Precision(self.job, self.device) if self._models.by_name else self.precision,
-            find_unused_parameters=find_unused_parameters,
-            example=example,
-        )
+        precision = Precision(self.job, self.device) if self._models.by_name else self.precision
+        spread = {"find_unused_parameters": find_unused_parameters, "example": example}
+        prepared = prepare_model(model, optimizer, scheduler, self.job, plan, self.world, precision, **spread)
+        engine = prepared.trained.engine
         self._at_close.push(prepared.background)
-        self.notes += prepared.trained.engine.notes
-        self._add(name, prepared, plan)
-        return prepared.trained.engine.module, optimizer
-
-    def _add(self, name: str, prepared: Prepared, plan: Plan) -> None:
-        """Train a prepared model from now on, from the state in a checkpoint if there is one."""
+        self.notes += engine.notes
         self._models.add(name, prepared.trained)
         if self._prepared is None:
             # What "auto" has chosen.
-            self.plan = dataclasses.replace(plan, algorithm=prepared.trained.engine.algorithm or plan.algorithm)
+            self.plan = dataclasses.replace(plan, algorithm=engine.algorithm or plan.algorithm)
             self._prepared = Stepper(self._open_session(), self.timer)
-            self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, prepared.trained.model))
+            self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, engine.module))
         else:
             self._restore(name)
-        for number, scheduler in enumerate(prepared.schedulers):
-            self._kept.add(f"scheduler {number} of {name}", scheduler, in_step=True)
+        for number, one in enumerate(prepared.schedulers):
+            self._kept.add(f"scheduler {number} of {name}", one, in_step=True)
         self.stepper.add(name, prepared, self.mesh, self.reader, self._tracer)
+        return engine.module, optimizer
 
     def _freeze(self, name: str, model: nn.Module) -> nn.Module:
         companion = freeze(model, self.job, self.plan, self.world)
@@ -308,16 +296,13 @@ class Run:
         Raises:
             DataError: what the data set, the loader or the sampler says cannot be done.
         """
-        loading = loading_of(
-            self.job,
-            dataset,
-            "training",
-            collate_fn=collate_fn,
-            sampler=sampler,
-            num_workers=num_workers,
-            worker_init_fn=worker_init_fn,
-            pin_memory=pin_memory,
-        )
+        given = {
+            "collate_fn": collate_fn,
+            "sampler": sampler,
+            "worker_init_fn": worker_init_fn,
+            "pin_memory": pin_memory,
+        }
+        loading = loading_of(self.job, dataset, "training", num_workers=num_workers, **given)
         for number in self.epochs() if epoch is None else [epoch]:
             yield from self._epoch_batches(loading, number, samples_per_epoch)
 
@@ -371,9 +356,7 @@ class Run:
         pending = self._pending
         is_used = pending is not None and pending.num_steps > 0 and model is None and optimizer is None
         if (pending is None or is_used) and self.steps and self.steps == self._progress.last_step:
-            raise JobError(
-                f"The run has made all of its {self.steps:,} steps; more need more epochs or a larger max_steps."
-            )
+            raise JobError(f"The run has made all of its {self.steps:,} steps; more need more epochs or max_steps.")
         if pending is None:
             raise JobError(
                 "run.step needs a batch that run.batches just yielded. Samples that the script makes itself, such as "

@@ -30,10 +30,10 @@ from paceline.train.session.checkpoints import Checkpoints
 from paceline.train.session.kept import Kept
 from paceline.train.session.peer_watch import watch_peers
 from paceline.train.session.resume import CheckpointReader, Found
+from paceline.train.session.state import TrainedModels
 from paceline.train.session.status_exchange import Request, Status, StatusExchange
 from paceline.train.session.stopping import Stopping
 from paceline.train.session.stragglers import Stragglers
-from paceline.train.session.trained_models import TrainedModels
 from paceline.words import on_one_line
 
 

@@ -18,14 +18,20 @@ def skips_on_device(optimizer: Optimizer) -> bool:
     """Whether the next update can be left out without the host, so that nothing of the optimizer changes.
 
     Not the first update of a parameter: its state would then be there, and torch's SGD takes what lies in memory for
-    the momentum of the second one. Nor one that hooks of the script's hear of.
+    the momentum of the second one.
     """
     return all(
         type(one) in FUSED
-        and not (one._optimizer_step_pre_hooks or one._optimizer_step_post_hooks)
         and all(group.get("fused") and not _is_new(one, group["params"]) for group in one.param_groups)
         for one in parts_of(optimizer)
     )
+
+
+def _is_new(optimizer: Optimizer, parameters: list[Tensor]) -> bool:
+    """Whether the optimizer has yet to make the state of some parameter, or torch's kernels take no shards of it."""
+    if isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups):
+        return any(is_dtensor(one) for one in parameters)
+    return any(is_dtensor(one) or (one.grad is not None and not optimizer.state.get(one)) for one in parameters)
 
 
 @contextmanager
@@ -45,16 +51,3 @@ def spoil_gradients_where(optimizer: Optimizer, is_bad: Tensor) -> None:
     the update out."""
     first = next(p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
     first.masked_fill_(is_bad != 0, torch.nan)
-
-
-def tell_scaler(optimizer: Optimizer) -> None:
-    """Have a GradScaler leave the next update to the device if that is possible, else read on the host."""
-    for one in parts_of(optimizer):
-        one._step_supports_amp_scaling = skips_on_device(one)  # type: ignore[attr-defined]
-
-
-def _is_new(optimizer: Optimizer, parameters: list[Tensor]) -> bool:
-    """Whether the optimizer has yet to make the state of some parameter, or torch's kernels take no shards of it."""
-    if isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups):
-        return any(is_dtensor(one) for one in parameters)
-    return any(is_dtensor(one) or (one.grad is not None and not optimizer.state.get(one)) for one in parameters)

@@ -32,7 +32,7 @@ from paceline.train.optimizers.schedule import lr_factor
 from paceline.train.process.numerics import LossFn, loss_name
 from paceline.train.process.seeding import seed_update, shard_seed
 from paceline.train.session.session import Session
-from paceline.train.steps.device_skip import left_out_where, skips_on_device, spoil_gradients_where, tell_scaler
+from paceline.train.steps.device_skip import left_out_where, skips_on_device, spoil_gradients_where
 from paceline.train.steps.nonfinite import NonFiniteGuard
 from paceline.train.steps.preparation import Prepared
 from paceline.train.steps.trace import ParityTracer
@@ -71,7 +71,6 @@ class ModelStepper:
         self._schedulers = prepared.schedulers
         # Workers that compute other layers of a model have the same samples: one of them counts them.
         self._counts_samples = mesh.leads_assignment(session.world.rank)
-        self._is_piped = mesh.pp > 1
         self._reader = reader
         self._tracer = tracer
         self.guard = NonFiniteGuard(session, self.trained)
@@ -214,11 +213,6 @@ class ModelStepper:
         """Have the optimizer, and the schedulers after it, make their step."""
         trained = self.trained
         engine, scaler = trained.engine, trained.precision.scaler
-        if self._is_piped and any(one._optimizer_step_pre_hooks for one in parts_of(optimizer)):
-            raise ModelError(
-                "A hook of the optimizer (register_step_pre_hook) would see the gradients of one stage of the pipeline "
-                "only; clip them by the job's optim.clip_norm, or choose another strategy."
-            )
         may_draw = any(type(one).__module__.partition(".")[0] != "torch" for one in parts_of(optimizer))
         if may_draw:
             seed_update(self._state.job.seed, pending.index, self._device, pending.num_steps)
@@ -227,8 +221,6 @@ class ModelStepper:
             again = functools.partial(self._gradients_again, step_input)
             optimizer.step(torch.enable_grad()(again))  # type: ignore[arg-type]
         else:
-            if scaler.is_enabled():
-                tell_scaler(optimizer)
             scaler.step(optimizer)
             scaler.update()
         if before is not None and before != generator_states(self._device):
