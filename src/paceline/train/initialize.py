@@ -57,7 +57,7 @@ def init(
         LaunchError: an environment that contradicts itself.
     """
     _check_belong_to_job(values)
-    job = (job or Job()).with_values(**values)  # a Job made in Python is checked here too
+    job = (job or Job()).with_values(**values)
     facts = env.worker_facts()
     strategy = strategy or env.text(env.STRATEGY) or "dp"
     check_strategy(strategy)

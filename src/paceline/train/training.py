@@ -79,9 +79,8 @@ class Training:
 
     def begin(self) -> None:
         """Before the first step of this start."""
-        self.run.stepper.session.when_saved(
-            lambda step: self._tell(lambda callback: callback.checkpoint_saved(self, step))
-        )
+        session = self.run.stepper.session
+        session.tell_saved = lambda step: self._tell(lambda callback: callback.checkpoint_saved(self, step))
         self._tell(lambda callback: callback.run_began(self))
         steps = self.run.steps
         if steps % self._steps_per_epoch and self._is_due_by_steps and not self._is_evaluated:

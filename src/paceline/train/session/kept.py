@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-from torch.utils._pytree import tree_map_only
 
 from paceline.errors import JobError, shown
 from paceline.own_generators import RandomGenerator, full_state, set_state
@@ -32,10 +31,17 @@ class KeptGenerator:
         self.generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        return {"state": tree_map_only(np.ndarray, np.ndarray.tolist, full_state(self.generator))}
+        return {"state": _without_arrays(full_state(self.generator))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         set_state(self.generator, state["state"])
+
+
+def _without_arrays(state: Any) -> Any:
+    """A state with lists in the place of NumPy's arrays, which its generator takes too."""
+    if isinstance(state, Mapping):
+        return {key: _without_arrays(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, np.ndarray) else state
 
 
 class Kept:

@@ -1,156 +1,48 @@
-"""The work of a run between its steps: save and resume, status exchange, detection of stragglers."""
+"""The work of a run between its steps: the status of all workers, saving, resuming, the end.
+
+A run is saved by the clock, by steps, at the ends of epochs, on a signal, on an error, and at its end.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import signal
+import time
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from paceline.checkpoint import Snapshot, open_storage
-from paceline.checkpoint.storage import Storage
-from paceline.errors import CheckpointError, JobError, shortened
+from paceline.checkpoint import Saver, open_storage
+from paceline.checkpoint.load import folder_name
 from paceline.folder_lock import CHECKPOINTS_LOCK, hold_folder
 from paceline.heartbeat import Heartbeat
 from paceline.process_groups import open_host_group
 from paceline.regular_files import make_run_folder
-from paceline.spec import Job, Plan
-from paceline.spec.codec import MAY_DIVERGE, from_mapping
-from paceline.spec.job import differences
+from paceline.spec import Plan
 from paceline.spec.plan import EXCLUDED
-from paceline.train.batches.data_progress import DataProgress
-from paceline.train.optimizers.optim import ends_with_epochs
 from paceline.train.process.process_group import World, leave_at_once
-from paceline.train.records.noise_meter import NoiseMeter
-from paceline.train.session.checkpoints import Checkpoints
-from paceline.train.session.kept import Kept
 from paceline.train.session.peer_watch import watch_peers
-from paceline.train.session.resume import CheckpointReader, Found
-from paceline.train.session.state import TrainedModels
-from paceline.train.session.status_exchange import Request, Status, StatusExchange
+from paceline.train.session.resume import CheckpointReader
+from paceline.train.session.run_state import RunState
+from paceline.train.session.signals import SaveSignals
+from paceline.train.session.status_exchange import Request, StatusExchange
 from paceline.train.session.stopping import Stopping
 from paceline.train.session.stragglers import Stragglers
-from paceline.words import on_one_line
 
-
-@dataclass(frozen=True)
-class _SavedMetrics:
-    """The metrics of the last evaluation, as a checkpoint holds them."""
-
-    metrics: dict[str, float] = field(metadata=MAY_DIVERGE)
-
-
-@contextlib.contextmanager
-def _as_saved(name: str) -> Iterator[None]:
-    """A context that turns errors while a state is loaded into a `CheckpointError`: its checksums are right, but it is
-    not a state that this run can load."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
-        why = f"{type(problem).__name__}: {shortened(on_one_line(str(problem)), 200)}"
-        raise CheckpointError(
-            f"The checkpoint {name} holds no state that this run can resume from ({why})."
-        ) from problem
-
-
-@dataclass(frozen=True)
-class RunState:
-    """All that a checkpoint holds of a run."""
-
-    job: Job
-    progress: DataProgress
-    noise: NoiseMeter
-    models: TrainedModels
-    kept: Kept
-    metrics: dict[str, float]
-    """The metrics of the last evaluation; changed in place."""
-
-    def snapshot(self, collective: bool) -> Snapshot | None:
-        """The state now; None where workers' weights differ and this step is no synchronisation point.
-
-        Args:
-            collective: whether all workers call this together; else None, too, where this worker holds only a shard
-                of the model.
-        """
-        engines = [trained.engine for trained in self.models.by_name.values()]
-        if collective:
-            is_synchronised = [engine.sync_buffers() for engine in engines]  # collectives of every one of them
-            is_possible = all(is_synchronised)
-        else:
-            is_possible = all(engine.holds_all and not engine.weights_diverge for engine in engines)
-        if not is_possible:
-            return None
-        shared, own = self.models.take()
-        shared |= {
-            "progress": self.progress.state_dict(collective=collective),
-            "noise": self.noise.state_dict(),
-            "metrics": self.metrics,
-            "kept": self.kept.state_dict(),
-        }
-        return Snapshot(self.progress.steps, self.job.to_mapping(), shared, own, is_part=not self.holds_all)
-
-    @property
-    def holds_all(self) -> bool:
-        """Whether every worker holds all models and their optimizers."""
-        return all(trained.engine.holds_all for trained in self.models.by_name.values())
-
-    def restore(self, found: Found, *, force: bool) -> list[str]:
-        """Resume from a checkpoint; returns notes. Raises `JobError` if it is of another job, unless `force` is set."""
-        shared = found.shared
-        with _as_saved(found.name):
-            before, changes = self._changes(shared)
-            if changes and not force:
-                raise JobError(
-                    f"The checkpoint to resume belongs to another job: {'; '.join(changes)}{_why(before, self.job)}. "
-                    "Set it back, choose another folder, or resume nevertheless with force = True."
-                )
-            for name in self.models.by_name:
-                self.models.put(name, shared, found.own, hyper=not changes)
-            self.progress.load_state_dict(shared["progress"], check_order=not force)
-            self.noise.load_state_dict(shared["noise"])
-            self.metrics.update(from_mapping(_SavedMetrics, {"metrics": shared["metrics"]}).metrics)
-            # A new scheduler writes its first learning rate into the optimizer, and loading its state leaves it there.
-            self.kept.load_state_dict(shared["kept"], (lambda: None) if changes else self.models.hyperparameters())
-            names = () if changes else self.models.by_name
-            return [note for name in names for note in self.models.go_on(name, shared, found.own)]
-
-    def restore_model(self, name: str, found: Found, *, force: bool) -> list[str]:
-        """Give a model that was prepared after the others its state; with `force` it begins anew if there is none.
-        Returns notes. Raises `CheckpointError` where the checkpoint has no such model."""
-        if force and name not in found.shared["models"]:
-            return []
-        with _as_saved(found.name):
-            changes = self._changes(found.shared)[1]
-            self.models.put(name, found.shared, found.own, hyper=not changes)
-            return [] if changes else self.models.go_on(name, found.shared, found.own)
-
-    def _changes(self, shared: dict[str, Any]) -> tuple[Job, list[str]]:
-        """The job of a checkpoint, and its differences from this run's job that change the result."""
-        # Converted to a job: keys of a later release get their defaults.
-        before = Job.from_mapping(shared["job"])
-        changes = differences(before.to_mapping(), self.job.to_mapping())
-        if self.job.epochs > before.epochs and not ends_with_epochs(before):
-            changes = [change for change in changes if not change.startswith("epochs was ")]  # it goes on
-        return before, changes
-
-
-def _why(before: Job, job: Job) -> str:
-    """Why a run cannot go on as another job, where that is not plain from what differs."""
-    if job.epochs > before.epochs and ends_with_epochs(before):
-        return " (its learning rates follow a schedule that ends with the epochs, so more would have changed them all)"
-    if job.precision != before.precision:
-        return f" (where 'auto' means {job.precision!r}, name precision = {before.precision!r} to go on in it)"
-    return ""
+_FAREWELL_S = 5.0
+"""After an error, the time that other workers have to write their shards of a checkpoint begun before it."""
 
 
 class Session:
-    """The work of one worker between steps. Its methods are collectives except for `rescue`."""
+    """The work of one worker between steps. Its methods are collectives except where they say otherwise.
+
+    Attributes:
+        is_consistent: whether weights, optimizers, buffers and progress all belong to the same step: not while a step
+            changes what is not restored after an error.
+        tell_saved: receives the step of each complete checkpoint, on all workers after the same step; may be replaced.
+    """
 
     def __init__(
         self,
@@ -169,27 +61,34 @@ class Session:
             stopping: whether the run ends early.
         """
         # A separate group in CPU memory, whatever the others use: it communicates in parallel to them.
-        group = None if world.group is None else open_host_group(plan.timeout_s)
+        self._group = None if world.group is None else open_host_group(plan.timeout_s)
         self.peers = watch_peers(world.group, world.device)
-        self.state = state
-        self._plan = plan
-        self.world = world
-        self.heartbeat = heartbeat
-        self.say = say
+        self.state, self.world, self.heartbeat, self.say = state, world, heartbeat, say
         self.is_consistent = True
-        """Whether weights, optimizers, buffers and progress all belong to the same step: not while a step changes what
-        is not restored after an error."""
-        self._notes = notes
-        self._stopping = stopping
-        self._status_exchange = StatusExchange(group)
+        self.tell_saved: Callable[[int], None] = lambda _step: None
+        self._plan, self._notes, self._stopping = plan, notes, stopping
+        self._spec = state.job.kept_checkpoints
+        self._status_exchange = StatusExchange(self._group)
         self._stragglers = Stragglers(_worker_names(plan))
-        self._group = group
         self._reader: CheckpointReader | None = None
-        self._checkpoints: Checkpoints | None = None
+        self._saver: Saver | None = None
+        """None: the run saves nothing, or has not been resumed yet."""
+        self._signals: SaveSignals | None = None
+        self._address = ""
         self._resumed: tuple[dict[str, Any], bool] | None = None
         """Until the first batch: what the checkpoint says of its models, and whether one of another job may be used."""
-        self._held = contextlib.ExitStack()
-        """What keeps other runs away from the checkpoints."""
+        self._at_close = contextlib.ExitStack()
+        self._is_due = False
+        """Whether the run is to be saved as soon as no worker writes."""
+        self._saved_at = time.monotonic()
+        self._last_step = 0
+        """After which step it was last looked at what is due: workers that train alone do not meet after every one."""
+        self._saved_metrics: Mapping[str, float] | None = None
+        """The metrics in the newest checkpoint that was begun; None: the run has begun none."""
+        self._in_writing: int | None = None
+        """The step of a checkpoint that is not known to be complete."""
+
+    # --- resuming ---
 
     def resume(self, checkpoint_address: str | None, *, force: bool) -> bool:
         """Resume from the newest good checkpoint if there is one, and save there from now on; whether it resumed.
@@ -197,41 +96,36 @@ class Session:
         Args:
             checkpoint_address: where checkpoints are; None: there are none.
             force: whether to resume from a checkpoint of another job, too.
+
+        Raises:
+            LaunchError: another run saves there.
         """
         if checkpoint_address is None:
             return False
         state = self.state
         storage = open_storage(checkpoint_address)
-        if self.world.rank == 0:
-            self._hold(storage)
+        if self.world.rank == 0 and storage.folder is not None:  # object stores cannot be locked
+            with contextlib.suppress(OSError):  # nothing can be written there; that is told when it is tried
+                make_run_folder(storage.folder)
+                self._at_close.enter_context(hold_folder(storage.folder, CHECKPOINTS_LOCK))
         wanted = None if state.holds_all else state.models.own_shards
         self._reader = CheckpointReader(storage, self._group, self.say, state.job.aggregation.groups, wanted)
         found = self._reader.newest()
-        step = None
         if found is not None:
             notes = state.restore(found, force=force)
             known = {key: found.shared.get(key, {}) for key in ("frozen", "changed_frozen")}
             self._resumed = known | {"models": list(found.shared["models"])}, force
-            step = state.progress.steps
-            self.heartbeat.step(step)
-            self._notes.append(f"resumed at step {step} from {found.name} in {checkpoint_address}")
+            self._last_step = state.progress.steps
+            self.heartbeat.step(self._last_step)
+            self._notes.append(f"resumed at step {self._last_step} from {found.name} in {checkpoint_address}")
             for note in notes:
                 self.note(note)
+        self._address = storage.address
+        resumed_step = None if found is None else self._last_step
+        self._saver = Saver(storage, self._spec, self._group, self.say, resumed_step=resumed_step)
         # The launcher waits for a worker that says it will save.
-        told = self.say, step, self.heartbeat.save
-        self._checkpoints = Checkpoints(storage, state.job.kept_checkpoints, self._group, state.snapshot, *told)
+        self._signals = SaveSignals(self.heartbeat.save)
         return found is not None
-
-    def _hold(self, storage: Storage) -> None:
-        """Keep other runs away from a folder; object stores cannot be locked.
-
-        Raises:
-            LaunchError: another run saves there.
-        """
-        if storage.folder is not None:
-            with contextlib.suppress(OSError):  # nothing can be written there; that is told when it is tried
-                make_run_folder(storage.folder)
-                self._held.enter_context(hold_folder(storage.folder, CHECKPOINTS_LOCK))
 
     def add(self, name: str) -> bool:
         """Give a model that was prepared after the first its state; whether the run was resumed."""
@@ -261,9 +155,9 @@ class Session:
 
     def roll_back(self) -> str | None:
         """Put weights and optimizer back to the newest good checkpoint; its name, None if there is none."""
-        if self._reader is None or self._checkpoints is None:
+        if self._reader is None or self._saver is None:
             return None
-        self._checkpoints.wait()
+        self._saver.wait()
         found = self._reader.newest()
         if found is None:
             return None
@@ -272,6 +166,8 @@ class Session:
             self.state.models.put(name, found.shared, found.own, hyper=True)
         return found.name
 
+    # --- between steps ---
+
     def step_ended(self, own_time_s: float) -> None:
         """After every step: receive every worker's status of the step before, act on it, and send that of this step.
 
@@ -279,30 +175,90 @@ class Session:
             own_time_s: the time of this worker's last known step without waiting for others.
         """
         step = self.state.progress.steps
-        status = self._received()
-        for note in self._stragglers.note(step, status.own_times_s):
+        own_times_s = self._receive()
+        for note in self._stragglers.note(step, own_times_s):
             self.note(note)
         slower = self._plan.exclude_slower
         if slower is not None and self.world.rank in self._stragglers.lasting(slower):
             leave_at_once(EXCLUDED)  # the others notice, save a checkpoint, and are restarted without it
         self._status_exchange.send(self._requests(), own_time_s)
 
+    def epoch_ended(self) -> None:
+        """Before the first step of the next epoch: save if that is due now."""
+        if self._saver is not None:
+            self._receive()
+            self._is_due |= self._spec.every_epoch
+            self.on_pause()
+
+    def on_pause(self) -> None:
+        """Where all workers pause, as between updates by servers: exchange status at once, and save if due."""
+        self._status_exchange.send(self._requests(), 0.0)
+        self._receive()
+
+    def wants_pause(self) -> bool:
+        """Whether this worker requests a checkpoint, and could write it now, or the end. No collective."""
+        requests = self._requests()
+        wants_save = self._is_due or bool(requests & {Request.SAVE, Request.LEAVE})
+        return Request.STOP in requests or (wants_save and Request.BUSY not in requests)
+
     def _requests(self) -> set[Request]:
         """This worker's requests, for the others."""
-        requests = set() if self._checkpoints is None else self._checkpoints.requests()
-        return requests | {Request.STOP} if self._stopping.is_wanted() else requests
+        requests = {Request.STOP} if self._stopping.is_wanted() else set()
+        if self._saver is None or self._signals is None:
+            return requests
+        requests |= self._signals.requests
+        minutes = self._spec.every_minutes
+        if self.world.rank == 0 and minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes:
+            requests.add(Request.SAVE)
+        if self._saver.busy:
+            requests.add(Request.BUSY)
+        if self._saver.failed:
+            requests.add(Request.FAILED)
+        return requests
 
-    def _received(self) -> Status:
-        """Receive the status of all workers, and carry out their requests."""
+    def _receive(self) -> tuple[float, ...]:
+        """Receive the status of all workers and do what they ask for; returns the times of their last steps."""
         status = self._status_exchange.received()
-        if self._checkpoints is not None:
-            self._checkpoints.step_ended(self.state.progress.steps, status.requests)
+        if self._saver is not None and self._signals is not None:
+            self._save_as_asked(self._saver, self._signals, status.requests)
         if Request.STOP in status.requests:
             self._stopping.agree()
-        return status
+        return status.own_times_s
+
+    def _save_as_asked(self, saver: Saver, signals: SaveSignals, received: Set[Request]) -> None:
+        """Save if that is due, and end the process if that was requested.
+
+        Args:
+            received: the requests of all workers.
+
+        Raises:
+            SystemExit: some worker got SIGTERM, and all is saved.
+            KeyboardInterrupt: this one got SIGINT, and all is saved.
+        """
+        step = self.state.progress.steps
+        if Request.FAILED in received:
+            saver.give_up()
+            self._in_writing = None
+        if Request.BUSY not in received and self._in_writing is not None:
+            saved, self._in_writing = self._in_writing, None
+            self.tell_saved(saved)
+        self._is_due |= bool(received & {Request.SAVE, Request.LEAVE}) or step >= self.next_save(self._last_step)
+        self._last_step = step
+        if self._is_due and Request.BUSY not in received:
+            self._save_now(saver)
+        if Request.LEAVE in received and not self._is_due:
+            saver.wait()
+            newest, what = saver.written_step, "nothing is saved."
+            if newest is not None:
+                what = f"step {newest} is saved in\n{self.newest_checkpoint}\n"
+                what += "The same command with the same folder goes on from there."
+            self.say(f"Interrupted after step {step}; {what}")
+            if signals.is_interrupted:
+                raise KeyboardInterrupt
+            raise SystemExit(128 + signal.SIGTERM)
 
     def note(self, sentence: str) -> None:
-        """Tell the user, and the run's report."""
+        """Tell the user, and the run's report. No collective."""
         self._notes.append(sentence)
         self.say(sentence)
 
@@ -313,43 +269,63 @@ class Session:
             with self.heartbeat.inside("paceline", f"{what}, which all workers have to call,"):
                 dist.monitored_barrier(self._group)
 
-    def on_pause(self) -> None:
-        """Where all workers pause, as between updates by servers: exchange status at once, and save if due."""
-        self._status_exchange.send(self._requests(), 0.0)
-        self._received()
+    def check_peers(self, *, has_waited: bool = False) -> None:
+        """Before an update of weights and optimizer; as `PeerWatch.check` where there is one. No collective."""
+        if self.peers is not None:
+            self.peers.check(has_waited=has_waited)
 
-    def wants_pause(self) -> bool:
-        """Whether this worker requests a checkpoint, and could write it now, or the end. No collective."""
-        return self._stopping.is_wanted() or (self._checkpoints is not None and self._checkpoints.wants_save)
+    # --- saving ---
 
-    def next_save(self) -> float:
-        """The number of the next step that is saved in any case; infinite if none is. No collective."""
-        return math.inf if self._checkpoints is None else self._checkpoints.next_save(self.state.progress.steps)
-
-    def epoch_ended(self) -> None:
-        """Before the first step of the next epoch: save if that is due now. A collective."""
-        if self._checkpoints is not None:
-            self._received()
-            self._checkpoints.epoch_ended()
-            self.on_pause()
-
-    def when_saved(self, tell: Callable[[int], None]) -> None:
-        """Have `tell` called with the step of each complete checkpoint, on all workers after the same step."""
-        if self._checkpoints is not None:
-            self._checkpoints.was_saved = tell
+    def next_save(self, step: int | None = None) -> float:
+        """The number of the next step after `step` (None: the last one) that is saved in any case; infinite if none is.
+        No collective."""
+        every = None if self._saver is None else self._spec.every_steps
+        step = self.state.progress.steps if step is None else step
+        return math.inf if every is None else (step // every + 1) * every
 
     def save(self) -> None:
-        """Save the state as it is now, unless that is done. A collective."""
-        if self._checkpoints is not None:
-            self._checkpoints.save(self.state.progress.steps, self.state.metrics)
+        """Save the state as it is now, unless that is done."""
+        self._save_unless_done(self.state.metrics)
+
+    def _save_unless_done(self, metrics: Mapping[str, float] | None) -> None:
+        """
+        Args:
+            metrics: those of the last evaluation, by which the best checkpoint is found; where it came after the step
+                was saved, the step is saved again. None: it is not.
+        """
+        saver = self._saver
+        if saver is None or (saver.last_step == self.state.progress.steps and metrics in (None, self._saved_metrics)):
+            return
+        saver.wait()
+        self._is_due = True
+        self._save_now(saver, again=True)
+
+    def _save_now(self, saver: Saver, *, again: bool = False) -> None:
+        """
+        Args:
+            again: whether to save a step that was saved before.
+        """
+        snapshot = self.state.snapshot(collective=True)
+        if snapshot is None:
+            return
+        self._is_due = False
+        if self._signals is not None:
+            self._signals.requests.discard(Request.SAVE)
+        self._saved_at = time.monotonic()
+        if again or snapshot.step != saver.last_step:
+            saver.begin(snapshot)
+            self._in_writing, self._saved_metrics = snapshot.step, dict(snapshot.shared["metrics"])
 
     @property
     def newest_checkpoint(self) -> str | None:
-        """The address of the newest checkpoint, or that there is none; None: the run saves none."""
-        if self._checkpoints is None:
+        """The address of the newest checkpoint that is complete, as rank 0 knows, or that there is none; None: the run
+        saves none."""
+        if self._saver is None:
             return None
-        newest = self._checkpoints.newest
-        return "none was written" if newest is None else newest[1]
+        step = self._saver.written_step
+        return "none was written" if step is None else f"{self._address}/{folder_name(step)}"
+
+    # --- the end ---
 
     def finish(self, *, is_between_epochs: bool) -> None:
         """At the end of training: save any unsaved state.
@@ -359,34 +335,39 @@ class Session:
                 before has not come to the epoch's end.
         """
         self._status_exchange.received()  # no message stays in flight
-        if self._checkpoints is not None:
+        if self._saver is not None:
             if is_between_epochs:
                 self.state.progress.leave_epoch()
-            self._checkpoints.save(self.state.progress.steps)
-            self._checkpoints.wait()
+            self._save_unless_done(None)
+            self._saver.wait()
         if self.peers is not None:
             self.peers.close()
 
-    def check_peers(self, *, has_waited: bool = False) -> None:
-        """Before an update of weights and optimizer; as `PeerWatch.check` where there is one."""
-        if self.peers is not None:
-            self.peers.check(has_waited=has_waited)
-
     def rescue(self, *, is_whole: bool) -> None:
-        """After an error: save this worker's state, without the others, which may be gone.
+        """After an error: save this worker's state, without the others, which may be gone, if it is the whole state.
+        No collective. Weights are the same on all workers, so the first worker saves for all at the same step.
 
         Args:
-            is_whole: whether the state is consistent: the error did not come in the middle of an update.
+            is_whole: whether all of this worker's state belongs to the same step; else only the checkpoint in progress
+                is finished.
         """
-        if self._checkpoints is not None:
-            self.heartbeat.save()  # the launcher lets it finish before it ends this worker
-            self._checkpoints.rescue(is_whole=is_whole)
+        if self._saver is None:
+            return
+        self.heartbeat.save()  # the launcher lets it finish before it ends this worker
+        snapshot = self.state.snapshot(collective=False) if is_whole else None
+        # If this worker has no newer consistent state, the checkpoint in progress is the last one of the run.
+        self._saver.give_up(after_s=_FAREWELL_S if snapshot is None else 0.0)
+        self._saver.wait()
+        if snapshot is not None and not snapshot.own:
+            self._saver.save_alone(snapshot)
 
     def close(self) -> None:
         """Stop saving; the checkpoint in progress is finished."""
-        if self._checkpoints is not None:
-            self._checkpoints.close()
-        self._held.close()
+        if self._signals is not None:
+            self._signals.close()
+        if self._saver is not None:
+            self._saver.wait()
+        self._at_close.close()
 
 
 def _worker_names(plan: Plan) -> list[str]:
