@@ -31,7 +31,7 @@ from paceline.train.process.memory import memory_limit
 from paceline.train.process.numerics import LossFn, Precision
 from paceline.train.process.process_group import abandon, join
 from paceline.train.process.seeding import seed_between_steps
-from paceline.train.process.torch_settings import TorchSettings, decide_precision, has_tf32
+from paceline.train.process.torch_settings import decide_precision, torch_settings
 from paceline.train.records.digest import weights_sha256
 from paceline.train.records.noise_meter import NoiseMeter
 from paceline.train.records.progress import Progress, end_rows
@@ -85,8 +85,7 @@ class Run:
         world = join(facts, plan)
         job, notes = decide_precision(job, world)
         self.job = job
-        settings = TorchSettings.of(job, plan, has_tf32=has_tf32(world.device))
-        self._at_close.enter_context(settings.applied())
+        notes += self._at_close.enter_context(torch_settings(job, plan, world.device))
         self.reader, self.precision = DatasetReader(job, world.device), Precision(job, world.device)
         progress = DataProgress(job, self.mesh.share(facts.rank), self.mesh.num_assignments, max_steps)
         self.world = world
@@ -95,7 +94,7 @@ class Run:
         self._noise = NoiseMeter(job, self.precision.scaler, world.device)
         self._models = TrainedModels()
         self._prepared: Stepper | None = None
-        self.notes: list[str] = notes + settings.notes(job) + world.notes
+        self.notes: list[str] = notes + world.notes
         self.metrics: dict[str, float] = {}
         self.values: Mapping[str, Tensor] = {}
         self.display = display or Progress(None)

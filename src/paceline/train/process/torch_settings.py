@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,74 +19,46 @@ TF32_CAPABILITY = (8, 0)
 """The first compute capability of NVIDIA's with TF32, and with bfloat16: Ampere."""
 
 
-@dataclass(frozen=True)
-class TorchSettings:
-    """Global settings of torch that a run makes while it lasts."""
+@contextmanager
+def torch_settings(job: Job, plan: Plan, device: torch.device) -> Iterator[list[str]]:
+    """A context in which torch is set as a job needs it, and what was set before is restored after it; gives what the
+    run's log and report say of that.
 
-    num_threads: int
-    deterministic: bool
-    """Operations without a deterministic kernel are errors, and cuDNN and cuBLAS take deterministic ones."""
-    benchmark: bool
-    """cuDNN tries which of its kernels is fastest."""
-    tf32: bool
-    """Products of float32 matrices, and convolutions, round their factors to TF32: 10 bits of mantissa, not 23."""
-    reduced_sums: bool
-    """Products in float16 and bfloat16 may add up in these as well."""
-
-    @classmethod
-    def of(cls, job: Job, plan: Plan, *, has_tf32: bool) -> TorchSettings:
-        """What this job needs on a worker's device.
-
-        Args:
-            has_tf32: whether the device can compute in TF32.
-        """
-        is_numeric = job.parity == "numeric"
-        wants_tf32 = is_numeric if job.tf32 is None else job.tf32
-        return cls(
-            num_threads=plan.threads_per_worker,
-            deterministic=not is_numeric,
-            benchmark=is_numeric and plan.device_kind == "cuda",
-            tf32=wants_tf32 and has_tf32 and plan.device_kind == "cuda",
-            reduced_sums=is_numeric,
-        )
-
-    def notes(self, job: Job) -> list[str]:
-        """The settings that the user should know of, in sentences for the run's log and report."""
-        if not self.tf32 or job.precision == "float64":
-            return []
-        return ["float32 products are computed in TF32, to 10 bits of mantissa; tf32 = false computes them in float32"]
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """A context in which torch is set so; restores what was set before."""
-        with ExitStack() as before:
-            before.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(self.num_threads)
-            cudnn: Any = torch.backends.cudnn
-            matmul = torch.backends.cuda.matmul
-            wanted = [
-                (cudnn, "benchmark", self.benchmark),
-                (cudnn, "deterministic", self.deterministic or cudnn.deterministic),
-                (matmul, "allow_fp16_reduced_precision_reduction", self.reduced_sums),
-                (matmul, "allow_bf16_reduced_precision_reduction", self.reduced_sums),
-            ]
-            if self.deterministic:
-                # Memory that nobody has written is read by nobody: filling it only takes time.
-                wanted.append((torch.utils.deterministic, "fill_uninitialized_memory", False))
-            if self.deterministic or self.tf32:
-                # Their former values are read by the newer name, which never refuses to answer.
-                before.callback(setattr, matmul, "allow_tf32", matmul.fp32_precision == "tf32")
-                before.callback(setattr, cudnn, "allow_tf32", cudnn.conv.fp32_precision == "tf32")
-                matmul.allow_tf32 = cudnn.allow_tf32 = self.tf32
-            for holder, name, value in wanted:
-                before.callback(setattr, holder, name, getattr(holder, name))
-                setattr(holder, name, value)
-            if self.deterministic:
-                before.enter_context(env.deterministic_cuda())
-                # Not use_deterministic_algorithms, which loads torch's whole compiler: seconds at the end of every run.
-                before.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
-                torch.set_deterministic_debug_mode("error")
-            yield
+    Numeric parity: cuDNN tries which of its kernels is fastest, products of float32 matrices may round their factors
+    to TF32 (10 bits of mantissa, not 23), and products in 16 bits may add up in these. Bitwise parity: none of that,
+    and operations without a deterministic kernel are errors.
+    """
+    is_numeric = job.parity == "numeric"
+    uses_tf32 = (is_numeric if job.tf32 is None else job.tf32) and has_tf32(device)
+    cudnn: Any = torch.backends.cudnn
+    matmul = torch.backends.cuda.matmul
+    wanted: list[tuple[Any, str, bool]] = [
+        (cudnn, "benchmark", is_numeric and device.type == "cuda"),
+        (cudnn, "deterministic", not is_numeric or cudnn.deterministic),
+        (matmul, "allow_fp16_reduced_precision_reduction", is_numeric),
+        (matmul, "allow_bf16_reduced_precision_reduction", is_numeric),
+    ]
+    if not is_numeric:
+        # Memory that nobody has written is read by nobody: filling it only takes time.
+        wanted.append((torch.utils.deterministic, "fill_uninitialized_memory", False))
+    with ExitStack() as before:
+        before.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(plan.threads_per_worker)
+        if not is_numeric or uses_tf32:
+            # Their former values are read by the newer name, which never refuses to answer.
+            before.callback(setattr, matmul, "allow_tf32", matmul.fp32_precision == "tf32")
+            before.callback(setattr, cudnn, "allow_tf32", cudnn.conv.fp32_precision == "tf32")
+            matmul.allow_tf32 = cudnn.allow_tf32 = uses_tf32
+        for holder, name, value in wanted:
+            before.callback(setattr, holder, name, getattr(holder, name))
+            setattr(holder, name, value)
+        if not is_numeric:
+            before.enter_context(env.deterministic_cuda())
+            # Not use_deterministic_algorithms, which loads torch's whole compiler: seconds at the end of every run.
+            before.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+            torch.set_deterministic_debug_mode("error")
+        note = "float32 products are computed in TF32, to 10 bits of mantissa; tf32 = false computes them in float32"
+        yield [note] if uses_tf32 and job.precision != "float64" else []
 
 
 def decide_precision(job: Job, world: World) -> tuple[Job, list[str]]:
