@@ -203,7 +203,7 @@ def put(*path: str | int, to: Any) -> Callable[[dict[str, Any]], object]:
 
 FORMAT_1_SUM = 20.443845313  # of the absolute weights, the tied one twice
 
-WEIGHT = ("tensors", "model/0.weight")
+WEIGHT = ("tensors", "models/model/model/0.weight")
 """Four rows of three, of which each worker has two."""
 
 
@@ -242,10 +242,10 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "slice of no such name": put(*WEIGHT, "chunks", 0, "key", to="nothing"),
     "another dtype": put(*WEIGHT, "dtype", to="I32"),
     "unknown dtype": put(*WEIGHT, "dtype", to="COMPLEX"),
-    "tensor that is not there": put("values", "model", to={"tensor": "nothing"}),
+    "tensor that is not there": put("values", "models", "model", "model", to={"tensor": "nothing"}),
     "own tensor that is not there": put("workers", 1, to={"sums": {"tensor": "nothing"}}),
-    "number that is none": put("values", "model", to={"number": "1e5"}),
-    "pairs that are none": put("values", "model", to={"pairs": [[1, 2, 3]]}),
+    "number that is none": put("values", "models", "model", "model", to={"number": "1e5"}),
+    "pairs that are none": put("values", "models", "model", "model", to={"pairs": [[1, 2, 3]]}),
     "deep": put("values", "deep", to=nested(900)),
     "many workers": put("world_size", to=10**12),
     "no workers": lambda body: body.update(world_size=0, workers=[]),

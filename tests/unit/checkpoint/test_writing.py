@@ -225,5 +225,5 @@ def test_the_manifest_lists_what_the_docs_say(tmp_path: Path) -> None:
     (file,) = body["files"]
     content = (tmp_path / "step-00000002" / file["name"]).read_bytes()
     assert file["num_bytes"] == len(content)
-    weight = body["tensors"]["model/0.weight"]
+    weight = body["tensors"]["models/model/model/0.weight"]
     assert (weight["dtype"], weight["shape"]) == ("F32", [4, 3])
