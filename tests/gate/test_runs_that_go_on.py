@@ -65,6 +65,26 @@ class _FailingSGD(torch.optim.SGD):
             raise RuntimeError("in the middle of an update")
 
 
+class _SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation: computes the gradient twice, and has an optimizer with momentum in it."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.base = torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        before = [p.clone() for p in parameters]
+        for p in parameters:
+            p.add_(p.grad, alpha=0.1)
+        closure()
+        for p, weights in zip(parameters, before, strict=True):
+            p.copy_(weights)
+        self.base.step()
+
+
 AfterStep = Callable[[int], object]
 AtEnd = Callable[[], object]
 Script = Callable[[paceline.Run, nn.Module, torch.optim.Optimizer], tuple[AfterStep, AtEnd]]
@@ -153,6 +173,7 @@ STATES: dict[str, dict[str, Any]] = {
     "a teacher that moves": {"script": _moving_teacher},
     "a scheduler": {"script": _scheduling},
     "numbers of the optimizer": {"optimizer_of": _CountingSGD},
+    "an optimizer in the optimizer": {"optimizer_of": _SAM},
 }
 
 
