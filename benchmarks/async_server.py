@@ -1,4 +1,4 @@
-"""The asynchronous parameter server beside synchronous training, on 2 x 2 workers of which one is three times slower.
+"""The asynchronous parameter server beside synchronous training, on four workers of which one is three times slower.
 
     python benchmarks/async_server.py --data DIR                DIR holds MNIST's four files
     python benchmarks/async_server.py --shard-ms 50 [--busy 4]  speeds alone, perhaps beside processes that compute
@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -28,10 +28,9 @@ import torch
 import torch.distributed as dist
 from busy_machine import neighbour
 from torch import Tensor, nn
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from paceline import data, models
-from paceline.comm.parameter_server_async import ParameterServerAsync, ServerSettings, UpdateSchedule
+from paceline.comm.asynchronous import AsynchronousWorker, ServerSettings, UpdateSchedule
 from paceline.data import ArrayReader, ArraySet
 from paceline.data.order import ShuffledOrder
 from paceline.parallel.assignment import shard_sizes
@@ -42,7 +41,6 @@ WORLD_SIZE = 4
 SLOW_RANK, SLOWDOWN = 3, 3
 NUM_SHARDS = 8
 TIMEOUT_S = 60.0
-NODES = {"flat": ((0,), (1,), (2,), (3,)), "2 x 2": ((0, 1), (2, 3))}
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,6 @@ class Case:
     what: str
     staleness: int | None = None
     """None: synchronous by all_reduce."""
-    nodes: str = "flat"
     num_servers: int = 1
     shard_s: float = 0.2
     num_batches: int = 12
@@ -86,7 +83,6 @@ def print_speeds(rounds: int, shard_s: float, num_batches: int, wanted: str) -> 
         "staleness 1, 1 server": Case("speed", 1),
         "staleness 4, 1 server": Case("speed", 4),
         "staleness 4, 4 servers": Case("speed", 4, num_servers=4),
-        "staleness 4, nodes as workers": Case("speed", 4, nodes="2 x 2", num_servers=2),
     }
     cases = {
         name: replace(case, shard_s=shard_s, num_batches=num_batches)
@@ -167,21 +163,14 @@ def lenet() -> nn.Module:
     return models.build(ModelSpec("lenet"))
 
 
+@contextmanager
 def opened(
-    optimizer: torch.optim.Optimizer, rank: int, case: Case, course: UpdateSchedule, staleness: int
-) -> ParameterServerAsync:
-    groups = [dist.new_group(list(node), timeout=timedelta(seconds=TIMEOUT_S)) for node in NODES[case.nodes]]
-    node = next(number for number, ranks in enumerate(NODES[case.nodes]) if rank in ranks)
-    store: Store = dist.group.WORLD.get_group_store()  # type: ignore[union-attr]
-    return ParameterServerAsync(
-        optimizer,
-        course,
-        ServerSettings(staleness, case.num_servers, TIMEOUT_S),
-        store=store,
-        rank=rank,
-        nodes=NODES[case.nodes],
-        node_group=groups[node],
-    )
+    optimizer: torch.optim.Optimizer, case: Case, schedule: UpdateSchedule, staleness: int
+) -> Iterator[AsynchronousWorker]:
+    group = dist.new_group(timeout=timedelta(days=1))
+    worker = AsynchronousWorker(optimizer, schedule, ServerSettings(staleness, case.num_servers, TIMEOUT_S), group)
+    yield worker
+    worker.close()
 
 
 def speed(rank: int, case: Case) -> dict[str, Any]:
@@ -190,18 +179,18 @@ def speed(rank: int, case: Case) -> dict[str, Any]:
     model = lenet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
 
-    def compute(_batch: int = 0, _shard: int = 0) -> Tensor:
+    def compute(_batch: int = 0, _shard: int = 0) -> tuple[Tensor, float]:
         time.sleep(shard_s)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        return torch.zeros(1)
+        return torch.zeros(1), 1.0
 
     finished_at_s: list[float] = []
     if case.staleness is None:
         for _ in synchronously(model, optimizer, compute, case.num_batches):
             finished_at_s.append(time.monotonic())
     else:
-        with opened(optimizer, rank, case, UpdateSchedule(lambda _batch: NUM_SHARDS), case.staleness) as server:
+        with opened(optimizer, case, UpdateSchedule(lambda _batch: NUM_SHARDS), case.staleness) as server:
             for _ in server.work(compute, case.num_batches):
                 finished_at_s.append(time.monotonic())
     elapsed_s = finished_at_s[-1] - finished_at_s[0]
@@ -209,7 +198,7 @@ def speed(rank: int, case: Case) -> dict[str, Any]:
 
 
 def synchronously(
-    model: nn.Module, optimizer: torch.optim.Optimizer, compute: Callable[[], Tensor], num_batches: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, compute: Callable[[], object], num_batches: int
 ) -> Iterator[None]:
     """Every worker has its share of every batch; all add their gradients and make the same update."""
     parameters = list(model.parameters())
@@ -239,7 +228,7 @@ def accuracy(rank: int, case: Case, data_dir: str) -> dict[str, Any]:
     model = models.build(ModelSpec("lenet"))
     num_computed = 0
 
-    def compute(batch: int, shard: int) -> Tensor:
+    def compute(batch: int, shard: int) -> tuple[Tensor, float]:
         nonlocal num_computed
         epoch, indices = batches[batch]
         sizes = shard_sizes(len(indices), NUM_SHARDS)
@@ -250,14 +239,14 @@ def accuracy(rank: int, case: Case, data_dir: str) -> dict[str, Any]:
             model.zero_grad(set_to_none=True)
             loss = nn.functional.cross_entropy(model(inputs), targets) * sizes[shard] / len(indices)
             loss.backward()
-        return loss.detach().view(1)
+        return loss.detach().view(1), 1.0
 
-    course = UpdateSchedule(
+    schedule = UpdateSchedule(
         lambda batch: len(shard_sizes(len(batches[batch][1]), NUM_SHARDS)),
         lambda batch: lr_factor(job, sum(len(indices) for _, indices in batches[:batch]), len(train_set)),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=optim.lr, momentum=optim.momentum)
-    with opened(optimizer, rank, case, course, case.staleness or 0) as server:
+    with opened(optimizer, case, schedule, case.staleness or 0) as server:
         for _ in server.work(compute, len(batches)):
             pass
     counts = torch.tensor([num_computed if rank == SLOW_RANK else 0, num_computed])

@@ -4,7 +4,12 @@ whole batch's gradient; asynchronous training learns the same on any number of w
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import time
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +19,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from tests.kit.workers import in_turn, run_ranks
+from paceline.comm.asynchronous import AsynchronousWorker, ServerSettings, UpdateSchedule
+from paceline.errors import PeerLost
+from tests.kit.workers import in_turn, join_world, run_ranks
 from tests.unit.data.reading import Numbers, numbers_in, read_batches
 
 ALGORITHMS = ["all_reduce", "ring", "parameter_server", "hierarchical", "tree_exact"]
@@ -150,3 +157,49 @@ def test_asynchronous_gradients_are_as_late_as_the_staleness_says_on_any_number_
         assert weights == on_two[0]
     for case, weights in zip(cases, on_two[0], strict=True):
         np.testing.assert_allclose(weights, _plain(case, order), rtol=0, atol=1e-13, err_msg=str(case))
+
+
+def _train_until_killed(victim: int, num_servers: int, folder: Path) -> None:
+    """A worker of asynchronous training, of which one ends in its second shard; notes what it has learned."""
+    world = join_world(60)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer, num_computed = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), 0
+
+    def compute(batch: int, shard: int) -> tuple[Tensor, float]:
+        nonlocal num_computed
+        num_computed += 1
+        if world.rank() == victim and num_computed == 2:
+            os._exit(9)
+        inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(100 * batch + shard))
+        model(inputs).square().mean().backward()
+        time.sleep(0.02)  # others come to compute as well
+        return torch.zeros(1), 1.0
+
+    group = torch.distributed.new_group(timeout=timedelta(days=1))
+    schedule, settings = UpdateSchedule(lambda _batch: 4), ServerSettings(1, num_servers, timeout_s=20.0)
+    worker, lost = AsynchronousWorker(optimizer, schedule, settings, group), None
+    try:
+        num_updates = sum(1 for _ in worker.work(compute, 6))
+    except PeerLost as error:
+        num_updates, lost = 0, error
+    worker.close(lost)
+    found = {"lost": lost and lost.rank, "weights": model.weight.tolist(), "updates": num_updates}
+    (folder / str(world.rank())).write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize(("victim", "num_servers"), [(2, 2), (1, 2), (0, 1)])
+def test_a_lost_worker_changes_no_bit_until_the_pause_and_a_lost_server_ends_the_run(
+    victim: int, num_servers: int, tmp_path: Path
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole.mkdir()
+    killed.mkdir()
+    run_ranks(_train_until_killed, 3, -1, num_servers, whole)
+    run_ranks(_train_until_killed, 3, victim, num_servers, killed, may_die=[victim])
+    learned = json.loads((whole / "0").read_text())
+    assert (learned["lost"], learned["updates"]) == (None, 6)
+    for rank in {0, 1, 2} - {victim}:
+        found = json.loads((killed / str(rank)).read_text())
+        assert found["lost"] == victim
+        assert (found["weights"] == learned["weights"]) == (victim >= num_servers)

@@ -9,7 +9,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -74,10 +74,13 @@ def fork_process(function: Callable[..., None], *args: Any) -> ForkServerProcess
     return process
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, may_die: Collection[int] = ()
+) -> list[Any]:
     """What `function(*args)` returns in each of `world_size` workers; it finds its rank where a worker does.
 
-    A worker's exception fails the test with its traceback; whoever is left after `timeout_s` is killed.
+    A worker's exception fails the test with its traceback; whoever is left after `timeout_s` is killed. Of a worker in
+    `may_die` that ends without a word, the result is None.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as folder:
         pipes, workers = [], []
@@ -93,7 +96,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
             pipes.append(receiver)
             workers.append(worker)
         try:
-            return _collect(pipes, time.monotonic() + timeout_s)
+            return _collect(pipes, time.monotonic() + timeout_s, may_die)
         finally:
             for worker in workers:
                 worker.join(timeout=5)
@@ -102,7 +105,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
                     worker.join()
 
 
-def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+def _collect(pipes: list[Connection], deadline: float, may_die: Collection[int]) -> list[Any]:
     results: dict[int, Any] = {}
     errors: dict[int, str] = {}
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -116,7 +119,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
             try:
                 error, value = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                error, value = "died without a word", None
+                error, value = None if rank in may_die else "died without a word", None
             if error:
                 errors[rank] = error
             else:

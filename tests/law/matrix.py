@@ -67,9 +67,7 @@ NOT_HELD: Mapping[tuple[str, str], NotHeld] = {
     ("asynchronous", "bits"): _NEEDS_EVERY_STEP,
 }
 
-BROKEN: Mapping[tuple[str, str], str] = {
-    ("asynchronous", "non-finite"): "servers make updates that are not finite, whatever `nonfinite` says",
-}
+BROKEN: Mapping[tuple[str, str], str] = {}
 """Defects: properties that are promised, and do not hold."""
 
 

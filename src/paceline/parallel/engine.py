@@ -72,6 +72,8 @@ class AnyShard:
     """Whether this worker asks all workers to pause now."""
     on_pause: Callable[[], None]
     """Called when all workers pause, before they continue: they exchange their status and may save. A collective."""
+    updated: Callable[[Tensor, bool], None]
+    """Called with the loss of this step, and whether it made an update: not if a loss or gradient is not finite."""
 
 
 Update = Callable[[Tensor], None]

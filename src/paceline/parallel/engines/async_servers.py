@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,17 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm.links import node_of_every_rank, open_node_group
-from paceline.comm.parameter_server_async import ParameterServerAsync, ServerSettings, UpdateSchedule
+from paceline.comm.asynchronous import AsynchronousWorker, ServerSettings, UpdateSchedule
 from paceline.errors import JobError
 from paceline.parallel.buffers import standing_in
 from paceline.parallel.engine import AnyShard, Engine, StepInput, Update, broadcast
 from paceline.parallel.losses import LossLayout, LossLayouts, StepLoss
 from paceline.parallel.passes import Passes
+from paceline.process_groups import open_host_group
 from paceline.spec import AggregationSpec, Job, Plan
 from paceline.words import number_of
 
 _LOSS_NAME = "loss"
+_RUN_S = 10 * 365 * 24 * 3600.0
+"""The longest wait for the next call of a worker, which may come after any pause."""
 
 
 class AsyncServers(Engine):
@@ -40,10 +43,10 @@ class AsyncServers(Engine):
         self._passes = Passes(model, device, self.layouts)
         self.buffers = self._passes.buffers
         self.notes = (describe_asynchrony(job.aggregation, plan),)
-        self._spec = job.aggregation
+        self._job = job
         self._plan = plan
         self._group = group
-        self._servers: ParameterServerAsync | None = None
+        self._servers: AsynchronousWorker | None = None
         self._work: Iterator[tuple[int, Tensor]] | None = None
         """Yields the number and statistics of each batch until the next pause; None: this worker pauses."""
         self._any_shard: AnyShard | None = None
@@ -65,16 +68,23 @@ class AsyncServers(Engine):
                 if any_shard.batch:
                     any_shard.on_pause()
                 self._has_optimizer_state = False
-                weight_at = 1 if self._layout.is_weighted else None
-                self._work = self._servers.work(self._compute, any_shard.stop, any_shard.wants_pause, weight_at)
+                self._work = self._servers.work(
+                    self._compute, any_shard.stop, any_shard.wants_pause, is_weighted=self._layout.is_weighted
+                )
             for batch, statistics in self._work:
                 assert batch == any_shard.batch
                 if batch + 1 == any_shard.stop:
                     self._pause()
-                losses, moved = statistics.to(self._device).split([self._layout.length, self.buffers.num_sums])
-                self.buffers.move_norms(moved)
-                return StepLoss.of(losses, self._layout)
+                return self._end_of_batch(statistics, self._layout, any_shard)
             self._work = None  # some worker asked for a pause
+
+    def _end_of_batch(self, statistics: Tensor, layout: LossLayout, any_shard: AnyShard) -> StepLoss:
+        lengths = [layout.length, self.buffers.num_sums, 1]
+        losses, moved, num_left_out = statistics.to(self._device).split(lengths)
+        self.buffers.move_norms(moved)
+        result = StepLoss.of(losses, layout)
+        any_shard.updated(result.loss, not num_left_out)
+        return result
 
     def _layout_of_stand_in(self, step: StepInput) -> LossLayout:
         """Which numbers the loss function returns, by a sample that leaves no trace."""
@@ -90,34 +100,33 @@ class AsyncServers(Engine):
         assert more is None
         self._work = None
 
-    def _compute(self, batch: int, shard: int) -> Tensor:
+    def _compute(self, batch: int, shard: int) -> tuple[Tensor, float]:
+        """Leave the gradient of a shard in `.grad`; returns its statistics, and its weight.
+
+        The statistics are those of `Passes.compute`, then 1 if the batch makes no update because the shard's loss or
+        gradient is not finite.
+        """
         assert self._any_shard is not None
         # Whatever the script calls its function: the servers add up the same numbers for all batches.
         step = replace(self._any_shard.read(batch, shard), loss_name=_LOSS_NAME)
-        _, statistics = self._passes.compute(step, self.module, shard)
+        loss, statistics = self._passes.compute(step, self.module, shard)
         self.buffers.let_stand()
-        return statistics
+        found = [loss.sums[0], *(p.grad for p in self.module.parameters() if p.grad is not None)]
+        is_left_out = self._job.nonfinite != "ignore" and not all(bool(one.isfinite().all()) for one in found)
+        weight = math.nan if is_left_out else float(loss.weight)
+        return torch.cat([statistics, statistics.new_tensor([is_left_out])]), weight
 
-    def _open(self, any_shard: AnyShard) -> ParameterServerAsync:
-        """The servers of a run, spread over its first workers or nodes. A collective."""
-        plan, spec, rank = self._plan, self._spec, dist.get_rank(self._group)
-        nodes: tuple[tuple[int, ...], ...] = tuple((one,) for one in range(plan.world_size))
-        node_group = None
-        if spec.sync_inside_nodes:
-            nodes = node_of_every_rank(self._group)
-            node_group = open_node_group(nodes, self._group, plan.timeout_s)
-        terms = ServerSettings(spec.staleness, plan.num_servers, plan.timeout_s)
-        course = UpdateSchedule(any_shard.num_shards, any_shard.lr_factor, any_shard.batch)
-        store = dist.distributed_c10d._get_default_store()
+    def _open(self, any_shard: AnyShard) -> AsynchronousWorker:
+        """The servers of a run are its first workers. A collective."""
+        settings = ServerSettings(self._job.aggregation.staleness, self._plan.num_servers, self._plan.timeout_s)
+        schedule = UpdateSchedule(any_shard.num_shards, any_shard.lr_factor, any_shard.batch)
         with any_shard.at_base_rates() as optimizer:
-            return ParameterServerAsync(
-                optimizer, course, terms, store=store, rank=rank, nodes=nodes, node_group=node_group
-            )
+            return AsynchronousWorker(optimizer, schedule, settings, open_host_group(_RUN_S))
 
     def close(self, error: BaseException | None = None) -> None:
         """Disconnect from the servers: with the other workers, or without them if an error ends the run."""
         if self._servers is not None:
-            self._servers.__exit__(None, error, None)
+            self._servers.close(error)
             self._servers = None
 
     @property

@@ -291,6 +291,12 @@ class ModelStepper:
             seen = epoch * batch.samples_per_epoch + min(number * job.global_batch_size, batch.samples_per_epoch)
             return lr_factor(job, seen, batch.samples_per_epoch)
 
+        def updated(loss: Tensor, is_made: bool) -> None:
+            if is_made:
+                self.trained.nonfinite.num_in_a_row = 0
+            else:
+                self.guard.leave_out(batch.index, loss, (), batch.samples)
+
         return AnyShard(
             batch=batch.index,
             num_shards=lambda index: len(sizes(index)),
@@ -300,4 +306,5 @@ class ModelStepper:
             stop=int(min(progress.steps + batch.num_left, self.session.next_save())),
             wants_pause=self.session.wants_pause,
             on_pause=self.session.on_pause,
+            updated=updated,
         )

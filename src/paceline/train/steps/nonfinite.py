@@ -97,8 +97,17 @@ class NonFiniteGuard:
         if is_good:
             self._nonfinite.num_in_a_row = 0
             return True
+        self.leave_out(step, loss, self._culprits(), samples)
+        return False
+
+    def leave_out(self, step: int, loss: Tensor, culprits: Sequence[str], samples: NDArray[Any]) -> None:
+        """React to a step whose loss or gradient is not finite, and that makes no update.
+
+        Raises:
+            ModelError: the run is to end because of this step.
+        """
         num_in_a_row = self._nonfinite.num_in_a_row + 1
-        wrong = _describe(step, loss, self._culprits(), samples)
+        wrong = _describe(step, loss, culprits, samples)
         if self._reaction == "stop":
             raise ModelError(f"{wrong}. The run ends, as nonfinite = 'stop' says; lower optim.lr or look at the data.")
         if num_in_a_row >= MOST_IN_A_ROW:
@@ -110,7 +119,6 @@ class NonFiniteGuard:
         else:
             raise ModelError(f"{wrong}. There is no checkpoint yet to go back to; lower optim.lr or look at the data.")
         self._nonfinite.num_in_a_row = num_in_a_row  # a step that ends the run is not made, and repeated by a resume
-        return False
 
     def judge_on_device(self, step: int, loss: Tensor, samples: NDArray[Any]) -> Tensor:
         """1 if the update is to be skipped, else 0: a float32 scalar on the device. The host reads it in `catch_up`.
