@@ -1,14 +1,13 @@
 """What a batch may be made of: containers of tensors, taken apart one level at a time and made again as the same type.
 
-Mappings, dataclasses, attrs classes, NamedTuples, lists and tuples, and whatever is registered with torch's pytree.
+Mappings, dataclasses, attrs classes, NamedTuples, lists and tuples.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True)
@@ -35,64 +33,35 @@ class Container:
 def open_container(value: Any) -> Container | None:
     """`value` taken apart by one level; None if it is not a container."""
     if isinstance(value, Mapping):
-        return _mapping(value)
-    if isinstance(value, PackedSequence | str | bytes | type):
-        return None
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        make = getattr(value, "_make", type(value))
-        return Container(tuple(f".{name}" for name in value._fields), tuple(value), make, True)
+        places = tuple(f"[{key!r}]" for key in value)
+        return Container(places, tuple(value.values()), lambda made: _mapping_like(value, made), True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a NamedTuple
+        kind: Any = type(value)
+        return Container(tuple(f".{name}" for name in value._fields), value, lambda made: kind(*made), True)
     if isinstance(value, list | tuple):
-        return Container(_numbered(value), tuple(value), type(value), False)
-    if dataclasses.is_dataclass(value) or hasattr(type(value), "__attrs_attrs__"):
-        return _record(value)
-    registered = pytree.SUPPORTED_NODES.get(type(value))
-    if registered is None:
-        return None
-    values, context = registered.flatten_fn(value)
-    return Container(_numbered(values), tuple(values), lambda made: registered.unflatten_fn(list(made), context), False)
+        return Container(tuple(f"[{number}]" for number in range(len(value))), tuple(value), type(value), False)
+    fields: Any = getattr(type(value), "__attrs_attrs__", ())
+    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else fields
+    return _record(value, [field.name for field in fields if hasattr(value, field.name)]) if fields else None
 
 
-def _numbered(values: Sequence[Any]) -> tuple[str, ...]:
-    return tuple(f"[{number}]" for number in range(len(values)))
-
-
-def _mapping(mapping: Mapping[Any, Any]) -> Container:
-    """A mapping, with what an instance of a subclass holds besides its entries."""
-    keys = tuple(mapping)
-    values = tuple(mapping[key] for key in keys)
-    places = tuple(f"[{key!r}]" for key in keys)
+def _mapping_like(mapping: Mapping[Any, Any], values: Sequence[Any]) -> Any:
+    entries = dict(zip(mapping, values, strict=True))
     if type(mapping) is dict:
-        return Container(places, values, lambda made: dict(zip(keys, made, strict=True)), True)
-    if not isinstance(mapping, dict | UserDict):
-        # A copy could share what its entries are kept in.
+        return entries
+    if not isinstance(mapping, MutableMapping):
         constructor: Any = type(mapping)
-        return Container(places, values, lambda made: constructor(dict(zip(keys, made, strict=True))), True)
-    own = {} if getattr(mapping, "__dict__", mapping) is mapping else vars(mapping)
-    names = [name for name in own if name not in mapping and not (name == "data" and isinstance(mapping, UserDict))]
-
-    def make(made: Sequence[Any]) -> Any:
-        new: Any = copy.copy(mapping)
-        for key, value in zip(keys, made, strict=False):
-            new[key] = value
-            if key in own:
-                object.__setattr__(new, key, value)
-        for name, value in zip(names, made[len(keys) :], strict=True):
-            object.__setattr__(new, name, value)
-        if getattr(mapping, "__dict__", None) is mapping:  # its entries are its attributes
-            new.__dict__ = new
-        return new
-
-    extra = tuple(own[name] for name in names)
-    return Container((*places, *(f".{name}" for name in names)), (*values, *extra), make, True)
+        return constructor(entries)
+    new = copy.copy(mapping)
+    if getattr(mapping, "__dict__", None) is mapping:  # its entries are its attributes
+        new.__dict__ = new  # type: ignore[assignment]
+    for key, value in entries.items():
+        new[key] = value
+    return new
 
 
-def _record(record: Any) -> Container:
-    """A dataclass, an attrs class or a plain object, with whatever its instance holds."""
-    fields: Any = getattr(type(record), "__attrs_attrs__", ())
-    if dataclasses.is_dataclass(record):
-        fields = dataclasses.fields(record)
-    declared = [field.name for field in fields]
-    names = [name for name in dict.fromkeys([*declared, *getattr(record, "__dict__", {})]) if hasattr(record, name)]
+def _record(record: Any, names: Sequence[str]) -> Container:
+    """An object with these attributes."""
 
     def make(values: Sequence[Any]) -> Any:
         # Not by the constructor, which may want other arguments, and would compute anew what is cut already.
@@ -107,14 +76,8 @@ def _record(record: Any) -> Container:
 def open_object(value: Any) -> Container | None:
     """As `open_container`, and any other object that has attributes; for what a model returns."""
     container = open_container(value)
-    if (
-        container is None
-        and hasattr(value, "__dict__")
-        and not isinstance(value, type | nn.Module)
-        and not callable(value)
-    ):
-        return _record(value)
-    return container
+    is_record = hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | PackedSequence)
+    return _record(value, [*vars(value)]) if container is None and is_record and not callable(value) else container
 
 
 Open = Callable[[Any], Container | None]
@@ -126,36 +89,41 @@ def map_tensors(value: Any, convert: Callable[[Tensor], Any], opened: Open = ope
         return convert(value)
     if isinstance(value, PackedSequence):
         data = convert(value.data)
-        if data is value.data:
-            return value
         # Its batch sizes stay in host memory; the order of its sequences goes with the data, as integers.
-        order, back = (
-            one if one is None else one.to(data.device) for one in (value.sorted_indices, value.unsorted_indices)
-        )
-        return PackedSequence(data, value.batch_sizes, order, back)
+        orders = [one if one is None else one.to(data.device) for one in (value.sorted_indices, value.unsorted_indices)]
+        return value if data is value.data else PackedSequence(data, value.batch_sizes, *orders)
     return _map(value, lambda one: map_tensors(one, convert, opened), opened)
-
-
-def versions(some: Iterable[Tensor]) -> list[int]:
-    """The `version` of each tensor, of any shape."""
-    return [version(one) for one in some]
-
-
-def version(tensor: Tensor) -> int:
-    """How often a tensor has been changed in place, 0 where that is not counted."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def tensors(value: Any, opened: Open = open_container) -> Iterator[Tensor]:
     """Every tensor in `value`, however nested."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, PackedSequence):
-        yield value.data
-    else:
-        container = opened(value)
-        for one in () if container is None else container.values:
+    if isinstance(value, Tensor | PackedSequence):
+        yield value if isinstance(value, Tensor) else value.data
+    elif (container := opened(value)) is not None:
+        for one in container.values:
             yield from tensors(one, opened)
+
+
+def copied(value: Any) -> Any:
+    """`value` with a copy of every tensor and NumPy array in it."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, Tensor | PackedSequence):
+        return map_tensors(value, torch.clone)
+    return _map(value, copied, open_container)
+
+
+def _map(value: Any, convert: Callable[[Any], Any], opened: Open) -> Any:
+    container = opened(value)
+    converted = [] if container is None else [convert(one) for one in container.values]
+    if container is None or all(new is old for new, old in zip(converted, container.values, strict=True)):
+        return value
+    return container.make(converted)
+
+
+def versions(some: Iterable[Tensor]) -> list[int]:
+    """How often each tensor has been changed in place, 0 where that is not counted."""
+    return [0 if one.is_inference() else one._version for one in some]
 
 
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -175,20 +143,3 @@ def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = Non
     """
     tensor = torch.as_tensor(values, dtype=dtype)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
-def copied(value: Any) -> Any:
-    """`value` with a copy of every tensor and NumPy array in it."""
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, Tensor | PackedSequence):
-        return map_tensors(value, torch.clone)
-    return _map(value, copied, open_container)
-
-
-def _map(value: Any, convert: Callable[[Any], Any], opened: Open) -> Any:
-    container = opened(value)
-    converted = [] if container is None else [convert(one) for one in container.values]
-    if container is None or all(new is old for new, old in zip(converted, container.values, strict=True)):
-        return value
-    return container.make(converted)

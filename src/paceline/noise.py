@@ -19,11 +19,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
-
-from paceline.errors import JobError
-
-LrRule = Literal["linear", "sqrt", "adascale", "none"]
 
 
 @dataclass(frozen=True)
@@ -102,26 +97,3 @@ def efficiency(batch_size: float, noise_scale: float, base_batch_size: float = 0
     if math.isinf(noise_scale) or batch_size == base_batch_size:
         return 1.0
     return (noise_scale + base_batch_size) / (noise_scale + batch_size)
-
-
-def lr_gain(rule: LrRule, batch_size: float, base_batch_size: float, noise_scale: float | None = None) -> float:
-    """The factor on a learning rate that was chosen for `base_batch_size`, with k = B / B_base.
-
-    "linear" k (Goyal et al. 2017, section 2.1); "sqrt" sqrt(k) (Krizhevsky 2014); "none" 1; "adascale" the gain
-    (var + sqr) / (var / k + sqr) with var = tr(Sigma) / B_base and sqr = |G|^2 (Johnson et al., "AdaScale SGD", 2020,
-    arXiv 2007.05105), between 1 and k and the same as k x efficiency: a step of k times the samples is worth
-    so many steps.
-
-    Raises:
-        JobError: "adascale" without a noise scale.
-    """
-    ratio = batch_size / base_batch_size
-    if rule == "none":
-        return 1.0
-    if rule == "sqrt":
-        return math.sqrt(ratio)
-    if rule == "linear":
-        return ratio
-    if noise_scale is None:
-        raise JobError("The learning-rate rule 'adascale' needs a measured noise scale; use 'linear' or 'sqrt'.")
-    return ratio * efficiency(batch_size, noise_scale, base_batch_size)

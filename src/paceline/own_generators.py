@@ -1,8 +1,8 @@
-"""Generators of random numbers that a data set, a stream or a sampler has of its own, beside the global ones.
+"""Generators of random numbers that a data set, a stream or a sampler has in its attributes, beside the global ones.
 
-`rng = np.random.default_rng(0)` in an attribute goes on from draw to draw, so what it draws depends on how much of the
-work a worker does. Such generators are found where the user's code keeps them, and seeded wherever the
-global ones are.
+`self.rng = np.random.default_rng(0)` goes on from draw to draw, so what it draws depends on how much of the work a
+worker does. Such generators are seeded wherever the global ones are. Those that code reaches by other ways, as closures
+and global variables, are not looked for.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,22 +21,17 @@ from torch import nn
 _MOST_TRANSFORMS = 64
 """A longer list is one of samples."""
 
-RandomGenerator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+_DEEPEST = 6
+"""Levels of data sets in data sets, and of transforms."""
 
-_METHODS = ("__call__", "__getitem__", "__getitems__", "__iter__")
-"""Methods whose code may draw random numbers, of a user's data sets, transforms, samplers and streams."""
+RandomGenerator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
 
 
 class OwnGenerators:
-    """The generators that some things hold, or name in their code: in attributes, closures and global variables."""
+    """The generators that some things have in attributes, and their parts in theirs."""
 
-    def __init__(self, *holders: object, of_parts: bool = False) -> None:
-        """
-        Args:
-            of_parts: whether those of what an object holds count too, as of a data set's transforms.
-        """
-        parts = _parts_of_data if of_parts else _parts
-        self._all = [one for one in _generators_in(holders, 6 if of_parts else 4, parts) if not _is_global(one)]
+    def __init__(self, *holders: object) -> None:
+        self._all = list(_generators_in(holders))
 
     def seed(self, seed: int) -> None:
         """Seed each with a seed of its own."""
@@ -86,71 +81,36 @@ def set_state(generator: RandomGenerator, state: Any) -> None:
         generator.set_state(state)
 
 
-def _generators_in(holders: Iterable[object], depth: int, parts: Callable[[object], Iterator[object]]) -> Iterator[Any]:
-    """The generators that `holders` are, hold, or can reach by a name in their code."""
-    left = [(holder, depth) for holder in holders]
+def _generators_in(holders: Iterable[object]) -> Iterator[Any]:
+    left = [(holder, _DEEPEST) for holder in holders]
     seen: dict[int, object] = {}
     while left:
         thing, depth = left.pop()
-        if id(thing) in seen or isinstance(thing, type | types.ModuleType):
+        if id(thing) in seen or isinstance(thing, type | types.ModuleType | random.SystemRandom):
             continue
         seen[id(thing)] = thing
         if isinstance(thing, RandomGenerator):
-            yield thing
+            if thing is not torch.default_generator:
+                yield thing
         elif depth:
-            left += [(part, depth - 1) for part in parts(thing)]
+            left += [(part, depth - 1) for part in _parts(thing)]
 
 
-def _parts(thing: Any) -> Iterator[object]:
-    """What a thing has, as far as code of a user's keeps generators there."""
-    if isinstance(thing, nn.Module):
-        modules = list(thing.modules())
-        values = (value for module in modules for value in vars(module).values())
-        yield from (value for value in values if isinstance(value, RandomGenerator))
-        # In an order that is the same on all workers, as each generator is seeded by its number.
-        yield from dict.fromkeys(vars(type(module)).get("forward") for module in modules)
-    elif isinstance(thing, functools.partial):
-        yield from (thing.func, *thing.args, *thing.keywords.values())
-    elif isinstance(thing, types.MethodType):
-        yield from (thing.__self__, thing.__func__)
-    elif isinstance(thing, types.FunctionType):
-        yield from reached_by(thing)
-    elif hasattr(thing, "__dict__"):
-        yield from (value for value in vars(thing).values() if isinstance(value, RandomGenerator))
-        yield from (getattr(type(thing), name, None) for name in _METHODS)
-
-
-def _parts_of_data(thing: Any) -> Iterator[object]:
-    """The same of a data set or a collate function: its parts are other sets, transforms, and short lists of these."""
+def _parts(thing: Any) -> Iterable[object]:
+    """What a thing has that may be or have a generator: other data sets, transforms, and short lists of these."""
     if isinstance(thing, list | tuple):
-        yield from thing if len(thing) <= _MOST_TRANSFORMS else ()
-        return
-    yield from _parts(thing)
-    if not isinstance(thing, nn.Module | types.FunctionType | types.MethodType) and hasattr(thing, "__dict__"):
-        for value in vars(thing).values():
-            if isinstance(value, list | tuple) or callable(value) or hasattr(value, "__getitem__"):
-                yield value
+        return thing if len(thing) <= _MOST_TRANSFORMS else ()
+    if isinstance(thing, functools.partial):
+        return (thing.func, *thing.args, *thing.keywords.values())
+    if isinstance(thing, types.MethodType):
+        return (thing.__self__,)
+    children = tuple(thing.children()) if isinstance(thing, nn.Module) else ()
+    attributes = vars(thing).values() if hasattr(thing, "__dict__") else ()
+    return (
+        *children,
+        *(one for one in attributes if isinstance(one, RandomGenerator) or callable(one) or _is_data(one)),
+    )
 
 
-def reached_by(function: types.FunctionType) -> Iterator[object]:
-    """What a function's code, and that of functions inside it, can name."""
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # still empty
-            continue
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-        for name in code.co_names:
-            if name in function.__globals__:
-                yield function.__globals__[name]
-
-
-def _is_global(generator: object) -> bool:
-    """Whether it is one that `seed_generators` seeds, or has no state."""
-    known = (random._inst, np.random.mtrand._rand, torch.default_generator)
-    return any(generator is one for one in known) or isinstance(generator, random.SystemRandom)
+def _is_data(thing: object) -> bool:
+    return hasattr(thing, "__getitem__") or hasattr(thing, "__iter__")

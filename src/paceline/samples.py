@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import enum
 import numbers
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,25 +24,18 @@ from paceline.sharded_batch import ShardedBatch
 
 _SHARED = (str, bytes, numbers.Number, np.generic, enum.Enum, torch.dtype, torch.device, type(None))
 
+_ROWS = (Tensor, np.ndarray, PackedSequence)
+
 Readings = dict[str, bool]
 """Places of lists and tuples in the batches of a run, and whether the values there are fields rather than samples."""
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A value in a batch."""
-
-    cut: Callable[[int, int], Any]
-    """The value for the samples start … stop - 1."""
-    is_divided: bool
-    """Whether something in it belongs to single samples."""
 
 
 class Samples:
     """The content of a batch, which can be cut along its samples."""
 
-    def __init__(self, root: _Part, first: int = 0) -> None:
-        self._root = root
+    def __init__(self, content: Any, readings: Readings, first: int = 0) -> None:
+        self._content = content
+        self._readings = readings
         self._first = first
 
     @classmethod
@@ -64,43 +57,66 @@ class Samples:
                     f"The batch given to run.step has {content.num_samples} samples instead of the {num_samples} that "
                     "run.batches yielded; give it that batch, or what its map(function) returns."
                 )
-            return cls(_Part(lambda start, _stop: content.beginning_at(start), is_divided=True))
-        return cls(_Reader(num_samples, {} if readings is None else readings, collated).read(content, "batch"))
+            return cls(content, {})
+        readings = {} if readings is None else readings
+        reader = _Reader(num_samples, readings, collated)
+        reader.is_divided(content, "batch")
+        if num_samples > 1:
+            readings |= reader.found
+        return cls(content, reader.found)
 
     def cut(self, start: int, stop: int) -> Any:
         """The content for the samples start … stop - 1: views of the same tensors, in containers of the same types."""
-        return self._root.cut(self._first + start, self._first + stop)
+        if isinstance(self._content, ShardedBatch):
+            return self._content.beginning_at(self._first + start)
+        return self._cut(self._content, "batch", self._first + start, self._first + stop)
 
     def beyond(self, start: int) -> Samples:
         """The samples from `start` on."""
-        return Samples(self._root, self._first + start)
+        return Samples(self._content, self._readings, start)
+
+    def _cut(self, value: Any, place: str, start: int, stop: int) -> Any:
+        if isinstance(value, _ROWS):
+            return value if _has_no_rows(value) else _rows(value, start, stop)
+        container = None if isinstance(value, _SHARED) else open_container(value)
+        if container is None:
+            return value
+        if self._readings.get(place) is False:
+            return container.make(value[start:stop])
+        values = [
+            self._cut(one, place + where, start, stop)
+            for one, where in zip(container.values, container.places, strict=True)
+        ]
+        return value if all(map(operator.is_, values, container.values)) else container.make(values)
 
 
 class _Reader:
     """Reads the content of a batch of a number of samples."""
 
-    def __init__(self, num_samples: int, readings: Readings, collated: Any) -> None:
+    def __init__(self, num_samples: int, before: Readings, collated: Any) -> None:
         self._num_samples = num_samples
-        self._readings = readings
+        self._before = before
         self._collated = collated
+        self.found: Readings = {}
 
-    def read(self, value: Any, place: str) -> _Part:
+    def is_divided(self, value: Any, place: str) -> bool:
+        """Whether something in a value belongs to single samples. Raises ModelError where it cannot be cut."""
         if isinstance(value, _SHARED):
-            return _shared(value)
-        if isinstance(value, Tensor | np.ndarray | PackedSequence):
-            return self._rows(value, place)
+            return False
+        if isinstance(value, _ROWS):
+            return self._has_rows(value, place)
         container = open_container(value)
         if container is None:
             raise self._refused(place, value, "which cannot be cut into samples")
         if isinstance(value, list | tuple) and not container.is_named and value:
-            return self._list(value, container, place)
-        return self._fields(value, container, place)
+            return self._read_list(value, container, place)
+        return self._read_fields(value, container, place)
 
-    def _rows(self, value: Any, place: str) -> _Part:
-        if not isinstance(value, PackedSequence) and value.ndim == 0:
-            return _shared(value)
-        cut, num_rows = _cut_of(value)
-        if cut is None:
+    def _has_rows(self, value: Any, place: str) -> bool:
+        if _has_no_rows(value):
+            return False
+        num_rows = _num_rows(value)
+        if num_rows is None:
             raise self._refused(place, value, f"whose layout {value.layout} cannot be cut exactly")
         if num_rows != self._num_samples:
             is_ragged = isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.is_nested)
@@ -110,55 +126,42 @@ class _Reader:
                 f"{self._num_samples} samples; each tensor in it needs one row for every sample that run.batches "
                 "yielded, in their order."
             )
-        return _Part(lambda start, stop: cut(value, start, stop), is_divided=True)
+        return True
 
-    def _fields(self, value: Any, container: Container, place: str) -> _Part:
+    def _read_fields(self, value: Any, container: Container, place: str) -> bool:
         """Each value of a container is cut by itself."""
-        parts = [self.read(one, place + where) for one, where in zip(container.values, container.places, strict=True)]
-        if not any(part.is_divided for part in parts):
-            return _shared(value)
-        if type(value) not in (dict, list, tuple):
-            self._check_made(value, container, place)
-        return _Part(
-            lambda start, stop: container.make([part.cut(start, stop) for part in parts]),
-            is_divided=True,
-        )
+        pairs = zip(container.values, container.places, strict=True)
+        is_divided = True in [self.is_divided(one, place + where) for one, where in pairs]  # all of them are read
+        if is_divided and type(value) not in (dict, list, tuple):
+            try:
+                made = open_container(container.make(container.values))
+            except Exception as problem:
+                raise self._refused(place, value, f"which cannot be made again ({problem})") from None
+            if made is None or made.places != container.places:
+                raise self._refused(place, value, "which is not the same when it is made again")
+        return is_divided
 
-    def _check_made(self, value: Any, container: Container, place: str) -> None:
-        """Raises ModelError if a container of this type with other values cannot be made."""
-        try:
-            made = open_container(container.make(container.values))
-        except Exception as problem:
-            raise self._refused(place, value, f"which cannot be made again ({problem})") from None
-        if made is None or made.places != container.places:
-            raise self._refused(place, value, "which is not the same when it is made again")
-
-    def _list(self, value: Any, container: Container, place: str) -> _Part:
+    def _read_list(self, value: Any, container: Container, place: str) -> bool:
         """A list or tuple: of fields, or of one entry for each sample."""
         problem: ModelError | None = None
-        fields: _Part | None = None
+        may_be_fields = False
         try:
-            fields = self._fields(value, container, place)
+            may_be_fields = self._read_fields(value, container, place)
         except ModelError as error:
             problem = error
-        may_be_fields = fields is not None and fields.is_divided
         may_be_samples = len(value) == self._num_samples
-        if may_be_fields and (not may_be_samples or self._are_fields(value, place)):
-            assert fields is not None
-            if self._num_samples > 1:
-                self._readings[place] = True
-            return fields
-        if may_be_samples:
-            if self._num_samples > 1:
-                self._readings[place] = False
-            return _Part(lambda start, stop: container.make(value[start:stop]), is_divided=True)
-        if problem is not None and any(open_container(one) or isinstance(one, Tensor | np.ndarray) for one in value):
-            raise problem
-        raise self._refused(place, value, f"which has {len(value)} entries for {self._num_samples} samples")
+        if not (may_be_fields or may_be_samples):
+            if problem is not None and any(
+                open_container(one) or isinstance(one, Tensor | np.ndarray) for one in value
+            ):
+                raise problem
+            raise self._refused(place, value, f"which has {len(value)} entries for {self._num_samples} samples")
+        self.found[place] = may_be_fields and (not may_be_samples or self._are_fields(value, place))
+        return True
 
     def _are_fields(self, value: Sequence[Any], place: str) -> bool:
         """Whether a list that could be both holds fields."""
-        known = self._readings.get(place)
+        known = self._before.get(place)
         if known is not None:
             return known
         kinds = {_kind(one) for one in value}
@@ -205,52 +208,28 @@ def _kinds_in(values: Sequence[Any]) -> list[str]:
     return [_kind(one)[0] for one in values]
 
 
-def _shared(value: Any) -> _Part:
-    """A value that belongs to all samples."""
-    return _Part(lambda _start, _stop: value, is_divided=False)
+def _has_no_rows(value: Any) -> bool:
+    return not isinstance(value, PackedSequence) and value.ndim == 0
 
 
-Cut = Callable[[Any, int, int], Any]
-
-
-def _cut_of(value: Any) -> tuple[Cut | None, int]:
-    """How a tensor, an array or packed sequences are cut, and for how many samples they are."""
+def _num_rows(value: Any) -> int | None:
+    """For how many samples a tensor, an array or packed sequences are; None where they cannot be cut exactly."""
     if isinstance(value, PackedSequence):
-        return _cut_packed, int(value.batch_sizes[0])
+        return int(value.batch_sizes[0])
+    if isinstance(value, Tensor) and not value.is_nested and value.layout not in (torch.strided, torch.sparse_coo):
+        return value.shape[0] if value.layout == torch.sparse_csr and value.ndim == 2 else None
+    return value.size(0) if isinstance(value, Tensor) else len(value)
+
+
+def _rows(value: Any, start: int, stop: int) -> Any:
+    if isinstance(value, PackedSequence):
+        padded, lengths = pad_packed_sequence(value, batch_first=True)
+        is_sorted = value.sorted_indices is None
+        return pack_padded_sequence(padded[start:stop], lengths[start:stop], batch_first=True, enforce_sorted=is_sorted)
     if isinstance(value, Tensor) and value.is_nested:
-        return _cut_nested, value.size(0)
+        return torch.nested.as_nested_tensor(list(value.unbind()[start:stop]), layout=value.layout)
     if isinstance(value, Tensor) and value.layout == torch.sparse_coo:
-        return _cut_coo, value.shape[0]
-    if isinstance(value, Tensor) and value.layout != torch.strided:
-        is_plain = value.layout == torch.sparse_csr and value.ndim == 2
-        return _cut_csr if is_plain else None, value.shape[0]
-    return lambda rows, start, stop: rows[start:stop], len(value)
-
-
-def _cut_packed(packed: PackedSequence, start: int, stop: int) -> PackedSequence:
-    padded, lengths = pad_packed_sequence(packed, batch_first=True)
-    is_sorted = packed.sorted_indices is None
-    return pack_padded_sequence(padded[start:stop], lengths[start:stop], batch_first=True, enforce_sorted=is_sorted)
-
-
-def _cut_nested(nested: Tensor, start: int, stop: int) -> Tensor:
-    return torch.nested.as_nested_tensor(list(nested.unbind()[start:stop]), layout=nested.layout)
-
-
-def _cut_coo(sparse: Tensor, start: int, stop: int) -> Tensor:
-    indices, values = sparse._indices(), sparse._values()
-    inside = (indices[0] >= start) & (indices[0] < stop)
-    indices = indices[:, inside]
-    indices[0] -= start
-    shape = (stop - start, *sparse.shape[1:])
-    return torch.sparse_coo_tensor(
-        indices, values[inside], shape, is_coalesced=sparse.is_coalesced(), check_invariants=False
-    )
-
-
-def _cut_csr(sparse: Tensor, start: int, stop: int) -> Tensor:
-    rows = sparse.crow_indices()[start : stop + 1]
-    first, last = int(rows[0]), int(rows[-1])
-    columns, values = sparse.col_indices()[first:last], sparse.values()[first:last]
-    shape = (stop - start, sparse.shape[1])
-    return torch.sparse_csr_tensor(rows - first, columns, values, shape, check_invariants=False)
+        return torch.narrow_copy(value, 0, start, stop - start)
+    if isinstance(value, Tensor) and value.layout == torch.sparse_csr:
+        return torch.narrow_copy(value.to_sparse_coo(), 0, start, stop - start).to_sparse_csr()
+    return value[start:stop]

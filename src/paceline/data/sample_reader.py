@@ -144,7 +144,7 @@ class _ShardReader:
         self._seed = seed
         self._epoch = epoch
         self._stream = random_streams.COLLATE if train else random_streams.COLLATE_EVALUATION
-        self._own = OwnGenerators(dataset, collate_fn, of_parts=True)
+        self._own = OwnGenerators(dataset, collate_fn)
         self._is_to_be_checked = train and epoch == 0
         """Whether a sample is still to be read twice; the worker that has the first virtual shard does so."""
 

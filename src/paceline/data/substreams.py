@@ -144,7 +144,7 @@ class _Source:
     def _begin(self) -> None:
         """Seed the generators that the stream holds: they would else go on from the epoch before, which a resumed run
         has not gone through."""
-        self._generators = OwnGenerators(self._stream, of_parts=True)
+        self._generators = OwnGenerators(self._stream)
         with self._generators.kept():
             self._generators.seed(counter_random.key(*self._key, self._next))
             self._generator_states = self._generators.full_states()
