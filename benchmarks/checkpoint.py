@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.state_dict_loader as dcp_loader
+import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 from torch import Tensor
 
 from paceline.checkpoint import Saver, Snapshot, newest_good, open_storage, verify_checkpoint
@@ -69,7 +70,7 @@ def stalls(num_parameters: int, rounds: int, scratch: Path) -> None:
         time.sleep(0.5)
         reads.append(num_bytes_read() - before - own)
         times["torch.save"] = seconds(lambda: torch.save(state, scratch / "torch.pt"))
-        times["DCP save"] = seconds(lambda: dcp.save(state, checkpoint_id=scratch / "dcp"))
+        times["DCP save"] = seconds(lambda: dcp_saver.save(state, checkpoint_id=scratch / "dcp"))
         for name, value in times.items():
             took.setdefault(name, []).append(value)
     size = sum(tensor.nbytes for tensor in state.values())
@@ -130,12 +131,12 @@ def integrity(scratch: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
     found, problems = newest_good(storage)
     print(f"  damaged newest: {found and found.name} is taken; {problems}")
-    dcp.save(state, checkpoint_id=scratch / "dcp-small")
+    dcp_saver.save(state, checkpoint_id=scratch / "dcp-small")
 
     def loads() -> bool:
         loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         try:
-            dcp.load(loaded, checkpoint_id=scratch / "dcp-small")
+            dcp_loader.load(loaded, checkpoint_id=scratch / "dcp-small")
         except BaseException:  # torch's CheckpointException is no Exception
             return False
         return True

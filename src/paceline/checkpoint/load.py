@@ -111,19 +111,12 @@ class _Reading:
         for chunk in entry.chunks:
             if chunk.sizes == wanted.slice.sizes and chunk.offsets == wanted.slice.offsets:
                 return self.reader(chunk.file).tensor(wanted.name, entry.dtype, chunk)
-        found = torch.empty(wanted.slice.sizes, dtype=DTYPES[entry.dtype])
+        found = torch.zeros(wanted.slice.sizes, dtype=DTYPES[entry.dtype])
         for chunk in entry.chunks:
             if (both := wanted.slice.overlap(chunk)) is not None:
                 values = self.reader(chunk.file).tensor(wanted.name, entry.dtype, chunk)
                 found[both.slices_in(wanted.slice)] = values[both.slices_in(chunk)]
         return found
-
-    def verify(self) -> None:
-        for file in self._manifest.files:
-            self.reader(file.name)
-        for name, entry in self._manifest.tensors.items():
-            for chunk in entry.chunks:
-                self.reader(chunk.file).tensor(name, entry.dtype, chunk)
 
     def reader(self, file: str) -> DataFileReader:
         if file not in self._readers:
@@ -182,7 +175,10 @@ def verify_checkpoint(storage: Storage, name: str) -> Manifest:
         CheckpointError: what is wrong with it; the message does not name the checkpoint.
     """
     manifest = read_manifest(storage, name)
-    _Reading(storage, name, manifest).verify()
+    readers = {file.name: DataFileReader(storage, name, file) for file in manifest.files}
+    for tensor, entry in manifest.tensors.items():
+        for chunk in entry.chunks:
+            readers[chunk.file].tensor(tensor, entry.dtype, chunk)
     return manifest
 
 

@@ -31,10 +31,9 @@ from paceline.checkpoint.retention import KnownCheckpoint, best_of, discard, fac
 from paceline.checkpoint.state_tree import flatten_state
 from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.write_plan import WritePlan, plan_writes
-from paceline.errors import reason_of
+from paceline.errors import PacelineError, reason_of
 from paceline.object_collectives import all_gather_objects, broadcast_object, gather_objects
 from paceline.process_groups import open_host_group
-from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.job import CheckpointSpec
 
 BEST_FILE = "best"
@@ -202,7 +201,8 @@ class Saver:
         slow.daemon = True
         slow.start()
         try:
-            receipts = gather_objects(to_mapping(self._write_file(snapshot)), self._writers)
+            classes = (_Receipt, DataFile, TensorEntry, StoredSlice)
+            receipts = gather_objects(self._write_file(snapshot), self._writers, classes)
             problem = "" if receipts is None else self._commit(snapshot, receipts)
             problem = broadcast_object(problem, self._writers)
         except RuntimeError:  # torch's, where a connection has ended
@@ -219,11 +219,8 @@ class Saver:
         name = f"worker-{self._rank:05d}-{self._run}{self._num_begun}.safetensors"
         try:
             self._storage.write(f"{folder_name(snapshot.step)}/{name}", self._moving(self._staged.pieces()))
-        except OSError as problem:
-            return _Receipt(reason_of(problem))
         except Exception as problem:  # the others would wait for this worker
-            traceback.print_exc()
-            return _Receipt(f"{type(problem).__name__}: {problem}")
+            return _Receipt(_reason(problem))
         checksums = self._staged.checksums()
         tensors: dict[str, TensorEntry] = {}
         for key, one in self._plan.slices.items():
@@ -238,10 +235,9 @@ class Saver:
             yield piece
             self._moved_at_s = time.monotonic()
 
-    def _commit(self, snapshot: Snapshot, received: list[dict[str, Any]]) -> str:
+    def _commit(self, snapshot: Snapshot, receipts: list[_Receipt]) -> str:
         """Make a checkpoint of what all workers have written; returns what went wrong, with nothing left of it."""
         folder = folder_name(snapshot.step)
-        receipts = [from_mapping(_Receipt, one) for one in received]
         failed = [rank for rank, one in enumerate(receipts) if one.problem]
         try:
             if not failed:
@@ -250,8 +246,8 @@ class Saver:
                 self._tidy(folder, manifest)
                 return ""
             reason = f"worker {failed[0]} says: {receipts[failed[0]].problem}" if failed[0] else receipts[0].problem
-        except OSError as problem:
-            reason = reason_of(problem)
+        except Exception as problem:  # the others wait for this worker
+            reason = _reason(problem)
         with contextlib.suppress(OSError):
             if folder in sort_folders(self._storage)[1]:
                 self._storage.remove(folder)
@@ -288,6 +284,12 @@ class Saver:
                 "goes on, earlier checkpoints are not touched, and later ones are tried."
             )
         self._told = problem
+
+
+def _reason(problem: Exception) -> str:
+    if not isinstance(problem, OSError | PacelineError):  # a bug keeps its traceback
+        traceback.print_exc()
+    return reason_of(problem) or type(problem).__name__
 
 
 def _manifest(snapshot: Snapshot, receipts: Sequence[_Receipt]) -> Manifest:
