@@ -16,7 +16,6 @@ from paceline import env
 from paceline.checkpoint.location import IN_RUN_FOLDER
 from paceline.spec import EpochRecord, RunRecord
 from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, from_mapping, to_mapping
-from paceline.train.callbacks import Callback, best_evaluation
 from paceline.train.optimizers.schedule import describe_scaling
 from paceline.train.records.digest import weights_sha256
 from paceline.train.records.environment import describe_environment
@@ -24,7 +23,7 @@ from paceline.train.records.metrics import open_sinks
 from paceline.train.records.noise_meter import batch_warning
 from paceline.train.records.progress import samples_per_s, shown_metrics
 from paceline.train.run import Run
-from paceline.train.training import Training
+from paceline.train.training import Callback, Training, best_evaluation
 from paceline.words import number_of
 
 # Reading a loss makes the CPU wait for the GPU, so losses are read and logged this many steps at a time.

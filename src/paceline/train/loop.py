@@ -15,13 +15,12 @@ from paceline.errors import CheckpointError, reason_of
 from paceline.regular_files import refuge, run_file_mode
 from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.record import RECORD_FILE
-from paceline.train.callbacks import EarlyStopping, Scheduling, build_callbacks
 from paceline.train.evaluation.objective import accuracy_and_loss, training_loss
 from paceline.train.initialize import init
 from paceline.train.journal import Journal, RunOutput
 from paceline.train.optimizers.optim import build_optimizer
 from paceline.train.run import Run
-from paceline.train.training import Training
+from paceline.train.training import EarlyStopping, Scheduling, Training, build_callbacks
 
 __all__ = ["RunOutput", "data_facts", "train"]
 

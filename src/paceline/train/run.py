@@ -36,8 +36,7 @@ from paceline.train.records.digest import weights_sha256
 from paceline.train.records.noise_meter import NoiseMeter
 from paceline.train.records.progress import Progress, end_rows
 from paceline.train.records.timing import StepTimer
-from paceline.train.session.kept import Keepable, Kept
-from paceline.train.session.run_state import RunState
+from paceline.train.session.run_state import Keepable, Kept, RunState
 from paceline.train.session.session import Session
 from paceline.train.session.state import Trained, TrainedModels
 from paceline.train.session.stopping import Stopping

@@ -23,7 +23,7 @@ from paceline.containers import to_device
 from paceline.dtensor_type import local_shard
 from paceline.errors import CheckpointError, ModelError, shown
 from paceline.parallel.dtensor import shard_like
-from paceline.train.optimizers.joint_optimizer import parts_of
+from paceline.train.optimizers.optim import parts_of
 
 _OF_THIS_RUN = ("params", "foreach", "fused", "capturable", "differentiable")
 """Keys of `param_groups` that are not loaded from a checkpoint: those that select kernels, since the device may differ,

@@ -26,8 +26,7 @@ from paceline.train.process.process_group import World, leave_at_once
 from paceline.train.session.peer_watch import watch_peers
 from paceline.train.session.resume import CheckpointReader
 from paceline.train.session.run_state import RunState
-from paceline.train.session.signals import SaveSignals
-from paceline.train.session.status_exchange import Request, StatusExchange
+from paceline.train.session.status_exchange import Request, SaveSignals, StatusExchange
 from paceline.train.session.stopping import Stopping
 from paceline.train.session.stragglers import Stragglers
 

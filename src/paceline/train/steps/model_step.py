@@ -26,14 +26,12 @@ from paceline.samples import Readings, Samples
 from paceline.spec import Mesh
 from paceline.train.batches.data_progress import Batch
 from paceline.train.batches.reading import DatasetReader
-from paceline.train.optimizers.joint_optimizer import needs_closure, parts_of
-from paceline.train.optimizers.optim import clip
+from paceline.train.optimizers.optim import clip, needs_closure, parts_of
 from paceline.train.optimizers.schedule import lr_factor
 from paceline.train.process.numerics import LossFn, loss_name
 from paceline.train.process.seeding import seed_update, shard_seed
 from paceline.train.session.session import Session
-from paceline.train.steps.device_skip import left_out_where, skips_on_device, spoil_gradients_where
-from paceline.train.steps.nonfinite import NonFiniteGuard
+from paceline.train.steps.nonfinite import NonFiniteGuard, left_out_where, skips_on_device, spoil_gradients_where
 from paceline.train.steps.preparation import Prepared
 from paceline.train.steps.trace import ParityTracer
 

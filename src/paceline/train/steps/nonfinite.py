@@ -9,18 +9,21 @@ same step either way.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.optim import SGD, Optimizer
 
-from paceline.dtensor_type import local_shard
+from paceline.dtensor_type import is_dtensor, local_shard
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
 from paceline.parallel.gradients.gradient_norms import norm_of_each
+from paceline.train.optimizers.optim import FUSED, parts_of
 from paceline.train.session.session import Session
 from paceline.train.session.state import Trained
 from paceline.words import and_more
@@ -179,3 +182,45 @@ def _describe(step: int, loss: Tensor, culprits: Sequence[str], samples: NDArray
     shown = ", ".join(map(str, samples[:_SHOWN_SAMPLES].tolist()))
     rest = and_more(len(samples) - _SHOWN_SAMPLES)
     return f"Step {step + 1}: {' and '.join(what)}; its batch is samples {shown}{rest}"
+
+
+# --- updates that the device leaves out by itself, as torch's fused kernels do for a GradScaler ---
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether the next update can be left out without the host, so that nothing of the optimizer changes.
+
+    Not the first update of a parameter: its state would then be there, and torch's SGD takes what lies in memory for
+    the momentum of the second one.
+    """
+    return all(
+        type(one) in FUSED
+        and all(group.get("fused") and not _is_new(one, group["params"]) for group in one.param_groups)
+        for one in parts_of(optimizer)
+    )
+
+
+def _is_new(optimizer: Optimizer, parameters: list[Tensor]) -> bool:
+    """Whether the optimizer has yet to make the state of some parameter, or torch's kernels take no shards of it."""
+    if isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups):
+        return any(is_dtensor(one) for one in parameters)
+    return any(is_dtensor(one) or (one.grad is not None and not optimizer.state.get(one)) for one in parameters)
+
+
+@contextmanager
+def left_out_where(optimizer: Optimizer, is_bad: Tensor) -> Iterator[None]:
+    """A context in which an optimizer that `skips_on_device` updates where `is_bad`, a float32 scalar, is 0, not 1."""
+    for one in parts_of(optimizer):
+        one.found_inf = is_bad  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for one in parts_of(optimizer):
+            del one.found_inf  # type: ignore[attr-defined]
+
+
+def spoil_gradients_where(optimizer: Optimizer, is_bad: Tensor) -> None:
+    """Make a gradient NaN where `is_bad`, a scalar, is not 0: a GradScaler, which looks at gradients alone, then leaves
+    the update out."""
+    first = next(p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    first.masked_fill_(is_bad != 0, torch.nan)

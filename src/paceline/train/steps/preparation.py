@@ -20,11 +20,9 @@ from paceline.parallel.engine import broadcast
 from paceline.parallel.engines.unsuitable_layers import check_lazy_layers
 from paceline.parallel.sharding.initial_weights import is_on_meta
 from paceline.spec import Job, Mesh, Plan
-from paceline.train.optimizers.joint_optimizer import JointOptimizer, parts_of
-from paceline.train.optimizers.optim import check_updates_by_element, choose_kernels
+from paceline.train.optimizers.optim import JointOptimizer, check_updates_by_element, choose_kernels, parts_of
 from paceline.train.optimizers.schedule import LearningRates, counts_epochs
-from paceline.train.process.compilation import check_can_be_compiled, compile_in_place, uncompiled
-from paceline.train.process.numerics import Precision
+from paceline.train.process.numerics import Precision, check_can_be_compiled, compile_in_place, uncompiled
 from paceline.train.process.process_group import World
 from paceline.train.session.optimizer_state import Names, rebind
 from paceline.train.session.state import Trained

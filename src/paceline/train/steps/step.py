@@ -20,7 +20,7 @@ from paceline.sharded_batch import Apply, ShardedBatch
 from paceline.spec import Mesh
 from paceline.train.batches.data_progress import Batch
 from paceline.train.batches.reading import DatasetReader
-from paceline.train.optimizers.joint_optimizer import parts_of
+from paceline.train.optimizers.optim import parts_of
 from paceline.train.process.numerics import LossFn
 from paceline.train.process.seeding import seed_between_steps, seed_map
 from paceline.train.records.timing import StepTimer
