@@ -172,7 +172,7 @@ class Journal(Callback):
         tested = f"  {shown_metrics(metrics)}" if metrics else ""
         run.say(f"epoch {epoch + 1}/{run.job.epochs}  train loss {mean_loss:.4f}{tested}{noise}")
         if noise_scale is not None and not so_far.has_warned and run.noise.num_measured >= _NOISE_STEPS:
-            warning = batch_warning(run.job.global_batch_size, noise_scale, run.world_size)
+            warning = batch_warning(run.job.global_batch_size, noise_scale)
             if warning is not None:
                 self._note(has_warned=True)
                 self._notes.append(warning)

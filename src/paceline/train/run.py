@@ -335,7 +335,7 @@ class Run:
     ) -> Tensor:
         """Forward, backward, aggregate, clip, update.
 
-        With `model` or `optimizer` a batch may have several steps, each of one model: see `parallel.loss.companions`.
+        With `model` or `optimizer` a batch may have several steps, each of one model: see docs/training.md.
 
         Args:
             batch: what `batches` just yielded.
