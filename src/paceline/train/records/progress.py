@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 from torch import Tensor
 
-from paceline.spec import StepTime
 from paceline.train.batches.data_progress import DataProgress
 from paceline.words import number_of
 
@@ -44,7 +43,7 @@ class Progress:
         self._is_live = stream is not None and stream.isatty()
         self._begun: tuple[float, int, int] | None = None
         """Time, step and samples at the end of the first step that was seen."""
-        self._shown_at = time.perf_counter()
+        self._shown_at = 0.0
         self._has_line = False
         """Whether the line that stays in its place is on the terminal."""
         self._redirected = contextlib.ExitStack()
@@ -55,21 +54,14 @@ class Progress:
             return
         now = time.perf_counter()
         if self._begun is None:
-            self._begun = now, progress.steps, progress.samples_seen
+            self._begun, self._shown_at = (now, progress.steps, progress.samples_seen), now
+        elapsed_s = now - self._begun[0]
+        interval_s = _LIVE_S if self._is_live else _PLAIN_S if elapsed_s <= 60 else _LATER_S
+        if now - self._shown_at >= interval_s:
             self._shown_at = now
-        elif now - self._shown_at >= self._interval_s(now - self._begun[0]):
-            self._shown_at = now
-            self._show(self._line(progress, loss, now))
+            self._show(self._line(progress, loss, elapsed_s, *self._begun[1:]))
 
-    def _interval_s(self, elapsed_s: float) -> float:
-        if self._is_live:
-            return _LIVE_S
-        return _PLAIN_S if elapsed_s <= 60 else _LATER_S
-
-    def _line(self, progress: DataProgress, loss: Tensor, now: float) -> str:
-        assert self._begun is not None
-        begun_at, first_step, first_samples = self._begun
-        elapsed_s = now - begun_at
+    def _line(self, progress: DataProgress, loss: Tensor, elapsed_s: float, first_step: int, first_samples: int) -> str:
         last = progress.last_step
         parts = [
             f"step {progress.steps}" + ("" if last is None else f"/{last}"),
@@ -89,20 +81,16 @@ class Progress:
     def _show(self, line: str) -> None:
         assert self._stream is not None
         if not self._is_live:
-            self._stream.write(line + "\n")
-        else:
-            self._redirect()
-            # The launcher, which shows other workers' lines, erases what stands behind the cursor.
-            self._stream.write(f"{_CLEAR}{line}\r")
-            self._has_line = True
-        self._stream.flush()
-
-    def _redirect(self) -> None:
-        """From now on, whatever this process prints takes the place of the line, which comes back below it."""
-        if isinstance(sys.stdout, _Above) or isinstance(sys.stderr, _Above):
+            self.say(line)
             return
-        self._redirected.enter_context(contextlib.redirect_stdout(_Above(sys.stdout, self._clear)))
-        self._redirected.enter_context(contextlib.redirect_stderr(_Above(sys.stderr, self._clear)))
+        if not isinstance(sys.stdout, _Above) and not isinstance(sys.stderr, _Above):
+            # From now on, whatever this process prints takes the place of the line, which comes back below it.
+            self._redirected.enter_context(contextlib.redirect_stdout(_Above(sys.stdout, self._clear)))
+            self._redirected.enter_context(contextlib.redirect_stderr(_Above(sys.stderr, self._clear)))
+        # The launcher, which shows other workers' lines, erases what stands behind the cursor.
+        self._stream.write(f"{_CLEAR}{line}\r")
+        self._stream.flush()
+        self._has_line = True
 
     def _clear(self) -> None:
         if self._stream is not None and self._has_line:
@@ -180,10 +168,13 @@ def end_rows(run: Run, progress: DataProgress, checkpoint: str | None) -> list[t
     rows += run.display.rows.items()
     if run.stopping.reason is not None:
         rows.append(("stopped", run.stopping.reason))
-    step_time = run.timer.median()
     if run.timer.train_s:
+        median = run.timer.median()
+        parts = {"compute": median.compute_s, "data": median.data_s, "waiting for others": median.exposed_comm_s}
+        total_s = sum(parts.values())
+        shown = [f"{name} {part_s / total_s:.0%}" for name, part_s in parts.items() if part_s >= 0.005 * total_s > 0]
         rows.append(("speed", f"{rate(samples_per_s(run))} samples/s"))
-        rows.append(("time", f"{run.timer.train_s:.1f} s of training{_shares(step_time)}"))
+        rows.append(("time", f"{run.timer.train_s:.1f} s of training" + (f": {', '.join(shown)}" if shown else "")))
     if checkpoint is not None:
         rows.append(("checkpoint", checkpoint))
     return rows
@@ -191,23 +182,11 @@ def end_rows(run: Run, progress: DataProgress, checkpoint: str | None) -> list[t
 
 def samples_per_s(run: Run) -> float:
     """Steady throughput over all workers: as `RunRecord.samples_per_s`."""
-    step_time = run.timer.median()
+    step_s = run.timer.median().total_s
     # Where workers synchronise every few steps, the median step is one without a synchronisation.
-    if step_time.total_s and run.job.aggregation.method == "every_step":
-        return min(run.job.global_batch_size, run.samples_seen) / step_time.total_s
+    if step_s and run.job.aggregation.method == "every_step":
+        return min(run.job.global_batch_size, run.samples_seen) / step_s
     return run.samples_seen / run.timer.train_s if run.timer.train_s else 0.0
-
-
-def _shares(step_time: StepTime) -> str:
-    """Where the median step's time went."""
-    parts = {
-        "compute": step_time.compute_s,
-        "data": step_time.data_s,
-        "waiting for others": step_time.exposed_comm_s,
-    }
-    total = sum(parts.values())
-    shown = [f"{name} {seconds / total:.0%}" for name, seconds in parts.items() if total and seconds >= 0.005 * total]
-    return f": {', '.join(shown)}" if shown else ""
 
 
 def shown_metrics(metrics: Mapping[str, float]) -> str:
