@@ -117,22 +117,20 @@ class Trained:
         """Count steps that are not finite from where `take` was called, and freeze and unfreeze parameters as they were
         then; returns sentences about these. Not where a run goes back by `put` alone."""
         self.nonfinite.num_in_a_row = int((shared | own.get(_ALONE, {})).get(_NUM_NONFINITE, 0))
-        kept, said = shared.get("requires_grad", {}), []
-        for word, is_trained in (("frozen", False), ("trained", True)):
-            others = {
-                name: parameter
-                for name, parameter in self.model.named_parameters()
-                if kept.get(name) is is_trained is not parameter.requires_grad
-            }
-            for parameter in others.values():
-                parameter.requires_grad_(is_trained)
-            if others:
-                more = and_more(len(others) - 1)
-                said.append(
-                    f"As when the run was saved, '{next(iter(others))}'{more} is {word}; to choose otherwise, set "
-                    "requires_grad after run.prepare."
-                )
-        return said
+        kept = shared["requires_grad"]
+        others = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if kept.get(name, parameter.requires_grad) is not parameter.requires_grad
+        }
+        for parameter in others.values():
+            parameter.requires_grad_(not parameter.requires_grad)
+        more = and_more(len(others) - 1)
+        return [
+            f"As when the run was saved, '{name}'{more} is {'trained' if parameter.requires_grad else 'frozen'}; to "
+            "choose otherwise, set requires_grad after run.prepare."
+            for name, parameter in list(others.items())[:1]
+        ]
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any], *, holds_all: bool) -> None:
