@@ -1,18 +1,21 @@
-"""What a run has to learn: a plain PyTorch loop on one device, in float64, without a line of Paceline.
+"""What a run has to learn: a plain PyTorch loop on one device, in float64, without a line of Paceline
+but the rule which modules are blocks.
 
 With one virtual shard this is the loop that everyone writes. With several it is the law of virtual shards, spelled out:
 each begins with the step's buffers and with generators seeded for it, goes through the model alone, and counts by its
-weight.
+weight; and before a block of the model the generator is seeded for that block.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset, default_collate
+
+from paceline.parallel.blocks import blocks_of
 
 Loss = Callable[[nn.Module, Any], "Tensor | tuple[Tensor, Tensor]"]
 """The mean over a batch's samples; or a mean and its weight, such as the number of tokens."""
@@ -101,6 +106,21 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
+_shard_seed = [0]
+"""The seed of the virtual shard on its way through the model."""
+
+
+def seed_blocks(model: nn.Module) -> None:
+    """Let each block draw random numbers that belong to the shard and to the path of the block."""
+    for path, block in blocks_of(model).items():
+        number = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest())
+        block.register_forward_pre_hook(partial(_seed_block, number))
+
+
+def _seed_block(number: int, *_given: Any) -> None:
+    torch.manual_seed(mixed(_shard_seed[0], number))
+
+
 def learn(task: Task, num_shards: int | None = None, orders: Sequence[Sequence[int]] = ()) -> Learned:
     """Train as `task` says.
 
@@ -109,6 +129,7 @@ def learn(task: Task, num_shards: int | None = None, orders: Sequence[Sequence[i
         orders: the samples of each epoch; empty: those of `order`.
     """
     model = task.model().double()
+    seed_blocks(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = task.optimizer(trained)
     base_rates = [group["lr"] for group in optimizer.param_groups]
@@ -140,7 +161,8 @@ def add_gradients(task: Task, model: nn.Module, batch: Sequence[int], epoch: int
         inputs = [read(task.data, sample, mixed(task.seed, OF_SAMPLES, epoch, sample)) for sample in samples]
         for name, buffer in model.named_buffers():
             buffer.copy_(begin[name])
-        seed_all(mixed(task.seed, OF_SHARDS, step, shard))
+        _shard_seed[0] = mixed(task.seed, OF_SHARDS, step, shard)
+        seed_all(_shard_seed[0])
         found = task.loss(model, as_double(default_collate(inputs)))
         loss, weight = found if isinstance(found, tuple) else (found, torch.tensor(len(samples)))
         # Buffers count here, since a backward pass that repeats the forward pass (checkpointing) moves them again.

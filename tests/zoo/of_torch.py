@@ -30,6 +30,7 @@ class Translator(nn.Module):
             self.words(input_ids),
             self.words(decoder_input_ids),
             tgt_mask=causal,
+            tgt_is_causal=True,
             src_key_padding_mask=padding,
             memory_key_padding_mask=padding,
         )

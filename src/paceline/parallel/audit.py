@@ -112,6 +112,7 @@ def _compute(passes: Passes, step: StepInput, shard: int, content: Any, *, has_g
                 norms = iter(norm_of_each([one for one in gradients if one is not None]))
                 numbers += [loss.mean.new_zeros(()) if one is None else next(norms) for one in gradients]
         finally:
+            passes.seeds.end()
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
             reshard(passes.model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.containers import copied
+from paceline.parallel.blocks import BlockSeeds, uncompiled_blocks
 from paceline.parallel.buffers import Buffers, standing_in
 from paceline.parallel.engine import StepInput, statistics_dtype
 from paceline.parallel.generators import seed_generators
@@ -46,6 +47,11 @@ class Passes:
         """A tensor of the dtype, and on the device, in which losses are added."""
         self.first_loss = self.like
         """The loss of this worker's first shard in the last step, a scalar."""
+        self.seeds = BlockSeeds(device)
+        self.blocks: Mapping[str, nn.Module] | None = None
+        """The blocks that draw by names of their own, by path in the whole model; None: found in the first pass, when
+        it is known what is compiled."""
+        self._is_watching = False
 
     def losses(self, step: StepInput, module: nn.Module) -> Iterator[tuple[int, ShardLoss]]:
         """A forward pass over each of this worker's shards; `backward` has to follow before the next one."""
@@ -63,7 +69,12 @@ class Passes:
 
     def enter(self, step: StepInput, shard: int) -> None:
         """Before a forward pass: the generators and buffers are those that the shard has on any worker."""
-        seed_generators(step.shard_seed(shard), self.device)
+        if not self._is_watching:
+            self.seeds.watch(uncompiled_blocks(self.model) if self.blocks is None else self.blocks)
+            self._is_watching = True
+        seed = step.shard_seed(shard)
+        seed_generators(seed, self.device)
+        self.seeds.begin_shard(seed)
         self.buffers.begin_pass()
         step.companions.begin_pass()
 
@@ -85,6 +96,7 @@ class Passes:
     def backward(self, step: StepInput, loss: ShardLoss) -> None:
         """Add the gradient of a shard's loss, times its weight, to `.grad`."""
         step.scale(loss.weighted).backward()
+        self.seeds.end()
 
     def compute(self, step: StepInput, module: nn.Module, shard: int) -> tuple[ShardLoss, Tensor]:
         """Leave the gradient of one shard's weighted loss in `.grad`, None where there is none.
@@ -109,12 +121,14 @@ class Passes:
             yield step.scale(self.loss_of_nothing(step, module).weighted)
 
     def loss_of_nothing(self, step: StepInput, module: nn.Module) -> ShardLoss:
-        """The loss of the first samples with the weight 0, through which nothing flows back.
-
-        Two of them, if the first shard has so many: a loss that compares samples may need another one.
-        """
-        num_samples = min(2, *step.assignment.sizes[:1], 1 if step.any_shard else 2)
+        """The loss of the first samples with the weight 0, through which nothing flows back."""
+        samples = copied(step.batch.cut(0, self.num_stand_ins(step)))
         with watching_outputs(module) as outputs:
-            loss = read_loss(step.loss_of(module, copied(step.batch.cut(0, num_samples))), 0.0, 1, self.like)
+            loss = read_loss(step.loss_of(module, samples), 0.0, 1, self.like)
         ignore_unless(False, outputs)
         return replace(loss, weight=0.0)
+
+    def num_stand_ins(self, step: StepInput) -> int:
+        """How many samples stand in: two, if the first shard has so many; a loss that compares samples may need another
+        one."""
+        return min(2, *step.assignment.sizes[:1], 1 if step.any_shard else 2)

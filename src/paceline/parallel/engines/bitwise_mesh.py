@@ -8,8 +8,8 @@ memory, gradients all of it.
 
 Along tp, a worker does so with its parts of layers, whose sums inside depend on the tp degree and on nothing else.
 
-Along pp, every shard is a micro-batch, whose gradients in a stage are those of the whole model (`pipeline/shared.py`,
-`pipeline/executor.py`); a worker's tree has those of its stages.
+Along pp, every shard is a micro-batch; a worker's tree has the gradients of its stages, none of which may share a
+parameter with another one.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ from torch import Tensor, nn
 
 from paceline.containers import on_device
 from paceline.dtensor_type import local_shard
-from paceline.errors import ModelError
 from paceline.parallel.audit import audit
 from paceline.parallel.axes import Axes
 from paceline.parallel.dtensor import is_sharded, part, reshard, shard_of_part
 from paceline.parallel.engine import StepInput
 from paceline.parallel.engines.bitwise import BitwiseDataParallel, Shard, norms_of
 from paceline.parallel.engines.piped_passes import micro_batch_of, stand_in_batch
-from paceline.parallel.generators import host_states
 from paceline.parallel.losses import LossLayout, LossLayouts, ShardLoss, StepLoss
+from paceline.parallel.model_graph import ModelCall
 from paceline.parallel.passes import Passes
-from paceline.parallel.pipeline import MicroBatch, ModelCall, Pipeline
 from paceline.parallel.sharded import sharded_modules
 from paceline.parallel.sharding.initial_weights import align
 from paceline.parallel.sharding.spread_model import SpreadModel
+from paceline.parallel.stages import MicroBatch, Pipeline
 from paceline.spec import Job, Plan
 
 
@@ -59,7 +58,7 @@ class BitwiseMesh(BitwiseDataParallel):
     ) -> None:
         """The arguments are `MeshParallel`'s."""
         self._axes = axes
-        self._spread = SpreadModel(model, job, plan, device, axes, example, may_skip=may_skip, is_exact=True)
+        self._spread = SpreadModel(model, plan, device, axes, example, may_skip=may_skip, is_exact=True)
         self._pipeline = self._spread.pipeline
         self.notes = list(self._spread.notes)
         if axes.mesh.fsdp == 1:
@@ -71,11 +70,10 @@ class BitwiseMesh(BitwiseDataParallel):
             sharded.set_requires_gradient_sync(False, recurse=False)
             sharded.set_reshard_after_backward(False, recurse=False)  # whole gradients are with whole parameters
         super().__init__(self._spread.module, device, axes.data, plan.timeout_s, LossLayouts(axes.world))
+        self.passes.blocks = None if self._pipeline is None else self._pipeline.blocks
         self.passes.like = self._spread.zero  # of all of the model: a stage may have no parameter
         self._names: list[str] = []
         """The names of the parameters whose gradients this worker adds up."""
-        self._elsewhere: dict[str, nn.Parameter] = {}
-        """The parameters of this worker whose gradients the worker of another stage adds up, by name."""
         self._norm_of: dict[Tensor, Tensor] = {}
         """The norms of the parameters' whole gradients."""
 
@@ -92,11 +90,9 @@ class BitwiseMesh(BitwiseDataParallel):
             audit(self.passes, step, self._axes.world, has_gradients=False)
 
     def _trained(self) -> list[nn.Parameter]:
-        elsewhere = frozenset[str]() if self._pipeline is None else self._pipeline.is_elsewhere
         trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        self._elsewhere = {name: trained[name] for name in sorted(elsewhere & trained.keys())}
-        self._names = [name for name in trained if name not in elsewhere]
-        return [trained[name] for name in self._names]
+        self._names = list(trained)
+        return list(trained.values())
 
     def _forms_of(self, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
         return [part(parameter) for parameter in parameters]
@@ -124,7 +120,8 @@ class BitwiseMesh(BitwiseDataParallel):
         num_stages = len(self._spread.stages)
         own = [_PipedShard(passes, step, one, num_stages, self._take, add) for one in range(*step.assignment.own)]
         nothing = replace(stand_in_batch(passes, step, self.module), after_backward=self._take)
-        pipeline.train_step([*(one.micro_batch for one in own), *[nothing] * num_stand_ins])
+        pipeline.train_step([*(one.micro_batch for one in own), *[nothing] * num_stand_ins], nothing)
+        passes.seeds.end()
 
     def _known_to_all(self, losses: Tensor, moved: Tensor, layout: LossLayout) -> tuple[Tensor, Tensor]:
         if self._pipeline is None:
@@ -157,15 +154,9 @@ class BitwiseMesh(BitwiseDataParallel):
             for parameter, norm in zip(self._parameters, norms_of(gradients), strict=True)
             if norm is not None
         }
-        kept = dict(zip(self._names, gradients, strict=True))
-        if self._pipeline is not None:
-            for name, parameter in self._elsewhere.items():
-                kept[name] = torch.empty(part(parameter).shape, dtype=parameter.dtype, device=self._device)
-            self._pipeline.copy_from_first({name: one for name, one in kept.items() if one is not None})
-        parameters = dict(zip(self._names, self._parameters, strict=True)) | self._elsewhere
-        for name, gradient in kept.items():
+        for parameter, gradient in zip(self._parameters, gradients, strict=True):
             # Copies: a view would keep all gradients in memory.
-            parameters[name].grad = None if gradient is None else shard_of_part(gradient, parameters[name]).clone()
+            parameter.grad = None if gradient is None else shard_of_part(gradient, parameter).clone()
 
     def _norms(self) -> list[Tensor | None]:
         return [None if p.grad is None else self._norm_of.get(p) for p in self.module.parameters()]
@@ -232,14 +223,8 @@ class _PipedShard:
 
     @contextmanager
     def _within(self) -> Iterator[None]:
-        had_loss, before = bool(self._losses), host_states()
         with self._inner.within():
             yield
-        if bool(self._losses) == had_loss and host_states() != before:  # not the last stage
-            raise ModelError(
-                "A layer before the last stage draws from Python's random or numpy.random, whose state no stage sends "
-                "on, so a later stage would not go on as on one worker; draw from torch, or use parity = 'numeric'."
-            )
         self._moved += self._passes.buffers.collect(self._moved)  # of other stages' layers nothing
 
     def _after_backward(self, stage: nn.Module) -> None:

@@ -27,9 +27,10 @@ from paceline.parallel.gradients.gradient_norms import GradientNorms
 from paceline.parallel.gradients.replica_sums import ReplicaSums
 from paceline.parallel.host_facts import HostFacts
 from paceline.parallel.losses import LossLayout, LossLayouts, StepLoss
+from paceline.parallel.model_graph import ModelCall
 from paceline.parallel.passes import Passed, Passes
-from paceline.parallel.pipeline import ModelCall, Pipeline
 from paceline.parallel.sharding.spread_model import SpreadModel
+from paceline.parallel.stages import Pipeline
 from paceline.spec import Job, Plan
 
 
@@ -60,12 +61,13 @@ class MeshParallel(Engine):
         """
         self._axes = axes
         self._spread = SpreadModel(
-            model, job, plan, device, axes, example, may_skip=may_skip, before_last_backward=self._before_last_backward
+            model, plan, device, axes, example, may_skip=may_skip, before_last_backward=self._before_last_backward
         )
         super().__init__(self._spread.module, device, LossLayouts(axes.world))
         self._pipeline = self._spread.pipeline
         self.notes: list[str] = list(self._spread.notes)
         self.passes = Passes(self.module, device, self.layouts)
+        self.passes.blocks = None if self._pipeline is None else self._pipeline.blocks
         self._zero = self.passes.like = self._spread.zero  # of all of the model: a stage may have no parameter
         self.buffers = self.passes.buffers
         num_parameters = len(list(self.module.parameters()))
@@ -231,11 +233,13 @@ class MeshParallel(Engine):
         """Send this worker's shards through the stages, and stand-ins until it has as many as others along fsdp."""
         assignment, passed = step.assignment, Passed()
         micro_batches = [micro_batch_of(self.passes, step, one, passed.add) for one in range(*assignment.own)]
+        nothing = stand_in_batch(self.passes, step, self.module)
         if self._axes.mesh.fsdp > 1:
             most = max(stop - start for start, stop in assignment.shards_of_rank)
-            micro_batches += [stand_in_batch(self.passes, step, self.module)] * (most - len(micro_batches))
+            micro_batches += [nothing] * (most - len(micro_batches))
         self._spread.sync_gradients(self.module, False)
-        pipeline.train_step(micro_batches)
+        pipeline.train_step(micro_batches, nothing)
+        self.passes.seeds.end()
         return passed
 
     # --- the whole model ---

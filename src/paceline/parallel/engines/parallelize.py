@@ -51,7 +51,7 @@ def parallelize(
         from paceline.parallel.axes import open_axes
         from paceline.parallel.engines.bitwise_mesh import BitwiseMesh
         from paceline.parallel.engines.mesh import MeshParallel
-        from paceline.parallel.pipeline import ModelCall
+        from paceline.parallel.model_graph import ModelCall
 
         check_mesh(job, plan.mesh)
         axes = open_axes(plan.mesh, device, group)

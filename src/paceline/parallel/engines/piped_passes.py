@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
 
+from paceline.containers import tensors
 from paceline.parallel.buffers import standing_in
 from paceline.parallel.engine import StepInput
 from paceline.parallel.losses import ShardLoss
 from paceline.parallel.passes import Passes
-from paceline.parallel.pipeline import MicroBatch
+from paceline.parallel.stages import MicroBatch
 
 
 def micro_batch_of(passes: Passes, step: StepInput, shard: int, take_loss: Callable[[ShardLoss], None]) -> MicroBatch:
@@ -33,8 +34,18 @@ def micro_batch_of(passes: Passes, step: StepInput, shard: int, take_loss: Calla
         return loss.weighted
 
     return MicroBatch(
-        loss_of=loss_of, before_forward=lambda: passes.enter(step, shard), within=within, scale=step.scale
+        loss_of=loss_of,
+        form=_form(step, *step.assignment.span_of(shard)),
+        before_forward=lambda: passes.enter(step, shard),
+        before_backward=lambda: passes.seeds.begin_shard(step.shard_seed(shard)),
+        within=within,
+        scale=step.scale,
     )
+
+
+def _form(step: StepInput, start: int, stop: int) -> Hashable:
+    content = step.batch.cut(start, stop)
+    return step.loss_name, *((one.shape, one.dtype) for one in tensors(content))
 
 
 def stand_in_batch(passes: Passes, step: StepInput, module: nn.Module) -> MicroBatch:
@@ -47,6 +58,7 @@ def stand_in_batch(passes: Passes, step: StepInput, module: nn.Module) -> MicroB
 
     return MicroBatch(
         loss_of=lambda model: passes.loss_of_nothing(step, model).weighted,
+        form=("nothing", *_form(step, 0, passes.num_stand_ins(step))),
         within=within,
         scale=step.scale,
     )

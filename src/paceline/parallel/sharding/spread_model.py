@@ -2,47 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from paceline.dtensor_type import is_dtensor, local_shard
-from paceline.errors import ModelError
+from paceline.errors import JobError, ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.axes import Axes
-from paceline.parallel.buffers import buffers_kept, refused_in_pipeline
 from paceline.parallel.dtensor import full_tensor, is_sharded, reshard
 from paceline.parallel.engine import statistics_dtype
 from paceline.parallel.gradients.gradient_norms import mean_of_squares, squared_norm
 from paceline.parallel.losses import LossOf
+from paceline.parallel.model_graph import ModelCall
 from paceline.parallel.out_of_memory import is_out_of_memory
-from paceline.parallel.pipeline import ModelCall, Pipeline, stage_limits
 from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.sharding.initial_weights import initial_weights
 from paceline.parallel.tensor_plan import TensorPlan, apply_tensor_plan, described, tensor_plan_of
-from paceline.partition import StageLimits
-from paceline.spec import Job, Mesh, Plan
+from paceline.spec import Mesh, Plan
 
 
-def _limits(job: Job, plan: Plan, mesh: Mesh, device: torch.device, example: ModelCall | None) -> StageLimits:
-    """What a stage may hold: a GPU's memory. On CPUs no limit is known, since workers share the node's memory."""
-    memory_bytes = math.inf if device.type != "cuda" else float(torch.cuda.mem_get_info(device)[1])
-    given = () if example is None else (example.args, dict(example.kwargs))
-    sizes = [len(leaf) for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()]
-    return stage_limits(
-        mesh,
-        plan.pipeline,
-        -(-job.virtual_shards // mesh.num_assignments),
-        memory_bytes,
-        optimizer_copies=job.optim.state_copies,
-        micro_batch_share=-(-job.global_batch_size // job.virtual_shards) / max(sizes, default=1),
-        recomputes=plan.recompute,
-    )
+if TYPE_CHECKING:
+    from paceline.parallel.stages import Pipeline
 
 
 class SpreadModel:
@@ -60,7 +44,6 @@ class SpreadModel:
     def __init__(
         self,
         model: nn.Module,
-        job: Job,
         plan: Plan,
         device: torch.device,
         axes: Axes,
@@ -74,7 +57,7 @@ class SpreadModel:
 
         Args:
             before_last_backward: called with each stage of a pipeline before its last backward pass of a step.
-            is_exact: as of `Pipeline`.
+            is_exact: whether gradients are to have the bits of one worker.
         """
         self._axes = axes
         self._plan = plan
@@ -87,7 +70,7 @@ class SpreadModel:
             self._tensor_plan = tensor_plan_of(model, plan.tensor_plan, axes.mesh.tp)
         self.pipeline: Pipeline | None = None
         if axes.pp is not None:
-            self.pipeline = self._cut(model, job, axes.pp, example, before_last_backward, is_exact=is_exact)
+            self.pipeline = self._cut(model, axes.pp, example, before_last_backward, is_exact=is_exact)
             model = self.pipeline.module
         self.notes: list[str] = [] if self.pipeline is None else list(self.pipeline.notes)
         if self._tensor_plan:
@@ -95,8 +78,6 @@ class SpreadModel:
         self.stages: list[nn.Module] = [model] if self.pipeline is None else self.pipeline.stages
         for stage in self.stages:
             self._shard(stage)
-        if self.pipeline is not None:
-            self.pipeline.forget_example()
         self.module = model
         weights(model, device)
         self._was_called = False
@@ -106,7 +87,6 @@ class SpreadModel:
     def _cut(
         self,
         model: nn.Module,
-        job: Job,
         group: dist.ProcessGroup,
         example: ModelCall | None,
         before_last_backward: Callable[[nn.Module], None],
@@ -115,23 +95,23 @@ class SpreadModel:
     ) -> Pipeline:
         """Cut the model into the stages of a pipeline."""
         axes, plan, device = self._axes, self._plan, self._device
-        if _fits(model, device):  # what layers cost is to be measured where they will run
-            model.to(device)
-        with buffers_kept(model) as changed:
-            pipeline = Pipeline(
-                model,
-                group,
-                plan.pipeline,
-                example,
-                device,
-                limits=_limits(job, plan, axes.mesh, device, example),
-                agreement=axes.world,
-                timeout_s=plan.timeout_s,
-                before_last_backward=before_last_backward,
-                is_exact=is_exact,
+        from paceline.parallel.stages import Pipeline  # loads the compiler, for a second
+
+        pipeline = Pipeline(
+            model,
+            group,
+            plan.pipeline,
+            example,
+            device,
+            before_last_backward=before_last_backward,
+            splits_backward=axes.mesh.fsdp == 1 and not plan.recompute,
+        )
+        if is_exact and pipeline.stages_that_share:
+            name = next(iter(pipeline.stages_that_share))
+            raise JobError(
+                f"parity = 'bitwise' cannot train this model with {axes.mesh}: '{name}' is used in several stages, "
+                "whose gradients would be added in another order than on one worker; use parity = 'numeric', or fsdp."
             )
-        if changed:
-            raise refused_in_pipeline(changed[0])
         if axes.mesh.fsdp > 1:
             _check_shared(pipeline.stages_that_share, axes.mesh)
         return pipeline
@@ -251,16 +231,6 @@ def _check_shared(stages_that_share: Mapping[str, Sequence[int]], mesh: Mesh) ->
                 f"{mesh} each of them would train its own copy; use pipeline.stages_per_worker = 1, cut the model "
                 "elsewhere (pipeline.cuts), or leave out the axis fsdp."
             )
-
-
-def _fits(model: nn.Module, device: torch.device) -> bool:
-    """Whether a model that has values, and a forward and backward pass of its layers one by one, fit onto `device`."""
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(tensor.is_meta for tensor in tensors):
-        return False
-    if device.type != "cuda":
-        return True
-    return 2 * sum(tensor.nbytes for tensor in tensors) < torch.cuda.mem_get_info(device)[0]
 
 
 def _place(stage: nn.Module, device: torch.device, plan: Plan) -> None:

@@ -1,0 +1,744 @@
+"""The axis pp: a model cut into stages, by torch.distributed.pipelining (Huang et al. 2019, Narayanan et al. 2021).
+
+`model_graph.py` cuts the model. Torch's schedules say which stage computes which micro-batch when, and send what
+crosses the cuts. A micro-batch is a virtual shard. Every worker calls the loss function for it, with a stand-in for the
+model: where that is called the stage computes, and only on the last stage does the loss function go on from there.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from paceline.dtensor_type import local_shard
+from paceline.errors import JobError, ModelError
+from paceline.parallel.blocks import blocks_of
+from paceline.parallel.model_graph import Arguments, BlockCall, Cut, ModelCall, Skeleton, put_together
+from paceline.partition import best_cut
+from paceline.spec import PipelineSpec
+from paceline.spec.model_cost import LayerCost
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A virtual shard on its way through the stages."""
+
+    loss_of: Callable[[nn.Module], Tensor]
+    """Calls the user's loss function with the model it is given, on these samples: their loss, weighted."""
+    form: Hashable = None
+    """The shapes and types of the samples."""
+    before_forward: Callable[[], None] = lambda: None
+    """Called before the forward pass of every stage: seeds generators."""
+    before_backward: Callable[[], None] = lambda: None
+    """Called before the backward pass of every stage, in which layers may be computed again."""
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Around the forward pass of every stage: autocast."""
+    scale: Callable[[Tensor], Tensor] = lambda loss: loss
+    """Applies the loss scale just before backward."""
+    after_backward: Callable[[nn.Module], object] = lambda _stage: None
+    """Called with a stage when the gradients of all of its parameters are there."""
+
+
+class Stage(nn.Module):
+    """Consecutive blocks of a model, and the parameters that operations between them use, under their names in it."""
+
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+        super().__init__()
+        self._functions: dict[Hashable, Callable[..., list[Tensor]]] = {}
+        """What the stage computes, for each form of the model's arguments."""
+        for name in sorted(names, key=lambda name: name.count(".")):
+            self.attach(model, name)
+
+    def attach(self, model: nn.Module, name: str) -> None:
+        """Hold a module, parameter or buffer of the model."""
+        *path, last = name.split(".")
+        owner: nn.Module = self
+        original = model
+        for part in path:
+            original = getattr(original, part)
+            if part not in owner._modules:
+                kind = type(original)
+                # A list of modules stays one: sharding and activation checkpointing look for lists of layers.
+                owner.add_module(part, kind() if kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict) else nn.Module())
+            owner = getattr(owner, part)
+        value = getattr(original, last)
+        if isinstance(value, nn.Module):
+            owner.add_module(last, value)
+        elif isinstance(value, nn.Parameter):
+            owner.register_parameter(last, value)
+        else:
+            owner.register_buffer(last, value, persistent=last not in original._non_persistent_buffers_set)
+
+    def add(self, form: Hashable, cut: Cut) -> None:
+        """Take what the stage computes for a form of the model's arguments.
+
+        Raises:
+            ModelError: another stage has what it would need.
+        """
+        for name in cut.used:
+            try:
+                operator.attrgetter(name)(self)
+            except AttributeError:
+                raise ModelError(
+                    f"A call of the model uses '{name}' in another stage than in training, or in evaluation alone; cut "
+                    "the model elsewhere (pipeline.cuts), or choose another strategy."
+                ) from None
+        self._functions[form] = cut.function
+
+    def forward(self, form: Hashable, *given: Tensor) -> list[Tensor]:
+        return self._functions[form](self, *given)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """All that decides what stages compute; equal on all workers."""
+
+    arguments: Hashable
+    training: bool
+
+
+@dataclass(frozen=True)
+class _Size:
+    """All that the shapes and types of what crosses the cuts follow from, for one form."""
+
+    num_samples: int
+    autocast: torch.dtype | None
+
+
+@dataclass
+class _Cuts:
+    """The stages for one form of the model's arguments."""
+
+    functions: list[Callable[..., list[Tensor]]]
+    output: Any
+    """What is around the model's output."""
+    leaving: dict[_Size, list[list[Tensor]]] = field(default_factory=dict)
+    """What leaves each stage: tensors on the meta device."""
+
+
+class Pipeline:
+    """One worker's stages of a model that is spread over the workers of a group."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: dist.ProcessGroup,
+        spec: PipelineSpec,
+        example: ModelCall | None,
+        device: torch.device,
+        *,
+        before_last_backward: Callable[[nn.Module], None] = lambda _stage: None,
+        splits_backward: bool = True,
+    ) -> None:
+        """
+        Args:
+            model: the whole model, alike on all workers, on any device, meta too: it is cut where it is. What is not in
+                this worker's stages is not kept.
+            example: how the loss function calls the model, for a few samples.
+            before_last_backward: called with a stage just before its last backward pass of a step.
+            splits_backward: whether the schedule zero_bubble may compute gradients of parameters by themselves.
+
+        Raises:
+            ModelError: the model cannot be cut, or not into as many stages.
+            JobError: an invalid schedule, or invalid names in `cuts`.
+        """
+        if spec.stages_per_worker > 1 and spec.schedule in ("gpipe", "1f1b"):
+            raise JobError(
+                f"pipeline.stages_per_worker = {spec.stages_per_worker} needs pipeline.schedule = 'interleaved' or "
+                f"'zero_bubble'; '{spec.schedule}' gives every worker one stage."
+            )
+        if example is None:
+            raise ModelError(
+                "A pipeline is cut by an example: call run.prepare(model, optimizer, example=inputs) with what the "
+                "loss function calls the model with, for a few samples."
+            )
+        self._group, self._spec, self._device = group, spec, device
+        self._rank, self._num_workers = dist.get_rank(group), dist.get_world_size(group)
+        self._before_last_backward, self._splits_backward = before_last_backward, splits_backward
+        self.num_stages = self._num_workers * spec.stages_per_worker
+        self._skeleton = Skeleton(model, device)
+        arguments = Arguments.of(example.on(device))
+        calls = self._skeleton.run(arguments.with_samples(arguments.sizes()[0]))
+        self.cuts = _checked_cuts(model, spec.cuts, self.num_stages) or _found_cuts(model, calls, self.num_stages)
+        """The blocks that begin a stage, all but the first's; such as `PipelineSpec.cuts` takes."""
+        self.notes = (
+            f"the model is cut into {self.num_stages} stages on {self._num_workers} workers, before "
+            + ", ".join(self.cuts),
+        )
+        form = _Form(arguments.form, model.training)
+        graph = self._skeleton.trace(arguments)
+        cuts = graph.cut(self.cuts)
+        self._forms = {form: _Cuts([cut.function for cut in cuts], graph.output)}
+        everywhere = _stages(model, [cut.used for cut in cuts])
+        self._stages = {number: stage for number, stage in enumerate(everywhere) if self._owner(number) == self._rank}
+        for number, stage in self._stages.items():
+            stage.add(form, cuts[number])
+        holders = _holders(everywhere)
+        self.stages_that_share = {
+            name: tuple(number for number, _ in holders[parameter])
+            for name, parameter in model.named_parameters()
+            if len(holders[parameter]) > 1
+        }
+        """The stages of each parameter that is in several, by its name in the model."""
+        self.shared_parameters = self._shared_parameters(model, holders)
+        """Parameters shared with other workers, and their ranks in the group; in the order of the model."""
+        places = {parameter: place for place, parameter in enumerate(model.parameters())}
+        self.num_parameters = len(places)
+        """The number of parameters of the whole model."""
+        own = list(self._stages.values())
+        self.places = {
+            name: places[one] for stage in own for name, one in stage.named_parameters(remove_duplicate=False)
+        }
+        """For each of this worker's parameters, by name, its place among those of the model."""
+        here = {module for stage in own for module in stage.modules()}
+        self.blocks = {path: block for path, block in blocks_of(model).items() if block in here}
+        """This worker's blocks, by path in the model."""
+        _free_other_layers(model, own)
+        self.stages: list[nn.Module] = [*own]
+        """This worker's stages, in their order."""
+        self.module: nn.Module = Stages(own, self._evaluate, frozenset(dir(model)))
+        """This worker's stages as one module; called, it computes the whole model."""
+        self._schedules: dict[Hashable, Any] = {}
+        self._measured: dict[Hashable, tuple[_Form, _Size]] = {}
+        """How the loss function calls the model, for a micro-batch of some form."""
+        self._micro_batches: Sequence[MicroBatch] = ()
+        """Those of the step under way."""
+
+    def _owner(self, stage: int) -> int:
+        """The rank in the group of the worker of a stage."""
+        return stage % self._num_workers
+
+    def _shared_parameters(self, model: nn.Module, holders: _Holders) -> dict[str, tuple[int, ...]]:
+        found: dict[str, tuple[int, ...]] = {}
+        for parameter in model.parameters():
+            ranks = {self._owner(number) for number, _ in holders[parameter]}
+            own_names = [name for number, name in holders[parameter] if self._owner(number) == self._rank]
+            if len(ranks) > 1 and own_names:
+                found[own_names[0]] = tuple(sorted(ranks))
+        return found
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this worker computes the loss."""
+        return self.num_stages - 1 in self._stages
+
+    @property
+    def rank_of_loss(self) -> int:
+        """The rank in the group of the worker that computes the loss."""
+        return self._owner(self.num_stages - 1)
+
+    # --- a step ---
+
+    def train_step(self, micro_batches: Sequence[MicroBatch], nothing: MicroBatch) -> None:
+        """Forward and backward of all micro-batches; a collective of all workers, with as many of them on each.
+
+        Gradients are left in `.grad`: sums over micro-batches, and over workers where several have a parameter.
+
+        Args:
+            nothing: counts for nothing; torch's schedules want a multiple of their rounds.
+        """
+        if not micro_batches:
+            return
+        num_passes = len(micro_batches)
+        has_rounds = self._spec.schedule in ("interleaved", "zero_bubble")
+        while has_rounds and num_passes % (num_passes // self._num_workers or 1):
+            num_passes += 1
+        self._micro_batches = [*micro_batches, *[nothing] * (num_passes - len(micro_batches))]
+        calls = [self._measure(one) for one in self._micro_batches]
+        form, size = max(calls, key=lambda call: call[1].num_samples)
+        if any(one != form for one, _ in calls):
+            raise ModelError(
+                "The loss function calls the model with inputs of other shapes for some virtual shards of a batch than "
+                "for others; a pipeline needs the same ones, but for the number of samples: pad them."
+            )
+        key = num_passes, form, size
+        if key not in self._schedules:
+            self._schedules[key] = self._schedule(num_passes, form, size)
+        numbers = torch.arange(num_passes)
+        try:
+            self._schedules[key].step(
+                *([numbers] if 0 in self._stages else []),
+                target=numbers if self.has_last_stage else None,
+                return_outputs=False,
+            )
+        except RuntimeError as problem:  # torch wraps what a stage raises
+            raise problem.__cause__ or problem from None
+        self._sum_shared_gradients()
+
+    def _measure(self, micro_batch: MicroBatch) -> tuple[_Form, _Size]:
+        """How the loss function calls the model; it is called up to there."""
+
+        def stop(args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+            form, arguments = self._arguments(args, kwargs)
+            self._measured[key] = form, self._size(arguments)
+            self._leaving(form, arguments)
+            raise _StoppedError
+
+        key = micro_batch.form, self.module.training
+        if key not in self._measured:
+            micro_batch.before_forward()
+            try:
+                with micro_batch.within():
+                    micro_batch.loss_of(self._stand_in(stop))
+            except _StoppedError:
+                return self._measured[key]
+            raise _not_called()
+        return self._measured[key]
+
+    def _schedule(self, num_passes: int, form: _Form, size: _Size) -> Any:
+        leaving = self._forms[form].leaving[size]
+        stages = []
+        for number, stage in self._stages.items():
+            part = _Part(self, number, stage, form, leaving[number])
+            inputs = leaving[number - 1] if number else [torch.zeros(1, dtype=torch.int64)]
+            stages.append(
+                _TorchStage(
+                    part,
+                    number,
+                    self.num_stages,
+                    self._device,
+                    input_args=tuple(inputs),
+                    output_args=(torch.zeros((), requires_grad=True),) if part.is_last else tuple(leaving[number]),
+                    group=self._group,
+                    dw_builder=None if self._splits_backward else lambda: _do_nothing,
+                )
+            )
+        schedule: Any = _SCHEDULES[self._spec.schedule]
+        of_stages = stages[0] if self._spec.schedule in ("gpipe", "1f1b") else stages
+        return schedule(of_stages, num_passes, loss_fn=lambda loss, _target: loss, scale_grads=False)
+
+    def compute(self, part: _Part, micro_batch: MicroBatch, arrived: Sequence[Tensor]) -> Any:
+        """The forward pass of a stage: what leaves it, or the loss of the last."""
+
+        def in_place_of_model(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            form, arguments = self._arguments(args, kwargs)
+            if form != part.form:
+                raise ModelError(
+                    "The loss function calls the model with other arguments than for samples of the same shapes "
+                    "before; in a pipeline their shapes have to follow from those of the samples."
+                )
+            values: list[Tensor] = []
+            if part.number:
+                before = self._leaving(form, arguments)[part.number - 1]
+                values = [_cropped(one, like) for one, like in zip(arrived, before, strict=True)]
+            found = part.stage(form, *values, *arguments.leaves)
+            if part.is_last:
+                return put_together(self._forms[form].output, found)
+            raise _StageDoneError(tuple(_padded(one, like) for one, like in zip(found, part.leaving, strict=True)))
+
+        micro_batch.before_forward()
+        with micro_batch.within():
+            try:
+                loss = micro_batch.loss_of(self._stand_in(in_place_of_model))
+            except _StageDoneError as done:
+                return done.values
+        if not part.is_last:
+            raise _not_called()
+        return micro_batch.scale(loss)
+
+    def _stand_in(self, answer: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> StandIn:
+        return StandIn(self._skeleton.model, self.module.training, answer)
+
+    def micro_batch(self, number: int) -> MicroBatch:
+        """One of the step under way."""
+        return self._micro_batches[number]
+
+    def before_last_backward(self, stage: nn.Module) -> None:
+        self._before_last_backward(stage)
+
+    # --- what the stages compute ---
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Form, Arguments]:
+        """The arguments of a call of the model; if no call had their form before, what the stages compute then."""
+        arguments = Arguments.of(ModelCall(args, kwargs))
+        form = _Form(arguments.form, self.module.training)
+        if form not in self._forms:
+            self._skeleton.set_mode(training=form.training)
+            graph = self._skeleton.trace(arguments)
+            cuts = graph.cut(self.cuts)
+            for number, stage in self._stages.items():
+                stage.add(form, cuts[number])
+            self._forms[form] = _Cuts([cut.function for cut in cuts], graph.output)
+        return form, arguments
+
+    def _size(self, arguments: Arguments) -> _Size:
+        kind = self._device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        return _Size(arguments.num_samples, autocast)
+
+    @torch.no_grad()
+    def _leaving(self, form: _Form, arguments: Arguments) -> list[list[Tensor]]:
+        """What leaves each stage, on the meta device: found by a pass through the skeleton."""
+        known, size = self._forms[form].leaving, self._size(arguments)
+        if size not in known:
+            self._skeleton.set_mode(training=form.training)
+            values: list[Tensor] = []
+            known[size] = found = []
+            with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+                for function in self._forms[form].functions:
+                    values = function(self._skeleton.model, *values, *arguments.leaves)
+                    found.append([_form_of(one) for one in values])
+        return known[size]
+
+    @torch.no_grad()
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """The whole model: stage after stage, and the output for everybody."""
+        form, arguments = self._arguments(args, kwargs)
+        leaving = self._leaving(form, arguments)
+        values: list[Tensor] = []
+        for number, stage in self._stages.items():
+            if number and self._owner(number - 1) != self._rank:
+                values = [torch.empty_like(one, device=self._device) for one in leaving[number - 1]]
+                for value in values:
+                    dist.recv(value, group=self._group, group_src=self._owner(number - 1))
+            values = stage(form, *values, *arguments.leaves)
+            if number < self.num_stages - 1 and self._owner(number + 1) != self._rank:
+                for value in values:
+                    dist.send(value.contiguous(), group=self._group, group_dst=self._owner(number + 1))
+        if not self.has_last_stage:
+            values = [torch.empty_like(one, device=self._device) for one in leaving[-1]]
+        values = [value.contiguous() for value in values]
+        for value in values:
+            dist.broadcast(value, group=self._group, group_src=self.rank_of_loss)
+        return put_together(self._forms[form].output, values)
+
+    def _sum_shared_gradients(self) -> None:
+        """Add up the gradients of parameters that several workers have, in the order of ranks, so that they are the
+        same everywhere. All messages are one batch: sent one by one, workers could wait in a circle."""
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        operations: list[dist.P2POp] = []
+        sums: list[tuple[Tensor, list[Tensor]]] = []
+        for name, ranks in self.shared_parameters.items():
+            parameter = named[name]
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            mine = local_shard(parameter.grad).contiguous()
+            parts = [mine if rank == self._rank else torch.empty_like(mine) for rank in ranks]
+            sums.append((local_shard(parameter.grad), parts))
+            for rank, part in zip(ranks, parts, strict=True):
+                if rank != self._rank:
+                    operations.append(dist.P2POp(dist.isend, mine, group=self._group, group_peer=rank))
+                    operations.append(dist.P2POp(dist.irecv, part, group=self._group, group_peer=rank))
+        for work in dist.batch_isend_irecv(operations) if operations else []:
+            work.wait()
+        for gradient, parts in sums:
+            gradient.copy_(torch.stack(parts).sum(0))
+
+
+class _Part(nn.Module):
+    """A stage as torch's schedules call it."""
+
+    def __init__(self, pipeline: Pipeline, number: int, stage: Stage, form: _Form, leaving: Sequence[Tensor]) -> None:
+        """
+        Args:
+            leaving: what leaves the stage for the largest micro-batch, on the meta device.
+        """
+        super().__init__()
+        self.number, self.stage, self.form, self.leaving = number, stage, form, leaving
+        self.pipeline = pipeline
+        self.is_last = number == pipeline.num_stages - 1
+        self.micro_batch = 0
+        """The number of the micro-batch that passes."""
+
+    def forward(self, *arrived: Tensor) -> Any:
+        return self.pipeline.compute(self, self.pipeline.micro_batch(self.micro_batch), arrived)
+
+
+class _TorchStage(PipelineStage):
+    """Torch's stage, with what is to be done before and after its passes."""
+
+    submod: _Part
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self.submod.micro_batch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        micro_batch = self._begin(bwd_chunk_id, is_last=last_backward and full_backward)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if full_backward:
+            micro_batch.after_backward(self.submod.stage)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        micro_batch = self._begin(bwd_chunk_id, is_last=last_backward)
+        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        micro_batch.after_backward(self.submod.stage)
+
+    def _begin(self, number: int, *, is_last: bool) -> MicroBatch:
+        pipeline = self.submod.pipeline
+        if is_last:
+            pipeline.before_last_backward(self.submod.stage)
+        micro_batch = pipeline.micro_batch(number)
+        micro_batch.before_backward()
+        return micro_batch
+
+
+_SCHEDULES = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+
+
+def _do_nothing() -> None:
+    """What is left of a backward pass that was not split."""
+
+
+def _form_of(tensor: Tensor) -> Tensor:
+    form = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return form.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else form
+
+
+def _padded(tensor: Tensor, full: Tensor) -> Tensor:
+    """A tensor of the shape of `full`, as it is sent: torch's stages know one shape."""
+    if tensor.dtype != full.dtype:
+        raise ModelError(f"A stage gives {tensor.dtype} where {full.dtype} is expected.")
+    if tensor.shape != full.shape:
+        padded = tensor.new_zeros(full.shape)
+        padded[tuple(slice(size) for size in tensor.shape)] = tensor
+        tensor = padded
+    # What a frozen stage sends gets a gradient too, so that messages do not depend on what is frozen.
+    is_constant = full.requires_grad and not tensor.requires_grad
+    return tensor.detach().requires_grad_() if is_constant else tensor.contiguous()
+
+
+def _cropped(tensor: Tensor, like: Tensor) -> Tensor:
+    """What `_padded` has made larger, in the shape of `like`."""
+    if tensor.shape == like.shape:
+        return tensor
+    return tensor[tuple(slice(size) for size in like.shape)].contiguous()
+
+
+# --- where to cut ---
+
+
+def _checked_cuts(model: nn.Module, names: Sequence[str], num_stages: int) -> tuple[str, ...]:
+    """The blocks that a plan names."""
+    blocks = blocks_of(model)
+    unknown = [name for name in names if name not in blocks]
+    if unknown:
+        raise JobError(
+            f"pipeline.cuts names {unknown[0]!r}, which is no block of the model; it has {', '.join(blocks)}."
+        )
+    if names and len(names) != num_stages - 1:
+        raise JobError(f"pipeline.cuts names {len(names)} blocks, and {num_stages} stages need {num_stages - 1}.")
+    return tuple(names)
+
+
+def _found_cuts(model: nn.Module, calls: Sequence[BlockCall], num_stages: int) -> tuple[str, ...]:
+    """The blocks that begin stages which compute about equally much; where nothing is counted, by their parameters."""
+    blocks = blocks_of(model)
+    sizes = [sum(one.numel() for one in blocks[call.path].parameters()) for call in calls]
+    work = [call.flops for call in calls] if any(call.flops for call in calls) else sizes
+    paths = [call.path for call in calls]
+    costs = [
+        LayerCost(path, float(one) or 1.0, may_begin=path not in paths[:place])
+        for place, (path, one) in enumerate(zip(paths, work, strict=True))
+    ]
+    return tuple(paths[start] for start in best_cut(costs, num_stages)[1:])
+
+
+_Holders = Mapping[nn.Parameter, Sequence[tuple[int, str]]]
+"""The stages that have each parameter, in their order, and its name there."""
+
+
+def _holders(stages: Sequence[Stage]) -> _Holders:
+    holders: dict[nn.Parameter, list[tuple[int, str]]] = {}
+    for number, stage in enumerate(stages):
+        for name, parameter in stage.named_parameters():
+            holders.setdefault(parameter, []).append((number, name))
+    return holders
+
+
+def _stages(model: nn.Module, used: Sequence[Sequence[str]]) -> list[Stage]:
+    """The stages; the first one holds what no stage uses, too."""
+    stages = [Stage(model, names) for names in used]
+    held = {name for stage in stages for name in _tensor_names(stage)}
+    for name in _tensor_names(model):
+        if name not in held:
+            stages[0].attach(model, name)
+    return stages
+
+
+def _tensor_names(model: nn.Module) -> list[str]:
+    """All names of parameters and buffers."""
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return [name for name, _ in tensors]
+
+
+def _free_other_layers(model: nn.Module, stages: Sequence[Stage]) -> None:
+    """Free the parameters of `model` that are in none of this worker's stages: they become scalars, expanded to their
+    shapes."""
+    own = {module for stage in stages for module in stage.modules()}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and module not in own:
+                nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+                module._parameters[name] = nn.Parameter(nothing, requires_grad=False)
+
+
+# --- what scripts are given in place of the model ---
+
+
+class _StoppedError(BaseException):
+    """The model was called; not an Exception, which a loss function might catch."""
+
+
+class _StageDoneError(BaseException):
+    """A stage that is not the last has computed; not an Exception, which a loss function might catch."""
+
+    def __init__(self, values: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.values = values
+
+
+def _not_called() -> ModelError:
+    return ModelError("The loss function did not call the model it was given; in a pipeline it has to.")
+
+
+def _in_parts(what: str) -> ModelError:
+    return ModelError(
+        f"The loss function uses {what}, of which a worker of a pipeline has a part: call the model itself (an L2 "
+        "penalty is the optimizer's weight_decay), or choose another strategy."
+    )
+
+
+class StandIn(nn.Module):
+    """What a loss function is given in place of the model."""
+
+    def __init__(
+        self, skeleton: nn.Module, training: bool, answer: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+    ) -> None:
+        """
+        Args:
+            skeleton: has the attributes of the model, such as its configuration.
+            answer: called with the arguments of the model.
+        """
+        super().__init__()
+        self.training = training
+        self._skeleton = (skeleton,)
+        self._answer = answer
+        self._was_called = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._was_called:
+            raise ModelError(
+                "The loss function calls the model twice; in a pipeline it can do so once: put both halves into one "
+                "batch, or choose another strategy."
+            )
+        self._was_called = True
+        return self._answer(args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            value = getattr(self.__dict__["_skeleton"][0], name)
+            if callable(value) or isinstance(value, Tensor):
+                raise _in_parts(f"model.{name}") from None
+            return value
+
+    # What would look for layers and parameters would find none, and a penalty on them be 0.
+
+    def named_modules(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise _in_parts("the model's modules or parameters")
+
+    def named_children(self) -> NoReturn:
+        raise _in_parts("the model's modules")
+
+    def state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise _in_parts("model.state_dict()")
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise _in_parts(f"model[{index!r}]")
+
+    def train(self, mode: bool = True) -> Self:
+        self.training = mode
+        return self
+
+
+class _NotHereError(ModelError, AttributeError):
+    """The whole model has this attribute, its stages do not; an `AttributeError`, so that `hasattr` is False."""
+
+
+def _not_here(used: str) -> str:
+    return (
+        f"The script uses {used}, and a worker of a pipeline has some layers of the model only; reach into it before "
+        "run.prepare, take run.whole_state() for its weights, or choose another strategy."
+    )
+
+
+class Stages(nn.Module):
+    """The stages of one worker as one module, with the names of the whole model.
+
+    Called, it is the whole model, for evaluation: a collective of all workers of the pipeline, each of which gets the
+    output.
+    """
+
+    def __init__(self, stages: Sequence[Stage], whole: Any, attributes: Container[str]) -> None:
+        """
+        Args:
+            whole: computes the whole model.
+            attributes: names of attributes of the whole model that stages lack.
+        """
+        super().__init__()
+        self._own_stages = nn.ModuleList(stages)
+        self._whole = whole
+        self._attributes = attributes
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._whole(*args, **kwargs)
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise ModelError(_not_here(f"model[{index!r}]"))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in vars(self).get("_attributes", ()):
+                raise _NotHereError(_not_here(f"model.{name}")) from None
+            raise
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        memo = set() if memo is None else memo
+        yield prefix, self
+        for stage in self._own_stages:
+            yield from stage.named_modules(memo, prefix, remove_duplicate)
+
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        for stage in self._own_stages:
+            destination = stage.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """`nn.Module.load_state_dict` of the whole model's state, of which the stage takes its own part."""
+        own = set(self.state_dict())
+        missing = sorted(own - state_dict.keys())
+        unexpected = sorted(state_dict.keys() - own)
+        if strict and (missing or unexpected):
+            raise RuntimeError(f"this worker's stages miss {missing} in the state, and have no {unexpected}")
+        for stage in self._own_stages:
+            stage.load_state_dict(state_dict, strict=False, assign=assign)
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
