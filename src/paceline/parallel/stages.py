@@ -249,14 +249,11 @@ class Pipeline:
         Gradients are left in `.grad`: sums over micro-batches, and over workers where several have a parameter.
 
         Args:
-            nothing: counts for nothing; torch's schedules want a multiple of their rounds.
+            nothing: counts for nothing; goes through as well where torch's schedule wants more micro-batches.
         """
         if not micro_batches:
             return
-        num_passes = len(micro_batches)
-        has_rounds = self._spec.schedule in ("interleaved", "zero_bubble")
-        while has_rounds and num_passes % (num_passes // self._num_workers or 1):
-            num_passes += 1
+        num_passes = self._num_passes(len(micro_batches))
         self._micro_batches = [*micro_batches, *[nothing] * (num_passes - len(micro_batches))]
         calls = [self._measure(one) for one in self._micro_batches]
         form, size = max(calls, key=lambda call: call[1].num_samples)
@@ -278,6 +275,18 @@ class Pipeline:
         except RuntimeError as problem:  # torch wraps what a stage raises
             raise problem.__cause__ or problem from None
         self._sum_shared_gradients()
+
+    def _num_passes(self, num_micro_batches: int) -> int:
+        """The next number of micro-batches that torch's schedule takes."""
+        if self._spec.schedule == "gpipe":
+            return num_micro_batches
+        if self._spec.schedule == "1f1b":
+            return max(num_micro_batches, self.num_stages)
+        num_rounds = num_micro_batches // self._num_workers or 1
+        while num_micro_batches % num_rounds:
+            num_micro_batches += 1
+            num_rounds = num_micro_batches // self._num_workers
+        return num_micro_batches
 
     def _measure(self, micro_batch: MicroBatch) -> tuple[_Form, _Size]:
         """How the loss function calls the model; it is called up to there."""
