@@ -9,6 +9,9 @@ from pathlib import Path
 
 _MODULES = (
     "torch._dynamo",  # an optimizer's first step would load it
+    "torch._export",  # and this, with the two after it, the cut of a model into stages
+    "torch.export._trace",
+    "networkx",
     "torch.distributed.checkpoint",
     "pytest",
     "hypothesis",

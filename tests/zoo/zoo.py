@@ -194,7 +194,7 @@ ZOO: dict[str, Entry] = {
         ("input_values",),
         "skips layers at random, masks by NumPy's generator",
         leaves_parameters_unused=True,
-        is_cut="value",
+        is_cut="NumPy",
     ),
     "torch-transformer": Entry(
         of_torch.Translator, samples.translated_text, token_loss, _TRANSLATION, "`nn.Transformer` with padding masks"
@@ -204,9 +204,7 @@ ZOO: dict[str, Entry] = {
     "vae": Entry(
         of_torch.VariationalAutoencoder, samples.images, decoded_loss, _IMAGE, "draws its code, returns a dataclass"
     ),
-    "plain-objects": _image_classifier(
-        of_torch.PlainObjects, "blocks return objects of a class of their own", is_cut="tensors"
-    ),
+    "plain-objects": _image_classifier(of_torch.PlainObjects, "blocks return objects of a class of their own"),
     "spectral-norm": _image_classifier(of_torch.SpectralNorm, "buffers: singular vectors", is_cut=_CHANGES_BUFFERS),
     "moving-averages": _image_classifier(
         of_torch.MovingAverages, "buffers: an average and a counter", is_cut=_CHANGES_BUFFERS

@@ -211,7 +211,7 @@ class Skeleton:
                 "torch.nn.utils.weight_norm or prune makes; use torch.nn.utils.parametrizations, or the strategy dp."
             ) from problem
         for module in self.model.modules():
-            config = getattr(module, "config", None)
+            config: Any = getattr(module, "config", None)
             if getattr(config, "use_cache", False):  # of transformers: to generate text, not to train
                 config.use_cache = False
         self.modes = {module: module.training for module in self.model.modules()}
@@ -305,7 +305,8 @@ class Skeleton:
         try:
             with self._with_blocks(opaque), torch.no_grad(), warnings.catch_warnings(action="ignore"):
                 program = torch.export.export(flat, tuple(more.leaves), dynamic_shapes=(dims,), strict=False)
-                program = program.run_decompositions({})  # nothing is changed in place then
+                if _changes_in_place(program.graph):
+                    program = program.run_decompositions({})
         except Exception as problem:
             raise ModelError(
                 f"{type(self.model).__name__} cannot be cut into stages, because torch.export cannot trace what it "
@@ -316,6 +317,12 @@ class Skeleton:
             _traced.clear()
         traced: Any = program.module(check_guards=False)
         return ModelGraph(self.model, traced, arguments.batch_leaf, [call for call, _ in calls], seen)
+
+
+def _changes_in_place(graph: fx.Graph) -> bool:
+    """Whether an operation writes into a tensor that it is given, whose other uses would not tell so."""
+    names = (str(node.target).split(".") for node in graph.nodes if node.op == "call_function")
+    return any(name[0] == "aten" and name[1].endswith("_") for name in names)
 
 
 @dataclass(frozen=True)

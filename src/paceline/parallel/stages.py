@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -32,25 +31,8 @@ from paceline.partition import best_cut
 from paceline.spec import PipelineSpec
 from paceline.spec.model_cost import LayerCost
 
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """A virtual shard on its way through the stages."""
-
-    loss_of: Callable[[nn.Module], Tensor]
-    """Calls the user's loss function with the model it is given, on these samples: their loss, weighted."""
-    form: Hashable = None
-    """The shapes and types of the samples."""
-    before_forward: Callable[[], None] = lambda: None
-    """Called before the forward pass of every stage: seeds generators."""
-    before_backward: Callable[[], None] = lambda: None
-    """Called before the backward pass of every stage, in which layers may be computed again."""
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Around the forward pass of every stage: autocast."""
-    scale: Callable[[Tensor], Tensor] = lambda loss: loss
-    """Applies the loss scale just before backward."""
-    after_backward: Callable[[nn.Module], object] = lambda _stage: None
-    """Called with a stage when the gradients of all of its parameters are there."""
+if TYPE_CHECKING:
+    from paceline.parallel.engines.piped_passes import MicroBatch
 
 
 class Stage(nn.Module):

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -29,15 +30,17 @@ from paceline.parallel.axes import Axes
 from paceline.parallel.dtensor import is_sharded, part, reshard, shard_of_part
 from paceline.parallel.engine import StepInput
 from paceline.parallel.engines.bitwise import BitwiseDataParallel, Shard, norms_of
-from paceline.parallel.engines.piped_passes import micro_batch_of, stand_in_batch
+from paceline.parallel.engines.piped_passes import MicroBatch, micro_batch_of, stand_in_batch
 from paceline.parallel.losses import LossLayout, LossLayouts, ShardLoss, StepLoss
 from paceline.parallel.model_graph import ModelCall
 from paceline.parallel.passes import Passes
 from paceline.parallel.sharded import sharded_modules
 from paceline.parallel.sharding.initial_weights import align
 from paceline.parallel.sharding.spread_model import SpreadModel
-from paceline.parallel.stages import MicroBatch, Pipeline
 from paceline.spec import Job, Plan
+
+if TYPE_CHECKING:
+    from paceline.parallel.stages import Pipeline
 
 
 class BitwiseMesh(BitwiseDataParallel):

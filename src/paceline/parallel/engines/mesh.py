@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,10 @@ from paceline.parallel.losses import LossLayout, LossLayouts, StepLoss
 from paceline.parallel.model_graph import ModelCall
 from paceline.parallel.passes import Passed, Passes
 from paceline.parallel.sharding.spread_model import SpreadModel
-from paceline.parallel.stages import Pipeline
 from paceline.spec import Job, Plan
+
+if TYPE_CHECKING:
+    from paceline.parallel.stages import Pipeline
 
 
 class MeshParallel(Engine):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,7 +14,26 @@ from paceline.parallel.buffers import standing_in
 from paceline.parallel.engine import StepInput
 from paceline.parallel.losses import ShardLoss
 from paceline.parallel.passes import Passes
-from paceline.parallel.stages import MicroBatch
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A virtual shard on its way through the stages."""
+
+    loss_of: Callable[[nn.Module], Tensor]
+    """Calls the user's loss function with the model it is given, on these samples: their loss, weighted."""
+    form: Hashable = None
+    """The shapes and types of the samples."""
+    before_forward: Callable[[], None] = lambda: None
+    """Called before the forward pass of every stage: seeds generators."""
+    before_backward: Callable[[], None] = lambda: None
+    """Called before the backward pass of every stage, in which layers may be computed again."""
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Around the forward pass of every stage: autocast."""
+    scale: Callable[[Tensor], Tensor] = lambda loss: loss
+    """Applies the loss scale just before backward."""
+    after_backward: Callable[[nn.Module], object] = lambda _stage: None
+    """Called with a stage when the gradients of all of its parameters are there."""
 
 
 def micro_batch_of(passes: Passes, step: StepInput, shard: int, take_loss: Callable[[ShardLoss], None]) -> MicroBatch:
@@ -58,7 +79,7 @@ def stand_in_batch(passes: Passes, step: StepInput, module: nn.Module) -> MicroB
 
     return MicroBatch(
         loss_of=lambda model: passes.loss_of_nothing(step, model).weighted,
-        form=("nothing", *_form(step, 0, passes.num_stand_ins(step))),
+        form=("nothing", _form(step, 0, passes.num_stand_ins(step))),
         within=within,
         scale=step.scale,
     )
