@@ -24,7 +24,6 @@ from paceline.parallel.sharding.initial_weights import initial_weights
 from paceline.parallel.tensor_plan import TensorPlan, apply_tensor_plan, described, tensor_plan_of
 from paceline.spec import Mesh, Plan
 
-
 if TYPE_CHECKING:
     from paceline.parallel.stages import Pipeline
 
