@@ -28,17 +28,27 @@ from paceline.parallel.blocks import blocks_of
 from paceline.parallel.buffers import buffers_kept, refused_in_pipeline
 from paceline.parallel.generators import host_states
 
+_PLACE = torch.empty(0)
+"""Where a tensor was that has been taken out."""
+
 
 def take_apart(value: Any) -> tuple[list[Tensor], Any]:
     """The tensors in `value`, however nested, and what is around them."""
-    around = map_tensors(value, lambda _tensor: torch.empty(0), open_object)
-    return list(tensors(value, open_object)), around
+    return list(tensors(value, open_object)), map_tensors(value, lambda _tensor: _PLACE, open_object)
 
 
 def put_together(around: Any, leaves: Sequence[Any]) -> Any:
     """What `take_apart` took apart, with other tensors."""
     left = iter(leaves)
     return map_tensors(around, lambda _tensor: next(left), open_object)
+
+
+def _described(value: Any) -> Hashable:
+    """All about a value but its tensors."""
+    container = None if isinstance(value, Tensor) else open_object(value)
+    if container is None:
+        return "a tensor" if isinstance(value, Tensor) else repr(value)
+    return type(value).__name__, container.places, *map(_described, container.values)
 
 
 @dataclass(frozen=True)
@@ -97,7 +107,7 @@ class Arguments:
             (leaf.dtype, leaf.shape[1:] if has_samples else leaf.shape)
             for leaf, has_samples in zip(self.leaves, self.has_samples, strict=True)
         )
-        return (*shapes, repr(self.around))
+        return (*shapes, _described(self.around))
 
     def with_samples(self, num_samples: int) -> Arguments:
         """The call with another number of samples, repeated from these."""
@@ -111,8 +121,8 @@ class Arguments:
     def sizes(self) -> tuple[int, int]:
         """Two numbers of samples that are no other dimension's size, which a graph could take one for."""
         taken = {size for leaf in self.leaves for size in leaf.shape[1:]}
-        free = [size for size in (5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 41) if size not in taken]
-        return free[0], free[1]
+        few, more, *_ = (size for size in range(6, 100, 4) if size not in taken)
+        return few, more
 
 
 @dataclass(frozen=True)
@@ -124,10 +134,6 @@ class BlockCall:
     around: Any
     """What is around the outputs."""
     flops: int
-
-    def check_outputs(self, value: Any) -> None:
-        if isinstance(value, PackedSequence):
-            raise ModelError(f"'{self.path}' returns a packed sequence, which a pipeline cannot send on; pad it.")
 
 
 # What `paceline::block` stands for in the trace under way: for each call the outputs with two numbers of samples.
@@ -252,8 +258,8 @@ class Skeleton:
                 value = forward(*args, **kwargs)
                 leaves, around = take_apart(value)
                 calls.append(BlockCall(path, leaves, around, counter.get_total_flops() - before))
-                for one in (value, *args, *kwargs.values()):
-                    calls[-1].check_outputs(one)
+                if any(isinstance(one, PackedSequence) for one in (value, *args, *kwargs.values())):
+                    raise ModelError(f"'{path}' takes or returns a packed sequence, which stages cannot send; pad it.")
                 return value
 
             return run
