@@ -45,6 +45,7 @@ CASES = {
         ENGINES["dp, bitwise"], replace(_TIED, optimizer=partial(_with_momentum, weight_decay=0.1))
     ),
     "the norm of weights in two stages": Case(ENGINES["pp, 1f1b"], replace(_TIED, clip_norm=0.1)),
+    "what goes past two stages": Case(ENGINES["pp, interleaved"], replace(_CLASSES, model=models.skips)),
     "outer steps by Nesterov's method": Case(
         _NESTEROV, _CLASSES, _NESTEROV, partial(SGD, lr=0.3 * 0.7, momentum=0.9, nesterov=True)
     ),

@@ -49,6 +49,16 @@ class Tied(nn.Module):
         return logits
 
 
+class Skips(Layers):
+    """What the first layer gives goes past two of the others, and is used twice behind them."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        early = self.first(inputs).tanh()
+        late = self.third(self.second(early).tanh() + early).tanh()
+        logits: Tensor = self.head(late * early + early)
+        return logits
+
+
 CUTS = ("second", "third", "head")
 """Where stages of `Layers` and `Tied` may begin."""
 TENSOR_PLAN = {"first": "colwise", "second": "rowwise"}
@@ -63,6 +73,11 @@ def layers(**options: Any) -> nn.Module:
 def tied() -> nn.Module:
     torch.manual_seed(0)
     return Tied()
+
+
+def skips() -> nn.Module:
+    torch.manual_seed(0)
+    return Skips()
 
 
 layers_with_dropout = partial(layers, dropout=0.5)
