@@ -339,6 +339,9 @@ class Cut:
     """function(stage, *arriving, *leaves): the tensors that leave, of those that arrive and the model's arguments."""
     used: tuple[str, ...]
     """Paths of the blocks that it calls, and of the parameters and buffers that operations between them use."""
+    can_split: bool
+    """Whether all that leaves follows from what arrives: torch finds the gradients of other parameters only where it
+    computes those of inputs and of parameters at once."""
 
 
 class ModelGraph:
@@ -456,7 +459,12 @@ class ModelGraph:
         for node in nodes:
             place(node)
         graph.output([place(node) for node in leaving])
-        return Cut(type(fx.GraphModule(self._model, graph)).forward, tuple(used))
+        follows = set(arriving)
+        for node in nodes:
+            if not follows.isdisjoint(node.all_input_nodes):
+                follows.add(node)
+        function = type(fx.GraphModule(self._model, graph)).forward
+        return Cut(function, tuple(used), can_split=follows.issuperset(set(leaving) - self._light))
 
 
 def _calling(around: Any) -> Callable[..., list[Tensor]]:

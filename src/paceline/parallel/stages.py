@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import (
 from paceline.dtensor_type import local_shard
 from paceline.errors import JobError, ModelError
 from paceline.parallel.blocks import blocks_of
-from paceline.parallel.model_graph import Arguments, BlockCall, ModelCall, Skeleton, put_together
+from paceline.parallel.model_graph import Arguments, BlockCall, Cut, ModelCall, Skeleton, put_together
 from paceline.parallel.stage_modules import Stage, Stages, StandIn, free_other_layers, stages_of
 from paceline.partition import best_cut
 from paceline.spec import PipelineSpec
@@ -55,7 +55,7 @@ class _Size:
 class _Cuts:
     """The stages for one form of the model's arguments."""
 
-    functions: list[Callable[..., list[Tensor]]]
+    stages: Sequence[Cut]
     output: Any
     """What is around the model's output."""
     leaving: dict[_Size, list[list[Tensor]]] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Pipeline:
         )
         form = _Form(arguments.form, model.training)
         cuts = graph.cut(self.cuts)
-        self._forms = {form: _Cuts([cut.function for cut in cuts], graph.output)}
+        self._forms = {form: _Cuts(cuts, graph.output)}
         everywhere = stages_of(model, [cut.used for cut in cuts])
         self._stages = {number: stage for number, stage in enumerate(everywhere) if self._owner(number) == self._rank}
         for number, stage in self._stages.items():
@@ -243,6 +243,7 @@ class Pipeline:
         leaving = self._forms[form].leaving[size]
         stages = []
         for number, stage in self._stages.items():
+            splits = self._splits_backward and (number == 0 or self._forms[form].stages[number].can_split)
             part = _Part(self, number, stage, form, leaving[number])
             inputs = leaving[number - 1] if number else [torch.zeros(1, dtype=torch.int64)]
             stages.append(
@@ -254,7 +255,7 @@ class Pipeline:
                     input_args=tuple(inputs),
                     output_args=(torch.zeros((), requires_grad=True),) if part.is_last else tuple(leaving[number]),
                     group=self._group,
-                    dw_builder=None if self._splits_backward else lambda: _do_nothing,
+                    dw_builder=None if splits else lambda: _do_nothing,
                 )
             )
         schedule: Any = _SCHEDULES[self._spec.schedule]
@@ -312,7 +313,7 @@ class Pipeline:
             cuts = graph.cut(self.cuts)
             for number, stage in self._stages.items():
                 stage.add(form, cuts[number])
-            self._forms[form] = _Cuts([cut.function for cut in cuts], graph.output)
+            self._forms[form] = _Cuts(cuts, graph.output)
         return form, arguments
 
     def _size(self, arguments: Arguments) -> _Size:
@@ -329,8 +330,8 @@ class Pipeline:
             values: list[Tensor] = []
             known[size] = found = []
             with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-                for function in self._forms[form].functions:
-                    values = function(self._skeleton.model, *values, *arguments.leaves)
+                for stage in self._forms[form].stages:
+                    values = stage.function(self._skeleton.model, *values, *arguments.leaves)
                     found.append([_form_of(one) for one in values])
         return known[size]
 
@@ -458,7 +459,8 @@ def _padded(tensor: Tensor, full: Tensor) -> Tensor:
         tensor = padded
     # What a frozen stage sends gets a gradient too, so that messages do not depend on what is frozen.
     is_constant = full.requires_grad and not tensor.requires_grad
-    return tensor.detach().requires_grad_() if is_constant else tensor.contiguous()
+    # A copy: torch detaches what leaves a stage in place, which an operation may have saved or a view does not allow.
+    return tensor.detach().requires_grad_() if is_constant else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _cropped(tensor: Tensor, like: Tensor) -> Tensor:
