@@ -40,7 +40,7 @@ class PipelineSpec:
     stages_per_worker: int = at_least(1, 1)
     """More than one with the schedules "interleaved" and "zero_bubble"."""
     cuts: tuple[str, ...] = ()
-    """The modules that begin a stage, all but the first's; empty: stages of equal measured time."""
+    """The blocks that begin a stage, all but the first's; empty: stages that compute equally much."""
 
 
 @dataclass(frozen=True)

@@ -146,9 +146,9 @@ class Run:
             scheduler: a learning-rate scheduler of torch or transformers over the optimizer, or a list of them: moved
                 after each update, and kept with checkpoints.
             find_unused_parameters: set it if some parameters get no gradient in some steps.
-            example: what `model` is called with for a few samples: a tensor, a tuple of positional arguments, or a
-                mapping of keyword arguments, such as a batch of a tokenizer. A pipeline needs it, to cut the model into
-                stages that take equally long.
+            example: what the loss function calls `model` with, for a few samples: a tensor, a tuple of positional
+                arguments, or a mapping of keyword arguments, such as a batch of a tokenizer. A pipeline needs it, to
+                cut the model into stages that compute equally much.
             tensor_plan: which modules the workers of the mesh axis tp share, and how: {"blocks.*.up": "colwise",
                 "blocks.*.down": "rowwise"}; None: the plan's, or the model's own `_tp_plan`.
 
