@@ -150,7 +150,8 @@ _RUN_FOLDER = {
     "checkpoints/": "see [Checkpoints](../../checkpoints.md)",
     "logs/": "what each worker printed",
     "failure.json": "after a failure: who failed, why, where, and what to try",
-    "elastic.json": "of a run that was started again: every start, and why",
+    "failure-1.json": "of a run that was started again: the failure before restart 1",
+    "workers/": "notes of how each worker began and ended",
 }
 _VALUES = {"plan.json": paceline.Plan, "record.json": paceline.RunRecord, "cluster.json": paceline.Cluster}
 

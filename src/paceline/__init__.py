@@ -35,13 +35,12 @@ if TYPE_CHECKING:
     from paceline.workflows.train import train
     from paceline.workflows.verify import verify
     from paceline.workflows.watch import watch
-    from paceline.workflows.where import Elastic, Where
+    from paceline.workflows.where import Where
 
 __version__ = "0.2.0"
 __all__ = [
     "Callback",
     "Cluster",
-    "Elastic",
     "Forecast",
     "Job",
     "Mean",
@@ -78,7 +77,7 @@ __all__ = [
 _MODULES = {
     **dict.fromkeys(("Cluster", "Job", "Plan", "RunRecord"), "paceline.spec"),
     **dict.fromkeys(("Callback", "Run", "init"), "paceline.train"),
-    **dict.fromkeys(("Elastic", "Where"), "paceline.workflows.where"),
+    "Where": "paceline.workflows.where",
     **dict.fromkeys(("fit_step_times", "suggest_measurements"), "paceline.workflows.step_times"),
     "Forecast": "paceline.spec.forecast",
     "Mean": "paceline.parallel.losses",

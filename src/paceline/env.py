@@ -22,7 +22,6 @@ from paceline.errors import LaunchError
 OWN = "PACELINE_"
 """How Paceline's own variables begin: they are read where they are used, never while modules are loaded."""
 
-RENDEZVOUS = "PACELINE_RENDEZVOUS"
 RUN_DIR = "PACELINE_RUN_DIR"
 """The run folder that the launcher made."""
 LAUNCHED_AT = "PACELINE_LAUNCHED_AT"
@@ -32,38 +31,26 @@ TRACE_DIR = "PACELINE_TRACE_DIR"
 MAX_STEPS = "PACELINE_MAX_STEPS"
 DEVICE = "PACELINE_DEVICE"
 HEARTBEAT = "PACELINE_HEARTBEAT"
-FORKED_BY = "PACELINE_FORKED_BY"
-"""The fork server that a worker, and what it starts, comes from."""
-STORE_FD = "PACELINE_STORE_FD"
-"""The listening socket that rank 0 is given for the rendezvous of all workers."""
-TORCH_STORE_FD = "PACELINE_TORCH_STORE_FD"
-"""The listening socket that rank 0 is given for the store of programs that call `init_process_group`."""
 CPUS = "PACELINE_CPUS"
 CONTAINER = "PACELINE_CONTAINER"
 STRATEGY = "PACELINE_STRATEGY"
 MEMORY_LIMIT = "PACELINE_MEMORY_LIMIT"
 DEBUG_COMM = "PACELINE_DEBUG_COMM"
 RAY_ADDRESS = "RAY_ADDRESS"
-MAX_RESTARTS = "TORCHELASTIC_MAX_RESTARTS"
+RESTART = "TORCHELASTIC_RESTART_COUNT"
+HANG_TIMEOUT = "PACELINE_HANG_TIMEOUT"
+OUTPUT = "PACELINE_OUTPUT"
+"""Whose output is shown: "rank0" or "all"."""
+OUTPUT_LOCK = "PACELINE_OUTPUT_LOCK"
+"""A file that who writes to the terminal locks."""
+AGENT = "PACELINE_AGENT"
+"""The process id of torch's agent on this node."""
 
 PASSED_ON = (DATA_DIR, DEVICE, MEMORY_LIMIT, "PYTHONPATH")
 """Variables of the user that hold on every node."""
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Where Gloo, the RPC layer and NCCL look for the interface to use."""
-
-CUDA_BY_NVML = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Makes torch ask NVML whether there are GPUs: a process that asked CUDA cannot fork a child that uses one."""
-
-READ_LATE = frozenset(
-    {
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
-        *("ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-        *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_RUN_ID"),
-        *INTERFACE_VARIABLES,
-    }
-)
-"""Variables that are not read before the rendezvous; asking CUDA for devices fixes the visible ones."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +74,13 @@ def worker_facts(environ: Mapping[str, str] | None = None) -> WorkerFacts:
     """
     env = os.environ if environ is None else environ
     if "RANK" in env and "WORLD_SIZE" in env:
-        rendezvous = env.get(RENDEZVOUS, "")
         return _checked(
             rank=_number(env, "RANK"),
             world_size=_number(env, "WORLD_SIZE"),
             local_rank=_number(env, "LOCAL_RANK", _number(env, "RANK")),
             local_world_size=_number(env, "LOCAL_WORLD_SIZE", _number(env, "WORLD_SIZE")),
-            init_method=rendezvous or "env://",
-            started_by="paceline" if rendezvous else "torchrun",
+            init_method="env://",
+            started_by="torchrun",
         )
     if "OMPI_COMM_WORLD_RANK" in env:
         return _checked(
@@ -179,94 +165,14 @@ def _first_host(env: Mapping[str, str]) -> str | None:
     single_node = env.get("SLURM_STEP_NUM_NODES", env.get("OMPI_MCA_orte_num_nodes", "1")) == "1"
     if not nodes or single_node:
         return None
-    first = re.match(r"([^,\[]+)(?:\[(\d+))?", nodes)  # "gpu[03-05,9]" begins at gpu03
-    return first.group(1) + (first.group(2) or "") if first else None
-
-
-def worker_variables(
-    facts: WorkerFacts,
-    *,
-    node: int,
-    num_nodes: int,
-    restart: int,
-    torch_store: tuple[str, int] | None,
-    run_dir: Path,
-    threads_per_worker: int,
-    launched_at: float,
-    interface: str | None = None,
-    devices: Sequence[int] = (),
-    cpus: Sequence[int] = (),
-    debug_comm: bool = False,
-) -> dict[str, str]:
-    """The variables that Paceline's launcher adds to a node's environment for a worker.
-
-    Among them are those of torchrun, so that a program which calls `init_process_group` by itself finds all it needs.
-
-    Args:
-        torch_store: address and port of the store of such a program; None: no store.
-        interface: the network interface between workers, or several as "a,b"; None: what the environment names.
-        devices: the GPUs of this node that the run uses, by PCI bus; empty: those of CUDA_VISIBLE_DEVICES.
-        cpus: the cores to stay on; empty: any.
-    """
-    variables = {
-        "RANK": str(facts.rank),
-        "WORLD_SIZE": str(facts.world_size),
-        "LOCAL_RANK": str(facts.local_rank),
-        "LOCAL_WORLD_SIZE": str(facts.local_world_size),
-        "GROUP_RANK": str(node),
-        "GROUP_WORLD_SIZE": str(num_nodes),
-        "ROLE_NAME": "default",
-        "ROLE_RANK": str(facts.rank),
-        "ROLE_WORLD_SIZE": str(facts.world_size),
-        "TORCHELASTIC_RUN_ID": run_dir.name,
-        "TORCHELASTIC_RESTART_COUNT": str(restart),
-        MAX_RESTARTS: "0",
-        "OMP_NUM_THREADS": str(threads_per_worker),
-        "MKL_NUM_THREADS": str(threads_per_worker),
-        "PYTHONUNBUFFERED": "1",
-        # A few last collectives are enough to say where a worker hangs, and quickly read.
-        "TORCH_FR_BUFFER_SIZE": "32",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        RENDEZVOUS: facts.init_method,
-        RUN_DIR: str(run_dir),
-        LAUNCHED_AT: repr(launched_at),
-    }
-    if torch_store is not None:
-        address, port = torch_store
-        # Every rank is a client: rank 0 would bind the port once more, and listen on every interface.
-        variables |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    if interface is not None:
-        variables |= dict.fromkeys(INTERFACE_VARIABLES, interface)
-    if devices:
-        variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
-    if cpus:
-        variables[CPUS] = ",".join(map(str, cpus))
-    if debug_comm:
-        # Not TORCH_DISTRIBUTED_DEBUG=DETAIL: torch 2.13 crashes with it in DistributedDataParallel over Gloo.
-        variables |= {DEBUG_COMM: "1", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,COLL"}
-    return variables
-
-
-def node_variables(heartbeat: Path, sockets: Mapping[str, int]) -> dict[str, str]:
-    """Variables that only the node can set for a worker: its heartbeat file, and the sockets that it inherits."""
-    return {HEARTBEAT: str(heartbeat)} | {name: str(descriptor) for name, descriptor in sockets.items()}
+    # "rack[0-1]_gpu[03-05,9],a" begins at rack0_gpu03: the first of every bracket in the first name.
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group()) if first else None
 
 
 def everything() -> dict[str, str]:
     """This process's current environment."""
     return dict(os.environ)
-
-
-def read_early(variables: Mapping[str, str]) -> dict[str, str]:
-    """The subset of a worker's `variables` that Python or a library may read while it is loaded."""
-    return {name: value for name, value in variables.items() if not (name in READ_LATE or name.startswith(OWN))}
-
-
-def become(variables: Mapping[str, str], sockets: Mapping[str, int]) -> None:
-    """Replace this process's environment by `variables`; `sockets` are the inherited descriptors."""
-    os.environ.clear()
-    os.environ.update(variables)
-    os.environ.update({name: str(descriptor) for name, descriptor in sockets.items()})
 
 
 def note(name: str, value: object) -> dict[str, str]:
@@ -282,6 +188,11 @@ def text(name: str) -> str:
 def number(name: str) -> int | None:
     """A variable of this process that holds a whole number; None where it is not set."""
     return int(value) if (value := text(name)) else None
+
+
+def seconds(name: str) -> float | None:
+    """A variable of this process that holds a number of seconds; None where it is not set."""
+    return float(value) if (value := text(name)) else None
 
 
 def path(name: str) -> Path | None:
@@ -322,9 +233,10 @@ def socket_interfaces() -> dict[str, str]:
     return {name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)}
 
 
-def cpus() -> set[int]:
-    """The cores this worker is to stay on; empty: any."""
-    return {int(cpu) for cpu in text(CPUS).split(",") if cpu}
+def cpus(local_rank: int) -> set[int]:
+    """The cores that a worker of this node is to stay on; empty: any."""
+    shares = text(CPUS).split(";")
+    return {int(cpu) for cpu in shares[local_rank].split(",")} if len(shares) > local_rank and text(CPUS) else set()
 
 
 def launched_at() -> float:
@@ -380,14 +292,9 @@ def thread_limit() -> int | None:
     return int(threads) if threads.isdigit() else None
 
 
-def prepare_nccl(*, launcher_ends_hangs: bool) -> None:
-    """Set what torch and CUDA read when they are first used on a GPU, unless the user has set it.
-
-    Args:
-        launcher_ends_hangs: torch's watchdog, which ends the process where a collective fails or takes too long, is not
-            needed: it would end workers that have lost another one before they can save.
-    """
-    if launcher_ends_hangs:
+def prepare_nccl() -> None:
+    """Set what torch and CUDA read when they are first used on a GPU, unless the user has set it."""
+    if number(AGENT):  # torch's watchdog would end workers that have lost another one before they can save
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     # As many queues as the hardware has. A run has more streams than the eight by default, and where two streams share
     # a queue, work that waits for another worker holds up the work behind it.

@@ -6,15 +6,20 @@ worker that hangs or is stopped.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import mmap
 import os
 import struct
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+from paceline import env
 
 Source = Literal["paceline", "torch"]
 """The source of a collective: Paceline's own communication, or torch's flight recorder."""
@@ -53,18 +58,15 @@ class Heartbeat:
     """The writer's side. Times are of the monotonic clock, which all processes of a node share."""
 
     def __init__(self, path: Path | None) -> None:
-        """Map the file, created if missing; without a path there is no reader."""
-        if path is None:
-            self._memory = mmap.mmap(-1, _SIZE)
-        else:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                if os.fstat(descriptor).st_size < _SIZE:
-                    os.ftruncate(descriptor, _SIZE)
-                    os.pwrite(descriptor, _HEADER.pack(-1, 0.0, 0.0, False), 0)
-                self._memory = mmap.mmap(descriptor, _SIZE)
-            finally:
-                os.close(descriptor)
+        """Map the file, created if missing; None: the one of this process."""
+        descriptor = os.open(path or own_file(), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(descriptor).st_size < _SIZE:
+                os.ftruncate(descriptor, _SIZE)
+                os.pwrite(descriptor, _HEADER.pack(-1, 0.0, 0.0, False), 0)
+            self._memory = mmap.mmap(descriptor, _SIZE)
+        finally:
+            os.close(descriptor)
         self._num_steps = -1
         self._has_trained = False
 
@@ -99,6 +101,16 @@ class Heartbeat:
     def leave(self, source: Source) -> None:
         """Record that `source` has left its collective, whose name stays readable."""
         struct.pack_into("=d", self._memory, _offset(source), -time.monotonic())
+
+
+@functools.cache
+def own_file() -> Path:
+    """The heartbeat of this process: the file that its supervisor made, else a new one until the process ends."""
+    if (path := env.path(env.HEARTBEAT)) is not None:
+        return path
+    folder = tempfile.TemporaryDirectory(prefix="paceline-worker-", ignore_cleanup_errors=True)
+    atexit.register(folder.cleanup)
+    return Path(folder.name) / "heartbeat"
 
 
 def read_vitals(path: Path) -> Vitals:

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.heartbeat import RENDEZVOUS
-from paceline.launch.hang import RENDEZVOUS_TIMEOUT_S, STALE_S, Hang, WatchClock, WorkerState, find_hang
+from paceline.diagnosis.hang import STALE_S, Hang, WatchClock, WorkerState, find_hang
 
 BOUND_S = 3.0
 
@@ -27,14 +26,8 @@ def stopped(rank: int, stopped_s: float = 5.0) -> WorkerState:
     return replace(waits(rank), stopped_s=stopped_s, heartbeat_age_s=stopped_s)
 
 
-def starts(rank: int, inside_s: float) -> WorkerState:
-    return waits(rank, inside_s, RENDEZVOUS)
-
-
 NATIVE = replace(waits(1), heartbeat_age_s=STALE_S + 0.1)
 """Stuck outside Python: what it said last is not believed."""
-MUTE = WorkerState(rank=1, pid=101)
-"""Still loading its libraries."""
 
 
 def writes(blocked_s: float) -> WorkerState:
@@ -56,8 +49,6 @@ CASES: dict[str, tuple[list[WorkerState], Hang | None]] = {
     "one is stopped": ([stopped(0, 4.0), computes(1)], Hang("stopped", (0,), (), 4.0)),
     "one is stopped and another waits": ([stopped(0, 1.0), waits(1)], Hang("stopped", (0,), (1,), 1.0)),
     "one was stopped just now": ([stopped(0, 1.0), computes(1)], None),
-    "one still loads": ([starts(0, RENDEZVOUS_TIMEOUT_S - 1), MUTE], None),
-    "one never starts": ([starts(0, RENDEZVOUS_TIMEOUT_S), MUTE], Hang("hung", (1,), (0,), RENDEZVOUS_TIMEOUT_S)),
     "nobody reads its output": ([waits(0), writes(0.0)], None),
     "its output was read long ago": ([waits(0), writes(BOUND_S)], Hang("hung", (1,), (0,), 5.0)),
 }
@@ -69,13 +60,13 @@ def test_who_holds_up_a_run(name: str) -> None:
     assert find_hang(states, BOUND_S) == expected
 
 
-seconds = st.floats(0, 10) | st.just(RENDEZVOUS_TIMEOUT_S + 1)
+seconds = st.floats(0, 10)
 teams = st.lists(
     st.builds(
         WorkerState,
         rank=st.integers(0, 9),
         pid=st.integers(1, 9),
-        collective=st.sampled_from(["", "all_reduce", "broadcast", RENDEZVOUS]),
+        collective=st.sampled_from(["", "all_reduce", "broadcast"]),
         inside_s=st.none() | seconds,
         heartbeat_age_s=st.none() | seconds,
         stopped_s=st.none() | seconds,
@@ -87,8 +78,6 @@ bounds = st.floats(0.1, 8)
 
 
 def is_waiting(state: WorkerState, bound_s: float) -> bool:
-    if state.collective == RENDEZVOUS:
-        bound_s = max(bound_s, RENDEZVOUS_TIMEOUT_S)
     is_stuck = state.heartbeat_age_s is not None and state.heartbeat_age_s >= STALE_S
     return state.stopped_s is None and not is_stuck and state.inside_s is not None and state.inside_s >= bound_s
 

@@ -4,10 +4,10 @@ screen and in failure.json, exits with the worker's exit code, and leaves nobody
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import stat
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ FAULTS = {
     "sys.exit": Fault("sys.exit(3)", 3, ("exit code 3",), ("exit",)),
     "sys.exit with a text": Fault("sys.exit('no data here')", 1, ("no data here", "exit code 1"), ("exit",)),
     "os._exit": Fault("os._exit(5)", 5, ("exit code 5",), ("exit",)),
-    "SIGKILL": replace(SIGKILL, told=("SIGKILL", "memory")),
+    "SIGKILL": SIGKILL,
     "SIGSEGV": Fault("import ctypes; ctypes.string_at(0)", 139, ("SIGSEGV",), ("signal",)),
     "SIGABRT": Fault("os.abort()", 134, ("SIGABRT",), ("signal",)),
 }
@@ -57,6 +57,73 @@ def test_a_fault_of_one_worker_is_told_with_its_rank(stage: Stage, name: str) ->
         """
     )
     assert_told(stage, ended(stage.launch(script)), fault, {1}, 2)
+
+
+def test_memory_is_blamed_only_where_the_kernel_has_counted_a_kill(stage: Stage) -> None:
+    script = stage.script(
+        """
+        if RANK == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        park()
+        """
+    )
+    ended(stage.launch(script))
+    assert "memory" not in stage.report()["sentence"] and stage.report()["exit_code"] == -9
+
+
+@pytest.mark.budget(processor_s=10)
+def test_a_script_that_prepares_data_on_rank_0_is_not_ended_as_hanging(stage: Stage) -> None:
+    script = stage.script(
+        """
+        import torch.distributed as dist
+        dist.init_process_group("gloo")
+        if RANK == 0:
+            time.sleep(5)
+        dist.barrier()
+        tell(f"{RANK}.done")
+        dist.destroy_process_group()
+        """
+    )
+    assert ended(stage.launch(script, "--hang-timeout", "2")).exit_code == 0
+    assert (stage.folder / "0.done").exists() and (stage.folder / "1.done").exists()
+
+
+def test_each_line_of_a_worker_is_shown_whole_once_and_in_order(stage: Stage) -> None:
+    script = stage.script("for number in range(4000): print(f'<{RANK}:{number}:' + 60 * 'x' + '>')")
+    end = ended(stage.launch(script))
+    assert end.exit_code == 0, end
+    lines = [line.removeprefix("[rank 1] ") for line in end.out.splitlines()]
+    for rank in range(2):
+        expected = [f"<{rank}:{number}:{60 * 'x'}>" for number in range(4000)]
+        assert [line for line in lines if line.startswith(f"<{rank}:")] == expected
+        assert (stage.folder / "run" / "logs" / f"rank{rank}.log").read_text().splitlines() == expected
+    assert len(lines) == 8000
+
+
+BLOCKED = """
+for _ in range(2):
+    read_end, write_end = os.pipe()
+    if os.fork() == 0:
+        tell(f"loader-{os.getpid()}.pid", str(os.getpid()))
+        while True:
+            os.write(write_end, bytes(1 << 16))  # as a loader whose worker takes no batch; both ends are its own
+tell(f"{RANK}.ready")
+park()
+"""
+
+
+@pytest.mark.parametrize("victim", ["the launcher", "the agent", "a worker"])
+def test_what_a_worker_started_ends_whoever_is_killed(stage: Stage, victim: str) -> None:
+    launcher = stage.launch(stage.script(BLOCKED, name="blocked.py"))
+    stage.await_marks("0.ready", "1.ready")
+    wait_until(lambda: len(stage.pids()) == 6)
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    worker = next(int(mark.read_text()) for mark in stage.folder.glob("1-*.pid"))
+    os.kill({"the launcher": launcher.pid, "the agent": int(children[0]), "a worker": worker}[victim], signal.SIGKILL)
+    ended(launcher)
+    stage.await_nobody()
+    if victim == "the agent":
+        assert stage.report()["cause"] == "agent_lost"
 
 
 @pytest.mark.parametrize("name", ["an exception", "SIGKILL"])
@@ -160,6 +227,7 @@ def test_what_a_worker_started_ends_with_a_failed_run(stage: Stage) -> None:
     assert len(stage.pids()) == 4  # the fixture sees that none is left
 
 
+@pytest.mark.budget(processor_s=12)
 def test_a_report_does_not_mention_an_earlier_run_in_the_same_folder(stage: Stage) -> None:
     assert ended(stage.launch(stage.script("raise ValueError('first')"))).exit_code == 1
     end = ended(stage.launch(stage.script("if RANK == 1: sys.exit(3)", "park()")))

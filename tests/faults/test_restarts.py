@@ -25,6 +25,7 @@ def test_all_workers_start_again_after_one_has_failed(stage: Stage, fault: Fault
         f"""
         if ATTEMPT == 0:
             if RANK == 1:
+                await_mark("0.attempt-0")
                 {fault.does}
             park()
         sys.stdout.write(f"done by {{RANK}}\\n")  # at once: two workers write
@@ -34,7 +35,7 @@ def test_all_workers_start_again_after_one_has_failed(stage: Stage, fault: Fault
     assert end.exit_code == 0, end
     assert attempts(stage) == [f"{rank}.attempt-{attempt}" for rank in (0, 1) for attempt in (0, 1)]
     assert "done by 0" in end.out
-    assert "worker 1" in end.err and "restart 1" in end.err, end.err
+    assert "Rank 1 of 2" in end.err and "restart 1" in end.err, end.err
 
 
 def test_a_run_that_fails_again_and_again_ends_with_its_last_failure(stage: Stage) -> None:

@@ -99,6 +99,40 @@ def test_a_hang_in_a_data_loader_is_told_with_its_rank(stage: Stage) -> None:
 
 
 @pytest.mark.budget(processor_s=20)
+def test_an_exception_in_a_data_loader_is_told_in_the_users_own_words(stage: Stage) -> None:
+    """Torch cannot raise an exception with two arguments again, and wraps it."""
+    script = stage.script(
+        TRAINING,
+        """
+        def fault(run):
+            pass
+
+        class Damaged(Exception):
+            def __init__(self, path, offset):
+                self.path, self.offset = path, offset
+
+            def __str__(self):
+                return f"shard {self.path} is damaged at byte {self.offset}"
+
+        class Shards(torch.utils.data.Dataset):
+            def __len__(self):
+                return 64
+
+            def __getitem__(self, index):
+                if index == 41:
+                    raise Damaged("train-07.tar", 4096)
+                return data[index]
+
+        train(Shards(), num_workers=1)
+        """,
+    )
+    end = ended(stage.launch(script))
+    report = stage.report()
+    assert end.exit_code == 1 and report["cause"] == "exception", report
+    assert "shard train-07.tar is damaged at byte 4096" in report["sentence"], report["sentence"]
+
+
+@pytest.mark.budget(processor_s=20)
 def test_the_cause_is_told_though_a_peer_reports_its_lost_connection_first(stage: Stage) -> None:
     script = script_of(
         stage,

@@ -6,14 +6,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
-from pathlib import Path
 from typing import Any, TypeVar
 
 Outcome = TypeVar("Outcome")
@@ -82,27 +80,27 @@ def run_ranks(
     A worker's exception fails the test with its traceback; whoever is left after `timeout_s` is killed. Of a worker in
     `may_die` that ends without a word, the result is None.
     """
-    with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as folder:
-        pipes, workers = [], []
-        for rank in range(world_size):
-            receiver, sender = _CONTEXT.Pipe(duplex=False)
-            worker = _CONTEXT.Process(
-                target=_worker,
-                args=(function, args, rank, world_size, Path(folder) / "store", sender),
-                daemon=False,
-            )
-            worker.start()
-            sender.close()
-            pipes.append(receiver)
-            workers.append(worker)
-        try:
-            return _collect(pipes, time.monotonic() + timeout_s, may_die)
-        finally:
-            for worker in workers:
-                worker.join(timeout=5)
-                if worker.is_alive():
-                    worker.kill()
-                    worker.join()
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and not in its list
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has one
+    pipes, workers = [], []
+    for rank in range(world_size):
+        receiver, sender = _CONTEXT.Pipe(duplex=False)
+        worker = _CONTEXT.Process(
+            target=_worker, args=(function, args, rank, world_size, store.port, sender), daemon=False
+        )
+        worker.start()
+        sender.close()
+        pipes.append(receiver)
+        workers.append(worker)
+    try:
+        return _collect(pipes, time.monotonic() + timeout_s, may_die)
+    finally:
+        for worker in workers:
+            worker.join(timeout=5)
+            if worker.is_alive():
+                worker.kill()
+                worker.join()
 
 
 def _collect(pipes: list[Connection], deadline: float, may_die: Collection[int]) -> list[Any]:
@@ -134,7 +132,7 @@ def _worker(
     args: tuple[Any, ...],
     rank: int,
     world_size: int,
-    store: Path,
+    port: int,
     sender: Connection,
 ) -> None:
     os.environ.update(
@@ -142,7 +140,10 @@ def _worker(
         WORLD_SIZE=str(world_size),
         LOCAL_RANK=str(rank),
         LOCAL_WORLD_SIZE=str(world_size),
-        PACELINE_RENDEZVOUS=f"file://{store}",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RESTART_COUNT="0",
         PACELINE_DEVICE="cpu",
         GLOO_SOCKET_IFNAME="lo",
         OMP_NUM_THREADS="1",

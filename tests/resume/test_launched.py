@@ -119,7 +119,7 @@ def test_a_run_whose_worker_is_killed_goes_on_by_itself(stage: Stage, undisturbe
     path = script(stage, attempt)
     if launcher == "paceline":
         end = ended(stage.launch(path, "--max-restarts", "1"))
-        assert "worker 1" in end.err and "restart 1" in end.err, end.err
+        assert "Rank 1 of 2" in end.err and "restart 1" in end.err, end.err
     else:
         words = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
         end = ended(stage.start("torch.distributed.run", *words, path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"))

@@ -40,11 +40,8 @@ COMMANDS = {
     "jobs": "paceline.cli.catalog:app",
     "models": "paceline.cli.catalog:models",
     "data": "paceline.cli.catalog:data",
-    "agent": "paceline.workflows.agent:agent",
 }
 """Where each command is, in the order of the pipeline: a function, or a group of commands."""
-
-_HIDDEN = "agent"
 
 
 class PipelineOrder(TyperGroup):
@@ -73,7 +70,7 @@ def command_line(names: Iterable[str] = COMMANDS) -> typer.Typer:
             app.add_typer(command, name=name)
         else:
             settings = getattr(module, "CONTEXT", None)
-            app.command(name, context_settings=settings, hidden=name == _HIDDEN)(command)
+            app.command(name, context_settings=settings)(command)
     return app
 
 

@@ -24,13 +24,12 @@ from paceline.spec import Job
 from paceline.workflows.arguments import parameter_types
 from paceline.workflows.catalog import field_meanings
 from paceline.workflows.strategy import Strategy
-from paceline.workflows.where import Elastic, Where
+from paceline.workflows.where import Where
 
 TUNING = "Speed and memory"
 OUTPUT = "Output and debugging"
 GROUPS: Mapping[type, str] = {
     Where: "Where workers run",
-    Elastic: "After a failure",
     Strategy: "How the model is spread",
 }
 """Dataclasses whose fields are options, and what the help of a command calls them."""
@@ -106,7 +105,6 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "device_bytes": _size("--device-memory"),
     "directory": {"names": ("--dir",), "metavar": "DIR"},
     "efficiency_floor": {"max": 1},
-    "exclude_slower": {"min": 1.0},
     "folder": {"metavar": "DIR"},
     "hang_timeout_s": {"names": ("--hang-timeout",), "min": 1.0},
     "hosts": {"metavar": "a:8,b:8"},
@@ -170,7 +168,7 @@ def options_of(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator: the `**options` of a command become the parameters of a workflow that the command does not name.
 
-    The command-line library reads the options of a command from its signature. `where`, `elastic` and `strategy` become
+    The command-line library reads the options of a command from its signature. `where` and `strategy` become
     an option for each of their fields. The command gets no value where none was given and none is the default.
 
     Args:

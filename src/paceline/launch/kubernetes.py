@@ -1,4 +1,4 @@
-"""Kubernetes: manifests for `kubectl apply`, with PyTorch's elastic agent in every pod.
+"""Kubernetes: manifests for `kubectl apply`, with torch's agent in every pod.
 
 `job_manifest` needs nothing but Kubernetes: an Indexed Job, a pod a node, and a Service by which pods find the first.
 `train_job_manifest` is for clusters with the Kubeflow Trainer (2.2 or later), which brings both and tells torchrun the
@@ -24,9 +24,10 @@ PORT = 29500
 _NAME = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")
 _MOST_NAME_CHARACTERS = 52
 """The limit of 63 characters of a host name less "-" and a pod's index (for a TrainJob also "-node-0-")."""
-
 _SHM_BYTES = 8 << 30
 """The size of /dev/shm, used by workers and data loaders; it counts as memory of the pod."""
+_POD_SECURITY = {"seccompProfile": {"type": "RuntimeDefault"}}
+_CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,40 @@ class Pods:
     memory_bytes: int | None = None
     """The memory of a pod; None: all memory of its node."""
 
+    @property
+    def mounts(self) -> list[dict[str, str]]:
+        return [{"name": "runs", "mountPath": str(self.mount)}, {"name": "shm", "mountPath": "/dev/shm"}]
+
+    @property
+    def volumes(self) -> list[dict[str, Any]]:
+        return [
+            {"name": "runs", "persistentVolumeClaim": {"claimName": self.claim}},
+            {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _mebibytes(_SHM_BYTES)}},
+        ]
+
+    @property
+    def variables(self) -> list[dict[str, str]]:
+        variables = {
+            # Workers that torch's agent restarts would read addresses of dead peers from the store of the agents.
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+            "OMP_NUM_THREADS": str(self.cpus_per_worker),
+            "PYTHONUNBUFFERED": "1",
+            env.RUN_DIR: str(self.run_dir),
+            env.OUTPUT: "all",
+            **({} if self.use_gpus else {env.DEVICE: "cpu"}),
+        }
+        return [{"name": name, "value": _literal(value)} for name, value in variables.items()]
+
+    @property
+    def resources(self) -> dict[str, dict[str, str]]:
+        """Limits, which Kubernetes copies to requests; cores as a request, to use idle ones."""
+        limits = {
+            **({"nvidia.com/gpu": str(self.workers_per_pod)} if self.use_gpus else {}),
+            **({"memory": _mebibytes(self.memory_bytes)} if self.memory_bytes is not None else {}),
+        }
+        requests = {"cpu": str(self.workers_per_pod * self.cpus_per_worker), **limits}
+        return {"requests": requests, **({"limits": limits} if limits else {})}
+
 
 def job_manifest(name: str, program: Sequence[str], pods: Pods) -> str:
     """A Service and an Indexed Job, as YAML; `program` is what would follow `python`.
@@ -57,30 +92,25 @@ def job_manifest(name: str, program: Sequence[str], pods: Pods) -> str:
         LaunchError: a name that Kubernetes refuses, a run folder outside of the volume.
     """
     _check(name, program, pods)
+    rendezvous = {"name": "rendezvous", "port": PORT}
     service = {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": {"name": name, "labels": _labels(name)},
-        "spec": {
-            "clusterIP": "None",
-            # The rendezvous takes place before any pod is ready.
-            "publishNotReadyAddresses": True,
-            "selector": {"batch.kubernetes.io/job-name": name},
-            "ports": [{"name": "rendezvous", "port": PORT}],
-        },
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,  # agents meet before any pod is ready
+        "selector": {"batch.kubernetes.io/job-name": name},
+        "ports": [rendezvous],
     }
     size = [f"--nnodes={pods.num_pods}", f"--nproc-per-node={pods.workers_per_pod}"]
-    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint={name}-0.{name}:{PORT}", f"--rdzv-id={name}"]
+    meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={name}-0.{name}:{PORT}", f"--rdzv-id={name}"]
     container = {
         "name": "workers",
         "image": pods.image,
-        "command": _torchrun([*size, *rendezvous], program),
+        "command": _agent([*size, *meeting], program),
         "workingDir": str(pods.mount),
-        "env": _variables(pods),
+        "env": pods.variables,
         "ports": [{"containerPort": PORT}],
-        "resources": _resources(pods),
+        "resources": pods.resources,
         "securityContext": _CONTAINER_SECURITY,
-        "volumeMounts": _mounts(pods),
+        "volumeMounts": pods.mounts,
     }
     pod = {
         "subdomain": name,
@@ -89,21 +119,16 @@ def job_manifest(name: str, program: Sequence[str], pods: Pods) -> str:
         "enableServiceLinks": False,
         "securityContext": _POD_SECURITY,
         "containers": [container],
-        "volumes": _volumes(pods),
+        "volumes": pods.volumes,
     }
     job = {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": name, "labels": _labels(name)},
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": pods.num_pods,
-            "parallelism": pods.num_pods,
-            "backoffLimit": 0,
-            "template": {"metadata": {"labels": _labels(name)}, "spec": pod},
-        },
+        "completionMode": "Indexed",
+        "completions": pods.num_pods,
+        "parallelism": pods.num_pods,
+        "backoffLimit": 0,
+        "template": {"metadata": {"labels": _labels(name)}, "spec": pod},
     }
-    return _yaml([service, job])
+    return _yaml([_document("v1", "Service", name, service), _document("batch/v1", "Job", name, job)])
 
 
 def train_job_manifest(name: str, program: Sequence[str], pods: Pods) -> str:
@@ -113,92 +138,39 @@ def train_job_manifest(name: str, program: Sequence[str], pods: Pods) -> str:
         LaunchError: as `job_manifest`.
     """
     _check(name, program, pods)
-    patch = {
-        "securityContext": _POD_SECURITY,
-        "containers": [
-            {"name": "node", "securityContext": _CONTAINER_SECURITY, "volumeMounts": _mounts(pods)},
-        ],
-        "volumes": _volumes(pods),
-    }
+    container = {"name": "node", "securityContext": _CONTAINER_SECURITY, "volumeMounts": pods.mounts}
+    pod = {"securityContext": _POD_SECURITY, "containers": [container], "volumes": pods.volumes}
+    replicated = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    patch = {"template": {"spec": {"replicatedJobs": [replicated]}}}
     job = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": {"name": name, "labels": _labels(name)},
-        "spec": {
-            "runtimeRef": {"name": "torch-distributed"},
-            "trainer": {
-                "image": pods.image,
-                "command": _torchrun([], program),
-                "numNodes": pods.num_pods,
-                "numProcPerNode": pods.workers_per_pod,
-                "env": _variables(pods),
-                "resourcesPerNode": _resources(pods),
-            },
-            "runtimePatches": [
-                {
-                    "manager": "paceline",
-                    "trainingRuntimeSpec": {
-                        "template": {
-                            "spec": {
-                                "replicatedJobs": [
-                                    {"name": "node", "template": {"spec": {"template": {"spec": patch}}}},
-                                ]
-                            }
-                        }
-                    },
-                }
-            ],
+        "runtimeRef": {"name": "torch-distributed"},
+        "trainer": {
+            "image": pods.image,
+            "command": _agent([], program),
+            "numNodes": pods.num_pods,
+            "numProcPerNode": pods.workers_per_pod,
+            "env": pods.variables,
+            "resourcesPerNode": pods.resources,
         },
+        "runtimePatches": [{"manager": "paceline", "trainingRuntimeSpec": patch}],
     }
-    return _yaml([job])
+    return _yaml([_document("trainer.kubeflow.org/v1alpha1", "TrainJob", name, job)])
 
 
-_POD_SECURITY = {"seccompProfile": {"type": "RuntimeDefault"}}
-_CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+def _document(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    metadata = {"name": name, "labels": _labels(name)}
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, "spec": spec}
 
 
-def _torchrun(options: Sequence[str], program: Sequence[str]) -> list[str]:
+def _agent(options: Sequence[str], program: Sequence[str]) -> list[str]:
     # A worker that failed ends its pod, and with it the Job; the next Job resumes.
-    agent = ["python", "-m", "torch.distributed.run", "--max-restarts=0", *options]
-    return [_literal(word) for word in (*agent, "-m", "paceline.launch.worker", *program)]
+    words = ("python", "-m", "paceline.launch.agent", "--max-restarts=0", "--log-dir=/dev/null", *options, *program)
+    return [_literal(word) for word in words]
 
 
 def _literal(word: str) -> str:
     """Escape `word` for Kubernetes, which expands $(NAME) in commands and variables and reads $$ as $."""
     return word.replace("$", "$$")
-
-
-def _variables(pods: Pods) -> list[dict[str, str]]:
-    variables = {
-        # Workers that torchrun restarts would read addresses of dead peers from the store of the agents.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "OMP_NUM_THREADS": str(pods.cpus_per_worker),
-        "PYTHONUNBUFFERED": "1",
-        env.RUN_DIR: str(pods.run_dir),
-        **({} if pods.use_gpus else {env.DEVICE: "cpu"}),
-    }
-    return [{"name": name, "value": _literal(value)} for name, value in variables.items()]
-
-
-def _resources(pods: Pods) -> dict[str, dict[str, str]]:
-    """The resources of a pod: limits, which Kubernetes copies to requests; cores as a request, to use idle ones."""
-    limits = {
-        **({"nvidia.com/gpu": str(pods.workers_per_pod)} if pods.use_gpus else {}),
-        **({"memory": _mebibytes(pods.memory_bytes)} if pods.memory_bytes is not None else {}),
-    }
-    requests = {"cpu": str(pods.workers_per_pod * pods.cpus_per_worker), **limits}
-    return {"requests": requests, **({"limits": limits} if limits else {})}
-
-
-def _mounts(pods: Pods) -> list[dict[str, str]]:
-    return [{"name": "runs", "mountPath": str(pods.mount)}, {"name": "shm", "mountPath": "/dev/shm"}]
-
-
-def _volumes(pods: Pods) -> list[dict[str, Any]]:
-    return [
-        {"name": "runs", "persistentVolumeClaim": {"claimName": pods.claim}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": _mebibytes(_SHM_BYTES)}},
-    ]
 
 
 def _labels(name: str) -> dict[str, str]:
@@ -218,9 +190,7 @@ def _check(name: str, program: Sequence[str], pods: Pods) -> None:
     if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", pods.claim):
         raise LaunchError(f"{shown(pods.claim)} is not a valid name of a PersistentVolumeClaim.")
     if not program or not pods.image or not pods.image.isprintable() or " " in pods.image:
-        raise LaunchError(
-            f"image = {shown(pods.image)} should be the name of a container image, and a program is needed."
-        )
+        raise LaunchError(f"image = {shown(pods.image)} should be the name of a container image; a program is needed.")
     leads_out = ".." in pods.mount.parts or ".." in pods.run_dir.parts
     if leads_out or not pods.mount.is_absolute() or not pods.run_dir.is_relative_to(pods.mount):
         raise LaunchError(

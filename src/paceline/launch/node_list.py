@@ -54,7 +54,7 @@ def read_node_file(path: Path) -> tuple[NodeSlots, ...]:
         LaunchError: the file cannot be read or names no node, a line is invalid, or a node is named twice.
     """
     with file_problems(f"The hosts file {path} cannot be read", LaunchError):
-        lines = read_text(path).splitlines()
+        lines = read_text(path).removeprefix("\ufeff").splitlines()
     entries = [(f"{path}, line {number}", line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
     if not any(entry for _, entry in entries):
         raise LaunchError(f"The hosts file {path} names no node; write one per line, such as gpu1 slots=8.")
@@ -108,11 +108,9 @@ def _is_ipv6(text: str) -> bool:
 def _distinct(nodes: Iterable[tuple[str, NodeSlots]]) -> tuple[NodeSlots, ...]:
     found: dict[str, tuple[str, NodeSlots]] = {}
     for where, node in nodes:
-        name = node.address.rpartition("@")[2].lower()
-        if name in found:
+        before, _ = found.setdefault(node.address.rpartition("@")[2].lower(), (where, node))
+        if before != where:
             raise LaunchError(
-                f"{where}: {node.address} was named before ({found[name][0]}); name every node once, with all its "
-                "workers."
+                f"{where}: {node.address} was named before ({before}); name every node once, with all its workers."
             )
-        found[name] = (where, node)
     return tuple(node for _, node in found.values())

@@ -18,31 +18,37 @@ from paceline.launch.node_list import NodeSlots
 from paceline.launch.variables import with_variables
 from paceline.words import on_one_line
 
+SAVE_BEFORE_LIMIT_S = 120
+"""How long before the time limit of a job its run is asked to save and to end; Slurm itself may be a minute late."""
 ASK_TIMEOUT_S = 30.0
 """Timeout for scontrol and sbatch; a busy controller needs some seconds."""
 
 _WORD = re.compile(r"[A-Za-z0-9_.:@,+-]+")
 
 
-def srun_argv(node: str, program: Sequence[str], *, cwd: Path, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The local command whose standard input and output are those of `program`, run in `cwd` on `node`.
+def srun_argv(
+    nodes: Sequence[str], program: Sequence[str], *, cwd: Path, environ: Mapping[str, str]
+) -> tuple[str, ...]:
+    """The local command that runs `program` once on each of `nodes`, in `cwd`; its standard input goes to all of them.
 
-    One task that may use all that the job holds on the node, in parallel to other steps. Its output is not passed
-    through a terminal (srun's --unbuffered), which would change bytes. srun passes on the environment of this process;
-    `environ` takes precedence.
+    One task a node that may use all that the job holds there. srun passes on the environment of this process; `environ`
+    takes precedence.
 
     Raises:
-        LaunchError: `node` would be read as an option, or `environ` holds what looks like a secret.
+        LaunchError: a node would be read as an option, or `environ` holds what looks like a secret.
     """
-    if not _WORD.fullmatch(node) or node.startswith("-") or "," in node:
-        raise LaunchError(f"{node!r} is not the name of a Slurm node.")
+    for node in nodes:
+        if not _WORD.fullmatch(node) or node.startswith("-") or "," in node:
+            raise LaunchError(f"{node!r} is not the name of a Slurm node.")
     return (
         "srun",
-        f"--nodelist={node}",
-        "--nodes=1",
-        "--ntasks=1",
+        f"--nodelist={','.join(nodes)}",
+        f"--nodes={len(nodes)}",
+        f"--ntasks={len(nodes)}",
+        "--ntasks-per-node=1",
         "--overlap",
         "--cpu-bind=none",  # otherwise a single task gets one core; workers are pinned by us
+        "--kill-on-bad-exit=1",
         "--quiet",
         f"--chdir={cwd}",
         "--",
@@ -61,24 +67,25 @@ def allocation(environ: Mapping[str, str]) -> tuple[NodeSlots, ...]:
         raise LaunchError(
             "This is not a Slurm allocation; get one with salloc or sbatch, or let paceline submit a job."
         )
-    names = _ask(["scontrol", "show", "hostnames", nodelist]).split()
+    names = hostnames(nodelist)
     counts = _workers_per_node(environ, len(names))
     return tuple(NodeSlots(name, count) for name, count in zip(names, counts, strict=True))
+
+
+def hostnames(nodelist: str) -> list[str]:
+    """The names in Slurm's compressed list, such as gpu[03-05,9]-ib, as scontrol spells them out."""
+    return _ask(["scontrol", "show", "hostnames", nodelist]).split()
 
 
 def _workers_per_node(environ: Mapping[str, str], num_nodes: int) -> list[int]:
     for name in ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"):
         # "8", or "h100:8" as it was asked for.
         if found := re.fullmatch(r"(?:[^:,]+:)?([1-9][0-9]*)", environ.get(name, "")):
-            return [int(found.group(1))] * num_nodes
+            return [int(found[1])] * num_nodes
     text = environ.get("SLURM_TASKS_PER_NODE", f"1(x{num_nodes})")
-    counts: list[int] = []
-    for part in text.split(","):
-        found = re.fullmatch(r"([1-9][0-9]{0,5})(?:\(x([1-9][0-9]{0,5})\))?", part)
-        if found is None:
-            raise LaunchError(f"Slurm's SLURM_TASKS_PER_NODE = {text!r} cannot be read.")
-        counts += [int(found.group(1))] * int(found.group(2) or 1)
-    if len(counts) != num_nodes:
+    groups = [re.fullmatch(r"([1-9][0-9]{0,5})(?:\(x([1-9][0-9]{0,5})\))?", part) for part in text.split(",")]
+    counts = [int(found[1]) for found in groups if found for _ in range(int(found[2] or 1))]
+    if None in groups or len(counts) != num_nodes:
         raise LaunchError(f"Slurm's SLURM_TASKS_PER_NODE = {text!r} does not fit an allocation of {num_nodes} nodes.")
     return counts
 
@@ -115,12 +122,24 @@ def batch_script(
         *([f"--partition={_word('partition =', partition)}"] if partition is not None else []),
         *([f"--account={_word('account =', account)}"] if account is not None else []),
         f"--output={_log_pattern(run_dir)}",
+        "--open-mode=append",
+        "--requeue",
+        f"--signal=B:USR2@{SAVE_BEFORE_LIMIT_S}",
     ]
     lines = [
         "#!/bin/sh",
         *(f"#SBATCH {option}" for option in options),
         "umask 077",  # files of a run are readable only by their owner
-        f"cd -- {shlex.quote(str(cwd))} && exec {shlex.join(command)}",
+        f"cd -- {shlex.quote(str(cwd))} || exit 1",
+        f"{shlex.join(command)} &",
+        "run=$!",
+        # Before the time limit the run saves and ends, and the job is put into the queue again, to go on.
+        "trap 'limit=1; kill -TERM $run' USR2",
+        "trap 'kill -TERM $run' TERM",
+        "wait $run; code=$?",
+        "while kill -0 $run 2> /dev/null; do wait $run; code=$?; done",  # a signal ends a wait
+        '[ -z "$limit" ] || [ $code -eq 0 ] || exec scontrol requeue "$SLURM_JOB_ID"',
+        "exit $code",
     ]
     return "\n".join(lines) + "\n"
 

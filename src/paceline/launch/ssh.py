@@ -56,8 +56,6 @@ def ssh_argv(
     return ("ssh", "-T", *fixed, *options, "--", host, command)
 
 
-_FIX_KEY = "run ssh-copy-id {host} once, or name the right key in ~/.ssh/config"
-
 # The first pattern found in the output of ssh or the node's shell gives the sentence for the user.
 _REASONS: tuple[tuple[str, str], ...] = (
     (
@@ -69,11 +67,11 @@ _REASONS: tuple[tuple[str, str], ...] = (
         r"Host key verification failed|host key is known for",
         "{host} is not among the known hosts; connect once by hand (ssh {host}) and compare its key.",
     ),
+    (r"Could not resolve hostname", "The name {name} is not known to this machine; check it, or use an address."),
     (
-        r"Could not resolve hostname",
-        "The name {name} is not known to this machine; check its spelling, or use an address.",
+        r"Permission denied \(|Too many authentication failures",
+        "{host} does not let you in; run ssh-copy-id {host} once, or name the right key in ~/.ssh/config.",
     ),
-    (r"Permission denied \(|Too many authentication failures", f"{{host}} does not let you in; {_FIX_KEY}."),
     (
         r"Load key .*(bad permissions|invalid format)|UNPROTECTED PRIVATE KEY",
         "A private key for {host} is unusable; it should be readable by you alone (chmod 600).",
@@ -92,20 +90,13 @@ _REASONS: tuple[tuple[str, str], ...] = (
         "The connection to {host} was lost; the machine or the network between went down.",
     ),
 )
-
 _REMOTE_REASONS: tuple[tuple[str, str], ...] = (
     (
-        r"cd:.*(can't cd to|[Nn]o such file or directory|[Nn]ot a directory)",
-        "{host} has no such folder to work in; run from a folder that every node shares.",
+        r"cd:.*(can't cd to|[Nn]o such file or directory|[Nn]ot a directory|[Pp]ermission denied)",
+        "{host} has no such folder to work in, or closes it to your user; run from a folder that every node shares.",
     ),
-    (r"cd:.*[Pp]ermission denied", "The folder to work in is closed to your user on {host}."),
-    (
-        r"No module named '?paceline",
-        "Python on {host} has no Paceline; install the same version there as here.",
-    ),
+    (r"No module named '?paceline", "Python on {host} has no Paceline; install the same version there as here."),
 )
-
-
 # Exit codes of POSIX shells and env for a missing program and for a file that is not executable.
 _EXIT_REASONS = {
     126: "The Python named is no program that your user may run on {host}.",

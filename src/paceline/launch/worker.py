@@ -1,241 +1,319 @@
-"""The entry point of a worker: it sets up signals and failure notes, then runs the user's program.
+"""The process between torch's agent and one worker: it starts the worker's program and sees it to its end.
 
     python -m paceline.launch.worker train.py --flag
-    python -m paceline.launch.worker -m package.module argument
 
-A launcher whose workers must not outlive it passes the read end of a pipe as standard input and keeps the
-other end: a pipe without a writer means that the launcher is gone.
-
-SIGTERM ends the program, which may save a checkpoint first; SIGUSR1 requests a checkpoint without an end.
+The program is what would follow `python`; it runs unchanged, in a process group of its own. Its output is copied to
+its log, and in whole lines to the terminal. Signals that ask it to end, or to save, are passed on to it alone: it may
+need its loaders to save a checkpoint. When it has ended, in whatever way, all that it started is killed, a note says
+how it ended, and this process ends in the same way. When the agent dies, everything is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import faulthandler
-import functools
+import fcntl
 import os
-import runpy
-import select
+import re
+import resource
+import selectors
 import signal
-import stat
+import socket
+import subprocess
 import sys
-import threading
+import tempfile
 import time
-import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, ModuleType, TracebackType
 from typing import NoReturn
 
 from paceline import env
-from paceline.errors import LaunchError, PacelineError, shortened
-from paceline.launch.exit_watch import watch_exit_handlers
-from paceline.launch.failures import Failure, failure_path, spare_failure_path, stack_path
-from paceline.launch.heartbeats import start_heartbeats
-from paceline.launch.torch_store import serve_store_when_called
-from paceline.regular_files import make_run_folder
+from paceline.diagnosis.failures import Beginning, Ending, log_path, read_failures, write_note
+from paceline.diagnosis.last_traceback import LastTraceback
+from paceline.heartbeat import read_vitals
+from paceline.words import number_of
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """From <linux/prctl.h>."""
+SAVE_S = 28.0
+"""From the request to end to SIGKILL: what schedulers allow, and a little less than torch's agent does."""
+REAP_S = 2.0
+"""The maximum wait for the end of killed processes; one in uninterruptible sleep is left."""
+CHUNK_BYTES = 1 << 16
+LONGEST_LINE_BYTES = 1 << 16
+"""A longer line is shown as several lines; the log has it unbroken."""
+
+_CONTROLS = re.compile(rb"\x1b\[[0-9;]*[mK]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+"""Colours of text and the erasing of a line, whole, or single control characters."""
 
 
-MOST_MESSAGE_CHARACTERS = 10_000
-MOST_TRACEBACK_CHARACTERS = 100_000
-"""The most characters of an exception in a note: its beginning and its end."""
-
-
-class Terminated(SystemExit):
-    """SIGTERM arrived: unwind the program, so that its `finally` blocks run, and end."""
-
-
-def main(program: Sequence[str]) -> None:
-    """Run `program` as `python` would have; end the process by force if it fails."""
-    die_with_launcher()
-    _unwind_on_sigterm()
-    # "Save a checkpoint now" must not end a program that has nothing to save.
-    signal.signal(signal.SIGUSR1, lambda _number, _frame: None)
-    rank, run_dir = env.worker_facts().rank, env.path(env.RUN_DIR)
-    if cpus := env.cpus():
+def main(program: Sequence[str]) -> NoReturn:
+    """Run `program` to its end, and end as it did."""
+    agent = env.number(env.AGENT)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
+    if agent != os.getppid():
+        os._exit(128 + signal.SIGKILL)  # the agent died before the line above
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the program become children of this process
+    facts, run_dir = env.worker_facts(), env.path(env.RUN_DIR)
+    hostname, restart = socket.gethostname(), env.number(env.RESTART) or 0
+    assert run_dir is not None
+    if cpus := env.cpus(facts.local_rank):
         os.sched_setaffinity(0, cpus)
-    if run_dir is not None:
+    if restart and facts.rank == 0:
+        _tell_restart(run_dir, restart)
+    heartbeat = Path(tempfile.mkdtemp(prefix="paceline-worker-")) / "heartbeat"
+    noticed = _signals_as_bytes()
+    with _Output(facts.rank, run_dir, restart) as output:
+        process = subprocess.Popen(
+            [sys.executable, "-u", *program],
+            env=env.everything() | {env.HEARTBEAT: str(heartbeat)},
+            stdin=subprocess.DEVNULL,
+            stdout=output.target(1),
+            stderr=output.target(2),
+            process_group=0,
+            preexec_fn=_as_program,
+        )
         with contextlib.suppress(OSError):  # a full disk is no reason not to train
-            _write_stacks_to(stack_path(run_dir, rank))
-    if (heartbeat := env.path(env.HEARTBEAT)) is not None:
-        start_heartbeats(heartbeat)
-    if (descriptor := env.number(env.TORCH_STORE_FD)) is not None:
-        serve_store_when_called(descriptor)
-    try:
-        run_program(program)
-        watch_exit_handlers(functools.partial(_give_up, rank, run_dir))
-    except Terminated:
-        leave(128 + signal.SIGTERM)
-    except SystemExit as end:
-        _note_exit(end.code, rank, run_dir)
-        watch_exit_handlers(functools.partial(_give_up, rank, run_dir))
-        raise
-    except KeyboardInterrupt:
-        leave(128 + signal.SIGINT)
-    except BaseException as error:
-        report(error, rank, run_dir)
-        # Not through the interpreter's shutdown: a process group or a thread waiting for peers would hang it.
-        leave(error.exit_code if isinstance(error, PacelineError) else 1)
+            write_note(run_dir, Beginning(facts.rank, process.pid, hostname), restart)
+        kills_before = count_oom_kills(process.pid)
+        asked_at = _attend(process, noticed, output, agent)
+        kills = count_oom_kills(process.pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # not yet reaped: until then the number is its own
+        exit_code = process.wait()
+        _kill_orphans()
+        output.drain()
+    vitals = read_vitals(heartbeat)
+    ending = Ending(
+        rank=facts.rank,
+        world_size=facts.world_size,
+        pid=process.pid,
+        hostname=hostname,
+        exit_code=exit_code,
+        time=time.time(),
+        asked_at=asked_at,
+        out_of_memory=exit_code == -signal.SIGKILL and None not in (kills_before, kills) and kills != kills_before,
+        step=vitals.step,
+        collective=vitals.collective,
+    )
+    with contextlib.suppress(OSError):
+        has_told = facts.rank in read_failures(run_dir, restart)
+        if exit_code == 1 and not has_told and output.errors.began_at is not None:
+            write_note(run_dir, output.errors.failure(facts.rank, process.pid), restart)
+        write_note(run_dir, ending, restart)
+    heartbeat.unlink(missing_ok=True)
+    heartbeat.parent.rmdir()
+    _end_as(exit_code)
 
 
-def die_with_launcher() -> None:
-    """Ask the kernel to kill this process when its launcher dies; end now if it is dead already."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The launcher may have died before the line above; no signal will come then. Its end of the pipe shows
-    # it, where a parent's pid could not: which pid to expect is unknown.
-    if not stat.S_ISFIFO(os.fstat(0).st_mode):
-        return  # no lifeline: torchrun, srun or a terminal started this process
-    lifeline = select.poll()
-    lifeline.register(0, 0)  # a hang-up is always reported
-    if lifeline.poll(0):
-        os._exit(128 + signal.SIGKILL)
-    # The program finds an empty standard input, not our pipe.
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+def _tell_restart(run_dir: Path, restart: int) -> None:
+    """Say which failure the run goes on after; its report is failure-K.json, of restart K."""
+    from paceline.diagnosis.report import describe_failure
+
+    report = describe_failure(run_dir, restart=restart - 1)
+    if report is None:
+        return
+    for file in run_dir.glob("failure.*"):
+        file.unlink()
+    report.save(run_dir, f"failure-{restart}")
+    step = "" if report.step is None else f" after {number_of(report.step, 'step')}"
+    print(f"paceline: {report.sentence.rstrip('.')}{step}; restart {restart}", file=sys.stderr, flush=True)
 
 
-def run_program(program: Sequence[str]) -> None:
-    """Run a script path or `-m module` as `python` would, with the same sys.argv, sys.path and __main__.
+def _attend(process: subprocess.Popen[bytes], noticed: int, output: _Output, agent: int | None) -> float | None:
+    """Pass on signals and output until the program has ended; leaves it to be reaped.
 
-    Raises:
-        LaunchError: there is no such script or module.
+    Returns:
+        When it was asked to end, in seconds since the epoch; None: it was not.
     """
-    if program[0] == "-m":
-        _run_module(program[1], program[2:])
-    else:
-        _run_script(program[0], program[1:])
+    asked_at = None
+    with selectors.DefaultSelector() as selector:
+        selector.register(noticed, selectors.EVENT_READ)
+        for descriptor in output.sources:
+            selector.register(descriptor, selectors.EVENT_READ)
+        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+            for key, _ in selector.select(1.0 if asked_at else None):
+                if key.fd != noticed:
+                    if not output.copy(key.fd):
+                        selector.unregister(key.fd)
+                    continue
+                for number in os.read(noticed, 64):
+                    if os.getppid() != agent:
+                        asked_at = asked_at or time.time()
+                        os.killpg(process.pid, signal.SIGKILL)
+                    elif number == signal.SIGUSR1:
+                        process.send_signal(number)
+                    elif number != signal.SIGCHLD:
+                        asked_at = asked_at or time.time()
+                        process.send_signal(number)
+            if asked_at is not None and time.time() - asked_at > SAVE_S:
+                os.killpg(process.pid, signal.SIGKILL)
+    return asked_at
 
 
-def _run_module(module: str, arguments: Sequence[str]) -> None:
-    sys.argv = [module, *arguments]  # runpy replaces the first by the module's path, as python does
+def _signals_as_bytes() -> int:
+    """A pipe that brings the numbers of signals to this process, so that none interrupts anything."""
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
+        signal.signal(number, lambda _number, _frame: None)
+    return read_end
+
+
+def _as_program() -> None:
+    """In the new process: it dies with this one."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # "Save a checkpoint now" must not end a program that has nothing to save.
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+@dataclass
+class _Stream:
+    """One of the two streams of a program."""
+
+    target: int
+    """The descriptor that shows it."""
+    unfinished: bytes = b""
+    """The beginning of a line that is not complete yet."""
+
+
+class _Output:
+    """The output of the program: everything to its log, whole lines to the terminal, after the rank of the worker."""
+
+    def __init__(self, rank: int, run_dir: Path, restart: int) -> None:
+        shows_all = env.text(env.OUTPUT) == "all"
+        self._prefix = b"" if rank == 0 else b"[rank %d] " % rank if shows_all else None
+        self._log = open(log_path(run_dir, rank), "ab" if restart else "wb", buffering=0)  # noqa: SIM115
+        # Workers of one node write one after the other; open it anew, since a lock belongs to an open file.
+        self._lock = open(env.text(env.OUTPUT_LOCK) or os.devnull, "wb")  # noqa: SIM115
+        self._streams: dict[int, _Stream] = {}
+        self._is_terminal = rank == 0 and os.isatty(2)
+        self._write_ends: list[int] = []
+        self.errors = LastTraceback()
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._log.close()
+        self._lock.close()
+
+    @property
+    def sources(self) -> list[int]:
+        """The descriptors to read from, once the program has been started."""
+        while self._write_ends:
+            os.close(self._write_ends.pop())
+        return list(self._streams)
+
+    def target(self, descriptor: int) -> int:
+        """Where the program writes in place of standard output (1) or error (2): on a terminal rank 0 writes itself."""
+        if self._is_terminal:
+            return descriptor
+        read_end, write_end = os.pipe()
+        self._streams[read_end] = _Stream(descriptor)
+        self._write_ends.append(write_end)
+        return write_end
+
+    def copy(self, source: int) -> bool:
+        """Copy what has come; whether more may come."""
+        stream = self._streams[source]
+        chunk = os.read(source, CHUNK_BYTES)
+        with contextlib.suppress(OSError):  # a full disk must not stop the program, which would block on a full pipe
+            self._log.write(chunk)
+        lines = (stream.unfinished + chunk).splitlines(keepends=True)  # progress bars end theirs with \r
+        stream.unfinished = b""
+        if lines and chunk and not lines[-1].endswith((b"\n", b"\r")) and len(lines[-1]) < LONGEST_LINE_BYTES:
+            stream.unfinished = lines.pop()
+        elif lines and not lines[-1].endswith((b"\n", b"\r")):
+            lines[-1] += b"\n"
+        if stream.target == 2:
+            self.errors.read(lines)
+        if lines and self._prefix is not None:
+            self._show(stream.target, b"".join(self._prefix + _harmless(line) for line in lines))
+        return bool(chunk)
+
+    def drain(self) -> None:
+        """Copy what is left; nobody writes any more."""
+        for source in self._streams:
+            os.set_blocking(source, False)
+            with contextlib.suppress(BlockingIOError):
+                while self.copy(source):
+                    pass
+
+    def _show(self, target: int, text: bytes) -> None:
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        try:
+            with contextlib.suppress(OSError):  # a reader that has gone
+                while text:
+                    text = text[os.write(target, text) :]
+        finally:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)
+
+
+def _harmless(line: bytes) -> bytes:
+    """A line whose control characters are written in words (ESC as \\x1b), but for colours, tabs and ends of lines.
+
+    Escape sequences could move to other workers' lines, change the title, or have the terminal type an answer.
+    """
+    return _CONTROLS.sub(lambda found: found.group() if len(found.group()) > 1 else b"\\x%02x" % found.group()[0], line)
+
+
+def count_oom_kills(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """The number of out-of-memory kills in the control group of `pid`; None if there is no counter.
+
+    The control group of a process that has ended is known until the process is reaped.
+    """
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except ImportError as error:
-        if _user_frames(error.__traceback__) is not None:
-            raise
-        raise LaunchError(f"Python cannot run -m {module}: {error}.") from None
+        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        path = path.removesuffix(" (deleted)").lstrip("/")
+        files = []
+        if controllers == "memory":  # version 1
+            files = [cgroups / "memory" / path / "memory.oom_control"]
+        elif not controllers:  # version 2
+            files = [cgroups / path / "memory.events", cgroups / "unified" / path / "memory.events"]
+        for file in files:
+            with contextlib.suppress(OSError):
+                if found := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
+                    return int(found.group(1))
+    return None
 
 
-def _run_script(script: str, arguments: Sequence[str]) -> None:
-    # Not runpy.run_path: it removes __main__ after the script's last line, while its threads and exit
-    # handlers may still pickle objects from there, and it changes sys.argv[0].
-    path = Path(script).absolute()
-    if not path.is_file():
-        raise LaunchError(f"There is no script {script} in {Path.cwd()}: check its path.")
-    sys.argv = [script, *arguments]
-    if not sys.flags.safe_path:
-        sys.path[0] = str(path.resolve().parent)  # our own -m set it to the working directory
-    main_module = ModuleType("__main__")
-    main_module.__file__ = str(path)
-    sys.modules["__main__"] = main_module
-    exec(compile(path.read_bytes(), str(path), "exec", dont_inherit=True), vars(main_module))
+def _kill_orphans() -> None:
+    """Kill what the program has left in sessions of its own: children of this process by now."""
+    deadline = time.monotonic() + REAP_S
+    while time.monotonic() < deadline:
+        try:
+            ended = os.waitpid(-1, os.WNOHANG)[0]
+        except ChildProcessError:
+            return
+        if ended:
+            continue
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            with contextlib.suppress(OSError):
+                fields = stat.read_text().rpartition(")")[2].split()
+                if fields[1] == str(os.getpid()):
+                    os.kill(int(stat.parent.name), signal.SIGKILL)
+        time.sleep(0.01)
 
 
-def report(error: BaseException, rank: int, run_dir: Path | None) -> None:
-    """Write a note of `error` to the run folder, or to standard error if that is impossible."""
-    is_user_error = isinstance(error, PacelineError)
-    error.__traceback__ = _user_frames(error.__traceback__)
-    lines = traceback.TracebackException.from_exception(error)
-    text = "" if is_user_error else "".join(lines.format())
-    message = _legible(_message(error), MOST_MESSAGE_CHARACTERS)
-    if not _leave_note(rank, run_dir, type(error), message, _legible(text, MOST_TRACEBACK_CHARACTERS)):
-        with contextlib.suppress(OSError, ValueError):
-            print(text or message, file=sys.stderr)
-
-
-def _legible(text: str, most_characters: int) -> str:
-    """What a note keeps of `text`, with what none may hold in words: null characters, halves of pairs."""
-    return shortened(text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00"), most_characters)
-
-
-def _leave_note(rank: int, run_dir: Path | None, error: type[BaseException], message: str, trace: str = "") -> bool:
-    """Write a note for the launcher where that is possible; whether it was."""
-    is_user_error = issubclass(error, PacelineError)
-    note = Failure(rank, os.getpid(), time.time(), error.__name__, message, trace, is_user_error)
-    heartbeat = env.path(env.HEARTBEAT)
-    places = [] if run_dir is None else [failure_path(run_dir, rank)]
-    for place in places if heartbeat is None else [*places, spare_failure_path(heartbeat)]:
-        with contextlib.suppress(OSError):
-            note.write(place)
-            return True
-    return False
-
-
-def _note_exit(code: object, rank: int, run_dir: Path | None) -> None:
-    """Record when the program asked to exit and with which code: its peers may fail, and have it killed, while the
-    interpreter still shuts down."""
-    exit_code = (code & 0xFF) if isinstance(code, int) else int(code is not None)
-    if exit_code:
-        _leave_note(rank, run_dir, SystemExit, str(exit_code))
-
-
-def _give_up(rank: int, run_dir: Path | None, sentence: str) -> None:
-    """End this process, whose exit handlers do not return."""
-    if not _leave_note(rank, run_dir, LaunchError, sentence):
-        print(sentence, file=sys.stderr)
-    leave(LaunchError.exit_code)
-
-
-def leave(exit_code: int) -> NoReturn:
-    """End this process at once, with everything written so far."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, broken or replaced by the program
-            stream.flush()
+def _end_as(exit_code: int) -> NoReturn:
+    sys.stdout.flush()
+    if exit_code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program has left one if one is wanted
+        if -exit_code not in (signal.SIGKILL, signal.SIGSTOP):
+            signal.signal(-exit_code, signal.SIG_DFL)
+        os.kill(os.getpid(), -exit_code)
     os._exit(exit_code)
-
-
-def _unwind_on_sigterm() -> None:
-    """Make SIGTERM raise `Terminated` in this process; in a child that the program forks it kills, as by default."""
-    forking = threading.local()
-
-    def unwind(number: int, _frame: FrameType | None) -> NoReturn:
-        signal.signal(number, signal.SIG_IGN)  # a second one must not cut the `finally` blocks short
-        raise Terminated(128 + number)
-
-    # A new child drops signals that its inherited handlers have noted, so this one must wait.
-    def hold() -> None:
-        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-
-    def release() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
-
-    def release_in_child() -> None:
-        if signal.getsignal(signal.SIGTERM) is unwind:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        release()
-
-    signal.signal(signal.SIGTERM, unwind)
-    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=release_in_child)
-
-
-def _write_stacks_to(path: Path) -> None:
-    """Python stacks of a crash, and on SIGUSR2 of a live process, go to `path`."""
-    make_run_folder(path.parent)
-    # Never closed and never collected: the handlers write to its bare descriptor until the process ends.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-    faulthandler.enable(descriptor)
-    faulthandler.register(signal.SIGUSR2, descriptor)
-
-
-def _user_frames(trace: TracebackType | None) -> TracebackType | None:
-    """`trace` without the frames of this file and of runpy at its top."""
-    ours = (globals(), vars(runpy))
-    while trace is not None and any(trace.tb_frame.f_globals is module for module in ours):
-        trace = trace.tb_next
-    return trace
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # a user's own __str__ may fail
-        return ""
 
 
 if __name__ == "__main__":

@@ -15,9 +15,6 @@ from paceline.spec.mesh import Mesh, ScheduleName
 PLAN_FILE, LIMIT_FILE = "plan.json", "limit.json"
 """The plan, and when the run ends, in a run folder."""
 
-EXCLUDED = 75
-"""The exit code of a worker that leaves the run because it is a straggler."""
-
 
 @dataclass(frozen=True)
 class NodePlacement:
@@ -50,6 +47,7 @@ class Plan(JsonValue):
     FORMER_KEYS: ClassVar[Mapping[str, tuple[Any, str]]] = {
         "micro_batch_size": (ANY, "a virtual shard is a pass."),
         "sequence_parallel": (False, "recompute = true saves memory under tp, and so does fsdp beside it."),
+        "exclude_slower": (ANY, "a straggler is reported, and goes on."),
     }
 
     world_size: int = between(1, MOST_WORKERS, 1)
@@ -78,10 +76,6 @@ class Plan(JsonValue):
     """Compare every collective across workers before it runs, not only those of the first steps."""
     timeout_s: float = at_least(1, 600.0)
     """How long a collective waits for a silent peer."""
-
-    exclude_slower: float | None = at_least(1, None)
-    """A straggler whose step time exceeds this multiple of the median of the others leaves the run, which continues
-    without it; None: stragglers are only reported."""
 
     forecast_samples_per_s: float | None = at_least(0, None)
     """The planner's forecast of this run; None: there is none."""

@@ -6,11 +6,13 @@ import argparse
 import sys
 from pathlib import Path
 
+from paceline import env
 from paceline.regular_files import make_run_folder, parse_json
 from paceline.spec import Job, Plan
 from paceline.spec.job import JOB_FILE
 from paceline.spec.plan import LIMIT_FILE, PLAN_FILE, RunLimit
 from paceline.train.loop import RunOutput, train
+from paceline.train.process.watch import tell_failures
 
 
 def main() -> None:
@@ -22,6 +24,7 @@ def main() -> None:
     parser.add_argument("--job", help="the job itself, as JSON, for a folder without job.json")
     parser.add_argument("--plan", help="the plan itself, as JSON")
     arguments = parser.parse_args()
+    tell_failures(env.worker_facts())
     run_dir: Path = arguments.run_dir
     make_run_folder(run_dir)
     job = Job.from_mapping(parse_json(arguments.job)) if arguments.job else Job.load(run_dir / JOB_FILE)

@@ -16,6 +16,7 @@ from paceline.errors import JobError
 from paceline.spec import Job, Plan, parse_mesh
 from paceline.spec.mesh_name import check_strategy
 from paceline.spec.plan import RunLimit
+from paceline.train.process.watch import tell_failures
 from paceline.train.records.progress import Progress
 from paceline.train.run import Run
 
@@ -56,9 +57,10 @@ def init(
         JobError: an unknown key, an invalid value, or more workers than virtual shards.
         LaunchError: an environment that contradicts itself.
     """
+    facts = env.worker_facts()
+    tell_failures(facts)
     _check_belong_to_job(values)
     job = (job or Job()).with_values(**values)
-    facts = env.worker_facts()
     strategy = strategy or env.text(env.STRATEGY) or "dp"
     check_strategy(strategy)
     # A Plan made in Python is checked here too.

@@ -3,36 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
+import shlex
+import socket
+import sys
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from paceline import env
 from paceline.errors import LaunchError, file_problems
 from paceline.folder_lock import hold_folder
 from paceline.hardware import detect
-from paceline.launch.containers import contained
-from paceline.launch.elastic import run_elastic
-from paceline.launch.fleet import Describe, Fleet
-from paceline.launch.forking import ForkServer
+from paceline.launch.containers import in_container
 from paceline.launch.node_list import NodeSlots
-from paceline.launch.remote_team import RemoteTeam, open_nodes
-from paceline.launch.run_workers import SAVE_S, run_workers
-from paceline.launch.team import LaunchOptions, Output
-from paceline.launch.worker import run_program
+from paceline.launch.ray import FIRST_NODE, ray_argv, ray_nodes
+from paceline.launch.run import HERE, LaunchOptions, Output, Reach, agent_commands, run_workers
+from paceline.launch.slurm import allocation as slurm_allocation
+from paceline.launch.slurm import srun_argv
+from paceline.launch.ssh import explain_ssh_failure, ssh_argv
 from paceline.measure.values import REQUEST_FILE
 from paceline.plan import pick
 from paceline.regular_files import make_run_folder
 from paceline.spec import Cluster, Device, Node, Plan
 from paceline.spec.codec import JsonValue, from_mapping
 from paceline.words import number_of
-from paceline.workflows.launchers import LAUNCHERS, chosen_launcher, node_access
-from paceline.workflows.strategy import PlanFor, check_may_shrink, largest_that_fits
-from paceline.workflows.where import Elastic, Where
+from paceline.workflows.node import versions
+from paceline.workflows.where import LauncherName, Where
 
-PRELOAD = ("paceline.train.loop", "torch._dynamo")
-"""Slow-loading modules that every training needs; torch loads the last one when it wraps an optimizer."""
+DESCRIBE_S = 60.0
+"""Timeout for a node's first answer: login, start of a container and an interpreter, hardware detection."""
+_HERE_ONLY = ("local", "debug")
 
 
 @dataclass(frozen=True)
@@ -41,15 +46,14 @@ class Allocation:
 
     where: Where
     cluster: Cluster
-    teams: Sequence[RemoteTeam] = ()
-    image: str = ""
-    """The container and its digest; empty without one."""
-    describe: Describe | None = None
-    """Describes a lost node that has returned."""
-    fork_server: ForkServer | None = None
-    """Loads torch once for all runs of the command; None: workers run on nodes whose agents start them."""
-    has_more_runs: bool = False
-    """Whether the command has several runs, so that even one worker alone is worth a fork server."""
+    reaches: Callable[[Plan], Sequence[Reach]] = lambda _plan: (HERE,)
+    """How the agents of a plan's nodes are started."""
+    endpoint: str = "127.0.0.1:0"
+    """Address and port on the first node where the agents meet."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        return any(node.is_remote for node in self.cluster.nodes)
 
     def run(
         self,
@@ -59,21 +63,43 @@ class Allocation:
         run_dir: Path,
         output: Output = "rank0",
         environ: Mapping[str, str] | None = None,
-        save_s: float | None = None,
+        max_restarts: int = 0,
+        torchrun: Sequence[str] = (),
     ) -> None:
-        """Run `program` in every worker of `plan`; the rest, and what it raises, is as for `run_workers`.
-
-        Workers of Paceline's own programs are forked. A program of the user gets new processes: it may set variables
-        that are read while torch is loaded.
-        """
+        """Run `program` in every worker of `plan`; the rest, and what it raises, is as for `run_workers`."""
         self._check_size(plan)
         if self.where.launcher == "debug":
             make_run_folder(run_dir)
-            run_program(program)
+            _run_here(program)
             return
-        is_forked = self._saves_loading(plan, program)
-        options = self._options(run_dir, output, environ, save_s=save_s, preload=PRELOAD if is_forked else ())
-        run_workers(plan, program, options, nodes=self.teams, fork_server=self.fork_server if is_forked else None)
+        options = self._options(run_dir, output, environ, max_restarts, torchrun)
+        run_workers(plan, program, options, self.reaches(plan), self.endpoint)
+
+    def commands(
+        self,
+        plan: Plan,
+        program: Sequence[str],
+        *,
+        run_dir: Path,
+        environ: Mapping[str, str] | None = None,
+        max_restarts: int = 0,
+        torchrun: Sequence[str] = (),
+    ) -> str:
+        """The commands that `run` would start, as text for a shell; starts nothing and opens no connection."""
+        self._check_size(plan)
+        lines = [f"# {plan.world_size} workers, launcher {self.where.launcher}, backend {plan.backend}"]
+        options = self._options(run_dir, "rank0", environ, max_restarts, torchrun)
+        for command in agent_commands(plan, program, options, self.reaches(plan), self.endpoint):
+            variables = (
+                ""
+                if command.reach.hostnames
+                else " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(command.environ.items()))
+            )
+            lines += [
+                f"# {', '.join(command.reach.hostnames) or 'this node'}",
+                f"{variables} {shlex.join(command.argv)}",
+            ]
+        return "\n".join(line.strip() for line in lines)
 
     def measure(
         self, program: str, request: JsonValue, plan: Plan, folder: Path, *, quiet: bool, **environ: str
@@ -91,53 +117,22 @@ class Allocation:
         self.run(plan, [*argv, *(["--quiet"] if quiet else [])], run_dir=folder, environ=terminal | environ)
 
     def _options(
-        self, run_dir: Path, output: Output, environ: Mapping[str, str] | None, **options: Any
+        self,
+        run_dir: Path,
+        output: Output,
+        environ: Mapping[str, str] | None,
+        max_restarts: int,
+        torchrun: Sequence[str],
     ) -> LaunchOptions:
         return LaunchOptions(
             run_dir,
-            interface=self.where.interface,
             output=output,
+            interface=self.where.interface,
             hang_timeout_s=self.where.hang_timeout_s,
-            environ={**env.note(env.CONTAINER, self.image), **(environ or {})},
-            **options,
+            max_restarts=max_restarts,
+            environ={**env.note(env.CONTAINER, self.where.container), **(environ or {})},
+            torchrun=tuple(torchrun),
         )
-
-    def _saves_loading(self, plan: Plan, program: Sequence[str]) -> bool:
-        """Whether a node has several workers, at once or one after the other, that can be forked."""
-        if program[0] != "-m" or not program[1].startswith("paceline."):
-            return False
-        most_on_a_node = max((node.num_workers for node in plan.nodes), default=plan.world_size)
-        has_loaded = self.fork_server is not None and self.fork_server.has_loaded
-        return most_on_a_node > 1 or self.has_more_runs or has_loaded
-
-    def run_job(
-        self,
-        num_workers: int,
-        elastic: Elastic,
-        plan_for: PlanFor,
-        program_for: Callable[[Plan], Sequence[str]],
-        *,
-        run_dir: Path,
-        output: Output = "rank0",
-        environ: Mapping[str, str] | None = None,
-    ) -> None:
-        """Run a program that saves checkpoints on `num_workers` workers; after failures on fewer, if `elastic` allows.
-
-        Raises:
-            JobError: there is no plan for so many workers, or for none of the numbers that `elastic` allows.
-            LaunchError, WorkerFailed: as for `run_workers`.
-        """
-        limits = elastic.limits(num_workers)
-        plan = self.first_plan(num_workers, elastic, plan_for)
-        if limits is None:
-            self.run(plan, program_for(plan), run_dir=run_dir, output=output, environ=environ, save_s=SAVE_S)
-            return
-        # Who never starts again needs nothing that is prepared for that.
-        preload = PRELOAD if elastic.standby and limits.max_restarts else ()
-        noted = {**env.note(env.MAX_RESTARTS, limits.max_restarts), **(environ or {})}
-        options = self._options(run_dir, output, noted, save_s=SAVE_S, preload=preload)
-        with contextlib.closing(Fleet(with_room(self.cluster, plan), self.teams, self.describe)) as fleet:
-            run_elastic(fleet, limits, largest_that_fits(plan_for, limits.min_workers), program_for, options)
 
     def _check_size(self, plan: Plan) -> None:
         counts = [node.num_workers for node in self.where.named_hosts()]
@@ -152,31 +147,13 @@ class Allocation:
                 f"launcher = 'debug' runs one worker in this process, not {plan.world_size}; ask for 1 worker."
             )
 
-    def first_plan(self, num_workers: int, elastic: Elastic, plan_for: PlanFor) -> Plan:
-        """The plan that `run_job` begins with; raises what that raises before it starts anything."""
-        limits = elastic.limits(num_workers)
-        if limits is None:
-            plan = plan_for(self.cluster, num_workers)
-            self._check_size(plan)
-            return plan
-        if self.where.launcher == "debug":
-            raise LaunchError(
-                "launcher = 'debug' runs in this process, which cannot outlive a failure; leave min_workers out."
-            )
-        plan_within = largest_that_fits(plan_for, limits.min_workers)
-        check_may_shrink(plan_within, self.cluster, limits.min_workers, limits.max_workers)
-        plan = plan_within(self.cluster, limits.max_workers)
-        self._check_size(plan)
-        return plan
-
 
 @contextlib.contextmanager
 def open_allocation(where: Where, run_dir: Path, script: Path | None = None) -> Iterator[Allocation]:
-    """Open the nodes that `where` names; agents on other nodes run until the block ends.
+    """Find the nodes that `where` names, and keep other runs from the folder until the block ends.
 
     Args:
-        run_dir: the run's folder, which no other run may use meanwhile, and which containers see besides the working
-            directory.
+        run_dir: the run's folder, which containers see besides the working directory.
         script: a file whose folder containers see too.
 
     Raises:
@@ -189,61 +166,137 @@ def open_allocation(where: Where, run_dir: Path, script: Path | None = None) -> 
         with file_problems(f"The run folder {run_dir} cannot be used", LaunchError, "name another one with out = DIR"):
             make_run_folder(run_dir)
             held.enter_context(hold_folder(run_dir))
-        yield held.enter_context(_opened(where, slots, shown))
+        yield _found(where, slots, shown, on_paper=False)
 
 
-def _chosen(where: Where) -> tuple[tuple[NodeSlots, ...], Where]:
-    """The nodes that are named, and the launcher that is meant; options that it would ignore are refused."""
-    slots = where.named_hosts()
-    chosen = replace(where, launcher=chosen_launcher(where.launcher, slots))
-    if chosen.launcher in ("local", "debug"):
-        inside = where.container is not None and chosen.launcher == "local"
-        for name, value, is_used in (("interface", where.interface, False), ("python", where.python, inside)):
-            if value is not None and not is_used:
-                raise LaunchError(
-                    f"{name} = {value!r} is for workers on other nodes, and all of these run on this one; leave it out."
-                )
-    return slots, chosen
-
-
-@contextlib.contextmanager
-def _opened(where: Where, slots: Sequence[NodeSlots], shown: Sequence[Path]) -> Iterator[Allocation]:
-    if where.launcher == "debug" or (where.launcher == "local" and where.container is None):
-        with contextlib.closing(ForkServer(PRELOAD)) as fork_server:
-            yield Allocation(where, detect(), fork_server=fork_server)
-        return
-    launcher = LAUNCHERS[where.launcher]
-    listed = launcher.nodes()
-    # The launcher lists the GPUs of a node; a node without an entry has none.
-    gpus = {node.address: node.num_workers or 0 for node in listed} if launcher.reserves_gpus else {}
-    slots = slots or listed
-    accesses = [node_access(where, node.address, gpus.get(node.address, 0)) for node in slots]
-    image = ""
-    if where.container is not None:
-        python = where.python or "python3"
-        accesses, digest = contained(accesses, where.container, cwd=Path.cwd(), binds=shown, python=python)
-        image = f"{where.container} {digest}"
-    by_name = {node.address: node for node in slots}
-
-    def describe(team: RemoteTeam) -> Node:
-        node = replace(from_mapping(Node, team.hello.node), hostname=team.hostname, is_remote=True)
-        return with_num_workers(node, by_name[team.hostname])
-
-    with open_nodes(accesses) as teams:
-        yield Allocation(where, Cluster(tuple(map(describe, teams))), teams, image, describe)
-
-
-def allocation_on_paper(where: Where) -> Allocation:
+def allocation_on_paper(where: Where, run_dir: Path) -> Allocation:
     """The allocation without a connection to any node: other nodes are assumed equal to this one.
 
     Raises:
         LaunchError: options that contradict each other, or Slurm has allocated nothing to this command.
     """
     slots, where = _chosen(where)
-    if where.launcher == "slurm":
-        slots = slots or LAUNCHERS["slurm"].nodes()
-    here = detect()
-    return Allocation(where, Cluster(tuple(_on_paper(here.nodes[0], host) for host in slots)) if slots else here)
+    return _found(where, slots, [run_dir.absolute()], on_paper=True)
+
+
+def _chosen(where: Where) -> tuple[tuple[NodeSlots, ...], Where]:
+    """The nodes that are named, and the launcher that is meant; options that it would ignore are refused."""
+    slots, launcher = where.named_hosts(), where.launcher
+    if launcher not in get_args(LauncherName):
+        raise LaunchError(f"There is no launcher {launcher!r}; use one of {', '.join(get_args(LauncherName))}.")
+    if launcher == "auto":
+        launcher = "ssh" if slots else "local"
+    if launcher in _HERE_ONLY and slots:
+        raise LaunchError(f"launcher = {launcher!r} runs on this node alone; leave hosts out.")
+    if launcher == "ssh" and not slots:
+        raise LaunchError("launcher = 'ssh' needs nodes: hosts = 'a:8,b:8', or a hosts_file.")
+    if launcher in _HERE_ONLY:
+        inside = where.container is not None and launcher == "local"
+        for name, value, is_used in (("interface", where.interface, False), ("python", where.python, inside)):
+            if value is not None and not is_used:
+                raise LaunchError(
+                    f"{name} = {value!r} is for workers on other nodes, and all of these run on this one; leave it out."
+                )
+    return slots, replace(where, launcher=launcher)
+
+
+def _found(where: Where, slots: Sequence[NodeSlots], shown: Sequence[Path], *, on_paper: bool) -> Allocation:
+    cwd, here = Path.cwd(), detect()
+    python = where.python or (sys.executable if where.container is None else "python3")
+    has_gpus = here.device_kind == "cuda"
+
+    def inside(
+        program: Sequence[str], environ: Mapping[str, str], gpus: bool = True
+    ) -> tuple[Sequence[str], dict[str, str]]:
+        """The program, in the container if there is one, and the variables that it needs around it."""
+        if where.container is None:
+            return program, env.passed_on() | dict(environ)
+        passed = {name: value for name, value in env.passed_on().items() if name != "PYTHONPATH"} | dict(environ)
+        return in_container(program, where.container, cwd=cwd, binds=shown, gpus=gpus, environ=passed), {}
+
+    match where.launcher:
+        case "ssh":
+            return _over_ssh(where, slots, here, python, inside, on_paper=on_paper)
+        case "slurm" | "ray":
+            listed = slurm_allocation(env.everything()) if where.launcher == "slurm" else ray_nodes()
+            slots = slots or listed
+            cluster = Cluster(tuple(_on_paper(here.nodes[0], one) for one in slots))
+
+            def reaches(plan: Plan) -> Sequence[Reach]:
+                counts, names = {share.num_workers for share in plan.nodes}, [share.hostname for share in plan.nodes]
+                if len(counts) > 1:
+                    raise LaunchError(f"{where.launcher} starts as many workers on each node; ask for a multiple.")
+
+                def argv(program: Sequence[str], environ: Mapping[str, str]) -> Sequence[str]:
+                    words, variables = inside(program, environ, has_gpus)
+                    if where.launcher == "slurm":
+                        return srun_argv(names, words, cwd=cwd, environ=variables)
+                    gpus = max(counts) if cluster.device_kind == "cuda" else 0
+                    return ray_argv(len(names), words, cwd=cwd, environ=variables, num_gpus=gpus)
+
+                return [Reach(tuple(names), argv, python=python)]
+
+            job = env.text("SLURM_JOB_ID") or "0"
+            port = 20000 + zlib.crc32(job.encode()) % 12000
+            endpoint = FIRST_NODE if where.launcher == "ray" else f"{slots[0].address}:{port}"
+            return Allocation(where, cluster, reaches, endpoint)
+        case "local" if where.container is not None:
+            reach = Reach((), lambda program, environ: inside(program, environ, has_gpus)[0], python=python)
+            return Allocation(where, here, lambda _plan: [reach])
+    return Allocation(where, here)
+
+
+def _over_ssh(
+    where: Where, slots: Sequence[NodeSlots], here: Cluster, python: str, inside: Callable[..., Any], *, on_paper: bool
+) -> Allocation:
+    def reach_to(slot: NodeSlots) -> Reach:
+        def argv(program: Sequence[str], environ: Mapping[str, str]) -> Sequence[str]:
+            words, variables = inside(program, environ)
+            return ssh_argv(slot.address, words, cwd=Path.cwd(), environ=variables)
+
+        def explain(exit_code: int, stderr: str) -> str | None:
+            return explain_ssh_failure(exit_code, stderr, slot.address)
+
+        return Reach((slot.address,), argv, explain, python)
+
+    by_name = {slot.address: reach_to(slot) for slot in slots}
+    if on_paper:
+        cluster, endpoint = Cluster(tuple(_on_paper(here.nodes[0], slot) for slot in slots)), f"{slots[0].address}:PORT"
+    else:
+        command = (python, "-m", "paceline.workflows.node")
+        with ThreadPoolExecutor(max_workers=len(slots)) as pool:
+            told = list(pool.map(lambda reach: json.loads(reach.output_of(command, DESCRIBE_S)), by_name.values()))
+        _check_versions({slot.address: one["versions"] for slot, one in zip(slots, told, strict=True)})
+        described = (
+            replace(from_mapping(Node, one["node"]), hostname=slot.address, is_remote=True)
+            for slot, one in zip(slots, told, strict=True)
+        )
+        cluster = Cluster(tuple(with_num_workers(node, slot) for node, slot in zip(described, slots, strict=True)))
+        endpoint = _endpoint(slots[0].address, told[0], where.interface)
+    return Allocation(where, cluster, lambda plan: [by_name[share.hostname] for share in plan.nodes], endpoint)
+
+
+def _check_versions(by_node: Mapping[str, Mapping[str, str]]) -> None:
+    """Raise `LaunchError` where a node has other versions than this one."""
+    own = versions()
+    for node, theirs in by_node.items():
+        for package, version in own.items():
+            if theirs.get(package) != version:
+                raise LaunchError(
+                    f"{node} has {package} {theirs.get(package)}, but this machine {version}; install the same there."
+                )
+
+
+def _endpoint(name: str, told: Mapping[str, Any], interface: str | None) -> str:
+    """Where the agents meet on the first node: at the address of its name, else of the interface or the first one."""
+    with_address = [address for one, address in told["addresses"] if interface in (None, one)]
+    if not with_address:
+        raise LaunchError(f"{name} has no network interface {interface or ''} with an address that others could reach.")
+    with contextlib.suppress(OSError):
+        named = {entry[4][0] for entry in socket.getaddrinfo(name.rpartition("@")[2], None)}
+        with_address = [address for address in with_address if address in named] or with_address
+    address = with_address[0]
+    return f"[{address}]:{told['port']}" if ":" in address else f"{address}:{told['port']}"
 
 
 def with_num_workers(node: Node, slots: NodeSlots) -> Node:
@@ -264,19 +317,21 @@ def with_num_workers(node: Node, slots: NodeSlots) -> Node:
     return node.with_cpu_workers(count)
 
 
-def with_room(cluster: Cluster, plan: Plan) -> Cluster:
-    """The cluster with a device for every worker of the plan: on CPU they may outnumber cores."""
-    counts = {placement.hostname: placement.num_workers for placement in plan.placements}
-    nodes = []
-    for node in cluster.nodes:
-        count = counts.get(node.hostname if node.is_remote else "", 0)
-        is_full = node.device_kind == "cpu" and count > len(node.devices)
-        nodes.append(node.with_cpu_workers(count) if is_full else node)
-    return replace(cluster, nodes=tuple(nodes))
-
-
 def _on_paper(here: Node, slots: NodeSlots) -> Node:
     count = slots.num_workers or len(here.devices)
     one = here.devices[0]
     devices = tuple(Device(one.kind, index, one.name, one.memory_bytes) for index in range(count))
-    return replace(here, hostname=slots.address, is_remote=True, devices=devices, links=())
+    return dataclasses.replace(here, hostname=slots.address, is_remote=True, devices=devices, links=())
+
+
+def _run_here(program: Sequence[str]) -> None:
+    """Run a script path or `-m module` in this process, as `python` would."""
+    import runpy
+
+    module = program[1] if program[0] == "-m" else None
+    sys.argv = [*program[1:]] if module else [*program]
+    if module:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(program[0]).resolve().parent))
+        runpy.run_path(program[0], run_name="__main__")

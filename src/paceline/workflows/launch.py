@@ -11,14 +11,24 @@ from typing import Any
 from paceline import env
 from paceline.errors import LaunchError
 from paceline.plan import spread
-from paceline.spec import Cluster, Plan, parse_mesh
+from paceline.spec import Plan, parse_mesh
 from paceline.spec.mesh_name import check_strategy
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.arguments import checked
-from paceline.workflows.dry_run import dry_run
 from paceline.workflows.jobs import check_counts, check_words
 from paceline.workflows.run_folder import check_folder, new_run_dir
-from paceline.workflows.where import HERE, RIGID, Elastic, Where
+from paceline.workflows.where import HERE, Where
+
+TORCHRUN_FLAGS = frozenset({"--standalone", "--virtual-local-rank"})
+TORCHRUN_OPTIONS = frozenset(
+    f"--{name}"
+    for name in (
+        *("nnodes", "nproc-per-node", "node-rank", "master-addr", "master-port", "local-addr", "role"),
+        *("rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "monitor-interval", "shutdown-timeout"),
+        *("numa-binding", "event-log-handler", "signals-to-handle"),
+    )
+)
+"""Arguments of torchrun that are passed to it; the others have a name here, as -n, --max-restarts, --out."""
 
 
 @checked
@@ -32,7 +42,7 @@ def launch(
     strategy: str | None = None,
     module: bool = False,
     where: Where = HERE,
-    elastic: Elastic = RIGID,
+    max_restarts: int = 0,
     debug_comm: bool = False,
 ) -> Path:
     """Run a script on several workers and return the folder of its logs.
@@ -50,7 +60,7 @@ def launch(
         strategy: how workers divide the model if the script does not choose it, such as "fsdp" or "dp2 x pp2".
         module: run `script` as a module, as `python -m` does.
         where: the nodes, and how they are reached.
-        elastic: whether the script is started again after a failure.
+        max_restarts: how often all workers are started again after a failure; the script must resume by itself.
         debug_comm: compare every collective across workers, and turn on NCCL's debug output.
 
     Raises:
@@ -58,17 +68,19 @@ def launch(
         JobError: a strategy that does not make as many workers, or arguments that are no list of texts.
         WorkerFailed: a worker failed; says which rank, and why.
     """
-    launching = _Launching(str(script), arguments, module, workers, threads, strategy, debug_comm)
+    torchrun, script, arguments = torchrun_arguments(str(script), arguments)
+    launching = _Launching(script, arguments, module, workers, threads, strategy, debug_comm)
+    check_counts(max_restarts=max_restarts or None)
     run_dir = new_run_dir(out, launching.name)
     with open_allocation(where, run_dir, None if module else Path(script)) as allocation:
-        allocation.run_job(
-            launching.num_workers_on(allocation),
-            elastic,
-            launching.plan_for,
-            lambda _plan: launching.program,
+        allocation.run(
+            launching.plan_for(allocation),
+            launching.program,
             run_dir=run_dir,
             output="all",
             environ=launching.notes,
+            max_restarts=max_restarts,
+            torchrun=torchrun,
         )
     return run_dir
 
@@ -79,17 +91,40 @@ def launch_commands(
     *,
     out: Path | None = None,
     where: Where = HERE,
-    elastic: Elastic = RIGID,
+    max_restarts: int = 0,
     **spread: Any,
 ) -> str:
     """The commands that `launch` would start, with the same arguments; starts nothing and opens no connection."""
-    launching = _Launching(str(script), arguments, **spread)
-    allocation = allocation_on_paper(where)
-    plan = allocation.first_plan(launching.num_workers_on(allocation), elastic, launching.plan_for)
+    torchrun, script, arguments = torchrun_arguments(str(script), arguments)
+    launching = _Launching(script, arguments, **spread)
     if out is not None:
         check_folder(out)
     run_dir = out or Path("runs") / launching.name
-    return dry_run(plan, launching.program, run_dir, allocation.where, launching.notes)
+    allocation = allocation_on_paper(where, run_dir)
+    plan = launching.plan_for(allocation)
+    return allocation.commands(
+        plan,
+        launching.program,
+        run_dir=run_dir,
+        environ=launching.notes,
+        max_restarts=max_restarts,
+        torchrun=torchrun,
+    )
+
+
+def torchrun_arguments(script: str, words: Sequence[str]) -> tuple[list[str], str, Sequence[str]]:
+    """(arguments for torchrun, script, its arguments), where torchrun's stand in front of the script."""
+    found, words = [], [script, *words]
+    while words and words[0].startswith("--"):
+        name = words[0].partition("=")[0]
+        length = 1 if "=" in words[0] or name in TORCHRUN_FLAGS else 2
+        if name not in TORCHRUN_OPTIONS | TORCHRUN_FLAGS:
+            raise LaunchError(f"There is no option '{name}'; `paceline launch --help` lists all.")
+        found += words[:length]
+        words = words[length:]
+    if not words:
+        raise LaunchError("A script is missing: paceline launch … train.py")
+    return found, words[0], words[1:]
 
 
 def check_script(script: str, *, is_module: bool) -> None:
@@ -134,10 +169,10 @@ class _Launching:
         """The variables that tell the workers what the script leaves open."""
         return env.note(env.STRATEGY, self.strategy)
 
-    def num_workers_on(self, allocation: Allocation) -> int:
-        return self.workers or (1 if allocation.where.launcher == "debug" else len(allocation.cluster.devices))
-
-    def plan_for(self, cluster: Cluster, num_workers: int) -> Plan:
+    def plan_for(self, allocation: Allocation) -> Plan:
+        """The plan of as many workers as are asked for, or as there are devices."""
+        cluster = allocation.cluster
+        num_workers = self.workers or (1 if allocation.where.launcher == "debug" else len(cluster.devices))
         plan = spread(cluster, num_workers, self.threads)
         if self.strategy is not None:  # as the script will read it
             check_strategy(self.strategy)

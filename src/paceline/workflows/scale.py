@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import env
 from paceline.errors import JobError, WorkerFailed
-from paceline.launch.run_workers import SAVE_S
 from paceline.plan import spread
 from paceline.spec import AlgorithmName, Job, Plan, RunRecord
 from paceline.spec.forecast import Grow
@@ -102,8 +101,7 @@ def scale(
     records: list[RunRecord] = []
     failures: list[str] = []
     tell = on_failure or (lambda name, failure: failures.append(f"{name}: {failure}"))
-    with open_allocation(where, study_dir) as opened:
-        allocation = dataclasses.replace(opened, has_more_runs=len(counts) * seeds > 1)
+    with open_allocation(where, study_dir) as allocation:
         # A CPU device is a fixed number of threads, or two devices would be no more than one.
         threads = threads or spread(allocation.cluster, counts[-1]).threads_per_worker
         plans = [
@@ -170,7 +168,7 @@ def _record(
     started = time.monotonic()
     program = write_run(job, plan, run_dir, RunLimit(max_steps), quiet=quiet)
     environ = env.import_note(import_folders(job))
-    allocation.run(plan, program, run_dir=run_dir, environ=environ, save_s=SAVE_S)
-    record = finished_record(run_dir, started, was_elsewhere=bool(allocation.teams))
+    allocation.run(plan, program, run_dir=run_dir, environ=environ)
+    record = finished_record(run_dir, started, was_elsewhere=allocation.is_elsewhere)
     feed_back(record, cluster)
     return record

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,36 +123,6 @@ class Strategy:
 
 PLAIN = Strategy()
 """Whole replicas, or what a plan says."""
-
-PlanFor = Callable[[Cluster, int], Plan]
-"""The plan for so many workers on a cluster; raises `JobError` where there is none."""
-
-
-def largest_that_fits(plan_for: PlanFor, least: int) -> PlanFor:
-    """`plan_for`, but for fewer workers (not fewer than `least`) where there is no plan for as many as there are."""
-
-    def plan_within(cluster: Cluster, most: int) -> Plan:
-        try:
-            return plan_for(cluster, most)
-        except JobError:
-            if most <= least:
-                raise
-            return plan_within(cluster, most - 1)
-
-    return plan_within
-
-
-def check_may_shrink(plan_within: PlanFor, cluster: Cluster, least: int, most: int) -> None:
-    """Raises `JobError` if fewer than `most` workers (at least `least`) are allowed but no plan for fewer exists."""
-    if least == most:
-        return
-    try:
-        plan_within(cluster, most - 1)
-    except JobError as problem:
-        raise JobError(
-            f"With min_workers = {least} the run may go on with fewer than {most} workers, but cannot: "
-            f"{problem} Leave the degree of one axis out, such as 'dp x pp2', or lower min_workers."
-        ) from None
 
 
 def worker_memory_bytes(cluster: Cluster, num_workers: int) -> float:

@@ -11,12 +11,11 @@ from typing import Any
 
 from paceline import env
 from paceline.errors import JobError
-from paceline.spec import AlgorithmName, CallbackSpec, Cluster, Job, Plan, RunRecord
+from paceline.spec import AlgorithmName, CallbackSpec, Job, Plan, RunRecord
 from paceline.spec.algorithm import SERVER_ALGORITHMS
 from paceline.spec.plan import RunLimit
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.arguments import checked
-from paceline.workflows.dry_run import dry_run
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts
 from paceline.workflows.jobs import (
     Say,
@@ -38,7 +37,7 @@ from paceline.workflows.run_folder import (
     write_run,
 )
 from paceline.workflows.strategy import PLAIN, Strategy
-from paceline.workflows.where import HERE, RIGID, Elastic, Where
+from paceline.workflows.where import HERE, Where
 
 
 @checked
@@ -60,7 +59,7 @@ def train(
     track: Sequence[str] = (),
     quiet: bool = True,
     where: Where = HERE,
-    elastic: Elastic = RIGID,
+    max_restarts: int = 0,
     strategy: Strategy | str = PLAIN,
     debug_comm: bool = False,
     cluster: Path | str = CLUSTER_FILE,
@@ -90,7 +89,7 @@ def train(
         track: also log to "tensorboard", "wandb" or "mlflow".
         quiet: whether workers leave out their progress, which goes to standard error.
         where: the nodes, and how they are reached.
-        elastic: whether the run restarts after a failure.
+        max_restarts: how often all workers are started again after a failure, from the newest checkpoint.
         strategy: how workers divide the model, such as "fsdp" or "dp2 x pp2".
         debug_comm: compare every collective across workers, and turn on NCCL's debug output.
         cluster: the file of `probe`'s measurements, for a forecast beside the measurement; need not exist.
@@ -112,7 +111,6 @@ def train(
         servers=servers,
         track=track,
         quiet=quiet,
-        elastic=elastic,
         strategy=Strategy(strategy) if isinstance(strategy, str) else strategy,
         debug_comm=debug_comm,
         cluster=Path(cluster),
@@ -127,15 +125,15 @@ def train(
             return record
         put_record_aside(run_dir)
         started = time.monotonic()
-        allocation.run_job(
-            training.num_workers_on(allocation),
-            elastic,
-            training.plan_for,
-            lambda placed: training.write(placed, run_dir),
+        placed = training.plan_for(allocation)
+        allocation.run(
+            placed,
+            training.write(placed, run_dir),
             run_dir=run_dir,
             environ=env.import_note(import_folders(training.job)),
+            max_restarts=max_restarts,
         )
-        record = finished_record(run_dir, started, was_elsewhere=bool(allocation.teams))
+        record = finished_record(run_dir, started, was_elsewhere=allocation.is_elsewhere)
     feed_back(record, Path(cluster))
     return record
 
@@ -154,7 +152,6 @@ class _Training:
     servers: int = 1
     track: Sequence[str] = ()
     quiet: bool = True
-    elastic: Elastic = RIGID
     strategy: Strategy = PLAIN
     debug_comm: bool = False
     cluster: Path = CLUSTER_FILE
@@ -195,22 +192,19 @@ class _Training:
         planned = self.plan.world_size if self.plan else min(num_devices, self.job.virtual_shards)
         return planned if self.workers is None else self.workers
 
-    def plan_for(self, cluster: Cluster, num_workers: int) -> Plan:
-        """The plan of a run with so many workers."""
-        planned, least = self.plan, self.elastic.min_workers
+    def plan_for(self, allocation: Allocation) -> Plan:
+        """The plan of the run on these nodes."""
         plan = self.strategy.placed(
             self.job,
-            cluster,
-            num_workers,
-            planned,
+            allocation.cluster,
+            self.num_workers_on(allocation),
+            self.plan,
             self.say,
             threads_per_worker=self.threads,
             algorithm=self.chosen_algorithm,
-            num_servers=self.servers if least is None else min(self.servers, num_workers),
+            num_servers=self.servers,
         )
-        can_spare = least is not None and num_workers > least
-        exclude_slower = self.elastic.exclude_slower if can_spare else None
-        plan = dataclasses.replace(plan, debug_comm=self.debug_comm, exclude_slower=exclude_slower)
+        plan = dataclasses.replace(plan, debug_comm=self.debug_comm)
         return with_forecasts(self.job, [plan], self.cluster, self.say)[0]
 
 
@@ -222,6 +216,7 @@ def train_commands(
     out: Path | None = None,
     where: Where = HERE,
     plan: Path | None = None,
+    max_restarts: int = 0,
     **options: Any,
 ) -> str:
     """The commands that `train` would start, with the same arguments; starts nothing and opens no connection."""
@@ -232,6 +227,6 @@ def train_commands(
         finished_run(out, training.job, training.max_steps, force=training.force)
     run_dir = (out or Path("runs") / training.job.name).absolute()
     program = training_program(run_dir, training.quiet, training.track, training.force)
-    allocation = allocation_on_paper(where)
-    planned = allocation.first_plan(training.num_workers_on(allocation), training.elastic, training.plan_for)
-    return dry_run(planned, program, run_dir, allocation.where)
+    allocation = allocation_on_paper(where, run_dir)
+    placed = training.plan_for(allocation)
+    return allocation.commands(placed, program, run_dir=run_dir, max_restarts=max_restarts)

@@ -10,8 +10,7 @@ from typing import Any
 from paceline import env
 from paceline.errors import LaunchError
 from paceline.hardware import detect
-from paceline.launch.run_workers import run_workers
-from paceline.launch.team import LaunchOptions
+from paceline.launch.run import LaunchOptions, run_workers
 from paceline.plan import spread
 from paceline.report.parity import ParityVerdict, compare, load_trace
 from paceline.spec import Cluster, Job, Plan, parse_mesh

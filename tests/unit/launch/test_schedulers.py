@@ -52,7 +52,14 @@ def test_a_slurm_script_asks_for_what_was_given() -> None:
 def test_a_slurm_script_quotes_every_argument() -> None:
     words = ["it's", "--flag=a b", "$HOME", "`reboot`", "a\nb", '"', "ä"]
     assert subprocess.run(["sh", "-n", "-c", slurm_script(*words)], timeout=60).returncode == 0
-    assert set(words) <= set(shlex.split(slurm_script(*words), comments=True))
+    beginning = slurm_script(*words).partition("\nrun=$!")[0]
+    assert set(words) <= set(shlex.split(beginning, comments=True))
+
+
+def test_a_slurm_job_saves_before_its_limit_and_goes_on() -> None:
+    options = sbatch_options(slurm_script(time_limit_s=3600))
+    assert "requeue" in options and options["signal"].startswith("B:USR2@")
+    assert "scontrol requeue" in slurm_script()
 
 
 @pytest.mark.parametrize(
@@ -161,7 +168,7 @@ def test_torchrun_understands_the_pods_command() -> None:
     job = next(one for one in yaml.safe_load_all(manifest()) if one["kind"] == "Job")
     command = job["spec"]["template"]["spec"]["containers"][0]["command"]
     assert command[-2:] == ["--note", "$$(HOME): yes"]  # as Kubernetes wants a dollar that is one
-    agent = next(place for place, word in enumerate(command) if word in ("torchrun", "torch.distributed.run"))
+    agent = next(place for place, word in enumerate(command) if word == "paceline.launch.agent")
     options = torch.distributed.run.get_args_parser().parse_args(command[agent + 1 :])
     assert (options.nnodes, options.nproc_per_node) == ("2", "8")
     assert "/code/train.py" in [options.training_script, *options.training_script_args]
@@ -208,10 +215,10 @@ def test_without_yaml_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- command lines ---
 
 
-def test_srun_starts_one_program_on_one_node() -> None:
-    argv = srun_argv("gpu1", ["python", "-m", "x"], cwd=Path("/data/a b"), environ={"A": "1"})
+def test_srun_starts_one_program_on_each_node() -> None:
+    argv = srun_argv(["gpu1", "gpu2"], ["python", "-m", "x"], cwd=Path("/data/a b"), environ={"A": "1"})
     assert argv[0] == "srun"
-    assert {"--nodelist=gpu1", "--ntasks=1", "--chdir=/data/a b"} <= set(argv)
+    assert {"--nodelist=gpu1,gpu2", "--ntasks=2", "--ntasks-per-node=1", "--chdir=/data/a b"} <= set(argv)
     assert argv[-5:] == ("env", "A=1", "python", "-m", "x")
 
 
@@ -264,11 +271,13 @@ HARMLESS = ["TOKENIZERS_PARALLELISM", "KEYBOARD", "MONKEY", "PATH", "NCCL_SOCKET
 
 @pytest.mark.parametrize("name", SECRETS)
 def test_a_secret_is_on_no_command_line(name: str) -> None:
-    environ = {name: "hunter2"}
-    for start in (srun_argv, ray_argv):
-        with pytest.raises(LaunchError, match=name) as caught:
-            start("gpu1", ["true"], cwd=Path("/"), environ=environ)
-        assert "hunter2" not in str(caught.value)
+    with pytest.raises(LaunchError, match=name) as caught:
+        with_variables(["true"], {name: "hunter2"})
+    assert "hunter2" not in str(caught.value)
+    with pytest.raises(LaunchError, match=name):
+        srun_argv(["gpu1"], ["true"], cwd=Path("/"), environ={name: "hunter2"})
+    with pytest.raises(LaunchError, match=name):
+        ray_argv(1, ["true"], cwd=Path("/"), environ={name: "hunter2"})
 
 
 @pytest.mark.parametrize("name", HARMLESS)
@@ -284,6 +293,5 @@ def test_a_name_that_env_would_misread_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("node", ["-x", "--list", ""])
 def test_a_node_that_would_be_an_option_is_refused(node: str) -> None:
-    for start in (srun_argv, ray_argv):
-        with pytest.raises(LaunchError):
-            start(node, ["true"], cwd=Path("/"), environ={})
+    with pytest.raises(LaunchError):
+        srun_argv([node], ["true"], cwd=Path("/"), environ={})

@@ -42,10 +42,6 @@ OMPI = {
         ),
         ({"RANK": "1", "WORLD_SIZE": "2"}, WorkerFacts(1, 2, 1, 2, "env://", "torchrun")),
         (
-            {"RANK": "0", "WORLD_SIZE": "2", "PACELINE_RENDEZVOUS": "file:///x"},
-            WorkerFacts(0, 2, 0, 2, "file:///x", "paceline"),
-        ),
-        (
             {"PMI_RANK": "1", "PMI_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"},
             WorkerFacts(1, 2, 1, 2, "tcp://10.0.0.1:1234", "mpirun"),
         ),

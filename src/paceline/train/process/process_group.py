@@ -7,29 +7,25 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
-from urllib.parse import unquote, urlsplit
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import FileStore, PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, and not in its list
 from torch.distributed.rendezvous import rendezvous
 
 from paceline import env
-from paceline.comm.store_answers import exchange_answers
 from paceline.errors import LaunchError
 from paceline.heartbeat import RENDEZVOUS, Heartbeat
-from paceline.private_groups import StrangerError, private_group, refuse_connections
 from paceline.spec import Plan
 from paceline.train.process.memory import give_back_freed_memory, keep_freed_memory
 from paceline.train.process.several_interfaces import check_interfaces
+from paceline.train.process.watch import begin_watch, end_watch
 
 GLOO_THREAD = "pt_gloo_runloop"
-_MOST_ATTEMPTS = 3
 _REST_S = 2.0
 """The maximum wait for Gloo's threads at the end of a process."""
 
@@ -97,16 +93,14 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    store = _store(facts, timeout, may_close=plan.backend == "gloo")
     if interfaces:
-        if store is None:
-            store, _, _ = next(rendezvous(facts.init_method, facts.rank, facts.world_size, timeout=timeout))
+        store, _, _ = next(rendezvous(facts.init_method, facts.rank, facts.world_size, timeout=timeout))
         check_interfaces(interfaces, PrefixStore("interfaces", store), facts)
-    if store is None:
-        connect(init_method=facts.init_method)
+        connect(store=store)
     else:
-        _connect_among_us(connect, store, facts)
+        connect(init_method=facts.init_method)
     heartbeat.leave("paceline")
+    begin_watch(facts, plan.timeout_s)
     atexit.register(leave)
     return World(facts, device, dist.group.WORLD, interfaces)
 
@@ -117,61 +111,9 @@ def _several_interfaces(facts: env.WorkerFacts, device: torch.device) -> tuple[s
     return names if len(names) > 1 and facts.local_world_size < facts.world_size and device.type == "cpu" else ()
 
 
-def _connect_among_us(connect: Callable[..., None], store: Store, facts: env.WorkerFacts) -> None:
-    """Make the group of all workers, again on other ports if a process of another user connected meanwhile."""
-    for attempt in range(_MOST_ATTEMPTS):
-        here = PrefixStore(f"attempt{attempt}", store)
-        exchange = functools.partial(exchange_answers, here, rank=facts.rank, world_size=facts.world_size)
-        # Ports open at the same time, and so for milliseconds: a worker may come much later than another.
-        exchange("came", "")
-        problem: StrangerError | None = None
-        try:
-            with private_group():
-                connect(store=here)
-        except StrangerError as stranger:
-            problem = stranger
-        if not any(exchange("connected", str(problem or ""))):
-            return
-        dist.destroy_process_group()
-    raise problem or StrangerError("A process of another user connects to the workers on another node.")
-
-
-def _store(facts: env.WorkerFacts, timeout: timedelta, *, may_close: bool) -> Store | None:
-    """The store of a run that our launcher started; None: torch's own.
-
-    On one node it is a file. On several, its port was bound by the launcher before workers started.
-
-    Torch would have rank 0 bind a port that was merely free a moment ago, and listen on every interface.
-
-    Args:
-        may_close: whether nobody connects any more once every worker has; NCCL's watchdogs do.
-    """
-    if facts.started_by != "paceline":
-        return None
-    address = urlsplit(facts.init_method)
-    if address.scheme == "file":
-        file = FileStore(unquote(address.path), facts.world_size)
-        file.set_timeout(timeout)
-        return file
-    if address.scheme != "tcp":
-        return None
-    assert address.hostname is not None and address.port is not None
-    descriptor = env.number(env.STORE_FD) if facts.rank == 0 else None
-    store = TCPStore(
-        address.hostname,
-        address.port,
-        facts.world_size,
-        is_master=facts.rank == 0,
-        timeout=timeout,
-        master_listen_fd=descriptor,
-    )
-    if descriptor is not None and may_close:
-        refuse_connections(descriptor)  # the store has waited for all workers
-    return store
-
-
 def leave() -> None:
     """Take the process group down, if it is still there; the end of the process does it too."""
+    end_watch()
     if dist.is_initialized():
         dist.destroy_process_group()
         await_rest()
@@ -211,7 +153,7 @@ def abandon() -> None:
 def _device(facts: env.WorkerFacts, plan: Plan) -> torch.device:
     if plan.device_kind == "cpu":
         return torch.device("cpu")
-    env.prepare_nccl(launcher_ends_hangs=facts.started_by == "paceline")
+    env.prepare_nccl()
     if not torch.cuda.is_available():
         raise LaunchError(
             "The plan asks for GPUs, but torch finds none it can use; install a torch built for CUDA, or set "

@@ -3,8 +3,8 @@
 NCCL's kernels wait on the GPU for messages of a process that has ended, and the program waits for the GPU. So every
 worker has a thread that waits for a message of each of its two neighbours in a ring, over Gloo. The message is the end
 of the run; a neighbour that ends without one closes its sockets. The thread then says so to its other neighbour, and
-aborts NCCL's communicators, which ends their kernels. What these leave in memory means nothing, so no update may stand
-behind them in the GPU's queue: a worker makes one only once its gradients have arrived.
+aborts the communicator of all workers, which ends its kernels. What these leave in memory means nothing, so no update
+may stand behind them in the GPU's queue: a worker makes one only once its gradients have arrived.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -133,20 +132,4 @@ def watch_peers(world: dist.ProcessGroup | None, device: torch.device) -> PeerWa
     """Watch over the workers of a run whose backend lets them wait for a lost one; a collective. None: not needed."""
     if world is None or dist.get_backend(world) != "nccl":
         return None
-    return PeerWatch(open_host_group(_RUN_S), device, abort_communicators)
-
-
-def abort_communicators() -> None:
-    """Abort all NCCL communicators of this process, together: aborted one by one, one could wait for another."""
-    backends: list[Any] = []
-    for group in list(dist.distributed_c10d._world.pg_map):
-        with contextlib.suppress(RuntimeError):  # it has none for GPUs
-            backend = group._get_backend(torch.device("cuda"))
-            backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
-            if backend.name() == "nccl":
-                backends.append(backend)
-    if backends:
-        backends[0]._group_start()
-        for backend in backends:
-            backend.abort()
-        backends[0]._group_end()
+    return PeerWatch(open_host_group(_RUN_S), device, world.abort)

@@ -21,8 +21,8 @@ from paceline.heartbeat import Heartbeat
 from paceline.process_groups import open_host_group
 from paceline.regular_files import make_run_folder
 from paceline.spec import Plan
-from paceline.spec.plan import EXCLUDED
-from paceline.train.process.process_group import World, leave_at_once
+from paceline.train.process.process_group import World
+from paceline.train.process.watch import report_into
 from paceline.train.session.peer_watch import watch_peers
 from paceline.train.session.resume import CheckpointReader
 from paceline.train.session.run_state import RunState
@@ -65,7 +65,7 @@ class Session:
         self.state, self.world, self.heartbeat, self.say = state, world, heartbeat, say
         self.is_consistent = True
         self.tell_saved: Callable[[int], None] = lambda _step: None
-        self._plan, self._notes, self._stopping = plan, notes, stopping
+        self._notes, self._stopping = notes, stopping
         self._spec = state.job.kept_checkpoints
         self._status_exchange = StatusExchange(self._group)
         self._stragglers = Stragglers(_worker_names(plan))
@@ -103,6 +103,8 @@ class Session:
             return False
         state = self.state
         storage = open_storage(checkpoint_address)
+        if storage.folder is not None:
+            report_into(storage.folder)
         if self.world.rank == 0 and storage.folder is not None:  # object stores cannot be locked
             with contextlib.suppress(OSError):  # nothing can be written there; that is told when it is tried
                 make_run_folder(storage.folder)
@@ -122,8 +124,7 @@ class Session:
         self._address = storage.address
         resumed_step = None if found is None else self._last_step
         self._saver = Saver(storage, self._spec, self._group, self.say, resumed_step=resumed_step)
-        # The launcher waits for a worker that says it will save.
-        self._signals = SaveSignals(self.heartbeat.save)
+        self._signals = SaveSignals()
         return found is not None
 
     def add(self, name: str) -> bool:
@@ -177,9 +178,6 @@ class Session:
         own_times_s = self._receive()
         for note in self._stragglers.note(step, own_times_s):
             self.note(note)
-        slower = self._plan.exclude_slower
-        if slower is not None and self.world.rank in self._stragglers.lasting(slower):
-            leave_at_once(EXCLUDED)  # the others notice, save a checkpoint, and are restarted without it
         self._status_exchange.send(self._requests(), own_time_s)
 
     def epoch_ended(self) -> None:
@@ -352,7 +350,6 @@ class Session:
         """
         if self._saver is None:
             return
-        self.heartbeat.save()  # the launcher lets it finish before it ends this worker
         snapshot = self.state.snapshot(collective=False) if is_whole else None
         # If this worker has no newer consistent state, the checkpoint in progress is the last one of the run.
         self._saver.give_up(after_s=_FAREWELL_S if snapshot is None else 0.0)

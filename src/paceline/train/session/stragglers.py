@@ -21,10 +21,7 @@ class Stragglers:
         self._names = names
         self._times: list[deque[float]] = [deque(maxlen=WINDOW_STEPS) for _ in names]
         self._num_steps = 0
-        self._slow: dict[int, int] = {}
-        """In how many windows in a row each straggler has been slow."""
-        self._times_the_others: dict[int, float] = {}
-        """Each worker's time over the median of the others, in the last window."""
+        self._slow: set[int] = set()
 
     def note(self, step: int, own_times_s: Sequence[float]) -> list[str]:
         """A sentence for every worker that has become slow, or is no longer, in the window that ends with `step`.
@@ -43,19 +40,14 @@ class Stragglers:
         for rank, own_s in medians.items():
             # Beside the others alone: of two workers, one is half of any median.
             others_s = statistics.median([s for other, s in medians.items() if other != rank] or [own_s])
-            self._times_the_others[rank] = own_s / others_s
-            if own_s > SLOW * others_s:
-                self._slow[rank] = self._slow.get(rank, 0) + 1
-                if self._slow[rank] == 1:
-                    since = max(1, step - WINDOW_STEPS + 1)
-                    sentences.append(
-                        f"{self._names[rank]} holds the others up since about step {since}: its part of a step takes "
-                        f"{1e3 * own_s:.3g} ms, {own_s / others_s:.1f} times the median of the others."
-                    )
-            elif self._slow.pop(rank, 0):
+            if own_s > SLOW * others_s and rank not in self._slow:
+                self._slow.add(rank)
+                since = max(1, step - WINDOW_STEPS + 1)
+                sentences.append(
+                    f"{self._names[rank]} holds the others up since about step {since}: its part of a step takes "
+                    f"{1e3 * own_s:.3g} ms, {own_s / others_s:.1f} times the median of the others."
+                )
+            elif own_s <= SLOW * others_s and rank in self._slow:
+                self._slow.remove(rank)
                 sentences.append(f"{self._names[rank]} is as fast as the others again at step {step}.")
         return sentences
-
-    def lasting(self, factor: float) -> list[int]:
-        """The ranks that take more than `factor` times as long as the others, and were slow in the window before."""
-        return [rank for rank, windows in self._slow.items() if windows > 1 and self._times_the_others[rank] > factor]

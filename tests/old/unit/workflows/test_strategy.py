@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import resource
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from paceline.cli import command_line
 from paceline.errors import JobError
 from paceline.spec import Cluster, Device, Job, Mesh, Node, Plan
 from paceline.spec.model_cost import Activations, ModelCost
-from paceline.workflows.strategy import Strategy, check_may_shrink, largest_that_fits, worker_memory_bytes
+from paceline.workflows.strategy import Strategy, worker_memory_bytes
 
 MACHINE = Cluster((Node("here", 8, 2**34, "a processor", tuple(Device("cpu", i, "", 2**32) for i in range(8))),))
 JOB = Job()
@@ -84,22 +83,6 @@ def test_a_plan_of_other_workers_is_refused_and_a_named_strategy_wins() -> None:
     assert placed(4, planned, strategy="fsdp").mesh == Mesh(fsdp=4)
     with pytest.raises(JobError, match="lays out 4 workers as dp2 x pp2, not 2"):
         placed(2, planned)
-
-
-@pytest.mark.parametrize(("strategy", "left", "kept"), [("dp x pp2", 5, 4), ("dp x pp2", 3, 2), ("fsdp", 3, 3)])
-def test_who_is_left_after_a_failure_is_laid_out_again(strategy: str, left: int, kept: int) -> None:
-    of_strategy = functools.partial(Strategy(strategy).placed, JOB)
-    plan_within = largest_that_fits(of_strategy, least=2)
-    check_may_shrink(plan_within, MACHINE, 2, left + 1)
-    plan = plan_within(MACHINE, left)
-    assert plan.world_size == kept and plan.mesh is not None and plan.mesh.num_workers == kept
-
-
-def test_a_mesh_that_can_never_shrink_is_refused_at_the_start() -> None:
-    plan_within = largest_that_fits(functools.partial(Strategy("dp2 x pp2").placed, JOB), least=2)
-    check_may_shrink(plan_within, MACHINE, 4, 4)
-    with pytest.raises(JobError, match=r"min_workers = 2 .* but cannot"):
-        check_may_shrink(plan_within, MACHINE, 2, 4)
 
 
 def test_a_script_is_launched_on_the_workers_of_its_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,28 +9,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.heartbeat import RENDEZVOUS, Vitals
+from paceline.heartbeat import Vitals
 
-STALE_S = 2.0
+STALE_S = 5.0
 """A worker without a heartbeat for this long is stuck outside Python, even if its last heartbeat showed progress."""
 
 
-RENDEZVOUS_TIMEOUT_S = 120.0
-"""The minimum bound on the first rendezvous: the other workers may be loading torch from a slow disk."""
-
-
+HANG_TIMEOUT_S = 60.0
+"""How long workers of a `Run` wait for another one before that is a hang."""
 LONGEST_INTERVAL_S = 1.0
 
 
 def interval_s(hang_timeout_s: float) -> float:
-    """How often workers are checked, and how often launcher and agents send a heartbeat."""
+    """How often a worker posts its state, and how often states are looked at."""
     return min(LONGEST_INTERVAL_S, hang_timeout_s / 10)
 
 
 class WatchClock:
     """Measures durations, counting only the time in which this process, the observer, was running itself.
 
-    A launcher that is stopped together with its workers (SIGSTOP to all, a paused container, gang scheduling) must not
+    A worker that is stopped together with the others (SIGSTOP to all, a paused container, gang scheduling) must not
     report the pause as a hang afterwards.
     """
 
@@ -62,7 +60,7 @@ class WorkerState(Vitals):
     rank: int
     pid: int
     hostname: str = ""
-    """The name of the worker's node; empty: this node."""
+    local_rank: int = 0
     stopped_s: float | None = None
     """How long the process has been stopped (SIGSTOP); None: it is not."""
     output_blocked_s: float | None = None
@@ -121,8 +119,6 @@ def find_hang(states: Sequence[WorkerState], bound_s: float) -> Hang | None:
 
 def _waits(state: WorkerState, bound_s: float) -> bool:
     """Whether the worker has been in a collective for that long while its interpreter still runs."""
-    if bound_s and state.collective == RENDEZVOUS:
-        bound_s = max(bound_s, RENDEZVOUS_TIMEOUT_S)
     if state.inside_s is None or state.inside_s < bound_s:
         return False
     return state.heartbeat_age_s is None or state.heartbeat_age_s < STALE_S
