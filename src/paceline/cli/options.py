@@ -224,7 +224,7 @@ def _option_names(parameters: Sequence[inspect.Parameter]) -> dict[str, str]:
 
 
 def naming_options(message: str, names: Mapping[str, str]) -> str:
-    """A sentence that names parameters, as it names options: "min_workers = 5 is" as "--min-workers 5 is", and
+    """A sentence that names parameters, as it names options: "max_steps = 5 is" as "--max-steps 5 is", and
     "with force = True" as "with --force".
 
     Names of one word are words of the language too, and are replaced before "=" only.

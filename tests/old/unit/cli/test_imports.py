@@ -85,7 +85,7 @@ def test_a_mistake_is_answered_without_torch(answers: dict[tuple[str, ...], Answ
         (("train", "--nope"), "No such option: --nope"),
         (("trian",), "Did you mean 'train'?"),
         (("train",), "Missing argument 'JOB'"),
-        (("train", "digits-lenet", "--min-workers", "0"), "--min-workers"),
+        (("train", "digits-lenet", "--max-restarts", "-1"), "--max-restarts"),
         (("new", "image", "x"), "'image' is not one of 'images'"),
     ],
 )

@@ -113,19 +113,17 @@ def test_other_tolerances_are_refused(text: str) -> None:
 
 def test_every_field_of_a_group_is_an_option_of_its_own_type() -> None:
     words = ["train", "digits-lenet", "--set", "parity=numeric", "-n", "2", "--dry-run", "--hang-timeout", "30"]
-    words += ["--strategy", "fsdp", "--cpu-offload", "--min-workers", "1", "--no-standby", "--launcher", "local"]
+    words += ["--strategy", "fsdp", "--cpu-offload", "--max-restarts", "1", "--launcher", "local"]
     shown = CliRunner().invoke(command_line(), words, catch_exceptions=False)
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.startswith("# 2 workers, launcher local")
-    wrong = CliRunner().invoke(command_line(), ["train", "digits-lenet", "--dry-run", "--min-workers", "0"])
+    wrong = CliRunner().invoke(command_line(), ["train", "digits-lenet", "--dry-run", "--max-restarts", "-1"])
     assert wrong.exit_code == 2 and "than or equal to" in wrong.output
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["train", "digits-lenet", "-n", "2", "--min-workers", "3", "--dry-run"], "--min-workers 3 is more than"),
-        (["train", "digits-lenet", "--dry-run", "--max-workers", "3"], "--max-workers 3 needs --min-workers"),
         (["train", "digits-lenet", "--dry-run", "--hang-timeout", "inf"], "--hang-timeout inf should be a number of"),
         (["launch", "--hosts", "a:1", "--hosts-file", "b", "train.py"], "--hosts 'a:1' and --hosts-file 'b' both"),
         (["plan", "digits-lenet", "--price", "much"], "--price 'much' should be an amount"),
