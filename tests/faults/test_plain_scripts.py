@@ -71,7 +71,7 @@ def test_memory_is_blamed_only_where_the_kernel_has_counted_a_kill(stage: Stage)
     assert "memory" not in stage.report()["sentence"] and stage.report()["exit_code"] == -9
 
 
-@pytest.mark.budget(processor_s=10)
+@pytest.mark.budget(processor_s=12)
 def test_a_script_that_prepares_data_on_rank_0_is_not_ended_as_hanging(stage: Stage) -> None:
     script = stage.script(
         """

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,7 +123,6 @@ def agent_commands(
         LaunchError: more workers on a node than it has GPUs in the plan.
     """
     shares = plan.placements
-    run_id = f"{options.run_dir.name}-{uuid.uuid4().hex[:8]}"
     commands = []
     for reach, share in zip(reaches, shares, strict=False):
         if share.devices and len(share.devices) < share.num_workers:
@@ -140,7 +138,7 @@ def agent_commands(
             devices = ",".join(map(str, share.devices))
             variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": devices}
         arguments = ["--nnodes", str(len(shares)), "--nproc-per-node", str(share.num_workers)]
-        arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", run_id]
+        arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", options.run_dir.name]
         arguments += ["--max-restarts", str(options.max_restarts), "--log-dir", os.devnull, *options.torchrun]
         agent = (reach.python, "-m", "paceline.launch.agent", *arguments, *program)
         commands.append(AgentCommand(reach, agent, variables | dict(options.environ)))

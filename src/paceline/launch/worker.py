@@ -93,7 +93,7 @@ def main(program: Sequence[str]) -> NoReturn:
         exit_code=exit_code,
         time=time.time(),
         asked_at=asked_at,
-        out_of_memory=exit_code == -signal.SIGKILL and None not in (kills_before, kills) and kills != kills_before,
+        out_of_memory=exit_code == -signal.SIGKILL and kills > kills_before,
         step=vitals.step,
         collective=vitals.collective,
     )
@@ -264,15 +264,15 @@ def _harmless(line: bytes) -> bytes:
     return _CONTROLS.sub(lambda found: found.group() if len(found.group()) > 1 else b"\\x%02x" % found.group()[0], line)
 
 
-def count_oom_kills(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The number of out-of-memory kills in the control group of `pid`; None if there is no counter.
+def count_oom_kills(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """The number of out-of-memory kills in the control group of `pid`; 0 if there is no counter.
 
     The control group of a process that has ended is known until the process is reaped.
     """
     try:
         lines = (proc / str(pid) / "cgroup").read_text().splitlines()
     except OSError:
-        return None
+        return 0
     for line in lines:
         _, controllers, path = line.split(":", 2)
         path = path.removesuffix(" (deleted)").lstrip("/")
@@ -285,7 +285,7 @@ def count_oom_kills(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("
             with contextlib.suppress(OSError):
                 if found := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
                     return int(found.group(1))
-    return None
+    return 0
 
 
 def _kill_orphans() -> None:

@@ -295,9 +295,8 @@ def tell_failures(facts: env.WorkerFacts) -> None:
             traceback.print_exception(error, file=sys.__stderr__)
             for watch in _watches:
                 watch.tell(failure)
-        for stream in (sys.stdout, sys.__stderr__):
-            with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, broken or replaced by the program
-                stream.flush()
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, broken or replaced by the program
+            sys.stdout.flush()
         os._exit(error.exit_code if isinstance(error, PacelineError) else 1)
 
     sys.excepthook = end
