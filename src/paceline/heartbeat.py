@@ -1,7 +1,7 @@
-"""The heartbeat of a worker: a few numbers in a small file that the worker and its launcher both map into memory.
+"""The heartbeat of a worker: a few numbers in a small file that the worker maps into memory.
 
-Writing costs well under a microsecond and the reader needs no answer, so the launcher can also read the state of a
-worker that hangs or is stopped.
+Writing costs well under a microsecond and a reader needs no answer, so the state of a worker that is stopped, or has
+ended, can be read, too.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from typing import Literal
 
 from paceline import env
 
-Source = Literal["paceline", "torch"]
-"""The source of a collective: Paceline's own communication, or torch's flight recorder."""
+Source = Literal["paceline"]
+"""The source of a collective: Paceline's own communication."""
 
 RENDEZVOUS = "the rendezvous of all workers"
 """The name shown for a worker that waits for the others to connect."""
 
-_SOURCES: tuple[Source, ...] = ("paceline", "torch")
-_HEADER = struct.Struct("=qdd?")
-"""Steps done, -1 before a run; the time of the last heartbeat; the time of this process's first update, 0 before;
-whether it is saving a checkpoint before it ends."""
+_SOURCES: tuple[Source, ...] = ("paceline",)
+_HEADER = struct.Struct("=qdd")
+"""Steps done, -1 before a run; the time of the last heartbeat; the time of this process's first update, 0 before."""
 _SLOT = struct.Struct("=d240s")
 """The time when the source entered a collective, or minus the time when it left the last one; its name."""
 _SIZE = _HEADER.size + len(_SOURCES) * _SLOT.size
@@ -50,8 +49,6 @@ class Vitals:
     """The collective it is in, else the last one it was in."""
     trained_s: float | None = None
     """Seconds since the end of this process's first update; None before that."""
-    is_saving: bool = False
-    """Whether it has failed and is saving a checkpoint before it ends."""
 
 
 class Heartbeat:
@@ -63,7 +60,7 @@ class Heartbeat:
         try:
             if os.fstat(descriptor).st_size < _SIZE:
                 os.ftruncate(descriptor, _SIZE)
-                os.pwrite(descriptor, _HEADER.pack(-1, 0.0, 0.0, False), 0)
+                os.pwrite(descriptor, _HEADER.pack(-1, 0.0, 0.0), 0)
             self._memory = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
@@ -77,10 +74,6 @@ class Heartbeat:
             self._has_trained = True
             struct.pack_into("=d", self._memory, 16, time.monotonic())
         self._num_steps = number
-
-    def save(self) -> None:
-        """Record that this worker is saving a checkpoint after a failure and then ends; it needs time for that."""
-        struct.pack_into("=?", self._memory, 24, True)
 
     def beat(self) -> None:
         """Write a heartbeat: the interpreter is alive."""
@@ -122,7 +115,7 @@ def read_vitals(path: Path) -> Vitals:
     if len(content) < _SIZE:
         return Vitals()
     now = time.monotonic()
-    step, beat, trained, is_saving = _HEADER.unpack_from(content)
+    step, beat, trained = _HEADER.unpack_from(content)
     slots = [_SLOT.unpack_from(content, _offset(source)) for source in _SOURCES]
     inside = [slot for slot in slots if slot[0] > 0]
     since, text = min(inside) if inside else min(slots, key=lambda slot: slot[0])  # the one left last
@@ -132,7 +125,6 @@ def read_vitals(path: Path) -> Vitals:
         inside_s=now - since if since > 0 else None,
         collective=text.rstrip(b"\0").decode(errors="replace"),
         trained_s=now - trained if trained else None,
-        is_saving=is_saving,
     )
 
 
