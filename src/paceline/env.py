@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import socket
 import sys
 import time
 import zlib
@@ -43,6 +44,8 @@ OUTPUT = "PACELINE_OUTPUT"
 """Whose output is shown: "rank0" or "all"."""
 OUTPUT_LOCK = "PACELINE_OUTPUT_LOCK"
 """A file that who writes to the terminal locks."""
+NODE = "PACELINE_NODE"
+"""What the user calls this node."""
 AGENT = "PACELINE_AGENT"
 """The process id of torch's agent on this node."""
 
@@ -237,6 +240,11 @@ def cpus(local_rank: int) -> set[int]:
     """The cores that a worker of this node is to stay on; empty: any."""
     shares = text(CPUS).split(";")
     return {int(cpu) for cpu in shares[local_rank].split(",")} if len(shares) > local_rank and text(CPUS) else set()
+
+
+def node_name() -> str:
+    """What reports call this node."""
+    return text(NODE) or socket.gethostname()
 
 
 def launched_at() -> float:

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import stat
 import sys
 import tempfile
@@ -73,7 +72,7 @@ def _obey(line: int, run_dir: Path) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)
             elif request.strip() == b"USR1":
                 for worker in read_beginnings(run_dir):
-                    if worker.hostname == socket.gethostname():
+                    if worker.hostname == env.node_name():
                         with contextlib.suppress(OSError):
                             os.kill(worker.pid, signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGKILL)  # the workers' supervisors see it, and kill all that they have started

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 
 from paceline import env
 from paceline.diagnosis.failures import read_beginnings
-from paceline.diagnosis.report import FailureReport, NodeLoss, describe_failure
+from paceline.diagnosis.report import NodeLoss, describe_failure
 from paceline.errors import LaunchError, PacelineError, WorkerFailed, file_problems, reason_of
 from paceline.regular_files import make_run_folder
 
@@ -132,6 +132,7 @@ def agent_commands(
             )
         variables = {
             **_variables(plan, options, launched_at),
+            **(env.note(env.NODE, reach.hostnames[0].rpartition("@")[2]) if len(reach.hostnames) == 1 else {}),
             **({env.CPUS: ";".join(",".join(map(str, cpus)) for cpus in share.cpus)} if share.cpus else {}),
         }
         if share.devices:
@@ -206,7 +207,14 @@ def run_workers(
         raise LaunchError(told or f"Torch's agent ended with exit code {first.exit_code} before any worker failed.")
     if report.is_user_error:
         raise PacelineError(report.sentence)
-    raise worker_failed(report, report.save(options.run_dir))
+    code = 1 if report.exit_code is None else report.exit_code
+    raise WorkerFailed(
+        report.sentence,
+        rank=next(iter(report.ranks), None),
+        details=report.evidence,
+        exit_code=code if code > 0 else 128 - code,
+        report=report.save(options.run_dir),
+    )
 
 
 def prepare(run_dir: Path) -> None:
@@ -217,18 +225,6 @@ def prepare(run_dir: Path) -> None:
         for pattern in ("workers/*.json", "logs/rank*", "failure.json", "failure.txt", "failure-*.*"):
             for note in run_dir.glob(pattern):
                 note.unlink()
-
-
-def worker_failed(report: FailureReport, file: Path | None) -> WorkerFailed:
-    """The error of a run that failed as the report in `file` describes."""
-    code = report.exit_code
-    return WorkerFailed(
-        report.sentence,
-        rank=report.ranks[0] if report.ranks else None,
-        details=report.evidence,
-        exit_code=1 if code is None else code if code > 0 else 128 - code,
-        report=file,
-    )
 
 
 class _Agent:
@@ -375,7 +371,7 @@ def _loss(agent: _Agent, run_dir: Path) -> NodeLoss | None:
         return None
     hostname = reach.hostnames[0].rpartition("@")[2] if len(reach.hostnames) == 1 else ""
     workers = read_beginnings(run_dir)
-    ranks = tuple(one.rank for one in workers if not reach.hostnames or one.hostname.startswith(hostname))
+    ranks = tuple(one.rank for one in workers if not reach.hostnames or one.hostname == hostname)
     if not ranks:
         return None
     if not reach.hostnames:

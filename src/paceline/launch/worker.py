@@ -18,7 +18,6 @@ import re
 import resource
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -56,7 +55,7 @@ def main(program: Sequence[str]) -> NoReturn:
         os._exit(128 + signal.SIGKILL)  # the agent died before the line above
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the program become children of this process
     facts, run_dir = env.worker_facts(), env.path(env.RUN_DIR)
-    hostname, restart = socket.gethostname(), env.number(env.RESTART) or 0
+    hostname, restart = env.node_name(), env.number(env.RESTART) or 0
     assert run_dir is not None
     if cpus := env.cpus(facts.local_rank):
         os.sched_setaffinity(0, cpus)
