@@ -46,7 +46,7 @@ def start(stage: Stage, does: str) -> None:
     stage.script(SAMPLES.format(does=does), name="samples.py")
 
 
-@pytest.mark.budget(processor_s=7)
+@pytest.mark.budget(processor_s=10)
 @pytest.mark.parametrize("name", [pytest.param("an exception", marks=pytest.mark.nightly), "SIGKILL"])
 def test_a_fault_while_a_job_reads_its_data_is_told_with_its_rank(stage: Stage, name: str) -> None:
     fault = FAULTS[name]
@@ -59,7 +59,7 @@ def test_a_fault_while_a_job_reads_its_data_is_told_with_its_rank(stage: Stage, 
     assert not (stage.folder / "run" / "record.json").exists()
 
 
-@pytest.mark.budget(processor_s=7)
+@pytest.mark.budget(processor_s=10)
 def test_a_mistake_in_a_jobs_data_is_one_sentence(stage: Stage) -> None:
     start(stage, MISTAKE)
     end = ended(stage.start("paceline", "train", "job.toml", "-n", "2", "--out", "run", "--quiet"))

@@ -88,9 +88,9 @@ def test_the_cause_is_the_earliest_failure_of_its_own(ended: list[Ending], stopp
 def test_the_kernels_count_of_kills_for_memory_is_read(tmp_path: Path, cgroup: str, file: str) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "cgroup").write_text(cgroup)
-    assert count_oom_kills(7, tmp_path, tmp_path / "groups") == 0
+    assert count_oom_kills(7, tmp_path, tmp_path / "groups") == {}
     counters = tmp_path / "groups" / file
     counters.parent.mkdir(parents=True)
     counters.write_text("oom 5\noom_kill 3\nunder_oom 0\n")
-    assert count_oom_kills(7, tmp_path, tmp_path / "groups") == 3
-    assert count_oom_kills(8, tmp_path, tmp_path / "groups") == 0
+    assert count_oom_kills(7, tmp_path, tmp_path / "groups") == {counters: 3}
+    assert count_oom_kills(8, tmp_path, tmp_path / "groups") == {}

@@ -77,7 +77,7 @@ def main(program: Sequence[str]) -> NoReturn:
             write_note(run_dir, Beginning(facts.rank, process.pid, hostname), restart)
         kills_before = count_oom_kills(process.pid)
         asked_at = _attend(process, noticed, output, agent)
-        kills = count_oom_kills(process.pid)
+        kills_after = count_oom_kills(process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # not yet reaped: until then the number is its own
         exit_code = process.wait()
@@ -92,7 +92,8 @@ def main(program: Sequence[str]) -> NoReturn:
         exit_code=exit_code,
         time=time.time(),
         asked_at=asked_at,
-        out_of_memory=exit_code == -signal.SIGKILL and kills > kills_before,
+        out_of_memory=exit_code == -signal.SIGKILL
+        and any(count > kills_before.get(file, 0) for file, count in kills_after.items()),
         step=vitals.step,
         collective=vitals.collective,
     )
@@ -263,15 +264,15 @@ def _harmless(line: bytes) -> bytes:
     return _CONTROLS.sub(lambda found: found.group() if len(found.group()) > 1 else b"\\x%02x" % found.group()[0], line)
 
 
-def count_oom_kills(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """The number of out-of-memory kills in the control group of `pid`; 0 if there is no counter.
+def count_oom_kills(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> dict[Path, int]:
+    """The number of out-of-memory kills in the control group of `pid`, by the file that counts them; empty without one.
 
     The control group of a process that has ended is known until the process is reaped.
     """
     try:
         lines = (proc / str(pid) / "cgroup").read_text().splitlines()
     except OSError:
-        return 0
+        return {}
     for line in lines:
         _, controllers, path = line.split(":", 2)
         path = path.removesuffix(" (deleted)").lstrip("/")
@@ -283,8 +284,8 @@ def count_oom_kills(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("
         for file in files:
             with contextlib.suppress(OSError):
                 if found := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
-                    return int(found.group(1))
-    return 0
+                    return {file: int(found[1])}
+    return {}
 
 
 def _kill_orphans() -> None:
