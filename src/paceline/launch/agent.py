@@ -13,6 +13,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import stat
 import sys
 import tempfile
@@ -47,8 +48,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
     logging.getLogger("torch").setLevel(logging.CRITICAL)  # the report says it
     options = torchrun.parse_args(arguments)
     config, _, words = torchrun.config_from_args(options)
-    if config.local_addr is None and (host := config.rdzv_endpoint.rpartition(":")[0].strip("[]")):
-        config.local_addr = _own_address(host)
+    host = config.rdzv_endpoint.rpartition(":")[0].strip("[]")
+    if host and config.local_addr is None and (own := _own_address(host)) is not None:
+        config.local_addr = own
+        # Torch would compare names, which on many machines lead to 127.0.1.1.
+        config.rdzv_configs.setdefault("is_host", own in {entry[4][0] for entry in socket.getaddrinfo(host, None)})
     with tempfile.NamedTemporaryFile(prefix="paceline-output-") as lock:
         os.environ |= {env.OUTPUT_LOCK: lock.name, env.AGENT: str(os.getpid())}
         try:
