@@ -53,19 +53,21 @@ def main(arguments: Sequence[str]) -> NoReturn:
         config.local_addr = own
         # Torch would compare names, which on many machines lead to 127.0.1.1.
         config.rdzv_configs.setdefault("is_host", own in {entry[4][0] for entry in socket.getaddrinfo(host, None)})
+    worker = ["-m", "paceline.launch.worker", *words[words.index("-u") + 1 :]]
+    exit_code = 0
     with tempfile.NamedTemporaryFile(prefix="paceline-output-") as lock:
         os.environ |= {env.OUTPUT_LOCK: lock.name, env.AGENT: str(os.getpid())}
         try:
-            worker = ["-m", "paceline.launch.worker", *words[words.index("-u") + 1 :]]
             elastic_launch(config, sys.executable)(*worker)
         except ChildFailedError:
-            report = None if has_launcher else describe_failure(run_dir)
-            if report is not None:
-                print(f"\npaceline: {report.text()}The report: {report.save(run_dir)}", file=sys.stderr)
-            _leave(1)
+            exit_code = 1
         except SignalException as ended:
-            _leave(128 + ended.sigval)
-    _leave(0)
+            exit_code = 128 + ended.sigval
+    if exit_code == 1 and not has_launcher and (report := describe_failure(run_dir)) is not None:
+        print(f"\npaceline: {report.text()}The report: {report.save(run_dir)}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)  # not through the interpreter's shutdown, which may wait for threads of torch
 
 
 def _obey(line: int, run_dir: Path) -> None:
@@ -94,13 +96,6 @@ def _own_address(host: str) -> str | None:
     if interface is not None and env.own_interface() is None:
         os.environ.update(dict.fromkeys(env.INTERFACE_VARIABLES, interface))
     return found
-
-
-def _leave(exit_code: int) -> NoReturn:
-    """Without the interpreter's shutdown, which may wait for threads of torch."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)
 
 
 if __name__ == "__main__":
