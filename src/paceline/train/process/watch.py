@@ -44,8 +44,8 @@ from paceline.spec.run_status import STATUS_FILE, RunStatus, WorkerStatus
 STORE_TIMEOUT_S = 10.0
 STACKS_S = 1.0
 """How long a worker may take to dump its stacks; Python's own handler needs milliseconds."""
-OTHERS_S = 3.0
-"""How long to wait for the worker that knows more: the one that failed, or one on the node of a hanging worker."""
+OTHERS_S = STALE_S + 3.0
+"""How long to wait for who knows more: the worker that failed, or one on the node of a hanging worker."""
 PIPE_BYTES = 1 << 16
 """The capacity of a pipe on Linux."""
 MOST_TRACEBACK_CHARACTERS = 100_000
@@ -174,7 +174,9 @@ class Watch:
             stacks = {one.rank: self._stacks_of(one) for one in here if hang.kind != "stopped"}
             self._publish(describe_hang(hang, states, stacks, time.time()))
         else:
-            self._await_report()
+            deadline = time.monotonic() + OTHERS_S
+            while not self._is_reported() and time.monotonic() < deadline:
+                time.sleep(0.05)
         self._is_over.set()
         for one in sorted(here, key=lambda one: one.pid == os.getpid()):
             with contextlib.suppress(ProcessLookupError):
@@ -204,26 +206,27 @@ class Watch:
             print(f"\npaceline: {report.text()}", end="", file=sys.__stderr__)
             print("" if place is None else f"The report: {place}", file=sys.__stderr__, flush=True)
 
-    def _await_report(self) -> bool:
-        """Wait a moment for the report of another worker; whether there is one."""
-        deadline = time.monotonic() + OTHERS_S
+    def _is_reported(self) -> bool:
         with contextlib.suppress(RuntimeError):
-            while time.monotonic() < deadline:
-                if self._store.check(["reported"]):
-                    return True
-                time.sleep(0.05)
+            return bool(self._store.check(["reported"]))
         return False
 
     def tell(self, failure: Failure) -> None:
         """Report an exception that ends this worker, or the loss of the peer that it comes of."""
-        states = [self._as_of_now(state) for state in self.states]
         if not failure.is_consequence:
             step = read_vitals(own_file()).step
+            states = [self._as_of_now(state) for state in self.states]
             self._publish(describe_exception(failure, self._hostname, self._facts.world_size, step, states))
-        elif not self._await_report():
+        deadline = time.monotonic() + OTHERS_S
+        while failure.is_consequence and time.monotonic() < deadline:
+            states = [self._as_of_now(state) for state in self.states]
             gone = [one for one in states if one.rank != failure.rank and self._is_gone(one)]
+            if self._is_reported():  # looked at last: who raises reports before it is gone
+                return
             if gone:
                 self._publish(describe_lost_peer(gone[0], states, failure.time))
+                return
+            time.sleep(0.05)
 
     def _is_gone(self, state: WorkerState) -> bool:
         if state.hostname == self._hostname:
