@@ -150,9 +150,10 @@ class Watch:
     def _as_of_now(self, state: WorkerState) -> WorkerState:
         now = time.monotonic()
         age_s = self._clock.watched_s(now - self._posted[state.rank][1])
-        is_stopped = state.hostname == self._hostname and _state_of(state.pid) in "Tt"
-        if is_stopped:  # it posts nothing
-            state = replace(state, step=read_vitals(Path(self._heartbeats[state.rank])).step)
+        is_here = state.hostname == self._hostname
+        is_stopped = is_here and _state_of(state.pid) in "Tt"
+        if is_here and (step := read_vitals(Path(self._heartbeats[state.rank])).step) is not None:
+            state = replace(state, step=step)  # its last post may be a second old
         if not is_stopped:
             self._stopped_since.pop(state.rank, None)
         since = self._stopped_since.setdefault(state.rank, now) if is_stopped else now
