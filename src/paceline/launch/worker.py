@@ -93,7 +93,10 @@ def main(program: Sequence[str]) -> NoReturn:
         time=time.time(),
         asked_at=asked_at,
         out_of_memory=exit_code == -signal.SIGKILL
-        and any(count > kills_before.get(file, 0) for file, count in kills_after.items()),
+        and (
+            any(count > kills_before.get(file, 0) for file, count in kills_after.items())
+            or _kernel_log_names(process.pid)
+        ),
         step=vitals.step,
         collective=vitals.collective,
     )
@@ -286,6 +289,24 @@ def count_oom_kills(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("
                 if found := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
                     return {file: int(found[1])}
     return {}
+
+
+def _kernel_log_names(pid: int) -> bool:
+    """Whether the kernel's log records that it killed `pid` for memory: in version 1 of control groups the one of a
+    process that has ended is not known. False if the log is not readable."""
+    wanted = re.compile(rb"[Oo]ut of memory: Killed process %d\b" % pid)
+    try:
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        while not wanted.search(os.read(log, 8192)):
+            pass
+    except OSError:  # EAGAIN at its end, EPIPE where it was overwritten meanwhile
+        return False
+    finally:
+        os.close(log)
+    return True
 
 
 def _kill_orphans() -> None:
