@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
-import sys
 import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -167,10 +164,3 @@ def _device(facts: env.WorkerFacts, plan: Plan) -> torch.device:
     device = torch.device("cuda", facts.local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def leave_at_once(exit_code: int) -> NoReturn:
-    """End this process immediately, so that its supervisor sees its end before other workers lose the connection."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(exit_code)

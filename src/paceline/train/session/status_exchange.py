@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 import signal
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -80,15 +79,10 @@ class StatusExchange:
 class SaveSignals:
     """SIGUSR1: save. SIGTERM and Ctrl-C: save and exit; a second one exits at once, by the previous handler."""
 
-    def __init__(self, will_leave: Callable[[], None]) -> None:
-        """
-        Args:
-            will_leave: called in a signal handler when this worker was asked to save and to end.
-        """
+    def __init__(self) -> None:
         self.requests: set[Request] = set()
         self.is_interrupted = False
         """Whether Ctrl-C was pressed."""
-        self._will_leave = will_leave
         self._handlers: dict[int, Any] = {}
         """The previous ones, by the numbers of signals."""
         if threading.current_thread() is not threading.main_thread():
@@ -104,7 +98,6 @@ class SaveSignals:
 
     def _leave(self, number: int, _frame: FrameType | None) -> None:
         self.requests.add(Request.LEAVE)
-        self._will_leave()
         self.is_interrupted |= number == signal.SIGINT
         signal.signal(number, self._handlers[number])
 
