@@ -7,7 +7,8 @@ model: where that is called the stage computes, and only on the last stage does 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -413,23 +414,29 @@ class _TorchStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        micro_batch = self._begin(bwd_chunk_id, is_last=last_backward and full_backward)
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if full_backward:
-            micro_batch.after_backward(self.submod.stage)
+        is_whole = full_backward or self.dw_builder is not None
+        with self._backward_of(bwd_chunk_id, has_all=is_whole):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        micro_batch = self._begin(bwd_chunk_id, is_last=last_backward)
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        micro_batch.after_backward(self.submod.stage)
+        with self._backward_of(bwd_chunk_id, has_all=self.dw_builder is None):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
-    def _begin(self, number: int, *, is_last: bool) -> MicroBatch:
-        pipeline = self.submod.pipeline
-        if is_last:
-            pipeline.before_last_backward(self.submod.stage)
+    @contextmanager
+    def _backward_of(self, number: int, *, has_all: bool) -> Iterator[None]:
+        """
+        Args:
+            number: of the micro-batch; they come in this order.
+            has_all: whether the gradients of all parameters are there afterwards.
+        """
+        pipeline, stage = self.submod.pipeline, self.submod.stage
         micro_batch = pipeline.micro_batch(number)
+        if has_all and number + 1 == self.chunks:
+            pipeline.before_last_backward(stage)
         micro_batch.before_backward()
-        return micro_batch
+        yield
+        if has_all:
+            micro_batch.after_backward(stage)
 
 
 _SCHEDULES = {
