@@ -159,7 +159,7 @@ def held(case: Case, column: Column, cuts: tuple[str, ...]) -> Held | str:
 
 def traced(case: Case) -> ModelCost:
     from paceline.models import build
-    from paceline.parallel.dry_run.dry_run import on_paper, trace_model
+    from paceline.parallel.layer_costs import on_paper, trace_model
 
     model, arguments = on_paper(partial(build, ModelSpec(case.model, case.options)), sample(case, 1)[0], TRACED_SAMPLES)
     return trace_model(model, arguments, TRACED_SAMPLES)

@@ -138,27 +138,26 @@ def _show_mesh(job: Job, mesh: str, *, as_json: bool) -> None:
     if not as_json:
         table_console(pipe_columns=120).print(tried.table())
         return
-    found = tried.found
     stages = [
         {
-            "first_layer": stage.layers[0],
-            "last_layer": stage.layers[1],
-            "parameter_bytes": stage.parameter_bytes,
-            "activation_bytes": stage.activation_bytes,
-            "memory_bytes": memory.total_bytes,
+            "first_layer": stage[0].name,
+            "last_layer": stage[-1].name,
+            "parameter_bytes": tried.parameter_bytes(stage),
+            "activation_bytes": tried.activation_bytes(stage),
         }
-        for stage, memory in zip(found.stages, found.memory, strict=True)
+        for stage in tried.stages
     ]
     facts = {
         "mesh": str(tried.mesh),
         "num_workers": tried.mesh.num_workers,
-        "num_micro_batches": found.num_micro_batches,
+        "num_micro_batches": tried.num_micro_batches,
         "stages": stages,
+        "memory_bytes": tried.memory.total_bytes,
         "sent_bytes": tried.sent_bytes,
-        "bubble": found.bubble,
+        "bubble": tried.bubble,
     }
     if tried.mesh.pp > 1:
-        facts["cuts"] = found.cuts
+        facts["cuts"] = tried.cuts
     if tried.mesh.tp > 1:
-        facts["tensor_plan"] = dict(found.tensor_plan.styles)
+        facts["tensor_plan"] = dict(tried.tensor_plan)
     print(json.dumps(facts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from itertools import accumulate, count
 from typing import Any
 
@@ -69,6 +70,17 @@ class LiveBytes(TorchDispatchMode):
         """The most that was alive at once since `begin`."""
         changes = (change for piece, change in self._changes if piece not in self._ignored)
         return max(accumulate(changes, initial=0))
+
+    @property
+    def num_changes(self) -> int:
+        """How often since `begin` memory was taken or freed: a moment, for `peaks`."""
+        return len(self._changes)
+
+    def peaks(self, moments: Sequence[int]) -> list[tuple[int, int]]:
+        """What was alive at each of these moments, and the most from there to the next one."""
+        alive = [0, *accumulate(change * (piece not in self._ignored) for piece, change in self._changes)]
+        ends = [*moments[1:], len(self._changes)]
+        return [(alive[start], max(alive[start : end + 1])) for start, end in zip(moments, ends, strict=True)]
 
     def _piece_of(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()

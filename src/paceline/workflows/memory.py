@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import JobError, ModelError, shown
+from paceline.plan.memory import device_memory, fits, state_bytes
 from paceline.spec import Job, Mesh, parse_mesh
-from paceline.spec.model_cost import DeviceMemory
+from paceline.spec.model_cost import DeviceMemory, ModelCost
 from paceline.words import size
 from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import check_counts, resolve_job
-from paceline.workflows.traced_model import model_on_paper
+from paceline.workflows.traced_model import trace_model
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -44,10 +45,10 @@ class MemoryTable:
     """The memory of one device; None: not stated."""
 
     def fits(self, row: StrategyMemory) -> bool | None:
-        """Whether a row fits into a device with a tenth to spare; None: not stated, or not possible."""
+        """Whether a row fits into a device, as the planner judges; None: not stated, or not possible."""
         if row.memory is None or self.device_bytes is None:
             return None
-        return row.memory.total_bytes <= 0.9 * self.device_bytes
+        return fits(row.memory, self.device_bytes)
 
     def table(self) -> RenderableType:
         """A table with a row for each strategy, and what cannot be done below it."""
@@ -55,14 +56,15 @@ class MemoryTable:
 
         from paceline.report.tables import table
 
-        headings = ("strategy", "parameters", "gradients", "optimizer", "activations", "gathered", "total", "fits")
+        parts = ("parameters", "gradients", "optimizer", "activations", "gathered", "sums", "total")
+        headings = ("strategy", *parts, "fits")
         rows = table(*(headings if self.device_bytes else headings[:-1]), left=["strategy"])
         words = {True: "yes", False: "no", None: ""}
         for row in self.rows:
             if row.memory is not None:
                 one = row.memory
                 held = (one.parameter_bytes, one.gradient_bytes, one.optimizer_bytes, one.activation_bytes)
-                cells = [size(num) for num in (*held, one.gathered_bytes, one.total_bytes)]
+                cells = [size(num) for num in (*held, one.gathered_bytes, one.transit_bytes, one.total_bytes)]
                 rows.add_row(row.strategy, *cells, *([words[self.fits(row)]] if self.device_bytes else []))
         devices = "1 device" if self.num_devices == 1 else f"each of {self.num_devices} devices"
         return Group(
@@ -90,8 +92,9 @@ def memory(
 ) -> MemoryTable:
     """What each of some devices would hold of a job's model, its gradients, optimizer and activations.
 
-    The model is traced without memory for its parameters, cut and sharded by the functions that training uses; what
-    kernels need while they run, and what a framework takes for itself, is not counted.
+    The model is traced without memory for its parameters, and the planner's formulas say what a device holds of it, in
+    a step of the whole global batch. What kernels need while they run, and what a framework takes for itself, is not
+    counted.
 
     Example: `paceline.memory("digits-lenet", 4)`.
 
@@ -116,24 +119,25 @@ def memory(
         )
     num_samples = micro_batch_size or resolved.shard_size
     strategies = ("dp",) if devices == 1 else _STRATEGIES
-    rows = tuple(_row(resolved, parse_mesh(name, devices), name, num_samples) for name in strategies)
+    cost = trace_model(resolved)
+    rows = tuple(_row(resolved, cost, parse_mesh(name, devices), name, num_samples) for name in strategies)
     return MemoryTable(devices, num_samples, rows, device_bytes)
 
 
-def _row(job: Job, mesh: Mesh, strategy: str, num_samples: int) -> StrategyMemory:
-    from paceline.parallel.dry_run.dry_run import dry_run
-
-    # Traced for each strategy anew: sharding changes the model.
-    module, arguments = model_on_paper(job, num_samples)
-    num_micro_batches = max(1, -(-job.global_batch_size // (num_samples * mesh.num_assignments)))
+def _row(job: Job, cost: ModelCost, mesh: Mesh, strategy: str, num_samples: int) -> StrategyMemory:
+    if mesh.tp > 1 and not any(layer.is_sharded_by(mesh.tp) for layer in cost.layers):
+        problem = f"the model has no tensor plan of its own by which {mesh.tp} workers can divide its layers."
+        return StrategyMemory(strategy, None, problem)
     try:
-        found = dry_run(
-            module,
-            arguments,
+        found = device_memory(
+            cost.num_parameters,
+            state_bytes(job),
             mesh,
-            num_micro_batches=num_micro_batches,
-            optimizer_copies=job.optim.state_copies,
+            cost.activations,
+            num_samples,
+            num_micro_batches=max(1, -(-job.global_batch_size // (num_samples * mesh.num_assignments))),
+            layers=cost.layers,
         )
-    except (JobError, ModelError) as problem:
+    except ModelError as problem:
         return StrategyMemory(strategy, None, str(problem))
-    return StrategyMemory(strategy, max(found.memory, key=lambda stage: stage.total_bytes))
+    return StrategyMemory(strategy, found)

@@ -12,17 +12,17 @@ _TRACED_SAMPLES = 2
 
 def trace_model(job: Job) -> ModelCost:
     """What the job's model tells without memory for it: its layers, with their arithmetic and their memory."""
-    from paceline.parallel.dry_run import dry_run
+    from paceline.parallel import layer_costs
 
     model, arguments = model_on_paper(job, _TRACED_SAMPLES)
-    return dry_run.trace_model(model, arguments, _TRACED_SAMPLES)
+    return layer_costs.trace_model(model, arguments, _TRACED_SAMPLES)
 
 
 def model_on_paper(job: Job, num_samples: int) -> tuple[Any, tuple[Any, ...]]:
     """The job's model without memory, and what it is called with for so many samples."""
     from paceline.data import load
     from paceline.models import build
-    from paceline.parallel.dry_run.dry_run import on_paper
+    from paceline.parallel.layer_costs import on_paper
     from paceline.train.loop import data_facts
 
     train_set, _ = load(job.data)

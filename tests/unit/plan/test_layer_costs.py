@@ -1,0 +1,102 @@
+"""What a trace on the meta device tells of a model, beside what the model does with values."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import paceline
+from paceline.errors import JobError, ModelError
+from paceline.models import build
+from paceline.models.gpt import GPT
+from paceline.parallel.layer_costs import on_paper, trace_model
+from paceline.spec.model_cost import ModelCost
+
+WORDS, LENGTH, WIDTH, SAMPLES = 32, 8, 16, 2
+BUILD = partial(GPT, WORDS, LENGTH, num_layers=3, num_heads=4, width=WIDTH)
+
+
+def traced(build: partial[nn.Module], sample: Tensor) -> ModelCost:
+    return trace_model(*on_paper(build, sample, SAMPLES), SAMPLES)
+
+
+@pytest.fixture(scope="module")
+def cost() -> ModelCost:
+    return traced(BUILD, torch.zeros(LENGTH, dtype=torch.long))
+
+
+def test_layers_are_the_elements_of_containers_and_what_stands_beside_them(cost: ModelCost) -> None:
+    names = ["tokens", "positions", "dropout", "blocks.0", "blocks.1", "blocks.2", "norm"]
+    assert [layer.name for layer in cost.layers] == names
+    assert [layer.name for layer in cost.layers if layer.may_begin] == names[3:6]
+    parameters = [parameter.nbytes for parameter in BUILD().parameters()]
+    assert sum(layer.parameter_bytes for layer in cost.layers) == sum(parameters) == 4 * cost.num_parameters
+    assert max(layer.largest_parameter_bytes for layer in cost.layers) == max(parameters)
+
+
+def test_arithmetic_is_that_of_the_matrix_products(cost: ModelCost) -> None:
+    """Two operations a multiplication, once in forward and twice in backward (Kaplan et al. 2020, section 2.1)."""
+    layers = 3 * 12 * WIDTH**2 + WORDS * WIDTH
+    attention = 3 * 2 * LENGTH * WIDTH  # scores, and what they weigh
+    assert 1.0 <= cost.flops_per_sample / (6 * LENGTH * (layers + attention)) < 1.1
+    assert sum(layer.time_s for layer in cost.layers) == pytest.approx(1.0)
+
+
+def test_a_layer_keeps_what_autograd_keeps_of_it(cost: ModelCost) -> None:
+    model = BUILD()
+    kept: dict[int, int] = {}
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    alive = []  # or another tensor might get the address
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        logits = model(torch.zeros(SAMPLES, LENGTH, dtype=torch.long))
+    found = sum(layer.activation_bytes for layer in cost.layers) * SAMPLES
+    assert found == pytest.approx(sum(kept.values()) + logits.nbytes, rel=0.1)  # attention has another kernel there
+    assert cost.activations.bytes_per_sample * SAMPLES > found
+
+
+def test_tensor_parallelism_divides_what_the_plan_of_the_model_says(cost: ModelCost) -> None:
+    divided = {layer.name: layer for layer in cost.layers if layer.num_tensor_slices > 1}
+    assert list(divided) == ["blocks.0", "blocks.1", "blocks.2"]
+    for layer in divided.values():
+        assert layer.is_sharded_by(4) and not layer.is_sharded_by(8)
+        # Two sums in forward; in backward one for each layer that takes what is whole: query, key, value and the net.
+        assert (layer.num_all_reduces, layer.all_reduce_bytes) == (6, 4 * LENGTH * WIDTH)
+        assert 0.1 < layer.replicated_fraction < 0.5
+    plain = traced(partial(nn.Linear, 4, 4), torch.zeros(4))
+    assert all(layer.num_tensor_slices == 1 for layer in plain.layers)
+
+
+class Asking(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs) if inputs.sum() > 0 else inputs
+
+
+def test_a_model_that_reads_values_is_refused_in_one_sentence() -> None:
+    with pytest.raises(ModelError, match="cannot be tried without values"):
+        traced(partial(Asking, 4, 4), torch.zeros(4))
+
+
+def test_each_strategy_divides_what_it_says() -> None:
+    settings = ["optim.momentum=0.9", "parity=numeric"]
+    found = paceline.memory("digits-lenet", 4, device_bytes=10**12, settings=settings)
+    rows = {row.strategy: row.memory for row in found.rows}
+    dp, fsdp = rows["dp"], rows["fsdp"]
+    assert dp is not None and fsdp is not None
+    num_bytes = 4 * sum(parameter.numel() for parameter in build("lenet").parameters())
+    assert dp.parameter_bytes == dp.gradient_bytes == dp.optimizer_bytes == num_bytes
+    assert fsdp.parameter_bytes == fsdp.gradient_bytes == fsdp.optimizer_bytes == num_bytes / 4
+    assert all(found.fits(row) for row in found.rows if row.memory)
+    assert {row.strategy: row.problem for row in found.rows if row.problem}.keys() == {"tp"}
+    assert paceline.memory("digits-lenet", 1, device_bytes=10**6).fits(found.rows[0]) is False
+    with pytest.raises(JobError, match="devices = 0"):
+        paceline.memory("digits-lenet", 0)
