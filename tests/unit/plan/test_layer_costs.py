@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -19,7 +20,7 @@ WORDS, LENGTH, WIDTH, SAMPLES = 32, 8, 16, 2
 BUILD = partial(GPT, WORDS, LENGTH, num_layers=3, num_heads=4, width=WIDTH)
 
 
-def traced(build: partial[nn.Module], sample: Tensor) -> ModelCost:
+def traced(build: Callable[[], nn.Module], sample: Tensor) -> ModelCost:
     return trace_model(*on_paper(build, sample, SAMPLES), SAMPLES)
 
 
