@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 
-import paceline
-from paceline.parallel.tensor_plan import tensor_plan_of
 from tests.kit.engines import Engine
 from tests.kit.workers import run_ranks
 from tests.zoo.zoo import LARGEST_DIFFERENCE, ZOO, train_beside_oracle
@@ -43,12 +41,6 @@ def _cases() -> Iterator[Any]:
         for name in engines:
             marks = () if name == todays else (pytest.mark.nightly,)
             yield pytest.param(model, name, marks=marks, id=f"{model}-{name}-day {DAY}")
-
-
-@pytest.mark.parametrize("model", [name for name, entry in ZOO.items() if not entry.has_tensor_plan])
-def test_a_model_that_declares_no_plan_of_our_styles_is_refused_under_tp(model: str) -> None:
-    with pytest.raises(paceline.errors.ModelError, match=r"declares none|has no style"):
-        tensor_plan_of(ZOO[model].make(), None, 2)
 
 
 @pytest.mark.budget(processor_s=15)

@@ -19,8 +19,10 @@ from paceline.comm.timing import largest
 from paceline.measure.load import LoadMeter
 from paceline.measure.steps import Subject, step_of
 from paceline.measure.stopwatch import Stopwatch, seconds_of
-from paceline.parallel.engines.dp import DataParallel
-from paceline.parallel.gradients.aggregation import candidates, set_up_aggregation
+from paceline.parallel.aggregation import candidates, set_up_aggregation
+from paceline.parallel.engine import Engine
+from paceline.parallel.layout import Layout
+from paceline.parallel.running_sum import RunningSum
 from paceline.spec import AlgorithmName, Job, MachineLoad, Plan, SumTiming
 from paceline.spec.codec import JsonValue, at_least
 from paceline.train.process.process_group import World
@@ -96,7 +98,8 @@ def _steps(subject: Subject, world: World, job: Job, plan: Plan, size: int) -> I
     switch = _Switch()
     aggregator = replace(aggregation.aggregator, algorithm=switch)
     try:
-        engine = DataParallel(model, plan, world.device, world.group, aggregator, False)
+        layout = Layout(model, world.device, world.group)
+        engine = Engine(layout, RunningSum(layout, aggregator))
         step = step_of(subject, engine, size, world.rank, world.world_size, with_updates=True)
 
         def step_with(name: AlgorithmName | None) -> object:

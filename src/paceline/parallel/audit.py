@@ -29,9 +29,9 @@ from paceline.object_collectives import all_gather_objects
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.buffers import buffers_kept, standing_in
 from paceline.parallel.dtensor import reshard
-from paceline.parallel.engine import StepInput
-from paceline.parallel.gradients.gradient_norms import norm_of_each
+from paceline.parallel.gradient_norms import norm_of
 from paceline.parallel.passes import Passes
+from paceline.parallel.step_input import StepInput
 from paceline.process_groups import device_of
 from paceline.samples import Samples
 from paceline.sharded_batch import ShardedBatch
@@ -109,8 +109,7 @@ def _compute(passes: Passes, step: StepInput, shard: int, content: Any, *, has_g
             if has_gradients:
                 loss.mean.backward()
                 gradients = [parameter.grad for parameter in parameters]
-                norms = iter(norm_of_each([one for one in gradients if one is not None]))
-                numbers += [loss.mean.new_zeros(()) if one is None else next(norms) for one in gradients]
+                numbers += [loss.mean.new_zeros(()) if one is None else norm_of(one) for one in gradients]
         finally:
             passes.seeds.end()
             for parameter, gradient in zip(parameters, before, strict=True):

@@ -6,7 +6,7 @@ Plain tensors load nothing of DTensors, which takes long.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -119,26 +119,7 @@ def is_sharded(tensor: Tensor, axis: str) -> bool:
 def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scale the gradients down so that the norm of the whole model's gradient, now `norm`, is at most `max_norm`."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as in torch's clip_grad_norm_
-    for (device, dtype), gradients in alike(_gradients(parameters)).items():
-        torch._foreach_mul_(gradients, factor.to(device, dtype))  # on a GPU one kernel for many
-
-
-def rescale_gradients(parameters: Iterable[Tensor], factor: Tensor | None) -> None:
-    """Multiply all gradients by a scalar, on their devices; None: leave them."""
-    if factor is None:
-        return
-    for (device, _), gradients in alike(_gradients(parameters)).items():
-        torch._foreach_mul_(gradients, factor.to(device))  # rounded once, not to a low precision before
-
-
-def alike(tensors: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """Tensors of any shape by device and dtype, as torch's calls for many at once take them."""
-    found: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-    return found
-
-
-def _gradients(parameters: Iterable[Tensor]) -> Iterator[Tensor]:
-    """This worker's shards of all gradients."""
-    return (local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            mine = local_shard(parameter.grad)
+            mine.mul_(factor.to(mine.device, mine.dtype))

@@ -1,134 +1,118 @@
-"""The contract between a training step and an engine, which trains a model together with other workers."""
+"""The engine: one global batch through a model that this worker trains together with others.
+
+An engine is made of parts, each in a file of its own:
+
+    passes     virtual shards through the model, one after the other, each by itself; or as micro-batches of a pipeline
+    layout     where parameters live: whole on every worker, or spread over a mesh
+    reducer    how gradients become one: a running sum with buckets (`parity = "numeric"`), or a fixed tree ("bitwise")
+    rhythm     when workers meet: in every step, which is this file; in outer steps; or at asynchronous servers
+
+A step computes what one worker alone would: losses are weighted by samples, gradients are sums over virtual shards, and
+no number of workers appears in any formula.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from paceline.parallel.assignment import Assignment
-from paceline.parallel.buffers import Buffers
+from paceline.parallel.audit import audit
 from paceline.parallel.clock import Mark, mark
-from paceline.parallel.companions import ALONE, Companions
-from paceline.parallel.gradients.buckets import buckets
-from paceline.parallel.gradients.gradient_norms import TakeNorms, norm_of_each, norm_of_norms
-from paceline.parallel.losses import LossLayouts, LossOf, StepLoss
-from paceline.process_groups import device_of
-from paceline.samples import Samples
+from paceline.parallel.gradient_norms import GradientNorms
+from paceline.parallel.layout import Layout
+from paceline.parallel.losses import LossLayouts, ShardLoss, StepLoss
+from paceline.parallel.passes import Passes
+from paceline.parallel.step_input import StepInput
 from paceline.spec import AlgorithmName
-
-
-@dataclass(frozen=True)
-class StepInput:
-    """The input of one worker for one training step."""
-
-    assignment: Assignment
-    batch: Samples
-    """This worker's samples in order; one stand-in sample if it has none."""
-    loss_of: LossOf
-    """The loss of a batch, as `losses.Loss` says."""
-    shard_seed: Callable[[int], int]
-    """The seed of torch's, NumPy's and Python's generators for the forward pass of a virtual shard."""
-    scale: Callable[[Tensor], Tensor]
-    """Applies the loss scale just before backward."""
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """The context of a forward pass (autocast) that `loss_of` does not run itself."""
-    is_low_precision: bool = False
-    """Whether forward passes compute in bfloat16 or float16."""
-    take_norms: TakeNorms | None = None
-    """Called with the norms of the step's gradients if the engine knows them, in this step or the next."""
-    loss_name: str = "loss"
-    """Names the loss function: it returns the same numbers in all steps with this name."""
-    companions: Companions = ALONE
-    """The other models that the loss function may call."""
-    any_shard: AnyShard | None = None
-    """Input for an engine that does not compute this worker's own assignment."""
-
-
-@dataclass(frozen=True)
-class AnyShard:
-    """How to compute any virtual shard of the run, and when all workers pause. Global batches are counted from the
-    beginning of the run."""
-
-    batch: int
-    """The global batch of this step."""
-    num_shards: Callable[[int], int]
-    """The number of non-empty virtual shards of a global batch."""
-    lr_factor: Callable[[int], float]
-    """The factor on the optimizer's base learning rates for the update by a global batch."""
-    read: Callable[[int, int], StepInput]
-    """read(batch, shard): the step input of a worker whose whole assignment is this shard."""
-    at_base_rates: Callable[[], AbstractContextManager[Optimizer]]
-    """A context in which the optimizer has its base learning rates."""
-    stop: int
-    """The number of updates after which all workers pause: an epoch ends, or a checkpoint is due."""
-    wants_pause: Callable[[], bool]
-    """Whether this worker asks all workers to pause now."""
-    on_pause: Callable[[], None]
-    """Called when all workers pause, before they continue: they exchange their status and may save. A collective."""
-    updated: Callable[[Tensor, bool], None]
-    """Called with the loss of this step, and whether it made an update: not if a loss or gradient is not finite."""
-
 
 Update = Callable[[Tensor], None]
 """Called with the loss when the gradient is in `.grad` of every parameter: makes the optimizer's step."""
 
 
-AS_RANK = "as_rank"
-"""In a worker's own state: the rank of the worker that has the same, and saves it."""
+class Reducer(Protocol):
+    """Makes one gradient of those of all shards: `running_sum.py`, `fixed_order_sum.py`."""
+
+    def begin_step(self, step: StepInput) -> None: ...
+
+    def forward_made(self, statistics: Tensor, *, is_last: bool) -> None:
+        """After a shard's forward pass, with what is added up besides gradients."""
+
+    def expect_last(self, stage: nn.Module) -> None:
+        """Before the last backward pass of a step through these layers."""
+
+    def pass_made(self, number: int, loss: ShardLoss | None) -> None:
+        """After a backward pass, the step's `number`-th; of a stand-in without `loss`."""
+
+    def finish(self, num_statistics: int) -> Tensor:
+        """The sums of the statistics, then two numbers of noise."""
+
+    def leave_gradients(self, factor: Tensor | None) -> None:
+        """Leave the sum of gradients, times a scalar, in `.grad`."""
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of the whole model's gradient, a scalar; a collective if workers do not hold all of it."""
+
+    def sum_moves(self, moves: Callable[[int | None], Tensor]) -> Tensor: ...
+
+    def measured(self, assignment: Assignment) -> tuple[int, int]:
+        """The number of parts whose gradients' norms are measured, and of the samples in them."""
+
+    def close(self) -> None: ...
+
+
+class Runner(Protocol):
+    """Takes shards through a model otherwise than one after the other: a pipeline."""
+
+    def run(self, step: StepInput, passes: Passes, reducer: Reducer) -> None: ...
 
 
 class Engine:
-    """Trains a model together with the other workers, one global batch at a time.
+    """Trains a model together with the other workers, one global batch at a time."""
 
-    The defaults suit an engine whose workers each hold the whole model, equal after every step.
-    """
-
-    buffers: Buffers
-    """The buffers that forward passes change."""
     algorithm: AlgorithmName | None = None
     """How gradients are summed, where that was chosen here; None: as the plan says."""
-    notes: Sequence[str] = ()
-    """Notes for the run's log and report."""
     reads_assignment = True
     """Whether a worker computes the samples assigned to it. If not, they need not be read: see `AnyShard`."""
-    holds_all = True
-    """Whether every worker holds the whole model and its optimizer."""
+    changes_state = False
+    """Whether a step changes more than buffers before its update, so that one which fails half-way leaves a mixture."""
 
-    def __init__(self, module: nn.Module, device: torch.device, layouts: LossLayouts) -> None:
+    def __init__(
+        self, layout: Layout, reducer: Reducer, runner: Runner | None = None, notes: Sequence[str] = ()
+    ) -> None:
         """
         Args:
-            module: the model as the loss function calls it.
-            layouts: which numbers loss functions return.
+            runner: of a pipeline; None: shards go through the model in turn.
+            notes: notes for the run's log and report.
         """
-        self.module = module
-        self.layouts = layouts
-        self._device = device
-        now = mark(device)
+        self.layout = layout
+        self.module = layout.module
+        self.holds_all = layout.holds_all
+        self.notes = [*layout.notes, *notes]
+        self.layouts = LossLayouts(layout.world)
+        self.passes = Passes(layout.module, layout.device, self.layouts, layout.zero, layout.blocks)
+        self.buffers = self.passes.buffers
+        self._reducer = reducer
+        self._runner = runner
+        now = mark(layout.device)
         self.communication: tuple[Mark, Mark] = now, now
-        """The interval of the last step's exposed communication: last gradient computed to last gradient aggregated."""
+        """The interval of the last step's exposed communication: last gradient computed to last gradient summed."""
 
-    def close(self, error: BaseException | None = None) -> None:
+    def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - whatever it is
         """End what runs in the background.
 
         Args:
             error: the error that ends the run; None: none does.
         """
+        self._reducer.close()
 
     # --- a step ---
 
     def step(self, step: StepInput, update: Update) -> StepLoss:
-        """Train on one global batch; return its loss, the same on every worker.
-
-        An engine whose workers synchronise less often, or whose updates are made elsewhere, overrides this; by default
-        it computes `gradients` and calls `update` once.
-        """
+        """Train on one global batch; return its loss, the same on every worker."""
         result = self.gradients(step)
         update(result.loss)
         return result
@@ -136,25 +120,67 @@ class Engine:
     def gradients(self, step: StepInput) -> StepLoss:
         """Store the gradient of the global batch's loss in `.grad` of every parameter (None before); return that
         loss."""
-        raise NotImplementedError
+        reducer = self._reducer
+        reducer.begin_step(step)
+        if self._runner is None:
+            self._run_in_turn(step)
+        else:
+            self._runner.run(step, self.passes, reducer)
+        last_gradient = mark(self.layout.device)
+        returned = self.layouts.of(step.loss_name)
+        num_losses = returned.length if self.layout.knows_losses else 0
+        sums = reducer.finish(num_losses + self.buffers.num_sums)
+        losses, moves, noise = sums.split([num_losses, self.buffers.num_sums, 2])
+        losses, moves = self.layout.complete(losses if num_losses else sums.new_zeros(returned.length), moves)
+        self.buffers.end_step(moves, reducer.sum_moves)
+        result = StepLoss.of(losses, returned)
+        reducer.leave_gradients(result.rescale)
+        self._tell_noise(step, noise)
+        self.communication = last_gradient, mark(self.layout.device)
+        return result
+
+    def _run_in_turn(self, step: StepInput) -> None:
+        """This worker's shards forward and backward, one after the other, then stand-ins."""
+        layout, passes, reducer = self.layout, self.passes, self._reducer
+        first, stop = step.assignment.own
+        num_passes = layout.num_passes(step.assignment)
+        for number in range(num_passes):
+            shard, is_last = first + number, number == num_passes - 1
+            layout.begin_pass(self.module, is_last=is_last)
+            if shard < stop:
+                loss = passes.forward(step, shard)
+                if shard == stop - 1 and self.holds_all:  # else others wait in the layers of this pass
+                    self.layouts.of(step.loss_name)  # agreed on before the first sum begins
+                reducer.forward_made(passes.statistics(loss), is_last=shard == stop - 1)
+                if is_last:
+                    reducer.expect_last(self.module)
+                passes.backward(step, loss)
+                reducer.pass_made(number, loss)
+                continue
+            with passes.stand_in(step) as stand_in:
+                if is_last:
+                    reducer.expect_last(self.module)
+                stand_in.backward()
+            reducer.pass_made(number, None)
+
+    def _tell_noise(self, step: StepInput, noise: Tensor) -> None:
+        num_parts, num_samples = self._reducer.measured(step.assignment)
+        size = step.assignment.global_size
+        if step.take_norms is None or not self.layout.measures_first_pass or num_samples >= size * num_parts:
+            return  # one part alone shows no noise
+        small_sqr = noise[0] / noise[1]
+        large_sqr = self._reducer.gradient_norm() ** 2
+        step.take_norms(GradientNorms(small_sqr, num_samples / num_parts, large_sqr, size))
 
     def audit(self, step: StepInput) -> None:
         """Raise `ModelError` if the loss of the same samples differs between workers or from call to call, between
-        `gradients` and the update; a collective, and nothing where the engine has no way to compare (`audit.py`)."""
-
-    @property
-    def is_synchronised(self) -> bool:
-        """Whether the last step synchronised all workers, so that they can exchange their status."""
-        return True
+        `gradients` and the update; a collective (`audit.py`)."""
+        if self._runner is None:
+            audit(self.passes, step, self.layout.world, has_gradients=self.holds_all)
 
     def gradient_norm(self) -> Tensor:
         """The norm of the whole model's gradient, a scalar; a collective if workers do not hold all of it."""
-        return norm_of_norms(self.gradient_norms())
-
-    def gradient_norms(self) -> list[Tensor]:
-        """Norms of parts of the whole model's gradient, scalars; their own norm is that of all of it. A collective if
-        workers do not hold all of it."""
-        return norm_of_each([p.grad for p in self.module.parameters() if p.grad is not None])
+        return self._reducer.gradient_norm()
 
     # --- the whole model ---
 
@@ -163,7 +189,7 @@ class Engine:
 
         If workers do not hold the whole model, rank 0 gets them, in CPU memory, and the others get nothing.
         """
-        return dict(tensors)
+        return self.layout.whole(tensors)
 
     # --- workers that differ ---
 
@@ -173,14 +199,13 @@ class Engine:
         return False
 
     @property
-    def changes_state(self) -> bool:
-        """Whether a step changes more than buffers before its update, so that one which fails half-way leaves a
-        mixture."""
-        return False
+    def is_synchronised(self) -> bool:
+        """Whether the last step synchronised all workers, so that they can exchange their status."""
+        return True
 
     def sync_buffers(self) -> bool:
-        """Broadcast rank 0's buffers where they differ; returns whether all weights are equal now. A
-        collective, after a step."""
+        """Broadcast rank 0's buffers where they differ; returns whether all weights are equal now. A collective, after
+        a step."""
         return True
 
     @contextmanager
@@ -210,24 +235,3 @@ class Engine:
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:  # noqa: ARG002 - most have none
         """Restore saved states, empty if nothing was saved; the model has its weights already."""
         self.buffers.load_hidden_state(shared.get("hidden_buffers", {}))
-
-
-def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Broadcast rank 0's values to all workers, in messages of about a bucket; a collective.
-
-    Tensors may be on any device: a model that no GPU can hold is still in host memory when it is made equal.
-    """
-    if group is None:
-        return
-    device = device_of(group)
-    for bucket in buckets((tensor.detach() for tensor in tensors), lambda tensor: (tensor.dtype, tensor.nbytes)):
-        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket])
-        dist.broadcast(flat, group_src=0, group=group)
-        for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
-            tensor.copy_(values.view(tensor.shape))
-
-
-def statistics_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype in which losses, and what moves buffers, are added: float64 for float64 models, else float32."""
-    is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
-    return torch.float64 if is_double else torch.float32

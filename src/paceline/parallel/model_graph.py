@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.containers import map_tensors, open_object, tensors, to_device
 from paceline.errors import ModelError
 from paceline.parallel.blocks import blocks_of
-from paceline.parallel.buffers import buffers_kept, refused_in_pipeline
+from paceline.parallel.buffers import buffers_kept
 from paceline.parallel.generators import host_states
 
 _PLACE = torch.empty(0)
@@ -247,7 +247,7 @@ class Skeleton:
         """Run the model, and see which blocks it calls.
 
         Raises:
-            ModelError: its forward pass changes buffers, draws from Python's or NumPy's generators, or hands on what
+            ModelError: its forward pass draws from Python's or NumPy's generators, or hands on what
                 cannot be sent.
         """
         calls: list[BlockCall] = []
@@ -269,13 +269,11 @@ class Skeleton:
         devices = [self._device] if self._device.type == "cuda" else []
         with (
             torch.random.fork_rng(devices),
-            buffers_kept(self.model) as changed,
+            buffers_kept(self.model),
             FlopCounterMode(display=False) as counter,
             self._with_blocks(observed),
         ):
             self.model(*args, **kwargs)
-        if changed:
-            raise refused_in_pipeline(changed[0])
         if host_states() != states:
             raise ModelError(
                 "The model draws random numbers from Python's random or NumPy, whose states no stage of a pipeline "

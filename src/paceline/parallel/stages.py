@@ -33,7 +33,7 @@ from paceline.spec import PipelineSpec
 from paceline.spec.model_cost import LayerCost
 
 if TYPE_CHECKING:
-    from paceline.parallel.engines.piped_passes import MicroBatch
+    from paceline.parallel.micro_batches import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,6 @@ class Pipeline:
         example: ModelCall | None,
         device: torch.device,
         *,
-        before_last_backward: Callable[[nn.Module], None] = lambda _stage: None,
         splits_backward: bool = True,
     ) -> None:
         """
@@ -82,7 +81,6 @@ class Pipeline:
             model: the whole model, alike on all workers, on any device, meta too: it is cut where it is. What is not in
                 this worker's stages is not kept.
             example: how the loss function calls the model, for a few samples.
-            before_last_backward: called with a stage just before its last backward pass of a step.
             splits_backward: whether the schedule zero_bubble may compute gradients of parameters by themselves.
 
         Raises:
@@ -101,7 +99,7 @@ class Pipeline:
             )
         self._group, self._spec, self._device = group, spec, device
         self._rank, self._num_workers = dist.get_rank(group), dist.get_world_size(group)
-        self._before_last_backward, self._splits_backward = before_last_backward, splits_backward
+        self._splits_backward = splits_backward
         self.num_stages = self._num_workers * spec.stages_per_worker
         self._skeleton = Skeleton(model, device)
         arguments = Arguments.of(example.on(device))
@@ -175,16 +173,23 @@ class Pipeline:
 
     # --- a step ---
 
-    def train_step(self, micro_batches: Sequence[MicroBatch], nothing: MicroBatch) -> None:
+    def train_step(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        nothing: MicroBatch,
+        before_last_backward: Callable[[nn.Module], None],
+    ) -> None:
         """Forward and backward of all micro-batches; a collective of all workers, with as many of them on each.
 
         Gradients are left in `.grad`: sums over micro-batches, and over workers where several have a parameter.
 
         Args:
             nothing: counts for nothing; goes through as well where torch's schedule wants more micro-batches.
+            before_last_backward: called with a stage just before its last backward pass of the step.
         """
         if not micro_batches:
             return
+        self.before_last_backward = before_last_backward
         num_passes = self._num_passes(len(micro_batches))
         self._micro_batches = [*micro_batches, *[nothing] * (num_passes - len(micro_batches))]
         calls = [self._measure(one) for one in self._micro_batches]
@@ -298,9 +303,6 @@ class Pipeline:
     def micro_batch(self, number: int) -> MicroBatch:
         """One of the step under way."""
         return self._micro_batches[number]
-
-    def before_last_backward(self, stage: nn.Module) -> None:
-        self._before_last_backward(stage)
 
     # --- what the stages compute ---
 

@@ -14,7 +14,6 @@ from paceline.plan.gradient_sums import (
     neighbours_factor_of,
     network_in_steps,
     sums_are_hidden,
-    sums_inside_groups,
 )
 from paceline.plan.inputs import PlanInputs, largest_assignment, needs_replicas, pass_s, spread_of_passes
 from paceline.plan.memory import device_memory, state_bytes, worker_memory_bytes
@@ -48,9 +47,6 @@ def forecast_row(inputs: PlanInputs, count: int) -> ForecastRow:
     lone_pass_s = samples / num_passes * (pass_s(timing, micro_batch_size) / micro_batch_size)
     algorithm, communication_s = cheapest_algorithm(inputs, job, layout)
     exposed_s = exposed_sums_s(inputs, lone_pass_s * neighbours, communication_s, layout)
-    if job.aggregation.is_infrequent:
-        inside_s, exposed_inside_s = sums_inside_groups(inputs, job, layout, lone_pass_s * neighbours)
-        communication_s, exposed_s = communication_s + inside_s, exposed_s + exposed_inside_s
     compute_s = num_passes * lone_pass_s * neighbours
     waiting_s = slowest_s(compute_s, STRAGGLER_SPREAD, expected_maximum(count)) - compute_s
     overhead_s = waiting_s + overhead_beside_passes_s(inputs, job, layout)
@@ -234,6 +230,4 @@ def _too_many_workers(job: Job, count: int) -> str:
         return f"a global batch of {job.global_batch_size} has no sample for each of {count} devices"
     if count > job.virtual_shards:
         return f"it needs virtual_shards = {count}, which is part of the job"
-    if count % (job.aggregation.groups or 1):
-        return f"it is no multiple of aggregation.groups = {job.aggregation.groups}"
     return ""

@@ -10,7 +10,7 @@ from paceline.plan.inputs import PlanInputs, pass_s
 from paceline.plan.model import Layout, Network
 from paceline.plan.network_costs import SHARED_MEMORY
 from paceline.plan.step_time import expected_maximum, neighbour_slowdown, neighbours_factor, slowest_s
-from paceline.spec import AggregationSpec, AlgorithmName, Job
+from paceline.spec import AlgorithmName, Job
 from paceline.spec.algorithm import CHOICE_MARGIN, automatic_candidates
 
 STRAGGLER_SPREAD = 0.02
@@ -38,20 +38,6 @@ def cheapest_algorithm(inputs: PlanInputs, job: Job, layout: Layout) -> tuple[Al
     if plain is not None and prices[best] > (1 - CHOICE_MARGIN) * plain:
         best = "all_reduce"
     return best, prices[best]
-
-
-def sums_inside_groups(inputs: PlanInputs, job: Job, layout: Layout, compute_s: float) -> tuple[float, float]:
-    """The seconds of the sums that the workers of a group of `local_sgd` or `diloco` make in every step, and what of
-    them a step waits for, whose last pass takes `compute_s`; 0 where each worker trains by itself."""
-    spec, size = job.aggregation, 1
-    if spec.sync_inside_nodes:
-        size = max(layout.workers_per_node)
-    elif spec.groups:
-        size = max(1, layout.num_workers // spec.groups)
-    group = layout.first(size)
-    of_group = replace(inputs, job=replace(job, aggregation=AggregationSpec()))  # exact, whatever goes between groups
-    seconds = cheapest_algorithm(of_group, of_group.job, group)[1]
-    return seconds, exposed_sums_s(of_group, compute_s, seconds, group)
 
 
 def neighbours_factor_of(inputs: PlanInputs, layout: Layout) -> float:
@@ -85,9 +71,8 @@ def exposed_sums_s(inputs: PlanInputs, compute_s: float, communication_s: float,
         return 0.0
     if not sums_are_hidden(inputs, layout):
         return communication_s
-    aggregation = inputs.job.aggregation
-    if aggregation.is_infrequent:  # outer steps begin when backward has ended
-        return max(0.0, communication_s - aggregation.overlap_steps / aggregation.sync_every * compute_s)
+    if inputs.job.aggregation.is_infrequent:  # outer steps begin when backward has ended
+        return communication_s
     return exposed_s(compute_s, 4.0 * inputs.timing.num_parameters, communication_s)
 
 

@@ -98,7 +98,6 @@ def place(
             f"{job.virtual_shards} workers, or virtual_shards = {num_assignments} (it is part of the job: the same "
             "for every worker count)."
         )
-    job.aggregation.check_groups(num_assignments)
     if num_servers > num_workers:
         raise JobError(f"{num_servers} servers are more than {num_workers} workers; servers are some of the workers.")
     if job.parity == "bitwise" and algorithm not in ("auto", "tree_exact"):

@@ -199,11 +199,10 @@ class Job(JsonValue):
                 f"parity = 'bitwise' needs aggregation.wire = 'float32'; {self.aggregation.wire!r} rounds what workers "
                 "tell each other, so the result would depend on their number."
             )
-        if self.aggregation.method != "every_step" and self.aggregation.groups is None:
-            other = ", or aggregation.groups" if self.aggregation.is_infrequent else ""
+        if self.aggregation.method != "every_step":
             raise JobError(
-                f"parity = 'bitwise' needs aggregation.method = 'every_step'{other}; with "
-                f"{self.aggregation.method!r} the result depends on the number of workers."
+                f"parity = 'bitwise' needs aggregation.method = 'every_step'; with {self.aggregation.method!r} the "
+                "result depends on the number of workers."
             )
 
     def _check_aggregation(self) -> None:

@@ -79,7 +79,6 @@ class Run:
         self.plan = plan
         self.mesh = plan.mesh or Mesh(dp=facts.world_size)
         check_shards(self.mesh.num_assignments, job.virtual_shards)
-        job.aggregation.check_groups(self.mesh.num_assignments)
         self._at_close = ExitStack()
         world = join(facts, plan)
         job, notes = decide_precision(job, world)

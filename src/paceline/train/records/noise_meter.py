@@ -10,7 +10,7 @@ import torch
 
 from paceline.noise import NoiseScale, SmoothedNoise
 from paceline.parallel import Assignment
-from paceline.parallel.gradients.gradient_norms import GradientNorms, TakeNorms
+from paceline.parallel.gradient_norms import GradientNorms, TakeNorms
 from paceline.spec import Job
 from paceline.spec.codec import from_mapping, to_mapping
 

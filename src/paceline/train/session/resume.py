@@ -15,7 +15,6 @@ from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError, reason_of
 from paceline.object_collectives import broadcast_object, scatter_objects
-from paceline.parallel.engine import AS_RANK
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,6 @@ class CheckpointReader:
     """All workers, using CPU memory; None: there is one worker."""
     say: Callable[[str], None]
     """Receives, on rank 0, messages about unusable checkpoints."""
-    num_groups: int | None
-    """The groups of workers that have the same state; None: each has its own."""
     wanted: Callable[[dict[str, Any]], dict[str, Any]] | None
     """Maps the common state, not read yet, to the slices that this worker reads (`Trained.own_shards`); None: every
     worker holds all of it."""
@@ -75,7 +72,7 @@ class CheckpointReader:
         if name is None:
             return None
         num_workers = 1 if self.group is None else dist.get_world_size(self.group)
-        return Found(name, shared, scatter_objects(redistribute(owns, num_workers, self.num_groups), self.group))
+        return Found(name, shared, scatter_objects(redistribute(owns, num_workers), self.group))
 
     def _read_shards(
         self, group: dist.ProcessGroup, wanted: Callable[[dict[str, Any]], dict[str, Any]]
@@ -118,18 +115,12 @@ def _is_run(shared: Mapping[str, Any]) -> bool:
     return {"progress", "models"} <= shared.keys()
 
 
-def redistribute(
-    owns: Sequence[dict[str, Any]], num_workers: int, num_groups: int | None = None
-) -> list[dict[str, Any]]:
+def redistribute(owns: Sequence[dict[str, Any]], num_workers: int) -> list[dict[str, Any]]:
     """Redistribute the per-worker states of a checkpoint among `num_workers` workers.
 
-    As many workers, or groups of workers, get the saved states. Another number gets equal amounts, which keep the sum
-    over all workers of values under "sums", and the mean of values under "means".
+    As many workers get the saved states. Another number gets equal amounts, which keep the sum over all workers of
+    values under "sums", and the mean of values under "means".
     """
-    saved = [own for own in owns if AS_RANK not in own]
-    if num_groups is not None and len(saved) == num_groups:
-        return [saved[rank * num_groups // num_workers] for rank in range(num_workers)]
-    owns = [owns[own.get(AS_RANK, rank)] for rank, own in enumerate(owns)]
     if len(owns) == num_workers or not owns:
         return list(owns)
     each = {

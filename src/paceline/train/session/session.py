@@ -110,7 +110,7 @@ class Session:
                 make_run_folder(storage.folder)
                 self._at_close.enter_context(hold_folder(storage.folder, CHECKPOINTS_LOCK))
         wanted = None if state.holds_all else state.models.own_shards
-        self._reader = CheckpointReader(storage, self._group, self.say, state.job.aggregation.groups, wanted)
+        self._reader = CheckpointReader(storage, self._group, self.say, wanted)
         found = self._reader.newest()
         if found is not None:
             notes = state.restore(found, force=force)

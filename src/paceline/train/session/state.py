@@ -22,7 +22,6 @@ from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
 from paceline.errors import CheckpointError, ModelError
 from paceline.parallel import Companion, Engine
 from paceline.parallel.dtensor import shard_like
-from paceline.parallel.engine import AS_RANK
 from paceline.train.process.numerics import Precision
 from paceline.train.records.digest import checksums, weights_sha256
 from paceline.train.session.optimizer_state import Names, load_optimizer_state, optimizer_state
@@ -64,10 +63,9 @@ class Trained:
         self.nonfinite.catch_up()
         num_nonfinite = self.nonfinite.num_in_a_row
         if self.engine.weights_diverge:
-            if AS_RANK not in own:
-                means = own.get("means", {}) | {"optimizer": optimizer["state"]}
-                alone = {"optimizer": optimizer | {"state": {}}, "scaler": scaler, _NUM_NONFINITE: num_nonfinite}
-                own = {**own, "means": means, _ALONE: alone}
+            means = own.get("means", {}) | {"optimizer": optimizer["state"]}
+            alone = {"optimizer": optimizer | {"state": {}}, "scaler": scaler, _NUM_NONFINITE: num_nonfinite}
+            own = {**own, "means": means, _ALONE: alone}
             optimizer = optimizer | {"state": {}}
         shared = {
             "model": self.engine.model_state(),
@@ -240,10 +238,7 @@ class TrainedModels:
         own: dict[str, Any] = {}
         for name, (_, of_model) in taken.items():
             for kind, state in of_model.items():
-                if kind == AS_RANK:
-                    own[kind] = state
-                else:
-                    own.setdefault(kind, {})[name] = state
+                own.setdefault(kind, {})[name] = state
         if self.frozen:
             digests = {name: None if one is None else one.sha256 for name, one in self.frozen.items()}
             shared |= {"frozen": digests, "changed_frozen": self.changed_frozen()}

@@ -17,11 +17,10 @@ from paceline.data import Loading, SampleRequest
 from paceline.errors import JobError, ModelError
 from paceline.parallel import Assignment, Companions, StepInput
 from paceline.parallel.assignment import shard_sizes
-from paceline.parallel.engine import AnyShard
 from paceline.parallel.generators import generator_states
-from paceline.parallel.gradients.gradient_norms import norm_of_norms
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.out_of_memory import is_out_of_memory
+from paceline.parallel.step_input import AnyShard
 from paceline.samples import Readings, Samples
 from paceline.spec import Mesh
 from paceline.train.batches.data_progress import Batch
@@ -162,10 +161,10 @@ class ModelStepper:
         # A worker that is alone between two synchronisations may have no sample, hence no gradient and no update. One
         # that holds only a stage of the model may have no parameter, and continues with the others.
         has_gradient = not engine.holds_all or any(p.grad is not None for p in trained.model.parameters())
-        norms = functools.cache(engine.gradient_norms)  # computed at most once per step
-        is_made, left_out = self._judge(pending, optimizer, loss, norms, has_gradient)
+        norm = functools.cache(engine.gradient_norm)  # computed at most once per step
+        is_made, left_out = self._judge(pending, optimizer, loss, norm, has_gradient)
         if is_made and optim.clips:
-            whole = norm_of_norms(norms()) / scaler.scale(torch.ones((), device=self._device))
+            whole = norm() / scaler.scale(torch.ones((), device=self._device))
             scaler.unscale_(optimizer)
             clip(optim, trained.model.parameters(), lambda: whole)
             if not engine.holds_all and not self.guard.needs_norm:
@@ -190,7 +189,7 @@ class ModelStepper:
         pending: Pending,
         optimizer: Optimizer,
         loss: Tensor,
-        norms: Callable[[], list[Tensor]],
+        norm: Callable[[], Tensor],
         has_gradient: bool,
     ) -> tuple[bool, AbstractContextManager[None]]:
         """Whether the update is made, and a context for it in which the device may still leave it out."""
@@ -200,7 +199,7 @@ class ModelStepper:
             self.session.check_peers()
             return False, left_out
         if not self._knows_late(optimizer):
-            return self.guard.allows_update(pending.index, loss, norms, batch.samples), left_out
+            return self.guard.allows_update(pending.index, loss, norm, batch.samples), left_out
         is_bad = self.guard.judge_on_device(pending.index, loss, batch.samples)
         if not self.trained.precision.scaler.is_enabled():
             return True, left_out_where(optimizer, is_bad)

@@ -22,7 +22,7 @@ from torch.optim import SGD, Optimizer
 from paceline.dtensor_type import is_dtensor, local_shard
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
-from paceline.parallel.gradients.gradient_norms import norm_of_each
+from paceline.parallel.gradient_norms import norm_of
 from paceline.train.optimizers.optim import FUSED, parts_of
 from paceline.train.session.session import Session
 from paceline.train.session.state import Trained
@@ -80,12 +80,12 @@ class NonFiniteGuard:
         looks = self._reaction != "ignore" and not self._trained.precision.scaler.is_enabled()
         return looks and not self._trained.engine.holds_all
 
-    def allows_update(self, step: int, loss: Tensor, norms: Callable[[], list[Tensor]], samples: NDArray[Any]) -> bool:
+    def allows_update(self, step: int, loss: Tensor, norm: Callable[[], Tensor], samples: NDArray[Any]) -> bool:
         """Whether to make an update; the same answer on all workers that aggregate every step.
 
         Args:
             step: the number of global batches trained on before.
-            norms: returns norms of parts of the whole model's gradient; a collective if workers hold shards.
+            norm: returns the norm of the whole model's gradient, a scalar; a collective if workers hold shards.
             samples: the numbers of the samples in the step's batch.
 
         Raises:
@@ -95,7 +95,7 @@ class NonFiniteGuard:
         is_ignored = self._reaction == "ignore"
         # The scaler skips a step that overflows under its loss scale, and scales less.
         loss_alone = self._trained.precision.scaler.is_enabled()
-        is_good = is_ignored or is_finite(torch.stack([loss] if loss_alone else [loss, *norms()]))
+        is_good = is_ignored or is_finite(torch.stack([loss] if loss_alone else [loss, norm().to(loss)]))
         self._session.check_peers(has_waited=not is_ignored)
         if is_good:
             self._nonfinite.num_in_a_row = 0
@@ -127,7 +127,7 @@ class NonFiniteGuard:
         """1 if the update is to be skipped, else 0: a float32 scalar on the device. The host reads it in `catch_up`.
         Only for steps whose check `may_be_late`."""
         gradients = {name: p.grad for name, p in self._trained.model.named_parameters() if p.grad is not None}
-        found = torch.stack([loss, *norm_of_each(list(gradients.values()))])
+        found = torch.stack([loss, *(norm_of(gradient).to(loss) for gradient in gradients.values())])
         in_host_memory = found.to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()

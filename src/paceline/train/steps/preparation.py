@@ -16,9 +16,8 @@ from paceline.containers import to_device
 from paceline.errors import JobError, ModelError
 from paceline.parallel import Companion, parallelize
 from paceline.parallel.buffers import Buffers, accept_single_values
-from paceline.parallel.engine import broadcast
-from paceline.parallel.engines.unsuitable_layers import check_lazy_layers
-from paceline.parallel.sharding.initial_weights import is_on_meta
+from paceline.parallel.initial_weights import broadcast, is_on_meta
+from paceline.parallel.unsuitable_layers import check_lazy_layers
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.optimizers.optim import JointOptimizer, check_updates_by_element, choose_kernels, parts_of
 from paceline.train.optimizers.schedule import LearningRates, counts_epochs

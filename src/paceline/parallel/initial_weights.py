@@ -12,9 +12,12 @@ from torch import Tensor, nn
 
 from paceline.dtensor_type import local_shard
 from paceline.errors import ModelError
+from paceline.parallel.buckets import buckets
 from paceline.parallel.dtensor import shard_like
-from paceline.parallel.engine import broadcast
-from paceline.parallel.memory_order import ALIGNMENT_BYTES
+from paceline.process_groups import device_of
+
+ALIGNMENT_BYTES = 64
+"""Where torch lets host memory begin."""
 
 Fill = Callable[[nn.Module, torch.device], None]
 """Initialises the part of a model that a worker holds; called with that and its device."""
@@ -88,3 +91,18 @@ def allocate(mine: nn.Module, device: torch.device) -> None:
     for (first, first_name), *others in places.values():
         for layer, name in others:
             setattr(layer, name, getattr(first, first_name))
+
+
+def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Broadcast rank 0's values to all workers, in messages of about a bucket; a collective.
+
+    Tensors may be on any device: a model that no GPU can hold is still in host memory when it is made equal.
+    """
+    if group is None:
+        return
+    device = device_of(group)
+    for bucket in buckets((tensor.detach() for tensor in tensors), lambda tensor: (tensor.dtype, tensor.nbytes)):
+        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket])
+        dist.broadcast(flat, group_src=0, group=group)
+        for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+            tensor.copy_(values.view(tensor.shape))

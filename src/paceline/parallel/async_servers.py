@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from paceline.comm.asynchronous import AsynchronousWorker, ServerSettings, UpdateSchedule
 from paceline.errors import JobError
 from paceline.parallel.buffers import standing_in
-from paceline.parallel.engine import AnyShard, Engine, StepInput, Update, broadcast
-from paceline.parallel.losses import LossLayout, LossLayouts, StepLoss
-from paceline.parallel.passes import Passes
+from paceline.parallel.engine import Engine, Update
+from paceline.parallel.initial_weights import broadcast
+from paceline.parallel.layout import Layout
+from paceline.parallel.losses import LossLayout, StepLoss
+from paceline.parallel.running_sum import RunningSum
+from paceline.parallel.step_input import AnyShard, StepInput
 from paceline.process_groups import open_host_group
 from paceline.spec import AggregationSpec, Job, Plan
 from paceline.words import number_of
@@ -35,14 +38,12 @@ class AsyncServers(Engine):
     """
 
     reads_assignment = False
-    is_synchronised = False  # status is exchanged in `AnyShard.on_pause`
     changes_state = True
 
     def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
-        super().__init__(model, device, LossLayouts(None))
-        self._passes = Passes(model, device, self.layouts)
-        self.buffers = self._passes.buffers
-        self.notes = (describe_asynchrony(job.aggregation, plan),)
+        layout = Layout(model, device, None)
+        super().__init__(layout, RunningSum(layout, None), notes=[describe_asynchrony(job.aggregation, plan)])
+        self.buffers.watch_nothing()
         self._job = job
         self._plan = plan
         self._group = group
@@ -53,7 +54,6 @@ class AsyncServers(Engine):
         self._layout: LossLayout | None = None
         """Which numbers the loss function returns; the same in all steps."""
         self._has_optimizer_state = False
-        broadcast([*self.module.parameters(), *self.module.buffers()], group)
 
     def step(self, step: StepInput, update: Update) -> StepLoss:  # noqa: ARG002 - the servers make it
         """Compute shards until the servers have made the update by this global batch; return its loss."""
@@ -80,8 +80,8 @@ class AsyncServers(Engine):
 
     def _end_of_batch(self, statistics: Tensor, layout: LossLayout, any_shard: AnyShard) -> StepLoss:
         lengths = [layout.length, self.buffers.num_sums, 1]
-        losses, moved, num_left_out = statistics.to(self._device).split(lengths)
-        self.buffers.move_norms(moved)
+        losses, moved, num_left_out = statistics.to(self.layout.device).split(lengths)
+        self.buffers.apply(moved)
         result = StepLoss.of(losses, layout)
         any_shard.updated(result.loss, not num_left_out)
         return result
@@ -89,7 +89,7 @@ class AsyncServers(Engine):
     def _layout_of_stand_in(self, step: StepInput) -> LossLayout:
         """Which numbers the loss function returns, by a sample that leaves no trace."""
         with standing_in(self.module), self.buffers.untouched(), torch.no_grad():
-            layout = self._passes.loss_of_nothing(step, self.module).layout
+            layout = self.passes.loss_of_nothing(step, self.module).layout
         self.layouts.has_returned(_LOSS_NAME, layout)
         return layout
 
@@ -103,13 +103,17 @@ class AsyncServers(Engine):
     def _compute(self, batch: int, shard: int) -> tuple[Tensor, float]:
         """Leave the gradient of a shard in `.grad`; returns its statistics, and its weight.
 
-        The statistics are those of `Passes.compute`, then 1 if the batch makes no update because the shard's loss or
+        The statistics are those of `Passes.statistics`, then 1 if the batch makes no update because the shard's loss or
         gradient is not finite.
         """
         assert self._any_shard is not None
         # Whatever the script calls its function: the servers add up the same numbers for all batches.
         step = replace(self._any_shard.read(batch, shard), loss_name=_LOSS_NAME)
-        loss, statistics = self._passes.compute(step, self.module, shard)
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        loss = self.passes.forward(step, shard)
+        statistics = self.passes.statistics(loss)
+        self.passes.backward(step, loss)
         self.buffers.let_stand()
         found = [loss.sums[0], *(p.grad for p in self.module.parameters() if p.grad is not None)]
         is_left_out = self._job.nonfinite != "ignore" and not all(bool(one.isfinite().all()) for one in found)
@@ -128,6 +132,11 @@ class AsyncServers(Engine):
         if self._servers is not None:
             self._servers.close(error)
             self._servers = None
+
+    @property
+    def is_synchronised(self) -> bool:
+        """Status is exchanged in `AnyShard.on_pause`."""
+        return False
 
     @property
     def weights_diverge(self) -> bool:

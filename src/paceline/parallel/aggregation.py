@@ -10,7 +10,7 @@ from torch import Tensor
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, Links, Scheduler
 from paceline.comm.selection import AlgorithmCandidate, choose, sensible
 from paceline.comm.wire import FLOAT32
-from paceline.parallel.gradients.buckets import FIRST_BUCKET_BYTES
+from paceline.parallel.buckets import FIRST_BUCKET_BYTES
 from paceline.spec import AlgorithmName, Job, Plan
 from paceline.spec.algorithm import BUCKET_BYTES
 from paceline.spec.wire import WIRE_FACTS

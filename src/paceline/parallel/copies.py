@@ -1,0 +1,153 @@
+"""`dp_one_process`: one process drives several devices, as textbooks describe data parallelism.
+
+Every step: copy the parameters from the first device, scatter the batch, compute forward and backward on every device,
+gather the losses, and sum the gradients on the first device, which alone updates. The devices are given their work in
+turn, since the random generators of the host, which are seeded for every virtual shard, belong to the process; GPUs
+still compute side by side, as far as the host does not wait for them. (Zhang et al., "Dive into Deep Learning", section
+13.5; torch's `nn.DataParallel` differs in that it gathers outputs, so that one device computes all of the loss, and in
+that it refuses CPU.)
+
+Prefer a process for each device. Here one Python interpreter launches the kernels of all devices; every step copies all
+parameters to every device; and the first device holds the gradients, and the optimizer's state, of all, while nothing
+that travels hides behind computing.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from paceline.containers import to_device
+from paceline.errors import JobError, ModelError
+from paceline.parallel.assignment import Assignment, shards_of_rank
+from paceline.parallel.engine import Reducer
+from paceline.parallel.losses import LossLayouts
+from paceline.parallel.passes import Passes
+from paceline.parallel.step_input import StepInput
+from paceline.spec import Plan
+
+
+def devices_of_process(plan: Plan, first: torch.device) -> tuple[torch.device, ...]:
+    """The devices that one worker drives: GPUs from `first` on, or CPU threads.
+
+    Raises:
+        JobError: more GPUs than this process sees.
+    """
+    count = plan.devices_in_process
+    if first.type != "cuda":
+        return (first,) * count
+    start = first.index or 0
+    if start + count > torch.cuda.device_count():
+        raise JobError(
+            f"dp_one_process should drive {count} GPUs from GPU {start} on, but this process sees "
+            f"{torch.cuda.device_count()}; use fewer devices."
+        )
+    return tuple(torch.device("cuda", start + place) for place in range(count))
+
+
+class Copies:
+    """Takes shards through copies of a model on several devices; the first device holds the model itself.
+
+    Equal to one device up to rounding.
+    """
+
+    def __init__(self, model: nn.Module, devices: Sequence[torch.device], zero: Tensor) -> None:
+        """
+        Args:
+            zero: as of `Layout`.
+        """
+        self.note = (
+            f"One process drives {len(devices)} devices, one after the other, because the generators of random "
+            "numbers, which belong to a virtual shard, are the process's."
+        )
+        self._copies = [_copied(model).to(device) for device in devices[1:]]
+        layouts = LossLayouts(None)
+        self._passes = [
+            Passes(one, device, layouts, zero.to(device)) for one, device in zip(self._copies, devices[1:], strict=True)
+        ]
+
+    def run(self, step: StepInput, passes: Passes, reducer: Reducer) -> None:
+        """The step's shards, device by device; leaves the sum of gradients on the first one."""
+        assignments = _divide(step.assignment, 1 + len(self._copies))
+        busy = [passes, *self._passes][: len(assignments)]
+        for other in busy[1:]:
+            _take_over(other.model, passes.model)
+            other.buffers.follow(passes.buffers)
+            other.buffers.begin_step()
+        for own, assignment in zip(busy, assignments, strict=True):
+            part = _on_device(step, assignment, own.device)
+            with torch.cuda.device(own.device) if own.device.type == "cuda" else nullcontext():
+                for shard in range(*assignment.own):
+                    loss = own.forward(part, shard)
+                    is_last = shard + 1 == step.assignment.own[1]
+                    reducer.forward_made(own.statistics(loss).to(passes.device), is_last=is_last)
+                    own.backward(part, loss)
+                    if shard == step.assignment.own[0]:
+                        reducer.pass_made(0, loss)
+                    passes.layouts.has_returned(step.loss_name, loss.layout)
+        for other in busy[1:]:
+            passes.buffers.take_moves(other.buffers)
+            _add_gradients(other.model, passes.model)
+
+
+@torch.no_grad()
+def _take_over(mine: nn.Module, model: nn.Module) -> None:
+    """Give a copy the parameters, buffers, modes and settings (a dropout rate) of `model`; no gradients."""
+    for module, original in zip(mine.modules(), model.modules(), strict=True):
+        settings = {key: value for key, value in vars(original).items() if isinstance(value, bool | int | float)}
+        vars(module).update(settings)
+    for own, other in zip(mine.parameters(), model.parameters(), strict=True):
+        own.copy_(other, non_blocking=True)
+        own.requires_grad_(other.requires_grad)
+        own.grad = None
+    for kept, current in zip(mine.buffers(), model.buffers(), strict=True):
+        kept.copy_(current, non_blocking=True)
+
+
+@torch.no_grad()
+def _add_gradients(mine: nn.Module, model: nn.Module) -> None:
+    """Add the gradients of a copy to those of `model`."""
+    for own, total in zip(mine.parameters(), model.parameters(), strict=True):
+        if own.grad is not None:
+            gradient = own.grad.to(total.device, non_blocking=True)
+            total.grad = gradient if total.grad is None else total.grad.add_(gradient)
+            own.grad = None
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy of a model for another device.
+
+    Raises:
+        ModelError: torch cannot copy it.
+    """
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as problem:  # torch copies no tensors that autograd has made
+        raise ModelError(
+            "The model cannot be copied to other devices: it holds a tensor that was computed, as the weight that "
+            "torch.nn.utils.weight_norm or prune makes; use torch.nn.utils.parametrizations, or the strategy dp."
+        ) from problem
+
+
+def _divide(assignment: Assignment, num_devices: int) -> list[Assignment]:
+    """The worker's shards over its devices, neighbours together; fewer devices where there are fewer shards."""
+    start, stop = assignment.own
+    num_busy = min(num_devices, stop - start)
+    own = [shards_of_rank(device, num_busy, stop - start) for device in range(num_busy)]
+    of_devices = tuple((start + begin, start + end) for begin, end in own)
+    return [dataclasses.replace(assignment, shards_of_rank=of_devices, rank=device) for device in range(num_busy)]
+
+
+def _on_device(step: StepInput, part: Assignment, device: torch.device) -> StepInput:
+    """The step of one device, whose samples are moved there when the loss function is called."""
+    return dataclasses.replace(
+        step,
+        assignment=part,
+        batch=step.batch.beyond(part.span[0] - step.assignment.span[0]),
+        loss_of=lambda model, content: step.loss_of(model, to_device(content, device)),
+    )

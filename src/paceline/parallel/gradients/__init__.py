@@ -1,1 +1,0 @@
-"""Gradients of several workers or shards: their sums, in buckets, and their norms."""

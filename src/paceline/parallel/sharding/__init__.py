@@ -1,1 +1,0 @@
-"""A model spread over a mesh: its layers, its initial weights."""

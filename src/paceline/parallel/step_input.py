@@ -1,0 +1,69 @@
+"""What one worker is given for one training step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.parallel.assignment import Assignment
+from paceline.parallel.companions import ALONE, Companions
+from paceline.parallel.gradient_norms import TakeNorms
+from paceline.parallel.losses import LossOf
+from paceline.samples import Samples
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """The input of one worker for one training step."""
+
+    assignment: Assignment
+    batch: Samples
+    """This worker's samples in order; one stand-in sample if it has none."""
+    loss_of: LossOf
+    """The loss of a batch, as `losses.Loss` says."""
+    shard_seed: Callable[[int], int]
+    """The seed of torch's, NumPy's and Python's generators for the forward pass of a virtual shard."""
+    scale: Callable[[Tensor], Tensor]
+    """Applies the loss scale just before backward."""
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """The context of a forward pass (autocast) that `loss_of` does not run itself."""
+    is_low_precision: bool = False
+    """Whether forward passes compute in bfloat16 or float16."""
+    take_norms: TakeNorms | None = None
+    """Called with the norms of the step's gradients, if they can be measured; None: they are not needed."""
+    loss_name: str = "loss"
+    """Names the loss function: it returns the same numbers in all steps with this name."""
+    companions: Companions = ALONE
+    """The other models that the loss function may call."""
+    any_shard: AnyShard | None = None
+    """Input for an engine that does not compute this worker's own assignment."""
+
+
+@dataclass(frozen=True)
+class AnyShard:
+    """How to compute any virtual shard of the run, and when all workers pause. Global batches are counted from the
+    beginning of the run."""
+
+    batch: int
+    """The global batch of this step."""
+    num_shards: Callable[[int], int]
+    """The number of non-empty virtual shards of a global batch."""
+    lr_factor: Callable[[int], float]
+    """The factor on the optimizer's base learning rates for the update by a global batch."""
+    read: Callable[[int, int], StepInput]
+    """read(batch, shard): the step input of a worker whose whole assignment is this shard."""
+    at_base_rates: Callable[[], AbstractContextManager[Optimizer]]
+    """A context in which the optimizer has its base learning rates."""
+    stop: int
+    """The number of updates after which all workers pause: an epoch ends, or a checkpoint is due."""
+    wants_pause: Callable[[], bool]
+    """Whether this worker asks all workers to pause now."""
+    on_pause: Callable[[], None]
+    """Called when all workers pause, before they continue: they exchange their status and may save. A collective."""
+    updated: Callable[[Tensor, bool], None]
+    """Called with the loss of this step, and whether it made an update: not if a loss or gradient is not finite."""
