@@ -59,7 +59,7 @@ def _train(notes: Notes, recipe: str, max_steps: int | None, *settings: str) -> 
     command += [] if max_steps is None else ["--max-steps", str(max_steps)]
     for setting in ("checkpoint.every_epoch=false", *settings):
         command += ["--set", setting]
-    notes.command(*command, PACELINE_DATA=str(notes.scratch.parent))
+    notes.command(*command)
     record: dict[str, Any] = json.loads((run / "record.json").read_text())
     return record
 

@@ -26,7 +26,6 @@ OWN = "PACELINE_"
 RUN_DIR = "PACELINE_RUN_DIR"
 """The run folder that the launcher made."""
 LAUNCHED_AT = "PACELINE_LAUNCHED_AT"
-DATA_DIR = "PACELINE_DATA"
 TRACE_DIR = "PACELINE_TRACE_DIR"
 """Where a run leaves fingerprints of its steps, for `paceline verify`."""
 MAX_STEPS = "PACELINE_MAX_STEPS"
@@ -49,7 +48,7 @@ NODE = "PACELINE_NODE"
 AGENT = "PACELINE_AGENT"
 """The process id of torch's agent on this node."""
 
-PASSED_ON = (DATA_DIR, DEVICE, MEMORY_LIMIT, "PYTHONPATH")
+PASSED_ON = (DEVICE, MEMORY_LIMIT, "PYTHONPATH")
 """Variables of the user that hold on every node."""
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -260,13 +259,6 @@ def scheduler_run() -> str:
         return f"torchrun {torchrun}"
     slurm = os.environ.get("SLURM_JOB_ID", "")
     return f"slurm {slurm}.{os.environ.get('SLURM_STEP_ID', '')}" if slurm else ""
-
-
-def data_dir() -> Path:
-    """Where downloads and decoded caches live: PACELINE_DATA, else the user's cache directory."""
-    if chosen := path(DATA_DIR):
-        return chosen.expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
 
 
 def memory_limit_bytes() -> int | None:

@@ -9,17 +9,14 @@ from typing import Any, cast
 
 from torch.utils.data import Subset
 
-from paceline.data.array_reader import ArrayReader
-from paceline.data.array_set import ArraySet
+from paceline.data.arrays import ArrayReader, ArraySet
 from paceline.data.augment import Augmentation
-from paceline.data.cifar import load_cifar10, load_cifar100
 from paceline.data.digits import load_digits
 from paceline.data.folder import FolderImages, load_folder
 from paceline.data.loading import Loading, is_loader
-from paceline.data.mnist import load_fashion_mnist, load_mnist
+from paceline.data.published import load_cifar10, load_cifar100, load_fashion_mnist, load_mnist
 from paceline.data.sample_reader import MapDataset, SampleRequest, read_samples, set_size
 from paceline.data.synthetic import load_synthetic
-from paceline.data.tar_shards import TarShards
 from paceline.data.text_corpus import load_text
 from paceline.errors import DataError, did_you_mean
 from paceline.import_path import imported
@@ -33,7 +30,6 @@ __all__ = [
     "FolderImages",
     "Loading",
     "SampleRequest",
-    "TarShards",
     "is_loader",
     "load",
     "read_samples",

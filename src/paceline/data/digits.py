@@ -13,8 +13,8 @@ from importlib import resources
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.array_set import ArraySet
-from paceline.data.sources import no_options
+from paceline.data.arrays import ArraySet
+from paceline.data.sources import NoOptions, read_options
 from paceline.spec import DataSpec
 
 MEAN, STD = (0.2247,), (0.3497,)
@@ -22,7 +22,7 @@ MEAN, STD = (0.2247,), (0.3497,)
 
 def load_digits(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
     """Images 1 x 28 x 28, the size that nets for MNIST take; every fifth image is for testing."""
-    no_options(spec)
+    read_options(NoOptions, spec)
     with resources.as_file(resources.files("paceline.data") / "digits.npz") as path, np.load(path) as file:
         images, labels = _enlarged(file["images"]), file["labels"].astype(np.int64)
     test = np.arange(len(images)) % 5 == 4

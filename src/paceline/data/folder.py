@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.data.augment import Augmentation
-from paceline.data.sources import import_extra, read_options
+from paceline.data.sources import folder_of, import_extra, read_options
 from paceline.errors import DataError
 from paceline.spec import DataSpec
 from paceline.spec.codec import at_least
@@ -24,6 +25,8 @@ from paceline.spec.codec import at_least
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """Mean and standard deviation of ImageNet's images per channel, with values scaled to 0 … 1."""
+Box = tuple[float, float, float, float]
+"""(left, top, right, bottom) of a part of an image."""
 
 
 @dataclass(frozen=True)
@@ -58,20 +61,18 @@ class FolderImages:
         """Raises: DataError: the file is not a readable image."""
         from PIL import Image
 
-        path = self.files[index]
         try:
-            with open(path, "rb") as file, Image.open(file) as picture:
+            with Image.open(self.files[index]) as picture:
                 image = picture.convert("RGB")
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise DataError(f"{path} is not a readable image ({error}); repair or remove it.") from None
+        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as problem:
+            raise DataError(f"{self.files[index]} is not a readable image ({problem}); repair or remove it.") from None
         crop = self.augment is not None and self.augment.crop_padding is not None
-        box = _random_box(image.size) if crop else _middle_box(image.size)
-        resized = image.resize((self.image_size, self.image_size), Image.Resampling.BILINEAR, box=box)
-        pixels = np.array(resized, np.uint8)
+        box = _random_box(*image.size) if crop else _middle_box(*image.size)
+        size = (self.image_size, self.image_size)
+        pixels = np.array(image.resize(size, Image.Resampling.BILINEAR, box=box), np.float32) / np.float32(255)
         if self.augment is not None:
             pixels = _flip_and_cut(pixels, self.augment)
-        mean, std = np.array(MEAN, np.float32), np.array(STD, np.float32)
-        normalised = (pixels.astype(np.float32) / 255 - mean) / std
+        normalised = (pixels - np.array(MEAN, np.float32)) / np.array(STD, np.float32)
         return torch.from_numpy(np.ascontiguousarray(normalised.transpose(2, 0, 1))), self.labels[index]
 
 
@@ -84,81 +85,56 @@ def load_folder(spec: DataSpec) -> tuple[FolderImages, FolderImages]:
     """
     options = read_options(FolderOptions, spec)
     import_extra("PIL.Image", "images", "Reading a folder of images")
-    if spec.dir is None:
-        raise DataError(
-            "The data set 'folder' needs data.dir: a directory with one subfolder of images for each class."
-        )
-    root = Path(spec.dir).expanduser()
-    if not root.is_dir():
-        raise DataError(f"data.dir = {spec.dir!r} is not a directory; give one with a subfolder for each class.")
-    train_dir = root / "train"
-    test_dir = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
-    if train_dir.is_dir() and test_dir is not None:
-        train, test = _scan(train_dir), _scan(test_dir)
-        if sorted(train) != sorted(test):
-            odd = sorted(set(train) ^ set(test))[0]
-            raise DataError(f"The class {odd!r} is in only one of {train_dir} and {test_dir}; both need every class.")
-    elif train_dir.is_dir():
+    root = folder_of(spec)
+    test_folder = next((root / name for name in ("val", "test") if (root / name).is_dir()), None)
+    if (root / "train").is_dir() and test_folder is None:
         raise DataError(f"{root} has train/ but neither val/ nor test/; add one, or give class folders alone.")
+    if test_folder is not None:
+        train, test = _classes(root / "train"), _classes(test_folder)
+        if odd := sorted(set(train) ^ set(test)):
+            raise DataError(f"The class {odd[0]!r} is in only one of train/ and {test_folder.name}/ of {root}.")
     else:
-        everything = _scan(root)
-        train = {name: [path for path in paths if not _is_test(path)] for name, paths in everything.items()}
-        test = {name: [path for path in paths if _is_test(path)] for name, paths in everything.items()}
-        if not any(train.values()) or not any(test.values()):
-            raise DataError(
-                f"{root} has too few images to set a tenth apart for testing; split them into train/ and val/."
-            )
+        everything = _classes(root)
+        train = {name: [file for file in files if not _is_test(file)] for name, files in everything.items()}
+        test = {name: [file for file in files if _is_test(file)] for name, files in everything.items()}
+    if not any(train.values()) or not any(test.values()):
+        raise DataError(f"{root} has too few images to set a tenth apart for testing; split them into train/ and val/.")
     return _images(train, options.image_size), _images(test, options.image_size)
 
 
-def _scan(directory: Path) -> dict[str, list[Path]]:
-    """Class name -> its image files at any depth, both in sorted order."""
-    classes = sorted(path for path in directory.iterdir() if path.is_dir() and not path.name.startswith("."))
+def _classes(folder: Path) -> dict[str, list[Path]]:
+    """Class name -> its image files at any depth, both in sorted order. Raises `DataError` where there are none."""
+    classes = sorted(path for path in folder.glob("[!.]*") if path.is_dir())
     found = {
-        folder.name: sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
-        for folder in classes
+        one.name: sorted(path for path in one.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES) for one in classes
     }
     if not found:
-        raise DataError(f"{directory} has no subfolders; expected one for each class, with its images.")
-    for name, paths in found.items():
-        if not paths:
-            raise DataError(
-                f"{directory / name} has no images ({', '.join(sorted(IMAGE_SUFFIXES))}); add some or remove it."
-            )
+        raise DataError(f"{folder} has no subfolders; expected one for each class, with its images.")
+    if empty := [name for name, files in found.items() if not files]:
+        raise DataError(f"{folder / empty[0]} has no images ({', '.join(sorted(IMAGE_SUFFIXES))}); add some.")
     return found
 
 
-def _is_test(path: Path) -> bool:
+def _is_test(file: Path) -> bool:
     """One file in ten, by a hash of its name: a file stays in the same split when other files are added or removed."""
-    digest = hashlib.sha256(f"{path.parent.name}/{path.name}".encode()).digest()
+    digest = hashlib.sha256(f"{file.parent.name}/{file.name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") % 10 == 0
 
 
 def _images(files: dict[str, list[Path]], image_size: int) -> FolderImages:
-    labelled = [(path, label) for label, name in enumerate(files) for path in files[name]]
-    return FolderImages(
-        files=tuple(path for path, _ in labelled),
-        labels=tuple(label for _, label in labelled),
-        classes=tuple(files),
-        image_size=image_size,
-    )
+    labels = [label for label, name in enumerate(files) for _ in files[name]]
+    return FolderImages(list(itertools.chain(*files.values())), labels, tuple(files), image_size)
 
 
-Box = tuple[float, float, float, float]
-
-
-def _middle_box(size: tuple[int, int]) -> Box:
-    """(left, top, right, bottom) of the largest square in the middle."""
-    width, height = size
+def _middle_box(width: int, height: int) -> Box:
+    """The largest square in the middle."""
     side = min(width, height)
     left, top = (width - side) / 2, (height - side) / 2
     return left, top, left + side, top + side
 
 
-def _random_box(size: tuple[int, int]) -> Box:
-    """A random region of 8 … 100 % of the area with sides in a ratio of 3:4 … 4:3 (Szegedy et al. 2015, section
-    6)."""
-    width, height = size
+def _random_box(width: int, height: int) -> Box:
+    """A random region of 8 … 100 % of the area, sides in a ratio of 3:4 … 4:3 (Szegedy et al. 2015, section 6)."""
     for _ in range(10):
         area = width * height * random.uniform(0.08, 1)
         ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
@@ -166,17 +142,15 @@ def _random_box(size: tuple[int, int]) -> Box:
         if w <= width and h <= height:
             left, top = random.uniform(0, width - w), random.uniform(0, height - h)
             return left, top, left + w, top + h
-    return _middle_box(size)
+    return _middle_box(width, height)
 
 
-def _flip_and_cut(pixels: Any, augmentation: Augmentation) -> Any:
+def _flip_and_cut(pixels: NDArray[np.float32], augmentation: Augmentation) -> NDArray[np.float32]:
     """`pixels` (H, W, 3), flipped and cut out by draws from `random`."""
     if augmentation.flip and random.random() < 0.5:
         pixels = pixels[:, ::-1].copy()
-    if augmentation.cutout_size is not None:
+    if (size := augmentation.cutout_size) is not None:
         height, width = pixels.shape[:2]
-        half = augmentation.cutout_size // 2
-        top, left = random.randrange(height) - half, random.randrange(width) - half
-        size = augmentation.cutout_size
+        top, left = random.randrange(height) - size // 2, random.randrange(width) - size // 2
         pixels[max(0, top) : max(0, top + size), max(0, left) : max(0, left + size)] = 0
     return pixels

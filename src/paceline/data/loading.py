@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
@@ -138,4 +138,8 @@ def is_loader(dataset: Any) -> bool:
 def _is_shuffle(loader: DataLoader[Any]) -> bool:
     """Whether the loader's sampler is what `shuffle=True` makes: every sample once, at random."""
     sampler = loader.sampler
-    return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
+    return (
+        type(sampler) is RandomSampler
+        and not sampler.replacement
+        and sampler.num_samples == len(cast(Sized, loader.dataset))
+    )

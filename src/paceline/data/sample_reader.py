@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from paceline.containers import to_device
 from paceline.data import counter_random, random_streams
 from paceline.data.checksum import checksum
-from paceline.data.generators import global_generators_kept, seed_global_generators
+from paceline.data.generators import generators_in, global_generators_kept, seed_generators, seed_global_generators
 from paceline.data.loading import Collate, Loading
 from paceline.errors import DataError, shown
-from paceline.own_generators import OwnGenerators
 
 
 class MapDataset(Protocol):
@@ -119,13 +118,14 @@ def loaded(loader: DataLoader[Any]) -> Iterator[Any]:
             if isinstance(item, CARRIED_ERRORS):
                 raise item
             yield item
+    except Exception as problem:
+        # The frames of a traceback would keep the iterator, and so its processes, which end with it. What a process
+        # raised has its own traceback in its message.
+        if loader.num_workers:
+            raise problem.with_traceback(None) from None
+        raise
     finally:
-        # An error's traceback keeps the loader alive until the garbage collector takes it apart, and in its
-        # order the loader's processes are no longer told to stop: it would wait 5 s for each. So stop them
-        # now.
-        stop_processes = getattr(items, "_shutdown_workers", None)
-        if stop_processes is not None:
-            stop_processes()
+        del items
 
 
 _END = object()
@@ -133,6 +133,12 @@ _END = object()
 CARRIED_ERRORS = (DataError, SystemExit)
 """What a loader process hands over as a value: torch would wrap the one into a page of traceback, and of the other it
 would say no more than that the process has gone."""
+
+
+_UNSEEDED = (
+    "which differs between numbers of workers, or draws from a generator that is made without a seed, such as "
+    "np.random.default_rng(); draw from the global generators, which Paceline seeds for every sample and shard."
+)
 
 
 class _ShardReader:
@@ -144,7 +150,7 @@ class _ShardReader:
         self._seed = seed
         self._epoch = epoch
         self._stream = random_streams.COLLATE if train else random_streams.COLLATE_EVALUATION
-        self._own = OwnGenerators(dataset, collate_fn)
+        self._own = generators_in(dataset, collate_fn)
         self._is_to_be_checked = train and epoch == 0
         """Whether a sample is still to be read twice; the worker that has the first virtual shard does so."""
 
@@ -156,8 +162,7 @@ class _ShardReader:
             if self._collate_fn is None and _is_of_plain_tensors(self._dataset) and any(map(len, request.shards)):
                 rows = torch.from_numpy(np.concatenate(request.shards))
                 return [[tensor.index_select(0, rows) for tensor in self._dataset.tensors]]
-            with self._own.kept():
-                return self._read(request)
+            return self._read(request)
         except CARRIED_ERRORS as error:
             return error
         except StopIteration as error:  # a loader would take it for its own end, and the epoch would end with it
@@ -167,9 +172,7 @@ class _ShardReader:
         shards = [[self._sample(index) for index in shard.tolist()] for shard in request.shards]
         if self._is_to_be_checked and (request.batch, request.first_shard) == (0, 0) and shards[0]:
             self._is_to_be_checked = False
-            self._check_repetition(int(request.shards[0][0]), shards[0][0])
-            if self._collate_fn is not None:
-                self._check_repeated_collation(self._collate_fn, shards[0])
+            self._check_repetition(int(request.shards[0][0]), shards[0])
         if self._collate_fn is None:
             return [collated([sample for shard in shards for sample in shard])]
         return [
@@ -177,27 +180,24 @@ class _ShardReader:
             for shard, samples in enumerate(shards, request.first_shard)
         ]
 
-    def _check_repetition(self, index: int, sample: Any) -> None:
-        """Read a sample again. Raises `DataError` if it differs."""
-        if checksum([sample]) != checksum([self._sample(index)]):
+    def _check_repetition(self, index: int, shard: list[Any]) -> None:
+        """Read the first sample of a shard again, and collate copies of it twice. Raises `DataError` if they differ."""
+        if checksum(shard[:1]) != checksum([self._sample(index)]):
             raise DataError(
                 f"Sample {index} of the training set, read twice with the same seeds, differs: it depends on how often "
-                "it was read, or draws from a generator that is made without a seed, such as np.random.default_rng(); "
-                "seed it, or draw from the global generators, which Paceline seeds for every sample."
+                f"it was read, {_UNSEEDED}"
             )
-
-    def _check_repeated_collation(self, collate_fn: Collate, samples: list[Any]) -> None:
-        """Collate the first shard twice. Raises `DataError` if the results differ."""
+        if self._collate_fn is None:
+            return
         try:
-            copies = [copy.deepcopy(samples) for _ in range(2)]
+            copies = [copy.deepcopy(shard) for _ in range(2)]
         except Exception:  # of objects that cannot be copied; the function may change them
             return
-        first, second = (checksum([self._collated_shard(collate_fn, one, 0, 0)]) for one in copies)
+        first, second = (checksum([self._collated_shard(self._collate_fn, one, 0, 0)]) for one in copies)
         if first != second:
             raise DataError(
                 "The collate function, called twice with the same samples and seeds, returned different batches: it "
-                "depends on how often it was called, which differs between numbers of workers; let it depend on its "
-                "samples alone, and draw from the global generators, which Paceline seeds for every shard."
+                f"depends on how often it was called, {_UNSEEDED}"
             )
 
     def _sample(self, index: int) -> Any:
@@ -210,7 +210,7 @@ class _ShardReader:
 
     def _seed_generators(self, seed: int) -> None:
         seed_global_generators(seed)
-        self._own.seed(seed)
+        seed_generators(self._own, seed)
 
 
 def shard_key(seed: int, stream: int, epoch: int, batch: int, shard: int) -> int:

@@ -1,18 +1,22 @@
-"""What the named data sets share: their options, the packages that they need, and labels as their files have them."""
+"""What the named data sets share: their options, their folder, and the packages that they need."""
 
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from paceline.errors import DataError, JobError
+from paceline.errors import DataError
 from paceline.spec import DataSpec
 from paceline.spec.codec import from_mapping
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Of a data set that takes none."""
 
 
 def read_options(cls: type[T], spec: DataSpec) -> T:
@@ -20,10 +24,11 @@ def read_options(cls: type[T], spec: DataSpec) -> T:
     return from_mapping(cls, spec.options, "data.options")
 
 
-def no_options(spec: DataSpec) -> None:
-    """Raises `JobError` if the user gave options to a source that has none."""
-    for key in spec.options:
-        raise JobError(f"There is no key 'data.options.{key}': the data set {spec.name!r} takes no options.")
+def folder_of(spec: DataSpec) -> Path:
+    """The user's folder `data.dir`. Raises `DataError` where there is none."""
+    if spec.dir is None or not Path(spec.dir).expanduser().is_dir():
+        raise DataError(f"data.dir = {spec.dir!r} is not a directory; give the one with the files of {spec.name}.")
+    return Path(spec.dir).expanduser()
 
 
 def import_extra(module: str, extra: str, purpose: str) -> Any:
@@ -33,21 +38,3 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
     except ImportError:
         package = module.partition(".")[0]
         raise DataError(f"{purpose} needs {package}; install it with: pip install 'paceline[{extra}]'") from None
-
-
-def checked_labels(labels: NDArray[Any], num_images: int, num_classes: int, where: str) -> NDArray[np.int64]:
-    """A vector `labels` (n,) as int64.
-
-    Raises:
-        DataError: their number is not `num_images`, or one lies outside 0 … num_classes - 1; names `where`.
-    """
-    if len(labels) != num_images:
-        raise DataError(f"{where} has {len(labels)} labels for {num_images} images; download the file again.")
-    outside = (labels < 0) | (labels >= num_classes)
-    if outside.any():
-        first = int(outside.argmax())
-        raise DataError(
-            f"{where} has label {labels[first]} at position {first}; labels lie in 0 … {num_classes - 1}: "
-            "the file is damaged or belongs to another data set."
-        )
-    return labels.astype(np.int64)

@@ -1,9 +1,14 @@
 """A stream cut into as many substreams as a job has virtual shards, the same on any number of workers.
 
-Global batch k takes the next samples of every substream. A set that can tell its own shards apart (`num_shards` and
-`shard(num_shards, index)`, as the streams of `datasets` do) is split by them where their number is a multiple of that
-of the substreams. Any other stream is read as it comes: its next samples form the next global batch, and the substreams
-are their places in it; each worker reads the whole stream then, and keeps its own.
+Global batch k takes the next samples of every substream. What a stream may have besides `__iter__`, which begins anew:
+
+- `num_shards`, and `shard(num_shards, index)`, the stream of every num_shards-th shard from number index on, as the
+  streams of `datasets` have them: the stream is split by its shards where their number is a multiple of that of the
+  substreams, and each worker reads its own. Any other stream is read as it comes: its next samples form the next global
+  batch, and the substreams are their places in it; each worker reads the whole stream then, and keeps its own.
+- `set_epoch(epoch)`, called before an epoch.
+- `state_dict()`, `load_state_dict(state)`, a JSON value by which it goes on exactly; others are read again.
+- `digest()`, a text that tells whether a resumed run reads the same stream.
 """
 
 from __future__ import annotations
@@ -11,7 +16,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +23,8 @@ from torch.utils.data import IterableDataset
 
 from paceline.data import counter_random, random_streams
 from paceline.data.checksum import checksum
-from paceline.data.generators import seed_global_generators
+from paceline.data.generators import generators_in, seed_generators, seed_global_generators
 from paceline.errors import DataError
-from paceline.own_generators import OwnGenerators
 
 _WHOLE = "whole"
 """Names the state of a stream that is not split."""
@@ -128,34 +131,16 @@ def _set_epoch(stream: Any, epoch: int) -> None:
 
 
 class _Source:
-    """A stream that is read one by one, each sample with global generators that are its own, an epoch with those that
-    the stream itself holds."""
+    """A stream that is read one by one, each sample with generators that are its own."""
 
     def __init__(self, stream: Any, seed: int, epoch: int, first_key: int) -> None:
         self._stream = stream
+        self._generators = generators_in(stream)
         self._key = seed, random_streams.SAMPLE, epoch
         self._next = first_key
-        self._has_state = _has_exact_state(stream)
         self._samples: Iterator[Any] | None = None
         self._is_over = False
         self.fingerprint = 0
-        self._begin()
-
-    def _begin(self) -> None:
-        """Seed the generators that the stream holds: they would else go on from the epoch before, which a resumed run
-        has not gone through."""
-        self._generators = OwnGenerators(self._stream)
-        with self._generators.kept():
-            self._generators.seed(counter_random.key(*self._key, self._next))
-            self._generator_states = self._generators.full_states()
-
-    @contextmanager
-    def _own_generators(self) -> Iterator[None]:
-        """A context in which the stream's generators go on from the last one: shards of a stream may share them."""
-        with self._generators.kept():
-            self._generators.set_states(self._generator_states)
-            yield
-            self._generator_states = self._generators.full_states()
 
     def go_to(self, count: int, state: Any, fingerprint: int) -> None:
         """Continue after the first `count` samples: by the stream's own state, or by reading them again.
@@ -165,11 +150,10 @@ class _Source:
         """
         if count == 0:
             return
-        if state is not None and self._has_state:
+        if state is not None and has_exact_state(self._stream):
             self._stream = copy.deepcopy(self._stream)  # the next epoch begins at the beginning
-            self._begin()
-            with self._own_generators():
-                self._stream.load_state_dict(copy.deepcopy(state))
+            self._generators = generators_in(self._stream)
+            self._stream.load_state_dict(copy.deepcopy(state))
             self._next += count
             self.fingerprint = fingerprint
         elif len(self.take(count)) < count:
@@ -188,11 +172,12 @@ class _Source:
         """The next samples; fewer at the end."""
         found: list[Any] = []
         while len(found) < count and not self._is_over:
-            seed_global_generators(counter_random.key(*self._key, self._next))
-            with self._own_generators():
-                if self._samples is None:
-                    self._samples = iter(self._stream)
-                sample = next(self._samples, _END)
+            seed = counter_random.key(*self._key, self._next)
+            seed_global_generators(seed)
+            seed_generators(self._generators, seed)
+            if self._samples is None:
+                self._samples = iter(self._stream)
+            sample = next(self._samples, _END)
             if sample is _END:
                 self._is_over, self._samples = True, None
                 break
@@ -203,10 +188,9 @@ class _Source:
 
     def state(self) -> Any:
         """The stream's own state; None where it has none, or has not begun or has ended."""
-        if not self._has_state or self._samples is None:
+        if self._samples is None or not has_exact_state(self._stream):
             return None
-        with self._own_generators():
-            state = self._stream.state_dict()
+        state = self._stream.state_dict()
         try:  # it is kept as JSON, which may not have it all
             return state if json.loads(json.dumps(state)) == state else None
         except (TypeError, ValueError):
@@ -216,23 +200,8 @@ class _Source:
 _END = object()
 
 
-def _has_exact_state(stream: Any) -> bool:
-    """Whether a stream resumes exactly by its own state.
-
-    Those of `datasets` do, except where they shuffle in a buffer, which is lost, or give other formats than Python's.
-    """
-    if not (hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict")):
-        return False
-    examples = getattr(stream, "_ex_iterable", None)
-    if examples is None:
-        return True
-    if getattr(stream, "_formatting", None) is not None:
-        return False
-    left = [examples]
-    while left:
-        part = left.pop()
-        if "Shuffled" in type(part).__name__ or "Randomly" in type(part).__name__:
-            return False
-        left += [vars(part).get("ex_iterable"), *(vars(part).get("ex_iterables") or ())]
-        left = [one for one in left if one is not None]
-    return True
+def has_exact_state(stream: Any) -> bool:
+    """Whether a stream resumes exactly by its own state; those of `datasets` do not where they shuffle, as the samples
+    in the buffer are lost, and do not say so."""
+    is_of_datasets = type(stream).__module__.partition(".")[0] == "datasets"
+    return hasattr(stream, "state_dict") and hasattr(stream, "load_state_dict") and not is_of_datasets

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data import random_streams
-from paceline.data.array_set import ArraySet
+from paceline.data.arrays import ArraySet
 from paceline.data.counter_random import hash_keys
 from paceline.data.sources import read_options
 from paceline.errors import JobError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.array_set import ArraySet
+from paceline.data.arrays import ArraySet
 from paceline.data.sources import read_options
 from paceline.errors import DataError
 from paceline.spec import DataSpec
@@ -39,13 +38,10 @@ def load_text(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
     options = read_options(TextOptions, spec)
     path = Path(spec.dir or ".").expanduser() / Path(options.file).expanduser()
     try:
-        with open(path, "rb") as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            tokens = np.memmap(file, np.uint8, mode="r") if num_bytes else np.empty(0, np.uint8)
-    except FileNotFoundError:
-        raise DataError(f"data.options.file: there is no file {path}; name a text file.") from None
-    except OSError as error:
-        raise DataError(f"data.options.file: {path} cannot be read ({error.strerror}); name a text file.") from None
+        num_bytes = path.stat().st_size
+        tokens = np.memmap(path, np.uint8, mode="r") if num_bytes else np.empty(0, np.uint8)
+    except OSError as problem:
+        raise DataError(f"data.options.file: {path} cannot be read ({problem.strerror}); name a text file.") from None
     cut = num_bytes * 9 // 10
     if min(cut, num_bytes - cut) <= options.context:
         raise DataError(

@@ -56,7 +56,7 @@ class DataSpec:
     name: str = "digits"
     """A name that `paceline data` lists, or an import path "package.module:build"."""
     dir: str | None = None
-    """A directory of the user, never written to. None: the cache, downloading if needed."""
+    """The folder with the files of the data set. None: published sets come from the Hugging Face hub, by `datasets`."""
     augment: tuple[Augmentation, ...] = ()
     """Random changes of training images, the same ones on any number of workers."""
     crop_padding: int = at_least(1, 4)

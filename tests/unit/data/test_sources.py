@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -20,11 +21,6 @@ from PIL import Image
 from paceline.data import ArraySet, load
 from paceline.errors import DataError, JobError
 from paceline.spec import DataSpec
-
-
-@pytest.fixture(autouse=True)
-def no_shared_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PACELINE_DATA", str(tmp_path / "cache"))
 
 
 def arrays(name: str, **keys: Any) -> tuple[ArraySet, ArraySet]:
@@ -90,11 +86,11 @@ def test_idx_files_are_read_zipped_or_not(tmp_path: Path, name: str, zipped: boo
         (IMAGES, lambda raw: b"\0\0\x08\x01" + raw[4:], "idx"),
         (IMAGES, lambda raw: b"\0\0\x0d\x03" + raw[4:], "idx"),
         (IMAGES, lambda _: b"", "idx"),
-        (IMAGES, lambda raw: raw[:10], "truncated"),
-        (IMAGES, lambda raw: raw[:-1], "truncated"),
+        (IMAGES, lambda raw: raw[:10], "idx"),
+        (IMAGES, lambda raw: raw[:-1], "damaged"),
         (IMAGES, lambda raw: raw + b"x", "damaged"),
         (LABELS, lambda _: idx(np.zeros(6, np.uint8)), "6 labels for 7 images"),
-        (LABELS, lambda raw: raw[:-1] + b"\x0a", "label 10"),
+        (LABELS, lambda raw: raw[:-1] + b"\x0a", "to 10"),
     ],
 )
 def test_a_damaged_idx_file_is_named_with_what_is_wrong(
@@ -165,9 +161,9 @@ BLACK = np.zeros((32, 32, 3), np.uint8)
         (lambda path: path.write_bytes(path.read_bytes()[:-10]), ["parquet"]),
         (lambda path: path.write_bytes(b""), ["parquet"]),
         (lambda path: write_parquet(path, [png(BLACK), png(BLACK)[:60]], [0, 1]), ["image", "row 1"]),
-        (lambda path: write_parquet(path, [png(np.zeros((8, 9, 3), np.uint8))], [0]), ["9 x 8", "row 0"]),
+        (lambda path: write_parquet(path, [png(np.zeros((8, 9, 3), np.uint8))], [0]), ["32 x 32", "row 0"]),
         (lambda path: write_parquet(path, [png(BLACK)], [0], "klass"), ["label", "img, klass"]),
-        (lambda path: write_parquet(path, [png(BLACK)], [12]), ["label 12"]),
+        (lambda path: write_parquet(path, [png(BLACK)], [12]), ["to 12"]),
     ],
 )
 def test_a_damaged_parquet_file_is_named_with_what_is_wrong(
@@ -179,6 +175,21 @@ def test_a_damaged_parquet_file_is_named_with_what_is_wrong(
     with pytest.raises(DataError) as caught:
         arrays("cifar10", dir=str(tmp_path))
     assert all(word in str(caught.value) for word in ["train.parquet", *words])
+
+
+def test_without_a_folder_a_published_set_comes_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 28, 28), dtype=np.uint8)
+    cells = [{"bytes": png(one), "path": None} for one in pixels]
+
+    def load_dataset(repository: str, split: str) -> datasets.Dataset:
+        assert repository == "ylecun/mnist"
+        rows = datasets.Dataset.from_dict({"image": cells, "label": [3, 1, 2]})
+        return rows.cast_column("image", datasets.Image()).select(range(3 if split == "train" else 2))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    train, test = arrays("mnist", train_limit=2)
+    assert np.array_equal(train.inputs[:, 0], pixels[:2]) and train.targets.tolist() == [3, 1]
+    assert np.array_equal(test.inputs[:, 0], pixels[:2]) and test.num_classes == 10
 
 
 # --- a folder of images ---

@@ -129,21 +129,6 @@ def test_a_device_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         env.device_kind()
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({"PACELINE_DATA": "/mine"}, Path("/mine")),
-        ({"PACELINE_DATA": "", "XDG_CACHE_HOME": "/cache"}, Path("/cache/paceline")),
-    ],
-)
-def test_data_lie_where_the_user_says_or_in_the_cache(
-    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: Path
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert env.data_dir() == expected
-
-
 # --- what an import path in a job names ---
 
 
