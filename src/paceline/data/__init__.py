@@ -16,7 +16,6 @@ from paceline.data.folder import FolderImages, load_folder
 from paceline.data.loading import Loading, is_loader
 from paceline.data.published import load_cifar10, load_cifar100, load_fashion_mnist, load_mnist
 from paceline.data.sample_reader import MapDataset, SampleRequest, read_samples, set_size
-from paceline.data.synthetic import load_synthetic
 from paceline.data.text_corpus import load_text
 from paceline.errors import DataError, did_you_mean
 from paceline.import_path import imported
@@ -44,7 +43,6 @@ SOURCES: dict[str, Callable[[DataSpec], tuple[MapDataset, MapDataset]]] = {
     "cifar100": load_cifar100,
     "folder": load_folder,
     "text": load_text,
-    "synthetic": load_synthetic,
 }
 
 

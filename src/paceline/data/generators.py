@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
-from collections.abc import Iterator
+import types
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from paceline.own_generators import RandomGenerator
 
@@ -39,23 +42,33 @@ def generators_in(*holders: Any) -> list[RandomGenerator]:
     """The generators that data sets, transforms and samplers hold in attributes, and that those in these hold.
 
     `self.rng = np.random.default_rng(0)` goes on from draw to draw: what it draws depends on how much of the work a
-    process does, unless it is seeded for each sample.
+    process does, unless it is seeded for each sample. Those that code reaches by other ways, as closures and global
+    variables, are not looked for.
     """
-    found: dict[int, RandomGenerator] = {}
-    seen: dict[int, Any] = {}
+    found: list[RandomGenerator] = []
+    seen: dict[int, Any] = {id(torch.default_generator): None}
     left = [(holder, _DEEPEST) for holder in holders]
     while left:
         thing, depth = left.pop()
+        if id(thing) in seen or isinstance(thing, type | types.ModuleType | random.SystemRandom):
+            continue
+        seen[id(thing)] = thing  # which keeps it alive, and its id its own
         if isinstance(thing, RandomGenerator):
-            found[id(thing)] = thing
-        elif depth and id(thing) not in seen and not isinstance(thing, type):
-            seen[id(thing)] = thing  # which keeps it alive, and its id its own
-            if isinstance(thing, list | tuple):
-                parts = list(thing) if len(thing) <= _LONGEST else []
-            else:
-                parts = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
-            left += [(part, depth - 1) for part in parts]
-    return list(found.values())
+            found.append(thing)
+        elif depth:
+            left += [(part, depth - 1) for part in _parts(thing)]
+    return found
+
+
+def _parts(thing: Any) -> Iterable[Any]:
+    if isinstance(thing, list | tuple):
+        return thing if len(thing) <= _LONGEST else ()
+    if isinstance(thing, functools.partial):
+        return (thing.func, *thing.args, *thing.keywords.values())
+    if isinstance(thing, types.MethodType):
+        return (thing.__self__,)
+    children = thing.children() if isinstance(thing, nn.Module) else ()
+    return (*children, *(vars(thing).values() if hasattr(thing, "__dict__") else ()))
 
 
 def seed_generators(generators: list[RandomGenerator], seed: int) -> None:

@@ -8,11 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Self, cast
 
 import numpy as np
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler, default_collate
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from paceline.data.order import EpochOrder, ListedOrder, ShuffledOrder
-from paceline.data.samplers import check_sampler, listed_order
-from paceline.data.substreams import is_stream
+from paceline.data.order import EpochOrder, ListedOrder, ShuffledOrder, check_sampler, listed_order
 from paceline.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -133,6 +131,12 @@ class Loading:
 def is_loader(dataset: Any) -> bool:
     """Whether `dataset` is a torch DataLoader."""
     return isinstance(dataset, DataLoader)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a data set gives samples one after the other, and none by its number."""
+    has_numbers = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or (hasattr(dataset, "__iter__") and not has_numbers)
 
 
 def _is_shuffle(loader: DataLoader[Any]) -> bool:

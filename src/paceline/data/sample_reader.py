@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, cast
@@ -14,9 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from paceline.containers import to_device
+from paceline.containers import open_container, to_device
 from paceline.data import counter_random, random_streams
-from paceline.data.checksum import checksum
 from paceline.data.generators import generators_in, global_generators_kept, seed_generators, seed_global_generators
 from paceline.data.loading import Collate, Loading
 from paceline.errors import DataError, shown
@@ -240,3 +240,24 @@ def collated(samples: list[Any]) -> Any:
 
 def _as_it_is(contents: Any) -> Any:
     return contents
+
+
+def checksum(values: Iterable[Any], before: int = 0) -> int:
+    """A checksum of what samples hold, continued from that of those before them; of types that are not known here only
+    the names count."""
+    crc = before
+    for value in values:
+        container = open_container(value)
+        if container is not None:
+            crc = checksum(container.values, zlib.crc32(repr(container.places).encode(), crc))
+        elif isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
+            crc = zlib.crc32(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), crc)
+        elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+            crc = zlib.crc32(np.ascontiguousarray(value).tobytes(), crc)
+        elif isinstance(value, bytes):
+            crc = zlib.crc32(value, crc)
+        elif isinstance(value, str | int | float | np.generic | None):
+            crc = zlib.crc32(repr(value).encode(), crc)
+        else:
+            crc = zlib.crc32(type(value).__name__.encode(), crc)
+    return crc

@@ -21,8 +21,8 @@ Say = Callable[[str], None]
 """Receives progress messages of a workflow, one line at a time; such as `print`."""
 
 
-_READ_NO_FOLDER = ("digits", "synthetic")
-"""Data sets that are made, or come with a package; nor does one that is given by its import path read data.dir."""
+_READ_NO_FOLDER = ("digits",)
+"""Data sets that come with the package; nor does one that is given by its import path read data.dir."""
 _BOUNDS: Mapping[str, tuple[int, float]] = {
     "efficiency_floor": (0, 1),
     "tolerance": (0, 1),

@@ -277,21 +277,6 @@ def test_a_text_that_is_missing_or_too_short_for_both_splits_is_refused(tmp_path
         arrays("text", options={"file": str(short)}, augment=("flip",))
 
 
-# --- synthetic ---
-
-
-def test_synthetic_images_are_equal_everywhere_and_their_classes_can_be_told_apart() -> None:
-    options = {"num_samples": 50, "shape": [2, 10, 7], "num_classes": 3}
-    train, test = arrays("synthetic", options=options)
-    more, _ = arrays("synthetic", options={**options, "num_samples": 80})
-    assert train.inputs.shape == (50, 2, 10, 7) and len(test) == 10 and train.num_classes == 3
-    assert np.array_equal(more.inputs[:50], train.inputs)
-    assert np.array_equal(more.inputs[50:60], test.inputs)  # the ones that follow
-    centres = np.stack([train.inputs[train.targets == label].mean(0) for label in range(3)])
-    distances = ((test.inputs[:, None] - centres) ** 2).sum((2, 3, 4))
-    assert np.array_equal(distances.argmin(1), test.targets)
-
-
 # --- names, options, and sets of one's own ---
 
 MODULE = """
@@ -344,10 +329,7 @@ def test_a_set_of_ones_own_is_built_by_its_import_path(own: str) -> None:
         ("cifar-10", {}, DataError, ["cifar-10", "did you mean 'cifar10'"]),
         ("xyzzy", {}, DataError, ["xyzzy", "digits", "package.module:build"]),
         ("digits", {"options": {"size": 3}}, JobError, ["data.options.size"]),
-        ("synthetic", {"options": {"shape": [1, 2]}}, JobError, ["shape"]),
-        ("synthetic", {"options": {"shape": [0, 2, 2]}}, JobError, ["shape"]),
-        ("synthetic", {"options": {"num_samples": 0}}, JobError, ["num_samples"]),
-        ("synthetic", {"options": {"samples": 3}}, JobError, ["samples"]),
+        ("folder", {"options": {"image_size": 0}}, JobError, ["image_size"]),
         ("own_data_module:nothing", {}, DataError, ["nothing"]),
         ("own_data_module:number", {}, DataError, ["number"]),
         ("own_data_module:stream", {}, DataError, ["length"]),

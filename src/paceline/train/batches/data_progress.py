@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.order import EpochOrder
-from paceline.data.substreams import StreamPosition
+from paceline.data.streams import StreamPosition
 from paceline.errors import DataError, JobError
 from paceline.parallel import Assignment
 from paceline.parallel.assignment import shards_of_rank

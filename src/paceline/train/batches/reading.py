@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from paceline.containers import tensors, to_device
 from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, is_loader, read_samples, set_size
 from paceline.data.order import EpochOrder
-from paceline.data.stream_reader import StreamStep, read_stream
-from paceline.data.substreams import StreamPosition
+from paceline.data.streams import StreamPosition, StreamStep, read_stream
 from paceline.sharded_batch import ShardedBatch
 from paceline.spec import Job
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.data import Loading, SampleRequest
+from paceline.data.loading import is_stream
 from paceline.data.sample_reader import collated
-from paceline.data.stream_reader import stand_in
-from paceline.data.substreams import StreamPosition, check_stream, is_split, is_stream
+from paceline.data.streams import StreamPosition, check_stream, is_split, stand_in
 from paceline.errors import DataError
 from paceline.parallel.assignment import shards_of_rank
 from paceline.spec import Job, Mesh
