@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from paceline.data import Loading, SampleRequest
+from paceline.data.loading import is_stream
 from paceline.data.order import digest_of
-from paceline.data.streams import StreamStep, check_stream, is_split, is_stream, stand_in
+from paceline.data.streams import StreamStep, check_stream, is_split, stand_in
 from paceline.errors import DataError
 from paceline.object_collectives import all_gather_objects
 from paceline.process_groups import device_of, open_host_group
