@@ -78,12 +78,11 @@ def test_the_cause_is_the_earliest_failure_of_its_own(ended: list[Ending], stopp
 @pytest.mark.parametrize(
     ("cgroup", "file"),
     [
-        ("5:memory:/job\n1:cpu:/\n", "memory/job/memory.oom_control"),
         ("0::/user.slice/job\n", "user.slice/job/memory.events"),
         ("0::/job (deleted)\n", "job/memory.events"),
         ("1:cpu:/job\n0::/job\n", "unified/job/memory.events"),
     ],
-    ids=["version 1", "version 2", "removed", "both"],
+    ids=["alone", "removed", "beside version 1"],
 )
 def test_the_kernels_count_of_kills_for_memory_is_read(tmp_path: Path, cgroup: str, file: str) -> None:
     (tmp_path / "7").mkdir()

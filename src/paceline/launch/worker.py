@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -94,7 +93,7 @@ def main(program: Sequence[str]) -> NoReturn:
         asked_at=asked_at,
         out_of_memory=exit_code == -signal.SIGKILL
         and (
-            any(count > kills_before.get(file, 0) for file, count in kills_after.items())
+            any(count > kills_before.get(file, count) for file, count in kills_after.items())
             or _kernel_log_names(process.pid)
         ),
         step=vitals.step,
@@ -176,16 +175,6 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-@dataclass
-class _Stream:
-    """One of the two streams of a program."""
-
-    target: int
-    """The descriptor that shows it."""
-    unfinished: bytes = b""
-    """The beginning of a line that is not complete yet."""
-
-
 class _Output:
     """The output of the program: everything to its log, whole lines to the terminal, after the rank of the worker."""
 
@@ -195,7 +184,10 @@ class _Output:
         self._log = open(log_path(run_dir, rank), "ab" if restart else "wb", buffering=0)  # noqa: SIM115
         # Workers of one node write one after the other; open it anew, since a lock belongs to an open file.
         self._lock = open(env.text(env.OUTPUT_LOCK) or os.devnull, "wb")  # noqa: SIM115
-        self._streams: dict[int, _Stream] = {}
+        self._targets: dict[int, int] = {}
+        """The descriptors that show what comes from each pipe."""
+        self._unfinished: dict[int, bytes] = {}
+        """The beginning of a line that is not complete yet, of each pipe."""
         self._is_terminal = rank == 0 and os.isatty(2)
         self._write_ends: list[int] = []
         self.errors = LastTraceback()
@@ -212,38 +204,37 @@ class _Output:
         """The descriptors to read from, once the program has been started."""
         while self._write_ends:
             os.close(self._write_ends.pop())
-        return list(self._streams)
+        return list(self._targets)
 
     def target(self, descriptor: int) -> int:
         """Where the program writes in place of standard output (1) or error (2): on a terminal rank 0 writes itself."""
         if self._is_terminal:
             return descriptor
         read_end, write_end = os.pipe()
-        self._streams[read_end] = _Stream(descriptor)
+        self._targets[read_end] = descriptor
         self._write_ends.append(write_end)
         return write_end
 
     def copy(self, source: int) -> bool:
         """Copy what has come; whether more may come."""
-        stream = self._streams[source]
         chunk = os.read(source, CHUNK_BYTES)
         with contextlib.suppress(OSError):  # a full disk must not stop the program, which would block on a full pipe
             self._log.write(chunk)
-        lines = (stream.unfinished + chunk).splitlines(keepends=True)  # progress bars end theirs with \r
-        stream.unfinished = b""
+        # Progress bars end their lines with \r.
+        lines = (self._unfinished.pop(source, b"") + chunk).splitlines(keepends=True)
         if lines and chunk and not lines[-1].endswith((b"\n", b"\r")) and len(lines[-1]) < LONGEST_LINE_BYTES:
-            stream.unfinished = lines.pop()
+            self._unfinished[source] = lines.pop()
         elif lines and not lines[-1].endswith((b"\n", b"\r")):
             lines[-1] += b"\n"
-        if stream.target == 2:
+        if self._targets[source] == 2:
             self.errors.read(lines)
         if lines and self._prefix is not None:
-            self._show(stream.target, b"".join(self._prefix + _harmless(line) for line in lines))
+            self._show(self._targets[source], b"".join(self._prefix + _harmless(line) for line in lines))
         return bool(chunk)
 
     def drain(self) -> None:
         """Copy what is left; nobody writes any more."""
-        for source in self._streams:
+        for source in self._targets:
             os.set_blocking(source, False)
             with contextlib.suppress(BlockingIOError):
                 while self.copy(source):
@@ -268,26 +259,16 @@ def _harmless(line: bytes) -> bytes:
 
 
 def count_oom_kills(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> dict[Path, int]:
-    """The number of out-of-memory kills in the control group of `pid`, by the file that counts them; empty without one.
+    """The number of out-of-memory kills in the control group (version 2) of `pid`, by the file that counts them.
 
     The control group of a process that has ended is known until the process is reaped.
     """
-    try:
-        lines = (proc / str(pid) / "cgroup").read_text().splitlines()
-    except OSError:
-        return {}
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        path = path.removesuffix(" (deleted)").lstrip("/")
-        files = []
-        if controllers == "memory":  # version 1
-            files = [cgroups / "memory" / path / "memory.oom_control"]
-        elif not controllers:  # version 2
-            files = [cgroups / path / "memory.events", cgroups / "unified" / path / "memory.events"]
-        for file in files:
-            with contextlib.suppress(OSError):
-                if found := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE):
-                    return {file: int(found[1])}
+    with contextlib.suppress(OSError):
+        groups = re.search(r"^0::/(.*?)( \(deleted\))?$", (proc / str(pid) / "cgroup").read_text(), re.MULTILINE)
+        for root in (cgroups, cgroups / "unified"):
+            file = root / (groups[1] if groups else "") / "memory.events"
+            if file.exists() and (found := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)):
+                return {file: int(found[1])}
     return {}
 
 
@@ -311,20 +292,14 @@ def _kernel_log_names(pid: int) -> bool:
 
 def _kill_orphans() -> None:
     """Kill what the program has left in sessions of its own: children of this process by now."""
-    deadline = time.monotonic() + REAP_S
-    while time.monotonic() < deadline:
-        try:
-            ended = os.waitpid(-1, os.WNOHANG)[0]
-        except ChildProcessError:
-            return
-        if ended:
-            continue
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            with contextlib.suppress(OSError):
-                fields = stat.read_text().rpartition(")")[2].split()
-                if fields[1] == str(os.getpid()):
-                    os.kill(int(stat.parent.name), signal.SIGKILL)
-        time.sleep(0.01)
+    import psutil
+
+    deadline, this = time.monotonic() + REAP_S, psutil.Process()
+    while (left := this.children(recursive=True)) and time.monotonic() < deadline:
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=0.1)
 
 
 def _end_as(exit_code: int) -> NoReturn:
