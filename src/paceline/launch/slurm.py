@@ -106,8 +106,8 @@ def batch_script(
 ) -> str:
     """The script of a job for `sbatch`: a task per worker, a GPU per task, and `command` once, on the first node.
 
-    `command` is whole words, such as ("python", "-m", "paceline", "launch", "--launcher", "slurm", …). What it writes
-    goes to slurm-JOB.log in `run_dir`. None leaves partition, account and time limit to the cluster's own choice.
+    What `command` writes goes to slurm-JOB.log in `run_dir`. Before the time limit the run saves and ends, and the job is
+    put into the queue again; so it is after a lost node. None leaves an option to the cluster's own choice.
 
     Raises:
         LaunchError: a name that would end its line or begin another option, or a path with a line break.
@@ -118,7 +118,7 @@ def batch_script(
         f"--ntasks-per-node={workers_per_node}",
         f"--cpus-per-task={cpus_per_worker}",
         *([f"--gpus-per-node={workers_per_node}"] if use_gpus else []),
-        *([f"--time={_clock(time_limit_s)}"] if time_limit_s is not None else []),
+        *([f"--time={math.ceil(time_limit_s / 60)}"] if time_limit_s is not None else []),
         *([f"--partition={_word('partition =', partition)}"] if partition is not None else []),
         *([f"--account={_word('account =', account)}"] if account is not None else []),
         f"--output={_log_pattern(run_dir)}",
@@ -169,14 +169,6 @@ def _log_pattern(run_dir: Path) -> str:
     if not path.isprintable() or '"' in path or "\\" in path:
         raise LaunchError(f"The run folder {path!r} has a name that Slurm cannot write to; choose a plain one.")
     return f'"{path.replace("%", "%%")}/slurm-%j.log"'
-
-
-def _clock(seconds: float) -> str:
-    """A duration in Slurm's format days-hours:minutes:seconds, rounded up."""
-    minutes, second = divmod(math.ceil(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    days, hour = divmod(hours, 24)
-    return f"{days}-{hour:02}:{minute:02}:{second:02}"
 
 
 def _ask(argv: Sequence[str], stdin: str = "") -> str:

@@ -42,7 +42,7 @@ def test_a_slurm_script_asks_for_what_was_given() -> None:
     options = sbatch_options(script)
     assert (options["nodes"], options["gpus-per-node"]) == ("2", "8")
     assert int(options["ntasks-per-node"]) * int(options["cpus-per-task"]) == 96
-    assert (options["time"], options["partition"], options["account"]) == ("1-01:01:02", "gpu", "lab")
+    assert (options["time"], options["partition"], options["account"]) == ("1502", "gpu", "lab")
     assert "/data/runs/1/" in options["output"] and "%j" in options["output"]
     assert subprocess.run(["sh", "-n", "-c", script], timeout=60).returncode == 0
     bare = sbatch_options(slurm_script(on_cpu=True))
