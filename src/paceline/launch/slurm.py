@@ -106,8 +106,8 @@ def batch_script(
 ) -> str:
     """The script of a job for `sbatch`: a task per worker, a GPU per task, and `command` once, on the first node.
 
-    What `command` writes goes to slurm-JOB.log in `run_dir`. Before the time limit the run saves and ends, and the job is
-    put into the queue again; so it is after a lost node. None leaves an option to the cluster's own choice.
+    What `command` writes goes to slurm-JOB.log in `run_dir`. Before the time limit the run saves and ends, and the job
+    is put into the queue again; so it is after a lost node. None leaves an option to the cluster's own choice.
 
     Raises:
         LaunchError: a name that would end its line or begin another option, or a path with a line break.
