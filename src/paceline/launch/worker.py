@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 from paceline import env
 from paceline.diagnosis.failures import Beginning, Ending, log_path, read_failures, write_note
@@ -181,7 +181,11 @@ class _Output:
     def __init__(self, rank: int, run_dir: Path, restart: int) -> None:
         shows_all = env.text(env.OUTPUT) == "all"
         self._prefix = b"" if rank == 0 else b"[rank %d] " % rank if shows_all else None
-        self._log = open(log_path(run_dir, rank), "ab" if restart else "wb", buffering=0)  # noqa: SIM115
+        mode: Literal["ab", "wb"] = "ab" if restart else "wb"
+        try:
+            self._log = open(log_path(run_dir, rank), mode, buffering=0)  # noqa: SIM115
+        except OSError:  # a full disk is no reason not to train
+            self._log = open(os.devnull, "wb", buffering=0)  # noqa: SIM115
         # Workers of one node write one after the other; open it anew, since a lock belongs to an open file.
         self._lock = open(env.text(env.OUTPUT_LOCK) or os.devnull, "wb")  # noqa: SIM115
         self._targets: dict[int, int] = {}
