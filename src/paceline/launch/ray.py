@@ -82,10 +82,11 @@ def main(arguments: Sequence[str]) -> NoReturn:
     parser.add_argument("--cwd", default=".")
     parser.add_argument("program", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
-    # What Ray prints goes to standard error: standard output belongs to the program.
     output = os.dup(1)
-    os.dup2(2, 1)
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    if options.list:
+        os.dup2(2, 1)  # what Ray prints goes to standard error
+    else:
+        threading.Thread(target=_end_with_launcher, daemon=True).start()
     try:
         exit_code = _run(options, output)
     except LaunchError as error:
