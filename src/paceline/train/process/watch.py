@@ -12,6 +12,7 @@ import faulthandler
 import fcntl
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -37,7 +38,7 @@ from paceline.diagnosis.failures import Failure, write_note
 from paceline.diagnosis.hang import HANG_TIMEOUT_S, STALE_S, Hang, WatchClock, WorkerState, find_hang
 from paceline.diagnosis.report import FailureReport, describe_exception, describe_hang, describe_lost_peer, of_the_user
 from paceline.errors import PacelineError, PeerLost, shortened
-from paceline.heartbeat import Heartbeat, own_file, read_vitals
+from paceline.heartbeat import Heartbeat, Vitals, own_file, read_vitals
 from paceline.regular_files import run_file_mode
 from paceline.spec.run_status import STATUS_FILE, RunStatus, WorkerStatus
 
@@ -74,6 +75,8 @@ class Watch:
         self._stopped_since: dict[int, float] = {}
         self._behind_at: dict[int, float] = {}
         self._stacks_paths: dict[int, str] = {}
+        self._call: tuple[int | None, str, float] = (None, "", 0.0)
+        """The step of this worker's last post, the function of torch.distributed that it was in, and since when."""
         self._heartbeats: dict[int, str] = {}
         self._stacks = tempfile.NamedTemporaryFile(prefix="paceline-stacks-")  # noqa: SIM115 - as long as the process
         faulthandler.register(signal.SIGUSR2, self._stacks.fileno())
@@ -100,7 +103,7 @@ class Watch:
                 self._look()
 
     def _post(self, number: int) -> None:
-        vitals = read_vitals(own_file())
+        vitals = self._with_calls_of_torch(read_vitals(own_file()))
         usage = resource.getrusage(resource.RUSAGE_SELF)
         told = {
             "number": number,
@@ -118,6 +121,23 @@ class Watch:
             "heartbeat": str(own_file()),
         }
         self._store.set(str(self._facts.rank), json.dumps(told))
+
+    def _with_calls_of_torch(self, vitals: Vitals) -> Vitals:
+        """A worker whose step goes on for long may wait in a call of torch.distributed that nobody has recorded, such as
+        one of its script: Python's own dump of its main thread shows it."""
+        now, (step, call, since) = time.monotonic(), self._call
+        if vitals.inside_s is not None or vitals.step != step:
+            self._call = vitals.step, "", now
+            return vitals
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            main = rf"Thread 0x0*{threading.main_thread().ident:x} .*\n  File \".*/torch/distributed/.* in (\w+)"
+            found = re.search(main, file.read())
+        if found is None or found[1] != call:
+            self._call = step, found[1] if found else "", now
+            return vitals
+        return replace(vitals, inside_s=now - since, collective=f"torch.distributed.{call}")
 
     def _read(self) -> None:
         """Read what all workers have posted."""

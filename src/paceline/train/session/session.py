@@ -215,7 +215,8 @@ class Session:
 
     def _receive(self) -> tuple[float, ...]:
         """Receive the status of all workers and do what they ask for; returns the times of their last steps."""
-        status = self._status_exchange.received()
+        with self.heartbeat.inside("paceline", "the exchange of all workers' requests"):
+            status = self._status_exchange.received()
         if self._saver is not None and self._signals is not None:
             self._save_as_asked(self._saver, self._signals, status.requests)
         if Request.STOP in status.requests:
