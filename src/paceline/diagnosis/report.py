@@ -344,6 +344,7 @@ def _tail(path: Path) -> str:
 
 
 def of_the_user(stacks: str) -> str:
-    """Python's dump of all threads without the thread that watches, and without Python's own start."""
-    threads = [thread for thread in stacks.split("\n\n") if "paceline/train/process/watch.py" not in thread]
+    """Python's dump of all threads without Paceline's own threads, and without Python's own start."""
+    ours = re.compile(r"paceline/(train/process/watch|comm/scheduler)\.py")
+    threads = [thread for thread in stacks.split("\n\n") if not ours.search(thread)]
     return "\n".join(line for line in "\n\n".join(threads).splitlines() if not re.search(r"<frozen runpy>", line))

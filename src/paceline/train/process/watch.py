@@ -96,11 +96,17 @@ class Watch:
             self._heartbeat.beat()
             number += 1
             with contextlib.suppress(RuntimeError):  # rank 0 is gone, or stopped
-                self._post(number)
-                if self._facts.local_rank < 2:
-                    self._read()
+                if self._has_store:
+                    self._post(number)
+                    if self._facts.local_rank < 2:
+                        self._read()
             if self._facts.local_rank < 2:
                 self._look()
+
+    @property
+    def _has_store(self) -> bool:
+        """Whether the store may be asked: without rank 0, which serves it, torch would tell of each attempt."""
+        return not self.states or self.states[0].hostname != self._hostname or not self._is_gone(self.states[0])
 
     def _post(self, number: int) -> None:
         vitals = self._with_calls_of_torch(read_vitals(own_file()))
@@ -123,7 +129,7 @@ class Watch:
         self._store.set(str(self._facts.rank), json.dumps(told))
 
     def _with_calls_of_torch(self, vitals: Vitals) -> Vitals:
-        """A worker whose step goes on for long may wait in a call of torch.distributed that nobody has recorded, such as
+        """A worker in the same step as a post before may wait in a call of torch.distributed that nobody records, such as
         one of its script: Python's own dump of its main thread shows it."""
         now, (step, call, since) = time.monotonic(), self._call
         if vitals.inside_s is not None or vitals.step != step:
@@ -219,7 +225,8 @@ class Watch:
     def _publish(self, report: FailureReport) -> None:
         """Write the report of this run, and show it where no launcher does, unless another worker has."""
         with contextlib.suppress(RuntimeError):
-            if self._store.compare_set("reported", "", str(self._facts.rank)) != str(self._facts.rank).encode():
+            own = str(self._facts.rank)
+            if self._has_store and self._store.compare_set("reported", "", own) != own.encode():
                 return
         place = None if self.folder is None else report.save(self.folder)
         if not env.number(env.AGENT):
@@ -229,7 +236,7 @@ class Watch:
 
     def _is_reported(self) -> bool:
         with contextlib.suppress(RuntimeError):
-            return bool(self._store.check(["reported"]))
+            return self._has_store and bool(self._store.check(["reported"]))
         return False
 
     def tell(self, failure: Failure) -> None:
@@ -251,7 +258,7 @@ class Watch:
 
     def _is_gone(self, state: WorkerState) -> bool:
         if state.hostname == self._hostname:
-            return not Path(f"/proc/{state.pid}").exists() or _state_of(state.pid) in "ZX"
+            return _state_of(state.pid) in "ZX"
         return (state.heartbeat_age_s or 0.0) >= STALE_S
 
     def _write_status(self) -> None:
