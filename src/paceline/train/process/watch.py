@@ -129,8 +129,8 @@ class Watch:
         self._store.set(str(self._facts.rank), json.dumps(told))
 
     def _with_calls_of_torch(self, vitals: Vitals) -> Vitals:
-        """A worker in the same step as a post before may wait in a call of torch.distributed that nobody records, such as
-        one of its script: Python's own dump of its main thread shows it."""
+        """A worker that is long in one step may wait in a call of torch.distributed that nobody records, such as one of
+        its script: Python's own dump of its main thread shows it."""
         now, (step, call, since) = time.monotonic(), self._call
         if vitals.inside_s is not None or vitals.step != step:
             self._call = vitals.step, "", now

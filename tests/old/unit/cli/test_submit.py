@@ -46,9 +46,9 @@ def test_a_job_script_runs_the_command_inside_the_allocation(
     options = ["--nodes", "2", "-n", "4", "--time", "1:30", "--partition", "gpu", "--out", str(tmp_path), "--dry-run"]
     script = submit("slurm", *options, *command)
     lines = script.splitlines()
-    for option in ("--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--time=0-01:30:00", "--partition=gpu"):
+    for option in ("--nodes=2", "--ntasks-per-node=4", "--gpus-per-node=4", "--time=90", "--partition=gpu"):
         assert f"#SBATCH {option}" in lines
-    words = shlex.split(lines[-1].partition("exec ")[2])
+    words = shlex.split(lines[lines.index("run=$!") - 1].removesuffix("&"))
     assert words[:3] == [sys.executable, "-m", "paceline"]
     at = words.index("--launcher")
     assert words[at : at + 4] == ["--launcher", "slurm", "--out", str(tmp_path)]

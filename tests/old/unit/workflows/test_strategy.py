@@ -91,6 +91,6 @@ def test_a_script_is_launched_on_the_workers_of_its_mesh(tmp_path: Path, monkeyp
     script.touch()
     words = ["launch", "--dry-run", "--strategy", "dp2 x pp2", "-n"]
     shown = CliRunner().invoke(command_line(), [*words, "4", str(script)], catch_exceptions=False).stdout
-    assert shown.count("PACELINE_STRATEGY='dp2 x pp2'") == 4
+    assert "PACELINE_STRATEGY='dp2 x pp2'" in shown and "--nproc-per-node 4" in shown
     with pytest.raises(JobError, match="does not make 3 workers"):
         CliRunner().invoke(command_line(), [*words, "3", str(script)], catch_exceptions=False)
