@@ -138,7 +138,7 @@ class Watch:
         with tempfile.TemporaryFile("w+") as file:
             faulthandler.dump_traceback(file)
             file.seek(0)
-            main = rf"Thread 0x0*{threading.main_thread().ident:x} .*\n  File \".*/torch/distributed/.* in (\w+)"
+            main = rf"Thread 0x0*{threading.main_thread().ident:x} .*\n  File \".*/distributed_c10d.py.* in (\w+)"
             found = re.search(main, file.read())
         if found is None or found[1] != call:
             self._call = step, found[1] if found else "", now
