@@ -206,7 +206,7 @@ class Run:
         return session
 
     def keep(self, name: str, thing: Keepable) -> None:
-        """Save and restore something of the script's own with every checkpoint, after `prepare`.
+        """Save something of the script's own with every checkpoint, and restore it where the run is resumed.
 
         Checkpoints are taken when the next batch is asked for, or the next epoch begins: what the script changes
         after `step`, such as a learning-rate scheduler or an average of the weights, belongs to that step.

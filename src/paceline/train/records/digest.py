@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,6 +26,13 @@ def checksums(state: Mapping[Any, Any]) -> list[float]:
     """Numbers that move with the values in a model's state_dict, by passes over its tensors that make no copies."""
     found = [_checksum(tensor) for tensor in state.values() if isinstance(tensor, torch.Tensor) and tensor.numel()]
     return torch.stack(found).nan_to_num().tolist() if found else []
+
+
+def are_close(some: list[float], others: list[float]) -> bool:
+    """Whether these may be `checksums` of the same values, computed on devices that round otherwise."""
+    return len(some) == len(others) and all(
+        math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-30) for one, other in zip(some, others, strict=True)
+    )
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:

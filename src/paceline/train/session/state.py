@@ -23,7 +23,7 @@ from paceline.errors import CheckpointError, ModelError
 from paceline.parallel import Companion, Engine
 from paceline.parallel.dtensor import shard_like
 from paceline.train.process.numerics import Precision
-from paceline.train.records.digest import checksums, weights_sha256
+from paceline.train.records.digest import are_close, checksums
 from paceline.train.session.optimizer_state import Names, load_optimizer_state, optimizer_state
 from paceline.words import and_more, on_one_line
 
@@ -156,29 +156,14 @@ def _shard_of(stored: Any, like: Any) -> Any:
     return stored.slice_at(*shard_slice(like)) if is_spread else stored
 
 
-@dataclass(frozen=True)
-class FrozenModel:
-    """A model that is called and not trained, as it was prepared."""
-
-    model: nn.Module
-    sha256: str
-    """The fingerprint of its weights."""
-    sums: list[float]
-    """Their checksums."""
-
-    @classmethod
-    def of(cls, model: nn.Module) -> FrozenModel:
-        weights = model.state_dict()
-        return cls(model, weights_sha256(weights), checksums(weights))
-
-
 class TrainedModels:
     """What a run has learned in all of its models."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Trained] = {}
-        self.frozen: dict[str, FrozenModel | None] = {}
-        """None where the run has no checkpoints."""
+        self.frozen: dict[str, list[float] | None] = {}
+        """The checksums of the weights that each frozen model was prepared with; None where the run has no
+        checkpoints."""
         self.companions: dict[str, Companion] = {}
         """All models of the run, as loss functions call them."""
 
@@ -211,13 +196,15 @@ class TrainedModels:
         Args:
             is_saved: whether the run has checkpoints.
         """
-        self.frozen[name] = FrozenModel.of(companion.model) if is_saved else None
+        self.frozen[name] = checksums(companion.model.state_dict()) if is_saved else None
         self.companions[name] = companion
 
     def changed_frozen(self) -> dict[str, dict[str, Any]]:
         """The weights of the frozen models that the script has changed since they were prepared, by name."""
-        states = {name: (one.model.state_dict(), one.sums) for name, one in self.frozen.items() if one is not None}
-        return {name: state for name, (state, sums) in states.items() if checksums(state) != sums}
+        states = {
+            name: self.companions[name].model.state_dict() for name, sums in self.frozen.items() if sums is not None
+        }
+        return {name: state for name, state in states.items() if checksums(state) != self.frozen[name]}
 
     def of(self, model: nn.Module) -> Trained:
         """
@@ -240,8 +227,7 @@ class TrainedModels:
             for kind, state in of_model.items():
                 own.setdefault(kind, {})[name] = state
         if self.frozen:
-            digests = {name: None if one is None else one.sha256 for name, one in self.frozen.items()}
-            shared |= {"frozen": digests, "changed_frozen": self.changed_frozen()}
+            shared |= {"frozen": dict(self.frozen), "changed_frozen": self.changed_frozen()}
         return shared, own
 
     def put(self, name: str, shared: Mapping[str, Any], own: Mapping[str, Any], *, hyper: bool) -> None:
@@ -266,16 +252,16 @@ class TrainedModels:
         Raises:
             CheckpointError: the run that was saved had other models.
         """
-        digests, changed = shared.get("frozen", {}), shared.get("changed_frozen", {})
-        missing = [name for name in (*shared["models"], *digests) if name not in self.companions]
+        frozen, changed = shared.get("frozen", {}), shared.get("changed_frozen", {})
+        missing = [name for name in (*shared["models"], *frozen) if name not in self.companions]
         if missing:
             raise CheckpointError(
                 f"The checkpoint to resume has a model '{missing[0]}', which this run has not prepared; prepare the "
                 "same models before the first batch, or begin in another folder."
             )
-        for name, digest in digests.items():
+        for name, sums in frozen.items():
             mine = self.frozen.get(name)
-            if name not in changed and digest is not None and mine is not None and mine.sha256 != digest:
+            if name not in changed and mine is not None and sums is not None and not are_close(mine, sums):
                 raise CheckpointError(
                     f"The frozen model '{name}' does not have the weights that it had when this run was saved; "
                     "load the same ones, or begin in another folder."
