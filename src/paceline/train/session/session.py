@@ -77,6 +77,8 @@ class Session:
         self._resumed: tuple[dict[str, Any], bool] | None = None
         """Until the first batch: what the checkpoint says of its models, and whether one of another job may be used."""
         self._at_close = contextlib.ExitStack()
+        self._is_stop_asked = False
+        """Whether any worker has asked for the end of the run."""
         self._is_due = False
         """Whether the run is to be saved as soon as no worker writes."""
         self._saved_at = time.monotonic()
@@ -176,34 +178,41 @@ class Session:
         """
         step = self.state.progress.steps
         own_times_s = self._receive()
+        self._stop_if_asked()
         for note in self._stragglers.note(step, own_times_s):
             self.note(note)
-        self._status_exchange.send(self._requests(), own_time_s)
+        self._status_exchange.send(self._all_requests(), own_time_s)
 
     def epoch_ended(self) -> None:
-        """Before the first step of the next epoch: save if that is due now."""
+        """Before the first step of the next epoch: save if that is due now. A run that is asked to end makes this step
+        first: an epoch without any would be ended by the script once more."""
         if self._saver is not None:
             self._receive()
             self._is_due |= self._spec.every_epoch
-            self.on_pause()
+            self._status_exchange.send(self._requests(), 0.0)
+            self._receive()
 
     def on_pause(self) -> None:
         """Where all workers pause, as between updates by servers: exchange status at once, and save if due."""
-        self._status_exchange.send(self._requests(), 0.0)
+        self._status_exchange.send(self._all_requests(), 0.0)
         self._receive()
+        self._stop_if_asked()
 
     def wants_pause(self) -> bool:
         """Whether this worker requests a checkpoint, and could write it now, or the end. No collective."""
-        requests = self._requests()
+        requests = self._all_requests()
         wants_save = self._is_due or bool(requests & {Request.SAVE, Request.LEAVE})
         return Request.STOP in requests or (wants_save and Request.BUSY not in requests)
 
-    def _requests(self) -> set[Request]:
+    def _all_requests(self) -> set[Request]:
         """This worker's requests, for the others."""
-        requests = {Request.STOP} if self._stopping.is_wanted() else set()
+        return self._requests() | ({Request.STOP} if self._stopping.is_wanted() else set())
+
+    def _requests(self) -> set[Request]:
+        """Those about saving."""
         if self._saver is None or self._signals is None:
-            return requests
-        requests |= self._signals.requests
+            return set()
+        requests = set(self._signals.requests)
         minutes = self._spec.every_minutes
         if self.world.rank == 0 and minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes:
             requests.add(Request.SAVE)
@@ -214,14 +223,18 @@ class Session:
         return requests
 
     def _receive(self) -> tuple[float, ...]:
-        """Receive the status of all workers and do what they ask for; returns the times of their last steps."""
+        """Receive the status of all workers and save if they ask for it; returns the times of their last steps."""
         with self.heartbeat.inside("paceline", "the exchange of all workers' requests"):
             status = self._status_exchange.received()
         if self._saver is not None and self._signals is not None:
             self._save_as_asked(self._saver, self._signals, status.requests)
-        if Request.STOP in status.requests:
-            self._stopping.agree()
+        self._is_stop_asked |= Request.STOP in status.requests
         return status.own_times_s
+
+    def _stop_if_asked(self) -> None:
+        if self._is_stop_asked:
+            self._is_stop_asked = False
+            self._stopping.agree()
 
     def _save_as_asked(self, saver: Saver, signals: SaveSignals, received: Set[Request]) -> None:
         """Save if that is due, and end the process if that was requested.
