@@ -105,7 +105,12 @@ class GlobalBatches:
         if self.world.group is not None and self.sizes_group is None:
             self.sizes_group = open_host_group(self.timeout_s)
         progress.gather = lambda value: all_gather_objects(value, self.sizes_group)
-        digest = _stream_digest(stream, self.job)
+        name = stream.digest() if hasattr(stream, "digest") else type(stream).__name__
+        is_shared_out = is_split(stream, self.job.virtual_shards)
+        ways = f"{getattr(stream, 'num_shards', 1)} shards" if is_shared_out else "as it comes"
+        digest = digest_of(
+            f"stream {name}, {ways}, {self.job.virtual_shards} substreams, {self.job.global_batch_size} samples a batch"
+        )
         position = progress.enter_stream(epoch, digest)
         steps = self.reader.read_stream(loading, epoch, progress.own_substreams, position)
         first = next(steps)
@@ -156,10 +161,3 @@ class SizeExchange:
             self._work.wait()
         sizes: list[int] = self._sizes.tolist()
         return sizes
-
-
-def _stream_digest(stream: Any, job: Job) -> str:
-    """A fingerprint of how a stream is divided."""
-    name = stream.digest() if hasattr(stream, "digest") else type(stream).__name__
-    ways = f"{getattr(stream, 'num_shards', 1)} shards" if is_split(stream, job.virtual_shards) else "as it comes"
-    return digest_of(f"stream {name}, {ways}, {job.virtual_shards} substreams, {job.global_batch_size} samples a batch")

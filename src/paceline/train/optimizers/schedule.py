@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from torch.optim import Optimizer
 
 from paceline.errors import ModelError
-from paceline.spec import Job, OptimSpec
+from paceline.spec import Job
 
 
 class LearningRates:
@@ -70,26 +70,22 @@ def lr_factor(job: Job, samples_seen: int, samples_per_epoch: int) -> float:
     Warm-up rises linearly, counted to the end of the step, from the unscaled rate if scaling raised it (Goyal et
     al. 2017, section 2.2), else from zero. Decay follows the job's schedule over all its epochs.
     """
-    optim = job.optim
-    scale = job.lr_scale
-    total = job.epochs * samples_per_epoch
-    factor = scale * _decay(optim, samples_seen / samples_per_epoch, samples_seen / total)
+    optim, scale = job.optim, job.lr_scale
+    progress = min(1.0, samples_seen / (job.epochs * samples_per_epoch))
+    decay = 1.0
+    if optim.schedule == "cosine":
+        decay = 0.5 * (1.0 + math.cos(math.pi * progress))
+    elif optim.schedule == "linear":
+        decay = 1.0 - progress
+    elif optim.schedule == "step":
+        decay = float(optim.step_factor ** bisect_right(optim.step_epochs, samples_seen / samples_per_epoch))
+    factor = scale * decay
     warmup = optim.warmup_epochs * samples_per_epoch
     if samples_seen >= warmup:
         return factor
-    progress = min(1.0, (samples_seen + job.global_batch_size) / warmup)
+    warmed = min(1.0, (samples_seen + job.global_batch_size) / warmup)
     start = 1.0 / scale if scale > 1.0 else 0.0
-    return factor * (start + (1.0 - start) * progress)
-
-
-def _decay(optim: OptimSpec, epochs: float, progress: float) -> float:
-    if optim.schedule == "cosine":
-        return 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-    if optim.schedule == "linear":
-        return max(0.0, 1.0 - progress)
-    if optim.schedule == "step":
-        return float(optim.step_factor ** bisect_right(optim.step_epochs, epochs))
-    return 1.0
+    return factor * (start + (1.0 - start) * warmed)
 
 
 def describe_scaling(job: Job) -> str | None:

@@ -82,7 +82,11 @@ def rebind(optimizer: Optimizer, names: Names, model: nn.Module) -> None:
     mine = {names.first[name]: parameter for name, parameter in model.named_parameters()}
     held = [[mine[name] for name in group if name in mine] for group in names.groups]
     before = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    fresh = [part for part in parts_of(optimizer) if _is_fresh_adagrad(part)]
+    fresh = [
+        part
+        for part in parts_of(optimizer)
+        if isinstance(part, Adagrad) and not any(float(state["step"]) for state in part.state.values())
+    ]
     for part in fresh:
         part.state.clear()
     if before != [id(parameter) for group in held for parameter in group]:
@@ -96,10 +100,6 @@ def rebind(optimizer: Optimizer, names: Names, model: nn.Module) -> None:
                 # As its constructor does, the only one of torch's that makes state at once.
                 total = torch.full_like(parameter, group["initial_accumulator_value"], requires_grad=False)
                 part.state[parameter] |= {"step": torch.tensor(0.0), "sum": total}
-
-
-def _is_fresh_adagrad(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, Adagrad) and not any(float(state["step"]) for state in optimizer.state.values())
 
 
 def optimizers_in(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:

@@ -68,7 +68,9 @@ class Session:
         self._notes, self._stopping = notes, stopping
         self._spec = state.job.kept_checkpoints
         self._status_exchange = StatusExchange(self._group)
-        self._stragglers = Stragglers(_worker_names(plan))
+        hostnames = [placed.hostname for placed in plan.placements for _ in range(placed.num_workers)]
+        names = [f"Worker {rank}" + (f" on {hostname}" if hostname else "") for rank, hostname in enumerate(hostnames)]
+        self._stragglers = Stragglers(names)
         self._reader: CheckpointReader | None = None
         self._saver: Saver | None = None
         """None: the run saves nothing, or has not been resumed yet."""
@@ -378,9 +380,3 @@ class Session:
         if self._saver is not None:
             self._saver.wait()
         self._at_close.close()
-
-
-def _worker_names(plan: Plan) -> list[str]:
-    """The display name of each worker, by rank."""
-    hostnames = [placed.hostname for placed in plan.placements for _ in range(placed.num_workers)]
-    return [f"Worker {rank}" + (f" on {hostname}" if hostname else "") for rank, hostname in enumerate(hostnames)]
