@@ -39,7 +39,7 @@ from paceline.train.records.timing import StepTimer
 from paceline.train.session.run_state import Keepable, Kept, RunState
 from paceline.train.session.session import Session
 from paceline.train.session.state import Trained, TrainedModels
-from paceline.train.session.stopping import Stopping
+from paceline.train.session.status import Stopping
 from paceline.train.steps.model_step import Pending
 from paceline.train.steps.preparation import check_several, freeze, prepare_model
 from paceline.train.steps.step import Stepper

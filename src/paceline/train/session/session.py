@@ -26,9 +26,7 @@ from paceline.train.process.watch import report_into
 from paceline.train.session.peer_watch import watch_peers
 from paceline.train.session.resume import CheckpointReader
 from paceline.train.session.run_state import RunState
-from paceline.train.session.status_exchange import Request, SaveSignals, StatusExchange
-from paceline.train.session.stopping import Stopping
-from paceline.train.session.stragglers import Stragglers
+from paceline.train.session.status import Request, SaveSignals, StatusExchange, Stopping, Stragglers
 
 _FAREWELL_S = 5.0
 """After an error, the time that other workers have to write their shards of a checkpoint begun before it."""
