@@ -25,7 +25,7 @@ import torch.distributed.checkpoint.state_dict_loader as dcp_loader
 import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 from torch import Tensor
 
-from paceline.checkpoint import Saver, Snapshot, newest_good, open_storage, verify_checkpoint
+from paceline.checkpoint import Saver, Snapshot, newest_that, open_storage, verify_checkpoint
 from paceline.checkpoint.load import folder_name
 from paceline.errors import CheckpointError
 from paceline.spec import CheckpointSpec
@@ -129,8 +129,7 @@ def integrity(scratch: Path) -> None:
     print(f"  Paceline: {noticed(newest, is_good)}")
     (file,) = newest.glob("worker-*")
     file.write_bytes(file.read_bytes()[:-1])
-    found, problems = newest_good(storage)
-    print(f"  damaged newest: {found and found.name} is taken; {problems}")
+    print(f"  damaged newest: {newest_that(lambda name: verify_checkpoint(storage, name).step, storage)}")
     dcp_saver.save(state, checkpoint_id=scratch / "dcp-small")
 
     def loads() -> bool:
@@ -164,7 +163,8 @@ def refusals(scratch: Path) -> None:
         full.wait()
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     left = sorted(path.name for path in (scratch / "full").iterdir())
-    print(f"  full disk: {said}; left: {left}; good: {newest_good(open_storage(scratch / 'full'))[0] is not None}")
+    print(f"  full disk: {said}; left: {left}")
+    verify_checkpoint(open_storage(scratch / "full"), folder_name(1))
     (scratch / "file").touch()
     said.clear()
     nowhere = Saver(open_storage(scratch / "file" / "checkpoints"), CheckpointSpec(), None, said.append)

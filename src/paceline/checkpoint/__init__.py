@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from paceline.checkpoint.load import (
-    Loaded,
-    Stored,
-    newest_good,
-    newest_that,
-    read_checkpoint,
-    read_together,
-    verify_checkpoint,
-)
+from paceline.checkpoint.load import Loaded, Stored, newest_that, read_state, verify_checkpoint
 from paceline.checkpoint.save import Saver, Snapshot
 from paceline.checkpoint.storage import open_storage
-from paceline.checkpoint.weights import save_weights
+from paceline.checkpoint.weights import read_weights, save_weights
 
 __all__ = [
     "Loaded",
     "Saver",
     "Snapshot",
     "Stored",
-    "newest_good",
     "newest_that",
     "open_storage",
-    "read_checkpoint",
-    "read_together",
+    "read_state",
+    "read_weights",
     "save_weights",
     "verify_checkpoint",
 ]

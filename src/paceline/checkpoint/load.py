@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -96,11 +97,9 @@ class _Reading:
     """Reads tensors of a checkpoint."""
 
     def __init__(self, storage: Storage, name: str, manifest: Manifest) -> None:
-        self._storage = storage
-        self._name = name
         self._manifest = manifest
-        self._files = {file.name: file for file in manifest.files}
-        self._readers: dict[str, DataFileReader] = {}
+        files = {file.name: file for file in manifest.files}
+        self.reader = functools.cache(lambda file: DataFileReader(storage, name, files[file]))
 
     def stored(self, tensor: str) -> Any:
         shape = self._manifest.tensors[tensor].shape
@@ -118,55 +117,6 @@ class _Reading:
                 found[both.slices_in(wanted.slice)] = values[both.slices_in(chunk)]
         return found
 
-    def reader(self, file: str) -> DataFileReader:
-        if file not in self._readers:
-            self._readers[file] = DataFileReader(self._storage, self._name, self._files[file])
-        return self._readers[file]
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint that was read whole and found to be what its manifest says."""
-
-    name: str
-    manifest: Manifest
-    tensors: dict[str, Tensor]
-
-    @property
-    def shared(self) -> dict[str, Any]:
-        """The state that all workers had alike, as it was given to be saved."""
-        return cast(dict[str, Any], unflatten_state(self.manifest.values, self.tensors.__getitem__))
-
-    def own(self, rank: int) -> dict[str, Any]:
-        """The state that only one of the workers had that saved it."""
-        return cast(dict[str, Any], unflatten_state(self.manifest.workers[rank], self.tensors.__getitem__))
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """The weights of the model, or of the first of several, by name, in whole shapes. Raises `CheckpointError` if
-        the checkpoint holds no model."""
-        models = self.manifest.values.get("models")
-        first = next(iter(models.values()), None) if isinstance(models, dict) else self.manifest.values
-        saved = first.get("model") if isinstance(first, dict) else None
-        model = unflatten_state(saved, self.tensors.__getitem__)
-        weights = {k: v for k, v in model.items() if isinstance(v, Tensor)} if isinstance(model, dict) else {}
-        if not weights:
-            raise CheckpointError(f"The checkpoint {self.name} holds no model.")
-        return weights
-
-
-def read_checkpoint(storage: Storage, name: str) -> Checkpoint:
-    """The checkpoint in a folder, every byte of it checked.
-
-    Raises:
-        CheckpointError: what is wrong with it; the message does not name the checkpoint.
-    """
-    manifest = read_manifest(storage, name)
-    reading = _Reading(storage, name, manifest)
-    for file in manifest.files:
-        reading.reader(file.name)
-    return Checkpoint(name, manifest, {tensor: reading.tensor(reading.stored(tensor)) for tensor in manifest.tensors})
-
 
 def verify_checkpoint(storage: Storage, name: str) -> Manifest:
     """Check as much as `read_checkpoint` does, a little at a time.
@@ -180,11 +130,6 @@ def verify_checkpoint(storage: Storage, name: str) -> Manifest:
         for chunk in entry.chunks:
             readers[chunk.file].tensor(tensor, entry.dtype, chunk)
     return manifest
-
-
-def newest_good(storage: Storage) -> tuple[Checkpoint | None, list[str]]:
-    """`newest_that` can be read whole."""
-    return newest_that(lambda name: read_checkpoint(storage, name), storage)
 
 
 _Read = TypeVar("_Read")
@@ -238,13 +183,17 @@ def newest_that(
     return None, problems
 
 
-def read_together(
-    storage: Storage, name: str, group: dist.ProcessGroup, want: Callable[[dict[str, Any]], Any]
-) -> tuple[Manifest, Any]:
+def read_state(
+    storage: Storage,
+    name: str,
+    group: dist.ProcessGroup | None,
+    want: Callable[[dict[str, Any], list[dict[str, Any]]], _Read],
+) -> tuple[Manifest, _Read]:
     """Read what a worker needs of the checkpoint in a folder, and check all that is read; a collective of `group`.
 
     Args:
-        want: what this worker needs of the state that all workers had alike, in which each tensor is a `Stored`.
+        want: what this worker needs of the state that all workers had alike, and of what each had for itself; there,
+            each tensor is a `Stored`.
 
     Returns:
         The manifest, and what `want` returned with tensors in their place: a slice of one as a `Loaded`.
@@ -252,8 +201,9 @@ def read_together(
     Raises:
         CheckpointError: what is wrong with it, on all workers alike; the message does not name the checkpoint.
     """
-    manifest = tree = problem = None
+    problem = None
     read: dict[Stored, Tensor] = {}
+    found: Any = None
 
     def in_place(leaf: Any) -> Any:
         if not isinstance(leaf, Stored):
@@ -265,13 +215,14 @@ def read_together(
     try:
         manifest = read_manifest(storage, name)
         reading = _Reading(storage, name, manifest)
-        for file in manifest.files[dist.get_rank(group) :: dist.get_world_size(group)]:
-            reading.reader(file.name)  # there may be one that nobody needs
-        tree = map_leaves(want(unflatten_state(manifest.values, reading.stored)), in_place)
-    except CheckpointError as found:
-        problem = str(found)
+        rank, num_workers = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        for file in manifest.files[rank::num_workers]:  # there may be one that nobody needs
+            reading.reader(file.name)
+        shared, *workers = (unflatten_state(one, reading.stored) for one in (manifest.values, *manifest.workers))
+        found = manifest, map_leaves(want(shared, workers), in_place)
+    except CheckpointError as error:
+        problem = str(error)
     for first in all_gather_objects(problem, group):
         if first is not None:
             raise CheckpointError(first)
-    assert manifest is not None
-    return manifest, tree
+    return cast(tuple[Manifest, _Read], found)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint import Saver, Snapshot, open_storage, read_checkpoint
+from paceline.checkpoint import Saver, Snapshot, open_storage, verify_checkpoint
 from paceline.checkpoint.load import folder_name
 from paceline.checkpoint.write_plan import plan_writes
 from paceline.comm.timing import largest
@@ -82,10 +82,9 @@ def time_saves(
         read_s = 0.0
         if is_first:
             clock = Stopwatch()
-            checkpoint = read_checkpoint(storage, folder_name(step))
+            manifest = verify_checkpoint(storage, folder_name(step))
             read_s = clock.spent_s
-            num_bytes = sum(file.num_bytes for file in checkpoint.manifest.files)
-            del checkpoint
+            num_bytes = sum(file.num_bytes for file in manifest.files)
             storage.remove(folder_name(step))
         reads_s.append(largest(read_s, group))
     return CheckpointTimings(

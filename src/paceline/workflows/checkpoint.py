@@ -146,7 +146,7 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
     Raises:
         CheckpointError: there is none that can be used, the file is there already, or a storage fails.
     """
-    from paceline.checkpoint import newest_good, open_storage, read_checkpoint, save_weights
+    from paceline.checkpoint import newest_that, open_storage, read_weights, save_weights
     from paceline.checkpoint.location import find_location, split_address
 
     checkpoint, target = str(checkpoint), str(target)
@@ -158,19 +158,20 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
     with file_problems(f"{checkpoint} cannot be read", CheckpointError):
         storage, name = find_location(checkpoint)
         if name is None:
-            found, problems = newest_good(storage)
+            found, problems = newest_that(lambda name: (name, *read_weights(storage, name)), storage)
             for problem in problems:
                 say(problem)
             if found is None:
                 raise CheckpointError(f"There is no checkpoint in '{storage.address}'.")
         else:
             try:
-                found = read_checkpoint(storage, name)
+                found = name, *read_weights(storage, name)
             except CheckpointError as reason:
                 raise CheckpointError(f"The checkpoint {checkpoint} cannot be used: {reason}.") from None
+    name, manifest, weights = found
     with file_problems(f"{target} cannot be written", CheckpointError):
-        save_weights(found.weights, beside, file)
-    return ExportedWeights(found.name, storage.address, found.manifest.step)
+        save_weights(weights, beside, file)
+    return ExportedWeights(name, storage.address, manifest.step)
 
 
 @contextlib.contextmanager

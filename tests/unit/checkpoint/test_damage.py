@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import paceline
-from paceline.checkpoint import open_storage, read_checkpoint
+from paceline.checkpoint import open_storage, read_weights
 from paceline.errors import CheckpointError
 from tests.kit.workers import run_ranks
 from tests.unit.checkpoint.saving import sealed, train
@@ -181,9 +181,9 @@ def test_flipped_bits_and_cut_ends_are_noticed_wherever_they_are(folder: Path) -
 def test_a_checkpoint_of_the_format_before_is_read_and_its_damages_are_noticed(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(Path(__file__).with_name("format-1"), tmp_path / "checkpoints"))
     name = "step-00000005"
-    found = read_checkpoint(open_storage(folder), name)
-    assert found.manifest.world_size == 2
-    assert sum(float(one.double().abs().sum()) for one in found.weights.values()) == pytest.approx(FORMAT_1_SUM)
+    manifest, weights = read_weights(open_storage(folder), name)
+    assert manifest.world_size == 2
+    assert sum(float(one.double().abs().sum()) for one in weights.values()) == pytest.approx(FORMAT_1_SUM)
     DAMAGES["a bit"](file_in(folder, FILES[2], name))
     assert FILES[2] in problem_of(folder, name)
 

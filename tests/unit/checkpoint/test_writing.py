@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import paceline
-from paceline.checkpoint import Saver, Snapshot, open_storage, read_checkpoint
+from paceline.checkpoint import Saver, Snapshot, open_storage, read_state
 from paceline.checkpoint.manifest import Slice
 from paceline.checkpoint.storage import Piece
 from paceline.errors import CheckpointError
@@ -154,11 +154,11 @@ def test_a_step_that_is_saved_again_replaces_the_checkpoint_by_files_of_other_na
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_ranks(_save_a_step_again, 2, tmp_path)
-    found = read_checkpoint(open_storage(tmp_path), "step-00000005")
-    assert found.shared["model"]["a"].tolist() == found.shared["model"]["b"].tolist() == [2.0] * 10
-    assert [found.own(rank)["own"] for rank in range(2)] == [2.0, 3.0]
+    manifest, (shared, owns) = read_state(open_storage(tmp_path), "step-00000005", None, lambda *both: both)
+    assert shared["model"]["a"].tolist() == shared["model"]["b"].tolist() == [2.0] * 10
+    assert [own["own"] for own in owns] == [2.0, 3.0]
     files = {path.name for path in (tmp_path / "step-00000005").iterdir()}
-    assert files == {"manifest.json", *(file.name for file in found.manifest.files)}
+    assert files == {"manifest.json", *(file.name for file in manifest.files)}
 
 
 def _save_where_rank_1_cannot(path: Path) -> None:
@@ -194,7 +194,8 @@ def test_large_tensors_are_written_in_slices_of_rows_that_safetensors_reads(tmp_
     found = load_file(file)
     rows = [found[f"weight@{start},0"] for start in range(0, 9, 4)]
     assert torch.equal(torch.cat(rows), weight) and found["count"] == 3
-    assert torch.equal(read_checkpoint(open_storage(tmp_path), "step-00000001").shared["weight"], weight)
+    _, read = read_state(open_storage(tmp_path), "step-00000001", None, lambda shared, _: shared["weight"])
+    assert torch.equal(read, weight)
 
 
 SLICES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=2, max_size=2).map(

@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint import newest_good, newest_that, read_together
+from paceline.checkpoint import newest_that, read_state
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError, reason_of
-from paceline.object_collectives import broadcast_object, scatter_objects
 
 
 @dataclass(frozen=True)
@@ -47,87 +46,53 @@ class CheckpointReader:
         Raises:
             CheckpointError: there are checkpoints, and none is good.
         """
-        if self.group is None or self.wanted is None:
-            return self._read_on_rank_0()
-        return self._read_shards(self.group, self.wanted)
+        rank, num_workers = 0, 1
+        if self.group is not None:
+            rank, num_workers = dist.get_rank(self.group), dist.get_world_size(self.group)
 
-    def _read_on_rank_0(self) -> Found | None:
-        """Read and check the checkpoint on rank 0, and broadcast it."""
-        name = why_not = shared = None
-        owns: list[dict[str, Any]] = []
-        if self.group is None or dist.get_rank(self.group) == 0:
-            try:
-                checkpoint, problems = newest_good(self.storage)
-                self._tell(problems, is_found=checkpoint is not None)
-                if checkpoint is not None:
-                    self._check_is_run(checkpoint.name, checkpoint.manifest)
-                    name = checkpoint.name
-                    shared = {"job": checkpoint.manifest.job, **checkpoint.shared}
-                    owns = [checkpoint.own(rank) for rank in range(checkpoint.manifest.world_size)]
-            except (CheckpointError, OSError) as problem:
-                name, why_not = None, reason_of(problem)
-        name, why_not, shared = broadcast_object((name, why_not, shared), self.group)
-        if why_not is not None:
-            raise CheckpointError(why_not)
-        if name is None:
-            return None
-        num_workers = 1 if self.group is None else dist.get_world_size(self.group)
-        return Found(name, shared, scatter_objects(redistribute(owns, num_workers), self.group))
+        def needed(shared: dict[str, Any], owns: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+            if not _is_run(shared):
+                return {}, owns
+            mine = shared if self.wanted is None else self.wanted(shared)
+            return mine, owns[rank : rank + 1] if len(owns) == num_workers else owns
 
-    def _read_shards(
-        self, group: dist.ProcessGroup, wanted: Callable[[dict[str, Any]], dict[str, Any]]
-    ) -> Found | None:
-        """Read each worker's shards; together they check every byte. There is no per-worker state."""
-
-        def read(name: str) -> tuple[str, Manifest, dict[str, Any]]:
-            return name, *read_together(
-                self.storage, name, group, lambda shared: wanted(shared) if _is_run(shared) else {}
-            )
+        def read(name: str) -> tuple[str, Manifest, dict[str, Any], list[dict[str, Any]]]:
+            manifest, (shared, owns) = read_state(self.storage, name, self.group, needed)
+            return name, manifest, shared, owns
 
         try:
-            found, problems = newest_that(read, self.storage, group)
+            found, problems = newest_that(read, self.storage, self.group)
         except OSError as failure:
             raise CheckpointError(reason_of(failure)) from None
-        self._tell(problems, is_found=found is not None)
+        for problem in problems:
+            self.say(problem)
         if found is None:
+            if problems:
+                self.say("There is no other checkpoint: the run starts from the beginning.")
             return None
-        name, manifest, shared = found
-        self._check_is_run(name, manifest)
-        if any(manifest.workers):
+        name, manifest, shared, owns = found
+        if not _is_run(manifest.values):
+            raise CheckpointError(f"{name} in {self.storage.address} was not saved by a run; begin in another folder.")
+        if self.wanted is not None and any(manifest.workers):
             raise CheckpointError(
                 f"{name} in {self.storage.address} holds state of each worker's own (means of weights that differed, "
                 "or gradients not sent yet), from which a sharded model cannot resume; resume it with strategy = 'dp'."
             )
-        return Found(name, {"job": manifest.job, **shared}, {})
-
-    def _tell(self, problems: Sequence[str], *, is_found: bool) -> None:
-        for problem in problems:
-            self.say(problem)
-        if problems and not is_found:
-            self.say("There is no other checkpoint: the run starts from the beginning.")
-
-    def _check_is_run(self, name: str, manifest: Manifest) -> None:
-        if not _is_run(manifest.values):
-            raise CheckpointError(f"{name} in {self.storage.address} was not saved by a run; begin in another folder.")
+        own = owns[0] if len(manifest.workers) == num_workers else equal_part(owns, num_workers)
+        return Found(name, {"job": manifest.job, **shared}, own)
 
 
 def _is_run(shared: Mapping[str, Any]) -> bool:
     return {"progress", "models"} <= shared.keys()
 
 
-def redistribute(owns: Sequence[dict[str, Any]], num_workers: int) -> list[dict[str, Any]]:
-    """Redistribute the per-worker states of a checkpoint among `num_workers` workers.
-
-    As many workers get the saved states. Another number gets equal amounts, which keep the sum over all workers of
-    values under "sums", and the mean of values under "means".
-    """
-    if len(owns) == num_workers or not owns:
-        return list(owns)
-    each = {
+def equal_part(owns: Sequence[dict[str, Any]], num_workers: int) -> dict[str, Any]:
+    """What each of `num_workers` workers gets of the states of others: the sum over all workers of values under "sums"
+    stays, and the mean of values under "means"."""
+    return {
         "sums": _scaled_sum([own.get("sums", {}) for own in owns], 1 / num_workers),
         "means": _scaled_sum([own.get("means", {}) for own in owns], 1 / len(owns)),
     }
-    return [each] * num_workers
 
 
 def _scaled_sum(values: Sequence[Any], factor: float) -> Any:
