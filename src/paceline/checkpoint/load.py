@@ -119,7 +119,7 @@ class _Reading:
 
 
 def verify_checkpoint(storage: Storage, name: str) -> Manifest:
-    """Check as much as `read_checkpoint` does, a little at a time.
+    """Check every byte of a checkpoint, a little at a time.
 
     Raises:
         CheckpointError: what is wrong with it; the message does not name the checkpoint.
