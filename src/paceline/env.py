@@ -251,16 +251,6 @@ def launched_at() -> float:
     return float(text(LAUNCHED_AT) or time.time())
 
 
-def scheduler_run() -> str:
-    """What the processes of this run have in common, restarted ones included, as torchrun or Slurm names it; may be
-    empty."""
-    torchrun = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if torchrun != "none":
-        return f"torchrun {torchrun}"
-    slurm = os.environ.get("SLURM_JOB_ID", "")
-    return f"slurm {slurm}.{os.environ.get('SLURM_STEP_ID', '')}" if slurm else ""
-
-
 def memory_limit_bytes() -> int | None:
     """The memory that a worker may use, as the user states it: "8GiB", "500MB" or a number of bytes; None: all.
 
