@@ -62,32 +62,6 @@ def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
     return with_local(mine.to(like.device, copy=True), like, tensor)
 
 
-def part(like: Tensor) -> Tensor:
-    """What a worker holds of `like` before it is sharded over fsdp, without values: all of it, or its part along tp."""
-    if not is_sharded(like, "tp"):
-        return torch.empty_strided(like.shape, like.stride(), device="meta")
-    assert is_dtensor(like)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    names = like.device_mesh.mesh_dim_names or ()
-    placement = like.placements[names.index("tp")]
-    sizes, _ = compute_local_shape_and_global_offset(like.shape, like.device_mesh["tp"], (placement,))
-    return torch.empty(sizes, device="meta")
-
-
-def shard_of_part(mine: Tensor, like: Tensor) -> Tensor:
-    """A worker's `part` of a tensor sharded like `like`, in the shape of its shard; no communication."""
-    if not is_sharded(like, "tp"):
-        return shard_like(mine, like)
-    assert is_dtensor(like)
-    own = mine
-    names = like.device_mesh.mesh_dim_names or ()
-    if "fsdp" in names:  # rows of all but the last workers are equally many
-        rank, degree = like.device_mesh.get_local_rank("fsdp"), like.device_mesh.size(names.index("fsdp"))
-        own = mine[min(rank * -(-len(mine) // degree), len(mine)) :][: len(local_shard(like))]
-    return with_local(own.to(like.device, copy=True), like)
-
-
 def with_local(own: Tensor, like: Tensor, whole: Tensor | None = None) -> Tensor:
     """The tensor sharded like `like`, of its shape or that of `whole`, whose shard on this worker is `own`."""
     if not is_dtensor(like):

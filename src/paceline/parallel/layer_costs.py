@@ -1,8 +1,7 @@
 """What the layers of a model cost, from one forward and backward pass on the meta device: shapes without values.
 
-A layer here is an element of a Sequential or a ModuleList, at which a stage of a pipeline may begin and which
-fully_shard gathers by itself, or a module outside of these. Hooks tell when the forward pass enters a layer and when
-backward comes to its output; what happens until the next layer counts as this one's.
+A layer here is a block of the model, at which a stage of a pipeline may begin. Hooks tell when the forward pass enters
+one and when backward comes to its output; what happens until the next one counts as this one's.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.containers import map_tensors, open_object, tensors
 from paceline.errors import ModelError, reason_of
+from paceline.parallel.blocks import blocks_of
 from paceline.parallel.live_bytes import LiveBytes
 from paceline.parallel.tensor_plan import tensor_plan_of
 from paceline.spec.model_cost import Activations, LayerCost, ModelCost
 
 _MOST_TENSOR_WORKERS = 64
-_CONTAINERS = (nn.Sequential, nn.ModuleList)
 
 
 def on_paper(build: Callable[[], nn.Module], sample: Any, num_samples: int) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -86,17 +85,6 @@ def _tensor_plan(model: nn.Module) -> tuple[Mapping[str, str], int]:
             break
         degree *= 2
     return plan, degree
-
-
-def _layers(module: nn.Module, prefix: str = "", *, is_element: bool = False) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Name, module and whether it is an element of a container, for each layer."""
-    for key, child in module.named_children():
-        inside = is_element or isinstance(module, _CONTAINERS)
-        has_containers = any(isinstance(one, _CONTAINERS) for one in child.modules())
-        if isinstance(child, _CONTAINERS) or (has_containers and not inside):
-            yield from _layers(child, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", child, inside
 
 
 def _num_bytes(value: Any) -> int:
@@ -193,11 +181,9 @@ class _Tracing:
         return output_bytes
 
     def _hooks(self, model: nn.Module) -> Iterator[Any]:
-        layers = list(_layers(model)) or [("", model, True)]
-        has_elements = any(is_element for _, _, is_element in layers)
-        for name, module, is_element in layers:
-            yield module.register_forward_pre_hook(partial(self._enter, name, is_element or not has_elements))
-            yield module.register_forward_hook(self._leave)
+        for path, block in (blocks_of(model) or {"model": model}).items():
+            yield block.register_forward_pre_hook(partial(self._enter, path))
+            yield block.register_forward_hook(self._leave)
         for name, module in model.named_modules():
             if any(True for _ in module.parameters(recurse=False)):
                 yield module.register_forward_pre_hook(self._count_parameters)
@@ -208,8 +194,9 @@ class _Tracing:
             if parameter.requires_grad:
                 yield parameter.register_post_accumulate_grad_hook(self._forget_gradient)
 
-    def _enter(self, name: str, may_begin: bool, _module: nn.Module, _arguments: Any) -> None:
+    def _enter(self, name: str, _module: nn.Module, _arguments: Any) -> None:
         self._count_flops()
+        may_begin = all(layer.name != name for layer in self.layers)  # a pipeline cuts before the first call
         if self.layers[0].name:
             self._layer = _Layer()
             self.layers.append(self._layer)

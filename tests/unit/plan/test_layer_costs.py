@@ -29,10 +29,10 @@ def cost() -> ModelCost:
     return traced(BUILD, torch.zeros(LENGTH, dtype=torch.long))
 
 
-def test_layers_are_the_elements_of_containers_and_what_stands_beside_them(cost: ModelCost) -> None:
+def test_layers_are_the_blocks_before_which_a_pipeline_may_cut(cost: ModelCost) -> None:
     names = ["tokens", "positions", "dropout", "blocks.0", "blocks.1", "blocks.2", "norm"]
     assert [layer.name for layer in cost.layers] == names
-    assert [layer.name for layer in cost.layers if layer.may_begin] == names[3:6]
+    assert all(layer.may_begin for layer in cost.layers)
     parameters = [parameter.nbytes for parameter in BUILD().parameters()]
     assert sum(layer.parameter_bytes for layer in cost.layers) == sum(parameters) == 4 * cost.num_parameters
     assert max(layer.largest_parameter_bytes for layer in cost.layers) == max(parameters)
