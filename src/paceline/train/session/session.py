@@ -373,8 +373,8 @@ class Session:
 
     def close(self) -> None:
         """Stop saving; the checkpoint in progress is finished."""
-        if self._signals is not None:
-            self._signals.close()
         if self._saver is not None:
             self._saver.wait()
         self._at_close.close()
+        if self._signals is not None:  # last: a launcher that has seen a failure ends all workers
+            self._signals.close()
