@@ -34,6 +34,11 @@ while not (folder / "go").exists():
     time.sleep(0.01)
 if rank == "1" and way == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
+if way == "killed once" and (folder / "killed").exists():
+    sys.exit()
+if rank == "1" and way == "killed once":
+    (folder / "killed").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
 if rank == "1" and way == "raises":
     raise ValueError("sample 17 is damaged")
 time.sleep(3600)
@@ -56,10 +61,11 @@ class Site:
         """The node of rank 1."""
         return self.cluster.nodes[2]
 
-    def start(self, folder: Path, way: str) -> NodeProcess:
+    def start(self, folder: Path, way: str, *options: str) -> NodeProcess:
         """A run whose workers have all begun; rank 1 fails in this `way` once the file "go" is there."""
         (folder / "script.py").write_text(SCRIPT)
         command = [sys.executable, "-m", "paceline", "launch", "--hosts", "node1:1,node2:1", "--hang-timeout", "5"]
+        command += options
         command += ["--out", str(folder / "run"), str(folder / "script.py"), str(folder), way]
         launched = self.launcher.exec(command, env=user_environ(GLOO_SOCKET_IFNAME=""), cwd=folder)
 
@@ -101,6 +107,15 @@ def test_a_worker_that_fails_is_named_with_its_node(
     launched = site.start(tmp_path, way)
     (tmp_path / "go").touch()
     check_report(launched, tmp_path, site.victim, words)
+    site.check_nobody_is_left(tmp_path)
+
+
+@pytest.mark.nightly
+def test_workers_of_all_nodes_start_again_after_one_has_failed(site: Site, tmp_path: Path) -> None:
+    launched = site.start(tmp_path, "killed once", "--max-restarts", "1")
+    (tmp_path / "go").touch()
+    assert launched.wait(TIMEOUT_S) == 0, launched.output
+    assert "Rank 1 of 2" in launched.stderr and "restart 1" in launched.stderr, launched.stderr
     site.check_nobody_is_left(tmp_path)
 
 

@@ -58,8 +58,8 @@ def main(program: Sequence[str]) -> NoReturn:
     assert run_dir is not None
     if cpus := env.cpus(facts.local_rank):
         os.sched_setaffinity(0, cpus)
-    if restart and facts.rank == 0:
-        _tell_restart(run_dir, restart)
+    if facts.rank == 0 and (restart or any(run_dir.glob("workers/ending-*"))):  # an agent counts its own failures
+        _tell_restart(run_dir, restart - 1 if restart else None)
     heartbeat = Path(tempfile.mkdtemp(prefix="paceline-worker-")) / "heartbeat"
     noticed = _signals_as_bytes()
     with _Output(facts.rank, run_dir, restart) as output:
@@ -109,18 +109,19 @@ def main(program: Sequence[str]) -> NoReturn:
     _end_as(exit_code)
 
 
-def _tell_restart(run_dir: Path, restart: int) -> None:
-    """Say which failure the run goes on after; its report is failure-K.json, of restart K."""
+def _tell_restart(run_dir: Path, start: int | None) -> None:
+    """Say which failure of which start (None: of the last) the run goes on after; restart K has failure-K.json of it."""
     from paceline.diagnosis.report import describe_failure
 
-    report = describe_failure(run_dir, restart=restart - 1)
+    report = describe_failure(run_dir, restart=start)
     if report is None:
         return
     for file in run_dir.glob("failure.*"):
         file.unlink()
-    report.save(run_dir, f"failure-{restart}")
+    number = 1 + len(list(run_dir.glob("failure-*.json")))
+    report.save(run_dir, f"failure-{number}")
     step = "" if report.step is None else f" after {number_of(report.step, 'step')}"
-    print(f"paceline: {report.sentence.rstrip('.')}{step}; restart {restart}", file=sys.stderr, flush=True)
+    print(f"paceline: {report.sentence.rstrip('.')}{step}; restart {number}", file=sys.stderr, flush=True)
 
 
 def _attend(process: subprocess.Popen[bytes], noticed: int, output: _Output, agent: int | None) -> float | None:
