@@ -110,7 +110,7 @@ def main(program: Sequence[str]) -> NoReturn:
 
 
 def _tell_restart(run_dir: Path, start: int | None) -> None:
-    """Say which failure of which start (None: of the last) the run goes on after; restart K has failure-K.json of it."""
+    """Say which failure of which start (None: of the last) the run goes on after; before restart K: failure-K.json."""
     from paceline.diagnosis.report import describe_failure
 
     report = describe_failure(run_dir, restart=start)
