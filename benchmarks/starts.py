@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--what", default="start,restart,faults")
     options = parser.parse_args()
     for what, fault, first, last in (("start", "none", "began", "first"), ("restart", "SIGKILL", "fault", "again")):
-        if what in options.what:
+        if what in options.what.split(","):
             words = ("--max-restarts", "1") if what == "restart" else ()
             found: dict[str, list[float]] = {launcher: [] for launcher in LAUNCHERS}
             for _ in range(options.rounds):
@@ -118,7 +118,7 @@ def main() -> None:
                     f"{what} | {launcher} | {statistics.median(seconds):.2f} s | {[round(s, 2) for s in seconds]}",
                     flush=True,
                 )
-    for fault in FAULTS if "faults" in options.what else ():
+    for fault in FAULTS if "faults" in options.what.split(",") else ():
         for launcher in LAUNCHERS:
             one = run(launcher, fault)
             told = one["report"]
