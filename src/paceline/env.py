@@ -20,9 +20,6 @@ from pathlib import Path
 
 from paceline.errors import LaunchError
 
-OWN = "PACELINE_"
-"""How Paceline's own variables begin: they are read where they are used, never while modules are loaded."""
-
 RUN_DIR = "PACELINE_RUN_DIR"
 """The run folder that the launcher made."""
 LAUNCHED_AT = "PACELINE_LAUNCHED_AT"
