@@ -12,22 +12,18 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from paceline.private_groups import private_group
-
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where a tensor has to be for the backend of `group` to send it: host memory wherever the backend can."""
-    kinds = {device.type for device in group._device_types}
-    if "cpu" in kinds or not kinds:
+    kinds = [one.partition(":")[0] for one in dist.get_backend_config(group).split(",")]
+    if "cpu" in kinds:
         return torch.device("cpu")
-    kind = "cuda" if "cuda" in kinds else min(kinds)
-    return torch.device(kind, torch.get_device_module(kind).current_device())
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
 
 def open_host_group(timeout_s: float) -> dist.ProcessGroup:
     """Open a further group of all workers, for tensors in host memory; a collective of them."""
-    with private_group():
-        opened: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    opened: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     return opened
 
 
@@ -62,7 +58,6 @@ def open_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup | No
         opened = dist.split_group(split_ranks=list(groups.values()), timeout=timeout)
     else:
         # Everybody takes part in the making of every group, in one order.
-        with private_group():
-            made = [dist.new_group(members, timeout=timeout) for members in groups.values() if len(members) > 1]
+        made = [dist.new_group(members, timeout=timeout) for members in groups.values() if len(members) > 1]
         opened = next((one for one in made if isinstance(one, dist.ProcessGroup)), None)
     return opened if len(own) > 1 else None

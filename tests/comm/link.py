@@ -110,10 +110,6 @@ class MemoryLink:
     def leaders(self) -> tuple[int, ...]:
         return tuple(node[0] for node in self.nodes)
 
-    @property
-    def shared_memory(self) -> MemoryLink:
-        return self
-
     def exchange(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> SimpleNamespace:
         """Begin to send and to receive, which ends in `wait()`; empty messages are not sent at all."""
         for receiver, message in outgoing.items():

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.comm import ALGORITHMS
+from paceline.spec.algorithm import automatic_algorithm
 from tests.comm.link import MemoryLink, Network, Nodes, nodes_by_name
 
 MESSAGES = ["ring", "parameter_server", "hierarchical", "tree_exact"]
@@ -68,6 +69,22 @@ def assert_sum(found: Sum, vectors: Sequence[Tensor], relative_error: float) -> 
     for values in found.values:
         assert values.dtype == vectors[0].dtype
         assert torch.equal(values, found.values[0])
+
+
+@pytest.mark.parametrize(
+    ("workers_per_node", "is_gloo", "wire", "algorithm"),
+    [
+        ([4], True, "bfloat16", "all_reduce"),
+        ([1, 1], True, "float32", "all_reduce"),
+        ([2, 1], True, "float32", "hierarchical"),
+        ([8, 8], False, "float32", "all_reduce"),
+        ([8, 8], False, "bfloat16", "hierarchical"),
+    ],
+)
+def test_the_automatic_algorithm_follows_from_the_nodes(
+    workers_per_node: list[int], is_gloo: bool, wire: str, algorithm: str
+) -> None:
+    assert automatic_algorithm(workers_per_node, is_gloo=is_gloo, wire=wire) == algorithm
 
 
 @pytest.mark.parametrize("name", MESSAGES)

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from paceline.comm.aggregator import Aggregator, Algorithm, Bucket
 from paceline.comm.all_reduce import all_reduce
-from paceline.comm.all_to_one import all_to_one
 from paceline.comm.hierarchical import hierarchical
 from paceline.comm.links import Links, open_links
-from paceline.comm.parameter_server import parameter_server, parameter_server_two_level
+from paceline.comm.parameter_server import all_to_one, parameter_server, parameter_server_two_level
 from paceline.comm.ring import ring
 from paceline.comm.scheduler import Scheduler
 from paceline.comm.tree_exact import tree_exact

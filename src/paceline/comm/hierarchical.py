@@ -11,26 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm.chunks import chunk_length, in_turns
 from paceline.comm.links import Links
-from paceline.comm.servers import stages_at_servers
+from paceline.comm.parameter_server import stages_at_servers
 
 
 def hierarchical(values: Tensor, links: Links) -> None:
-    """Sum `values` over all workers. A lossy wire format rounds between nodes only: once before the sum, once after.
-
-    Inside a node the workers use the memory they share, else their own group; one node without either leaves it to
-    the backend.
-    """
+    """Sum `values` over all workers; one node leaves it to the backend. A lossy wire format rounds between nodes only:
+    once before the sum, once after."""
     if len(links.nodes) > 1:
         in_turns([_sum(chunk, links) for chunk in values.split(chunk_length(values)) if len(chunk)])
-    elif links.shared_memory is not None:
-        links.shared_memory.all_reduce(values)
-    elif links.world_size > 1:
-        dist.all_reduce(values, group=links.group)
+    else:
+        links.all_reduce(values)
 
 
 def _sum(chunk: Tensor, links: Links) -> Iterator[None]:

@@ -1,11 +1,19 @@
-"""Synchronous parameter servers: some of the workers also serve, each a part of the vector."""
+"""Synchronous parameter servers: some of the workers also serve, each a part of the vector, which it receives from all
+workers, adds, and sends back."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
 from paceline.comm.links import Links
-from paceline.comm.servers import sum_at_servers
+
+
+def all_to_one(values: Tensor, links: Links) -> None:
+    """Every worker sends its vector to rank 0, which adds them and sends the sum back: (n - 1) times the whole vector
+    each way over its one link, one after the other."""
+    sum_at_servers(values, links, workers=links.ring, servers=(0,))
 
 
 def parameter_server(values: Tensor, links: Links) -> None:
@@ -34,3 +42,47 @@ def parameter_server_two_level(values: Tensor, links: Links) -> None:
         servers = links.leaders[: links.num_servers]
         sum_at_servers(values, links, workers=links.leaders, servers=servers)
     links.broadcast_in_node(values)
+
+
+def sum_at_servers(values: Tensor, links: Links, *, workers: Sequence[int], servers: Sequence[int]) -> None:
+    """Sum `values` in place over `workers`; to be called by each of them, and only by them.
+
+    Every worker sends a server its part of the vector and gets the sum back. A server adds in the order of
+    `workers`, itself included, so that the result does not depend on whose message comes first.
+
+    Args:
+        servers: those of the workers that own a part, as even as can be. With all workers as servers this is a
+            reduce-scatter and an all-gather by direct messages: 2 (n - 1) / n of the vector each way, two rounds.
+    """
+    for _ in stages_at_servers(values, links, workers=workers, servers=servers):
+        pass
+
+
+def stages_at_servers(
+    values: Tensor, links: Links, *, workers: Sequence[int], servers: Sequence[int]
+) -> Iterator[None]:
+    """The two stages of `sum_at_servers`, in place of a flat vector: yields where each of them has begun to send."""
+    rank, wire = links.rank, links.wire
+    parts = dict(zip(servers, values.tensor_split(len(servers)), strict=True))
+    others = [worker for worker in workers if worker != rank]
+    mine = parts.pop(rank, None)
+
+    arriving = {} if mine is None else {worker: wire.message_for(mine) for worker in others}
+    transfer = links.exchange({server: wire.encode(part) for server, part in parts.items()}, arriving)
+    yield
+    transfer.wait()
+    if mine is not None:
+        own = mine.clone()
+        mine.zero_()
+        for worker in workers:
+            mine.add_(own) if worker == rank else wire.add(arriving[worker], mine)
+
+    answers = {server: wire.message_for(part) for server, part in parts.items()}
+    answer = None if mine is None else wire.encode(mine)
+    transfer = links.exchange({} if answer is None else dict.fromkeys(others, answer), answers)
+    if mine is not None and answer is not None and not wire.is_exact:
+        wire.decode(answer, mine)  # what everybody else sees of it
+    yield
+    transfer.wait()
+    for server, message in answers.items():
+        wire.decode(message, parts[server])

@@ -17,10 +17,10 @@ from torch import Tensor
 from paceline.checkpoint import Saver, Snapshot, open_storage, verify_checkpoint
 from paceline.checkpoint.load import folder_name
 from paceline.checkpoint.write_plan import plan_writes
-from paceline.comm.timing import largest
 from paceline.errors import CheckpointError, reason_of
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.stopwatch import Stopwatch, seconds_of
+from paceline.measure.timing import largest
 from paceline.measure.workers import join_workers
 from paceline.process_groups import open_host_group
 from paceline.spec import CheckpointSpec

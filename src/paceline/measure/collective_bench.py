@@ -20,11 +20,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Algorithm, Links, open_links
-from paceline.comm.timing import fit_cost, largest, time_sum
 from paceline.errors import JobError, LaunchError, PacelineError
 from paceline.measure.load import LoadMeter
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.stopwatch import Stopwatch
+from paceline.measure.timing import fit_cost, largest, time_sum
 from paceline.measure.workers import free_bytes, join_workers
 from paceline.spec.algorithm import ALGORITHM_FACTS
 from paceline.spec.comm_timing import (
@@ -238,7 +238,7 @@ class _Bench:
         links = replace(self._links, wire=WIRE_FORMATS[case.wire], num_servers=self._num_servers)
         if case.order == "by_node":
             return links
-        return replace(links, nodes=in_turn(links.nodes), shared_memory=None, node_group=None)
+        return replace(links, nodes=in_turn(links.nodes), node_group=None)
 
     def _link_bytes(self) -> tuple[int, ...] | None:
         return None if self._counters is None else tuple(int(path.read_text()) for path in self._counters)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline import env
-from paceline.comm.timing import largest
 from paceline.measure.program import Report, run_program, unreported
 from paceline.measure.stopwatch import median_s, seconds_of
+from paceline.measure.timing import largest
 from paceline.measure.values import NETWORK_FILE, NetworkProbe, NetworkRequest
 from paceline.measure.workers import join_workers
 from paceline.object_collectives import all_gather_objects
@@ -44,7 +44,7 @@ def probe_network(request: NetworkRequest, report: Report = unreported) -> Netwo
     # A group has one connection between two workers, so as many groups are as many streams.
     timeout = timedelta(seconds=request.timeout_s)
     groups = [world.group, *(dist.new_group(timeout=timeout) for _ in range(request.num_streams - 1))]
-    interfaces: list[str] = all_gather_objects(",".join(env.gloo_interfaces()), world.group)
+    interfaces: list[str] = all_gather_objects(env.own_interface() or "", world.group)
     links = []
     for number, pair in enumerate(request.pairs):
         one, other = (request.hostnames[rank] for rank in pair)

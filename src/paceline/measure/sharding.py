@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.comm.links import node_of_every_rank, open_node_group
-from paceline.comm.timing import largest
 from paceline.measure.stopwatch import median_s
+from paceline.measure.timing import largest
 from paceline.spec import ShardingTiming
 from paceline.train.process.memory import give_back_freed_memory, keep_freed_memory
 from paceline.train.process.process_group import World

@@ -15,11 +15,11 @@ from functools import partial
 from torch import Tensor
 
 from paceline.comm import ALGORITHMS, Links, open_links
-from paceline.comm.timing import largest
 from paceline.measure.load import LoadMeter
 from paceline.measure.steps import Subject, step_of
 from paceline.measure.stopwatch import Stopwatch, seconds_of
-from paceline.parallel.aggregation import candidates, set_up_aggregation
+from paceline.measure.timing import largest
+from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.engine import Engine
 from paceline.parallel.layout import Layout
 from paceline.parallel.running_sum import RunningSum
@@ -55,7 +55,7 @@ class TogetherTiming:
 
 
 def time_together(subject: Subject, world: World, job: Job, plan: Plan, wanted: Together) -> TogetherTiming:
-    """Median seconds of a step without sums, and what each sensible algorithm adds to it; a collective of all workers.
+    """Median seconds of a step without sums, and what the sums of training add to it; a collective of all workers.
 
     Algorithms take turns, because what else a machine does changes from minute to minute. A turn that does not fit into
     the budget is left out; the first of each is always taken.
@@ -86,15 +86,14 @@ class _Switch:
 
 @contextmanager
 def _steps(subject: Subject, world: World, job: Job, plan: Plan, size: int) -> Iterator[Steps]:
-    """A step without sums, and one for each algorithm that training would consider."""
+    """A step without sums, and one with the algorithm that training would use."""
     sums_every_step = job.parity == "numeric" and job.aggregation.method == "every_step"
     if world.group is None or not sums_every_step:
         yield {None: step_of(subject, subject.run.engine, size, with_updates=True)}
         return
     model = subject.run.model
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     links = open_links(world.group, world.device, plan.timeout_s)
-    aggregation = set_up_aggregation(job, replace(plan, algorithm="all_reduce"), links, trained)
+    aggregation = set_up_aggregation(job, replace(plan, algorithm="auto"), links)
     switch = _Switch()
     aggregator = replace(aggregation.aggregator, algorithm=switch)
     try:
@@ -106,9 +105,7 @@ def _steps(subject: Subject, world: World, job: Job, plan: Plan, size: int) -> I
             switch.name = name
             return step()
 
-        wanted = candidates(replace(plan, algorithm="auto"), job.aggregation.wire, aggregator.links)
-        names = dict.fromkeys(candidate.algorithm for candidate in wanted)
-        yield {name: partial(step_with, name) for name in (None, *names)}
+        yield {name: partial(step_with, name) for name in (None, aggregation.algorithm)}
     finally:
         aggregator.scheduler.close()
 

@@ -66,12 +66,12 @@ class _Vector:
 class FixedOrderSum:
     """The sums of a step over all shards, equal bit for bit on any number of workers."""
 
-    def __init__(self, layout: Layout, timeout_s: float) -> None:
+    def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._heartbeat = Heartbeat(env.path(env.HEARTBEAT))
         self._links: Links | None = None
         if layout.data is not None:
-            self._links = message_links(layout.data, layout.device, timeout_s)
+            self._links = message_links(layout.data, layout.device)
         self._named: dict[str, nn.Parameter] = {}
         self._forms: list[Tensor] = []
         self._norms: dict[str, Tensor] = {}

@@ -70,7 +70,7 @@ def parallelize(
 def _every_step(layout: Layout, runner: Runner | None, job: Job, plan: Plan) -> Engine:
     """The engine of workers that meet in every step."""
     if job.parity == "bitwise":
-        return Engine(layout, FixedOrderSum(layout, plan.timeout_s), runner)
+        return Engine(layout, FixedOrderSum(layout), runner)
     if layout.replicas is None:
         return Engine(layout, RunningSum(layout, None), runner)
     aggregation = _aggregation(layout, layout.replicas, job, plan)
@@ -104,5 +104,4 @@ def _with_outer_steps(
 
 
 def _aggregation(layout: Layout, replicas: dist.ProcessGroup, job: Job, plan: Plan) -> Aggregation:
-    trained = [parameter for parameter in layout.module.parameters() if parameter.requires_grad]
-    return set_up_aggregation(job, plan, open_links(replicas, layout.device, plan.timeout_s), trained)
+    return set_up_aggregation(job, plan, open_links(replicas, layout.device, plan.timeout_s))

@@ -9,7 +9,7 @@ from paceline.errors import JobError
 from paceline.plan.collectives import ring
 from paceline.plan.gradient_sums import (
     STRAGGLER_SPREAD,
-    cheapest_algorithm,
+    chosen_algorithm,
     exposed_sums_s,
     neighbours_factor_of,
     network_in_steps,
@@ -45,7 +45,7 @@ def forecast_row(inputs: PlanInputs, count: int) -> ForecastRow:
     objection = _why_no_shard_fits(inputs, count, shard, num_shards)
     neighbours = neighbours_factor_of(inputs, layout)
     lone_pass_s = samples / num_passes * (pass_s(timing, micro_batch_size) / micro_batch_size)
-    algorithm, communication_s = cheapest_algorithm(inputs, job, layout)
+    algorithm, communication_s = chosen_algorithm(inputs, job, layout)
     exposed_s = exposed_sums_s(inputs, lone_pass_s * neighbours, communication_s, layout)
     compute_s = num_passes * lone_pass_s * neighbours
     waiting_s = slowest_s(compute_s, STRAGGLER_SPREAD, expected_maximum(count)) - compute_s
@@ -133,7 +133,7 @@ def workload_on(inputs: PlanInputs, count: int, memory_bytes: float | None = Non
         backend="nccl" if cluster.device_kind == "cuda" else "gloo",
         copy_s_per_byte=_copy_s_per_byte(inputs, layout),
         sums_are_hidden=sums_are_hidden(inputs, layout),
-        plain_sums_s=cheapest_algorithm(inputs, job, layout)[1],
+        plain_sums_s=chosen_algorithm(inputs, job, layout)[1],
     )
 
 

@@ -8,10 +8,9 @@ from paceline.plan.buckets import exposed_s, sums_of_exposed_s, sums_s
 from paceline.plan.collectives import cost_s
 from paceline.plan.inputs import PlanInputs, pass_s
 from paceline.plan.model import Layout, Network
-from paceline.plan.network_costs import SHARED_MEMORY
 from paceline.plan.step_time import expected_maximum, neighbour_slowdown, neighbours_factor, slowest_s
 from paceline.spec import AlgorithmName, Job
-from paceline.spec.algorithm import CHOICE_MARGIN, automatic_candidates
+from paceline.spec.algorithm import automatic_algorithm
 
 STRAGGLER_SPREAD = 0.02
 """Standard deviation over mean of one worker's computing time; the probe does not measure it."""
@@ -19,25 +18,18 @@ _MIN_SUM_FACTOR = 0.25
 """The minimum of a measured cost of a sum as a fraction of its price: links cannot be off by more."""
 
 
-def cheapest_algorithm(inputs: PlanInputs, job: Job, layout: Layout) -> tuple[AlgorithmName, float]:
+def chosen_algorithm(inputs: PlanInputs, job: Job, layout: Layout) -> tuple[AlgorithmName, float]:
     """The algorithm and its seconds for all gradients of a step, by the rules of `algorithm = "auto"`."""
     if layout.num_workers == 1:
         return "all_reduce", 0.0
-    candidates: list[AlgorithmName] = ["tree_exact"]
+    name: AlgorithmName = "tree_exact"
     if job.parity == "numeric":
-        candidates = automatic_candidates(layout.workers_per_node, shares_memory=inputs.cluster.device_kind == "cpu")
-    factors = _measured_factors(inputs, layout)
-    # An algorithm that was not timed does not replace one that was.
-    names = [name for name in candidates if name in factors] or candidates
+        is_gloo = inputs.cluster.device_kind == "cpu"
+        name = automatic_algorithm(layout.workers_per_node, is_gloo=is_gloo, wire=job.aggregation.wire)
+    factor = _measured_factors(inputs, layout).get(name, 1.0)
     # Workers that synchronise every k-th step pay the k-th part.
     every = job.aggregation.sync_every if job.aggregation.is_infrequent else 1
-    wire = job.aggregation.wire
-    prices = {name: _price_s(inputs, name, layout, wire) * factors.get(name, 1.0) / every for name in names}
-    best = min(prices, key=lambda name: prices[name])
-    plain = prices.get("all_reduce")
-    if plain is not None and prices[best] > (1 - CHOICE_MARGIN) * plain:
-        best = "all_reduce"
-    return best, prices[best]
+    return name, _price_s(inputs, name, layout, job.aggregation.wire) * factor / every
 
 
 def neighbours_factor_of(inputs: PlanInputs, layout: Layout) -> float:
@@ -78,9 +70,7 @@ def exposed_sums_s(inputs: PlanInputs, compute_s: float, communication_s: float,
 
 def _price_s(inputs: PlanInputs, name: AlgorithmName, layout: Layout, wire: str) -> float:
     """The price in seconds from link costs."""
-    # The two-level sum moves data inside a CPU node through memory that its workers share.
-    label = SHARED_MEMORY if name == "hierarchical" and inputs.cluster.device_kind == "cpu" else None
-    network = inputs.network(layout, label)
+    network = inputs.network(layout)
     return sums_s(
         4.0 * inputs.timing.num_parameters, lambda size_bytes: cost_s(name, size_bytes, layout, network, wire=wire)
     )

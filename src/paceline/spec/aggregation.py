@@ -30,7 +30,7 @@ class AggregationSpec:
     """When gradients are summed: every step; or weights are averaged every few steps ("local_sgd", "diloco"); or
     servers update asynchronously."""
     wire: Literal[WireName, "auto-lossy"] = "float32"
-    """The wire format; "auto-lossy": the elementwise format that is fastest at the start of the run."""
+    """The wire format; "auto-lossy": "bfloat16" between nodes, "float32" on one."""
     sync_every: int = at_least(1, 16)
     """Steps between two outer steps, with local_sgd and diloco."""
     outer_lr: float = above_zero(0.7)

@@ -26,8 +26,6 @@ MIN_CHUNK_BYTES = 256 << 10
 """A vector is cut into chunks where nodes are one of two levels; below this a chunk costs more than it hides."""
 NUM_CHUNKS = 16
 """How many chunks fill the pipeline of the two levels; fewer where they would be too small."""
-CHOICE_MARGIN = 0.1
-"""The part by which "auto" wants another algorithm to be faster than the backend's own: a smaller gain may be noise."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +47,15 @@ class AlgorithmFacts:
     """Whether it sums inside nodes first, where values are sent unchanged in any wire format."""
     ignores_wire: bool = False
     """Whether values are sent unchanged in any wire format, between nodes too."""
-    is_candidate: bool = False
-    """Whether "auto" may choose it between nodes; one that has levels, only where a node has several workers."""
 
 
 ALGORITHM_FACTS: dict[AlgorithmName, AlgorithmFacts] = {
-    "all_reduce": AlgorithmFacts(is_candidate=True),
+    "all_reduce": AlgorithmFacts(),
     "all_to_one": AlgorithmFacts(),
     "parameter_server": AlgorithmFacts(),
     "parameter_server_two_level": AlgorithmFacts(has_levels=True),
-    "ring": AlgorithmFacts(is_candidate=True),
-    "hierarchical": AlgorithmFacts(has_levels=True, is_candidate=True),
+    "ring": AlgorithmFacts(),
+    "hierarchical": AlgorithmFacts(has_levels=True),
     "tree_exact": AlgorithmFacts(ignores_wire=True),
 }
 
@@ -73,19 +69,13 @@ def algorithm_names() -> tuple[AlgorithmName, ...]:
     return tuple(ALGORITHM_FACTS)
 
 
-def automatic_candidates(workers_per_node: Sequence[int], *, shares_memory: bool) -> list[AlgorithmName]:
-    """The algorithms among which "auto" chooses: the backend's own first, then those that know of nodes.
+def automatic_algorithm(workers_per_node: Sequence[int], *, is_gloo: bool, wire: str = "float32") -> AlgorithmName:
+    """What "auto" is: torch's own sum; between nodes of several workers "hierarchical", over Gloo, which knows nothing
+    of nodes, and in a lossy wire format, which torch's sum cannot have.
 
     Args:
         workers_per_node: of each node.
-        shares_memory: whether the workers of a node add up in memory that they share. Where they do not, nothing is
-            faster inside a node than the backend, which knows the links there best.
+        is_gloo: whether the workers send by Gloo, as those that compute on CPUs do.
     """
-    if len(workers_per_node) == 1:
-        return ["all_reduce", "hierarchical"] if shares_memory else ["all_reduce"]
-    names = [
-        name
-        for name, facts in ALGORITHM_FACTS.items()
-        if facts.is_candidate and (not facts.has_levels or max(workers_per_node) > 1)
-    ]
-    return sorted(names, key=lambda name: (name != "all_reduce", not ALGORITHM_FACTS[name].has_levels))
+    has_levels = len(workers_per_node) > 1 and max(workers_per_node) > 1
+    return "hierarchical" if has_levels and (is_gloo or wire != "float32") else "all_reduce"

@@ -57,7 +57,8 @@ class Plan(JsonValue):
     threads_per_worker: int = at_least(1, 1)
     """CPU threads a worker computes with. A CPU device is a fixed number of threads."""
     algorithm: AlgorithmName = "auto"
-    """How gradients are summed over workers; "auto": the fastest at the start of the run, by measurement."""
+    """How gradients are summed over workers; "auto": torch's own sum, and "hierarchical" between
+    nodes of several workers that compute on CPUs."""
     num_servers: int = at_least(1, 1)
     """Workers that also serve, with parameter servers."""
     mesh: Mesh | None = None

@@ -92,7 +92,7 @@ class Run:
         self._noise = NoiseMeter(job, self.precision.scaler, world.device)
         self._models = TrainedModels()
         self._prepared: Stepper | None = None
-        self.notes: list[str] = notes + world.notes
+        self.notes: list[str] = notes
         self.metrics: dict[str, float] = {}
         self.values: Mapping[str, Tensor] = {}
         self.display = display or Progress(None)

@@ -49,20 +49,6 @@ class ServerSettings:
     """A server that does not answer for so long is lost; a shard that takes longer is given to another worker, too."""
 
 
-@dataclass(frozen=True)
-class _Result:
-    """A shard that was computed."""
-
-    task: Task
-    version: int
-    """After how many updates the parameters were that it was computed with."""
-    gradient: Tensor
-    """Of all parameters, flattened, one after the other, in host memory; zero where there is none."""
-    unused: tuple[int, ...]
-    weight: float
-    statistics: Tensor
-
-
 class AsynchronousWorker:
     """One worker's part in asynchronous training, which all workers enter and `close` together."""
 
@@ -133,12 +119,12 @@ class AsynchronousWorker:
             PeerLost: a server is lost, or a worker was when the work is done; says which.
         """
         first, version = self._seen, -1
-        result: _Result | None = None
+        computed: tuple[list[Push], Tensor] | None = None
         sending: Future[None] | None = None
         while True:
             if sending is not None:
                 sending.result()
-            answer = self._ask(Question(self._rank, until, self._seen, result is None, wants_pause()))
+            answer = self._ask(Question(self._rank, until, self._seen, computed is None, wants_pause()))
             task = answer.task
             if answer.is_last or task is not None:
                 wanted = answer.until if task is None else max(first, task.batch - self._settings.staleness)
@@ -146,17 +132,17 @@ class AsynchronousWorker:
                     task = None  # others have computed it since
                 else:
                     version = wanted
-            if result is not None:
-                oldest = max(first, answer.finished - self._settings.staleness)
-                sending = self._delivery.submit(self._deliver, result, oldest, is_weighted)
-                result = None
+            if computed is not None:
+                sending, computed = self._delivery.submit(self._deliver, *computed), None
             for statistics in answer.statistics:
                 self._seen += 1
                 yield self._seen - 1, statistics
             if answer.is_last:
                 break
             if task is not None:
-                result = self._compute(task, version, compute)
+                statistics, weight = self._compute(task, compute)
+                oldest = max(first, answer.finished - self._settings.staleness)
+                computed = self._pushes(task, version, oldest, weight, is_weighted=is_weighted), statistics
         if sending is not None:
             sending.result()
         if answer.lost is not None:
@@ -213,24 +199,26 @@ class AsynchronousWorker:
                 parameter.copy_(part.view(parameter.shape))
         return True
 
-    def _compute(self, task: Task, version: int, compute: ComputeShard) -> _Result:
+    def _compute(self, task: Task, compute: ComputeShard) -> tuple[Tensor, float]:
         for parameter in self._parameters:
             parameter.grad = None
         statistics, weight = compute(task.batch, task.shard)
+        return statistics.detach().cpu(), weight
+
+    def _pushes(self, task: Task, version: int, oldest: int, weight: float, *, is_weighted: bool) -> list[Push]:
+        """The gradient that is in `.grad` of the parameters, for each server."""
         unused = tuple(number for number, p in enumerate(self._parameters) if p.grad is None)
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
-        gradient = torch.cat([g.detach().flatten() for g in gradients]).cpu()
-        return _Result(task, version, gradient, unused, weight, statistics.detach().cpu())
+        return [
+            Push(task, version, oldest, torch.cat([g.flatten() for g in mine]).cpu(), unused, weight, is_weighted)
+            for held in self._held
+            for mine in [[*gradients[held.start : held.stop], gradients[0][:0]]]
+        ]
 
-    def _deliver(self, result: _Result, oldest: int, is_weighted: bool) -> None:
+    def _deliver(self, pushes: list[Push], statistics: Tensor) -> None:
         """Send every server its part of a gradient; the first one last, which then counts the shard as arrived."""
-        sizes = [p.numel() for p in self._parameters]
-        parts = result.gradient.split([sum(sizes[held.start : held.stop]) for held in self._held])
-        first, *others = (
-            Push(result.task, result.version, oldest, part, result.unused, result.weight, is_weighted) for part in parts
-        )
-        self._calls.call_each({rank: ("push", push) for rank, push in enumerate(others, start=1)})
-        self._calls.call(0, "push_last", first, result.statistics)
+        self._calls.call_each({rank: ("push", push) for rank, push in enumerate(pushes) if rank})
+        self._calls.call(0, "push_last", pushes[0], statistics)
 
 
 def _check(optimizer: Optimizer, parameters: list[Tensor], num_servers: int, num_workers: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,15 +10,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, and not in its list
-from torch.distributed.rendezvous import rendezvous
 
 from paceline import env
 from paceline.errors import LaunchError
 from paceline.heartbeat import RENDEZVOUS, Heartbeat
 from paceline.spec import Plan
 from paceline.train.process.memory import give_back_freed_memory, keep_freed_memory
-from paceline.train.process.several_interfaces import check_interfaces
 from paceline.train.process.watch import begin_watch, end_watch
 
 GLOO_THREAD = "pt_gloo_runloop"
@@ -34,8 +30,6 @@ class World:
     facts: env.WorkerFacts
     device: torch.device
     group: dist.ProcessGroup | None
-    interfaces: tuple[str, ...] = ()
-    """The network interfaces that Gloo uses at the same time between nodes, where it was given several."""
 
     @property
     def rank(self) -> int:
@@ -44,13 +38,6 @@ class World:
     @property
     def world_size(self) -> int:
         return self.facts.world_size
-
-    @property
-    def notes(self) -> list[str]:
-        """Notes for the run's report."""
-        if not self.interfaces:
-            return []
-        return [f"messages between nodes are cut into parts that go over {' and '.join(self.interfaces)} together"]
 
 
 def join(facts: env.WorkerFacts, plan: Plan) -> World:
@@ -68,7 +55,6 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
             keep_freed_memory()
         else:
             give_back_freed_memory()
-    interfaces = _several_interfaces(facts, device)
     if dist.is_initialized():  # a run before this one, or the user's script, was first
         if (dist.get_rank(), dist.get_world_size()) != (facts.rank, facts.world_size):
             raise LaunchError(
@@ -76,36 +62,24 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
                 f"there, but the environment says rank {facts.rank} of {facts.world_size}; call paceline.init before "
                 "init_process_group, or start both alike."
             )
-        return World(facts, device, dist.group.WORLD if facts.world_size > 1 else None, interfaces)
+        return World(facts, device, dist.group.WORLD if facts.world_size > 1 else None)
     if facts.world_size == 1:
         return World(facts, device, None)
     timeout = timedelta(seconds=plan.timeout_s)
     heartbeat = Heartbeat(env.path(env.HEARTBEAT))
     heartbeat.enter("paceline", RENDEZVOUS)
-    connect = functools.partial(
-        dist.init_process_group,
+    dist.init_process_group(
         plan.backend,
+        init_method=facts.init_method,
         rank=facts.rank,
         world_size=facts.world_size,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    if interfaces:
-        store, _, _ = next(rendezvous(facts.init_method, facts.rank, facts.world_size, timeout=timeout))
-        check_interfaces(interfaces, PrefixStore("interfaces", store), facts)
-        connect(store=store)
-    else:
-        connect(init_method=facts.init_method)
     heartbeat.leave("paceline")
     begin_watch(facts, plan.timeout_s)
     atexit.register(leave)
-    return World(facts, device, dist.group.WORLD, interfaces)
-
-
-def _several_interfaces(facts: env.WorkerFacts, device: torch.device) -> tuple[str, ...]:
-    """The network interfaces that the environment names for Gloo's messages between nodes, if several; else empty."""
-    names = env.gloo_interfaces()
-    return names if len(names) > 1 and facts.local_world_size < facts.world_size and device.type == "cpu" else ()
+    return World(facts, device, dist.group.WORLD)
 
 
 def leave() -> None:
