@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 WIDTH, NUM_CLASSES, NUM_TOKENS = 8, 4, 12
@@ -50,12 +51,15 @@ class Tied(nn.Module):
 
 
 class Skips(Layers):
-    """What the first layer gives goes past two of the others, and is used twice behind them."""
+    """What the first layer gives goes past two of the others, also in another order in memory, and is used behind
+    them, where some of it is dropped."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         early = self.first(inputs).tanh()
+        turned = early.unflatten(1, (2, WIDTH // 2)).transpose(1, 2)
         late = self.third(self.second(early).tanh() + early).tanh()
-        logits: Tensor = self.head(late * early + early)
+        noisy = F.dropout(turned, 0.5, self.training).flatten(1)
+        logits: Tensor = self.head(late * early + noisy)
         return logits
 
 

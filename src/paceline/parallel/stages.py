@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torch.distributed.pipelining.schedules import (
 from paceline.dtensor_type import local_shard
 from paceline.errors import JobError, ModelError
 from paceline.parallel.blocks import blocks_of
+from paceline.parallel.memory_order import inverse, memory_order
 from paceline.parallel.model_graph import Arguments, BlockCall, Cut, ModelCall, Skeleton, put_together
 from paceline.parallel.stage_modules import Stage, Stages, StandIn, free_other_layers, stages_of
 from paceline.partition import best_cut
@@ -52,6 +54,54 @@ class _Size:
     autocast: torch.dtype | None
 
 
+@dataclass(frozen=True)
+class _Crossing:
+    """A tensor that leaves a stage."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    order: Sequence[int]
+    """Its dimensions as they lie in memory: it is sent, and arrives, so that dropout draws in that order."""
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        return cls(tensor.shape, tensor.dtype, memory_order(tensor)[0])
+
+    @property
+    def sent_shape(self) -> list[int]:
+        return [self.shape[dim] for dim in self.order]
+
+    @property
+    def form(self) -> Tensor:
+        """What is sent, on the meta device."""
+        form = torch.empty(self.sent_shape, dtype=self.dtype, device="meta")
+        return form.requires_grad_(self._has_gradient)
+
+    @property
+    def _has_gradient(self) -> bool:
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
+    def packed(self, tensor: Tensor) -> Tensor:
+        """A tensor of this shape, or a smaller one, as it is sent: torch's stages know one shape."""
+        if tensor.dtype != self.dtype:
+            raise ModelError(f"A stage gives {tensor.dtype} where {self.dtype} is expected.")
+        lying = tensor.permute(*self.order)
+        if list(lying.shape) != self.sent_shape:
+            padded = tensor.new_zeros(self.sent_shape)
+            padded[tuple(map(slice, lying.shape))] = lying
+            lying = padded
+        # What a frozen stage sends gets a gradient too, so that messages do not depend on what is frozen.
+        if self._has_gradient and not lying.requires_grad:
+            lying = lying.detach().requires_grad_()
+        # A copy: torch detaches what leaves a stage in place, which an operation may have saved or a view not allow.
+        return lying.clone(memory_format=torch.contiguous_format)
+
+    def unpacked(self, sent: Tensor, shape: torch.Size) -> Tensor:
+        """The tensor of some shape that was sent, as a copy: what arrives may not be changed in place."""
+        own = sent[tuple(slice(shape[dim]) for dim in self.order)]
+        return own.clone(memory_format=torch.contiguous_format).permute(*inverse(self.order))
+
+
 @dataclass
 class _Cuts:
     """The stages for one form of the model's arguments."""
@@ -59,8 +109,8 @@ class _Cuts:
     stages: Sequence[Cut]
     output: Any
     """What is around the model's output."""
-    leaving: dict[_Size, list[list[Tensor]]] = field(default_factory=dict)
-    """What leaves each stage: tensors on the meta device."""
+    leaving: dict[_Size, list[list[_Crossing]]] = field(default_factory=dict)
+    """What leaves each stage."""
 
 
 class Pipeline:
@@ -250,8 +300,10 @@ class Pipeline:
         stages = []
         for number, stage in self._stages.items():
             splits = self._splits_backward and (number == 0 or self._forms[form].stages[number].can_split)
-            part = _Part(self, number, stage, form, leaving[number])
-            inputs = leaving[number - 1] if number else [torch.zeros(1, dtype=torch.int64)]
+            arriving = leaving[number - 1] if number else []
+            part = _Part(self, number, stage, form, arriving, leaving[number])
+            inputs = [one.form for one in arriving] or [torch.zeros(1, dtype=torch.int64)]
+            outputs = [torch.zeros((), requires_grad=True)] if part.is_last else [one.form for one in leaving[number]]
             stages.append(
                 _TorchStage(
                     part,
@@ -259,7 +311,7 @@ class Pipeline:
                     self.num_stages,
                     self._device,
                     input_args=tuple(inputs),
-                    output_args=(torch.zeros((), requires_grad=True),) if part.is_last else tuple(leaving[number]),
+                    output_args=tuple(outputs),
                     group=self._group,
                     dw_builder=None if splits else lambda: _do_nothing,
                 )
@@ -278,14 +330,14 @@ class Pipeline:
                     "The loss function calls the model with other arguments than for samples of the same shapes "
                     "before; in a pipeline their shapes have to follow from those of the samples."
                 )
-            values: list[Tensor] = []
-            if part.number:
-                before = self._leaving(form, arguments)[part.number - 1]
-                values = [_cropped(one, like) for one, like in zip(arrived, before, strict=True)]
+            before = self._leaving(form, arguments)[part.number - 1]
+            values = [
+                full.unpacked(sent, own.shape) for full, sent, own in zip(part.arriving, arrived, before, strict=False)
+            ]
             found = part.stage(form, *values, *arguments.leaves)
             if part.is_last:
                 return put_together(self._forms[form].output, found)
-            raise _StageDoneError(tuple(_padded(one, like) for one, like in zip(found, part.leaving, strict=True)))
+            raise _StageDoneError(tuple(full.packed(one) for full, one in zip(part.leaving, found, strict=True)))
 
         micro_batch.before_forward()
         with micro_batch.within():
@@ -325,8 +377,8 @@ class Pipeline:
         return _Size(arguments.num_samples, autocast)
 
     @torch.no_grad()
-    def _leaving(self, form: _Form, arguments: Arguments) -> list[list[Tensor]]:
-        """What leaves each stage, on the meta device: found by a pass through the skeleton."""
+    def _leaving(self, form: _Form, arguments: Arguments) -> list[list[_Crossing]]:
+        """What leaves each stage: found by a pass through the skeleton."""
         known, size = self._forms[form].leaving, self._size(arguments)
         if size not in known:
             self._skeleton.set_mode(training=form.training)
@@ -335,7 +387,7 @@ class Pipeline:
             with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
                 for stage in self._forms[form].stages:
                     values = stage.function(self._skeleton.model, *values, *arguments.leaves)
-                    found.append([_form_of(one) for one in values])
+                    found.append([_Crossing.of(one) for one in values])
         return known[size]
 
     @torch.no_grad()
@@ -346,19 +398,25 @@ class Pipeline:
         values: list[Tensor] = []
         for number, stage in self._stages.items():
             if number and self._owner(number - 1) != self._rank:
-                values = [torch.empty_like(one, device=self._device) for one in leaving[number - 1]]
-                for value in values:
-                    dist.recv(value, group=self._group, group_src=self._owner(number - 1))
+                values = self._moved(leaving[number - 1], partial(dist.recv, group_src=self._owner(number - 1)))
             values = stage(form, *values, *arguments.leaves)
             if number < self.num_stages - 1 and self._owner(number + 1) != self._rank:
-                for value in values:
-                    dist.send(value.contiguous(), group=self._group, group_dst=self._owner(number + 1))
-        if not self.has_last_stage:
-            values = [torch.empty_like(one, device=self._device) for one in leaving[-1]]
-        values = [value.contiguous() for value in values]
-        for value in values:
-            dist.broadcast(value, group=self._group, group_src=self.rank_of_loss)
+                self._moved(leaving[number], partial(dist.send, group_dst=self._owner(number + 1)), values)
+        spread = partial(dist.broadcast, group_src=self.rank_of_loss)
+        values = self._moved(leaving[-1], spread, values if self.has_last_stage else None)
         return put_together(self._forms[form].output, values)
+
+    def _moved(
+        self, forms: Sequence[_Crossing], move: Callable[..., Any], values: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """Tensors of another worker, or this worker's `values`, after a message by `move`."""
+        found = []
+        for place, form in enumerate(forms):
+            sent = torch.empty_like(form.form, device=self._device) if values is None else form.packed(values[place])
+            sent = sent.detach()
+            move(sent, group=self._group)
+            found.append(form.unpacked(sent, form.shape))
+        return found
 
     def _sum_shared_gradients(self) -> None:
         """Add up the gradients of parameters that several workers have, in the order of ranks, so that they are the
@@ -388,13 +446,22 @@ class Pipeline:
 class _Part(nn.Module):
     """A stage as torch's schedules call it."""
 
-    def __init__(self, pipeline: Pipeline, number: int, stage: Stage, form: _Form, leaving: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        number: int,
+        stage: Stage,
+        form: _Form,
+        arriving: Sequence[_Crossing],
+        leaving: Sequence[_Crossing],
+    ) -> None:
         """
         Args:
-            leaving: what leaves the stage for the largest micro-batch, on the meta device.
+            arriving, leaving: for the largest micro-batch.
         """
         super().__init__()
-        self.number, self.stage, self.form, self.leaving = number, stage, form, leaving
+        self.number, self.stage, self.form = number, stage, form
+        self.arriving, self.leaving = arriving, leaving
         self.pipeline = pipeline
         self.is_last = number == pipeline.num_stages - 1
         self.micro_batch = 0
@@ -451,32 +518,6 @@ _SCHEDULES = {
 
 def _do_nothing() -> None:
     """What is left of a backward pass that was not split."""
-
-
-def _form_of(tensor: Tensor) -> Tensor:
-    form = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return form.requires_grad_() if tensor.is_floating_point() or tensor.is_complex() else form
-
-
-def _padded(tensor: Tensor, full: Tensor) -> Tensor:
-    """A tensor of the shape of `full`, as it is sent: torch's stages know one shape."""
-    if tensor.dtype != full.dtype:
-        raise ModelError(f"A stage gives {tensor.dtype} where {full.dtype} is expected.")
-    if tensor.shape != full.shape:
-        padded = tensor.new_zeros(full.shape)
-        padded[tuple(slice(size) for size in tensor.shape)] = tensor
-        tensor = padded
-    # What a frozen stage sends gets a gradient too, so that messages do not depend on what is frozen.
-    is_constant = full.requires_grad and not tensor.requires_grad
-    # A copy: torch detaches what leaves a stage in place, which an operation may have saved or a view does not allow.
-    return tensor.detach().requires_grad_() if is_constant else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _cropped(tensor: Tensor, like: Tensor) -> Tensor:
-    """What `_padded` has made larger, in the shape of `like`."""
-    if tensor.shape == like.shape:
-        return tensor
-    return tensor[tuple(slice(size) for size in like.shape)].contiguous()
 
 
 # --- where to cut ---
