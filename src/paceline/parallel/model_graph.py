@@ -51,6 +51,16 @@ def _described(value: Any) -> Hashable:
     return type(value).__name__, container.places, *map(_described, container.values)
 
 
+def _constants(value: Any) -> Iterator[Any]:
+    """What is in a value that is no tensor and no container."""
+    container = None if isinstance(value, Tensor) else open_object(value)
+    if container is not None:
+        for one in container.values:
+            yield from _constants(one)
+    elif not isinstance(value, Tensor):
+        yield value
+
+
 @dataclass(frozen=True)
 class ModelCall:
     """The arguments that a model is called with."""
@@ -131,6 +141,7 @@ class BlockCall:
 
     path: str
     outputs: Sequence[Tensor]
+    """On the meta device."""
     around: Any
     """What is around the outputs."""
     flops: int
@@ -257,7 +268,8 @@ class Skeleton:
                 before = counter.get_total_flops()
                 value = forward(*args, **kwargs)
                 leaves, around = take_apart(value)
-                calls.append(BlockCall(path, leaves, around, counter.get_total_flops() - before))
+                forms = [leaf.to("meta") for leaf in leaves]
+                calls.append(BlockCall(path, forms, around, counter.get_total_flops() - before))
                 if any(isinstance(one, PackedSequence) for one in (value, *args, *kwargs.values())):
                     raise ModelError(f"'{path}' takes or returns a packed sequence, which stages cannot send; pad it.")
                 return value
@@ -294,10 +306,12 @@ class Skeleton:
         _traced[:], _sizes[:] = calls, sizes
         seen = _Seen()
 
-        def opaque(_path: str, _forward: Callable[..., Any]) -> Callable[..., Any]:
+        def opaque(path: str, _forward: Callable[..., Any]) -> Callable[..., Any]:
             def run(*args: Any, **kwargs: Any) -> Any:
                 number = len(seen.inputs)
                 leaves, around = take_apart((args, kwargs))
+                if any(isinstance(one, torch.SymInt) for one in _constants(around)):
+                    raise ModelError(f"'{path}' is given the number of samples; let it take that from its inputs.")
                 seen.inputs.append(around)
                 outputs = torch.ops.paceline.block(number, [seen.samples, *leaves])
                 return put_together(calls[number][0].around, outputs)
@@ -311,6 +325,8 @@ class Skeleton:
                 program = torch.export.export(flat, tuple(more.leaves), dynamic_shapes=(dims,), strict=False)
                 if _changes_in_place(program.graph):
                     program = program.run_decompositions({})
+        except ModelError:
+            raise
         except Exception as problem:
             raise ModelError(
                 f"{type(self.model).__name__} cannot be cut into stages, because torch.export cannot trace what it "
