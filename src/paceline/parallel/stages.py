@@ -27,7 +27,6 @@ from torch.distributed.pipelining.schedules import (
 from paceline.dtensor_type import local_shard
 from paceline.errors import JobError, ModelError
 from paceline.parallel.blocks import blocks_of
-from paceline.parallel.memory_order import inverse, memory_order
 from paceline.parallel.model_graph import Arguments, BlockCall, Cut, ModelCall, Skeleton, put_together
 from paceline.parallel.stage_modules import Stage, Stages, StandIn, free_other_layers, stages_of
 from paceline.partition import best_cut
@@ -65,7 +64,10 @@ class _Crossing:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Self:
-        return cls(tensor.shape, tensor.dtype, memory_order(tensor)[0])
+        order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
+        if not tensor.permute(order).is_contiguous():  # a view with gaps, or expanded: its copy has another order
+            order = list(range(tensor.dim()))
+        return cls(tensor.shape, tensor.dtype, order)
 
     @property
     def sent_shape(self) -> list[int]:
@@ -99,7 +101,8 @@ class _Crossing:
     def unpacked(self, sent: Tensor, shape: torch.Size) -> Tensor:
         """The tensor of some shape that was sent, as a copy: what arrives may not be changed in place."""
         own = sent[tuple(slice(shape[dim]) for dim in self.order)]
-        return own.clone(memory_format=torch.contiguous_format).permute(*inverse(self.order))
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        return own.clone(memory_format=torch.contiguous_format).permute(*back)
 
 
 @dataclass
