@@ -17,13 +17,24 @@ Collate = Callable[[list[Any]], Any]
 """Makes the content of a batch from a list of samples."""
 
 
+def collated(samples: list[Any]) -> Any:
+    """Samples as torch collates them by default; None for none. Raises `DataError` if they do not fit together."""
+    try:
+        return default_collate(samples) if samples else None
+    except (RuntimeError, TypeError) as problem:
+        raise DataError(
+            f"Samples cannot be collated by torch's default ({str(problem).splitlines()[0].rstrip('.')}); give "
+            "run.batches a collate_fn, which may pad them."
+        ) from None
+
+
 @dataclass(frozen=True, eq=False)
 class Loading:
     """How the samples of a data set are visited, read and collated."""
 
     dataset: Any
-    collate_fn: Collate | None = None
-    """Called for one virtual shard's samples at a time; None: torch's default, for all samples of a worker at once."""
+    collate_fn: Collate = collated
+    """Called for one virtual shard's samples at a time."""
     sampler: Any = None
     """A torch Sampler or BatchSampler, or a function of (seed, epoch); None: all samples, shuffled by the seed."""
     drop_last: bool = False
@@ -53,7 +64,7 @@ class Loading:
         else:
             loading = cls(dataset, **given)
         if loading.collate_fn is default_collate:
-            loading = dataclasses.replace(loading, collate_fn=None)
+            loading = dataclasses.replace(loading, collate_fn=collated)
         if loading.sampler is not None and is_stream(loading.dataset):
             raise DataError("A stream has an order of its own; leave the sampler out, or give a map-style set.")
         if loading.sampler is not None:

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset, default_collate
+from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.containers import open_container, to_device
 from paceline.data import counter_random, random_streams
 from paceline.data.generators import generators_in, global_generators_kept, seed_generators, seed_global_generators
-from paceline.data.loading import Collate, Loading
+from paceline.data.loading import Collate, Loading, collated
 from paceline.errors import DataError, shown
 
 
@@ -71,8 +71,7 @@ def read_samples(
     dtype: torch.dtype = torch.float32,
     train: bool = True,
 ) -> Iterator[list[Any]]:
-    """The collated contents of each request, in their order: of every shard, if there is a collate function; else of
-    all samples together, or None for none.
+    """The collated contents of each request's shards, in their order; torch's default gives None for no sample.
 
     The generators of `random`, `numpy.random` and `torch` are seeded for each sample alone, so random
     transforms give the same sample in whatever process and order it is made, and for each call of the collate function;
@@ -144,7 +143,7 @@ _UNSEEDED = (
 class _ShardReader:
     """Reads and collates requests, each sample and each shard with global generators that are its own."""
 
-    def __init__(self, dataset: MapDataset, collate_fn: Collate | None, seed: int, epoch: int, train: bool) -> None:
+    def __init__(self, dataset: MapDataset, collate_fn: Collate, seed: int, epoch: int, train: bool) -> None:
         self._dataset = dataset
         self._collate_fn = collate_fn
         self._seed = seed
@@ -159,9 +158,9 @@ class _ShardReader:
 
     def __getitems__(self, request: SampleRequest) -> Any:  # torch calls this with whatever the batch sampler gives
         try:
-            if self._collate_fn is None and _is_of_plain_tensors(self._dataset) and any(map(len, request.shards)):
-                rows = torch.from_numpy(np.concatenate(request.shards))
-                return [[tensor.index_select(0, rows) for tensor in self._dataset.tensors]]
+            if self._collate_fn is collated and _is_of_plain_tensors(self._dataset) and any(map(len, request.shards)):
+                of_shards = map(torch.from_numpy, request.shards)
+                return [[tensor.index_select(0, rows) for tensor in self._dataset.tensors] for rows in of_shards]
             return self._read(request)
         except CARRIED_ERRORS as error:
             return error
@@ -173,8 +172,6 @@ class _ShardReader:
         if self._is_to_be_checked and (request.batch, request.first_shard) == (0, 0) and shards[0]:
             self._is_to_be_checked = False
             self._check_repetition(int(request.shards[0][0]), shards[0])
-        if self._collate_fn is None:
-            return [collated([sample for shard in shards for sample in shard])]
         return [
             self._collated_shard(self._collate_fn, samples, request.batch, shard)
             for shard, samples in enumerate(shards, request.first_shard)
@@ -187,7 +184,7 @@ class _ShardReader:
                 f"Sample {index} of the training set, read twice with the same seeds, differs: it depends on how often "
                 f"it was read, {_UNSEEDED}"
             )
-        if self._collate_fn is None:
+        if self._collate_fn is collated:
             return
         try:
             copies = [copy.deepcopy(shard) for _ in range(2)]
@@ -225,17 +222,6 @@ def _is_of_plain_tensors(dataset: MapDataset) -> TypeGuard[TensorDataset]:
     return all(
         type(one) is Tensor and one.layout == torch.strided and one.device.type == "cpu" for one in dataset.tensors
     )
-
-
-def collated(samples: list[Any]) -> Any:
-    """Samples as torch collates them by default; None for none. Raises `DataError` if they do not fit together."""
-    try:
-        return default_collate(samples) if samples else None
-    except (RuntimeError, TypeError) as problem:
-        raise DataError(
-            f"Samples cannot be collated by torch's default ({str(problem).splitlines()[0].rstrip('.')}); give "
-            "run.batches a collate_fn, which may pad them."
-        ) from None
 
 
 def _as_it_is(contents: Any) -> Any:

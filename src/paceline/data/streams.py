@@ -213,8 +213,7 @@ class StreamStep:
     sizes: dict[int, int]
     """How many samples each of its substreams gave."""
     contents: list[Any]
-    """With a collate function: what it made of each substream's samples, where there are any; else one entry: all
-    samples collated together, or None for none."""
+    """What the collate function made of each substream's samples, where there are any."""
     states: dict[str, Any]
     """The stream's own states after this step, by substream, where it has any."""
     fingerprint: int
@@ -259,22 +258,17 @@ class _Steps(IterableDataset[Any]):
     epoch: int
 
     def __iter__(self) -> Iterator[Any]:
-        stream, collate_fn = self.loading.dataset, self.loading.collate_fn
         try:
-            substreams = Substreams(stream, self.own, self.global_batch_size, self.seed, self.epoch, self.position)
+            substreams = Substreams(self.loading.dataset, self.own, self.global_batch_size, self.seed, self.epoch, self.position)
             for step in itertools.count(self.position.step):
                 samples = substreams.read(step)
                 sizes = {number: len(some) for number, some in samples.items()}
-                if collate_fn is None:
-                    contents = [collated(list(itertools.chain(*samples.values())))]
-                else:
-                    contents = [self._content(step, number, some) for number, some in samples.items() if some]
+                contents = [self._content(step, number, some) for number, some in samples.items() if some]
                 yield StreamStep(sizes, contents, substreams.states(), substreams.fingerprint())
         except CARRIED_ERRORS as error:
             yield error
 
     def _content(self, step: int, number: int, samples: list[Any]) -> Any:
-        assert self.loading.collate_fn is not None
         seed_global_generators(shard_key(self.seed, random_streams.COLLATE, self.epoch, step, number))
         return self.loading.collate_fn(samples)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -11,10 +12,10 @@ from typing import Any
 import numpy as np
 from torch.optim import Optimizer
 
+from paceline.batch import Batch
 from paceline.data.order import ShuffledOrder
 from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.parallel import Assignment, Engine, StepInput
-from paceline.samples import Samples
 from paceline.train.optimizers.optim import clip
 from paceline.train.process.numerics import LossFn
 from paceline.train.process.seeding import shard_seed
@@ -84,11 +85,14 @@ def step_of(
 ) -> Callable[[], tuple[float, float]]:
     """A function that makes this worker's pass over `size` samples, and an update if asked; returns their seconds."""
     run, optimizer = subject.run, subject.optimizer
-    (batch,) = run.reader.read(subject.train_set, 0, [_first_samples(subject.train_set, size)], train=True)
     num_shards = max(1, size // subject.shard_size)
+    assignment = Assignment.of(size * world_size, num_shards * world_size, rank, world_size)
+    ends = list(itertools.accumulate(assignment.sizes))
+    samples = np.split(_first_samples(subject.train_set, size), ends[:-1])
+    shards = run.reader.read(subject.train_set, 0, samples, train=True)
     step_input = StepInput(
-        assignment=Assignment.of(size * world_size, num_shards * world_size, rank, world_size),
-        batch=Samples.of(batch, size),
+        assignment=assignment,
+        batch=Batch(tuple(shards), assignment.sizes),
         loss_of=run.precision.of(subject.loss_fn),
         shard_seed=lambda shard: shard_seed(run.job.seed, 0, shard),
         scale=lambda loss: loss,

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.batch import Batch
 from paceline.containers import map_tensors, tensors
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
@@ -33,8 +34,6 @@ from paceline.parallel.gradient_norms import norm_of
 from paceline.parallel.passes import Passes
 from paceline.parallel.step_input import StepInput
 from paceline.process_groups import device_of
-from paceline.samples import Samples
-from paceline.sharded_batch import ShardedBatch
 
 _REMEDY = (
     "Besides the model and the samples it follows from a rank, from weights or buffers that a script has changed on "
@@ -56,9 +55,9 @@ def audit(passes: Passes, step: StepInput, group: dist.ProcessGroup | None, *, h
         ModelError: on all workers, if losses or gradients differ.
     """
     is_shared = False
-    content = step.batch.cut(*step.assignment.span_of(step.assignment.own[0])) if step.assignment.sizes else None
+    content = step.batch.shards[0] if step.assignment.sizes else None
     if group is not None:
-        template = step.batch.cut(0, 1) if content is None else content
+        template = step.batch.shards[0]
         forms = _common_forms(template, group)
         is_shared = forms is not None
         content = content if forms is None else _broadcast(template, forms, group)
@@ -72,7 +71,7 @@ def audit(passes: Passes, step: StepInput, group: dist.ProcessGroup | None, *, h
         return
     if content is None:  # no samples; others may wait in its layers
         with standing_in(passes.model):
-            _compute(passes, step, 0, step.batch.cut(0, 1), has_gradients=False)
+            _compute(passes, step, 0, step.batch.shards[0], has_gradients=False)
         losses = [math.nan, math.nan]
     else:
         again = _compute(passes, step, step.assignment.own[0], content, has_gradients=False)
@@ -93,7 +92,7 @@ def _compute(passes: Passes, step: StepInput, shard: int, content: Any, *, has_g
     alone = replace(
         step,
         assignment=Assignment(sizes, ((shard, shard + 1),), rank=0),
-        batch=Samples.of(ShardedBatch((content,), (sizes[shard],)), sizes[shard]),
+        batch=Batch((content,), (sizes[shard],)),
     )
     parameters = list(passes.model.parameters())
     before = [parameter.grad for parameter in parameters]

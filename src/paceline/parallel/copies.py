@@ -148,6 +148,6 @@ def _on_device(step: StepInput, part: Assignment, device: torch.device) -> StepI
     return dataclasses.replace(
         step,
         assignment=part,
-        batch=step.batch.beyond(part.span[0] - step.assignment.span[0]),
+        batch=dataclasses.replace(step.batch, shards=step.batch.shards[part.own[0] - step.assignment.own[0] :]),
         loss_of=lambda model, content: step.loss_of(model, to_device(content, device)),
     )

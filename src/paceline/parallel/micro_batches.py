@@ -52,6 +52,7 @@ class PipelineRunner:
 
     def run(self, step: StepInput, passes: Passes, reducer: Reducer) -> None:
         """The step's shards forward and backward, and stand-ins where others have more; a collective."""
+        step = replace(step, reads_again=True)  # every stage calls the loss function
         if isinstance(reducer, FixedOrderSum):
             num_stages = len(self._pipeline.stages)
             shards = [_Shard(passes, step, one, num_stages, reducer) for one in range(*step.assignment.own)]
@@ -97,7 +98,7 @@ def _micro_batch(passes: Passes, step: StepInput, shard: int, take_loss: Callabl
 
     return MicroBatch(
         loss_of=loss_of,
-        form=_form(step, *step.assignment.span_of(shard)),
+        form=_form(step, step.content(shard)),
         before_forward=lambda: passes.enter(step, shard),
         before_backward=lambda: passes.seeds.begin_shard(step.shard_seed(shard)),
         within=within,
@@ -105,8 +106,7 @@ def _micro_batch(passes: Passes, step: StepInput, shard: int, take_loss: Callabl
     )
 
 
-def _form(step: StepInput, start: int, stop: int) -> Hashable:
-    content = step.batch.cut(start, stop)
+def _form(step: StepInput, content: Any) -> Hashable:
     return step.loss_name, *((one.shape, one.dtype) for one in tensors(content))
 
 
@@ -120,7 +120,7 @@ def _nothing(passes: Passes, step: StepInput) -> MicroBatch:
 
     return MicroBatch(
         loss_of=lambda model: passes.loss_of_nothing(step, model).weighted,
-        form=("nothing", _form(step, 0, passes.num_stand_ins(step))),
+        form=("nothing", _form(step, step.batch.shards[0])),
         within=within,
         scale=step.scale,
     )

@@ -70,12 +70,8 @@ class Passes:
         self.buffers.end_pass(shard, step.assignment.weight(shard))
 
     def read(self, step: StepInput, module: nn.Module, shard: int) -> ShardLoss:
-        """Call the loss function with a shard's samples, and see what it returned.
-
-        They are copies: it may change them in place and be called again, and a product's last bits depend on where in
-        memory its factors begin, which is elsewhere in the batch of another worker.
-        """
-        samples = copied(step.batch.cut(*step.assignment.span_of(shard)))
+        """Call the loss function with a shard's samples, and see what it returned."""
+        samples = step.content(shard)
         with watching_outputs(module) if self.layouts.may_be_weighted(step.loss_name) else nullcontext() as outputs:
             returned = step.loss_of(module, samples)
         loss = read_loss(returned, step.assignment.weight(shard), step.assignment.global_size, self.like)
@@ -103,14 +99,8 @@ class Passes:
             yield step.scale(self.loss_of_nothing(step, self.model).weighted)
 
     def loss_of_nothing(self, step: StepInput, module: nn.Module) -> ShardLoss:
-        """The loss of the first samples with the weight 0, through which nothing flows back."""
-        samples = copied(step.batch.cut(0, self.num_stand_ins(step)))
+        """The loss of the worker's first shard with the weight 0, through which nothing flows back."""
         with watching_outputs(module) as outputs:
-            loss = read_loss(step.loss_of(module, samples), 0.0, 1, self.like)
+            loss = read_loss(step.loss_of(module, copied(step.batch.shards[0])), 0.0, 1, self.like)
         ignore_unless(False, outputs)
         return replace(loss, weight=0.0)
-
-    def num_stand_ins(self, step: StepInput) -> int:
-        """How many samples stand in: two, if the first shard has so many; a loss that compares samples may need another
-        one."""
-        return min(2, *step.assignment.sizes[:1], 1 if step.any_shard else 2)

@@ -10,11 +10,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.batch import Batch
+from paceline.containers import copied
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.companions import ALONE, Companions
 from paceline.parallel.gradient_norms import TakeNorms
 from paceline.parallel.losses import LossOf
-from paceline.samples import Samples
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class StepInput:
     """The input of one worker for one training step."""
 
     assignment: Assignment
-    batch: Samples
-    """This worker's samples in order; one stand-in sample if it has none."""
+    batch: Batch
+    """This worker's shards; one of a stand-in sample if it has none."""
     loss_of: LossOf
     """The loss of a batch, as `losses.Loss` says."""
     shard_seed: Callable[[int], int]
@@ -38,10 +39,17 @@ class StepInput:
     """Called with the norms of the step's gradients, if they can be measured; None: they are not needed."""
     loss_name: str = "loss"
     """Names the loss function: it returns the same numbers in all steps with this name."""
+    reads_again: bool = False
+    """Whether the samples are needed again after they were given to the loss function, which may change them."""
     companions: Companions = ALONE
     """The other models that the loss function may call."""
     any_shard: AnyShard | None = None
     """Input for an engine that does not compute this worker's own assignment."""
+
+    def content(self, shard: int) -> Any:
+        """The samples of a shard of this worker's, for the loss function."""
+        content = self.batch.shards[shard - self.assignment.own[0]]
+        return copied(content) if self.reads_again else content
 
 
 @dataclass(frozen=True)

@@ -281,8 +281,8 @@ class Run:
             dataset: map-style; or a stream, which is cut into a substream for each virtual shard; or a torch DataLoader
                 over either, whose settings are taken over; its batch size is that of all workers together.
             collate_fn: makes a batch of a list of samples, and may pad them: called for one virtual shard's samples at
-                a time, so that padding does not depend on the number of workers. Batches are then `ShardedBatch`es,
-                and the loss function gets what `collate_fn` returned for one shard after the other.
+                a time, so that padding does not depend on the number of workers. None: torch's
+                default.
             sampler: a torch Sampler, or a BatchSampler whose batches are global batches and may differ in size, or a
                 function of (seed, epoch) that returns the numbers of samples or lists of them; the same on all
                 workers. None: all samples, shuffled by the job's seed.

@@ -25,7 +25,7 @@ Orders = Callable[[int], EpochOrder]
 
 
 @dataclass(frozen=True)
-class Batch:
+class GlobalBatch:
     """One global batch, and this worker's assignment of it."""
 
     epoch: int
@@ -221,14 +221,14 @@ class DataProgress:
 
     # --- batches ---
 
-    def batch(self, number: int, stop: int) -> Batch:
+    def batch(self, number: int, stop: int) -> GlobalBatch:
         """A batch of the current epoch, of which those before `stop` are trained on."""
         assert self._orders is not None  # `enter` was called
         order = self._orders(self.epoch)
         index = self.epoch * order.num_batches + number
         samples = order.batch(number)
         assignment = Assignment.of(len(samples), self._job.virtual_shards, self._rank, self._num_assignments)
-        return Batch(self.epoch, number, index, stop - number, samples, assignment, order.num_samples)
+        return GlobalBatch(self.epoch, number, index, stop - number, samples, assignment, order.num_samples)
 
     def place(self, index: int) -> tuple[int, int]:
         """The epoch of a global batch and its number in it, by its number in a job whose epochs are equally long."""
@@ -248,7 +248,7 @@ class DataProgress:
 
     def stream_batch(
         self, sizes: Sequence[int], states: Mapping[str, Any], fingerprint: int, samples_per_epoch: int
-    ) -> Batch:
+    ) -> GlobalBatch:
         """The next batch of a stream.
 
         Args:
@@ -263,9 +263,9 @@ class DataProgress:
         taken = tuple(had + more for had, more in zip(position.taken, sizes, strict=True))
         after = StreamPosition(position.step + 1, taken, states, fingerprint)
         samples = np.arange(before, before + sum(sizes))
-        return Batch(self.epoch, position.step, position.step, 1, samples, assignment, samples_per_epoch, after)
+        return GlobalBatch(self.epoch, position.step, position.step, 1, samples, assignment, samples_per_epoch, after)
 
-    def trained_on(self, batch: Batch) -> None:
+    def trained_on(self, batch: GlobalBatch) -> None:
         """Note that an update by `batch` has been made, by this worker or a server."""
         self.steps += 1
         self.samples_seen += batch.assignment.global_size

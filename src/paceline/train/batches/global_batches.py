@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.batch import Batch
 from paceline.data import Loading, SampleRequest
 from paceline.data.loading import is_stream
 from paceline.data.order import digest_of
@@ -23,10 +24,9 @@ from paceline.data.streams import StreamStep, check_stream, is_split, stand_in
 from paceline.errors import DataError
 from paceline.object_collectives import all_gather_objects
 from paceline.process_groups import device_of, open_host_group
-from paceline.sharded_batch import ShardedBatch
 from paceline.spec import Job
 from paceline.train.batches.agreement import check_same_order, check_same_samples
-from paceline.train.batches.data_progress import Batch, DataProgress
+from paceline.train.batches.data_progress import DataProgress, GlobalBatch
 from paceline.train.batches.reading import DatasetReader, num_samples
 from paceline.train.optimizers.schedule import counts_epochs
 from paceline.train.process.process_group import World
@@ -47,7 +47,7 @@ class GlobalBatches:
 
     def of_epoch(
         self, loading: Loading, epoch: int, samples_per_epoch: int | None, *, reads_assignment: bool
-    ) -> Iterator[tuple[Batch, Any]]:
+    ) -> Iterator[tuple[GlobalBatch, Batch]]:
         """The global batches that remain of an epoch, each with this worker's content. A collective.
 
         Args:
@@ -68,7 +68,7 @@ class GlobalBatches:
             return self._of_stream(loading, epoch, samples_per_epoch)
         return self._of_set(loading, epoch, reads_assignment=reads_assignment)
 
-    def _of_set(self, loading: Loading, epoch: int, *, reads_assignment: bool) -> Iterator[tuple[Batch, Any]]:
+    def _of_set(self, loading: Loading, epoch: int, *, reads_assignment: bool) -> Iterator[tuple[GlobalBatch, Batch]]:
         job, progress, group = self.job, self.progress, self.world.group
         set_size = num_samples(loading.dataset, "training")
         orders = functools.partial(loading.order, set_size, job.global_batch_size, job.seed)
@@ -92,7 +92,9 @@ class GlobalBatches:
         batches = (progress.batch(number, numbers.stop) for number in numbers)
         return zip(batches, contents if reads_assignment else itertools.cycle(contents), strict=False)
 
-    def _of_stream(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[tuple[Batch, Any]]:
+    def _of_stream(
+        self, loading: Loading, epoch: int, samples_per_epoch: int | None
+    ) -> Iterator[tuple[GlobalBatch, Batch]]:
         progress, stream = self.progress, loading.dataset
         check_stream(stream)
         if samples_per_epoch is None and hasattr(stream, "__len__"):
@@ -119,10 +121,9 @@ class GlobalBatches:
 
     def _stream_batches(
         self, loading: Loading, first: StreamStep, steps: Iterator[StreamStep], samples_per_epoch: int
-    ) -> Iterator[tuple[Batch, Any]]:
+    ) -> Iterator[tuple[GlobalBatch, Batch]]:
         progress, job = self.progress, self.job
         ahead, exchange = first, SizeExchange(first.sizes, job.virtual_shards, self.sizes_group)
-        are_apart = loading.collate_fn is not None
         instead = functools.cache(lambda: self.reader.on_device(stand_in(loading)))
         while progress.steps_left != 0:
             step, sizes = ahead, exchange.received()
@@ -141,7 +142,7 @@ class GlobalBatches:
             own_sizes, contents = batch.assignment.sizes, step.contents
             if not own_sizes:  # this worker's substreams have ended before others'
                 own_sizes, contents = (1,), [instead()]
-            yield batch, ShardedBatch(tuple(contents), own_sizes) if are_apart else contents[0]
+            yield batch, Batch(tuple(contents), own_sizes)
 
 
 class SizeExchange:

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from paceline.containers import tensors, to_device
 from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, is_loader, read_samples, set_size
+from paceline.data.loading import collated
 from paceline.data.order import EpochOrder
 from paceline.data.streams import StreamPosition, StreamStep, read_stream
-from paceline.sharded_batch import ShardedBatch
+from paceline.batch import Batch
 from paceline.spec import Job
 
 T = TypeVar("T")
@@ -45,13 +46,10 @@ class DatasetReader:
         return (contents[0] for contents in self._contents(loading, 0, requests, train=False))
 
     def read_shards(self, loading: Loading, epoch: int, requests: Iterable[SampleRequest]) -> Iterator[Any]:
-        """Batches to train on: a `ShardedBatch` for each request where there is a collate function."""
+        """Batches to train on, one for each request."""
         requests, asked = itertools.tee(requests)  # loader processes are asked ahead
         for request, contents in zip(requests, self._contents(loading, epoch, asked, train=True), strict=False):
-            if loading.collate_fn is None:
-                yield contents[0]
-            else:
-                yield ShardedBatch(tuple(contents), tuple(len(samples) for samples in request.shards))
+            yield Batch(tuple(contents), tuple(len(samples) for samples in request.shards))
 
     def read_stream(
         self,
@@ -86,12 +84,12 @@ class DatasetReader:
         self, loading: Loading, epoch: int, requests: Iterable[SampleRequest], train: bool
     ) -> Iterator[list[Any]]:
         job, dataset = self._job, loading.dataset
-        if isinstance(dataset, ArraySet) and loading.collate_fn is None:
+        if isinstance(dataset, ArraySet) and loading.collate_fn is collated:
             reader = self._readers.get(dataset)
             if reader is None:  # it may hold the whole set on the device, so there is one for each set
                 reader = ArrayReader(dataset, self._device, self._dtype, job.channels_last, job.seed)
                 self._readers[dataset] = reader
-            read = ([reader.read(epoch, np.concatenate(request.shards), train)] for request in requests)
+            read = ([reader.read(epoch, shard, train) for shard in request.shards] for request in requests)
             return ahead(read, self._device)
         samples = read_samples(
             loading, requests, seed=job.seed, epoch=epoch, device=self._device, dtype=self._dtype, train=train

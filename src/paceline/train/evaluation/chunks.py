@@ -15,7 +15,6 @@ from typing import Any
 
 from paceline.data import Loading, SampleRequest
 from paceline.data.loading import is_stream
-from paceline.data.sample_reader import collated
 from paceline.data.streams import StreamPosition, check_stream, is_split, stand_in
 from paceline.errors import DataError
 from paceline.parallel.assignment import shards_of_rank
@@ -77,7 +76,7 @@ class EvaluationReader:
         check_stream(loading.dataset)
         loading.check_whole()
         stream = copy.deepcopy(loading.dataset)  # it may be trained on at the same time
-        loading = dataclasses.replace(loading, dataset=stream, collate_fn=loading.collate_fn or collated)
+        loading = dataclasses.replace(loading, dataset=stream)
         num = self.job.virtual_shards
         shares = [
             range(*shards_of_rank(rank, self.mesh.num_assignments, num)) for rank in range(self.mesh.num_assignments)

@@ -21,7 +21,7 @@ def shard_seed(seed: int, step: int, shard: int, nth: int = 0) -> int:
 
 
 def seed_map(seed: int, step: int, nth: int, shard: int, device: torch.device) -> None:
-    """Before a function is called with a virtual shard by `ShardedBatch.map`, and after all of them (-1).
+    """Before a function is called with a virtual shard by `Batch.map`, and after all of them (-1).
 
     Args:
         step: the number of the global batch.

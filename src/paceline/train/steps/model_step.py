@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline.batch import Batch
 from paceline.containers import tensors
 from paceline.data import Loading, SampleRequest
 from paceline.errors import JobError, ModelError
@@ -21,9 +22,8 @@ from paceline.parallel.generators import generator_states
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.out_of_memory import is_out_of_memory
 from paceline.parallel.step_input import AnyShard
-from paceline.samples import Readings, Samples
 from paceline.spec import Mesh
-from paceline.train.batches.data_progress import Batch
+from paceline.train.batches.data_progress import GlobalBatch
 from paceline.train.batches.reading import DatasetReader
 from paceline.train.optimizers.optim import clip, needs_closure, parts_of
 from paceline.train.optimizers.schedule import lr_factor
@@ -42,7 +42,7 @@ _AUDITED_STEPS = 2
 class Pending:
     """A batch that was read and is to be trained on."""
 
-    batch: Batch
+    batch: GlobalBatch
     content: Any
     """This worker's samples of it."""
     loading: Loading
@@ -72,7 +72,6 @@ class ModelStepper:
         self._tracer = tracer
         self.guard = NonFiniteGuard(session, self.trained)
         self._needs_closure = needs_closure(self.trained.optimizer, self.trained.engine, session.state.job)
-        self._readings: Readings = {}
 
     def step(
         self, pending: Pending, content: Any, loss_fn: LossFn, companions: Companions, optimizer: Optimizer
@@ -86,18 +85,23 @@ class ModelStepper:
         """
         trained, batch = self.trained, pending.batch
         engine = trained.engine
+        if not isinstance(content, Batch) or content.sizes != pending.content.sizes:
+            raise ModelError(
+                f"run.step was given a {type(content).__name__} other than the batch that run.batches yielded; give it "
+                "that batch, or what its map(function) returns."
+            )
         if engine.changes_state:
             self.session.is_consistent = False
         engine.buffers.begin_step()
         if engine.reads_assignment:
-            num_samples = sum(batch.assignment.sizes) or 1  # a stand-in
-            step_input = self._input(pending, pending.index, batch.assignment, num_samples, content, loss_fn)
+            step_input = self._input(pending, pending.index, batch.assignment, content, loss_fn)
+            step_input = replace(step_input, reads_again=self._is_audited(pending) or self._needs_closure)
             if trained is self._state.models.first and not pending.num_steps:
                 take_norms = self._state.noise.for_step(pending.index, batch.assignment)
                 step_input = replace(step_input, take_norms=take_norms)
         else:
             # A stand-in that shows what the loss function returns; workers read the shards they compute.
-            step_input = self._input(pending, pending.index, batch.assignment, 1, pending.content, loss_fn)
+            step_input = self._input(pending, pending.index, batch.assignment, pending.content, loss_fn)
             step_input = replace(step_input, any_shard=self._any_shard(pending, content, loss_fn))
         step_input = replace(step_input, companions=companions)
         self._rates.set(pending.samples_seen, batch.samples_per_epoch)
@@ -131,14 +135,12 @@ class ModelStepper:
             f"{self._state.job.shard_size} samples goes through the model at a time."
         )
 
-    def _input(
-        self, pending: Pending, index: int, assignment: Assignment, num_samples: int, content: Any, loss_fn: LossFn
-    ) -> StepInput:
+    def _input(self, pending: Pending, index: int, assignment: Assignment, content: Any, loss_fn: LossFn) -> StepInput:
         """The step input for an assignment of the global batch with this number, counted over the whole run."""
         precision, seed, nth = self.trained.precision, self._state.job.seed, pending.num_steps
         return StepInput(
             assignment=assignment,
-            batch=Samples.of(content, num_samples, self._readings, collated=pending.content),
+            batch=content,
             loss_of=precision.of(loss_fn),
             shard_seed=lambda shard: shard_seed(seed, index, shard, nth),
             scale=precision.scaler.scale,
@@ -147,13 +149,17 @@ class ModelStepper:
             is_low_precision=self._state.job.precision in ("bfloat16", "float16"),
         )
 
+    def _is_audited(self, pending: Pending) -> bool:
+        """Whether it is one of the first steps, or one after which a checkpoint is due."""
+        is_saved = pending.index + 1 == self.session.next_save() or pending.batch.num_left == 1
+        return pending.index < _AUDITED_STEPS or is_saved
+
     def _update(
         self, pending: Pending, content: Any, step_input: StepInput, optimizer: Optimizer, loss: Tensor
     ) -> None:
         """Make an update by the gradients that are in `.grad`, unless they are not finite."""
         trained, optim = self.trained, self._state.job.optim
-        is_saved = pending.index + 1 == self.session.next_save() or pending.batch.num_left == 1
-        if pending.index < _AUDITED_STEPS or is_saved:
+        if self._is_audited(pending):
             trained.engine.audit(step_input)
         engine, scaler = trained.engine, trained.precision.scaler
         if optimizer is not trained.optimizer:
@@ -262,7 +268,7 @@ class ModelStepper:
                 f"{job.global_batch_size} come before this one, and asynchronous servers count batches by updates; "
                 "train on every batch of every epoch once, with one global_batch_size, or begin in another folder."
             )
-        before, now = ([id(tensor) for tensor in tensors(one)] for one in (pending.content, content))
+        before, now = ([id(tensor) for tensor in tensors(one.shards)] for one in (pending.content, content))
         if now != before:
             raise ModelError(
                 "With aggregation.method = 'parameter_server_async' workers read the shards they compute themselves, "
@@ -280,7 +286,7 @@ class ModelStepper:
                 pending.loading, epoch, [SampleRequest((samples,), number, shard)]
             )
             # Servers know of no loss scale.
-            step_input = self._input(pending, index, assignment, len(samples), shard_content, loss_fn)
+            step_input = self._input(pending, index, assignment, shard_content, loss_fn)
             return replace(step_input, scale=lambda loss: loss)
 
         def factor(index: int) -> float:

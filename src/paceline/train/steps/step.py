@@ -11,14 +11,14 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.batch import Apply
 from paceline.containers import copied
 from paceline.data import Loading
 from paceline.errors import JobError, PeerLost
 from paceline.parallel import Companions
 from paceline.parallel.losses import StepLoss
-from paceline.sharded_batch import Apply, ShardedBatch
 from paceline.spec import Mesh
-from paceline.train.batches.data_progress import Batch
+from paceline.train.batches.data_progress import GlobalBatch
 from paceline.train.batches.reading import DatasetReader
 from paceline.train.optimizers.optim import parts_of
 from paceline.train.process.numerics import LossFn
@@ -106,19 +106,18 @@ class Stepper:
         return result, stepper.trained
 
     @contextlib.contextmanager
-    def given(self, batch: Batch, content: Any, loading: Loading) -> Iterator[Pending]:
+    def given(self, batch: GlobalBatch, content: Any, loading: Loading) -> Iterator[Pending]:
         """A context in which the script has a batch, which it is to make a step on."""
         progress = self._state.progress
-        if isinstance(content, ShardedBatch):
-            content = replace(content, apply=self._apply_of(batch))
+        content = replace(content, apply=self._apply_of(batch))
         try:
             self._pending = Pending(batch, content, loading, progress.steps, progress.samples_seen)
             yield self._pending
         finally:
             self._pending = None
 
-    def _apply_of(self, batch: Batch) -> Apply:
-        """What `ShardedBatch.map` does: call a function with each shard of this worker's, under the shard's seed.
+    def _apply_of(self, batch: GlobalBatch) -> Apply:
+        """What `Batch.map` does: call a function with each shard of this worker's, under the shard's seed.
 
         Workers that hold parts of a model, which the function may call, call it equally often: those with fewer shards
         than others for copies of their first one as well, which count for nothing.

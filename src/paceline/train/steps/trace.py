@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline import env
+from paceline.batch import Batch
 from paceline.containers import tensors
-from paceline.sharded_batch import ShardedBatch
 from paceline.spec import Job, Mesh
 from paceline.train.process.process_group import World
 from paceline.train.records.digest import weights_sha256
@@ -89,7 +89,7 @@ def _fingerprint(flat: Tensor) -> list[float]:
 
 def batch_digest(batch: Any) -> int:
     """A number for the samples of a batch that does not depend on their order, so workers' digests can be added."""
-    if isinstance(batch, ShardedBatch):
+    if isinstance(batch, Batch):
         return sum(batch_digest(shard) for shard in batch.shards)
     leaves = [leaf.detach().cpu() for leaf in tensors(batch) if leaf.dim() > 0]
     total = 0
