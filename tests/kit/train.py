@@ -101,7 +101,7 @@ def train(engine: Engine, task: Task, *, in_own_order: bool = False, **options: 
         data = _Numbered(task.data)
         sampler = None if in_own_order else functools.partial(order, num_samples=len(data))
         for batch in run.batches(data, sampler=sampler):
-            samples.append(tuple(batch[-1].tolist()))
+            samples.append(tuple(number for shard in batch for number in shard[-1].tolist()))
             losses.append(float(run.step(batch, functools.partial(_loss, task))))
         metrics: dict[str, float] = {}
         if task.measure is not None:

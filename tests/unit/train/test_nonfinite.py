@@ -49,7 +49,7 @@ def train(bad_steps: Collection[int], folder: Path | None = None, max_steps: int
             return loss * (float("nan") if run.steps + 1 in bad_steps else 1.0)
 
         for batch in run.batches(TensorDataset(samples)):
-            gradients.append(batch[0].double().mean(0).tolist())
+            gradients.append(torch.cat([shard[0] for shard in batch]).double().mean(0).tolist())
             run.step(batch, loss_fn)
         return Outcome(model.weight.detach().flatten().tolist(), gradients, said)
 
