@@ -28,7 +28,7 @@ from paceline.containers import to_device
 from paceline.data import counter_random, random_streams
 from paceline.data.generators import generators_in, global_generators_kept, seed_generators, seed_global_generators
 from paceline.data.loading import Loading
-from paceline.data.sample_reader import CARRIED_ERRORS, checksum, collated, loaded, loader_settings, shard_key
+from paceline.data.sample_reader import CARRIED_ERRORS, checksum, loaded, loader_settings, shard_key
 from paceline.errors import DataError
 
 _WHOLE = "whole"
@@ -259,7 +259,9 @@ class _Steps(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            substreams = Substreams(self.loading.dataset, self.own, self.global_batch_size, self.seed, self.epoch, self.position)
+            substreams = Substreams(
+                self.loading.dataset, self.own, self.global_batch_size, self.seed, self.epoch, self.position
+            )
             for step in itertools.count(self.position.step):
                 samples = substreams.read(step)
                 sizes = {number: len(some) for number, some in samples.items()}

@@ -7,16 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from paceline.batch import Batch
 from paceline.containers import tensors, to_device
 from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, is_loader, read_samples, set_size
 from paceline.data.loading import collated
 from paceline.data.order import EpochOrder
 from paceline.data.streams import StreamPosition, StreamStep, read_stream
-from paceline.batch import Batch
 from paceline.spec import Job
 
 T = TypeVar("T")
