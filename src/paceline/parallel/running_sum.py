@@ -140,10 +140,14 @@ class RunningSum:
             ModelError: a gradient changed after it was sent.
         """
         statistics = self._layout.zero.new_zeros(num_statistics) if self._statistics is None else self._statistics
-        if self._arrived is None:
+        # All workers begin their sums in one order, whether or not they have shards: statistics come before gradients
+        # unless they wait for norms of these.
+        if self._arrived is None and self._step.take_norms is None:
             self._begin_statistics(statistics)
         while self._aggregator is not None and self._num_begun < len(self._buckets):
             self._begin_next()
+        if self._arrived is None and self._step.take_norms is not None:
+            self._begin_statistics(statistics)
         if self._arrived is not None:
             self._arrived()
         elif self._layout.data is not None:

@@ -14,7 +14,7 @@ import re
 import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from paceline.errors import InvalidFileError, JobError, PacelineError, did_you_mean, shortened, shown
 from paceline.regular_files import read_json, replace_text
@@ -157,7 +157,8 @@ def check_values(value: Any, where: str = "") -> None:
         if dataclasses.is_dataclass(item):
             check_values(item, path)
         else:
-            _convert(_hints(type(value))[field.name], item, path, field.metadata)
+            hints = _hints(cast(Any, type(value)))
+            _convert(hints[field.name], item, path, field.metadata)
 
 
 @functools.cache
