@@ -67,9 +67,6 @@ CASES = {
     "resnet50": Case(
         "resnet50", {"num_classes": 10, "in_channels": 3, "stem": "cifar", "zero_init_residual": True}, (3, 16, 16)
     ),
-    "alexnet2": Case(
-        "alexnet", {"num_classes": 10, "stem": "cifar", "image_size": 15, "num_columns": 2, "hidden": 60}, (3, 15, 15)
-    ),
     "gpt": Case(
         "gpt", {"vocab_size": 31, "context": 12, "num_layers": 4, "num_heads": 4, "width": 32, "dropout": 0.1}, (12,)
     ),

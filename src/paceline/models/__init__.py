@@ -12,12 +12,10 @@ from torch import nn
 
 from paceline.errors import JobError, ModelError, did_you_mean
 from paceline.import_path import imported
-from paceline.models.alexnet import alexnet
 from paceline.models.cifarnet import cifarnet
 from paceline.models.efficientnet import VARIANTS, efficientnet
 from paceline.models.gpt import GPT
-from paceline.models.lenet import lenet
-from paceline.models.mlp import mlp
+from paceline.models.lenet import lenet, mlp
 from paceline.models.resnet import resnet18, resnet20, resnet50
 from paceline.spec import ModelSpec
 from paceline.spec.codec import at_least, between, from_mapping
@@ -27,7 +25,6 @@ __all__ = ["MODELS", "build"]
 MODELS: Final[Mapping[str, Callable[..., nn.Module]]] = {
     "mlp": mlp,
     "lenet": lenet,
-    "alexnet": alexnet,
     "cifarnet": cifarnet,
     "resnet18": resnet18,
     "resnet20": resnet20,

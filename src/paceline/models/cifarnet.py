@@ -41,7 +41,8 @@ def cifarnet(num_classes: int = 10, in_channels: int = 3, mirror: bool = True) -
             stage1=_stage(24, 64),
             stage2=_stage(64, 256),
             stage3=_stage(256, 256),
-            pool=_GlobalMax(),
+            pool=nn.AdaptiveMaxPool2d(1),
+            flatten=nn.Flatten(),
             fc=nn.Linear(256, num_classes, bias=False),
             scale=_Scale(1 / 9),
         )
@@ -101,11 +102,6 @@ def _norm(channels: int) -> nn.BatchNorm2d:
     norm = nn.BatchNorm2d(channels, momentum=0.4)
     norm.weight.requires_grad_(False)
     return norm
-
-
-class _GlobalMax(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.amax(dim=(2, 3))
 
 
 class _Scale(nn.Module):

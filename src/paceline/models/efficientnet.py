@@ -7,56 +7,35 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.initialize import kaiming
-
-
-@dataclass(frozen=True)
-class Variant:
-    """How far one member of the family is scaled up from B0."""
-
-    width: float
-    depth: float
-    dropout: float
-
+from paceline.models.layers import conv_norm, kaiming
 
 VARIANTS: Final = {
-    "efficientnet-b0": Variant(width=1.0, depth=1.0, dropout=0.2),
-    "efficientnet-b1": Variant(width=1.0, depth=1.1, dropout=0.2),
-    "efficientnet-b2": Variant(width=1.1, depth=1.2, dropout=0.3),
-    "efficientnet-b3": Variant(width=1.2, depth=1.4, dropout=0.3),
-    "efficientnet-b4": Variant(width=1.4, depth=1.8, dropout=0.4),
-    "efficientnet-b5": Variant(width=1.6, depth=2.2, dropout=0.4),
-    "efficientnet-b6": Variant(width=1.8, depth=2.6, dropout=0.5),
-    "efficientnet-b7": Variant(width=2.0, depth=3.1, dropout=0.5),
+    "efficientnet-b0": (1.0, 1.0, 0.2),
+    "efficientnet-b1": (1.0, 1.1, 0.2),
+    "efficientnet-b2": (1.1, 1.2, 0.3),
+    "efficientnet-b3": (1.2, 1.4, 0.3),
+    "efficientnet-b4": (1.4, 1.8, 0.4),
+    "efficientnet-b5": (1.6, 2.2, 0.4),
+    "efficientnet-b6": (1.8, 2.6, 0.5),
+    "efficientnet-b7": (2.0, 3.1, 0.5),
 }
-
-
-@dataclass(frozen=True)
-class BlockGroup:
-    """A row of the paper's table 1, at the scale of B0."""
-
-    expansion: int
-    kernel_size: int
-    stride: int
-    out_channels: int
-    num_blocks: int
-
+"""How many times as wide and as deep as B0 each is, and its rate of dropout."""
 
 STAGES: Final = (
-    BlockGroup(expansion=1, kernel_size=3, stride=1, out_channels=16, num_blocks=1),
-    BlockGroup(expansion=6, kernel_size=3, stride=2, out_channels=24, num_blocks=2),
-    BlockGroup(expansion=6, kernel_size=5, stride=2, out_channels=40, num_blocks=2),
-    BlockGroup(expansion=6, kernel_size=3, stride=2, out_channels=80, num_blocks=3),
-    BlockGroup(expansion=6, kernel_size=5, stride=1, out_channels=112, num_blocks=3),
-    BlockGroup(expansion=6, kernel_size=5, stride=2, out_channels=192, num_blocks=4),
-    BlockGroup(expansion=6, kernel_size=3, stride=1, out_channels=320, num_blocks=1),
+    (1, 3, 1, 16, 1),
+    (6, 3, 2, 24, 2),
+    (6, 5, 2, 40, 2),
+    (6, 3, 2, 80, 3),
+    (6, 5, 1, 112, 3),
+    (6, 5, 2, 192, 4),
+    (6, 3, 1, 320, 1),
 )
+"""The paper's table 1, at the scale of B0: expansion, kernel size, stride, output channels and blocks of each stage."""
 STEM_CHANNELS: Final = 32
 HEAD_CHANNELS: Final = 1280
 
@@ -79,31 +58,28 @@ def efficientnet(
     Args:
         variant: a name in `VARIANTS`.
     """
-    scale = VARIANTS[variant]
-    stem_channels = scaled_channels(STEM_CHANNELS, scale.width)
-    parts: OrderedDict[str, nn.Module] = OrderedDict(
-        stem=_conv_norm(in_channels, stem_channels, kernel_size=3, stride=stem_stride, activation=True)
-    )
-    depths = [math.ceil(stage.num_blocks * scale.depth) for stage in STAGES]
-    channels = stem_channels
-    num_blocks_before = 0
-    for number, (stage, depth) in enumerate(zip(STAGES, depths, strict=True), start=1):
-        out_channels = scaled_channels(stage.out_channels, scale.width)
+    width, depth, usual_dropout = VARIANTS[variant]
+    channels = scaled_channels(STEM_CHANNELS, width)
+    stem = nn.Sequential(*conv_norm(in_channels, channels, 3, stem_stride, activation=nn.SiLU))
+    parts: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
+    num_blocks = sum(math.ceil(stage[-1] * depth) for stage in STAGES)
+    place = 0
+    for number, (expansion, kernel_size, stride, stage_channels, num_stage_blocks) in enumerate(STAGES, start=1):
+        out_channels = scaled_channels(stage_channels, width)
         blocks = []
-        for place in range(depth):
-            skip_rate = stochastic_depth * (num_blocks_before + place) / sum(depths)
-            stride = stage.stride if place == 0 else 1
-            blocks.append(MBConv(channels, out_channels, stage.expansion, stage.kernel_size, stride, skip_rate))
+        for _ in range(math.ceil(num_stage_blocks * depth)):
+            skip_rate = stochastic_depth * place / num_blocks
+            blocks.append(MBConv(channels, out_channels, expansion, kernel_size, 1 if blocks else stride, skip_rate))
             channels = out_channels
+            place += 1
         parts[f"stage{number}"] = nn.Sequential(*blocks)
-        num_blocks_before += depth
-    head_channels = scaled_channels(HEAD_CHANNELS, scale.width)
+    head_channels = scaled_channels(HEAD_CHANNELS, width)
     parts["head"] = nn.Sequential(
         OrderedDict(
-            conv=_conv_norm(channels, head_channels, kernel_size=1, activation=True),
+            conv=nn.Sequential(*conv_norm(channels, head_channels, 1, activation=nn.SiLU)),
             pool=nn.AdaptiveAvgPool2d(1),
             flatten=nn.Flatten(),
-            dropout=nn.Dropout(scale.dropout if dropout is None else dropout),
+            dropout=nn.Dropout(usual_dropout if dropout is None else dropout),
             fc=nn.Linear(head_channels, num_classes),
         )
     )
@@ -139,10 +115,11 @@ class MBConv(nn.Module):
         wide = in_channels * expansion
         parts: OrderedDict[str, nn.Module] = OrderedDict()
         if expansion > 1:
-            parts["expand"] = _conv_norm(in_channels, wide, kernel_size=1, activation=True)
-        parts["depthwise"] = _conv_norm(wide, wide, kernel_size, stride, groups=wide, activation=True)
+            parts["expand"] = nn.Sequential(*conv_norm(in_channels, wide, 1, activation=nn.SiLU))
+        depthwise = conv_norm(wide, wide, kernel_size, stride, groups=wide, activation=nn.SiLU)
+        parts["depthwise"] = nn.Sequential(*depthwise)
         parts["squeeze_excite"] = SqueezeExcite(wide, max(1, in_channels // 4))
-        parts["project"] = _conv_norm(wide, out_channels, kernel_size=1, activation=False)
+        parts["project"] = nn.Sequential(*conv_norm(wide, out_channels, 1))
         self.adds_input = stride == 1 and in_channels == out_channels
         if self.adds_input:
             parts["stochastic_depth"] = StochasticDepth(skip_rate)
@@ -185,22 +162,3 @@ class StochasticDepth(nn.Module):
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
-
-
-def _conv_norm(
-    in_channels: int,
-    out_channels: int,
-    kernel_size: int,
-    stride: int = 1,
-    groups: int = 1,
-    *,
-    activation: bool,
-) -> nn.Sequential:
-    # No bias: the batch norm behind it has one.
-    conv = nn.Conv2d(
-        in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, groups=groups, bias=False
-    )
-    parts: list[nn.Module] = [conv, nn.BatchNorm2d(out_channels)]
-    if activation:
-        parts.append(nn.SiLU())
-    return nn.Sequential(*parts)

@@ -1,4 +1,4 @@
-"""LeNet in the modern shape that the multi-GPU chapter of "Dive into Deep Learning" trains."""
+"""LeNet in the modern shape that the multi-GPU chapter of "Dive into Deep Learning" trains, and a smaller net."""
 
 from __future__ import annotations
 
@@ -35,5 +35,30 @@ def lenet(num_classes: int = 10, in_channels: int = 1, image_size: int = 28) -> 
             fc1=nn.Linear(50 * grid_size**2, 128),
             relu3=nn.ReLU(),
             fc2=nn.Linear(128, num_classes),
+        )
+    )
+
+
+def mlp(
+    num_classes: int = 10,
+    in_features: int | None = None,
+    in_channels: int = 1,
+    image_size: int = 28,
+    hidden: int = 256,
+    dropout: float = 0.5,
+) -> nn.Sequential:
+    """One hidden layer and dropout: inputs (b, ...) of `in_features` values each -> logits (b, num_classes).
+
+    `in_features` None: in_channels * image_size * image_size.
+    """
+    if in_features is None:
+        in_features = in_channels * image_size**2
+    return nn.Sequential(
+        OrderedDict(
+            flatten=nn.Flatten(),
+            fc1=nn.Linear(in_features, hidden),
+            relu=nn.ReLU(),
+            dropout=nn.Dropout(dropout),
+            fc2=nn.Linear(hidden, num_classes),
         )
     )

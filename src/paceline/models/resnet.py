@@ -9,7 +9,7 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.initialize import kaiming
+from paceline.models.layers import conv_norm, kaiming
 
 Stem = Literal["imagenet", "cifar"]
 
@@ -19,7 +19,7 @@ def resnet20(num_classes: int = 10, in_channels: int = 3, zero_init_residual: bo
 
     Three stages of 16, 32 and 64 channels with parameter-free shortcuts (option A).
     """
-    stem = nn.Sequential(_conv(in_channels, 16, kernel_size=3), nn.BatchNorm2d(16), nn.ReLU())
+    stem = nn.Sequential(*conv_norm(in_channels, 16, 3, activation=nn.ReLU))
     stages = [(16, 3), (32, 3), (64, 3)]
     return _resnet(stem, basic_block, PaddedShortcut, 16, stages, num_classes, zero_init_residual)
 
@@ -83,17 +83,13 @@ class PaddedShortcut(nn.Module):
 
 def projected_shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential:
     """Option B: a learned 1 x 1 convolution, where a block changes the shape."""
-    return nn.Sequential(_conv(in_channels, out_channels, kernel_size=1, stride=stride), nn.BatchNorm2d(out_channels))
+    return nn.Sequential(*conv_norm(in_channels, out_channels, 1, stride))
 
 
 def basic_block(in_channels: int, out_channels: int, stride: int) -> nn.Sequential:
     """Two 3 x 3 convolutions."""
     return nn.Sequential(
-        _conv(in_channels, out_channels, kernel_size=3, stride=stride),
-        nn.BatchNorm2d(out_channels),
-        nn.ReLU(),
-        _conv(out_channels, out_channels, kernel_size=3),
-        nn.BatchNorm2d(out_channels),
+        *conv_norm(in_channels, out_channels, 3, stride, activation=nn.ReLU), *conv_norm(out_channels, out_channels, 3)
     )
 
 
@@ -101,14 +97,9 @@ def bottleneck(in_channels: int, out_channels: int, stride: int) -> nn.Sequentia
     """1 x 1 down to a quarter of `out_channels`, 3 x 3 there, 1 x 1 back up."""
     inner = out_channels // 4
     return nn.Sequential(
-        _conv(in_channels, inner, kernel_size=1),
-        nn.BatchNorm2d(inner),
-        nn.ReLU(),
-        _conv(inner, inner, kernel_size=3, stride=stride),
-        nn.BatchNorm2d(inner),
-        nn.ReLU(),
-        _conv(inner, out_channels, kernel_size=1),
-        nn.BatchNorm2d(out_channels),
+        *conv_norm(in_channels, inner, 1, activation=nn.ReLU),
+        *conv_norm(inner, inner, 3, stride, activation=nn.ReLU),
+        *conv_norm(inner, out_channels, 1),
     )
 
 
@@ -154,15 +145,6 @@ def _resnet(
 
 def _stem(stem: Stem, in_channels: int) -> nn.Sequential:
     if stem == "cifar":
-        return nn.Sequential(_conv(in_channels, 64, kernel_size=3), nn.BatchNorm2d(64), nn.ReLU())
-    return nn.Sequential(
-        _conv(in_channels, 64, kernel_size=7, stride=2),
-        nn.BatchNorm2d(64),
-        nn.ReLU(),
-        nn.MaxPool2d(kernel_size=3, stride=2, padding=1),
-    )
-
-
-def _conv(in_channels: int, out_channels: int, kernel_size: int, stride: int = 1) -> nn.Conv2d:
-    # No bias: the batch norm behind it has one.
-    return nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False)
+        return nn.Sequential(*conv_norm(in_channels, 64, 3, activation=nn.ReLU))
+    pool = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
+    return nn.Sequential(*conv_norm(in_channels, 64, 7, 2, activation=nn.ReLU), pool)
