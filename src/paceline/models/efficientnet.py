@@ -66,7 +66,7 @@ def efficientnet(
     place = 0
     for number, (expansion, kernel_size, stride, stage_channels, num_stage_blocks) in enumerate(STAGES, start=1):
         out_channels = scaled_channels(stage_channels, width)
-        blocks = []
+        blocks: list[nn.Module] = []
         for _ in range(math.ceil(num_stage_blocks * depth)):
             skip_rate = stochastic_depth * place / num_blocks
             blocks.append(MBConv(channels, out_channels, expansion, kernel_size, 1 if blocks else stride, skip_rate))
