@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 from torch.overrides import TorchFunctionMode
 
@@ -163,6 +163,12 @@ def apply_tensor_plan(model: nn.Module, axis: DeviceMesh, plan: Mapping[str, str
             styles[name] = _parallel_style(style)
     parallelize_module(model, axis, styles, src_data_rank=None)
     _tie_again(model, places)
+    for name, style in plan.items():
+        if style == "embedding_rowwise":
+            # Torch gives an embedding's whole gradient to every worker; a norm would count it once for each.
+            weight = cast(DTensor, model.get_parameter(f"{name}.weight"))
+            if weight.requires_grad:
+                weight.register_hook(lambda grad, like=weight: grad.redistribute(placements=like.placements))
     _DividedRegion(axis).watch(model, plan)
 
 
