@@ -80,9 +80,8 @@ OUR_GPT = functools.partial(seeded, functools.partial(GPT, models.NUM_TOKENS, 4,
     ids=["weights dropped", "inside of torch's function", "recomputed", "our gpt", "our gpt, recomputed"],
 )
 def test_a_declared_plan_learns_what_one_device_learns(make: Callable[[], nn.Module], engine: Engine) -> None:
-    task = Task(
-        make, losses.counted_tokens, texts(16), functools.partial(torch.optim.SGD, lr=0.3), epochs=1, clip_norm=0.1
-    )
+    sgd = functools.partial(torch.optim.SGD, lr=0.3)
+    task = Task(make, losses.counted_tokens, texts(16), sgd, epochs=1, clip_norm=0.1)
     first, second = trained(engine, task)
     assert largest_difference(first.learned, learn(task)) < LARGEST_DIFFERENCE
     assert first.weights_sha256 == second.weights_sha256
