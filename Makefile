@@ -26,12 +26,11 @@ PYTEST := $(BIN)/python -m pytest -n 4 --dist loadgroup
 
 # What every landing needs.
 test: $(READY)
-	$(PYTEST) -m "not nightly" --ignore tests/old tests
+	$(PYTEST) -m "not nightly" tests
 
-# Everything that can run here, with other examples of the properties every night; tests/old goes with the code it tests.
+# Everything that can run here, with other examples of the properties every night.
 nightly: $(READY)
-	PACELINE_TEST_PROFILE=nightly $(PYTEST) --ignore tests/old tests
-	$(PYTEST) tests/old
+	PACELINE_TEST_PROFILE=nightly $(PYTEST) tests
 
 # The site, in runs/docs; needs no network.
 docs: $(READY)
@@ -64,7 +63,7 @@ $(READY): $(PACKAGE)
 	$(PIP) --no-build-isolation -e '.[dev]'
 	@echo "Compiling what tests load, once for all the processes that would do it beside each other"
 	$(BIN)/python -c 'import torch._dynamo'
-	$(BIN)/python -m pytest --collect-only --ignore tests/old tests >/dev/null
+	$(BIN)/python -m pytest --collect-only tests >/dev/null
 	touch $(READY)
 
 clean:

@@ -1,10 +1,10 @@
 """Do the tests notice small defects? One mutant at a time is put into a copy of a checkout, and tests are run.
 
-    python -m benchmarks.mutations --suite new --out FILE.json [--source CHECKOUT] [--only NAME …] [--jobs N]
+    python -m benchmarks.mutations --out FILE.json [--source CHECKOUT] [--only NAME …] [--jobs N]
 
 `mutants.toml` beside this file has the mutants: defects that a release had, or as people make them. `text` is in one
-place of the source and becomes `replacement`; `old` and `new` are the tests of either suite that belong to it. A test
-that fails notices the mutant if it passes without it; one that a mutant keeps from ending fails by its time limit.
+place of the source and becomes `replacement`; `tests` are those that belong to it. A test that fails notices the mutant
+if it passes without it; one that a mutant keeps from ending fails by its time limit.
 Results are kept in FILE: what it has is not tried again. All of them are printed as a table in Markdown. A test that
 starts programs without PYTHONPATH tries the installed source and notices nothing.
 
@@ -32,7 +32,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
-SUITES = {"old": "tests/old", "new": "tests"}
 COPIED = ("src", "tests", "benchmarks", "examples", "docs", "README.md", "pyproject.toml")
 PRELOADED = ("torch", "torch.distributed", "numpy", "scipy.stats", "typer", "rich.table", "jinja2", "hypothesis")
 # Without the budgets of processor time, which a slow mutant would exceed for another reason than its defect.
@@ -48,13 +47,12 @@ class Mutant:
     name: str
     text: str
     replacement: str
-    old: tuple[str, ...]
-    new: tuple[str, ...]
+    tests: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a suite made of a mutant."""
+    """What its tests made of a mutant."""
 
     file: str
     """The changed file; empty where the mutant's text is not in the source exactly once."""
@@ -133,40 +131,37 @@ class Checkout:
 
 def load_mutants() -> list[Mutant]:
     listed = tomllib.loads(Path(__file__).with_name("mutants.toml").read_text())["mutant"]
-    return [Mutant(**one | {suite: tuple(one[suite]) for suite in SUITES}) for one in listed]
+    return [Mutant(**one | {"tests": tuple(one["tests"])}) for one in listed]
 
 
-def table(mutants: Sequence[Mutant], results: dict[str, dict[str, Outcome]]) -> str:
-    """What both suites noticed, in Markdown."""
-    lines = ["| mutant | file | old suite | new suite |", "|---|---|---|---|"]
+def table(mutants: Sequence[Mutant], outcomes: dict[str, Outcome]) -> str:
+    """What was noticed, in Markdown."""
+    lines = ["| mutant | file | noticed by |", "|---|---|---|"]
     for mutant in mutants:
-        known = [results[suite].get(mutant.name) for suite in SUITES]
-        file = next((one.file for one in known if one is not None), "")
-        cells = ["not tried" if one is None else _cell(one) for one in known]
-        lines.append(f"| {mutant.name} | {file} | {' | '.join(cells)} |")
-    for suite, outcomes in results.items():
-        lines.append(f"\n{suite}: {sum(bool(one.noticed_by) for one in outcomes.values())} of {len(outcomes)} noticed")
+        known = outcomes.get(mutant.name)
+        lines.append(
+            f"| {mutant.name} | " + (" | not tried |" if known is None else f"{known.file} | {_cell(known)} |")
+        )
+    lines.append(f"\n{sum(bool(one.noticed_by) for one in outcomes.values())} of {len(outcomes)} noticed")
     return "\n".join(lines)
 
 
 def _cell(outcome: Outcome) -> str:
-    test = outcome.noticed_by.removeprefix("tests/").removeprefix("old/").replace("|", "\\|")
+    test = outcome.noticed_by.removeprefix("tests/").replace("|", "\\|")
     return f"`{test}`" if test else f"**nobody**: {outcome.how}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--suite", choices=SUITES, default="new", help="whose tests are tried")
     parser.add_argument("--source", type=Path, default=Path(), metavar="CHECKOUT", help="what is copied")
     parser.add_argument("--out", type=Path, required=True, help="where results go; what it has is not tried again")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="mutants to try, again if they have a result")
     parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
     parser.add_argument("--limit", type=float, default=300, metavar="S", help="seconds for each call of pytest")
     arguments = parser.parse_args()
-    suite, limit_s = arguments.suite, arguments.limit
+    limit_s = arguments.limit
     stored = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
-    results = {one: {name: Outcome(**found) for name, found in stored.get(one, {}).items()} for one in SUITES}
-    mutants, done = load_mutants(), results[suite]
+    mutants, done = load_mutants(), {name: Outcome(**found) for name, found in stored.items()}
     wanted = [one for one in mutants if (one.name in arguments.only if arguments.only else one.name not in done)]
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for name in PRELOADED:
@@ -179,12 +174,11 @@ def main() -> None:
 
         def run(mutant: Mutant) -> None:
             checkout = free.get()
-            tests = [f"{SUITES[suite]}/{test}" for test in getattr(mutant, suite)]
+            tests = [f"tests/{test}" for test in mutant.tests]
             done[mutant.name] = outcome = checkout.try_out(mutant, tests, limit_s)
             free.put(checkout)
             print(f"{outcome.seconds:6.1f} s  {mutant.name}: {outcome}", file=sys.stderr, flush=True)
-            plain = {one: {name: asdict(found) for name, found in dict(results[one]).items()} for one in SUITES}
-            arguments.out.write_text(json.dumps(plain, indent=1) + "\n")
+            _keep(dict(done), arguments.out)
 
         list(pool.map(run, wanted))
         tests = sorted({done[one.name].noticed_by for one in wanted if one.name in done} - {""})
@@ -193,9 +187,12 @@ def main() -> None:
         if one.noticed_by in failed or (NOT_AT_ITS_END in failed and one.noticed_by in tests):
             why = failed.get(NOT_AT_ITS_END, f"{one.noticed_by} fails without it too")
             done[name] = Outcome(one.file, "", why, one.seconds)
-    plain = {one: {name: asdict(found) for name, found in results[one].items()} for one in SUITES}
-    arguments.out.write_text(json.dumps(plain, indent=1) + "\n")
-    print(table(mutants, results))
+    _keep(done, arguments.out)
+    print(table(mutants, done))
+
+
+def _keep(outcomes: dict[str, Outcome], path: Path) -> None:
+    path.write_text(json.dumps({name: asdict(outcome) for name, outcome in outcomes.items()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

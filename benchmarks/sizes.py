@@ -30,7 +30,7 @@ def room_of(path: Path) -> str:
         if len(parts) == 3:
             return "top"
         return "workflows+cli" if parts[2] in ("workflows", "cli") else parts[2]
-    return "tests/old" if parts[:2] == ("tests", "old") else parts[0]
+    return parts[0]
 
 
 def lines_by_room() -> dict[str, int]:
