@@ -24,7 +24,11 @@ RUN_DIR = "PACELINE_RUN_DIR"
 """The run folder that the launcher made."""
 LAUNCHED_AT = "PACELINE_LAUNCHED_AT"
 TRACE_DIR = "PACELINE_TRACE_DIR"
-"""Where a run leaves fingerprints of its steps, for `paceline verify`."""
+"""Where a run leaves records of its steps, for `paceline verify`."""
+WITHOUT_EXPECTED = "PACELINE_WITHOUT_EXPECTED"
+"""Set where `paceline verify` trains a script without batch norm and dropout."""
+UNEVEN_DEAL = "PACELINE_UNEVEN_DEAL"
+"""Set where `paceline verify` has some workers compute more virtual shards than others."""
 MAX_STEPS = "PACELINE_MAX_STEPS"
 DEVICE = "PACELINE_DEVICE"
 HEARTBEAT = "PACELINE_HEARTBEAT"
@@ -307,6 +311,11 @@ def visible_gpus() -> list[str] | None:
     return None if listed is None else [part.strip() for part in listed.split(",") if part.strip()]
 
 
-def trace_request(directory: Path, steps: int) -> dict[str, str]:
-    """The variables that make a run leave fingerprints of its first `steps` steps in `directory`."""
-    return {TRACE_DIR: str(directory), MAX_STEPS: str(steps)}
+def trace_request(directory: Path, steps: int, **flags: bool) -> dict[str, str]:
+    """The variables that make a run leave records of its first `steps` steps in `directory`.
+
+    Args:
+        flags: `without_expected` and `uneven_deal`.
+    """
+    chosen = {f"{OWN}{name.upper()}": "1" for name, is_set in flags.items() if is_set}
+    return {TRACE_DIR: str(directory), MAX_STEPS: str(steps)} | chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from inspect import isfunction
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 
+Kind = TypeVar("Kind")
 _DRAW = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(22, 4, generator=_DRAW, dtype=torch.float64)
 TARGETS = INPUTS.sum(1, keepdim=True).sin()
@@ -76,7 +77,7 @@ class Read(TensorDataset):
         return self._change(inputs), *rest
 
 
-def cases_of(*kinds: type[Script]) -> dict[str, type[Script]]:
+def cases_of(*kinds: type[Kind]) -> dict[str, type[Kind]]:
     """The class of each case, by the name of its method."""
     return {name: kind for kind in kinds for name, one in vars(kind).items() if name[0] != "_" and isfunction(one)}
 

@@ -14,22 +14,21 @@ from typing import Any
 
 import paceline
 from paceline.errors import PacelineError
-from paceline.report.parity import compare, load_trace
+from paceline.verify.comparison import compare
+from paceline.verify.records import load
 from tests.kit.workers import run_ranks
 from tests.verify.scripts import JOB, Cause, Script, train
 
 _STATES_CAUSE: tuple[tuple[str, set[Cause]], ...] = (
     ("the same run twice differs", {Cause.RANDOM}),
     ("of the same samples differs", {*Cause} - {Cause.SAMPLES, Cause.STEPS}),
-    ("the global batch holds other samples", {Cause.SAMPLES, Cause.RANDOM}),
+    ("DIFFERENCE: initial weights", {Cause.WEIGHTS}),
+    ("DIFFERENCE: samples", {Cause.SAMPLES, Cause.RANDOM}),
     ("read other values|would read other samples|read twice|collate function, called twice", {Cause.SAMPLES}),
-    (
-        "differs at step .* in gradient|has a hook on its gradient|calls backward\\(\\) itself",
-        {Cause.GRADIENTS},
-    ),
-    ("differs at step .* in parameter", {Cause.RATE, Cause.UPDATE}),
-    ("max_norm", {Cause.UPDATE}),
-    ("differs at step .* in buffer", {Cause.BUFFERS}),
+    (r"DIFFERENCE: gradient|has a hook on its gradient|calls backward\(\) itself", {Cause.GRADIENTS}),
+    ("DIFFERENCE: (learning rate|option)", {Cause.RATE}),
+    ("DIFFERENCE: weight|max_norm", {Cause.UPDATE}),
+    ("DIFFERENCE: buffer", {Cause.BUFFERS}),
     ("number of steps|needs its run.step", {Cause.STEPS}),
 )
 """The causes that today's sentences state; of several the first counts."""
@@ -62,17 +61,19 @@ class Shown:
 
 def shown_by(kind: type[Script], case: str, folder: Path) -> Shown:
     """What shows that a script is wrong."""
-    found, traces = [], []
+    found, runs = [], []
     for name, num_workers in ("two", 2), ("one", 1), ("again", 1):
         of_workers = outcomes(kind, case, num_workers, folder / name)
         if errors := {one.error for one in of_workers} - {""}:
             return Shown(" ".join(sorted(errors)))
         assert not any(one.crash for one in of_workers), of_workers
         found += [one.weights for one in of_workers if one.weights is not None]
-        traces.append(load_trace(folder / name, num_workers))
-    two, one, again = traces
-    verdicts = [verdict for verdict in compare(one, again, [two]) if not verdict.passed]
-    return Shown(" ".join(verdict.sentence() for verdict in verdicts), tuple(found))
+        runs.append(load(folder / name, num_workers))
+    two, one, again = runs
+    if not compare(one, again)[0].passed:
+        return Shown("the same run twice differs", tuple(found))
+    verdict, _ = compare(one, two)
+    return Shown("" if verdict.passed else verdict.sentence(), tuple(found))
 
 
 def outcomes(kind: type[Script], case: str, num_workers: int, folder: Path) -> list[Outcome]:

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline import env
 from paceline.errors import JobError
 
 
@@ -20,8 +21,13 @@ def shard_sizes(num_samples: int, num_shards: int) -> tuple[int, ...]:
 
 
 def shards_of_rank(rank: int, world_size: int, num_shards: int) -> tuple[int, int]:
-    """The shards start … stop - 1 of `rank`; the number of shards per rank differs by at most one."""
-    return rank * num_shards // world_size, (rank + 1) * num_shards // world_size
+    """The shards start … stop - 1 of `rank`; the number of shards per rank differs by at most one.
+
+    Where `paceline verify` asks for it, the first worker has one more and the last one fewer.
+    """
+    shift = 1 if num_shards >= 2 * world_size and env.text(env.UNEVEN_DEAL) else 0
+    bounds = [number * num_shards // world_size + shift * (0 < number < world_size) for number in (rank, rank + 1)]
+    return bounds[0], bounds[1]
 
 
 def check_shards(world_size: int, num_shards: int) -> None:

@@ -1,25 +1,30 @@
-"""`paceline.verify`: proof, on the user's own model, that N workers compute what one does."""
+"""`paceline.verify`: does a job or a training script compute on N workers what it computes on one?"""
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline import env
-from paceline.errors import LaunchError
+from paceline.errors import JobError, LaunchError, PacelineError
 from paceline.hardware import detect
 from paceline.launch.run import LaunchOptions, run_workers
 from paceline.plan import spread
-from paceline.report.parity import ParityVerdict, compare, load_trace
 from paceline.spec import Cluster, Job, Plan, parse_mesh
 from paceline.spec.mesh_name import check_strategy
+from paceline.verify.comparison import ParityVerdict, compare
+from paceline.verify.records import ObservedRun, load
 from paceline.words import number_of
 from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import Say, check_counts, is_script, read_counts, resolve_job, silent
 from paceline.workflows.run_folder import write_run
 from paceline.workflows.strategy import Strategy
+
+_BATCH, _ACCUMULATE = "{batch}", "{accumulate}"
 
 
 @checked
@@ -27,65 +32,147 @@ def verify(
     job: Job | str | Path,
     arguments: Sequence[str] = (),
     *,
-    workers: Sequence[int] | str = (1, 2, 4),
-    steps: int = 5,
+    workers: Sequence[int] | str = "1,2",
+    batch: int | None = None,
+    steps: int = 4,
+    deal: bool = False,
     model: str | Callable[..., Any] | None = None,
     data: str | Path | Callable[..., Any] | None = None,
     settings: Sequence[str] = (),
     strategy: str | None = None,
     say: Say = silent,
 ) -> tuple[ParityVerdict, ...]:
-    """Compare a few training steps on several numbers of workers with those on the smallest number.
+    """Compare the first training steps on several numbers of workers with those on the smallest number.
 
     A job with numeric parity is compared in float64, so that rounding cannot hide a difference; a script runs as it is.
-    The smallest number runs twice, so that what differs between equal runs is not put down to the number of workers.
-    Example: `paceline.verify("digits-lenet", workers=[1, 2])`.
+    If something differs, the smallest number runs again: what differs between equal runs is not put down to workers.
+    Example: `paceline.verify("train.py", ["--batch-size", "{batch}"], batch=8)`.
 
     Args:
-        job: a job, a job file (TOML), the name of a recipe; or a script that calls `paceline.init`, such as "train.py".
-        arguments: for the script.
-        workers: the numbers of workers to compare; or a text such as "1,2,4" or "1..4".
-        steps: training steps to compare.
+        job: a training script, whatever it is written with; a job, a job file (TOML), or the name of a recipe.
+        arguments: for the script. {batch} stands for its batch size per worker, so that all workers together have the
+            same batch; {accumulate} for the micro-steps of an update.
+        workers: the numbers of workers to compare, such as "1,2,4" or "1..4"; a single one is compared with one worker.
+        batch: the samples of all workers in a step, which {batch} divides; for a script that does not call
+            `paceline.init`.
+        steps: optimizer steps to compare.
+        deal: compare with the same number of workers, of which some compute more virtual shards than others: where one
+            worker cannot hold the model.
         strategy: how more than one worker divide the model, such as "fsdp" or "dp2 x pp2"; None: dp.
         say: receives progress messages, one line at a time.
         model, data, settings: as for `train`.
 
     Returns:
-        A verdict for each number of workers: whether it passed, or the first tensor that differs and the likely cause.
+        A verdict for each further number of workers: equal, the first difference and the likely cause, or why that
+        cannot be told.
 
     Raises:
-        PacelineError: an invalid argument, a mistake in the job, a script that takes no step.
-        WorkerFailed: a worker failed; says which rank, and why.
+        PacelineError: an invalid argument, or a mistake in the job.
     """
     cluster = detect()
     check_counts(steps=steps)
     counts = read_counts("workers", workers)
+    if counts[1:] == [] and counts[0] > 1 and not deal:
+        counts = [1, *counts]
     if strategy not in (None, "auto", "dp_one_process"):  # which ones there are does not depend on the counts
         check_strategy(strategy)
-    resolved = None
-    if not is_script(job, arguments, settings, data, model):
+    if is_script(job, arguments, settings, data, model):
+        filled = _filled(list(arguments), batch, counts)
+        plans = {count: _script_plan(Path(str(job)), _shared(strategy, count), count, cluster) for count in counts}
+        runs = _Runs(steps, strategy, plans, lambda _, count: [*_OBSERVED, str(job), *filled[count]], say)
+    else:
+        if batch is not None:
+            raise JobError("A job says its own global_batch_size; leave batch out.")
         resolved = _in_float64(resolve_job(job, settings, data, model))
-    plans = {}
-    for count in counts:  # all of them before the first is trained
-        shared = _shared(strategy, count)
-        if resolved is not None:
-            plans[count] = Strategy(shared).placed(resolved, cluster, count, say=say, threads_per_worker=1)
-        else:
-            plans[count] = _script_plan(Path(str(job)), shared, count, cluster)
-    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as scratch:
-        traces = []
-        for number, count in enumerate([counts[0], *counts]):
-            run_dir = Path(scratch) / str(number)
-            program = [str(job), *arguments]
-            if resolved is not None:
-                program = write_run(resolved, plans[count], run_dir, quiet=True)
-            say(f"training {steps} steps on {number_of(count, 'worker')} …")
-            # A script reads it from the environment. Every worker is a new process: those that are forked hash texts
-            # alike, and would hide what depends on the order of a set.
-            environ = env.trace_request(run_dir / "trace", steps) | env.note(env.STRATEGY, _shared(strategy, count))
-            run_workers(plans[count], program, LaunchOptions(run_dir, environ=environ))
-            traces.append(load_trace(run_dir / "trace", count))
-        return tuple(compare(traces[0], traces[1], traces[2:]))
+        plans = {
+            count: Strategy(_shared(strategy, count)).placed(resolved, cluster, count, say=say, threads_per_worker=1)
+            for count in counts
+        }
+        runs = _Runs(
+            steps, strategy, plans, lambda run_dir, count: write_run(resolved, plans[count], run_dir, quiet=True), say
+        )
+    return tuple(_compared(runs, counts[0], count, deal) for count in ([counts[0]] if deal else counts[1:] or counts))
+
+
+_OBSERVED = ("-m", "paceline.verify.observe")
+
+
+@dataclass
+class _Runs:
+    """Makes the runs to compare, each in new processes."""
+
+    num_steps: int
+    strategy: str | None
+    plans: Mapping[int, Plan]
+    program: Callable[[Path, int], Sequence[str]]
+    """program(run folder, number of workers): what follows `python`."""
+    say: Say
+
+    def make(self, count: int, **flags: bool) -> ObservedRun:
+        """A run on so many workers; `flags` are those of `env.trace_request`."""
+        self.say(f"training {self.num_steps} steps on {number_of(count, 'worker')} …")
+        with tempfile.TemporaryDirectory(prefix="paceline-verify-") as scratch:
+            run_dir = Path(scratch) / "run"
+            program = self.program(run_dir, count)
+            # Every worker is a new process: those that are forked hash texts alike, and would hide what depends on the
+            # order of a set.
+            environ = env.trace_request(run_dir / "trace", self.num_steps, **flags)
+            environ |= env.note(env.STRATEGY, _shared(self.strategy, count))
+            run_workers(self.plans[count], program, LaunchOptions(run_dir, environ=environ))
+            return load(run_dir / "trace", count)
+
+
+def _compared(runs: _Runs, smallest: int, count: int, deal: bool) -> ParityVerdict:
+    try:
+        base, other = runs.make(smallest), runs.make(count, uneven_deal=deal)
+        verdict, is_expected = compare(base, other)
+        if verdict.passed:
+            return verdict
+        again, _ = compare(base, runs.make(smallest))
+        if not again.passed:
+            return dataclasses.replace(
+                again,
+                outcome="could not tell",
+                cause=f"the same run twice differs, first in the {again.where} of step {again.step}",
+                advice="draw random numbers from generators that are seeded alike in every run, and let nothing follow "
+                "from the clock, the process or the order of a set.",
+            )
+        if not is_expected:
+            return verdict
+        found, _ = compare(
+            runs.make(smallest, without_expected=True), runs.make(count, uneven_deal=deal, without_expected=True)
+        )
+        expected = (
+            f"with them the {verdict.where} of step {verdict.step} differs, as is to be expected: {verdict.cause}."
+        )
+        return dataclasses.replace(found, notes=(*found.notes, f"compared without batch norm and dropout; {expected}"))
+    except PacelineError as problem:
+        advice = "mend what the run says, and compare again."
+        return ParityVerdict(count, "could not tell", 0, cause=str(problem), advice=advice)
+
+
+def _filled(arguments: list[str], batch: int | None, counts: list[int]) -> dict[int, list[str]]:
+    """The arguments of the script for each number of workers."""
+    text = " ".join(arguments)
+    if (batch is None) != (_BATCH not in text):
+        raise JobError(
+            "batch and {batch} belong together: paceline verify --batch 8 train.py -- --size {batch} gives each of "
+            "2 workers --size 4."
+        )
+    most = max(counts)
+    micro_steps = {count: most // count if _ACCUMULATE in text else 1 for count in counts}
+    for count in counts:
+        if batch is not None and batch % (count * micro_steps[count]):
+            raise JobError(f"A batch of {batch} cannot be divided by {count * micro_steps[count]}; take another one.")
+    return {
+        count: [
+            one.replace(_BATCH, str((batch or 0) // (count * micro_steps[count]))).replace(
+                _ACCUMULATE, str(micro_steps[count])
+            )
+            for one in arguments
+        ]
+        for count in counts
+    }
 
 
 def _in_float64(job: Job) -> Job:

@@ -177,7 +177,7 @@ class ModelStepper:
                 self.session.check_peers()  # the norm was a sum of all workers' too
         self.session.is_consistent = False
         idle = not pending.batch.assignment.sizes or not self._counts_samples
-        self._tracer.before_update(pending.index, trained.model, engine.whole, loss, content, idle=idle)
+        self._tracer.before_update(trained.model, trained.optimizer, engine.whole, loss, content, idle=idle)
         if not is_made:
             if scaler.is_enabled() and has_gradient and self._state.job.nonfinite == "skip":
                 # As where the device leaves the update out: the scale goes down.

@@ -1,101 +1,76 @@
-"""Fingerprints of every step, for `paceline verify` to compare runs on different numbers of workers.
-
-A tensor's fingerprint is its norm and its inner products with a few fixed vectors of random signs s. Since
-E[(s.a - s.b)^2] = |a - b|^2, two fingerprints give the distance of two tensors without keeping either
-(Achlioptas, "Database-friendly random projections", 2003).
-"""
+"""Records of every step, for `paceline verify` to compare runs on different numbers of workers."""
 
 from __future__ import annotations
 
-import json
-import zlib
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self, TextIO
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline import env
 from paceline.batch import Batch
 from paceline.containers import tensors
+from paceline.fingerprints import fingerprints, options_of, sample_digests
 from paceline.spec import Job, Mesh
+from paceline.step_records import StepRecord, write
 from paceline.train.process.process_group import World
 from paceline.train.records.digest import weights_sha256
-
-NUM_PROJECTIONS = 8
 
 Whole = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 """Makes all tensors of a model, unsharded, from those that this worker holds: `Engine.whole`."""
 
 
 class ParityTracer:
-    """Writes one JSON line a step and worker, where a trace was asked for; else does nothing."""
+    """Writes a record of each step and worker, where a trace was asked for; else does nothing."""
 
-    def __init__(self, file: TextIO | None) -> None:
-        self._file = file
-        self._line: dict[str, Any] = {}
+    def __init__(self, path: Path | None, header: Mapping[str, Any]) -> None:
+        if path is not None:
+            write(path, header, [])  # `verify.observe` sees that this run records itself
+        self._path = path
+        self._header = header
+        self._steps: list[StepRecord] = []
+        self._step = StepRecord()
 
     @classmethod
     def from_environment(cls, world: World, job: Job, mesh: Mesh | None) -> Self:
         directory = env.path(env.TRACE_DIR)
-        if directory is None:
-            return cls(None)
-        directory.mkdir(parents=True, exist_ok=True)
-        file = open(directory / f"rank{world.rank}.jsonl", "w", encoding="utf-8")  # noqa: SIM115 - close() ends it
         tp = 1 if mesh is None else mesh.tp
-        file.write(json.dumps({"parity": job.parity, "precision": job.precision, "tp": tp}) + "\n")
-        return cls(file)
+        header = {"precision": job.precision, "is_bitwise": job.parity == "bitwise", "tp": tp}
+        return cls(None if directory is None else directory / f"rank{world.rank}.jsonl", header)
 
-    def before_update(self, step: int, model: nn.Module, whole: Whole, loss: Tensor, batch: Any, *, idle: bool) -> None:
+    def before_update(
+        self, model: nn.Module, optimizer: Optimizer, whole: Whole, loss: Tensor, batch: Any, *, idle: bool
+    ) -> None:
         """Note the loss, a scalar. Where the model is spread: a collective, and rank 0 writes for all."""
-        if self._file is None:
+        if self._path is None:
             return
-        gradients = whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-        self._line = {
-            "step": step,
-            "loss": float(loss),
-            "batch_digest": 0 if idle else batch_digest(batch),
-            "gradients": fingerprints(gradients.items()),
-        }
+        weights = {} if self._steps else fingerprints(whole(dict(model.named_parameters())).items())
+        self._step = StepRecord(
+            [] if idle else _digests(batch),
+            [float(loss)],
+            weights,
+            fingerprints(whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None}).items()),
+            options_of(optimizer),
+        )
 
     def after_update(self, model: nn.Module, whole: Whole) -> None:
-        if self._file is None or not self._line:  # servers make updates without a gradient of all workers
+        if self._path is None or not self._step.losses:  # servers make updates without a gradient of all workers
             return
-        self._line["parameters"] = fingerprints(whole(dict(model.named_parameters())).items())
-        self._line["buffers"] = fingerprints(whole(dict(model.named_buffers())).items())
-        self._line["weights_sha256"] = weights_sha256(whole(model.state_dict(keep_vars=True)))
-        self._file.write(json.dumps(self._line) + "\n")
-        self._line = {}
+        step, self._step = self._step, StepRecord()
+        step.weights = fingerprints(whole(dict(model.named_parameters())).items())
+        step.buffers = fingerprints(whole(dict(model.named_buffers())).items())
+        step.weights_sha256 = weights_sha256(whole(model.state_dict(keep_vars=True)))
+        self._steps.append(step)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._path is not None:
+            write(self._path, self._header, self._steps)
+            self._path = None
 
 
-def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[float]]:
-    """[norm, projection, projection, …] of each tensor, in float64."""
-    return {name: _fingerprint(tensor.detach().to("cpu", torch.float64).reshape(-1)) for name, tensor in tensors}
-
-
-def _fingerprint(flat: Tensor) -> list[float]:
-    signs = torch.Generator().manual_seed(flat.numel())
-    values = [float(flat.norm())]
-    for _ in range(NUM_PROJECTIONS):
-        bits = torch.randint(0, 2, flat.shape, generator=signs, dtype=torch.int8)
-        values.append(float(flat @ (2 * bits - 1).to(torch.float64)))
-    return values
-
-
-def batch_digest(batch: Any) -> int:
-    """A number for the samples of a batch that does not depend on their order, so workers' digests can be added."""
+def _digests(batch: Any) -> list[int]:
     if isinstance(batch, Batch):
-        return sum(batch_digest(shard) for shard in batch.shards)
-    leaves = [leaf.detach().cpu() for leaf in tensors(batch) if leaf.dim() > 0]
-    total = 0
-    for row in zip(*leaves, strict=False):
-        crc = 0
-        for leaf in row:
-            crc = zlib.crc32(leaf.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
-        total += crc
-    return total
+        return [digest for shard in batch.shards for digest in _digests(shard)]
+    return list(sample_digests(tensors(batch)))
