@@ -311,11 +311,13 @@ def visible_gpus() -> list[str] | None:
     return None if listed is None else [part.strip() for part in listed.split(",") if part.strip()]
 
 
-def trace_request(directory: Path, steps: int, **flags: bool) -> dict[str, str]:
-    """The variables that make a run leave records of its first `steps` steps in `directory`.
-
-    Args:
-        flags: `without_expected` and `uneven_deal`.
-    """
-    chosen = {f"{OWN}{name.upper()}": "1" for name, is_set in flags.items() if is_set}
-    return {TRACE_DIR: str(directory), MAX_STEPS: str(steps)} | chosen
+def trace_request(
+    directory: Path, steps: int, *, without_expected: bool = False, uneven_deal: bool = False
+) -> dict[str, str]:
+    """The variables that make a run leave records of its first `steps` steps in `directory`."""
+    variables = {TRACE_DIR: str(directory), MAX_STEPS: str(steps)}
+    if without_expected:
+        variables[WITHOUT_EXPECTED] = "1"
+    if uneven_deal:
+        variables[UNEVEN_DEAL] = "1"
+    return variables
