@@ -6,7 +6,7 @@ READY := .venv/.ready
 # Modules are compiled when they are first loaded: to compile all of torch takes longer than to install it.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt
 
-.PHONY: demo check test nightly docs bench bench-hosts gpu clean
+.PHONY: demo check test nightly docs bench gpu clean
 
 demo: $(PACKAGE)
 	$(BIN)/paceline scale digits-lenet --devices 1,2 --set epochs=5 --out runs/demo-$$(date +%Y%m%d-%H%M%S)
@@ -41,10 +41,6 @@ bench: $(READY)
 	$(BIN)/python benchmarks/throughput.py mnist --data $(DATA)/mnist
 	$(BIN)/python benchmarks/throughput.py cifar10 --data $(DATA)/cifar10
 	$(BIN)/python benchmarks/throughput.py startup --data $(DATA)/mnist
-
-# Two nodes of two workers with links of 200 Mbit/s on this machine; needs root and takes some 8 minutes.
-bench-hosts: $(READY)
-	$(BIN)/python -m benchmarks.hosts --out runs/bench-hosts-$$(date +%Y%m%d-%H%M%S)
 
 # What this machine's GPUs do, or simulated ones where there are none, on one page; needs nothing but torch.
 gpu:

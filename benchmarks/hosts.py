@@ -1,102 +1,95 @@
 """Every way to sum over 2 nodes x 2 workers, which are namespaces on this machine with shaped links between them.
 
-    python -m benchmarks.hosts --out DIR [--rate 200] [--size 100MB]
-    python -m benchmarks.hosts --out DIR --links 2 [--used 1] --only all_reduce,hierarchical,tree_exact
+    python -m benchmarks.hosts [--rate 200] [--bytes 100000000] [--rounds 3]
+    python -m benchmarks.hosts --links 2 --used 1 --only all_reduce,hierarchical,tree_exact
 
-Seconds, bytes over each link by the nodes' own counters, and the physical minimum, for one size; and all sizes from
-64 KiB to it. Prints the table of that size as JSON and as Markdown, and leaves it with a page in DIR. Needs root.
+A row for each algorithm and wire format: median seconds of the slowest worker, and the bytes that a node sent, by its
+own counters. Every sum is checked. Needs root.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
+import dataclasses
+import statistics
+import time
 from pathlib import Path
 
+import torch
 from tests.kit.nodes.cluster import Cluster, run_on_nodes, why_not
 
-from paceline.cli.options import parse_size
-from paceline.errors import PacelineError
-from paceline.measure.values import REQUEST_FILE
-from paceline.report.comm_bench import PAGE_FILE, comm_mapping, left_out_sentences, place_text, sizes
-from paceline.report.comm_page import load_timings, write_comm_bench
-from paceline.report.comm_table import comm_markdown_at
-from paceline.report.formats import rate_text, size_text
-from paceline.spec.algorithm import algorithm_names
-from paceline.spec.comm_timing import CommCase, CommRequest, message_sizes
+from paceline.comm import ALGORITHMS, WIRE_FORMATS, Links, open_links
+from paceline.measure.timing import largest
+from paceline.measure.workers import join_workers
+from paceline.report.tables import markdown_table
 
-WORKERS_PER_NODE = (2, 2)
-SMALLEST_BYTES = 64 << 10
-START_S = 60
-"""For the workers to load torch and to connect, and for the calls that the budget does not foresee."""
-
-CASES = (
-    *(CommCase(name) for name in algorithm_names()),
-    CommCase("ring", order="alternating"),
-    *(CommCase(name, wire) for wire in ("bfloat16",) for name in ("all_reduce", "hierarchical")),
-)
+LIMIT_S = 600.0
+CASES = (*((name, "float32") for name in ALGORITHMS), ("all_reduce", "bfloat16"), ("hierarchical", "bfloat16"))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.hosts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder for timings.json, comm.html and comm.md")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=200.0, help="of each link, in Mbit/s")
     parser.add_argument("--links", type=int, default=1, help="of each node, each to a switch of its own")
     parser.add_argument("--used", type=int, help="so many of them are named for workers; all, if not given")
-    parser.add_argument("--only", default="", help="these algorithms alone, in float32")
-    parser.add_argument("--size", default="100MB", help="largest message, the one of the table")
-    parser.add_argument("--rounds", type=int, default=3, help="most rounds of a size")
-    parser.add_argument("--budget", type=float, default=420.0, help="seconds for all timings")
+    parser.add_argument("--only", default=",".join(ALGORITHMS), help="these algorithms alone")
+    parser.add_argument("--bytes", type=int, default=100_000_000, help="of the vector that is summed")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--as-worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.as_worker:
+        print_timings(arguments.only.split(","), arguments.bytes, arguments.rounds)
+        return
     if reason := why_not():
-        raise PacelineError(f"This benchmark cannot run here: {reason}.")
-    rate_bits_per_s = arguments.rate * 1e6
-    size_bytes = parse_size(arguments.size, "--size")
-    used = arguments.used or arguments.links
-    cluster = Cluster(len(WORKERS_PER_NODE), rate_bits_per_s, arguments.links)
-    named = tuple(CommCase(name) for name in algorithm_names() if name in arguments.only.split(","))
-    request = CommRequest(
-        cases=named or CASES,
-        sizes_bytes=(size_bytes,) if named else message_sizes(SMALLEST_BYTES, size_bytes),
-        device_kind="cpu",
-        num_rounds=arguments.rounds,
-        budget_s=arguments.budget,
-        timeout_s=arguments.budget,
-        link_rate_bytes_per_s=used * rate_bits_per_s / 8,
-        interface=",".join(cluster.interfaces[:used]),
-    )
-    out: Path = arguments.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    request.save(out / REQUEST_FILE)
-    program = ["-m", "paceline.measure.collective_bench", str(out / REQUEST_FILE), str(out)]
-    print(f"at most {arguments.budget + START_S:.0f} s …", file=sys.stderr)
-    with cluster:
-        run_on_nodes(
+        parser.error(f"this cannot run here: {reason}")
+    program = ["-m", "benchmarks.hosts", "--as-worker", "--only", arguments.only, "--bytes", str(arguments.bytes)]
+    with Cluster(2, arguments.rate * 1e6, arguments.links) as cluster:
+        used = ",".join(cluster.interfaces[: arguments.used])
+        outputs = run_on_nodes(
             cluster,
-            WORKERS_PER_NODE,
-            program,
-            timeout_s=arguments.budget + START_S,
-            env={"GLOO_SOCKET_IFNAME": request.interface or ""},
+            (2, 2),
+            [*program, "--rounds", str(arguments.rounds)],
+            timeout_s=LIMIT_S,
+            env={"GLOO_SOCKET_IFNAME": used},
+            cwd=Path(__file__).parents[1],
         )
-    timings = load_timings(out)
-    write_comm_bench(timings, out)
-    print(json.dumps(comm_mapping(timings)))
-    size = sizes(timings)[-1]
-    print(
-        f"\n{size_text(size)} over {place_text(timings)}, {used} of {arguments.links} links of "
-        f"{rate_text(rate_bits_per_s / 8)} a node\n"
-    )
-    print(comm_markdown_at(timings, size))
-    print("\n".join(left_out_sentences(timings)))
-    print(out / PAGE_FILE)
+    print(outputs[0])
+
+
+def print_timings(names: list[str], num_bytes: int, num_rounds: int) -> None:
+    """What each worker runs; the first prints the table."""
+    world = join_workers("cpu", LIMIT_S)
+    assert world.group is not None
+    links = open_links(world.group, world.device, LIMIT_S)
+    values = torch.empty(num_bytes // 4)
+    rows = []
+    for name, wire in CASES:
+        if name not in names:
+            continue
+        written = dataclasses.replace(links, wire=WIRE_FORMATS[wire])
+        rounds = [time_sum(name, written, values) for _ in range(1 + num_rounds)][1:]  # the first one connects
+        seconds, crossed = (statistics.median(column) for column in zip(*rounds, strict=True))
+        rows.append([name, wire, f"{seconds:.3g}", f"{crossed / 1e6:.1f}"])
+    if world.rank == 0:
+        print(markdown_table(["algorithm", "wire", "s", "MB sent by a node"], rows))
+
+
+def time_sum(name: str, links: Links, values: torch.Tensor) -> tuple[float, float]:
+    """(seconds, bytes) of one sum; small whole numbers, whose sum is exact in every format."""
+    values.fill_(links.rank + 1)
+    largest(0.0, links.group)  # all are ready
+    before, began = sent_bytes(), time.perf_counter()
+    ALGORITHMS[name](values, links)
+    seconds = largest(time.perf_counter() - began, links.group)
+    crossed = largest(sent_bytes() - before, links.group)
+    expected = links.world_size * (links.world_size + 1) / 2
+    assert bool((values == expected).all()), f"{name} sums wrongly"
+    return seconds, crossed
+
+
+def sent_bytes() -> int:
+    return sum(int(path.read_text()) for path in Path("/sys/class/net").glob("eth*/statistics/tx_bytes"))
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except PacelineError as error:
-        print(f"hosts: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+    main()

@@ -27,7 +27,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
+import psutil
 
 from .notes import Device, Notes
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.spec import Cluster, Job, Plan, RunRecord
     from paceline.spec.forecast import Forecast
     from paceline.train import Callback, Run, init
-    from paceline.workflows import bench, catalog, checkpoint, submit
+    from paceline.workflows import catalog, checkpoint, submit
     from paceline.workflows.doctor import doctor
     from paceline.workflows.launch import launch
     from paceline.workflows.memory import memory
@@ -51,7 +51,6 @@ __all__ = [
     "Study",
     "Where",
     "__version__",
-    "bench",
     "catalog",
     "checkpoint",
     "doctor",
@@ -87,7 +86,7 @@ _MODULES = {
 }
 """The modules of the public names that are no commands; a module is loaded when one of its names is first used, since
 torch takes seconds."""
-_GROUPS = ("bench", "catalog", "checkpoint", "submit")
+_GROUPS = ("catalog", "checkpoint", "submit")
 """The public modules, each a group of functions: those of `paceline.workflows` with these names."""
 
 

@@ -30,7 +30,6 @@ COMMANDS = {
     "scale": "paceline.cli.scale:scale",
     "verify": "paceline.cli.verify:verify",
     "submit": "paceline.cli.submit:app",
-    "bench": "paceline.cli.bench:app",
     "checkpoint": "paceline.cli.checkpoint:app",
     "export": "paceline.cli.checkpoint:export",
     "watch": "paceline.cli.watch:watch",

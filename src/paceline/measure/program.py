@@ -2,7 +2,7 @@
 
     python -m paceline.measure.NAME REQUEST.json OUT [--quiet]
 
-One process a worker, whether `paceline probe`, `paceline bench`, torchrun, srun or mpirun starts them. Loads no torch.
+One process a worker, whether `paceline probe`, torchrun, srun or mpirun starts them. Loads no torch.
 """
 
 from __future__ import annotations

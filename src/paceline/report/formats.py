@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 from paceline import words
 from paceline.words import number_of, three_digits
 
@@ -79,39 +76,6 @@ def devices(count: int) -> str:
     return number_of(count, "device")
 
 
-def size_text(num_bytes: int) -> str:
-    """In the unit in which it is a round number: 4096 as "4 KiB", 100,000,000 as "100 MB"."""
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if num_bytes >= 1024**power and num_bytes % 1024**power == 0:
-            return f"{num_bytes // 1024**power} {unit}"
-    return _scaled(num_bytes, ("B", "KB", "MB", "GB"))
-
-
-def rate_text(bytes_per_s: float | None) -> str:
-    """Three digits: "23.4 MB/s"."""
-    return NOTHING if bytes_per_s is None else _scaled(bytes_per_s, ("B/s", "KB/s", "MB/s", "GB/s", "TB/s"))
-
-
-def time_text(seconds: float | None) -> str:
-    """Three digits: "476 µs", "7.31 ms", "4.18 s"."""
-    if seconds is None:
-        return NOTHING
-    for scale, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * scale >= 0.9995:
-            return f"{three_digits(seconds * scale)} {unit}"
-    return f"{three_digits(seconds * 1e6)} µs"
-
-
-def ratio_text(factor: float | None) -> str:
-    return NOTHING if factor is None else f"{three_digits(factor)}x"
-
-
 def megabytes_text(num_bytes: float | None) -> str:
     """Three digits, without the unit."""
     return NOTHING if num_bytes is None else three_digits(num_bytes / 1e6)
-
-
-def _scaled(number: float, units: Sequence[str]) -> str:
-    power = min(max(0, int(math.log10(max(number, 1)) // 3)), len(units) - 1)
-    scaled = number / 1000**power
-    return f"{scaled:g} {units[power]}" if scaled == int(scaled) else f"{three_digits(scaled)} {units[power]}"

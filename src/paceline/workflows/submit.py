@@ -26,7 +26,7 @@ from paceline.workflows.run_folder import check_folder, new_run_dir
 
 __all__ = ["SlurmJob", "kubernetes", "slurm"]
 
-COMMANDS = ("train", "launch", "scale", "bench")
+COMMANDS = ("train", "launch", "scale")
 SCRIPT_FILE = "submit.sh"
 
 
@@ -59,7 +59,7 @@ def slurm(
     Example: `print(paceline.submit.slurm("train", ["mnist-lenet"], nodes=2, workers=4, dry_run=True).script)`.
 
     Args:
-        command: one of train, launch, scale and bench; `arguments` follow it.
+        command: one of train, launch and scale; `arguments` follow it.
         nodes: number of nodes.
         workers: number of workers on each node, one per GPU.
         cpus: cores for each worker.
@@ -82,9 +82,8 @@ def slurm(
     if not dry_run and out is not None:
         check_folder(Path(out))
     run_dir = Path("runs") / command if dry_run and not out else new_run_dir(out, command)
-    name_of_benchmark = 1 if command == "bench" else 0  # options follow it
     options = ["--launcher", "slurm", "--out", str(run_dir.absolute())]
-    program = [command, *arguments[:name_of_benchmark], *options, *arguments[name_of_benchmark:]]
+    program = [command, *options, *arguments]
     script = batch_script(
         [sys.executable, "-m", "paceline", *program],
         name=f"paceline-{command}",

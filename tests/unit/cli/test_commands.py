@@ -29,7 +29,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         )
     },
     **{f"submit {name}": getattr(paceline.submit, name) for name in ("slurm", "kubernetes")},
-    **{f"bench {name}": getattr(paceline.bench, name) for name in ("comm", "checkpoint")},
     **{f"checkpoint {name}": getattr(paceline.checkpoint, name) for name in ("ls", "verify", "prune", "export")},
     "export": paceline.checkpoint.export,
     "jobs ls": paceline.catalog.recipes,
