@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from paceline.workflows.launch import launch
     from paceline.workflows.memory import memory
     from paceline.workflows.mesh_dry_run import dry_run_mesh
-    from paceline.workflows.new import new
     from paceline.workflows.plan import plan
     from paceline.workflows.probe import probe
     from paceline.workflows.report import report
@@ -60,7 +59,6 @@ __all__ = [
     "init",
     "launch",
     "memory",
-    "new",
     "plan",
     "probe",
     "report",

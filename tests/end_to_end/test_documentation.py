@@ -20,7 +20,7 @@ from tests.kit.commands import paceline as run_paceline
 from tests.kit.commands import python, succeeded
 from tests.kit.markdown import README, ROOT, Block, blocks_of, pages, run_page, write_files
 
-SHOWS_SOMETHING = ("text", "json", "{toctree}", "{include}")
+SHOWS_SOMETHING = ("text", "json", "yaml", "{toctree}", "{include}")
 """Languages of blocks that are no code."""
 BLOCKS = [block for page in pages() for block in blocks_of(page)]
 GUIDES = sorted((ROOT / "docs" / "guides").glob("from-*.md"))

@@ -35,7 +35,6 @@ COMMANDS = {
     "watch": "paceline.cli.watch:watch",
     "report": "paceline.cli.report:report",
     "doctor": "paceline.cli.doctor:doctor",
-    "new": "paceline.cli.new:new",
     "jobs": "paceline.cli.catalog:app",
     "models": "paceline.cli.catalog:models",
     "data": "paceline.cli.catalog:data",

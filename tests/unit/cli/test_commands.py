@@ -25,7 +25,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         name: getattr(paceline, name)
         for name in (
             *("topo", "probe", "plan", "launch", "train", "scale", "verify", "watch", "report", "doctor"),
-            *("memory", "new"),
+            "memory",
         )
     },
     **{f"submit {name}": getattr(paceline.submit, name) for name in ("slurm", "kubernetes")},
