@@ -35,7 +35,7 @@ def job_keys() -> str:
     lines = [
         "# Job keys",
         "",
-        "What a job file (TOML), `--set KEY=VALUE`, and `paceline.init(KEY=VALUE)` can say. `paceline jobs keys`",
+        "What a job file (TOML), `--set KEY=VALUE`, and `paceline.init(KEY=VALUE)` can say. `paceline list keys`",
         "prints the same list. A key without a default is left out by default.",
     ]
     for table, keys in tables.items():

@@ -31,15 +31,20 @@ COMMANDS = {
     "verify": "paceline.cli.verify:verify",
     "submit": "paceline.cli.submit:app",
     "checkpoint": "paceline.cli.checkpoint:app",
-    "export": "paceline.cli.checkpoint:export",
     "watch": "paceline.cli.watch:watch",
     "report": "paceline.cli.report:report",
     "doctor": "paceline.cli.doctor:doctor",
-    "jobs": "paceline.cli.catalog:app",
-    "models": "paceline.cli.catalog:models",
-    "data": "paceline.cli.catalog:data",
+    "list": "paceline.cli.catalog:app",
 }
 """Where each command is, in the order of the pipeline: a function, or a group of commands."""
+
+FORMER_NAMES = {
+    "jobs": "`paceline list recipes` and `paceline list keys`",
+    "models": "`paceline list models`",
+    "data": "`paceline list data`",
+    "export": "`paceline checkpoint export`",
+}
+"""What to write instead of a command of version 0.2."""
 
 
 class PipelineOrder(TyperGroup):
@@ -91,9 +96,13 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
             stream.reconfigure(errors="backslashreplace")  # what its encoding does not have is written as in Python
-    named = [word for word in sys.argv[1:2] if word in COMMANDS]
+    word = "".join(sys.argv[1:2])
+    if word in FORMER_NAMES:
+        print(f"paceline: the command {word} has another name: {FORMER_NAMES[word]}.", file=sys.stderr)
+        sys.exit(PacelineError.exit_code)
+    named = [word] if word in COMMANDS else COMMANDS
     try:
-        exit_code = command_line(named or COMMANDS)(standalone_mode=False)
+        exit_code = command_line(named)(standalone_mode=False)
         if sys.stdout is not None:
             sys.stdout.flush()
     except TyperException as mistake:

@@ -1,4 +1,4 @@
-"""`paceline jobs`, `paceline models`, `paceline data`: what a job can say and what the package brings along."""
+"""`paceline list`: what a job can say and what the package brings along."""
 
 from __future__ import annotations
 
@@ -11,16 +11,28 @@ from paceline.cli.console import print_table
 from paceline.workflows import catalog
 from paceline.workflows.catalog import CatalogEntry
 
-app = typer.Typer(no_args_is_help=True, help="The recipes, and the keys of a job file.")
+app = typer.Typer(no_args_is_help=True, help="List recipes, models, data sets, or the keys of a job file.")
 
 
-@app.command("ls")
-def show_recipes() -> None:
+@app.command()
+def recipes() -> None:
     """List the recipes: jobs that come with the package."""
     _show(catalog.recipes())
 
 
-@app.command("keys")
+@app.command()
+def models() -> None:
+    """List the reference models and their options."""
+    _show(catalog.models())
+
+
+@app.command()
+def data() -> None:
+    """List the data sets that a job can name."""
+    _show(catalog.data_sets())
+
+
+@app.command()
 def keys(
     prefix: Annotated[str, typer.Argument(help="Only keys that begin with this, such as optim.")] = "",
 ) -> None:
@@ -30,16 +42,6 @@ def keys(
         for key in catalog.job_keys(prefix)
     ]
     print_table(rows, left=rows[0], pipe_columns=400)
-
-
-def models() -> None:
-    """List the reference models and their options."""
-    _show(catalog.models())
-
-
-def data() -> None:
-    """List the data sets that a job can name."""
-    _show(catalog.data_sets())
 
 
 def _show(entries: Iterable[CatalogEntry]) -> None:

@@ -6,11 +6,8 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from paceline.cli.catalog import show_recipes
 from paceline.cli.options import AsJson, DryRun, options_of, to_stderr
 from paceline.errors import JobError
 from paceline.spec import RunRecord
@@ -19,19 +16,10 @@ from paceline.workflows.jobs import resolve_job
 from paceline.workflows.run_folder import new_run_dir
 
 
-def _print_recipes(is_asked: bool) -> None:
-    if is_asked:
-        show_recipes()
-        raise typer.Exit
-
-
 @options_of(workflow.train, plan={"help": "The plan.json that `paceline plan` wrote; options given here override it."})
 def train(
     as_json: AsJson = False,
     dry_run: DryRun = False,
-    _list: Annotated[
-        bool, typer.Option("--list", callback=_print_recipes, is_eager=True, help="List the recipes and exit.")
-    ] = False,
     **options: Any,
 ) -> None:
     """Train a job on workers of this machine or of several."""

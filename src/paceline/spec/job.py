@@ -40,7 +40,7 @@ class ModelSpec:
     """A reference model by name, or any callable by import path ("package.module:build")."""
 
     name: str = "lenet"
-    """A name that `paceline models` lists, or an import path "package.module:build"."""
+    """A name that `paceline list models` shows, or an import path "package.module:build"."""
     options: dict[str, Any] = field(default_factory=dict, metadata=PLAIN)
     """Keyword arguments for the model's constructor."""
 
@@ -54,7 +54,7 @@ class DataSpec:
     """
 
     name: str = "digits"
-    """A name that `paceline data` lists, or an import path "package.module:build"."""
+    """A name that `paceline list data` shows, or an import path "package.module:build"."""
     dir: str | None = None
     """The folder with the files of the data set. None: published sets come from the Hugging Face hub, by `datasets`."""
     augment: tuple[Augmentation, ...] = ()
@@ -382,7 +382,7 @@ def load_job(source: str | Path) -> Job:
     except ValueError as problem:
         raise JobError(f"The job file '{path}' is not valid TOML: {problem}.") from None
     if not mapping:  # rather a mistake than a wish for all of the defaults
-        raise JobError(f"The job file '{path}' has no keys; give it some of those that `paceline jobs keys` lists.")
+        raise JobError(f"The job file '{path}' has no keys; give it some of those that `paceline list keys` shows.")
     mapping.setdefault("name", path.stem[:MOST_NAME_CHARACTERS])
     try:
         return Job.from_mapping(mapping)

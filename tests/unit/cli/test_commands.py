@@ -30,11 +30,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     },
     **{f"submit {name}": getattr(paceline.submit, name) for name in ("slurm", "kubernetes")},
     **{f"checkpoint {name}": getattr(paceline.checkpoint, name) for name in ("ls", "verify", "prune", "export")},
-    "export": paceline.checkpoint.export,
-    "jobs ls": paceline.catalog.recipes,
-    "jobs keys": paceline.catalog.job_keys,
-    "models": paceline.catalog.models,
-    "data": paceline.catalog.data_sets,
+    "list recipes": paceline.catalog.recipes,
+    "list models": paceline.catalog.models,
+    "list data": paceline.catalog.data_sets,
+    "list keys": paceline.catalog.job_keys,
 }
 SHOWN = {"as_json", "_list", "show_all", "strict", "help"}
 """What a command prints, or which exit code it has; no matter for a function."""
