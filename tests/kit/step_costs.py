@@ -105,9 +105,9 @@ def steps_of(name: str, num_steps: int, virtual_shards: int, batch_size: int | N
 
 
 def count(name: str, virtual_shards: int, batch_size: int | None = None) -> tuple[Counter[str], Counter[str]]:
-    """The operators of a loop and of a step after the first ones."""
-    for number, pair in enumerate(steps_of(name, WARMUP_STEPS + 1, virtual_shards, batch_size)):
-        loop, step = Operators(), Operators()
+    """The operators of a loop and of a step after the first ones, and before the last one, which is audited too."""
+    loop, step = Operators(), Operators()
+    for number, pair in enumerate(steps_of(name, WARMUP_STEPS + 2, virtual_shards, batch_size)):
         for call, operators in zip(pair, (loop, step), strict=True):
             with operators if number == WARMUP_STEPS else nullcontext():
                 call()

@@ -71,6 +71,7 @@ class _Flat:
         for buffer, view in zip(buffers, self._views, strict=True):
             buffer.hold(view)
         self.before = self.values.clone()
+        self._start = _start(self.before)
         self.moves: Tensor | None = None
         """The sum of the shards' moves since they were last collected."""
 
@@ -92,6 +93,7 @@ class _Flat:
     def begin_step(self) -> None:
         self.gather()
         self.before.copy_(self.values)
+        self._start = _start(self.before)
         self.moves = None
 
     def restore(self) -> None:
@@ -100,27 +102,31 @@ class _Flat:
 
     def end_pass(self, shard: int, weight: float) -> None:
         self.gather()
-        move = _move(self.before, self.values, shard, weight)
-        self.moves = move if self.moves is None else self.moves + move
+        move = _move(self._start, self.values, shard, weight)
+        if move is not None:
+            self.moves = move if self.moves is None else self.moves + move
 
     def apply(self, move: Tensor) -> None:
         self.values.data.copy_(_moved(self.before, move))
 
 
-def _move(before: Tensor, now: Tensor, shard: int, weight: float) -> Tensor:
-    """What a shard adds to the move of some buffers: 0 in place of a start that is not finite, as of a minimum."""
-    if before.is_floating_point():
-        return (now - before.nan_to_num(0.0, 0.0, 0.0)) * weight
-    move = now.long() - before.long()
-    return move if shard == 0 else torch.zeros_like(move)
+def _start(before: Tensor) -> Tensor:
+    """From where moves are counted: the value before the step, 0 where that is not finite, as of a minimum."""
+    return before.nan_to_num(0.0, 0.0, 0.0) if before.is_floating_point() else before.long()
+
+
+def _move(start: Tensor, now: Tensor, shard: int, weight: float) -> Tensor | None:
+    """What a shard adds to the move of some buffers; None: nothing."""
+    if now.is_floating_point():
+        return (now - start) * weight
+    return now.long() - start if shard == 0 else None
 
 
 def _moved(before: Tensor, move: Tensor) -> Tensor:
     """Buffers after the sum of all moves; as before where a value would no longer be finite."""
     if not before.is_floating_point():
-        is_finite = move.isfinite()
-        return (before.long() + move.where(is_finite, torch.zeros_like(move)).round().long()).to(before.dtype)
-    moved = before.nan_to_num(0.0, 0.0, 0.0) + move.to(before.dtype)
+        return (_start(before) + move.nan_to_num(0.0, 0.0, 0.0).round().long()).to(before.dtype)
+    moved = _start(before) + move.to(before.dtype)
     return moved.where((moved.isfinite() | ~before.isfinite()).all(), before)
 
 
@@ -142,7 +148,9 @@ class _Watched:
         if self.is_changed:
             if (now.shape, now.dtype) != (self.before.shape, self.before.dtype):
                 raise _other_form(self.buffer.name)
-            self.moves[shard] = _move(self.before, now, shard, weight).reshape(-1)
+            move = _move(_start(self.before), now, shard, weight)
+            if move is not None:
+                self.moves[shard] = move.reshape(-1)
 
     def restore(self) -> None:
         if self.is_changed:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.audit import audit
 from paceline.parallel.clock import Mark, mark
-from paceline.parallel.gradient_norms import GradientNorms
+from paceline.parallel.gradient_norms import GradientNorms, TakeNorms
 from paceline.parallel.layout import Layout
 from paceline.parallel.losses import LossLayouts, ShardLoss, StepLoss
 from paceline.parallel.passes import Passes
@@ -48,7 +48,7 @@ class Reducer(Protocol):
         """After a backward pass, the step's `number`-th; of a stand-in without `loss`."""
 
     def finish(self, num_statistics: int) -> Tensor:
-        """The sums of the statistics, then two numbers of noise."""
+        """The sums of the statistics, then two numbers of noise where the step takes norms."""
 
     def leave_gradients(self, factor: Tensor | None) -> None:
         """Leave the sum of gradients, times a scalar, in `.grad`."""
@@ -130,12 +130,13 @@ class Engine:
         returned = self.layouts.of(step.loss_name)
         num_losses = returned.length if self.layout.knows_losses else 0
         sums = reducer.finish(num_losses + self.buffers.num_sums)
-        losses, moves, noise = sums.split([num_losses, self.buffers.num_sums, 2])
+        losses, moves, *noise = sums.split([num_losses, self.buffers.num_sums, *[2] * (step.take_norms is not None)])
         losses, moves = self.layout.complete(losses if num_losses else sums.new_zeros(returned.length), moves)
         self.buffers.end_step(moves, reducer.sum_moves)
         result = StepLoss.of(losses, returned)
         reducer.leave_gradients(result.rescale)
-        self._tell_noise(step, noise)
+        if step.take_norms is not None:
+            self._tell_noise(step, step.take_norms, noise[0])
         self.communication = last_gradient, mark(self.layout.device)
         return result
 
@@ -163,14 +164,14 @@ class Engine:
                 stand_in.backward()
             reducer.pass_made(number, None)
 
-    def _tell_noise(self, step: StepInput, noise: Tensor) -> None:
+    def _tell_noise(self, step: StepInput, take_norms: TakeNorms, noise: Tensor) -> None:
         num_parts, num_samples = self._reducer.measured(step.assignment)
         size = step.assignment.global_size
-        if step.take_norms is None or not self.layout.measures_first_pass or num_samples >= size * num_parts:
+        if not self.layout.measures_first_pass or num_samples >= size * num_parts:
             return  # one part alone shows no noise
         small_sqr = noise[0] / noise[1]
         large_sqr = self._reducer.gradient_norm() ** 2
-        step.take_norms(GradientNorms(small_sqr, num_samples / num_parts, large_sqr, size))
+        take_norms(GradientNorms(small_sqr, num_samples / num_parts, large_sqr, size))
 
     def audit(self, step: StepInput) -> None:
         """Raise `ModelError` if the loss of the same samples differs between workers or from call to call, between

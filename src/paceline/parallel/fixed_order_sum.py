@@ -88,6 +88,7 @@ class FixedOrderSum:
 
     def begin_step(self, step: StepInput) -> None:
         self._step = step
+        self._num_noise = 0 if step.take_norms is None else 2
         named = {name: p for name, p in self._layout.module.named_parameters() if p.requires_grad}
         if named.keys() != self._named.keys():  # a user may have frozen some since the last step, or unfrozen them
             self._free.clear()
@@ -121,7 +122,7 @@ class FixedOrderSum:
         Args:
             weight: of the shard, by which its gradients are multiplied.
         """
-        vector = self._take_vector(len(self._statistics) + 2)
+        vector = self._take_vector(len(self._statistics) + self._num_noise)
         is_used = [gradient is not None for gradient in gradients]
         self._are_used = [before or now for before, now in zip(self._are_used, is_used, strict=True)]
         if not all(is_used):
@@ -130,16 +131,15 @@ class FixedOrderSum:
             if gradient is not None:
                 place.copy_(gradient)
         vector.num_users.copy_(on_device(is_used, vector.values.device, vector.values.dtype))
-        vector.statistics[:-2] = self._statistics
-        vector.statistics[-2:] = self._noise_of(vector, weight)
+        vector.statistics[: len(self._statistics)] = self._statistics
+        if self._num_noise:
+            vector.statistics[-2:] = self._noise_of(vector, weight)
         self._vectors[vector.values] = vector
         self._free.extend(self._vectors[one] for one in self._tree.push(vector.values))
 
     def _noise_of(self, vector: _Vector, weight: float | Tensor) -> Tensor:
         """The squared norm of the shard's gradient times its weight, and the weight."""
         zero = self._layout.zero
-        if self._step.take_norms is None:
-            return zero.new_zeros(2)
         weight = zero + weight
         # The vector holds the shard's gradient times its weight.
         squared = squared_norm([vector.flat], zero)
@@ -156,12 +156,12 @@ class FixedOrderSum:
     # --- the end of a step ---
 
     def finish(self, num_statistics: int) -> Tensor:
-        """The sums of all shards' statistics, then of their noise."""
+        """The sums of all shards' statistics, then of their noise where the step takes norms."""
         is_cpu = self._layout.device.type == "cpu"
         if not is_cpu:
             self._free.clear()  # memory for the sum over workers
         vectors = {partial: self._vectors[partial] for partial in self._tree.partials}
-        num_statistics += 2
+        num_statistics += self._num_noise
         length = sum(form.numel() for form in self._forms) + num_statistics + len(self._forms)
         values = self._sum_over_workers(self._tree, self._layout.zero.new_empty(length))
         self._total = vectors.pop(values, None) or _Vector.of(values, self._forms)

@@ -81,9 +81,10 @@ class Layout:
 
     def gradient_norm(self) -> Tensor:
         """The norm of the whole model's gradient, a scalar; a collective if workers do not hold all of it."""
-        norms = [norm_of(p.grad).to(self.zero) for p in self.module.parameters() if p.grad is not None]
-        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms or [self.zero]))
-        return norm
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        if not all(one.dtype == self.zero.dtype and not one.is_sparse for one in gradients):
+            gradients = [norm_of(one).to(self.zero) for one in gradients]
+        return torch.nn.utils.get_total_norm(gradients) if gradients else self.zero
 
     def complete(self, losses: Tensor, moves: Tensor) -> tuple[Tensor, Tensor]:
         """The sums of losses, and of what buffers moved by, on workers that do not know all of them; a collective."""

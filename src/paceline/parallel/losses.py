@@ -86,14 +86,11 @@ class ShardLoss:
     """Can be differentiated."""
     weight: float | Tensor
     """The weight of the shard in the sum over the global batch."""
+    weighted: Tensor
+    """The loss times its weight, a scalar: the sum of this over all shards is differentiated."""
     sums: Tensor
     """`layout.length` numbers to be added over all shards: each value times its weight, each `Mean`'s followed by the
     weight."""
-
-    @property
-    def weighted(self) -> Tensor:
-        """The loss times its weight, a scalar: the sum of this over all shards is differentiated."""
-        return _times(self.mean, self.weight)
 
 
 class LossLayouts:
@@ -189,10 +186,13 @@ def read_loss(returned: Any, fraction: float, num_in_batch: int, like: Tensor) -
     if isinstance(loss, Mean):
         total = _weight(loss.weight, "loss", like) / num_in_batch
         weight: float | Tensor = total.view(())
+        weighted = mean * weight
         sums = _counted(mean.detach(), total, like)
     else:
         weight = fraction
-        sums = [_times(mean.detach(), fraction).to(like.dtype).view(1)]
+        weighted = mean if fraction == 1 else mean * fraction
+        with torch.no_grad():
+            sums = [weighted.to(like.dtype).view(1)]
     kinds = []
     for name, value in sorted(values.items()):
         own = value.weight if isinstance(value, Mean) else None
@@ -200,12 +200,8 @@ def read_loss(returned: Any, fraction: float, num_in_batch: int, like: Tensor) -
         kinds.append((str(name), own is not None))
         sums += [number * fraction] if own is None else _counted(number, _weight(own, name, like) / num_in_batch, like)
     return ShardLoss(
-        LossLayout(is_weighted, tuple(kinds)), mean, weight, sums[0] if len(sums) == 1 else torch.cat(sums)
+        LossLayout(is_weighted, tuple(kinds)), mean, weight, weighted, sums[0] if len(sums) == 1 else torch.cat(sums)
     )
-
-
-def _times(mean: Tensor, weight: float | Tensor) -> Tensor:
-    return mean if isinstance(weight, float) and weight == 1 else mean * weight
 
 
 def check_loss(loss: Any) -> Tensor:

@@ -39,11 +39,16 @@ class Passes:
         self.layouts = layouts
         self.like = like
         self.buffers = Buffers(model)
-        self.first_loss = like
-        """The loss of this worker's first shard in the last step, a scalar."""
+        self._first: tuple[Tensor, float | Tensor] = like.view(1), 1.0
         self.seeds = BlockSeeds(device)
         self._blocks = blocks
         self._is_watching = False
+
+    @property
+    def first_loss(self) -> Tensor:
+        """The loss of this worker's first shard in the last step, [1]."""
+        weighted, weight = self._first
+        return weighted[:1] / weight
 
     def forward(self, step: StepInput, shard: int) -> ShardLoss:
         """The loss of a shard of this worker's; `backward` has to follow before the next one."""
@@ -51,7 +56,7 @@ class Passes:
         loss = self.read(step, self.model, shard)
         self.leave(step, shard)
         if shard == step.assignment.own[0]:
-            self.first_loss = loss.mean.detach()
+            self._first = loss.sums, loss.weight
         return loss
 
     def enter(self, step: StepInput, shard: int) -> None:
@@ -87,7 +92,7 @@ class Passes:
 
     def statistics(self, loss: ShardLoss) -> Tensor:
         """What is added up over all shards besides gradients: the sums of a shard's loss, then the moves of buffers."""
-        return torch.cat([loss.sums, self.buffers.collect(loss.sums)])
+        return torch.cat([loss.sums, self.buffers.collect(loss.sums)]) if self.buffers.num_sums else loss.sums
 
     @contextmanager
     def stand_in(self, step: StepInput) -> Iterator[Tensor]:

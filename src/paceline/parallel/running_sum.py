@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm import Aggregator, Bucket
-from paceline.dtensor_type import local_shard
+from paceline.dtensor_type import is_dtensor, local_shard
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import FIRST_BUCKET_BYTES, buckets
@@ -57,7 +57,7 @@ class RunningSum:
     def begin_step(self, step: StepInput) -> None:
         self._step = step
         self._statistics: Tensor | None = None
-        self._noise = self._layout.zero.new_zeros(2)
+        self._noise: Tensor | None = None
         self._arrived: Callable[[], object] | None = None
         self._awaited: set[Tensor] = set()
         self._num_begun = 0
@@ -126,15 +126,18 @@ class RunningSum:
         self._num_begun += 1
 
     def _begin_statistics(self, statistics: Tensor) -> None:
-        """Begin to sum the statistics of all workers, and what is known of noise."""
-        self._sums = torch.cat([statistics, self._noise])
+        """Begin to sum the statistics of all workers, and what is known of noise, if that is wanted."""
+        self._sums = statistics
+        if self._step.take_norms is not None:
+            noise = self._layout.zero.new_zeros(2) if self._noise is None else self._noise
+            self._sums = torch.cat([statistics, noise])
         if self._sums_early and self._aggregator is not None:
             self._arrived = self._aggregator.sum_exactly(self._sums, "losses and buffers").wait
 
     # --- the end of a step ---
 
     def finish(self, num_statistics: int) -> Tensor:
-        """The sums of all workers' statistics, then of their noise.
+        """The sums of all workers' statistics, then of their noise where the step takes norms.
 
         Raises:
             ModelError: a gradient changed after it was sent.
@@ -216,7 +219,7 @@ class _Bucket:
                 place.zero_()
                 self._num_users[number] = 0
             else:
-                place.copy_(local_shard(parameter.grad))
+                place.copy_(local_shard(parameter.grad) if is_dtensor(parameter) else parameter.grad)
         parts = tuple((name, place) for (name, _), place in zip(self.named, self._places, strict=True))
         self.arrived = aggregator.sum_bucket(Bucket(self._values, parts))
 
