@@ -66,7 +66,7 @@ def audit(passes: Passes, step: StepInput, group: dist.ProcessGroup | None, *, h
         found = _compute(passes, step, 0, content, has_gradients=has_gradients)
         first = found.new_full((1,), math.nan)
         if dist.get_rank(group) == 0:
-            first.copy_(passes.first_loss)
+            first[0] = passes.first_loss
         _compare(torch.cat([first, found]), group, tolerance)
         return
     if content is None:  # no samples; others may wait in its layers

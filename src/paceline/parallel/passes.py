@@ -39,24 +39,19 @@ class Passes:
         self.layouts = layouts
         self.like = like
         self.buffers = Buffers(model)
-        self._first: tuple[Tensor, float | Tensor] = like.view(1), 1.0
+        self.first_loss = like
+        """The loss of this worker's first shard in the last step whose samples are needed again, a scalar."""
         self.seeds = BlockSeeds(device)
         self._blocks = blocks
         self._is_watching = False
-
-    @property
-    def first_loss(self) -> Tensor:
-        """The loss of this worker's first shard in the last step, [1]."""
-        weighted, weight = self._first
-        return weighted[:1] / weight
 
     def forward(self, step: StepInput, shard: int) -> ShardLoss:
         """The loss of a shard of this worker's; `backward` has to follow before the next one."""
         self.enter(step, shard)
         loss = self.read(step, self.model, shard)
         self.leave(step, shard)
-        if shard == step.assignment.own[0]:
-            self._first = loss.sums, loss.weight
+        if step.reads_again and shard == step.assignment.own[0]:
+            self.first_loss = loss.mean.detach()
         return loss
 
     def enter(self, step: StepInput, shard: int) -> None:
