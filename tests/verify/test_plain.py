@@ -24,7 +24,7 @@ NUM_STEPS = 3
 
 def _observe(kind: type[PlainScript], case: str, folder: Path, port: int, without_expected: bool) -> None:
     """Ends this process, as where the observer is started by its command."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
     rank, num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     observer = Observer(folder / f"rank{rank}.jsonl", NUM_STEPS, num_workers, without_expected=without_expected)
     observer.begin()

@@ -116,6 +116,7 @@ class FixedOrderSum:
         """The gradients that a pass has left in the parameters that are trained."""
         return self._layout.take_gradients(self._named)
 
+    @torch.no_grad()
     def push(self, gradients: Sequence[Tensor | None], weight: float | Tensor) -> None:
         """Add the next shard, whose statistics `forward_made` had, to the tree.
 
