@@ -1,23 +1,17 @@
-"""`paceline watch`: a live page of runs."""
+"""`paceline watch`: runs in the terminal, while they train."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from paceline.cli.options import options_of
 from paceline.workflows import watch as workflow
 
 
-@options_of(workflow.watch)
 def watch(
-    runs: Annotated[list[Path], typer.Argument(help="Run folders, of runs that train or have ended.")], **options: Any
+    runs: Annotated[list[Path], typer.Argument(help="Run folders, of runs that train or have ended.")],
 ) -> None:
-    """Show runs in the browser while they train."""
-
-    def announce(address: str) -> None:
-        print(f"Open {address} in a browser on this machine; Ctrl-C ends it.", flush=True)
-
-    workflow.watch(runs, announce=announce, **options)
+    """Show runs in the terminal while they train."""
+    workflow.watch(runs)

@@ -1,4 +1,4 @@
-"""A run as its folder shows it while it trains: losses, times, evaluations, workers, events."""
+"""A run as its folder shows it while it trains: loss, times, evaluation, workers, events."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from datetime import datetime
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,43 +25,6 @@ _MOST_EVENTS = 30
 State = Literal["starting", "training", "finished", "failed", "silent"]
 
 
-@dataclass
-class Metrics:
-    """What the lines of metrics.jsonl tell so far."""
-
-    steps: list[int] = field(default_factory=list)
-    losses: list[float | None] = field(default_factory=list)
-    """The loss of each of `steps`; None where it is not finite."""
-    timed_steps: list[int] = field(default_factory=list)
-    samples_per_s: list[float] = field(default_factory=list)
-    """The throughput at each of `timed_steps`: the mean since the one before."""
-    step_time: StepTime | None = None
-    """Where the time of the latest steps went, on rank 0."""
-    evaluations: list[tuple[int, Mapping[str, float]]] = field(default_factory=list)
-    """(step, metrics) of every evaluation."""
-    epochs: list[tuple[float, str]] = field(default_factory=list)
-    """(seconds since the epoch, sentence) of every epoch that has ended."""
-
-    def add(self, step: int, line: Mapping[str, Any]) -> None:
-        if "loss" in line:
-            self.steps.append(step)
-            self.losses.append(_finite(line["loss"]))
-        if "samples_per_s" in line:
-            self.timed_steps.append(step)
-            self.samples_per_s.append(float(line["samples_per_s"]))
-            self.step_time = _step_time(line)
-        if tested := _tested(line):
-            self.evaluations.append((step, tested))
-        if "epoch" in line and "time" in line:
-            sentence = f"Epoch {line['epoch']} ended: train loss {line.get('train_loss'):.4g}."
-            self.epochs.append((_number(line["time"]), sentence))
-
-    def copy(self) -> Metrics:
-        """What is known now; the lists of the original grow on in another thread."""
-        lists: dict[str, Any] = {name: [*held] for name, held in vars(self).items() if isinstance(held, list)}
-        return replace(self, **lists)
-
-
 @dataclass(frozen=True)
 class LiveRun:
     """One run, as it is now."""
@@ -74,7 +36,15 @@ class LiveRun:
     """What to know about it first."""
     job: Mapping[str, str]
     """Key to value, as texts; keys of tables with a dot."""
-    metrics: Metrics
+    step: int = 0
+    """The last one known."""
+    loss: float | None = None
+    """Of the latest global batch that was logged; None: none was, or it is not finite."""
+    samples_per_s: float | None = None
+    step_time: StepTime | None = None
+    """Where the time of the latest steps went, on rank 0."""
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    """The metrics of the last one."""
     workers: tuple[WorkerStatus, ...] = ()
     processor_use: Mapping[int, float] = field(default_factory=dict)
     """Processors that each rank kept busy since the status before: 1.0 is one processor."""
@@ -82,11 +52,6 @@ class LiveRun:
     """What each rank on this machine uses of its GPU, where that is known."""
     events: tuple[tuple[float, str], ...] = ()
     """(seconds since the epoch, sentence), the latest first."""
-
-    @property
-    def step(self) -> int:
-        """The last step known."""
-        return max([*self.metrics.steps[-1:], *(worker.step or 0 for worker in self.workers)], default=0)
 
 
 class RunFollower:
@@ -101,7 +66,9 @@ class RunFollower:
         if not folder.is_dir():
             raise PacelineError(f"There is no run folder '{folder}'.")
         self._folder = folder
-        self._inode, self._read_bytes, self._metrics = 0, 0, Metrics()
+        self._inode, self._read_bytes = 0, 0
+        self._latest: dict[str, Any] = {}
+        self._epochs: list[tuple[float, str]] = []
         self._status: RunStatus | None = None
         self._processor_use: dict[int, float] = {}
 
@@ -112,29 +79,29 @@ class RunFollower:
             gpus: by process id, what programs use of this machine's GPUs.
         """
         self._read_metrics()
-        metrics = self._metrics.copy()
         status = RunStatus.read(self._folder / STATUS_FILE)
         self._note_use(status)
         self._status = status
         record, failure = _mapping(self._folder / RECORD_FILE), _mapping(self._folder / FAILURE_FILE)
         last_s = status.time if status is not None else _modified_s(self._folder / METRICS_FILE)
         silent_s = max(0.0, time.time() - last_s)
-        by_pid = gpus or {}
-        state, sentence = _state(record, failure, bool(metrics.losses), silent_s)
+        by_pid, latest = gpus or {}, self._latest
+        state, sentence = _state(record, failure, "loss" in latest, silent_s)
+        workers = status.workers if status is not None else ()
         return LiveRun(
             name=self._folder.resolve().name,
             state=state,
             sentence=sentence,
             job={key: _text(value) for key, value in flat(_mapping(self._folder / JOB_FILE)).items()},
-            metrics=metrics,
-            workers=status.workers if status is not None and state in ("starting", "training") else (),
+            step=max(latest.get("step", 0), *(worker.step or 0 for worker in workers), 0),
+            loss=_finite(latest.get("loss")),
+            samples_per_s=_finite(latest.get("samples_per_s")),
+            step_time=_step_time(latest) if "samples_per_s" in latest else None,
+            evaluation=_tested(latest),
+            workers=workers if state in ("starting", "training") else (),
             processor_use=dict(self._processor_use),
-            gpus={
-                worker.rank: by_pid[worker.pid]
-                for worker in (status.workers if status is not None else ())
-                if not worker.node and worker.pid in by_pid
-            },
-            events=tuple(sorted(self._events(record, failure, metrics), reverse=True)[:_MOST_EVENTS]),
+            gpus={worker.rank: by_pid[worker.pid] for worker in workers if not worker.node and worker.pid in by_pid},
+            events=tuple(sorted(self._events(record, failure), reverse=True)[:_MOST_EVENTS]),
         )
 
     def _read_metrics(self) -> None:
@@ -143,7 +110,7 @@ class RunFollower:
         try:
             found = path.stat()
             if found.st_ino != self._inode or found.st_size < self._read_bytes:
-                self._inode, self._read_bytes, self._metrics = found.st_ino, 0, Metrics()
+                self._inode, self._read_bytes, self._latest, self._epochs = found.st_ino, 0, {}, []
             with open(path, "rb") as file:
                 file.seek(self._read_bytes)
                 new = file.read()
@@ -157,7 +124,10 @@ class RunFollower:
             except ValueError:
                 continue
             if isinstance(line, dict) and isinstance(line.get("step"), int):
-                self._metrics.add(line["step"], line)
+                self._latest |= line
+                if "epoch" in line and "time" in line:
+                    sentence = f"Epoch {line['epoch']} ended: train loss {_number(line.get('train_loss')):.4g}."
+                    self._epochs.append((_number(line["time"]), sentence))
 
     def _note_use(self, status: RunStatus | None) -> None:
         before = self._status
@@ -169,9 +139,7 @@ class RunFollower:
             if earlier is not None and worker.processor_s is not None:
                 self._processor_use[worker.rank] = (worker.processor_s - earlier) / (status.time - before.time)
 
-    def _events(
-        self, record: Mapping[str, Any], failure: Mapping[str, Any], metrics: Metrics
-    ) -> Iterator[tuple[float, str]]:
+    def _events(self, record: Mapping[str, Any], failure: Mapping[str, Any]) -> Iterator[tuple[float, str]]:
         if started_s := _modified_s(self._folder / JOB_FILE):
             yield started_s, "The job was written; workers start."
         for manifest in self._folder.glob("checkpoints/step-*/manifest.json"):
@@ -179,7 +147,7 @@ class RunFollower:
         for earlier in self._folder.glob("failure-*.json"):
             if found := _mapping(earlier):
                 yield _number(found.get("noticed_at")), f"{found.get('sentence')} The run was started again."
-        yield from metrics.epochs
+        yield from self._epochs
         if failure:
             yield _number(failure.get("noticed_at")), str(failure.get("sentence"))
         if record:
@@ -238,8 +206,3 @@ def _finite(value: Any) -> float | None:
 
 def _number(value: Any) -> float:
     return _finite(value) or 0.0
-
-
-def clock_text(seconds: float) -> str:
-    """A time as people read it, in the zone of this machine."""
-    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")

@@ -24,7 +24,7 @@ def render(name: str, **values: object) -> str:
     return _environment().get_template(name).render(**values)
 
 
-@functools.cache  # a live page is rendered every second
+@functools.cache
 def _environment() -> Environment:
     environment = Environment(
         loader=FunctionLoader(lambda name: (_FOLDER / name).read_text(encoding="utf-8")),

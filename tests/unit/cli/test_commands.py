@@ -38,7 +38,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 SHOWN = {"as_json", "_list", "show_all", "strict", "help"}
 """What a command prints, or which exit code it has; no matter for a function."""
 IN_PYTHON = {
-    *("model", "callbacks", "say", "on_failure", "on_each", "arguments", "announce"),
+    *("model", "callbacks", "say", "on_failure", "on_each", "arguments"),
     *(group.__name__.lower() for group in GROUPS),
 }
 """What a command line cannot give, or gives as options of its own."""

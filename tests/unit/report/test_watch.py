@@ -1,0 +1,75 @@
+"""A run as `paceline watch` shows it: from the files of its folder, while it trains and when it has ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.report.live_run import RunFollower
+from paceline.spec.run_status import RunStatus, WorkerStatus
+
+
+def _write(folder: Path, lr: float, losses: list[float]) -> None:
+    folder.mkdir()
+    (folder / "job.json").write_text(json.dumps({"epochs": 2, "optim": {"lr": lr}}))
+    lines = [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
+    times = {"step_total_s": 0.01, "step_data_s": 0.001, "step_compute_s": 0.007, "step_exposed_comm_s": 0.002}
+    lines.append({"step": len(losses), "samples_per_s": 1234.0, **times})
+    lines.append({"step": len(losses), "epoch": 1, "time": time.time(), "train_loss": 0.5, "test_accuracy": 0.875})
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 99, "lo')
+
+
+def _status(folder: Path, when_s: float, processor_s: float) -> None:
+    worker = WorkerStatus(1, "gpu2", 77, 41, "summing gradients", True, 2 * 10**9, processor_s)
+    RunStatus(when_s, (worker,)).save(folder / "workers.json")
+
+
+def test_a_run_is_shown_as_its_files_tell_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    _write(one, 0.1, [2.0, 1.25])
+    _write(other, 0.2, [3.0])
+    (other / "failure.json").write_text(
+        json.dumps({"sentence": "Rank 1 raised ValueError.", "noticed_at": time.time()})
+    )
+    _status(one, time.time(), 1.0)
+    paceline.watch([one, other])
+    shown = capsys.readouterr().out
+    for fact in (
+        "training",
+        "41",
+        "1.25",
+        "1,234",
+        "10 ms",
+        "compute 70",
+        "exposed communication 20",
+        "accuracy 0.875",
+    ):
+        assert fact in shown, fact
+    for fact in ("gpu2", "summing gradients", "2000", "optim.lr", "0.1", "0.2", "Epoch 1 ended", "Rank 1 raised"):
+        assert fact in shown, fact
+
+
+def test_a_run_is_followed_from_where_it_was_read_last(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    _write(folder, 0.1, [2.0])
+    follower, now_s = RunFollower(folder), time.time()
+    _status(folder, now_s - 2, 1.0)
+    assert follower.read().loss == 2.0
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('ss": 0.125}\n{"step": 100, "loss": NaN}\n')
+    _status(folder, now_s, 4.0)
+    run = follower.read()
+    assert (run.step, run.loss, run.processor_use) == (100, None, {1: pytest.approx(1.5)})
+    (folder / "record.json").write_text(json.dumps({"steps": 100, "accuracy": 0.9}))
+    assert (follower.read().state, follower.read().workers) == ("finished", ())
+    assert "accuracy 90.00%" in follower.read().sentence
+
+
+def test_a_run_of_which_nothing_was_heard_is_silent(tmp_path: Path) -> None:
+    _write(tmp_path / "run", 0.1, [2.0])
+    _status(tmp_path / "run", time.time() - 60, 1.0)
+    assert RunFollower(tmp_path / "run").read().state == "silent"
