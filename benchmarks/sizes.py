@@ -29,7 +29,13 @@ def room_of(path: Path) -> str:
     if parts[:2] == ("src", "paceline"):
         if len(parts) == 3:
             return "top"
-        return "workflows+cli" if parts[2] in ("workflows", "cli") else parts[2]
+        joined = {
+            "workflows": "workflows+cli",
+            "cli": "workflows+cli",
+            "launch": "launch+diagnosis",
+            "diagnosis": "launch+diagnosis",
+        }
+        return joined.get(parts[2], parts[2])
     return parts[0]
 
 
