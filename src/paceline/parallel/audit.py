@@ -61,7 +61,7 @@ def audit(passes: Passes, step: StepInput, group: dist.ProcessGroup | None, *, h
         forms = _common_forms(template, group)
         is_shared = forms is not None
         content = content if forms is None else _broadcast(template, forms, group)
-    tolerance = _tolerance(passes.model, step)
+    tolerance = tolerance_of(passes.model, step)
     if is_shared and group is not None:
         found = _compute(passes, step, 0, content, has_gradients=has_gradients)
         first = found.new_full((1,), math.nan)
@@ -145,7 +145,7 @@ def _differs(where: str, one: float, other: float, what: str = "loss") -> str:
     return f"The {what} of the same samples differs {where} ({one:g} and {other:g}). {_REMEDY}"
 
 
-def _tolerance(model: torch.nn.Module, step: StepInput) -> float:
+def tolerance_of(model: torch.nn.Module, step: StepInput) -> float:
     """The relative difference that rounding may explain: kernels choose the order of their sums by where a tensor lies
     in memory, and layers amplify what that changes."""
     dtypes = {parameter.dtype for parameter in model.parameters()}

@@ -19,7 +19,7 @@ from paceline.parallel.initial_weights import align, initial_weights
 from paceline.parallel.layout import Layout
 from paceline.parallel.outer_steps import OuterSteps
 from paceline.parallel.running_sum import RunningSum
-from paceline.parallel.unsuitable_layers import check_complex, check_hooks, check_layers
+from paceline.parallel.unsuitable_layers import check_complex, check_layers
 from paceline.spec import Job, Plan, check_mesh
 
 
@@ -41,11 +41,10 @@ def parallelize(
 
     Raises:
         JobError: a strategy that this job cannot be trained with.
-        ModelError: a layer, or a hook, whose result depends on the number of workers.
+        ModelError: a layer whose result depends on the number of workers.
     """
     check_layers(model, job, is_alone=group is None and plan.devices_in_process == 1)
     check_complex(model, job, plan)
-    check_hooks(model, None if group is None else plan.mesh)
     if plan.mesh is not None and not plan.mesh.is_plain and group is not None:
         # Torch's parts for it take long to load, and most runs need none of them.
         from paceline.parallel.spread_model import spread

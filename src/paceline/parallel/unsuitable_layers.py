@@ -7,29 +7,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from paceline.errors import ModelError
-from paceline.spec import Job, Mesh, Plan
-
-
-def check_hooks(model: nn.Module, mesh: Mesh | None) -> None:
-    """Refuse hooks on the gradients of parameters that would act otherwise on another number of workers.
-
-    Raises:
-        ModelError: there is one.
-    """
-    mesh = mesh or Mesh()
-    for name, parameter in model.named_parameters():
-        hooks = list((parameter._backward_hooks or {}).values())
-        later = parameter._post_accumulate_grad_hooks
-        if (hooks or later) and (mesh.fsdp > 1 or mesh.tp > 1):
-            raise ModelError(
-                f"The parameter '{name}' has a hook on its gradient, which the part of it that a worker holds would "
-                "not have; change gradients in a hook of the optimizer (register_step_pre_hook), or use dp."
-            )
-        if later:
-            raise ModelError(
-                f"The parameter '{name}' has a hook on its gradient as it accumulates, which sees those of a worker's "
-                "virtual shards; change gradients in a hook of the optimizer (register_step_pre_hook)."
-            )
+from paceline.spec import Job, Plan
 
 
 def check_lazy_layers(model: nn.Module) -> None:

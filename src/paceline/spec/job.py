@@ -132,6 +132,9 @@ class Job(JsonValue):
     """Samples of one optimizer update, over all workers."""
     virtual_shards: int = between(1, MOST_WORKERS, 8)
     """The number of virtual shards of every global batch, which is also the maximum number of workers."""
+    fuse_shards: int | None = at_least(1, None)
+    """The most samples of a worker's virtual shards that go through the model together, where samples are independent
+    and the forward pass draws no random numbers; None: each shard goes by itself."""
     epochs: int = between(1, MOST_SAMPLES, 1)
     """Passes over the training set."""
     seed: int = between(0, 2**63 - 1, 0)
@@ -186,6 +189,11 @@ class Job(JsonValue):
             )
         if self.average_decay == 1:
             raise JobError("average_decay = 1.0 would keep the first weights for ever; it should be below 1.")
+        if self.fuse_shards is not None and (self.parity == "bitwise" or self.aggregation.method != "every_step"):
+            raise JobError(
+                "fuse_shards needs parity = 'numeric' and aggregation.method = 'every_step', where a worker's shards "
+                "are only added up; leave it out."
+            )
         if self.parity == "bitwise":
             self._check_bitwise()
         self._check_aggregation()

@@ -18,6 +18,7 @@ from paceline.data import Loading, SampleRequest
 from paceline.errors import JobError, ModelError
 from paceline.parallel import Assignment, Companions, StepInput
 from paceline.parallel.assignment import shard_sizes
+from paceline.parallel.fused import check_fused, fused
 from paceline.parallel.generators import generator_states
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.out_of_memory import is_out_of_memory
@@ -96,6 +97,7 @@ class ModelStepper:
         if engine.reads_assignment:
             step_input = self._input(pending, pending.index, batch.assignment, content, loss_fn)
             step_input = replace(step_input, reads_again=self._is_audited(pending) or self._needs_closure)
+            step_input = self._fused(step_input, is_first=pending.index == 0)
             if trained is self._state.models.first and not pending.num_steps:
                 take_norms = self._state.noise.for_step(pending.index, batch.assignment)
                 step_input = replace(step_input, take_norms=take_norms)
@@ -120,6 +122,18 @@ class ModelStepper:
 
         self._tracer.after_update(trained.model, engine.whole)
         return result
+
+    def _fused(self, step_input: StepInput, *, is_first: bool) -> StepInput:
+        """The step with shards put together, if the job says so; the first is compared with the shards themselves."""
+        most_samples, engine = self._state.job.fuse_shards, self.trained.engine
+        if most_samples is None:
+            return step_input
+        if not engine.holds_all:
+            raise JobError("fuse_shards needs workers that hold the whole model; leave it out, or use the strategy dp.")
+        together = fused(step_input, most_samples)
+        if is_first:
+            check_fused(engine.passes, step_input, together)
+        return together
 
     def _restore_buffers(self) -> None:
         """After an error: the run is whole if it came before the update."""
