@@ -23,6 +23,11 @@ from tests.verify.scripts import Cause, Net, Read, Script, cases_of, inputs_of, 
 _num_calls = 0
 
 
+def _clamp(parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.clamp_(-0.01, 0.01)
+
+
 class State(Script):
     cause = Cause.STATE
 
@@ -283,7 +288,7 @@ class Gradients(Script):
 
     def a_hook_that_clamps_gradients_while_they_accumulate(self) -> None:
         for parameter in self.model.parameters():
-            parameter.register_post_accumulate_grad_hook(lambda one: one.grad.clamp_(-0.01, 0.01))
+            parameter.register_post_accumulate_grad_hook(_clamp)
 
     def a_backward_pass_in_the_loss_function(self) -> None:
         def loss(model: nn.Module, shard: Any) -> Tensor:
