@@ -1,6 +1,6 @@
 """Forecasts of published scaling tables from their first rows, beside simpler laws.
 
-    python -m benchmarks.forecast_tables --data DIR [--leave-one-out | --suggest] [--by-family] [--rows] [--only FAMILY]
+    python -m benchmarks.forecast_tables --data DIR [--leave-one-out] [--by-family] [--rows] [--only FAMILY]
 
 DIR holds one CSV a table, as `paceline plan --fit` reads it, and index.json with the family of each table. A table is
 forecast from its first two rows, from its first three, and from its first and last row ("span"). With
@@ -24,7 +24,6 @@ from scipy.optimize import nnls
 
 from paceline.plan.calibrate import fit, predict
 from paceline.plan.step_constants import USUAL, Observation, Placement, Prior
-from paceline.plan.suggest import seconds_to_measure, suggest
 from paceline.report.tables import markdown_table
 from paceline.workflows.step_time_files import read_observations
 
@@ -289,98 +288,15 @@ def chosen_without(pool: WorkerPool, tables: Sequence[Table], families: Sequence
     return chosen
 
 
-@dataclass(frozen=True)
-class MeasuredNext:
-    """What is known after a third row was measured, chosen in one way, over all rows beyond the first two."""
-
-    way: str
-    errors: tuple[float, ...]
-    device_seconds: float
-    removed_error: float
-    """By how much the mean error is smaller than from two rows."""
-    promised_error: float
-    """Of nine of ten rows; only the planner's suggestion promises anything."""
-    is_largest: bool
-
-
-def measured_next(table: Table) -> list[MeasuredNext]:
-    """The planner's suggestion, the next row and the last one, where a table leaves at least two rows to choose."""
-    known, wanted = list(table.rows[:2]), list(table.rows[2:])
-    if len(wanted) < 2:
-        return []
-    (suggestion,) = suggest(known, [row.placement for row in wanted], 1)
-    suggested = next(row for row in wanted if row.placement == suggestion.placement)
-    before = np.mean(_errors(known, wanted))
-    found = {
-        id(row): _errors([*known, row], wanted)
-        for row in {id(row): row for row in (suggested, wanted[0], wanted[-1])}.values()
-    }
-    return [
-        MeasuredNext(
-            way=way,
-            errors=tuple(found[id(row)]),
-            device_seconds=devices(row.placement) * seconds_to_measure(row.step_time_s),
-            removed_error=float(before - np.mean(found[id(row)])),
-            promised_error=suggestion.promised_error,
-            is_largest=row is wanted[-1],
-        )
-        for way, row in (("suggested", suggested), ("next count", wanted[0]), ("largest", wanted[-1]))
-    ]
-
-
-def _errors(known: Sequence[Observation], wanted: Sequence[Observation]) -> list[float]:
-    forecasts = predict(fit(known), [row.placement for row in wanted])
-    return [abs(forecast.total_s / row.step_time_s - 1) for forecast, row in zip(forecasts, wanted, strict=True)]
-
-
-def print_next(measured: Sequence[MeasuredNext]) -> None:
-    rows = []
-    for way in dict.fromkeys(one.way for one in measured):
-        found = [one for one in measured if one.way == way]
-        errors = np.array([error for one in found for error in one.errors])
-        kept = np.array([error <= one.promised_error for one in found for error in one.errors])
-        removed, spent = (sum(getattr(one, name) for one in found) for name in ("removed_error", "device_seconds"))
-        rows.append(
-            [
-                way,
-                str(len(found)),
-                f"{100 * np.median(errors):.1f}",
-                f"{100 * np.quantile(errors, 0.9):.1f}",
-                f"{spent / len(found) / 60:.0f}",
-                f"{100 * removed / spent * 3600:.2f}",
-                f"{100 * np.mean([one.is_largest for one in found]):.0f}",
-                *(
-                    [f"{100 * np.median([one.promised_error for one in found]):.0f}", f"{100 * kept.mean():.0f}"]
-                    if way == "suggested"
-                    else ["", ""]
-                ),
-            ]
-        )
-    head = [
-        "third row",
-        "tables",
-        "median, %",
-        "90th percentile, %",
-        "mean device-minutes",
-        "points of mean error removed in a device-hour",
-        "is the largest, %",
-        "promised for 90 %, %",
-        "held, %",
-    ]
-    print(markdown_table(head, rows), end="\n\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the tables")
     parser.add_argument("--only", default=None, metavar="FAMILY")
     parser.add_argument("--by-family", action="store_true", help="also each family by itself")
     parser.add_argument("--rows", action="store_true", help="also each forecast, the worst first")
-    ways = parser.add_mutually_exclusive_group()
-    ways.add_argument(
+    parser.add_argument(
         "--leave-one-out", action="store_true", help="choose priors without a family before forecasting its tables"
     )
-    ways.add_argument("--suggest", action="store_true", help="only judge which row is suggested after the first two")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     every_table = tables_of(arguments.data)
@@ -389,9 +305,6 @@ def main() -> None:
     if not tables:
         parser.error(f"--only {arguments.only}: no table of {arguments.data} is of that family")
     with Pool(arguments.processes) as pool:
-        if arguments.suggest:
-            print_next([one for found in pool.map(measured_next, tables, chunksize=4) for one in found])
-            return
         usual_of = chosen_without(pool, every_table, families) if arguments.leave_one_out else {}
         jobs = [(table, usual_of.get(table.family, dict(USUAL))) for table in tables]
         found = pool.starmap(cases_of, jobs, chunksize=4)

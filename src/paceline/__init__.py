@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from paceline.workflows.probe import probe
     from paceline.workflows.report import report
     from paceline.workflows.scale import scale
-    from paceline.workflows.step_times import fit_step_times, suggest_measurements
+    from paceline.workflows.step_times import fit_step_times
     from paceline.workflows.strategy import Strategy
     from paceline.workflows.topo import topo
     from paceline.workflows.train import train
@@ -64,7 +64,6 @@ __all__ = [
     "report",
     "scale",
     "submit",
-    "suggest_measurements",
     "topo",
     "train",
     "verify",
@@ -75,7 +74,7 @@ _MODULES = {
     **dict.fromkeys(("Cluster", "Job", "Plan", "RunRecord"), "paceline.spec"),
     **dict.fromkeys(("Callback", "Run", "init"), "paceline.train"),
     "Where": "paceline.workflows.where",
-    **dict.fromkeys(("fit_step_times", "suggest_measurements"), "paceline.workflows.step_times"),
+    "fit_step_times": "paceline.workflows.step_times",
     "Forecast": "paceline.spec.forecast",
     "Mean": "paceline.parallel.losses",
     "Strategy": "paceline.workflows.strategy",

@@ -12,10 +12,9 @@ import typer
 
 from paceline.cli.console import table_console
 from paceline.cli.options import ARGUMENTS, AsJson, options_of
-from paceline.cli.step_times import fit_and_predict, suggest_next
+from paceline.cli.step_times import fit_and_predict
 from paceline.errors import JobError
 from paceline.spec import Job
-from paceline.spec.job import MOST_SAMPLES
 from paceline.spec.plan import PLAN_FILE
 from paceline.workflows import plan as workflow
 from paceline.workflows.jobs import resolve_job
@@ -29,7 +28,6 @@ _TAKEN: Mapping[str, frozenset[str]] = {
     "a JOB": frozenset({"as_json", *inspect.signature(workflow.plan).parameters}),
     "--dry-run-mesh": frozenset({"as_json", "dry_run_mesh", "settings", "data"}),
     "--fit": frozenset({"as_json", "fit", "predict", "efficiency_floor", "price", "out"}),
-    "--suggest": frozenset({"as_json", "suggest", "budget", "max_nodes", "max_devices"}),
 }
 """The forms of the command, and the options that each of them takes, by the names of parameters."""
 
@@ -52,19 +50,6 @@ def plan(
         Path | None, typer.Option(metavar="OBS.csv", help="Instead of a job: fit measured step times …")
     ] = None,
     predict: Annotated[Path | None, typer.Option(metavar="Q.csv", help="… and forecast these placements.")] = None,
-    suggest: Annotated[
-        Path | None,
-        typer.Option(metavar="OBS.csv", help="Instead of a job: say which placements to measure next, after these."),
-    ] = None,
-    budget: Annotated[
-        int, typer.Option(min=1, max=MOST_SAMPLES, metavar="K", help="With --suggest: how many placements.")
-    ] = 1,
-    max_nodes: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="With --suggest: number of nodes that are available.")
-    ] = None,
-    max_devices: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="With --suggest: number of devices that are available.")
-    ] = None,
     dry_run_mesh: Annotated[
         str | None,
         typer.Option(metavar="MESH", help="Trace the job on a mesh such as 'dp128 x tp8', without its devices."),
@@ -72,35 +57,23 @@ def plan(
     **options: Any,
 ) -> None:
     """Forecast step time, throughput, speed-up, time to a target and cost for 1…N devices, and recommend one."""
-    if fit is not None or predict is not None or suggest is not None:
-        _refuse_beside_step_times(job, fit, predict, suggest)
-        _refuse_without_effect(context, "--fit" if suggest is None else "--suggest")
-        if suggest is not None:
-            suggest_next(suggest, budget, as_json, max_nodes, max_devices)
-        elif fit is not None and predict is not None:
-            price, floor = options.get("price"), options["efficiency_floor"]
-            fit_and_predict(fit, predict, as_json, floor, price, options["out"])
+    if fit is not None or predict is not None:
+        if job is not None:
+            raise JobError(f"--fit works on measured step times alone; leave {job} out.")
+        if fit is None or predict is None:
+            given, missing = ("--predict", "--fit OBS.csv") if fit is None else ("--fit", "--predict Q.csv")
+            raise JobError(f"{given} needs {missing} beside it.")
+        _refuse_without_effect(context, "--fit")
+        fit_and_predict(fit, predict, as_json, options["efficiency_floor"], options.get("price"), options["out"])
         return
     if job is None:
-        raise JobError("Name the job to plan for, such as paceline plan job.toml; or give --fit, or --suggest.")
+        raise JobError("Name the job to plan for, such as paceline plan job.toml; or give --fit.")
     _refuse_without_effect(context, "a JOB" if dry_run_mesh is None else "--dry-run-mesh")
     if dry_run_mesh is not None:
         resolved = resolve_job(job, options.get("settings"), options.get("data"))
         _show_mesh(resolved, dry_run_mesh, as_json=as_json)
     else:
         _show(workflow.plan(job, **options), options["out"], as_json=as_json)
-
-
-def _refuse_beside_step_times(job: str | None, fit: Path | None, predict: Path | None, suggest: Path | None) -> None:
-    """Forecasts from measured step times need no job and no cluster."""
-    if job is not None:
-        raise JobError(f"--fit and --suggest work on measured step times alone; leave {job} out.")
-    if suggest is not None:
-        if fit is not None or predict is not None:
-            raise JobError("--suggest stands alone; ask for --fit and --predict in a second call.")
-    elif fit is None or predict is None:
-        given, missing = ("--predict", "--fit OBS.csv") if fit is None else ("--fit", "--predict Q.csv")
-        raise JobError(f"{given} needs {missing} beside it.")
 
 
 def _refuse_without_effect(context: typer.Context, form: str) -> None:

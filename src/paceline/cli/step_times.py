@@ -1,4 +1,4 @@
-"""`paceline plan --fit` and `--suggest`: what they print."""
+"""`paceline plan --fit`: what it prints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.console import print_table
-from paceline.workflows.step_times import PAGE_FILE, FittedSteps, fit_step_times, suggest_measurements
+from paceline.workflows.step_times import PAGE_FILE, FittedSteps, fit_step_times
 
 if TYPE_CHECKING:
     from paceline.plan.model import Layout, StepForecast
@@ -74,30 +74,6 @@ def _answer(fitted: FittedSteps) -> dict[str, Any]:
         "verdict": None if fitted.forecast is None else fitted.forecast.verdict,
         "reason": None if fitted.forecast is None else fitted.forecast.reason,
     }
-
-
-def suggest_next(
-    obs: Path, budget: int, as_json: bool, max_nodes: int | None = None, max_devices: int | None = None
-) -> None:
-    """Print which placements to measure next, in order."""
-    suggestions = suggest_measurements(obs, budget, max_nodes=max_nodes, max_devices=max_devices)
-    if as_json:
-        rows = [
-            {**_placement(one.placement), "promised_error": one.promised_error, "device_seconds": one.device_seconds}
-            for one in suggestions
-        ]
-        print(json.dumps({"suggestions": rows}))
-        return
-    cells = [
-        {
-            "measure": str(number),
-            **_cells(one.placement, [other.placement for other in suggestions]),
-            "device time": f"{one.device_seconds / 60:.3g} min",
-            "then 90 % of forecasts are off by less than": f"{100 * one.promised_error:.0f} %",
-        }
-        for number, one in enumerate(suggestions, 1)
-    ]
-    print_table(cells)
 
 
 def _cells(placement: Placement, shown: Sequence[Placement]) -> dict[str, str]:

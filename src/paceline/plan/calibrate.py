@@ -86,11 +86,6 @@ class Calibration:
         """[num_samples, 1]: the same of rows that were not measured."""
         return np.asarray(np.hypot(self.errors, _UNSEEN_ERROR))
 
-    @property
-    def unseen_error(self) -> float:
-        """The usual error of a row that was not measured, if the constants were known."""
-        return float(np.median(self.unseen_errors))
-
     def parts(self, placements: Sequence[Placement]) -> StepParts:
         """The forecast steps of the placements, for each sample of the constants."""
         return StepArrays.of(placements, self.gradient_bytes, self.link_bytes_per_s).parts(self.constants)
@@ -179,15 +174,6 @@ class _Rows:
             usual = float(np.median(np.abs(self.errors(start[None])))) / _T_MEDIAN
             scale = scale + math.log(max(usual, 1e-3)) / _ROW_ERROR_DEVIATION
         return np.concatenate([found, np.broadcast_to(scale, (len(found), 1))], axis=1)
-
-
-def from_priors(placements: Sequence[Placement]) -> Calibration:
-    """The constants from the priors only, for a job whose largest micro-batch takes a tenth of a second."""
-    largest = max(placement.micro_batch_size for placement in placements)
-    gradient_bytes, link = usual_sizes(placements)
-    priors = priors_of(0.1, largest, gradient_bytes, link)
-    coordinates = np.random.default_rng(0).normal(size=(_NUM_SAMPLES, len(priors) + 1))
-    return Calibration.at(coordinates, priors, gradient_bytes or UNKNOWN_GRADIENT_BYTES, link)
 
 
 def predict(calibration: Calibration, placements: Sequence[Placement]) -> list[StepForecast]:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from paceline.errors import JobError
 from paceline.plan.model import Layout, Network
@@ -189,16 +188,6 @@ def _hop_s(size_bytes: float, layout: Layout, network: Network) -> float:
     if layout.num_nodes > 1:
         slowest_s = _longer(slowest_s, network.between.seconds(size_bytes))
     return slowest_s + network.per_message_s
-
-
-def _round_s(size_bytes: float, nodes: NDArray[np.intp], partners: NDArray[np.intp], network: Network) -> float:
-    """Workers on `nodes` exchange a message each with those on `partners`, [num_pairs]; the busiest node's link counts,
-    in its busier direction."""
-    crosses = nodes != partners
-    num_crossing = max(np.bincount(ends[crosses], minlength=1).max() for ends in (nodes, partners))
-    across_s = network.between.seconds(int(num_crossing) * size_bytes) if num_crossing else 0.0
-    inside_s = 0.0 if crosses.all() else network.inside.seconds(size_bytes)
-    return _longer(across_s, inside_s) + network.per_message_s
 
 
 def _gather_s(size_bytes: float, workers: Sequence[int], servers: Sequence[int], network: Network) -> float:

@@ -1,29 +1,23 @@
-"""Works with measured step times: fits them, forecasts other placements, suggests what to measure next."""
+"""Works with measured step times: fits them and forecasts other placements."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import JobError
-from paceline.plan.model import Layout, StepForecast
-from paceline.words import listing, number_of
+from paceline.plan.model import StepForecast
 from paceline.workflows.arguments import checked
-from paceline.workflows.jobs import check_amounts, check_counts, read_price
+from paceline.workflows.jobs import check_amounts, read_price
 from paceline.workflows.step_time_files import read_observations, read_placements
 
 if TYPE_CHECKING:
     from paceline.plan.calibrate import Calibration
     from paceline.plan.step_constants import Placement
-    from paceline.plan.suggest import Suggestion
     from paceline.spec.forecast import Forecast, ForecastRow
-
-_MOST_NODES = 16
-"""The most nodes in the range of forecasts if the file names none."""
 
 PAGE_FILE = "plan.html"
 
@@ -156,68 +150,3 @@ def fit_step_times(
 
         write_files({PAGE_FILE: fitted.page()}, Path(out), "page")
     return fitted
-
-
-@checked
-def suggest_measurements(
-    observations: Path | str, budget: int = 1, *, max_nodes: int | None = None, max_devices: int | None = None
-) -> tuple[Suggestion, ...]:
-    """Which placements to measure next, in order, so that forecasts over the user's range get surer by most.
-
-    Rows without a step_time_s are the range to choose from; without such rows it is up to 16 nodes with as many devices
-    as were seen on one, with steps as they were seen: micro-batches (of one, smaller ones too, which fit), passes,
-    algorithms and sizes.
-    Example: `paceline.suggest_measurements("obs.csv", budget=3, max_nodes=2)`.
-
-    Args:
-        observations: as for `fit_step_times`.
-        budget: how many, at least 1.
-        max_nodes, max_devices: what there is to measure on; forecasts are wanted for the whole range nevertheless.
-
-    Raises:
-        JobError: the file cannot be read, has an invalid value or no rows, or nothing is within the limits.
-    """
-    from paceline.plan.suggest import suggest
-
-    check_counts(budget=budget, max_nodes=max_nodes, max_devices=max_devices)
-    measured, unmeasured = read_observations(Path(observations))
-    known = [observation for _, observation in measured]
-    candidates = unmeasured or _assumed_range([observation.placement for observation in known])
-    if not (known or candidates):
-        raise JobError(
-            f"{observations} has no rows; write down what could be measured, a row each, with an empty step_time_s."
-        )
-    suggestions = suggest(known, candidates, budget, max_nodes=max_nodes, max_devices=max_devices)
-    if not suggestions:
-        limits = [number_of(most, noun) for most, noun in ((max_nodes, "node"), (max_devices, "device")) if most]
-        within, raised = (f" within {listing(limits)}", "raise these limits, or ") if limits else ("", "")
-        raise JobError(
-            f"{observations} leaves nothing to measure{within}; {raised}write down what could be measured, a row each, "
-            "with an empty step_time_s."
-        )
-    return tuple(suggestions)
-
-
-def _assumed_range(measured: Sequence[Placement]) -> list[Placement]:
-    """Other layouts of steps like the measured ones: with their micro-batches, passes, algorithms and sizes."""
-    from paceline.plan.step_constants import usual_sizes
-
-    most = max((max(placement.layout.workers_per_node) for placement in measured), default=0)
-    vector, link = usual_sizes(measured)  # of rows that leave it open
-    measured = [
-        dataclasses.replace(
-            one, gradient_bytes=one.gradient_bytes or vector, link_bytes_per_s=one.link_bytes_per_s or link
-        )
-        for one in measured
-    ]
-    alike = list(dict.fromkeys(dataclasses.replace(placement, layout=Layout((1,))) for placement in measured))
-    alike.sort(key=lambda one: (one.micro_batch_size, one.num_passes))
-    if len({one.micro_batch_size for one in alike}) == 1:
-        size = alike[0].micro_batch_size
-        sizes = sorted({max(1, size // divisor) for divisor in (1, 2, 4)})
-        alike = [dataclasses.replace(one, micro_batch_size=size) for size in sizes for one in alike]
-    per_node = sorted({count for count in (1, 2, 4, 8, 16, most) if count <= most})
-    layouts = [Layout((count,) * nodes) for nodes in (1, 2, 3, 4, 6, 8, 12, _MOST_NODES) for count in per_node]
-    candidates = [dataclasses.replace(one, layout=layout) for layout in layouts for one in alike]
-    known = set(measured)
-    return [candidate for candidate in candidates if candidate not in known]

@@ -43,7 +43,7 @@ IN_PYTHON = {
 }
 """What a command line cannot give, or gives as options of its own."""
 OF_OTHER_FUNCTIONS = {
-    "plan": {"fit", "predict", "suggest", "budget", "max_nodes", "max_devices", "dry_run_mesh"},
+    "plan": {"fit", "predict", "dry_run_mesh"},
     "train": {"dry_run"},
     "launch": {"dry_run"},
 }
