@@ -4,8 +4,7 @@
 
 Nothing here is measured. What the formulas cannot know is told: the links, and the rate at which one device computes.
 That rate is fitted to the first published row of a run, which is therefore no forecast; the other rows use it as it is.
-The second table simulates the steps of the same job (`plan/simulate.py`) with devices that vary, and adds faults and
-checkpoints (`plan/reliability.py`).
+The second table is what faults and checkpoints leave (`plan/reliability.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from paceline.plan.model import Network
 from paceline.plan.peak_memory import StateBytes
 from paceline.plan.reliability import Faults, availability
 from paceline.plan.search import MeshCandidate, MeshPrices, Workload
-from paceline.plan.simulate import Jitter, Machine, Pattern, simulate_steps
 from paceline.report.tables import markdown_table
 from paceline.spec import Mesh, PipelineSpec
 from paceline.spec.algorithm import AlphaBeta
@@ -243,44 +241,18 @@ def anchors() -> str:
 
 CHECKPOINT_S, RESTART_S = 15.0, 600.0
 """Assumed: a stall for a checkpoint, and the time from a fault to the next step."""
-JITTER = Jitter(compute_spread=0.02, slow_fraction=0.002, slow_factor=1.05, link_spread=0.1)
-"""Assumed: devices vary by 2 % from step to step, and two nodes in a thousand are 5 % slower all the time."""
-PATTERNS: tuple[Pattern, ...] = ("ring", "halving_doubling")
-"""The faster of them sums between nodes."""
 
 
-def goodput() -> str:
-    """Two samples of Llama 3.1 8B a device, sharded in a node and replicated over nodes, whatever their number."""
-    run = RUNS[2][0]
-    tokens = 2 * run.shape.sequence
-    compute_s = 2 * run.flops_per_sample / ((run.fitted() or 1.0) * run.peak_flops)
+def lasting_work() -> str:
+    """What faults and checkpoints leave of a long run on nodes of eight devices."""
     rows = []
     for power in range(4, 15):
-        machine = Machine((1 << power) // 8, 8, H100)
-        steps = [
-            simulate_steps(machine, compute_s, 2 * run.num_parameters, jitter=JITTER, pattern=pattern, num_steps=8)
-            for pattern in PATTERNS
-        ]
-        sample = min(steps, key=lambda one: float(one.total_s.mean()))
-        step_s, exposed_s = float(sample.total_s.mean()), float(sample.exposed_s.mean())
-        faults = Faults(DEVICE_MTBF_S / machine.devices_per_node, CHECKPOINT_S, RESTART_S)
-        lasting = availability(faults, machine.num_nodes)
-        rows.append(
-            [
-                f"{machine.num_devices:,}",
-                f"{step_s:.2f}",
-                f"{(step_s - exposed_s) / compute_s - 1:.1%}",
-                f"{exposed_s / step_s:.1%}",
-                f"{DEVICE_MTBF_S / machine.num_devices / 3600:,.1f}",
-                f"{lasting:.1%}",
-                f"{lasting * tokens / step_s:,.0f}",
-                f"{lasting * compute_s / step_s:.1%}",
-            ]
-        )
-    head = ["devices", "step, s", "waiting for the slowest", "exposed sums", "hours between interruptions"]
+        num_devices = 1 << power
+        lasting = availability(Faults(DEVICE_MTBF_S / 8, CHECKPOINT_S, RESTART_S), num_devices // 8)
+        rows.append([f"{num_devices:,}", f"{DEVICE_MTBF_S / num_devices / 3600:,.1f}", f"{lasting:.1%}"])
     interruptions = 54 * 24 * 3600 * 16_384 / DEVICE_MTBF_S
     return (
-        markdown_table([*head, "work that lasts", "tokens/s a device", "of ideal"], rows)
+        markdown_table(["devices", "hours between interruptions", "work that lasts"], rows)
         + f"\n\n54 days on 16,384 devices: {interruptions:.0f} interruptions; published: 419 unexpected ones."
     )
 
@@ -288,4 +260,4 @@ def goodput() -> str:
 if __name__ == "__main__":
     print(anchors())
     print()
-    print(goodput())
+    print(lasting_work())

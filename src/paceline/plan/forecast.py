@@ -14,27 +14,18 @@ from collections.abc import Sequence
 from paceline.errors import JobError
 from paceline.noise import efficiency as statistical_efficiency
 from paceline.plan.assumptions import DEVICE_MTBF_S, RESTART_S, assumptions, past_error
-from paceline.plan.buckets import num_buckets
-from paceline.plan.collectives import WIRE_FACTORS
-from paceline.plan.forecast_row import forecast_row, overhead_beside_passes_s, search_meshes
-from paceline.plan.gradient_sums import STRAGGLER_SPREAD
+from paceline.plan.forecast_row import forecast_row, search_meshes
 from paceline.plan.inputs import ForecastRequest, PlanInputs, needs_replicas, plan_inputs
 from paceline.plan.memory import state_bytes
 from paceline.plan.mesh_words import explain
-from paceline.plan.model import Layout
 from paceline.plan.recommendation import batch_advice, explain_choice, recommend, scaling_knee
 from paceline.plan.reliability import Faults, availability
-from paceline.plan.simulate import Jitter, Machine, Pattern, exchange_s, simulate_steps
 from paceline.spec import Cluster, Job
-from paceline.spec.forecast import Forecast, ForecastRow, SimulatedRow
+from paceline.spec.forecast import Forecast, ForecastRow
 from paceline.spec.model_cost import ModelCost
 
 MOST_ROWS_IN_FULL = 64
 """A range up to here has a row for every count; beyond, four counts for each doubling."""
-_MOST_BUCKETS = 8
-"""Messages that are simulated separately; more of them hardly change the time of the last one."""
-_MOST_SIMULATED = 20
-"""Powers of two, each of which takes twice as long to simulate as the one before."""
 
 
 def counts_between(first: int, last: int) -> list[int]:
@@ -89,7 +80,6 @@ def forecast(
         reason=reason,
         bend=scaling_knee(rows),
         strategy=_mesh_words(inputs, chosen.devices),
-        simulated=_simulated_rows(inputs, max(devices)),
         assumptions=assumptions(inputs, rows),
         efficiency_floor=request.efficiency_floor,
         price_per_device_hour=request.price_per_device_hour,
@@ -168,43 +158,3 @@ def _mesh_words(inputs: PlanInputs, count: int) -> tuple[str, ...]:
         return explain(search_meshes(inputs, count))
     except JobError as problem:
         return (str(problem),)
-
-
-# --- simulated machines ---
-
-
-def _simulated_rows(inputs: PlanInputs, most: int) -> tuple[SimulatedRow, ...]:
-    """Powers of two beyond one node, node by node; only equal nodes can be simulated."""
-    g = inputs.more_devices_per_node
-    counts = [g << power for power in range(1, 64) if (g << power) <= most]
-    if inputs.between is None or len(counts) >= _MOST_SIMULATED:
-        return ()
-    return tuple(_simulated_row(inputs, count) for count in counts)
-
-
-def _simulated_row(inputs: PlanInputs, count: int) -> SimulatedRow:
-    g = inputs.more_devices_per_node
-    machine = Machine(count // g, g, inputs.network(Layout((g, g))))
-    size_bytes = 4.0 * inputs.timing.num_parameters * WIRE_FACTORS.get(inputs.job.aggregation.wire, 1.0)
-    patterns: tuple[Pattern, ...] = ("ring", "halving_doubling")
-    steps = simulate_steps(
-        machine,
-        forecast_row(inputs, count).compute_s,
-        size_bytes,
-        jitter=Jitter(STRAGGLER_SPREAD, slow_fraction=0.01, slow_factor=1.05, link_spread=0.1),
-        pattern=min(patterns, key=lambda pattern: exchange_s(machine, size_bytes, pattern)),
-        num_buckets=min(_MOST_BUCKETS, num_buckets(size_bytes)),
-        num_steps=12,
-    )
-    optimizer_s = overhead_beside_passes_s(inputs, inputs.job, inputs.layout(count))
-    ordered = sorted(float(value) + optimizer_s for value in steps.total_s)
-    faults = _faults(inputs)
-    return SimulatedRow(
-        devices=count,
-        nodes=machine.num_nodes,
-        step_s=ordered[len(ordered) // 2],
-        low_s=ordered[0],
-        high_s=ordered[-1],
-        availability=availability(faults, machine.num_nodes),
-        hours_between_failures=faults.mtbf_s(machine.num_nodes) / 3600,
-    )

@@ -12,7 +12,6 @@ from paceline.report.figure import (
     Trace,
     axis,
     dashed,
-    error_bars,
     figure,
     fill_the_grid,
     interval,
@@ -35,8 +34,6 @@ _STEP_PARTS: tuple[tuple[str, str, Callable[[ForecastRow], float]], ...] = (
 """(name, colour of the style sheet, seconds) of the parts of a step."""
 _MOST_LINEAR = 32
 """Devices beyond which axes are logarithmic."""
-_NEGLIGIBLE_FAILURES = 0.995
-"""Availability above which failures need no plot."""
 _WITH_FAILURES = "Failures, checkpoints and restarts are part of it."
 
 
@@ -58,8 +55,6 @@ def plan_plots(forecast: Forecast) -> list[Plot]:
     elif any(row.cost_per_million_samples is not None for row in rows):
         title, caption = "Cost of a million samples", "Without failures."
         plots.append(_total(forecast, "cost", title, unit, lambda row: row.cost_per_million_samples, caption))
-    if any(row.availability < _NEGLIGIBLE_FAILURES for row in forecast.simulated):
-        plots.append(_availability(forecast))
     return fill_the_grid(plots)
 
 
@@ -95,17 +90,14 @@ def _step(forecast: Forecast) -> Plot:
 
 
 def _throughput(forecast: Forecast) -> Plot:
-    """Samples a second, with the prediction interval, the straight line of one device times n, and the simulation."""
+    """Samples a second, with the prediction interval and the straight line of one device times n."""
     first = forecast.rows[0]
     caption = f"The coloured area is the 90 % prediction interval; the dashed line is {one_device(forecast)} times n."
-    if forecast.simulated:
-        caption += " Diamonds are simulated node by node, with slow nodes and links."
     drawn = _against_devices(forecast, lambda row: row.samples_per_s, "samples/s", formats.quantity)
     drawn["data"] = [
         _interval(forecast, lambda row: row.samples_per_s),
         _ideal(forecast, first.samples_per_s / first.speedup),
         *drawn["data"],
-        *_simulated(forecast),
     ]
     return Plot(
         "plan-throughput",
@@ -214,32 +206,6 @@ def _total(forecast: Forecast, key: str, title: str, unit: str, value: Value, ca
     )
 
 
-def _availability(forecast: Forecast) -> Plot:
-    """What failures leave of a long run."""
-    rows = forecast.simulated
-    percents = [100 * row.availability for row in rows]
-    data = line(
-        [row.devices for row in rows],
-        percents,
-        series_color(3),
-        marker={"size": 7},
-        hover=[
-            f"{row.devices:,} devices on {row.nodes:,} nodes<br>{percent:.1f} % of the time lasts<br>"
-            f"a failure every {formats.quantity(row.hours_between_failures)} hours"
-            for row, percent in zip(rows, percents, strict=True)
-        ],
-    )
-    return Plot(
-        "plan-lasting",
-        "What failures leave",
-        "The part of a long run that is work which lasts, with checkpoints at Daly's interval.",
-        "Percent of time that lasts. "
-        + "; ".join(f"{row.devices:,} devices: {percent:.1f} %" for row, percent in zip(rows, percents, strict=True)),
-        figure([data], _devices_axis(forecast), axis("%", range=[0, 102])),
-        wide=True,
-    )
-
-
 # --- traces and axes ---
 
 
@@ -285,25 +251,6 @@ def _interval(forecast: Forecast, rate: Callable[[ForecastRow], float]) -> Trace
 def _ideal(forecast: Forecast, per_device: float) -> Trace:
     ends = [forecast.rows[0].devices, forecast.rows[-1].devices]
     return dashed(ends, [per_device * count for count in ends], "ideal")
-
-
-def _simulated(forecast: Forecast) -> list[Trace]:
-    """Samples/s of the simulation, with a bar from its slowest to its fastest step."""
-    batches = {row.devices: row.global_batch_size for row in forecast.rows}
-    known = [(row, batches[row.devices]) for row in forecast.simulated if row.devices in batches]
-    if not known:
-        return []
-    rates = [batch / row.step_s for row, batch in known]
-    low, high = [batch / row.high_s for row, batch in known], [batch / row.low_s for row, batch in known]
-    trace = points(
-        [row.devices for row, _ in known],
-        rates,
-        series_color(1),
-        size=8,
-        symbol="diamond",
-        hover=[f"simulated, {row.nodes:,} nodes: {formats.duration(row.step_s)} a step" for row, _ in known],
-    )
-    return [{**trace, "name": "simulated", "error_y": error_bars(rates, low, high, series_color(1), thickness=1.5)}]
 
 
 def is_wide_range(forecast: Forecast) -> bool:

@@ -59,22 +59,6 @@ class ForecastRow:
 
 
 @dataclass(frozen=True)
-class SimulatedRow:
-    """Steps of a cluster simulated node by node, with stragglers, and the effect of failures on a long run."""
-
-    devices: int
-    nodes: int
-    step_s: float
-    """The median."""
-    low_s: float
-    high_s: float
-    """The fastest and the slowest simulated step are `low_s` and `high_s`."""
-    availability: float
-    """The fraction of time spent on work that is not lost to failures."""
-    hours_between_failures: float
-
-
-@dataclass(frozen=True)
 class Forecast(JsonValue):
     """Rows in ascending order of devices, the recommended one, and the reasons."""
 
@@ -94,7 +78,6 @@ class Forecast(JsonValue):
     """The number of devices beyond which a further one adds little, and why."""
     strategy: tuple[str, ...] = ()
     """Two lines each about the best mesh on the recommended devices and the next best."""
-    simulated: tuple[SimulatedRow, ...] = ()
     assumptions: tuple[str, ...] = ()
     """What was not measured and the assumption used instead, one sentence each."""
     efficiency_floor: float = 0.5
