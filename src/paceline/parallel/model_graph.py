@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.containers import map_tensors, open_object, tensors, to_device
 from paceline.errors import ModelError
 from paceline.parallel.blocks import blocks_of
-from paceline.parallel.buffers import buffers_kept
+from paceline.parallel.buffers import BATCH_NORMS, buffers_kept
 from paceline.parallel.generators import host_states
 
 _PLACE = torch.empty(0)
@@ -258,7 +258,7 @@ class Skeleton:
         """Run the model, and see which blocks it calls.
 
         Raises:
-            ModelError: its forward pass draws from Python's or NumPy's generators, or hands on what
+            ModelError: its forward pass changes buffers, draws from Python's or NumPy's generators, or hands on what
                 cannot be sent.
         """
         calls: list[BlockCall] = []
@@ -278,6 +278,10 @@ class Skeleton:
 
         args, kwargs = put_together(arguments.around, arguments.leaves)
         states = host_states()
+        norms = {
+            id(one) for module in self.model.modules() if isinstance(module, BATCH_NORMS) for one in module.buffers()
+        }
+        before = {name: one.clone() for name, one in self.model.named_buffers() if id(one) not in norms}
         devices = [self._device] if self._device.type == "cuda" else []
         with (
             torch.random.fork_rng(devices),
@@ -286,6 +290,13 @@ class Skeleton:
             self._with_blocks(observed),
         ):
             self.model(*args, **kwargs)
+            now = dict(self.model.named_buffers())
+            changed = [name for name, one in before.items() if not torch.equal(now.get(name, one.new_empty(0)), one)]
+        if changed:
+            raise ModelError(
+                f"Forward passes change buffers ({changed[0]}), which a pipeline cannot combine over virtual shards "
+                "unless they are of batch norm layers; use dp, fsdp or tp."
+            )
         if host_states() != states:
             raise ModelError(
                 "The model draws random numbers from Python's random or NumPy, whose states no stage of a pipeline "
