@@ -21,7 +21,7 @@ from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.measure.timing import largest
 from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.engine import Engine
-from paceline.parallel.layout import Layout
+from paceline.parallel.layout import Whole
 from paceline.parallel.running_sum import RunningSum
 from paceline.spec import AlgorithmName, Job, MachineLoad, Plan, SumTiming
 from paceline.spec.codec import JsonValue, at_least
@@ -97,7 +97,7 @@ def _steps(subject: Subject, world: World, job: Job, plan: Plan, size: int) -> I
     switch = _Switch()
     aggregator = replace(aggregation.aggregator, algorithm=switch)
     try:
-        layout = Layout(model, world.device, world.group)
+        layout = Whole(model, world.device, world.group)
         engine = Engine(layout, RunningSum(layout, aggregator))
         step = step_of(subject, engine, size, world.rank, world.world_size, with_updates=True)
 

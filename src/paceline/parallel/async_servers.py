@@ -16,7 +16,7 @@ from paceline.errors import JobError
 from paceline.parallel.buffers import standing_in
 from paceline.parallel.engine import Engine, Update
 from paceline.parallel.initial_weights import broadcast
-from paceline.parallel.layout import Layout
+from paceline.parallel.layout import Whole
 from paceline.parallel.losses import LossLayout, StepLoss
 from paceline.parallel.running_sum import RunningSum
 from paceline.parallel.step_input import AnyShard, StepInput
@@ -41,7 +41,7 @@ class AsyncServers(Engine):
     changes_state = True
 
     def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
-        layout = Layout(model, device, None)
+        layout = Whole(model, device, None)
         super().__init__(layout, RunningSum(layout, None), notes=[describe_asynchrony(job.aggregation, plan)])
         self.buffers.watch_nothing()
         self._job = job

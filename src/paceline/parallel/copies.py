@@ -59,7 +59,7 @@ class Copies:
     def __init__(self, model: nn.Module, devices: Sequence[torch.device], zero: Tensor) -> None:
         """
         Args:
-            zero: as of `Layout`.
+            zero: as of the layout.
         """
         self.note = (
             f"One process drives {len(devices)} devices, one after the other, because the generators of random "

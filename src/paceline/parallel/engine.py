@@ -23,7 +23,7 @@ from paceline.parallel.assignment import Assignment
 from paceline.parallel.audit import audit
 from paceline.parallel.clock import Mark, mark
 from paceline.parallel.gradient_norms import GradientNorms, TakeNorms
-from paceline.parallel.layout import Layout
+from paceline.parallel.layout import Whole
 from paceline.parallel.losses import LossLayouts, ShardLoss, StepLoss
 from paceline.parallel.passes import Passes
 from paceline.parallel.step_input import StepInput
@@ -81,7 +81,7 @@ class Engine:
     """Whether a step changes more than buffers before its update, so that one which fails half-way leaves a mixture."""
 
     def __init__(
-        self, layout: Layout, reducer: Reducer, runner: Runner | None = None, notes: Sequence[str] = ()
+        self, layout: Whole, reducer: Reducer, runner: Runner | None = None, notes: Sequence[str] = ()
     ) -> None:
         """
         Args:

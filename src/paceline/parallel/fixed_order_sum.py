@@ -25,7 +25,7 @@ from paceline.containers import on_device
 from paceline.heartbeat import Heartbeat
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.gradient_norms import norm_of, squared_norm
-from paceline.parallel.layout import Layout
+from paceline.parallel.layout import Whole
 from paceline.parallel.losses import ShardLoss
 from paceline.parallel.running_sum import dense_strides
 from paceline.parallel.step_input import StepInput
@@ -66,7 +66,7 @@ class _Vector:
 class FixedOrderSum:
     """The sums of a step over all shards, equal bit for bit on any number of workers."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Whole) -> None:
         self._layout = layout
         self._heartbeat = Heartbeat(env.path(env.HEARTBEAT))
         self._links: Links | None = None

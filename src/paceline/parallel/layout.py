@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from paceline.parallel.stages import Pipeline
 
 
-class Layout:
+class Whole:
     """Every worker holds the whole model, equal after every step."""
 
     holds_all = True
@@ -120,7 +120,7 @@ class Layout:
         parameter.grad = gradient.to(parameter.dtype)
 
 
-class Spread(Layout):
+class Spread(Whole):
     """The model is spread over a mesh: cut into stages, its layers sharded over tp, its parameters over fsdp.
 
     All workers of an fsdp axis go through the same collectives in every pass, so one with fewer shards than others

@@ -14,7 +14,7 @@ from paceline.containers import tensors
 from paceline.parallel.buffers import standing_in
 from paceline.parallel.engine import Reducer
 from paceline.parallel.fixed_order_sum import FixedOrderSum
-from paceline.parallel.layout import Layout
+from paceline.parallel.layout import Whole
 from paceline.parallel.losses import ShardLoss
 from paceline.parallel.passes import Passes
 from paceline.parallel.step_input import StepInput
@@ -46,7 +46,7 @@ class MicroBatch:
 class PipelineRunner:
     """Takes a worker's virtual shards through the stages of a pipeline."""
 
-    def __init__(self, pipeline: Pipeline, layout: Layout) -> None:
+    def __init__(self, pipeline: Pipeline, layout: Whole) -> None:
         self._pipeline = pipeline
         self._layout = layout
 

@@ -42,7 +42,7 @@ from paceline.parallel.buckets import buckets
 from paceline.parallel.clock import mark
 from paceline.parallel.engine import Engine, Update
 from paceline.parallel.initial_weights import broadcast
-from paceline.parallel.layout import Layout
+from paceline.parallel.layout import Whole
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.running_sum import RunningSum
 from paceline.parallel.step_input import StepInput
@@ -64,7 +64,7 @@ class OuterSteps(Engine):
 
     def __init__(
         self,
-        layout: Layout,
+        layout: Whole,
         spec: AggregationSpec,
         everyone: dist.ProcessGroup | None,
         aggregator: Aggregator | None,

@@ -16,7 +16,7 @@ from paceline.parallel.copies import Copies, devices_of_process
 from paceline.parallel.engine import Engine, Runner
 from paceline.parallel.fixed_order_sum import FixedOrderSum
 from paceline.parallel.initial_weights import align, initial_weights
-from paceline.parallel.layout import Layout
+from paceline.parallel.layout import Whole
 from paceline.parallel.outer_steps import OuterSteps
 from paceline.parallel.running_sum import RunningSum
 from paceline.parallel.unsuitable_layers import check_complex, check_layers
@@ -63,10 +63,10 @@ def parallelize(
     # One worker alone is its own server: there is nothing asynchronous about it.
     if job.aggregation.method == "parameter_server_async" and group is not None:
         return AsyncServers(model, job, plan, device, group)
-    return _every_step(Layout(model, device, group), None, job, plan)
+    return _every_step(Whole(model, device, group), None, job, plan)
 
 
-def _every_step(layout: Layout, runner: Runner | None, job: Job, plan: Plan) -> Engine:
+def _every_step(layout: Whole, runner: Runner | None, job: Job, plan: Plan) -> Engine:
     """The engine of workers that meet in every step."""
     if job.parity == "bitwise":
         return Engine(layout, FixedOrderSum(layout), runner)
@@ -84,7 +84,7 @@ def _with_copies(model: nn.Module, job: Job, plan: Plan, device: torch.device) -
             "parity = 'bitwise' needs the strategy dp: dp_one_process is equal up to rounding only; use "
             "parity = 'numeric'."
         )
-    layout = Layout(model, device, None)
+    layout = Whole(model, device, None)
     copies = Copies(model, devices_of_process(plan, device), layout.zero)
     return Engine(layout, RunningSum(layout, None), copies, [copies.note])
 
@@ -93,7 +93,7 @@ def _with_outer_steps(
     model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup | None
 ) -> Engine:
     """An engine of workers that each train alone, and average their weights every few steps."""
-    layout = Layout(model, device, None)
+    layout = Whole(model, device, None)
     if group is None:
         return OuterSteps(layout, job.aggregation, None, None)
     aggregation = _aggregation(layout, group, job, plan)
@@ -102,5 +102,5 @@ def _with_outer_steps(
     return engine
 
 
-def _aggregation(layout: Layout, replicas: dist.ProcessGroup, job: Job, plan: Plan) -> Aggregation:
+def _aggregation(layout: Whole, replicas: dist.ProcessGroup, job: Job, plan: Plan) -> Aggregation:
     return set_up_aggregation(job, plan, open_links(replicas, layout.device, plan.timeout_s))

@@ -15,7 +15,7 @@ from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import FIRST_BUCKET_BYTES, buckets
 from paceline.parallel.dtensor import with_local
-from paceline.parallel.layout import Layout, sum_over
+from paceline.parallel.layout import Whole, sum_over
 from paceline.parallel.losses import ShardLoss
 from paceline.parallel.step_input import StepInput
 
@@ -28,7 +28,7 @@ class RunningSum:
     which reentrant checkpointing makes several. What is not ready by then is sent at the end.
     """
 
-    def __init__(self, layout: Layout, aggregator: Aggregator | None) -> None:
+    def __init__(self, layout: Whole, aggregator: Aggregator | None) -> None:
         """
         Args:
             aggregator: sums over the replicas; None: there is one.
