@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -128,9 +131,11 @@ def torchrun_arguments(script: str, words: Sequence[str]) -> tuple[list[str], st
 
 
 def check_script(script: str, *, is_module: bool) -> None:
-    """Raises `LaunchError` for an option in place of a script, and for a script that is not there."""
+    """Raises `LaunchError` for an option in place of a script, and for a script or module that is not there."""
     if script.startswith("-"):
         raise LaunchError(f"There is no option '{script}'; `paceline launch --help` lists all.")
+    if is_module and PathFinder.find_spec(script.partition(".")[0], [os.getcwd(), *sys.path]) is None:
+        raise LaunchError(f"There is no module '{script}' in this folder or among what is installed.")
     if not is_module and not Path(script).is_file():
         may_be_module = all(part.isidentifier() for part in script.split("."))
         hint = f"; if it is a module, add -m: -m {script}" if may_be_module else ""
