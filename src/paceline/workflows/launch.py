@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -134,7 +133,7 @@ def check_script(script: str, *, is_module: bool) -> None:
     """Raises `LaunchError` for an option in place of a script, and for a script or module that is not there."""
     if script.startswith("-"):
         raise LaunchError(f"There is no option '{script}'; `paceline launch --help` lists all.")
-    if is_module and PathFinder.find_spec(script.partition(".")[0], [os.getcwd(), *sys.path]) is None:
+    if is_module and PathFinder.find_spec(script.partition(".")[0], [str(Path.cwd()), *sys.path]) is None:
         raise LaunchError(f"There is no module '{script}' in this folder or among what is installed.")
     if not is_module and not Path(script).is_file():
         may_be_module = all(part.isidentifier() for part in script.split("."))
