@@ -80,6 +80,33 @@ def test_statistics_and_values_are_those_of_the_virtual_shards_on_any_number_of_
         assert all(found == expected for found in run_ranks(_moved_statistics, num_workers, parity))
 
 
+class _Spectrum(nn.Module):
+    """A layer whose weights are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(2, 2, dtype=torch.complex64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs.to(self.weight.dtype) @ self.weight).abs().mean(1, keepdim=True)
+
+
+def _complex_weights() -> list[Any]:
+    with _init(optim={"clip_norm": 0.5}) as run:
+        model, _ = run.prepare(model := _Spectrum(), _sgd(model.parameters()))
+        for batch in run.batches(_pairs(24)):
+            run.step(batch, _squares)
+        found: list[Any] = torch.view_as_real(model.weight.detach()).flatten().tolist()
+        return found
+
+
+def test_complex_weights_learn_the_same_on_any_number_of_workers() -> None:
+    (alone,) = run_ranks(_complex_weights, 1)
+    assert torch.view_as_real(_Spectrum().weight.detach()).flatten().tolist() != pytest.approx(alone, rel=1e-3)
+    assert all(found == pytest.approx(alone, rel=1e-5) for found in run_ranks(_complex_weights, 2))
+
+
 def _noisy(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     inputs, _ = batch
     return {"noisy": model(inputs).flatten() + torch.rand(len(inputs))}

@@ -202,7 +202,7 @@ class _Bucket:
         self.num_missing = len(named)
         self.arrived: torch.futures.Future[Tensor] | None = None
         """Done when the sum has arrived; None: it has not begun."""
-        own = [local_shard(parameter) for _, parameter in named]
+        own = [_real(local_shard(parameter)) for _, parameter in named]
         sizes = [one.numel() for one in own]
         self._values = torch.zeros(sum(sizes) + len(named), dtype=own[0].dtype, device=device)
         *slices, self._num_users = self._values.split([*sizes, len(named)])
@@ -219,7 +219,7 @@ class _Bucket:
                 place.zero_()
                 self._num_users[number] = 0
             else:
-                place.copy_(local_shard(parameter.grad) if is_dtensor(parameter) else parameter.grad)
+                place.copy_(_real(local_shard(parameter.grad) if is_dtensor(parameter) else parameter.grad))
         parts = tuple((name, place) for (name, _), place in zip(self.named, self._places, strict=True))
         self.arrived = aggregator.sum_bucket(Bucket(self._values, parts))
 
@@ -237,7 +237,13 @@ class _Bucket:
                 num_users = num_users or self._num_users.tolist()
                 if not num_users[number]:
                     continue
-            parameter.grad = with_local(place.to(parameter.device), parameter)
+            total = torch.view_as_complex(place) if parameter.is_complex() else place
+            parameter.grad = with_local(total.to(parameter.device), parameter)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """A tensor as real numbers, which algorithms add: of complex ones both parts, along a last dimension."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def dense_strides(like: Tensor) -> tuple[int, ...]:
