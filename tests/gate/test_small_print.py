@@ -93,8 +93,9 @@ class _Spectrum(nn.Module):
 
 
 def _complex_weights() -> list[Any]:
+    model = _Spectrum()
     with _init(optim={"clip_norm": 0.5}) as run:
-        model, _ = run.prepare(model := _Spectrum(), _sgd(model.parameters()))
+        run.prepare(model, _sgd(model.parameters()))
         for batch in run.batches(_pairs(24)):
             run.step(batch, _squares)
         found: list[Any] = torch.view_as_real(model.weight.detach()).flatten().tolist()
@@ -105,6 +106,25 @@ def test_complex_weights_learn_the_same_on_any_number_of_workers() -> None:
     (alone,) = run_ranks(_complex_weights, 1)
     assert torch.view_as_real(_Spectrum().weight.detach()).flatten().tolist() != pytest.approx(alone, rel=1e-3)
     assert all(found == pytest.approx(alone, rel=1e-5) for found in run_ranks(_complex_weights, 2))
+
+
+def _beside_the_optimizer(parity: str) -> list[Any]:
+    """Train one of two layers: the other gets gradients, which count in the norm, and no update."""
+    torch.manual_seed(0)
+    trained = nn.Linear(2, 2)
+    with _init(optim={"clip_norm": 0.1}, parity=parity) as run:
+        run.prepare(nn.Sequential(trained, nn.Linear(2, 1)), _sgd(trained.parameters()))
+        for batch in run.batches(_pairs(24)):
+            run.step(batch, _squares)
+        found: list[Any] = trained.weight.flatten().tolist()
+        return found
+
+
+@pytest.mark.parametrize("parity", ["numeric", "bitwise"])
+def test_gradients_beside_the_optimizer_are_those_of_one_step(parity: str) -> None:
+    (alone,) = run_ranks(_beside_the_optimizer, 1, parity)
+    rounding = 0.0 if parity == "bitwise" else 1e-5
+    assert all(found == pytest.approx(alone, rel=rounding) for found in run_ranks(_beside_the_optimizer, 2, parity))
 
 
 def _noisy(model: nn.Module, batch: Any) -> dict[str, Tensor]:

@@ -102,7 +102,9 @@ def train(engine: Engine, task: Task, *, in_own_order: bool = False, **options: 
         sampler = None if in_own_order else functools.partial(order, num_samples=len(data))
         for batch in run.batches(data, sampler=sampler):
             samples.append(tuple(number for shard in batch for number in shard[-1].tolist()))
-            losses.append(float(run.step(batch, functools.partial(_loss, task))))
+            loss = run.step(batch, functools.partial(_loss, task))
+            assert not loss.requires_grad  # a script that keeps it keeps no graph
+            losses.append(float(loss))
         metrics: dict[str, float] = {}
         if task.measure is not None:
             metrics = run.evaluate(task.test_data, functools.partial(_measure, task), task.metrics)

@@ -288,6 +288,8 @@ class Buffers:
     @torch.no_grad()
     def apply(self, sums: Tensor) -> None:
         """As `end_step`, of the buffers that are known to move."""
+        if not self._flats:
+            return
         lengths = [len(flat.values) for flat in self._flats]
         for flat, move in zip(self._flats, sums[: sum(lengths)].split(lengths), strict=True):
             flat.apply(move)

@@ -191,8 +191,7 @@ def read_loss(returned: Any, fraction: float, num_in_batch: int, like: Tensor) -
     else:
         weight = fraction
         weighted = mean if fraction == 1 else mean * fraction
-        with torch.no_grad():
-            sums = [weighted.to(like.dtype).view(1)]
+        sums = [weighted.detach().to(like.dtype).view(1)]
     kinds = []
     for name, value in sorted(values.items()):
         own = value.weight if isinstance(value, Mean) else None

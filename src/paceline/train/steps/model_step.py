@@ -97,7 +97,6 @@ class ModelStepper:
         if engine.reads_assignment:
             step_input = self._input(pending, pending.index, batch.assignment, content, loss_fn)
             step_input = replace(step_input, reads_again=self._is_audited(pending) or self._needs_closure)
-            step_input = self._fused(step_input, is_first=pending.index == 0)
             if trained is self._state.models.first and not pending.num_steps:
                 take_norms = self._state.noise.for_step(pending.index, batch.assignment)
                 step_input = replace(step_input, take_norms=take_norms)
@@ -107,10 +106,11 @@ class ModelStepper:
             step_input = replace(step_input, any_shard=self._any_shard(pending, content, loss_fn))
         step_input = replace(step_input, companions=companions)
         self._rates.set(pending.samples_seen, batch.samples_per_epoch)
-        trained.optimizer.zero_grad(set_to_none=True)
+        trained.model.zero_grad()  # of parameters that no optimizer has, too: they count in the norm
 
         try:
             with companions.unchanged():
+                step_input = self._fused(step_input, is_first=pending.index == 0)
                 result = engine.step(
                     step_input, functools.partial(self._update, pending, content, step_input, optimizer)
                 )
@@ -268,7 +268,7 @@ class ModelStepper:
     def _gradients_again(self, step_input: StepInput) -> Tensor:
         """Compute the step's gradient at the weights as they are now; returns its loss."""
         trained = self.trained
-        trained.optimizer.zero_grad(set_to_none=True)
+        trained.model.zero_grad()
         loss = trained.engine.gradients(replace(step_input, take_norms=None)).loss
         clip(self._state.job.optim, trained.model.parameters(), trained.engine.gradient_norm)
         return loss
