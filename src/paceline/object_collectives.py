@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -70,21 +70,6 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Iterabl
         send_object(value, group, 0)
         return None
     return [value, *(recv_object(group, rank, classes) for rank in range(1, dist.get_world_size(group)))]
-
-
-def scatter_objects(values: Sequence[Any], group: dist.ProcessGroup | None) -> Any:
-    """The value that rank 0 has for this worker; a collective.
-
-    Args:
-        values: one for every rank; ignored on all ranks but 0.
-    """
-    if group is None:
-        return values[0]
-    if dist.get_rank(group) != 0:
-        return recv_object(group, 0)
-    for receiver, value in enumerate(values[1:], start=1):
-        send_object(value, group, receiver)
-    return values[0]
 
 
 def send_object(

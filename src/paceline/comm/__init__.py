@@ -7,7 +7,7 @@ Wire formats say how its messages are written. `Aggregator` puts them together.
 
 from __future__ import annotations
 
-from paceline.comm.aggregator import Aggregator, Algorithm, Bucket
+from paceline.comm.aggregator import Aggregator, Algorithm
 from paceline.comm.all_reduce import all_reduce
 from paceline.comm.hierarchical import hierarchical
 from paceline.comm.links import Links, open_links
@@ -32,7 +32,6 @@ __all__ = [
     "WIRE_FORMATS",
     "Aggregator",
     "Algorithm",
-    "Bucket",
     "Links",
     "Scheduler",
     "open_links",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,16 +18,6 @@ Algorithm = Callable[[Tensor, Links], None]
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Gradients that are aggregated together."""
-
-    values: Tensor
-    """All gradients as one flat vector."""
-    parts: tuple[tuple[str, Tensor], ...]
-    """Each parameter's name and its gradient in its own shape, a view of `values`."""
-
-
-@dataclass(frozen=True)
 class Aggregator:
     """How the workers of one group add up. Every sum is begun at once and done in the background, in order."""
 
@@ -35,12 +25,14 @@ class Aggregator:
     links: Links
     scheduler: Scheduler
 
-    def sum_bucket(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
-        """Begin to replace the bucket's values by their sum, in the run's wire format."""
-        names = dict.fromkeys((bucket.parts[0][0], bucket.parts[-1][0]))
-        return self.scheduler.submit(
-            "gradients", " … ".join(names), bucket.values, lambda: self._sum_in_float(bucket.values)
-        )
+    def sum_bucket(self, values: Tensor, names: Sequence[str]) -> torch.futures.Future[Tensor]:
+        """Begin to replace some parameters' gradients, as one flat vector, by their sum, in the run's wire format.
+
+        Args:
+            names: of the parameters.
+        """
+        ends = dict.fromkeys((names[0], names[-1]))
+        return self.scheduler.submit("gradients", " … ".join(ends), values, lambda: self._sum_in_float(values))
 
     def sum_exactly(self, values: Tensor, name: str) -> torch.futures.Future[Tensor]:
         """Begin to sum a few numbers that no run may lose, 1-D: losses, statistics, counts."""

@@ -86,8 +86,3 @@ class Assignment:
     def weight(self, shard: int) -> float:
         """The part of the global batch that a shard is."""
         return self.shard_sizes[shard] / self.global_size
-
-    def span_of(self, shard: int) -> tuple[int, int]:
-        """Positions start … stop - 1 of a shard's samples among this worker's."""
-        start = sum(self.shard_sizes[self.own[0] : shard])
-        return start, start + self.shard_sizes[shard]

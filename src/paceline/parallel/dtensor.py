@@ -72,11 +72,6 @@ def with_local(own: Tensor, like: Tensor, whole: Tensor | None = None) -> Tensor
     )
 
 
-def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of this worker's shards of tensors of any shape."""
-    return sum(mine.nbytes for mine in map(local_shard, tensors))
-
-
 def is_sharded(tensor: Tensor, axis: str) -> bool:
     """Whether workers along the mesh axis `axis` hold different shards of `tensor`, of any shape."""
     if not is_dtensor(tensor):

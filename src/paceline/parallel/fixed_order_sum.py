@@ -97,7 +97,6 @@ class FixedOrderSum:
         self._tree = TreeSum(step.assignment.own[0])
         self._vectors: dict[Tensor, _Vector] = {}
         self._are_used = [False] * len(named)
-        self._layout.take_gradients(named)
 
     def forward_made(self, statistics: Tensor, *, is_last: bool) -> None:  # noqa: ARG002 - summed with the gradients
         """After a shard's forward pass."""
@@ -116,14 +115,13 @@ class FixedOrderSum:
         """The gradients that a pass has left in the parameters that are trained."""
         return self._layout.take_gradients(self._named)
 
-    @torch.no_grad()
     def push(self, gradients: Sequence[Tensor | None], weight: float | Tensor) -> None:
         """Add the next shard, whose statistics `forward_made` had, to the tree.
 
         Args:
             weight: of the shard, by which its gradients are multiplied.
         """
-        vector = self._take_vector(len(self._statistics) + self._num_noise)
+        vector = self._take_vector(len(self._statistics))
         is_used = [gradient is not None for gradient in gradients]
         self._are_used = [before or now for before, now in zip(self._are_used, is_used, strict=True)]
         if not all(is_used):
@@ -147,12 +145,16 @@ class FixedOrderSum:
         return torch.stack([torch.where(weight > 0, squared / weight, zero), weight])
 
     def _take_vector(self, num_statistics: int) -> _Vector:
-        length = sum(form.numel() for form in self._forms) + num_statistics + len(self._forms)
+        length = self._length(num_statistics)
         while self._free:
             vector = self._free.pop()
             if len(vector.values) == length:
                 return vector
         return _Vector.of(self._layout.zero.new_empty(length), self._forms)
+
+    def _length(self, num_statistics: int) -> int:
+        """Of a vector."""
+        return sum(form.numel() for form in self._forms) + num_statistics + self._num_noise + len(self._forms)
 
     # --- the end of a step ---
 
@@ -162,9 +164,8 @@ class FixedOrderSum:
         if not is_cpu:
             self._free.clear()  # memory for the sum over workers
         vectors = {partial: self._vectors[partial] for partial in self._tree.partials}
-        num_statistics += self._num_noise
-        length = sum(form.numel() for form in self._forms) + num_statistics + len(self._forms)
-        values = self._sum_over_workers(self._tree, self._layout.zero.new_empty(length))
+        empty = self._layout.zero.new_empty(self._length(num_statistics))
+        values = self._sum_over_workers(self._tree, empty)
         self._total = vectors.pop(values, None) or _Vector.of(values, self._forms)
         if is_cpu:
             self._free.extend(vectors.values())  # not the sum: gradients are views of it

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.comm import Aggregator, Bucket
+from paceline.comm import Aggregator
 from paceline.errors import JobError
 from paceline.object_collectives import all_gather_objects
 from paceline.parallel.assignment import Assignment
@@ -193,7 +193,7 @@ class OuterSteps(Engine):
             futures = [
                 sums.sum_exactly(move, "weights")
                 if exactly
-                else sums.sum_bucket(Bucket(move, tuple(weights.named(move))))
+                else sums.sum_bucket(move, [name for name, _ in weights.named(move)])
                 for weights, move in zip(self._weights, moves, strict=True)
             ]
             for future in futures:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from paceline.comm import Aggregator, Bucket
+from paceline.comm import Aggregator
 from paceline.dtensor_type import is_dtensor, local_shard
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment
@@ -220,8 +220,7 @@ class _Bucket:
                 self._num_users[number] = 0
             else:
                 place.copy_(_real(local_shard(parameter.grad) if is_dtensor(parameter) else parameter.grad))
-        parts = tuple((name, place) for (name, _), place in zip(self.named, self._places, strict=True))
-        self.arrived = aggregator.sum_bucket(Bucket(self._values, parts))
+        self.arrived = aggregator.sum_bucket(self._values, [name for name, _ in self.named])
 
     def wait(self) -> None:
         """Wait until the sum has arrived."""

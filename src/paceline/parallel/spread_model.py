@@ -51,13 +51,13 @@ def spread(
     tensor_plan = tensor_plan_of(model, plan.tensor_plan, axes.mesh.tp) if axes.mesh.tp > 1 else {}
     notes = [] if pipeline is None else list(pipeline.notes)
     notes += [f"tensor plan: {described(tensor_plan)}"] if tensor_plan else []
-    if job.measure_noise and not (axes.pp is None and (axes.mesh.fsdp == 1 or axes.mesh.zero_stage > 1)):
-        notes.append(f"the gradient noise scale is not measured under the strategy {axes.mesh}")
     for stage in [model] if pipeline is None else pipeline.stages:
         _shard(stage, tensor_plan, axes, plan, device, may_skip=may_skip)
     module = model if pipeline is None else pipeline.module
     weights(module, device)
     layout = Spread(module, device, axes, zero, pipeline, may_skip=may_skip, notes=notes)
+    if job.measure_noise and not layout.measures_first_pass:
+        notes.append(f"the gradient noise scale is not measured under the strategy {axes.mesh}")
     if job.parity == "bitwise":
         if axes.mesh.fsdp == 1:
             align(module)
