@@ -36,11 +36,11 @@ nightly: $(READY)
 docs: $(READY)
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs runs/docs
 
-# Needs DATA=DIR with mnist/ and cifar10/ in it.
+# Needs DATA=DIR with mnist/ and cifar10/ in it, and a machine that does nothing else.
 bench: $(READY)
-	$(BIN)/python benchmarks/throughput.py mnist --data $(DATA)/mnist
-	$(BIN)/python benchmarks/throughput.py cifar10 --data $(DATA)/cifar10
-	$(BIN)/python benchmarks/throughput.py startup --data $(DATA)/mnist
+	$(BIN)/python benchmarks/side_by_side.py --data $(DATA)
+	$(BIN)/python -m benchmarks.step_costs
+	$(BIN)/python -m benchmarks.starts
 
 # What this machine's GPUs do, or simulated ones where there are none, on one page; needs nothing but torch.
 gpu:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gzip
+import io
 import json
 import os
 import resource
@@ -51,6 +53,55 @@ CASES = {
     "gpt": Case("gpt", "text", 32, is_of_images=False),
     "bert": Case("bert", "labelled text", 32, is_of_images=False),
 }
+
+
+class Mnist(Dataset[tuple[Tensor, int]]):
+    """ToTensor and Normalize, sample by sample."""
+
+    def __init__(self, folder: Path, split: str) -> None:
+        with gzip.open(folder / f"{split}-images-idx3-ubyte.gz") as file:
+            self.images = np.frombuffer(file.read(), np.uint8, offset=16).reshape(-1, 28, 28)
+        with gzip.open(folder / f"{split}-labels-idx1-ubyte.gz") as file:
+            self.labels = np.frombuffer(file.read(), np.uint8, offset=8)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = torch.from_numpy(self.images[index].copy()).unsqueeze(0).float().div(255)
+        return (image - 0.1307) / 0.3081, int(self.labels[index])
+
+
+class Cifar10(Dataset[tuple[Tensor, int]]):
+    """Random crop, flip and cutout as tensor transforms, sample by sample."""
+
+    def __init__(self, folder: Path, split: str) -> None:
+        import pyarrow.parquet as parquet
+        from PIL import Image
+
+        table = parquet.read_table(folder / f"{split}.parquet")
+        encoded = [row["bytes"] for row in table.column("img").to_pylist()]
+        self.images = np.stack([np.asarray(Image.open(io.BytesIO(data)).convert("RGB")) for data in encoded])
+        self.labels = np.array(table.column("label").to_pylist())
+        self.augment = split == "train"
+        self.mean = torch.tensor([0.4914, 0.4822, 0.4465]).view(3, 1, 1)
+        self.std = torch.tensor([0.2470, 0.2435, 0.2616]).view(3, 1, 1)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = torch.from_numpy(self.images[index].copy()).permute(2, 0, 1).float().div(255)
+        if self.augment:
+            top, left = (int(torch.randint(0, 9, ())) for _ in range(2))
+            image = F.pad(image, (4, 4, 4, 4))[:, top : top + 32, left : left + 32]
+            if torch.rand(()) < 0.5:
+                image = image.flip(-1)
+        image = (image - self.mean) / self.std
+        if self.augment:
+            y, x = (int(torch.randint(0, 32, ())) for _ in range(2))
+            image[:, max(0, y - 4) : y + 4, max(0, x - 4) : x + 4] = 0
+        return image, int(self.labels[index])
 
 
 class Clock:
@@ -100,8 +151,6 @@ def text_tensors(*, labelled: bool) -> tuple[Tensor, Tensor]:
 
 def per_sample(case: Case, data: Path) -> Dataset[Any]:
     """The data set of a peer."""
-    from peers.plain_ddp import Cifar10, Mnist
-
     if case.is_of_images:
         return {"mnist": Mnist, "cifar10": Cifar10}[case.data](data / case.data, "train")
     return TensorDataset(*text_tensors(labelled=case.data == "labelled text"))

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 CODE = ("python", "sh", "toml")
 """Languages of blocks that a reader would run or copy."""
-_WITHOUT_COMMANDS = {"experiments", "adr", "generated", "_build"}
+_WITHOUT_COMMANDS = {"adr", "generated", "_build"}
 """Folders of docs whose commands measure for minutes, or that are made of other pages."""
 _BLOCK = re.compile(
     r"(?:<!-- (?P<marker>file|not run|run in|setup)(?::|\n| ) *(?P<said>.*?)-->\n+)?"
