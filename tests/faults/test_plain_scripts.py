@@ -123,7 +123,7 @@ def test_what_a_worker_started_ends_whoever_is_killed(stage: Stage, victim: str)
     ended(launcher)
     stage.await_nobody()
     if victim == "the agent":
-        assert stage.report()["cause"] == "agent_lost"
+        assert stage.report()["cause"] == "node_lost"
 
 
 @pytest.mark.parametrize("name", ["an exception", "SIGKILL"])

@@ -11,12 +11,17 @@ from torch.utils.data import Subset
 
 from paceline.data.arrays import ArrayReader, ArraySet
 from paceline.data.augment import Augmentation
-from paceline.data.digits import load_digits
 from paceline.data.folder import FolderImages, load_folder
 from paceline.data.loading import Loading, is_loader
-from paceline.data.published import load_cifar10, load_cifar100, load_fashion_mnist, load_mnist
 from paceline.data.sample_reader import MapDataset, SampleRequest, read_samples, set_size
-from paceline.data.text_corpus import load_text
+from paceline.data.sources import (
+    load_cifar10,
+    load_cifar100,
+    load_digits,
+    load_fashion_mnist,
+    load_mnist,
+    load_text,
+)
 from paceline.errors import DataError, did_you_mean
 from paceline.import_path import imported
 from paceline.spec import DataSpec

@@ -1,15 +1,37 @@
-"""What the named data sets share: their options, their folder, and the packages that they need."""
+"""The named data sets: handwritten digits inside the package, published sets of small images, a text file.
+
+Published sets are idx files or parquet files in `data.dir`, else from the Hugging Face hub. The idx format:
+http://yann.lecun.com/exdb/mnist/ (big-endian magic number, sizes, then bytes). A parquet file has a column of encoded
+images, as the hub's have; its images are decoded once, into a .npy file beside it.
+
+The digits are the test part of "Optical Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak (1998), UCI
+Machine Learning Repository, https://doi.org/10.24432/C50P49, licensed CC BY 4.0. `digits.npz` holds the 8 x 8 images
+(0 … 16, the count of dark pixels in a 4 x 4 block of the scan) and labels in their original order, unchanged.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import importlib
+import io
+import math
+import struct
+import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.arrays import ArraySet
 from paceline.errors import DataError
+from paceline.regular_files import write_file
 from paceline.spec import DataSpec
-from paceline.spec.codec import from_mapping
+from paceline.spec.codec import at_least, from_mapping
 
 T = TypeVar("T")
 
@@ -38,3 +60,230 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
     except ImportError:
         package = module.partition(".")[0]
         raise DataError(f"{purpose} needs {package}; install it with: pip install 'paceline[{extra}]'") from None
+
+
+def load_digits(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
+    """Images 1 x 28 x 28, the size that nets for MNIST take; every fifth image is for testing."""
+    read_options(NoOptions, spec)
+    with resources.as_file(resources.files("paceline.data") / "digits.npz") as path, np.load(path) as file:
+        images, labels = _enlarged(file["images"]), file["labels"].astype(np.int64)
+    test = np.arange(len(images)) % 5 == 4
+    train, held_out = (ArraySet(images[part], labels[part], 10, (0.2247,), (0.3497,)) for part in (~test, test))
+    return train, held_out
+
+
+def _enlarged(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """(n, 8, 8) in 0 … 16 to (n, 1, 28, 28) in 0 … 255: each pixel becomes 3 x 3, with a border of 2."""
+    pixels = np.rint(images.astype(np.float32) * (255 / 16)).astype(np.uint8)
+    large = pixels.repeat(3, axis=1).repeat(3, axis=2)
+    return np.pad(large, ((0, 0), (2, 2), (2, 2)))[:, None]
+
+
+IMAGE_COLUMNS = ("img", "image")
+
+
+@dataclass(frozen=True)
+class Published:
+    """What is known of a published set."""
+
+    repository: str
+    """On the Hugging Face hub."""
+    label_column: str
+    num_classes: int
+    shape: tuple[int, int, int]
+    """(C, H, W) of an image."""
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+
+MNIST = Published("ylecun/mnist", "label", 10, (1, 28, 28), (0.1307,), (0.3081,))
+FASHION_MNIST = Published("zalando-datasets/fashion_mnist", "label", 10, (1, 28, 28), (0.2860,), (0.3530,))
+CIFAR10 = Published("uoft-cs/cifar10", "label", 10, (3, 32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+CIFAR100 = Published(
+    "uoft-cs/cifar100", "fine_label", 100, (3, 32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+)
+
+
+def load_mnist(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
+    """Handwritten digits, 60,000 and 10,000 images 1 x 28 x 28."""
+    return load_published(spec, MNIST)
+
+
+def load_fashion_mnist(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
+    """Zalando's articles of clothing, 60,000 and 10,000 images 1 x 28 x 28."""
+    return load_published(spec, FASHION_MNIST)
+
+
+def load_cifar10(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
+    """Ten classes, 50,000 and 10,000 images 3 x 32 x 32."""
+    return load_published(spec, CIFAR10)
+
+
+def load_cifar100(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
+    """A hundred (fine) classes, 50,000 and 10,000 images 3 x 32 x 32."""
+    return load_published(spec, CIFAR100)
+
+
+def load_published(spec: DataSpec, known: Published) -> tuple[ArraySet, ArraySet]:
+    """The training and the test set.
+
+    Raises:
+        DataError: files missing or damaged, or a package that reads them is not installed; names the file.
+    """
+    read_options(NoOptions, spec)
+    train = _split(spec, known, "train", "train", spec.train_limit)
+    return train, _split(spec, known, "test", "t10k", spec.test_limit)
+
+
+def _split(spec: DataSpec, known: Published, split: str, idx_name: str, limit: int | None) -> ArraySet:
+    if spec.dir is None:
+        images, labels = _from_hub(spec.name, known, split, limit)
+        where = f"{known.repository} on the hub"
+    else:
+        folder = folder_of(spec)
+        images_file, labels_file = (
+            next(iter(sorted(folder.glob(f"{idx_name}-{kind}?idx{dims}-ubyte*"))), None)
+            for kind, dims in (("images", 3), ("labels", 1))
+        )
+        files = sorted(folder.glob(f"{split}*.parquet")) or sorted(folder.glob(f"*/{split}*.parquet"))
+        if images_file and labels_file:
+            images, labels, where = read_idx(images_file, 3)[:, None], read_idx(labels_file, 1), str(labels_file)
+        elif files:
+            parts = [read_parquet(file, known) for file in files]
+            joined = (part[0] if len(part) == 1 else np.concatenate(part) for part in zip(*parts, strict=True))
+            images, labels = joined
+            where = str(files[0])
+        else:
+            raise DataError(
+                f"{folder} has neither {split}*.parquet nor both {idx_name}-images-idx3-ubyte and "
+                f"{idx_name}-labels-idx1-ubyte (or .gz); point data.dir to the folder that has them."
+            )
+    labels = labels.astype(np.int64)
+    if len(labels) != len(images) or not len(labels) or labels.min() < 0 or labels.max() >= known.num_classes:
+        raise DataError(
+            f"{where} has {len(labels)} labels for {len(images)} images, from {labels.min(initial=0)} to "
+            f"{labels.max(initial=0)}, where classes are 0 … {known.num_classes - 1}: it is damaged or another set's."
+        )
+    return ArraySet(images, labels, known.num_classes, known.mean, known.std)
+
+
+def read_idx(path: Path, num_dims: int) -> NDArray[np.uint8]:
+    """The bytes of an idx file of `num_dims` dimensions in its own shape.
+
+    Raises:
+        DataError: not such a file, or not whole; names the file.
+    """
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as problem:
+        raise DataError(f"{path} cannot be read ({problem}); get the file again.") from None
+    header_bytes = 4 + 4 * num_dims
+    # Magic number: two zeros, 8 for unsigned bytes, the number of dimensions.
+    if raw[:4] != bytes((0, 0, 8, num_dims)) or len(raw) < header_bytes:
+        raise DataError(f"{path} is not an idx file of unsigned bytes in {num_dims} dimensions; get the file again.")
+    shape = struct.unpack(f">{num_dims}I", raw[4:header_bytes])
+    if len(raw) - header_bytes != math.prod(shape):
+        raise DataError(
+            f"{path} is damaged: it holds {len(raw) - header_bytes} bytes of data where its header says "
+            f"{' x '.join(map(str, shape))}; get the file again."
+        )
+    return np.frombuffer(raw, np.uint8, offset=header_bytes).reshape(shape)
+
+
+def read_parquet(path: Path, known: Published) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    """The images (n, C, H, W) and labels (n,) of a parquet file. Raises `DataError`, which names the file.
+
+    Decoded images are kept in a file beside it, where that can be written: CIFAR-10's take 9 s, which every worker of
+    every run would spend.
+    """
+    pyarrow = import_extra("pyarrow", "parquet", "Reading parquet files")
+    parquet = import_extra("pyarrow.parquet", "parquet", "Reading parquet files")
+    try:
+        state, names = path.stat(), parquet.read_schema(path).names
+        column = next((name for name in IMAGE_COLUMNS if name in names), "")
+        if not column or known.label_column not in names:
+            raise DataError(
+                f"{path} needs a column {' or '.join(IMAGE_COLUMNS)} and a column {known.label_column}; it has "
+                f"{', '.join(names)}."
+            )
+        labels = parquet.read_table(path, columns=[known.label_column]).column(0).to_numpy()
+        decoded = path.with_name(f".{path.stem}-{state.st_size}-{state.st_mtime_ns}.npy")
+        with contextlib.suppress(OSError, ValueError, EOFError):  # there is none yet, or it is damaged
+            return np.load(decoded, mmap_mode="r"), labels
+        cells = parquet.read_table(path, columns=[column]).column(0).combine_chunks().field("bytes")
+    except (pyarrow.ArrowException, OSError) as problem:
+        raise DataError(f"{path} is not a whole parquet file ({str(problem).splitlines()[0]}); get it again.") from None
+    images = _decoded((cell.as_py() for cell in cells), len(cells), known, path)
+    content = io.BytesIO()
+    np.save(content, images)
+    with contextlib.suppress(OSError):  # the folder cannot be written to
+        write_file(decoded, [content.getbuffer()])
+    return images, labels
+
+
+def _from_hub(name: str, known: Published, split: str, limit: int | None) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    purpose = f"Without data.dir, {name} comes from the Hugging Face hub, which"
+    datasets = import_extra("datasets", "hub", purpose)
+    rows = datasets.load_dataset(known.repository, split=split)
+    rows = rows.select(range(min(limit or len(rows), len(rows))))
+    column = next(name for name in IMAGE_COLUMNS if name in rows.column_names)
+    encoded = (row[column]["bytes"] for row in rows.cast_column(column, datasets.Image(decode=False)))
+    images = _decoded(encoded, len(rows), known, known.repository)
+    return images, np.asarray(rows[known.label_column])
+
+
+def _decoded(encoded: Iterable[bytes], count: int, known: Published, where: object) -> NDArray[np.uint8]:
+    """Encoded images as bytes (count, C, H, W). Raises `DataError`, which names `where` and the row."""
+    image_module = import_extra("PIL.Image", "parquet", "Reading images from parquet files")
+    channels, height, width = known.shape
+    images = np.empty((count, height, width, channels), np.uint8)
+    for row, content in enumerate(encoded):
+        try:
+            with image_module.open(io.BytesIO(content)) as image:
+                images[row] = np.asarray(image.convert("RGB" if channels == 3 else "L")).reshape(images.shape[1:])
+        except (OSError, TypeError, ValueError, SyntaxError) as problem:
+            raise DataError(f"{where} has no image of {width} x {height} in row {row} ({problem}).") from None
+    return np.ascontiguousarray(images.transpose(0, 3, 1, 2))
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    file: str
+    """A path, relative to data.dir if that is given."""
+    context: int = at_least(1, 128)
+    """Tokens in a sample."""
+
+
+def load_text(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
+    """Consecutive samples of `context` bytes, the target of each byte being the next; the last tenth is for
+    testing.
+
+    The arrays are views of the mapped file: no copy, a byte a token.
+
+    Raises:
+        DataError: no such file, or too short for one sample of either split.
+    """
+    options = read_options(TextOptions, spec)
+    path = Path(spec.dir or ".").expanduser() / Path(options.file).expanduser()
+    try:
+        num_bytes = path.stat().st_size
+        tokens = np.memmap(path, np.uint8, mode="r") if num_bytes else np.empty(0, np.uint8)
+    except OSError as problem:
+        raise DataError(f"data.options.file: {path} cannot be read ({problem.strerror}); name a text file.") from None
+    cut = num_bytes * 9 // 10
+    if min(cut, num_bytes - cut) <= options.context:
+        raise DataError(
+            f"{path} has {num_bytes} bytes; data.options.context = {options.context} needs at least "
+            f"{10 * options.context + 1}, since the last tenth is for testing."
+        )
+    return _windows(tokens[:cut], options.context), _windows(tokens[cut:], options.context)
+
+
+def _windows(tokens: NDArray[Any], context: int) -> ArraySet:
+    num_samples = (len(tokens) - 1) // context
+    end = num_samples * context
+    return ArraySet(
+        inputs=tokens[:end].reshape(num_samples, context),
+        targets=tokens[1 : end + 1].reshape(num_samples, context),
+        num_classes=256,
+    )

@@ -8,18 +8,18 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from paceline.errors import shortened
 from paceline.regular_files import make_run_folder, replace_text
-from paceline.words import name_ranks, on_one_line
 
-LONGEST_MESSAGE = 400
-"""The maximum number of characters quoted from an exception's message; the traceback has the rest."""
+Kind = Literal["failure", "started", "ended"]
+"""Of a note."""
+
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
 @dataclass(frozen=True)
@@ -40,16 +40,16 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How one worker process ended."""
+class WorkerProcess:
+    """A worker's process, and how it ended."""
 
     rank: int
     world_size: int
     pid: int
     hostname: str
-    exit_code: int
-    """The exit code as in subprocess, negative for a signal."""
-    time: float
+    exit_code: int | None = None
+    """The exit code as in subprocess, negative for a signal; None: it has not ended."""
+    time: float = 0.0
     """Seconds since the epoch: when its exception was raised, else when the process ended."""
     asked_at: float | None = None
     """When it was asked to end, in seconds since the epoch; None: it was not."""
@@ -62,10 +62,6 @@ class Ending:
     failure: Failure | None = None
 
     @property
-    def failed(self) -> bool:
-        return self.exit_code != 0
-
-    @property
     def was_asked(self) -> bool:
         """Whether it had been asked to end before it failed."""
         return self.asked_at is not None and self.time >= self.asked_at
@@ -76,49 +72,35 @@ class Ending:
         return self.failure is not None and self.failure.is_consequence
 
 
-@dataclass(frozen=True)
-class Beginning:
-    """A worker that has been started."""
-
-    rank: int
-    pid: int
-    hostname: str
-
-
-def write_note(run_dir: Path, note: Failure | Ending | Beginning, restart: int = 0) -> None:
+def write_note(run_dir: Path, note: Failure | WorkerProcess, restart: int = 0) -> None:
     """Write a note atomically, readable only by the user; `restart` is how often the worker has been started before.
 
     Raises:
         OSError: the folder cannot be written to.
     """
-    folder = run_dir / "workers"
-    make_run_folder(folder)
-    name = f"{type(note).__name__.lower()}-{note.rank}-{restart}.json"
-    replace_text(folder / name, json.dumps(asdict(note), indent=1), 0o600)
+    kind: Kind = "failure" if isinstance(note, Failure) else "started" if note.exit_code is None else "ended"
+    path = note_path(run_dir, kind, note.rank, restart)
+    make_run_folder(path.parent)
+    replace_text(path, json.dumps(asdict(note), indent=1), 0o600)
 
 
-def read_failures(run_dir: Path, restart: int | None = None) -> dict[int, Failure]:
-    """The exceptions of all workers that left a note, by rank; of the last start, or of one before."""
-    return {rank: Failure(**note) for rank, note in _notes(run_dir, "failure", restart).items()}
+def note_path(run_dir: Path, kind: Kind, rank: int, restart: int) -> Path:
+    return run_dir / "workers" / f"{kind}-{rank}-{restart}.json"
 
 
-def read_beginnings(run_dir: Path) -> list[Beginning]:
-    """The workers that have been started, by rank."""
-    return [Beginning(**note) for note in _notes(run_dir, "beginning", None).values()]
-
-
-def read_endings(run_dir: Path, restart: int | None = None) -> list[Ending]:
-    """How workers ended, by rank, each with its own exception; of the last start, or of one before."""
-    failures, endings = read_failures(run_dir, restart), []
-    for rank, note in _notes(run_dir, "ending", restart).items():
+def read_processes(run_dir: Path, kind: Literal["started", "ended"], restart: int | None = None) -> list[WorkerProcess]:
+    """The processes of all workers that have started or ended, by rank, each with its own exception; of the last start,
+    or of one before."""
+    failures, processes = _notes(run_dir, "failure", restart), []
+    for rank, note in _notes(run_dir, kind, restart).items():
         failure = failures.get(rank)
-        if failure is not None and failure.pid == note["pid"]:
-            note |= {"failure": failure, "time": min(note["time"], failure.time)}
-        endings.append(Ending(**note))
-    return endings
+        if failure is not None and failure["pid"] == note["pid"]:
+            note |= {"failure": Failure(**failure), "time": min(note["time"], failure["time"])}
+        processes.append(WorkerProcess(**note))
+    return processes
 
 
-def _notes(run_dir: Path, kind: str, restart: int | None) -> dict[int, dict[str, Any]]:
+def _notes(run_dir: Path, kind: Kind, restart: int | None) -> dict[int, dict[str, Any]]:
     found = {}
     for path in (run_dir / "workers").glob(f"{kind}-*-*.json"):
         _, rank, start = path.stem.split("-")
@@ -128,41 +110,39 @@ def _notes(run_dir: Path, kind: str, restart: int | None) -> dict[int, dict[str,
     return {rank: note for (rank, _), note in sorted(found.items())}
 
 
-def root_cause(endings: Sequence[Ending]) -> Ending:
-    """The failed worker that caused the other failures: the earliest that did not merely lose a peer.
+def failure_in(log: str, process: WorkerProcess) -> Failure | None:
+    """The exception of a program that left no note of it, from the last traceback in its output."""
+    # Torch names the rank before each line once there is a process group.
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in log.replace("\0", "\\x00").splitlines()]
+    starts = [number for number, line in enumerate(lines) if line == _TRACEBACK]
+    if not starts:
+        return None
+    of_last = lines[starts[-1] + 1 :]
+    while len(starts) > 1 and lines[max(0, starts[-1] - 2)].startswith(_CHAINED):
+        starts.pop()
+    kind, _, message = " ".join(line for line in of_last if line and not line.startswith(" ")).partition(": ")
+    files = re.findall(r'^  File "([^"]+)", line', "\n".join(of_last), re.MULTILINE)
+    is_of_torch = kind == "RuntimeError" or kind.startswith("torch.distributed.")
+    return Failure(
+        rank=process.rank,
+        pid=process.pid,
+        time=process.time,
+        type=kind.rpartition(".")[2],
+        message=message,
+        traceback="\n".join(lines[starts[-1] :]) + "\n",
+        is_consequence=is_of_torch and "/torch/distributed/" in "".join(files[-1:]),
+    )
+
+
+def root_cause(ended: Sequence[WorkerProcess]) -> WorkerProcess | None:
+    """The failed worker that caused the other failures: the earliest that did not merely lose a peer; None: no failure.
 
     A failure of a worker that had been asked to end was caused by that, and counts only if there is no other.
-
-    Raises:
-        ValueError: none of the workers failed.
     """
-    stopped_at = min((one.asked_at for one in endings if one.asked_at is not None), default=float("inf"))
-    failed = [one for one in endings if one.failed]
-    return min(failed, key=lambda one: (one.time > stopped_at, one.is_consequence, one.time, one.rank))
-
-
-def whereabouts(endings: Sequence[Ending], cause: Ending) -> str:
-    """The peers that a worker may have lost: those that have raised nothing themselves; may be empty.
-
-    Their times say nothing: the sockets of a process close before it ends.
-    """
-    ended = [one.rank for one in endings if not one.failed]
-    others = [one.rank for one in endings if one.failure is None and one is not cause]
-    if ended:
-        return f" ({name_ranks(ended)} had ended without an error)"
-    return f" ({name_ranks(others)} had not failed)" if others else ""
+    stopped_at = min((one.asked_at for one in ended if one.asked_at is not None), default=float("inf"))
+    failed = [one for one in ended if one.exit_code]
+    return min(failed, key=lambda one: (one.time > stopped_at, one.is_consequence, one.time, one.rank), default=None)
 
 
 def log_path(run_dir: Path, rank: int) -> Path:
     return run_dir / "logs" / f"rank{rank}.log"
-
-
-def one_line(message: str) -> str:
-    """`message` without line breaks and locations in torch's C++ sources; of a long one its beginning and its end."""
-    return shortened(on_one_line(re.sub(r"\[\S+\.(cc|cpp|h):\d+\]", "", message)), LONGEST_MESSAGE)
-
-
-def signal_name(number: int) -> str:
-    with contextlib.suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"  # real-time signals have no names

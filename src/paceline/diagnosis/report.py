@@ -5,29 +5,21 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.diagnosis.failures import (
-    Ending,
-    Failure,
-    log_path,
-    one_line,
-    read_endings,
-    root_cause,
-    signal_name,
-    whereabouts,
-)
+from paceline.diagnosis.failures import Failure, WorkerProcess, log_path, read_processes, root_cause
 from paceline.diagnosis.hang import Hang, WorkerState
+from paceline.errors import shortened
 from paceline.regular_files import refuge, replace_text
-from paceline.words import name_ranks, number_of
+from paceline.words import name_ranks, number_of, on_one_line
 
 MOST_EVIDENCE_LINES = 25
 MOST_TAIL_BYTES = 64 << 10
 MOST_WORKER_LINES = 12
+MOST_MESSAGE_CHARACTERS = 400
 
 Cause = Literal[
     "exception",
@@ -39,15 +31,8 @@ Cause = Literal[
     "stopped",
     "mismatch",
     "peer_lost",
-    "node_silent",
-    "agent_lost",
-    "node_down",
+    "node_lost",
 ]
-
-_READ_LOG = "Read the last lines of the worker's log, {log}."
-_CRASHED = "Read where Python was; a crash in native code is often a mismatch of versions: `paceline doctor`."
-_LESS_MEMORY = "Try more virtual_shards, each of fewer samples, fewer workers a node, or a higher memory limit."
-_NODE_IS_UP = "Is {node} up? `ping {node}`; then start the run again, with this node or without."
 
 _TEXTS: dict[Cause, tuple[str, str]] = {
     "exception": (
@@ -55,9 +40,15 @@ _TEXTS: dict[Cause, tuple[str, str]] = {
         "Read the traceback; `paceline launch --launcher debug …` runs the program in one process, under a debugger if "
         "you like.",
     ),
-    "exit": ("{who} ended with exit code {exit_code}.", _READ_LOG),
-    "signal": ("{who} was killed by {signal}.", _CRASHED),
-    "out_of_memory": ("{who} was killed by the kernel: out of memory.", _LESS_MEMORY),
+    "exit": ("{who} ended with exit code {exit_code}.", "Read the last lines of the worker's log, {log}."),
+    "signal": (
+        "{who} was killed by {signal}.",
+        "Read where Python was; a crash in native code is often a mismatch of versions: `paceline doctor`.",
+    ),
+    "out_of_memory": (
+        "{who} was killed by the kernel: out of memory.",
+        "Try more virtual_shards, each of fewer samples, fewer workers a node, or a higher memory limit.",
+    ),
     "lost_touch": (
         "{who} lost touch with the other workers{peers}: {what}",
         "Look at why they ended; where none did, at the network between the nodes: `paceline doctor --hosts …`.",
@@ -81,21 +72,22 @@ _TEXTS: dict[Cause, tuple[str, str]] = {
         "{who} ended{in_step} without a word: killed by a signal, or by os._exit.",
         "Its exit code or signal stands in the launcher's own output; `dmesg` tells of a kill for memory.",
     ),
-    "node_silent": ("Node {node} ({ranks}) does not answer any more: no power, a hang, or a cut link.", _NODE_IS_UP),
-    "agent_lost": (
-        "The agent on node {node} was killed or ended; its workers ({ranks}) went with it.",
-        "Somebody or something ended the agent; see the system's log on {node} (out of memory, a job limit).",
+    "node_lost": (
+        "Node {node} ({ranks}) is lost: {how}.",
+        "Is {node} up? `ping {node}`; if so, its system's log says what ended the agent. Then start the run again, "
+        "with this node or without.",
     ),
-    "node_down": ("Node {node} ({ranks}) went down: its connection was closed.", _NODE_IS_UP),
 }
 """By cause: the sentence, and what to try next; facts stand in braces."""
 
-_ON_SIGNAL = {
+_ON_EXIT = {
     -signal.SIGKILL: "Somebody, a scheduler or a script sent it: the kernel has not counted a kill for memory here.",
     -signal.SIGABRT: "Compare what the workers were in: where some are in another collective than others, because only "
     "some ranks run code that is a collective, the backend ends the process. Else read where Python was.",
+    128
+    + signal.SIGTERM: "It was ended by SIGTERM from outside this run; see who sent it: a scheduler, a limit, a user.",
 }
-_BY_SIGTERM = "{who} was ended by SIGTERM from outside this run (exit code {exit_code})."
+"""What to try next by the exit code, where that says more than the cause."""
 
 
 @dataclass(frozen=True)
@@ -160,22 +152,14 @@ class FailureReport:
 
 @dataclass(frozen=True)
 class NodeLoss:
-    """A node whose agent no longer answers; its workers are lost with it."""
+    """A node whose agent has ended without a word; its workers are lost with it."""
 
-    cause: Literal["node_silent", "agent_lost", "node_down"]
     hostname: str
     time: float
     """Seconds since the epoch when the loss was noticed."""
-    ranks: tuple[int, ...] = ()
-
-
-def read_report(run_dir: Path) -> FailureReport | None:
-    """The report that a worker of this run has written of a hang; None where there is none."""
-    try:
-        found = json.loads((run_dir / "failure.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return FailureReport(**found | {"ranks": tuple(found["ranks"]), "workers": tuple(found["workers"])})
+    how: str
+    """What is known of it: how the agent ended, or what ssh said."""
+    workers: tuple[WorkerProcess, ...]
 
 
 def describe_failure(run_dir: Path, loss: NodeLoss | None = None, restart: int | None = None) -> FailureReport | None:
@@ -186,54 +170,79 @@ def describe_failure(run_dir: Path, loss: NodeLoss | None = None, restart: int |
     A hang that a worker has found, and a lost node, take precedence over the errors they cause in other workers; an
     earlier error of a worker takes precedence over a lost node.
     """
-    found = read_report(run_dir)
-    if found is not None:
-        return found
-    endings = read_endings(run_dir, restart)
-    root = root_cause(endings) if any(ending.failed for ending in endings) else None
+    try:  # the report that a worker has written of a hang
+        found = json.loads((run_dir / "failure.json").read_text())
+        return FailureReport(**found | {"ranks": tuple(found["ranks"]), "workers": tuple(found["workers"])})
+    except (OSError, ValueError):
+        pass
+    ended = read_processes(run_dir, "ended", restart)
+    root = root_cause(ended)
     if loss is not None and (root is None or root.is_consequence or root.was_asked or root.time > loss.time):
-        ranks = name_ranks(loss.ranks) if loss.ranks else "no workers yet"
-        others = [line_of_ended(one) for one in endings if one.rank not in loss.ranks]
+        ranks = tuple(one.rank for one in loss.workers)
         return _report(
-            loss.cause,
-            {"ranks": ranks},
-            ranks=loss.ranks,
-            hostname=loss.hostname,
-            step=min((one.step for one in endings if one.step is not None), default=None),
+            "node_lost",
+            loss.workers[0],
+            loss.workers[0].world_size,
+            [f"{name_ranks(ranks)}: lost with node {loss.hostname}", *_lines(ended, of_ended, ranks)],
+            {"ranks": name_ranks(ranks), "how": loss.how},
+            ranks=ranks,
+            pid=None,
+            step=min((one.step for one in ended if one.step is not None), default=None),
             noticed_at=loss.time,
-            workers=(f"{ranks}: lost with node {loss.hostname}", *others),
         )
-    return None if root is None else _of_ending(root, endings, run_dir)
+    return None if root is None else _of_ending(root, ended, log_path(run_dir, root.rank))
+
+
+def _of_ending(root: WorkerProcess, ended: Sequence[WorkerProcess], log: Path) -> FailureReport:
+    """The report of the worker that ended first, of its own."""
+    exit_code = root.exit_code or 0
+    failure, facts = root.failure, {"exit_code": exit_code, "log": log}
+    fields: dict[str, Any] = {}
+    if failure is None:
+        cause: Cause = "out_of_memory" if root.out_of_memory else "signal" if exit_code < 0 else "exit"
+        facts["signal"] = signal_name(-exit_code)
+        evidence = "\n".join(tail_of(log).splitlines()[-MOST_EVIDENCE_LINES:])
+    else:
+        # The peers that it may have lost have raised nothing; times say nothing: sockets close before a process ends.
+        gone = [one.rank for one in ended if not one.exit_code]
+        silent = [one.rank for one in ended if one.failure is None and one is not root]
+        facts["peers"] = f" ({name_ranks(silent)} had not failed)" if silent else ""
+        facts["peers"] = f" ({name_ranks(gone)} had ended without an error)" if gone else facts["peers"]
+        cause = "lost_touch" if root.is_consequence else "exception"
+        facts["what"] = _message_of(failure)
+        evidence = failure.traceback
+        if failure.is_user_error:
+            fields = {"is_user_error": True, "sentence": failure.message}
+    if advice := _ON_EXIT.get(exit_code):
+        fields["next"] = advice
+    lines = [of_ended(root), *_lines(ended, of_ended, [root.rank])]
+    fields |= {"exit_code": root.exit_code, "noticed_at": root.time, "evidence": evidence}
+    return _report(cause, root, root.world_size, lines, facts, **fields)
 
 
 def describe_hang(hang: Hang, states: Sequence[WorkerState], stacks: dict[int, str], now: float) -> FailureReport:
     """The report of a hang; `stacks` are those of the culprits, by rank."""
-    first = next(state for state in states if state.rank == hang.culprits[0])
+    culprits = [state for state in states if state.rank in hang.culprits]
     waiting = name_ranks(hang.waiting) if hang.waiting else ""
     is_one = len(hang.waiting) == 1
     facts = {
-        "who": who(first.rank, len(states), first.pid, first.hostname),
         "everybody": f"All {len(states)} workers" if len(hang.waiting) == len(states) else f"R{waiting[1:]}",
-        "doing": first.doing,
+        "doing": culprits[0].doing,
         "seconds": hang.seconds,
-        "hangs": "hangs" if len(hang.culprits) == 1 else f"and {name_ranks(hang.culprits[1:])} hang",
-        "in_step": "" if first.step is None else f" in step {first.step + 1}",
+        "hangs": "hangs" if len(culprits) == 1 else f"and {name_ranks(hang.culprits[1:])} hang",
         "waiting": waiting,
         "have": "has" if is_one else "have",
         "who_waits": f"; {waiting} {'waits' if is_one else 'wait'} for it" if waiting else "",
     }
-    culprits = [state for state in states if state.rank in hang.culprits]
-    others = [state for state in states if state.rank not in hang.culprits]
     return _report(
         hang.kind,
+        culprits[0],
+        len(states),
+        [*map(of_running, culprits), *_lines(states, of_running, hang.culprits)],
         facts,
         ranks=hang.culprits,
-        hostname=first.hostname,
-        pid=first.pid,
-        step=first.step,
         noticed_at=now,
         evidence="\n".join(f"Stack of rank {rank}:\n{text}" for rank, text in stacks.items() if text),
-        workers=tuple(line_of_running(state) for state in (*culprits, *others)),
     )
 
 
@@ -241,110 +250,89 @@ def describe_exception(
     failure: Failure, hostname: str, world_size: int, step: int | None, states: Sequence[WorkerState]
 ) -> FailureReport:
     """The report of an exception, by the worker that it ends."""
-    return _report(
-        "exception",
-        {
-            "who": who(failure.rank, world_size, failure.pid, hostname),
-            "what": ": ".join(filter(None, (failure.type, one_line(failure.message)))),
-        },
-        ranks=(failure.rank,),
-        hostname=hostname,
-        pid=failure.pid,
-        step=step,
-        noticed_at=failure.time,
-        evidence=failure.traceback,
-        workers=tuple(line_of_running(state) for state in states),
-    )
+    first = WorkerState(rank=failure.rank, pid=failure.pid, hostname=hostname, step=step)
+    lines, facts = _lines(states, of_running), {"what": _message_of(failure)}
+    return _report("exception", first, world_size, lines, facts, noticed_at=failure.time, evidence=failure.traceback)
 
 
 def describe_lost_peer(lost: WorkerState, states: Sequence[WorkerState], now: float) -> FailureReport:
     """The report on a worker that has ended without a note, by a worker that was waiting for it."""
-    return _report(
-        "peer_lost",
-        {
-            "who": who(lost.rank, len(states), lost.pid, lost.hostname),
-            "in_step": "" if lost.step is None else f" in step {lost.step + 1}",
-        },
-        ranks=(lost.rank,),
-        hostname=lost.hostname,
-        pid=lost.pid,
-        step=lost.step,
-        noticed_at=now,
-        workers=tuple(line_of_running(state) for state in states),
-    )
+    return _report("peer_lost", lost, len(states), _lines(states, of_running), {}, noticed_at=now)
 
 
-def _of_ending(root: Ending, endings: Sequence[Ending], run_dir: Path) -> FailureReport:
-    failure, facts = root.failure, {"who": who(root.rank, root.world_size, root.pid, root.hostname)}
-    others = tuple(line_of_ended(one) for one in endings if one.rank != root.rank)
-    fields: dict[str, Any] = {"evidence": "" if failure is None else failure.traceback}
-    if failure is None:
-        cause: Cause = "out_of_memory" if root.out_of_memory else "signal" if root.exit_code < 0 else "exit"
-        fields["evidence"] = _tail(log_path(run_dir, root.rank))
-    else:
-        cause = "lost_touch" if root.is_consequence else "exception"
-        facts["what"] = ": ".join(filter(None, (failure.type, one_line(failure.message))))
-        if failure.is_user_error:
-            fields |= {"is_user_error": True, "sentence": failure.message}
-    return _report(
-        cause,
-        facts | {"peers": whereabouts(endings, root), "log": log_path(run_dir, root.rank)},
-        ranks=(root.rank,),
-        hostname=root.hostname,
-        pid=root.pid,
-        exit_code=root.exit_code,
-        step=root.step,
-        noticed_at=root.time,
-        workers=(line_of_ended(root), *others),
-        **fields,
-    )
-
-
-def _report(cause: Cause, facts: dict[str, Any], **values: Any) -> FailureReport:
-    """The texts of a cause, filled in with `facts`; `values` are fields of the report."""
-    fields = {"pid": None, "exit_code": None, "evidence": "", **values}
-    exit_code = fields["exit_code"] or 0
-    facts = {"node": fields["hostname"], "pid": fields["pid"], "exit_code": exit_code, **facts}
+def _report(
+    cause: Cause,
+    first: WorkerProcess | WorkerState,
+    world_size: int,
+    workers: Sequence[str],
+    facts: dict[str, Any],
+    **values: Any,
+) -> FailureReport:
+    """The texts of a cause, filled in with `facts` and those of the first worker to blame; `values` are further fields
+    of the report."""
+    facts = {
+        "who": f"Rank {first.rank} of {world_size} (pid {first.pid} on {first.hostname})",
+        "in_step": "" if first.step is None else f" in step {first.step + 1}",
+        "node": first.hostname,
+        "pid": first.pid,
+        **facts,
+    }
     sentence, advice = _TEXTS[cause]
-    if cause == "exit" and exit_code == 128 + signal.SIGTERM:
-        sentence = _BY_SIGTERM
-    if cause == "signal":
-        facts["signal"] = signal_name(-exit_code)
-        advice = _ON_SIGNAL.get(exit_code, advice)
-    told = {"sentence": sentence.format_map(facts), "next": advice.format_map(facts)}
-    return FailureReport(cause=cause, **told | fields)
+    fields = {
+        "ranks": (first.rank,),
+        "hostname": first.hostname,
+        "pid": first.pid,
+        "exit_code": None,
+        "step": first.step,
+        "evidence": "",
+        "sentence": sentence.format_map(facts),
+        "next": advice.format_map(facts),
+        **values,
+    }
+    return FailureReport(cause=cause, workers=tuple(workers), **fields)
 
 
-def who(rank: int, world_size: int, pid: int, hostname: str) -> str:
-    return f"Rank {rank} of {world_size} (pid {pid} on {hostname})"
+def _lines(workers: Sequence[Any], line_of: Callable[[Any], str], but: Sequence[int] = ()) -> list[str]:
+    return [line_of(one) for one in workers if one.rank not in but]
 
 
-def line_of_running(state: WorkerState) -> str:
+def of_running(state: WorkerState) -> str:
     step = "" if state.step is None else f"step {state.step}, "
     return f"rank {state.rank} (pid {state.pid} on {state.hostname}): {step}{state.doing}"
 
 
-def line_of_ended(ending: Ending) -> str:
-    step = "" if ending.step is None else f" after {number_of(ending.step, 'step')}"
-    last = f"; its last collective was {ending.collective}" if ending.collective else ""
-    code = "" if ending.exit_code >= 0 else f" by {signal_name(-ending.exit_code)}"
-    code = f" with exit code {ending.exit_code}" if ending.exit_code > 0 else code
-    return f"rank {ending.rank}: ended{step}{code}{last}"
+def of_ended(process: WorkerProcess) -> str:
+    step = "" if process.step is None else f" after {number_of(process.step, 'step')}"
+    last = f"; its last collective was {process.collective}" if process.collective else ""
+    exit_code = process.exit_code or 0
+    how = "" if not exit_code else f" with exit code {exit_code}" if exit_code > 0 else f" by {signal_name(-exit_code)}"
+    return f"rank {process.rank}: ended{step}{how}{last}"
 
 
-def _tail(path: Path) -> str:
-    """The last lines of a file, which may be one endless line."""
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"  # real-time signals have no names
+
+
+def _message_of(failure: Failure) -> str:
+    message = shortened(on_one_line(failure.message), MOST_MESSAGE_CHARACTERS)
+    return ": ".join(filter(None, (failure.type, message)))
+
+
+def tail_of(path: Path) -> str:
+    """The end of a log; empty where it cannot be read."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - MOST_TAIL_BYTES))
-            text = file.read(MOST_TAIL_BYTES).decode("utf-8", "replace")
+            return file.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    return "".join(deque(text.splitlines(keepends=True), maxlen=MOST_EVIDENCE_LINES))
 
 
 def of_the_user(stacks: str) -> str:
     """Python's dump of all threads without Paceline's own threads, and without Python's own start."""
-    ours = re.compile(r"paceline/(train/process/watch|comm/scheduler)\.py")
+    ours = re.compile(r"paceline/(train/.*watch|comm/scheduler)\.py")
     threads = [thread for thread in stacks.split("\n\n") if not ours.search(thread)]
-    return "\n".join(line for line in "\n\n".join(threads).splitlines() if not re.search(r"<frozen runpy>", line))
+    return "\n".join(line for line in "\n\n".join(threads).splitlines() if "<frozen runpy>" not in line)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from paceline import env
-from paceline.diagnosis.failures import read_beginnings
+from paceline.diagnosis.failures import read_processes
 from paceline.diagnosis.report import describe_failure
 from paceline.launch.run import prepare
 from paceline.network_addresses import address_towards, addresses
@@ -46,13 +46,14 @@ def main(arguments: Sequence[str]) -> NoReturn:
     from torch.distributed.launcher.api import elastic_launch
 
     logging.disable(logging.ERROR)  # the report says it
-    options = torchrun.parse_args(arguments)
-    config, _, words = torchrun.config_from_args(options)
+    config, _, words = torchrun.config_from_args(torchrun.parse_args(arguments))
     host = config.rdzv_endpoint.rpartition(":")[0].strip("[]")
-    if host and config.local_addr is None and (own := _own_address(host)) is not None:
-        config.local_addr = own
-        # Torch would compare names, which on many machines lead to 127.0.1.1.
-        config.rdzv_configs.setdefault("is_host", own in {entry[4][0] for entry in socket.getaddrinfo(host, None)})
+    if host and config.local_addr is None:
+        with contextlib.suppress(OSError):  # no way leads there: the rendezvous says so
+            config.local_addr = own = address_towards(host)
+            _use_interface_of(own)
+            # Torch would compare names, which on many machines lead to 127.0.1.1.
+            config.rdzv_configs.setdefault("is_host", own in {entry[4][0] for entry in socket.getaddrinfo(host, None)})
     worker = ["-m", "paceline.launch.worker", *words[words.index("-u") + 1 :]]
     exit_code = 0
     with tempfile.NamedTemporaryFile(prefix="paceline-output-") as lock:
@@ -76,26 +77,19 @@ def _obey(line: int, run_dir: Path) -> None:
         for request in requests:
             if request.strip() == b"TERM":
                 os.kill(os.getpid(), signal.SIGTERM)
-            elif request.strip() == b"USR1":
-                for worker in read_beginnings(run_dir):
-                    if worker.hostname == env.node_name():
-                        with contextlib.suppress(OSError):
-                            os.kill(worker.pid, signal.SIGUSR1)
+            for worker in read_processes(run_dir, "started") if request.strip() == b"USR1" else ():
+                if worker.hostname == env.node_name():
+                    with contextlib.suppress(OSError):
+                        os.kill(worker.pid, signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGKILL)  # the workers' supervisors see it, and kill all that they have started
 
 
-def _own_address(host: str) -> str | None:
-    """The address of this node from which it reaches the first node; workers use its interface, if none is named."""
-    try:
-        found = address_towards(host)
-    except OSError:
-        return None
-    interface = next((name for name, address in addresses() if address == found), None)
-    if found.startswith("127."):
-        interface = "lo"
+def _use_interface_of(address: str) -> None:
+    """Have workers use the network interface of an address of this node, if none is named."""
+    of_address = (name for name, one in addresses() if one == address)
+    interface = "lo" if address.startswith("127.") else next(of_address, None)
     if interface is not None and env.own_interface() is None:
         os.environ.update(dict.fromkeys(env.INTERFACE_VARIABLES, interface))
-    return found
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Ports, keys and jump hosts are written to ~/.ssh/config, where every other use o
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,10 +20,11 @@ from pathlib import Path
 from paceline.errors import LaunchError, file_problems, shown
 from paceline.regular_files import read_text
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_MOST_CHARACTERS = 300
-"""The longest entry that is read: names of nodes have up to 253."""
-_NUMBER = re.compile(r"[1-9][0-9]{0,5}")
+_ENTRY = re.compile(
+    r"(?P<user>\w[\w.-]*@)?(?:(?P<name>\w[\w.-]*)|\[(?P<ipv6>[0-9a-f.]*:[0-9a-f:.]+(?:%[\w.-]+)?)\])"
+    r"(?:(?::|\s+slots=)(?P<count>[1-9][0-9]{0,5}))?",
+    re.ASCII | re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ def parse_node_list(text: str) -> tuple[NodeSlots, ...]:
     Raises:
         LaunchError: an invalid entry, a node named twice, or no node.
     """
-    entries = [(f"hosts, entry {number}", entry.strip()) for number, entry in enumerate(text.split(","), 1)]
-    return _distinct((where, _parse_entry(entry, where)) for where, entry in entries)
+    return _parse((f"hosts, entry {number}", entry.strip()) for number, entry in enumerate(text.split(","), 1))
 
 
 def read_node_file(path: Path) -> tuple[NodeSlots, ...]:
@@ -54,63 +53,26 @@ def read_node_file(path: Path) -> tuple[NodeSlots, ...]:
         LaunchError: the file cannot be read or names no node, a line is invalid, or a node is named twice.
     """
     with file_problems(f"The hosts file {path} cannot be read", LaunchError):
-        lines = read_text(path).removeprefix("\ufeff").splitlines()
+        lines = read_text(path, encoding="utf-8-sig").splitlines()
     entries = [(f"{path}, line {number}", line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
     if not any(entry for _, entry in entries):
         raise LaunchError(f"The hosts file {path} names no node; write one per line, such as gpu1 slots=8.")
-    return _distinct((where, _parse_entry(entry, where)) for where, entry in entries if entry)
+    return _parse((where, entry) for where, entry in entries if entry)
 
 
-def _parse_entry(entry: str, where: str) -> NodeSlots:
-    if len(entry) > _MOST_CHARACTERS:
-        raise LaunchError(f"{where}: {shown(entry)} is not the name of a node; it should look like gpu1 or kim@gpu1:8.")
-    host, *settings = entry.split() or [""]
-    counted = re.fullmatch(r"(.*\]|[^:]*):([^:\]]*)", host)  # a colon within an IPv6 address begins no count
-    host, count = counted.groups() if counted else (host, None)
-    for setting in settings:
-        key, _, value = setting.partition("=")
-        if key == "port" or key.startswith("-p"):
-            raise LaunchError(f"{where}: {setting!r} has no place here; write the port of {host} to ~/.ssh/config.")
-        if key != "slots" or count is not None:
-            raise LaunchError(f"{where}: {setting!r} should be slots=N, once, after the node's name.")
-        count = value
-    if count is not None and not _NUMBER.fullmatch(count):
-        raise LaunchError(f"{where}: {count!r} should be the number of workers on {host}, 1 or more.")
-    return NodeSlots(_checked(host, where), None if count is None else int(count))
-
-
-def _checked(host: str, where: str) -> str:
-    """`host` as `ssh` takes it."""
-    user, at, name = host.rpartition("@")
-    if at and not _NAME.fullmatch(user):
-        raise LaunchError(f"{where}: {host!r} should have a user's name before the @.")
-    if name.startswith("[") and name.endswith("]"):
-        name = name[1:-1]
-        if not _is_ipv6(name):
-            raise LaunchError(f"{where}: [{name}] should be an IPv6 address, such as [fd00::3].")
-    elif _is_ipv6(name):
-        raise LaunchError(f"{where}: write the IPv6 address in brackets, as in [{name}] or [{name}]:8.")
-    elif not _NAME.fullmatch(name):
-        raise LaunchError(
-            f"{where}: {host!r} is not the name of a node; it should look like gpu1, kim@gpu1 or 10.0.0.7."
-        )
-    return user + at + name
-
-
-def _is_ipv6(text: str) -> bool:
-    try:
-        ipaddress.IPv6Address(text)
-    except ValueError:
-        return False
-    return re.fullmatch(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?", text) is not None
-
-
-def _distinct(nodes: Iterable[tuple[str, NodeSlots]]) -> tuple[NodeSlots, ...]:
-    found: dict[str, tuple[str, NodeSlots]] = {}
-    for where, node in nodes:
-        before, _ = found.setdefault(node.address.rpartition("@")[2].lower(), (where, node))
-        if before != where:
+def _parse(entries: Iterable[tuple[str, str]]) -> tuple[NodeSlots, ...]:
+    """The nodes of entries, each with the place where it stands."""
+    nodes: dict[str, NodeSlots] = {}
+    for where, entry in entries:
+        found = _ENTRY.fullmatch(entry)
+        if found is None:
             raise LaunchError(
-                f"{where}: {node.address} was named before ({before}); name every node once, with all its workers."
+                f"{where}: {shown(entry)} should be a node such as gpu1, kim@gpu1:8, gpu1 slots=8 or [fd00::3]:8, with "
+                "the number of its workers; ports and keys are for ~/.ssh/config."
             )
-    return tuple(node for _, node in found.values())
+        name = found["name"] or found["ipv6"]
+        if name.lower() in nodes:
+            raise LaunchError(f"{where}: {name} was named before; name every node once, with all its workers.")
+        count = int(found["count"]) if found["count"] else None
+        nodes[name.lower()] = NodeSlots((found["user"] or "") + name, count)
+    return tuple(nodes.values())

@@ -1,17 +1,15 @@
 """Ray: torch's agent on nodes of a Ray cluster, started by Ray Train.
 
-    python -m paceline.launch.ray --nodes 2 --gpus 8 --cwd /data -- python -m paceline.launch.agent …
+    python -m paceline.launch.ray NODES GPUS FOLDER python -m paceline.launch.agent …
 
 This process is Ray's driver. `TorchTrainer` reserves the nodes in one placement group and runs the command once on each
-of them; when the driver ends, in whatever way, Ray ends what it started, and the agents kill their workers. Ray is an
-extra (paceline[ray]). Only this process loads it: it takes over signals and standard output.
+of them, in a folder; when the driver ends, in whatever way, Ray ends what it started, and the agents kill their
+workers. Ray is an extra (paceline[ray]). Only this process loads it: it takes over signals and standard output.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import importlib.util
 import json
 import os
 import re
@@ -24,15 +22,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline import env
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, reason_of
+from paceline.launch.command_lines import with_variables
 from paceline.launch.node_list import NodeSlots
-from paceline.launch.variables import with_variables
 from paceline.words import on_one_line
 
-JOIN_TIMEOUT_S = 60
-ADDRESS_TIMEOUT_S = 10
+LIST_TIMEOUT_S = 120
 FIRST_NODE = "FIRST_NODE"
 """Stands in the agent's arguments for the address of the first node, which Ray chooses."""
+_LIST = "import json, ray; ray.init(address='auto', logging_level='ERROR'); print(json.dumps(ray.nodes()))"
 
 
 def ray_argv(
@@ -45,8 +43,8 @@ def ray_argv(
     Raises:
         LaunchError: `environ` holds what looks like a secret.
     """
-    options = ("--nodes", str(num_nodes), "--gpus", str(num_gpus), "--cwd", str(cwd))
-    return (sys.executable, "-m", "paceline.launch.ray", *options, "--", *with_variables(program, environ))
+    driver = (sys.executable, "-m", "paceline.launch.ray", str(num_nodes), str(num_gpus), str(cwd))
+    return (*driver, *with_variables(program, environ))
 
 
 def ray_nodes() -> tuple[NodeSlots, ...]:
@@ -57,84 +55,58 @@ def ray_nodes() -> tuple[NodeSlots, ...]:
     Raises:
         LaunchError: Ray is not installed, or no cluster answers.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise LaunchError("Ray is not installed; install paceline[ray].")
-    command = [sys.executable, "-m", "paceline.launch.ray", "--list"]
+    if found := re.fullmatch(r"([^/]+):([0-9]+)", env.text(env.RAY_ADDRESS)):  # Ray itself would retry for minutes
+        try:
+            socket.create_connection((found[1].strip("[]"), int(found[2])), timeout=10).close()
+        except OSError as problem:
+            raise LaunchError(f"No Ray cluster answers at {found[0]}: {reason_of(problem)}.") from None
+    command = [sys.executable, "-c", _LIST]
     try:
-        listing = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=2 * JOIN_TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIST_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise LaunchError("The Ray cluster does not answer; check it with ray status.") from None
-    if listing.returncode != 0:
-        last = next((line for line in reversed(listing.stderr.splitlines()) if line.strip()), "no reason given")
-        raise LaunchError(f"The Ray cluster cannot be asked for its nodes: {last}")
-    nodes = (node for node in json.loads(listing.stdout) if node["Alive"])
+    if done.returncode != 0:
+        last = (done.stderr.splitlines() or [""])[-1]
+        raise LaunchError(f"No Ray cluster answers ({last}); it needs paceline[ray], and `ray status` shows it.")
+    nodes = (node for node in json.loads(done.stdout.splitlines()[-1]) if node["Alive"])
     return tuple(
         NodeSlots(node["NodeManagerHostname"], int(node["Resources"].get("GPU", 0)) or None)
         for node in sorted(nodes, key=lambda node: (node["NodeManagerHostname"], node["NodeID"]))
     )
 
 
-def main(arguments: Sequence[str]) -> NoReturn:
-    parser = argparse.ArgumentParser(prog="python -m paceline.launch.ray", description=__doc__)
-    parser.add_argument("--list", action="store_true", help="print the nodes as JSON instead")
-    parser.add_argument("--nodes", type=int, default=1)
-    parser.add_argument("--gpus", type=int, default=0)
-    parser.add_argument("--cwd", default=".")
-    parser.add_argument("program", nargs=argparse.REMAINDER)
-    options = parser.parse_args(arguments)
-    output = os.dup(1)
-    if options.list:
-        os.dup2(2, 1)  # what Ray prints goes to standard error
-    else:
-        threading.Thread(target=_end_with_launcher, daemon=True).start()
-    try:
-        exit_code = _run(options, output)
-    except LaunchError as error:
-        print(f"paceline: {error}", file=sys.stderr)
-        exit_code = error.exit_code
-    sys.stderr.flush()
-    os._exit(exit_code)  # a thread still waits for input
-
-
-def _end_with_launcher() -> None:
-    """End this process when the launcher asks for the end, or is gone; Ray then ends what it started."""
-    for request in sys.stdin.buffer:
-        if request.strip() == b"TERM":
-            break
-    os._exit(128 + 15)
-
-
-def _run(options: argparse.Namespace, output: int) -> int:
-    ray: Any = importlib.import_module("ray")
-    _check_address(env.text(env.RAY_ADDRESS))
-    try:
-        ray.init(address="auto", log_to_driver=True, logging_level="ERROR")
-    except (RuntimeError, ValueError, OSError) as problem:
-        raise LaunchError(f"No Ray cluster answers: {on_one_line(str(problem))}") from None
-    if options.list:
-        os.write(output, json.dumps(ray.nodes()).encode())
-        return 0
-    train: Any = importlib.import_module("ray.train")
-    trainers: Any = importlib.import_module("ray.train.torch")
+def main(num_nodes: int, num_gpus: int, cwd: str, program: Sequence[str]) -> int:
+    """Run the program on the nodes; its exit code, of one that failed where some did."""
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    ray, train, trainers = map(importlib.import_module, ("ray", "ray.train", "ray.train.torch"))
+    ray.init(address="auto", log_to_driver=True, logging_level="ERROR")
     trainer = trainers.TorchTrainer(
         _start_agent,
-        train_loop_config={"program": options.program[options.program[0] == "--" :], "cwd": options.cwd},
+        train_loop_config={"program": list(program), "cwd": cwd},
         torch_config=trainers.TorchConfig(backend="gloo"),
         scaling_config=train.ScalingConfig(
-            num_workers=options.nodes,
-            use_gpu=options.gpus > 0,
-            resources_per_worker={"CPU": 1, **({"GPU": options.gpus} if options.gpus else {})},
+            num_workers=num_nodes,
+            use_gpu=num_gpus > 0,
+            resources_per_worker={"CPU": 1, **({"GPU": num_gpus} if num_gpus else {})},
             placement_strategy="STRICT_SPREAD",  # one placement group, a bundle on each node
         ),
     )
     try:
         trainer.fit()
     except Exception as problem:  # Ray wraps what a node raised in several ways
-        told = re.findall(r"ended with exit code (\d+)", str(problem))
-        if told:
+        if told := re.findall(r"ended with exit code (\d+)", str(problem)):
             return int(told[-1])
-        raise LaunchError(f"Ray could not run the workers: {on_one_line(str(problem))[-300:]}") from None
+        print(f"paceline: Ray could not run the workers: {on_one_line(str(problem))[-300:]}", file=sys.stderr)
+        return LaunchError.exit_code
     return 0
+
+
+def _end_with_launcher() -> NoReturn:
+    """End this process when the launcher asks for the end, or is gone; Ray then ends what it started."""
+    for request in sys.stdin.buffer:
+        if request.strip() == b"TERM":
+            break
+    os._exit(128 + 15)
 
 
 def _start_agent(config: dict[str, Any]) -> None:
@@ -152,14 +124,7 @@ def _start_agent(config: dict[str, Any]) -> None:
         raise RuntimeError(f"the agent ended with exit code {exit_code if exit_code > 0 else 128 - exit_code}")
 
 
-def _check_address(address: str) -> None:
-    """Try to connect to the cluster, as Ray itself would retry for minutes."""
-    if found := re.fullmatch(r"([^/]+):([0-9]+)", address):
-        try:
-            socket.create_connection((found[1].strip("[]"), int(found[2])), timeout=ADDRESS_TIMEOUT_S).close()
-        except OSError as problem:
-            raise LaunchError(f"No Ray cluster answers at {address}: {problem.strerror or problem}.") from None
-
-
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    exit_code = main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4:])
+    sys.stderr.flush()
+    os._exit(exit_code)  # a thread still waits for input

@@ -18,8 +18,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 from paceline import env
-from paceline.diagnosis.failures import read_beginnings
-from paceline.diagnosis.report import NodeLoss, describe_failure
+from paceline.diagnosis.failures import read_processes
+from paceline.diagnosis.report import NodeLoss, describe_failure, signal_name
 from paceline.errors import LaunchError, PacelineError, WorkerFailed, file_problems, reason_of
 from paceline.regular_files import make_run_folder
 
@@ -30,10 +30,8 @@ SAVE_S = 30.0
 """Time for workers to save a checkpoint when they are asked to end: what torch's agent allows, too."""
 GRACE_S = 5.0
 """How much longer an agent may take to end than its workers."""
-ANSWER_S = 15.0
 
 Output = Literal["rank0", "all"]
-_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -62,10 +60,13 @@ class Reach:
     """Empty: this node."""
     argv: Callable[[Sequence[str], Mapping[str, str]], Sequence[str]] = lambda program, _environ: program
     """(program, environment variables that it needs there) -> the local command line."""
-    explain: Callable[[int, str], str | None] = lambda _exit_code, _stderr: None
-    """(exit code, standard error) -> why the program could not run there, in a sentence; None if it is not known."""
     python: str = sys.executable
     """The interpreter there, in which Paceline is installed."""
+
+    @property
+    def node(self) -> str:
+        """The name of its node; empty where there are several."""
+        return self.hostnames[0].rpartition("@")[2] if len(self.hostnames) == 1 else ""
 
     def output_of(self, program: Sequence[str], timeout_s: float) -> str:
         """What a program prints there.
@@ -80,10 +81,14 @@ class Reach:
             where = ", ".join(self.hostnames) or "this node"
             raise LaunchError(f"{argv[0]} on {where} does not answer: {reason_of(problem)}.") from None
         if done.returncode != 0:
-            last = next((line for line in reversed(done.stderr.splitlines()) if line.strip()), f"{argv[0]} failed")
-            told = self.explain(done.returncode, done.stderr)
-            raise LaunchError(told or f"{', '.join(self.hostnames)}: {last.strip()}")
+            raise self.error(done.returncode, done.stderr.splitlines())
         return done.stdout
+
+    def error(self, exit_code: int, told: Sequence[str]) -> LaunchError:
+        """Why a program there failed, by the last line that it, or what carries it, has `told`."""
+        last = next((line.strip() for line in reversed(told) if line.strip()), f"exit code {exit_code}")
+        hint = f"; see by hand what `ssh {self.hostnames[0]} {self.python} -V` says" if self.node else ""
+        return LaunchError(f"Nothing runs on {', '.join(self.hostnames) or 'this node'}: {last.rstrip('.')}{hint}.")
 
 
 HERE = Reach()
@@ -94,13 +99,9 @@ class AgentCommand:
     """How torch's agent is started by one local process."""
 
     reach: Reach
-    program: tuple[str, ...]
+    argv: Sequence[str]
     environ: dict[str, str]
-    """Variables for the agent and its workers, in addition to those of their node."""
-
-    @property
-    def argv(self) -> Sequence[str]:
-        return self.reach.argv(self.program, self.environ)
+    """Variables for the agent and its workers, in addition to those of their node; `argv` has them for other nodes."""
 
 
 def agent_commands(
@@ -130,19 +131,18 @@ def agent_commands(
                 f"{share.num_workers} workers cannot share {len(share.devices)} GPUs of "
                 f"{share.hostname or 'this node'}; give every worker one."
             )
-        variables = {
-            **_variables(plan, options, launched_at),
-            **(env.note(env.NODE, reach.hostnames[0].rpartition("@")[2]) if len(reach.hostnames) == 1 else {}),
-            **({env.CPUS: ";".join(",".join(map(str, cpus)) for cpus in share.cpus)} if share.cpus else {}),
-        }
+        environ = _variables(plan, options, launched_at) | env.note(env.NODE, reach.node)
+        if share.cpus:
+            environ[env.CPUS] = ";".join(",".join(map(str, cpus)) for cpus in share.cpus)
         if share.devices:
             devices = ",".join(map(str, share.devices))
-            variables |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": devices}
+            environ |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": devices}
+        environ |= options.environ
         arguments = ["--nnodes", str(len(shares)), "--nproc-per-node", str(share.num_workers)]
         arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", options.run_dir.name]
         arguments += ["--max-restarts", str(options.max_restarts), "--log-dir", os.devnull, *options.torchrun]
         agent = (reach.python, "-m", "paceline.launch.agent", *arguments, *program)
-        commands.append(AgentCommand(reach, agent, variables | dict(options.environ)))
+        commands.append(AgentCommand(reach, reach.argv(agent, environ), environ))
     return commands
 
 
@@ -192,9 +192,15 @@ def run_workers(
     """
     prepare(options.run_dir)
     commands = agent_commands(plan, program, options, reaches, endpoint, time.time())
-    with _caught_signals() as events, contextlib.ExitStack() as at_end:
-        agents = [at_end.enter_context(_Agent(command, events)) for command in commands]
-        first, interrupted_by = _await_end(agents, events)
+    agents: list[_Agent] = []
+    with _caught_signals() as events:
+        try:
+            for command in commands:
+                agents.append(_Agent(command, events))
+            first, interrupted_by = _await_end(agents, events)
+        finally:
+            for agent in agents:
+                agent.close()
     if interrupted_by == signal.SIGINT:
         raise KeyboardInterrupt
     if interrupted_by is not None:
@@ -203,8 +209,7 @@ def run_workers(
         return
     report = describe_failure(options.run_dir, _loss(first, options.run_dir))
     if report is None:
-        told = first.command.reach.explain(first.exit_code or 0, first.stderr)
-        raise LaunchError(told or f"Torch's agent ended with exit code {first.exit_code} before any worker failed.")
+        raise first.reach.error(first.exit_code or 0, first.told)
     if report.is_user_error:
         raise PacelineError(report.sentence)
     code = 1 if report.exit_code is None else report.exit_code
@@ -228,11 +233,12 @@ def prepare(run_dir: Path) -> None:
 
 
 class _Agent:
-    """The local process that carries the agents of some nodes, until the block is left."""
+    """The local process that carries the agents of some nodes, until it is closed."""
 
     def __init__(self, command: AgentCommand, events: queue.SimpleQueue[_Agent | int]) -> None:
-        self.command = command
-        self._tail: deque[str] = deque(maxlen=20)
+        self.reach = command.reach
+        self.told: deque[str] = deque(maxlen=20)
+        """The last lines of its standard error, if it is on another node."""
         self.ended_at = float("inf")
         """When it ended, in seconds since the epoch."""
         is_here = not command.reach.hostnames
@@ -253,25 +259,10 @@ class _Agent:
         for thread in self._threads:
             thread.start()
 
-    def __enter__(self) -> _Agent:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.kill()
-        for thread in self._threads:
-            thread.join(GRACE_S)
-        if self._process.poll() is None:
-            self._process.kill()
-
     @property
     def exit_code(self) -> int | None:
         """As in subprocess; None before the end."""
         return self._process.poll()
-
-    @property
-    def stderr(self) -> str:
-        """The last lines of its standard error, if it is on another node."""
-        return "".join(self._tail)
 
     def ask(self, what: Literal["TERM", "USR1"]) -> None:
         """Have a signal sent to all workers."""
@@ -286,6 +277,14 @@ class _Agent:
         with contextlib.suppress(OSError):
             self._process.stdin.close()
 
+    def close(self) -> None:
+        """End everything, in any case."""
+        self.kill()
+        for thread in self._threads:
+            thread.join(GRACE_S)
+        if self._process.poll() is None:
+            self._process.kill()
+
     def _await(self, events: queue.SimpleQueue[_Agent | int]) -> None:
         self._process.wait()
         self.ended_at = time.time()
@@ -296,7 +295,7 @@ class _Agent:
         assert stream is not None
         for line in stream:
             if target == 2:
-                self._tail.append(line.decode(errors="replace"))
+                self.told.append(line.decode(errors="replace"))
             with contextlib.suppress(OSError), _one_line_at_a_time:
                 os.write(target, line)
 
@@ -310,33 +309,27 @@ def _await_end(agents: Sequence[_Agent], events: queue.SimpleQueue[_Agent | int]
     Returns:
         The first agent that failed, and the signal that asked for the end of the run if it came before.
     """
-    first, interrupted_by, deadline = None, None, None
+    first, interrupted_by, deadline = None, None, float("inf")
     while any(agent.exit_code is None for agent in agents):
         try:
-            event = events.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+            event = events.get(timeout=max(0.0, deadline - time.monotonic()) if deadline < float("inf") else None)
         except queue.Empty:
-            deadline = None
+            deadline = float("inf")
             for agent in agents:
                 agent.kill()
             continue
+        is_ending = first is not None or interrupted_by is not None
         if event == signal.SIGUSR1:
             for agent in agents:
                 agent.ask("USR1")
-            continue
-        is_ending = first is not None or interrupted_by is not None
-        if isinstance(event, _Agent):
-            if event.exit_code == 0 or is_ending:
-                continue
-            first = event
-        elif is_ending:
+        elif is_ending and not isinstance(event, _Agent):  # asked twice: now
             interrupted_by = event if first is None else interrupted_by
-            deadline = time.monotonic()
-            continue
-        else:
-            interrupted_by = event
-        deadline = time.monotonic() + SAVE_S + GRACE_S
-        for agent in agents:
-            agent.ask("TERM")
+            deadline = 0.0
+        elif not is_ending and not (isinstance(event, _Agent) and event.exit_code == 0):
+            first, interrupted_by = (event, None) if isinstance(event, _Agent) else (None, event)
+            deadline = time.monotonic() + SAVE_S + GRACE_S
+            for agent in agents:
+                agent.ask("TERM")
     if first is None and interrupted_by is None:  # all have ended before the first was heard of
         first = next((agent for agent in agents if agent.exit_code), None)
     return first, interrupted_by
@@ -346,15 +339,13 @@ def _await_end(agents: Sequence[_Agent], events: queue.SimpleQueue[_Agent | int]
 def _caught_signals() -> Iterator[queue.SimpleQueue[_Agent | int]]:
     """While the block is open, signals do not end this process but are events; none come outside of the main thread."""
     events: queue.SimpleQueue[_Agent | int] = queue.SimpleQueue()
-    if threading.current_thread() is not threading.main_thread():
-        yield events
-        return
 
     def note(number: int, _frame: FrameType | None) -> None:
         events.put(number)  # SimpleQueue.put may interrupt a get, and itself
 
+    is_main = threading.current_thread() is threading.main_thread()
+    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if is_main else ()
     # Signals that the caller ignores (nohup, a shell's background job) stay ignored.
-    wanted = (*_ENDINGS, signal.SIGUSR1)
     heeded = [number for number in wanted if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     before = {number: signal.signal(number, note) for number in heeded}
     try:
@@ -366,20 +357,11 @@ def _caught_signals() -> Iterator[queue.SimpleQueue[_Agent | int]]:
 
 def _loss(agent: _Agent, run_dir: Path) -> NodeLoss | None:
     """The loss of a node, or of its agent alone; None where the agent has said itself that a worker failed."""
-    reach, now = agent.command.reach, agent.ended_at
-    if agent.exit_code == 1:
+    exit_code, node = agent.exit_code or 0, agent.reach.node
+    here = not agent.reach.hostnames
+    workers = tuple(one for one in read_processes(run_dir, "started") if here or one.hostname == node)
+    if exit_code == 1 or not workers:
         return None
-    hostname = reach.hostnames[0].rpartition("@")[2] if len(reach.hostnames) == 1 else ""
-    workers = read_beginnings(run_dir)
-    ranks = tuple(one.rank for one in workers if not reach.hostnames or one.hostname == hostname)
-    if not ranks:
-        return None
-    if not reach.hostnames:
-        return NodeLoss("agent_lost", workers[0].hostname, now, ranks)
-    if "not responding" in agent.stderr:
-        return NodeLoss("node_silent", hostname, now, ranks)
-    try:
-        reach.output_of(["true"], ANSWER_S)
-    except LaunchError:
-        return NodeLoss("node_down", hostname, now, ranks)
-    return NodeLoss("agent_lost", hostname, now, ranks)
+    ended = f"its agent was killed by {signal_name(-exit_code)}" if exit_code < 0 else f"exit code {exit_code}"
+    told = next((line.strip().rstrip(".") for line in reversed(agent.told) if line.strip()), "")
+    return NodeLoss(workers[0].hostname, agent.ended_at, ended if here or not told else told, workers)

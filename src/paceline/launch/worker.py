@@ -15,32 +15,31 @@ import ctypes
 import fcntl
 import os
 import re
-import resource
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, NoReturn
+from typing import BinaryIO, NoReturn
 
 from paceline import env
-from paceline.diagnosis.failures import Beginning, Ending, log_path, read_failures, write_note
-from paceline.diagnosis.last_traceback import LastTraceback
+from paceline.diagnosis.failures import WorkerProcess, failure_in, log_path, note_path, write_note
+from paceline.diagnosis.report import describe_failure, tail_of
 from paceline.heartbeat import read_vitals
 from paceline.words import number_of
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 """From <linux/prctl.h>."""
+AWAITED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 SAVE_S = 28.0
 """From the request to end to SIGKILL: what schedulers allow, and a little less than torch's agent does."""
 REAP_S = 2.0
 """The maximum wait for the end of killed processes; one in uninterruptible sleep is left."""
 CHUNK_BYTES = 1 << 16
-LONGEST_LINE_BYTES = 1 << 16
-"""A longer line is shown as several lines; the log has it unbroken."""
 
 _CONTROLS = re.compile(rb"\x1b\[[0-9;]*[mK]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 """Colours of text and the erasing of a line, whole, or single control characters."""
@@ -48,72 +47,68 @@ _CONTROLS = re.compile(rb"\x1b\[[0-9;]*[mK]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 
 def main(program: Sequence[str]) -> NoReturn:
     """Run `program` to its end, and end as it did."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     agent = env.number(env.AGENT)
     _prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
     if agent != os.getppid():
         os._exit(128 + signal.SIGKILL)  # the agent died before the line above
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the program become children of this process
     facts, run_dir = env.worker_facts(), env.path(env.RUN_DIR)
-    hostname, restart = env.node_name(), env.number(env.RESTART) or 0
+    restart = env.number(env.RESTART) or 0
     assert run_dir is not None
     if cpus := env.cpus(facts.local_rank):
         os.sched_setaffinity(0, cpus)
-    if facts.rank == 0 and (restart or any(run_dir.glob("workers/ending-*"))):  # an agent counts its own failures
-        _tell_restart(run_dir, restart - 1 if restart else None)
-    heartbeat = Path(tempfile.mkdtemp(prefix="paceline-worker-")) / "heartbeat"
-    noticed = _signals_as_bytes()
-    with _Output(facts.rank, run_dir, restart) as output:
+    if facts.rank == 0:
+        _tell_restart(run_dir, restart)
+    with tempfile.TemporaryDirectory(prefix="paceline-worker-") as folder:
+        heartbeat = Path(folder) / "heartbeat"
+        output = _Output.of(facts.rank, run_dir, restart)
         process = subprocess.Popen(
             [sys.executable, "-u", *program],
             env=env.everything() | {env.HEARTBEAT: str(heartbeat)},
             stdin=subprocess.DEVNULL,
-            stdout=output.target(1),
-            stderr=output.target(2),
+            # On a terminal, where it may draw progress, rank 0 writes itself.
+            **({} if output.is_direct else {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}),
             process_group=0,
             preexec_fn=_as_program,
         )
+        note = WorkerProcess(facts.rank, facts.world_size, process.pid, env.node_name())
         with contextlib.suppress(OSError):  # a full disk is no reason not to train
-            write_note(run_dir, Beginning(facts.rank, process.pid, hostname), restart)
+            write_note(run_dir, note, restart)
+        copying = output.start(process)
         kills_before = count_oom_kills(process.pid)
-        asked_at = _attend(process, noticed, output, agent)
+        asked_at = _attend(process, agent)
         kills_after = count_oom_kills(process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # not yet reaped: until then the number is its own
         exit_code = process.wait()
         _kill_orphans()
-        output.drain()
-    vitals = read_vitals(heartbeat)
-    ending = Ending(
-        rank=facts.rank,
-        world_size=facts.world_size,
-        pid=process.pid,
-        hostname=hostname,
+        for thread in copying:
+            thread.join()
+        vitals = read_vitals(heartbeat)
+    is_counted = any(count > kills_before.get(file, count) for file, count in kills_after.items())
+    note = replace(
+        note,
         exit_code=exit_code,
         time=time.time(),
         asked_at=asked_at,
-        out_of_memory=exit_code == -signal.SIGKILL
-        and (
-            any(count > kills_before.get(file, count) for file, count in kills_after.items())
-            or _kernel_log_names(process.pid)
-        ),
+        out_of_memory=exit_code == -signal.SIGKILL and (is_counted or _kernel_log_names(process.pid)),
         step=vitals.step,
         collective=vitals.collective,
     )
     with contextlib.suppress(OSError):
-        has_told = facts.rank in read_failures(run_dir, restart)
-        if exit_code == 1 and not has_told and output.errors.began_at is not None:
-            write_note(run_dir, output.errors.failure(facts.rank, process.pid), restart)
-        write_note(run_dir, ending, restart)
-    heartbeat.unlink(missing_ok=True)
-    heartbeat.parent.rmdir()
-    _end_as(exit_code)
+        if exit_code == 1 and not note_path(run_dir, "failure", facts.rank, restart).exists():
+            failure = failure_in(tail_of(log_path(run_dir, facts.rank)), note)
+            if failure is not None:
+                write_note(run_dir, failure, restart)
+        write_note(run_dir, note, restart)
+    os._exit(exit_code if exit_code >= 0 else 128 - exit_code)
 
 
-def _tell_restart(run_dir: Path, start: int | None) -> None:
-    """Say which failure of which start (None: of the last) the run goes on after; before restart K: failure-K.json."""
-    from paceline.diagnosis.report import describe_failure
-
-    report = describe_failure(run_dir, restart=start)
+def _tell_restart(run_dir: Path, restart: int) -> None:
+    """Say which failure the run goes on after, if it does; the report of the one before restart K is failure-K.json."""
+    # An agent counts the failures of its own workers alone.
+    report = describe_failure(run_dir, restart=restart - 1 if restart else None)
     if report is None:
         return
     for file in run_dir.glob("failure.*"):
@@ -124,45 +119,23 @@ def _tell_restart(run_dir: Path, start: int | None) -> None:
     print(f"paceline: {report.sentence.rstrip('.')}{step}; restart {number}", file=sys.stderr, flush=True)
 
 
-def _attend(process: subprocess.Popen[bytes], noticed: int, output: _Output, agent: int | None) -> float | None:
-    """Pass on signals and output until the program has ended; leaves it to be reaped.
+def _attend(process: subprocess.Popen[bytes], agent: int | None) -> float | None:
+    """Pass on signals until the program has ended; leaves it to be reaped.
 
     Returns:
         When it was asked to end, in seconds since the epoch; None: it was not.
     """
     asked_at = None
-    with selectors.DefaultSelector() as selector:
-        selector.register(noticed, selectors.EVENT_READ)
-        for descriptor in output.sources:
-            selector.register(descriptor, selectors.EVENT_READ)
-        while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            for key, _ in selector.select(1.0 if asked_at else None):
-                if key.fd != noticed:
-                    if not output.copy(key.fd):
-                        selector.unregister(key.fd)
-                    continue
-                for number in os.read(noticed, 64):
-                    if os.getppid() != agent:
-                        asked_at = asked_at or time.time()
-                        os.killpg(process.pid, signal.SIGKILL)
-                    elif number == signal.SIGUSR1:
-                        process.send_signal(number)
-                    elif number != signal.SIGCHLD:
-                        asked_at = asked_at or time.time()
-                        process.send_signal(number)
-            if asked_at is not None and time.time() - asked_at > SAVE_S:
-                os.killpg(process.pid, signal.SIGKILL)
+    while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        came = signal.sigtimedwait(AWAITED, 1.0)
+        number = None if came is None else came.si_signo
+        if number not in (None, signal.SIGCHLD, signal.SIGUSR1):
+            asked_at = asked_at or time.time()
+        if os.getppid() != agent or (asked_at is not None and time.time() - asked_at > SAVE_S):
+            os.killpg(process.pid, signal.SIGKILL)
+        elif number not in (None, signal.SIGCHLD):
+            os.kill(process.pid, number)  # not by `process`, which may reap it
     return asked_at
-
-
-def _signals_as_bytes() -> int:
-    """A pipe that brings the numbers of signals to this process, so that none interrupts anything."""
-    read_end, write_end = os.pipe()
-    os.set_blocking(write_end, False)
-    signal.set_wakeup_fd(write_end)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
-        signal.signal(number, lambda _number, _frame: None)
-    return read_end
 
 
 def _as_program() -> None:
@@ -170,97 +143,70 @@ def _as_program() -> None:
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # "Save a checkpoint now" must not end a program that has nothing to save.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
 
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
+@dataclass(frozen=True)
 class _Output:
     """The output of the program: everything to its log, whole lines to the terminal, after the rank of the worker."""
 
-    def __init__(self, rank: int, run_dir: Path, restart: int) -> None:
-        shows_all = env.text(env.OUTPUT) == "all"
-        self._prefix = b"" if rank == 0 else b"[rank %d] " % rank if shows_all else None
-        mode: Literal["ab", "wb"] = "ab" if restart else "wb"
+    log: BinaryIO
+    lock: BinaryIO
+    """Workers of one node write one after the other; opened anew, since a lock belongs to an open file."""
+    prefix: bytes | None
+    """None: its lines are not shown."""
+    is_direct: bool
+
+    @classmethod
+    def of(cls, rank: int, run_dir: Path, restart: int) -> _Output:
+        prefix = b"" if rank == 0 else b"[rank %d] " % rank if env.text(env.OUTPUT) == "all" else None
         try:
-            self._log = open(log_path(run_dir, rank), mode, buffering=0)  # noqa: SIM115
+            log = open(log_path(run_dir, rank), "ab" if restart else "wb", buffering=0)  # noqa: SIM115
         except OSError:  # a full disk is no reason not to train
-            self._log = open(os.devnull, "wb", buffering=0)  # noqa: SIM115
-        # Workers of one node write one after the other; open it anew, since a lock belongs to an open file.
-        self._lock = open(env.text(env.OUTPUT_LOCK) or os.devnull, "wb")  # noqa: SIM115
-        self._targets: dict[int, int] = {}
-        """The descriptors that show what comes from each pipe."""
-        self._unfinished: dict[int, bytes] = {}
-        """The beginning of a line that is not complete yet, of each pipe."""
-        self._is_terminal = rank == 0 and os.isatty(2)
-        self._write_ends: list[int] = []
-        self.errors = LastTraceback()
+            log = open(os.devnull, "wb", buffering=0)  # noqa: SIM115
+        lock = open(env.text(env.OUTPUT_LOCK) or os.devnull, "wb")  # noqa: SIM115
+        return cls(log, lock, prefix, rank == 0 and os.isatty(2))
 
-    def __enter__(self) -> _Output:
-        return self
+    def start(self, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
+        """Begin to copy what the program writes, in threads that end with its output."""
+        pipes = [(pipe, target) for target, pipe in ((1, process.stdout), (2, process.stderr)) if pipe is not None]
+        threads = [threading.Thread(target=self._copy, args=pipe, daemon=True) for pipe in pipes]
+        for thread in threads:
+            thread.start()
+        return threads
 
-    def __exit__(self, *_error: object) -> None:
-        self._log.close()
-        self._lock.close()
+    def _copy(self, pipe: BinaryIO, target: int) -> None:
+        unfinished = b""
+        while chunk := os.read(pipe.fileno(), CHUNK_BYTES):
+            with contextlib.suppress(OSError):  # a full disk must not stop the program, which would block
+                self.log.write(chunk)
+            # Progress bars end their lines with \r; a very long line is shown as several.
+            end = len(chunk) if len(unfinished) > CHUNK_BYTES else max(chunk.rfind(b"\n"), chunk.rfind(b"\r")) + 1
+            self._show(unfinished + chunk[:end] if end else b"", target)
+            unfinished = chunk[end:] if end else unfinished + chunk
+        self._show(unfinished, target)
 
-    @property
-    def sources(self) -> list[int]:
-        """The descriptors to read from, once the program has been started."""
-        while self._write_ends:
-            os.close(self._write_ends.pop())
-        return list(self._targets)
+    def _show(self, text: bytes, target: int) -> None:
+        """Write whole lines, whose control characters are in words (ESC as \\x1b), but for colours, tabs and ends.
 
-    def target(self, descriptor: int) -> int:
-        """Where the program writes in place of standard output (1) or error (2): on a terminal rank 0 writes itself."""
-        if self._is_terminal:
-            return descriptor
-        read_end, write_end = os.pipe()
-        self._targets[read_end] = descriptor
-        self._write_ends.append(write_end)
-        return write_end
-
-    def copy(self, source: int) -> bool:
-        """Copy what has come; whether more may come."""
-        chunk = os.read(source, CHUNK_BYTES)
-        with contextlib.suppress(OSError):  # a full disk must not stop the program, which would block on a full pipe
-            self._log.write(chunk)
-        # Progress bars end their lines with \r.
-        lines = (self._unfinished.pop(source, b"") + chunk).splitlines(keepends=True)
-        if lines and chunk and not lines[-1].endswith((b"\n", b"\r")) and len(lines[-1]) < LONGEST_LINE_BYTES:
-            self._unfinished[source] = lines.pop()
-        elif lines and not lines[-1].endswith((b"\n", b"\r")):
-            lines[-1] += b"\n"
-        if self._targets[source] == 2:
-            self.errors.read(lines)
-        if lines and self._prefix is not None:
-            self._show(self._targets[source], b"".join(self._prefix + _harmless(line) for line in lines))
-        return bool(chunk)
-
-    def drain(self) -> None:
-        """Copy what is left; nobody writes any more."""
-        for source in self._targets:
-            os.set_blocking(source, False)
-            with contextlib.suppress(BlockingIOError):
-                while self.copy(source):
-                    pass
-
-    def _show(self, target: int, text: bytes) -> None:
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        Escape sequences could move to other workers' lines, change the title, or have the terminal type an answer.
+        """
+        if self.prefix is None or not text:
+            return
+        text += b"" if text.endswith((b"\n", b"\r")) else b"\n"
+        text = b"".join(self.prefix + line for line in text.splitlines(keepends=True))
+        text = _CONTROLS.sub(lambda one: one[0] if len(one[0]) > 1 else b"\\x%02x" % one[0][0], text)
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
         try:
             with contextlib.suppress(OSError):  # a reader that has gone
                 while text:
                     text = text[os.write(target, text) :]
         finally:
-            fcntl.flock(self._lock, fcntl.LOCK_UN)
-
-
-def _harmless(line: bytes) -> bytes:
-    """A line whose control characters are written in words (ESC as \\x1b), but for colours, tabs and ends of lines.
-
-    Escape sequences could move to other workers' lines, change the title, or have the terminal type an answer.
-    """
-    return _CONTROLS.sub(lambda found: found.group() if len(found.group()) > 1 else b"\\x%02x" % found.group()[0], line)
+            fcntl.flock(self.lock, fcntl.LOCK_UN)
 
 
 def count_oom_kills(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> dict[Path, int]:
@@ -282,17 +228,10 @@ def _kernel_log_names(pid: int) -> bool:
     process that has ended is not known. False if the log is not readable."""
     wanted = re.compile(rb"[Oo]ut of memory: Killed process %d\b" % pid)
     try:
-        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
+        with open(os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as log:
+            return any(wanted.search(record) for record in iter(lambda: log.read(8192), None))
+    except OSError:  # EPIPE where it was overwritten meanwhile
         return False
-    try:
-        while not wanted.search(os.read(log, 8192)):
-            pass
-    except OSError:  # EAGAIN at its end, EPIPE where it was overwritten meanwhile
-        return False
-    finally:
-        os.close(log)
-    return True
 
 
 def _kill_orphans() -> None:
@@ -305,16 +244,6 @@ def _kill_orphans() -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(left, timeout=0.1)
-
-
-def _end_as(exit_code: int) -> NoReturn:
-    sys.stdout.flush()
-    if exit_code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program has left one if one is wanted
-        if -exit_code not in (signal.SIGKILL, signal.SIGSTOP):
-            signal.signal(-exit_code, signal.SIG_DFL)
-        os.kill(os.getpid(), -exit_code)
-    os._exit(exit_code)
 
 
 if __name__ == "__main__":

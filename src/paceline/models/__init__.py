@@ -12,7 +12,6 @@ from torch import nn
 
 from paceline.errors import JobError, ModelError, did_you_mean
 from paceline.import_path import imported
-from paceline.models.cifarnet import cifarnet
 from paceline.models.efficientnet import VARIANTS, efficientnet
 from paceline.models.gpt import GPT
 from paceline.models.lenet import lenet, mlp
@@ -25,7 +24,6 @@ __all__ = ["MODELS", "build"]
 MODELS: Final[Mapping[str, Callable[..., nn.Module]]] = {
     "mlp": mlp,
     "lenet": lenet,
-    "cifarnet": cifarnet,
     "resnet18": resnet18,
     "resnet20": resnet20,
     "resnet50": resnet50,

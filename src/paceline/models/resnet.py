@@ -14,42 +14,33 @@ from paceline.models.layers import conv_norm, kaiming
 Stem = Literal["imagenet", "cifar"]
 
 
-def resnet20(num_classes: int = 10, in_channels: int = 3, zero_init_residual: bool = False) -> nn.Sequential:
+def resnet20(num_classes: int = 10, in_channels: int = 3) -> nn.Sequential:
     """The 20-layer net for CIFAR (section 4.2): images (b, in_channels, s, s) -> logits (b, num_classes).
 
     Three stages of 16, 32 and 64 channels with parameter-free shortcuts (option A).
     """
     stem = nn.Sequential(*conv_norm(in_channels, 16, 3, activation=nn.ReLU))
-    stages = [(16, 3), (32, 3), (64, 3)]
-    return _resnet(stem, basic_block, PaddedShortcut, 16, stages, num_classes, zero_init_residual)
+    return _resnet(stem, basic_block, PaddedShortcut, 16, [(16, 3), (32, 3), (64, 3)], num_classes)
 
 
-def resnet18(
-    num_classes: int = 1000, in_channels: int = 3, stem: Stem = "imagenet", zero_init_residual: bool = False
-) -> nn.Sequential:
+def resnet18(num_classes: int = 1000, in_channels: int = 3, stem: Stem = "imagenet") -> nn.Sequential:
     """18 layers of basic blocks: images (b, in_channels, s, s) -> logits (b, num_classes).
 
     The "imagenet" stem (7 x 7, stride 2, max pool) divides the image's side by 4 before the first stage; the
     "cifar" stem (3 x 3, stride 1) keeps it, for images of some 32 pixels.
     """
     stages = [(64, 2), (128, 2), (256, 2), (512, 2)]
-    return _resnet(
-        _stem(stem, in_channels), basic_block, projected_shortcut, 64, stages, num_classes, zero_init_residual
-    )
+    return _resnet(_stem(stem, in_channels), basic_block, projected_shortcut, 64, stages, num_classes)
 
 
-def resnet50(
-    num_classes: int = 1000, in_channels: int = 3, stem: Stem = "imagenet", zero_init_residual: bool = False
-) -> nn.Sequential:
+def resnet50(num_classes: int = 1000, in_channels: int = 3, stem: Stem = "imagenet") -> nn.Sequential:
     """50 layers of bottleneck blocks: images (b, in_channels, s, s) -> logits (b, num_classes).
 
     Stems as in `resnet18`. A stage halves the image in its 3 x 3 convolution and not in the 1 x 1 before it
     (often called v1.5): the 1 x 1 would throw away three pixels of four unseen.
     """
     stages = [(256, 3), (512, 4), (1024, 6), (2048, 3)]
-    return _resnet(
-        _stem(stem, in_channels), bottleneck, projected_shortcut, 64, stages, num_classes, zero_init_residual
-    )
+    return _resnet(_stem(stem, in_channels), bottleneck, projected_shortcut, 64, stages, num_classes)
 
 
 class Residual(nn.Module):
@@ -110,15 +101,12 @@ def _resnet(
     channels: int,
     stages: Sequence[tuple[int, int]],
     num_classes: int,
-    zero_init_residual: bool,
 ) -> nn.Sequential:
     """A stem, stages and a classifier.
 
     Args:
         channels: of the stem's output.
         stages: the channels and the number of blocks of each; every stage but the first halves the image.
-        zero_init_residual: every block starts as its shortcut, by a gamma of 0 in its last batch norm (Goyal et al.
-            2017, "Accurate, large minibatch SGD", section 5.1).
     """
     parts: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
     for number, (out_channels, num_blocks) in enumerate(stages, start=1):
@@ -135,11 +123,6 @@ def _resnet(
     )
     model = nn.Sequential(parts)
     kaiming(model)
-    for module in model.modules():
-        if zero_init_residual and isinstance(module, Residual):
-            last_norm = module.branch[-1]
-            assert isinstance(last_norm, nn.BatchNorm2d)
-            nn.init.zeros_(last_norm.weight)
     return model
 
 

@@ -19,13 +19,11 @@ from paceline import env
 from paceline.errors import LaunchError, file_problems
 from paceline.folder_lock import hold_folder
 from paceline.hardware import detect
-from paceline.launch.containers import in_container
+from paceline.launch.command_lines import container_argv, srun_argv, ssh_argv
 from paceline.launch.node_list import NodeSlots
 from paceline.launch.ray import FIRST_NODE, ray_argv, ray_nodes
 from paceline.launch.run import HERE, LaunchOptions, Output, Reach, agent_commands, run_workers
 from paceline.launch.slurm import allocation as slurm_allocation
-from paceline.launch.slurm import srun_argv
-from paceline.launch.ssh import explain_ssh_failure, ssh_argv
 from paceline.measure.values import REQUEST_FILE
 from paceline.plan import pick
 from paceline.regular_files import make_run_folder
@@ -212,7 +210,7 @@ def _found(where: Where, slots: Sequence[NodeSlots], shown: Sequence[Path], *, o
         if where.container is None:
             return program, env.passed_on() | dict(environ)
         passed = {name: value for name, value in env.passed_on().items() if name != "PYTHONPATH"} | dict(environ)
-        return in_container(program, where.container, cwd=cwd, binds=shown, gpus=gpus, environ=passed), {}
+        return container_argv(program, where.container, cwd=cwd, binds=shown, gpus=gpus, environ=passed), {}
 
     match where.launcher:
         case "ssh":
@@ -254,10 +252,7 @@ def _over_ssh(
             words, variables = inside(program, environ)
             return ssh_argv(slot.address, words, cwd=Path.cwd(), environ=variables)
 
-        def explain(exit_code: int, stderr: str) -> str | None:
-            return explain_ssh_failure(exit_code, stderr, slot.address)
-
-        return Reach((slot.address,), argv, explain, python)
+        return Reach((slot.address,), argv, python)
 
     by_name = {slot.address: reach_to(slot) for slot in slots}
     if on_paper:

@@ -151,7 +151,7 @@ def _marked(folder: Path) -> Iterator[tuple[Path, str]]:
 
 
 def _start_over_ssh(host: str, program: Sequence[str]) -> Process:
-    from paceline.launch.ssh import ssh_argv
+    from paceline.launch.command_lines import ssh_argv
 
     argv = ssh_argv(host, program, cwd=Path.cwd(), environ={})
     pipe = subprocess.PIPE

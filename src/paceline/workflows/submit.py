@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import LaunchError, file_problems
-from paceline.launch.kubernetes import Pods, job_manifest, train_job_manifest
+from paceline.launch.kubernetes import Pods, manifest
 from paceline.launch.slurm import batch_script
 from paceline.launch.slurm import submit as submit_script
 from paceline.plan import place
@@ -208,8 +208,7 @@ def kubernetes(
         plan = dataclasses.replace(plan, nodes=())  # torchrun tells every worker where it is
         texts = ["--job", json.dumps(resolved.to_mapping()), "--plan", json.dumps(plan.to_mapping())]
         program, stem = ["-m", "paceline.train", str(out), *texts], resolved.name
-    manifest = job_manifest if kind == "job" else train_job_manifest
-    return manifest(name or stem.lower().replace("_", "-"), program, pods)
+    return manifest(kind, name or stem.lower().replace("_", "-"), program, pods)
 
 
 def _check_num_workers(nodes: int, workers: int) -> None:

@@ -96,7 +96,7 @@ def test_functions_stay_when_packages_of_their_names_are_imported() -> None:
 import sys
 import paceline
 assert not {"torch", "numpy", "typer", "rich"} & set(sys.modules), "loaded too much"
-import paceline.checkpoint.load, paceline.launch.ssh, paceline.plan.placement
+import paceline.checkpoint.load, paceline.launch.slurm, paceline.plan.placement
 import paceline.report.study, paceline.train.loop
 for name in ("launch", "plan", "report", "train"):
     assert getattr(paceline, name).__module__ == f"paceline.workflows.{name}", name

@@ -155,6 +155,22 @@ def test_parquet_files_are_read_in_the_order_of_their_names(tmp_path: Path, name
 BLACK = np.zeros((32, 32, 3), np.uint8)
 
 
+def test_images_are_decoded_once_until_their_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("train", "test"):
+        write_parquet(tmp_path / f"{name}.parquet", [png(BLACK), png(BLACK + 7)], [0, 1])
+    first, _ = arrays("cifar10", dir=str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(Image, "open", None)  # nothing is decoded any more
+        again, _ = arrays("cifar10", dir=str(tmp_path))
+    assert np.array_equal(first.inputs, again.inputs) and again.targets.tolist() == [0, 1]
+    for kept in tmp_path.glob(".*.npy"):
+        kept.write_bytes(kept.read_bytes()[:50])
+    assert np.array_equal(arrays("cifar10", dir=str(tmp_path))[0].inputs, first.inputs)
+    write_parquet(tmp_path / "train.parquet", [png(BLACK + 9)], [2])
+    changed, _ = arrays("cifar10", dir=str(tmp_path))
+    assert np.array_equal(changed.inputs, np.full((1, 3, 32, 32), 9)) and changed.targets.tolist() == [2]
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [

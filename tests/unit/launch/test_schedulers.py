@@ -18,10 +18,8 @@ import yaml
 
 import paceline
 from paceline.errors import JobError, LaunchError
-from paceline.launch.containers import in_container
+from paceline.launch.command_lines import container_argv, srun_argv, with_variables
 from paceline.launch.ray import ray_argv
-from paceline.launch.slurm import srun_argv
-from paceline.launch.variables import with_variables
 
 # --- Slurm ---
 
@@ -206,12 +204,6 @@ def test_invalid_pods_are_refused(kind: str, options: dict[str, Any], word: str)
         manifest(kind, **options)
 
 
-def test_without_yaml_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    with pytest.raises(LaunchError, match=r"paceline\[kubernetes\]"):
-        manifest()
-
-
 # --- command lines ---
 
 
@@ -223,21 +215,21 @@ def test_srun_starts_one_program_on_each_node() -> None:
 
 
 def test_apptainer_shows_the_folders_and_changes_into_the_run() -> None:
-    argv = in_container(["python", "-m", "x"], "image.sif", cwd=Path("/data"), binds=[Path("/runs"), Path("/data")])
+    argv = container_argv(["python", "-m", "x"], "image.sif", cwd=Path("/data"), binds=[Path("/runs"), Path("/data")])
     before, after = argv[: argv.index("image.sif")], argv[argv.index("image.sif") + 1 :]
     assert before[0] == "apptainer" and {"exec", "--bind=/data:/data", "--bind=/runs:/runs", "--pwd=/data"} <= set(
         before
     )
     assert after[-3:] == ("python", "-m", "x") and "--nv" not in argv
-    assert "--nv" in in_container(["x"], "docker://a/b", cwd=Path("/"), gpus=True)
+    assert "--nv" in container_argv(["x"], "docker://a/b", cwd=Path("/"), gpus=True)
 
 
 def test_podman_shares_the_network_and_needs_no_terminal() -> None:
-    argv = in_container(["python"], "podman://a/b:1", cwd=Path("/data"))
+    argv = container_argv(["python"], "podman://a/b:1", cwd=Path("/data"))
     assert argv[:2] == ("podman", "run") and argv[-1] == "python" and "a/b:1" in argv
     assert {"--rm", "--network=host", "--ipc=host", "--volume=/data:/data", "--workdir=/data"} <= set(argv)
     assert not any(re.fullmatch("-t|--tty|-it", word) or "nvidia" in word for word in argv)
-    assert "--device=nvidia.com/gpu=all" in in_container(["x"], "podman://a", cwd=Path("/"), gpus=True)
+    assert "--device=nvidia.com/gpu=all" in container_argv(["x"], "podman://a", cwd=Path("/"), gpus=True)
 
 
 @pytest.mark.parametrize("image", ["image.sif", "podman://a/b:1"])
@@ -245,7 +237,7 @@ def test_a_container_gets_every_argument_unchanged(image: str, tmp_path: Path) -
     stand_in = tmp_path / "stand-in"
     stand_in.write_text(f"#!{sys.executable} -S\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
     stand_in.chmod(0o700)
-    _, *words = in_container(["x", 'it\'s "a" $word'], image, cwd=tmp_path)
+    _, *words = container_argv(["x", 'it\'s "a" $word'], image, cwd=tmp_path)
     heard = subprocess.run([str(stand_in), *words], capture_output=True, text=True, check=True, timeout=60).stdout
     assert json.loads(heard) == words
 
@@ -256,13 +248,13 @@ def test_a_container_gets_every_argument_unchanged(image: str, tmp_path: Path) -
 )
 def test_what_is_no_image_is_refused(image: str) -> None:
     with pytest.raises(LaunchError, match="podman://"):
-        in_container(["x"], image, cwd=Path("/"))
+        container_argv(["x"], image, cwd=Path("/"))
 
 
 @pytest.mark.parametrize("folder", ["/a:b", "/a,b", "relative", "/a\nb"])
 def test_a_folder_that_a_container_cannot_be_shown_is_refused(folder: str) -> None:
     with pytest.raises(LaunchError, match="container"):
-        in_container(["x"], "image.sif", cwd=Path("/"), binds=[Path(folder)])
+        container_argv(["x"], "image.sif", cwd=Path("/"), binds=[Path(folder)])
 
 
 SECRETS = ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "my_passphrase", "GH_TOKENS"]
