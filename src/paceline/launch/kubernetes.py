@@ -17,7 +17,6 @@ from typing import Literal
 
 from paceline import env
 from paceline.errors import LaunchError, shortened, shown
-from paceline.spec.job import MOST_WORKERS
 
 PORT = 29500
 _MOST_NAME_CHARACTERS = 52
@@ -29,7 +28,7 @@ class Pods:
     """The settings of every pod of a run.
 
     Raises:
-        LaunchError: a value that Kubernetes refuses, or a run folder outside of the volume.
+        LaunchError: a run folder outside of the volume.
     """
 
     image: str
@@ -47,19 +46,12 @@ class Pods:
     """The memory of a pod, /dev/shm included; None: all memory of its node."""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", self.claim):
-            raise LaunchError(f"{shown(self.claim)} is not a valid name of a PersistentVolumeClaim.")
-        if not self.image or not self.image.isprintable() or " " in self.image:
-            raise LaunchError(f"image = {shown(self.image)} should be the name of a container image.")
         leads_out = ".." in self.mount.parts or ".." in self.run_dir.parts
         if leads_out or not self.mount.is_absolute() or not self.run_dir.is_relative_to(self.mount):
             raise LaunchError(
                 f"The run folder {shortened(str(self.run_dir))} should lie below {self.mount}, where pods see their "
                 "volume."
             )
-        counts = (self.num_pods, self.workers_per_pod, self.cpus_per_worker)
-        if not all(1 <= number <= MOST_WORKERS for number in counts):
-            raise LaunchError(f"nodes, workers and cpus should each be from 1 to {MOST_WORKERS:,}.")
 
     @property
     def variables(self) -> list[dict[str, str]]:

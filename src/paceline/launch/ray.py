@@ -3,12 +3,14 @@
     python -m paceline.launch.ray NODES GPUS FOLDER python -m paceline.launch.agent …
 
 This process is Ray's driver. `TorchTrainer` reserves the nodes in one placement group and runs the command once on each
-of them, in a folder; when the driver ends, in whatever way, Ray ends what it started, and the agents kill their
-workers. Ray is an extra (paceline[ray]). Only this process loads it: it takes over signals and standard output.
+of them, in a folder. What the launcher asks for goes to the agents by a file in the run folder, which all nodes see.
+When the driver ends, in whatever way, Ray ends what it started, and the agents kill their workers. Ray is an extra
+(paceline[ray]). Only this process loads it: it takes over signals and standard output.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -17,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,6 +31,8 @@ from paceline.launch.node_list import NodeSlots
 from paceline.words import on_one_line
 
 LIST_TIMEOUT_S = 120
+POLL_S = 0.5
+"""How often a node looks for what the launcher asks for."""
 FIRST_NODE = "FIRST_NODE"
 """Stands in the agent's arguments for the address of the first node, which Ray chooses."""
 _LIST = "import json, ray; ray.init(address='auto', logging_level='ERROR'); print(json.dumps(ray.nodes()))"
@@ -77,12 +82,14 @@ def ray_nodes() -> tuple[NodeSlots, ...]:
 
 def main(num_nodes: int, num_gpus: int, cwd: str, program: Sequence[str]) -> int:
     """Run the program on the nodes; its exit code, of one that failed where some did."""
-    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    requests = next(Path(word.partition("=")[2]) for word in program if word.startswith(f"{env.RUN_DIR}=")) / "requests"
+    requests.touch()
+    threading.Thread(target=_obey, args=(requests,), daemon=True).start()
     ray, train, trainers = map(importlib.import_module, ("ray", "ray.train", "ray.train.torch"))
     ray.init(address="auto", log_to_driver=True, logging_level="ERROR")
     trainer = trainers.TorchTrainer(
         _start_agent,
-        train_loop_config={"program": list(program), "cwd": cwd},
+        train_loop_config={"program": list(program), "cwd": cwd, "requests": str(requests)},
         torch_config=trainers.TorchConfig(backend="gloo"),
         scaling_config=train.ScalingConfig(
             num_workers=num_nodes,
@@ -101,11 +108,11 @@ def main(num_nodes: int, num_gpus: int, cwd: str, program: Sequence[str]) -> int
     return 0
 
 
-def _end_with_launcher() -> NoReturn:
-    """End this process when the launcher asks for the end, or is gone; Ray then ends what it started."""
-    for request in sys.stdin.buffer:
-        if request.strip() == b"TERM":
-            break
+def _obey(requests: Path) -> NoReturn:
+    """Pass on what the launcher asks for until it is gone; then end, and Ray ends what it started."""
+    with requests.open("wb", buffering=0) as file:
+        for request in sys.stdin.buffer:
+            file.write(request)
     os._exit(128 + 15)
 
 
@@ -118,8 +125,15 @@ def _start_agent(config: dict[str, Any]) -> None:
     torch.distributed.broadcast(port, 0)  # one that is free on the first node
     endpoint = f"{env.text('MASTER_ADDR')}:{int(port)}"  # Ray has set the address
     program = [word.replace(FIRST_NODE, endpoint) for word in config["program"]]
-    with subprocess.Popen(program, cwd=config["cwd"], stdin=subprocess.PIPE) as process:
-        exit_code = process.wait()
+    with (
+        open(config["requests"], "rb") as requests,
+        subprocess.Popen(program, cwd=config["cwd"], stdin=subprocess.PIPE, bufsize=0) as process,
+    ):
+        assert process.stdin is not None
+        while (exit_code := process.poll()) is None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(requests.read())
+            time.sleep(POLL_S)
     if exit_code:
         raise RuntimeError(f"the agent ended with exit code {exit_code if exit_code > 0 else 128 - exit_code}")
 

@@ -193,8 +193,6 @@ def test_a_name_that_kubernetes_refuses_is_refused(name: str) -> None:
     [
         ({"out": "/elsewhere/1"}, "/data"),
         ({"mount": "data", "out": "data/1"}, "data"),
-        ({"claim": "Runs!"}, "PersistentVolumeClaim"),
-        ({"image": ""}, "image"),
         ({"nodes": 0}, "nodes"),
     ],
 )
