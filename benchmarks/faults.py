@@ -81,8 +81,10 @@ class Here:
     def start(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdout: IO[bytes], stderr: IO[bytes]
     ) -> subprocess.Popen[bytes]:
-        streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
-        return subprocess.Popen(argv, env=env, cwd=cwd, start_new_session=True, **streams)
+        quiet = subprocess.DEVNULL
+        return subprocess.Popen(
+            argv, env=env, cwd=cwd, stdin=quiet, stdout=stdout, stderr=stderr, start_new_session=True
+        )
 
 
 def starting(argv: Sequence[str], node: Node | None = None, **extra: str) -> Start:

@@ -63,12 +63,14 @@ def main(program: Sequence[str]) -> NoReturn:
     with tempfile.TemporaryDirectory(prefix="paceline-worker-") as folder:
         heartbeat = Path(folder) / "heartbeat"
         output = _Output.of(facts.rank, run_dir, restart)
+        # On a terminal, where it may draw progress, rank 0 writes itself.
+        pipe = None if output.is_direct else subprocess.PIPE
         process = subprocess.Popen(
             [sys.executable, "-u", *program],
             env=env.everything() | {env.HEARTBEAT: str(heartbeat)},
             stdin=subprocess.DEVNULL,
-            # On a terminal, where it may draw progress, rank 0 writes itself.
-            **({} if output.is_direct else {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}),
+            stdout=pipe,
+            stderr=pipe,
             process_group=0,
             preexec_fn=_as_program,
         )
