@@ -13,7 +13,7 @@ from typing import Any, Literal
 from paceline.diagnosis.failures import Failure, WorkerProcess, log_path, read_processes, root_cause
 from paceline.diagnosis.hang import Hang, WorkerState
 from paceline.errors import shortened
-from paceline.regular_files import refuge, replace_text
+from paceline.regular_files import replace_text
 from paceline.words import name_ranks, number_of, on_one_line
 
 MOST_EVIDENCE_LINES = 25
@@ -132,21 +132,13 @@ class FailureReport:
         return "\n".join(lines) + "\n"
 
     def save(self, run_dir: Path, name: str = "failure") -> Path | None:
-        """Write `name`.json and `name`.txt, readable only by the user; in another place if the folder refuses.
-
-        Returns:
-            The second of them; None where it could be written nowhere.
-        """
-
-        def write(folder: Path) -> None:
-            for suffix, text in (("json", json.dumps(asdict(self), indent=1) + "\n"), ("txt", self.text())):
-                replace_text(folder / f"{name}.{suffix}", text, 0o600)
-
+        """Write `name`.json and `name`.txt, readable only by the user; returns the second, None where the folder cannot
+        be written to."""
         try:
-            write(run_dir)
+            for suffix, text in (("json", json.dumps(asdict(self), indent=1) + "\n"), ("txt", self.text())):
+                replace_text(run_dir / f"{name}.{suffix}", text, 0o600)
         except OSError:
-            folder = refuge(run_dir.name, write)
-            return None if folder is None else folder / f"{name}.txt"
+            return None
         return run_dir / f"{name}.txt"
 
 
