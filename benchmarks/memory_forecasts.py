@@ -128,7 +128,7 @@ def held(case: Case, column: Column, cuts: tuple[str, ...]) -> Held | str:
     from paceline.errors import PacelineError
     from paceline.parallel.live_bytes import LiveBytes
     from paceline.spec import Plan
-    from paceline.train.optimizers.optim import build_optimizer
+    from paceline.train.optim import build_optimizer
 
     num_workers = worker_facts().world_size
     plan = Plan(

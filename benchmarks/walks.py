@@ -27,7 +27,7 @@ steps, saves, is_failing, seen, own = 0, 0, False, set(), threading.local()
 
 def walk(file, function, event):
     global steps, saves, is_failing
-    if (file, function) == ("train/session/session.py", "_save_now"):
+    if (file, function) == ("train/session.py", "_save_now"):
         saves += 1 if event == "call" else -1
     if event != "call":
         return None

@@ -366,7 +366,7 @@ def paceline(case: Case, arguments: argparse.Namespace, clock: Clock) -> int:
 
 def limit(case: Case, arguments: argparse.Namespace, clock: Clock) -> int:
     """The same model on a batch that lies ready, in processes that never talk to each other."""
-    from paceline.train.process.memory import keep_freed_memory
+    from paceline.train.process_group import keep_freed_memory
 
     keep_freed_memory()
     world_size = int(os.environ["WORLD_SIZE"])

@@ -36,11 +36,11 @@ from paceline.measure.workers import free_bytes
 from paceline.measure.workers_together import Together, time_together
 from paceline.parallel.out_of_memory import is_out_of_memory
 from paceline.spec import JobTiming, MicroBatchTiming, Plan
-from paceline.train.evaluation.objective import training_loss
 from paceline.train.loop import data_facts
-from paceline.train.optimizers.optim import build_optimizer
-from paceline.train.process.process_group import join
-from paceline.train.records.timing import settle
+from paceline.train.meters import settle
+from paceline.train.objective import training_loss
+from paceline.train.optim import build_optimizer
+from paceline.train.process_group import join
 from paceline.train.run import Run
 
 READY_FILE = "ready{rank}"

@@ -22,7 +22,7 @@ from paceline.measure.values import NETWORK_FILE, NetworkProbe, NetworkRequest
 from paceline.measure.workers import join_workers
 from paceline.object_collectives import all_gather_objects
 from paceline.spec import NetworkLink
-from paceline.train.process.process_group import World
+from paceline.train.process_group import World
 
 _NUM_PINGS, _NUM_WARMUP_PINGS = 200, 20
 _SMALLEST_TRANSFER_BYTES, _MESSAGE_BYTES = 1 << 20, 16 << 20

@@ -16,8 +16,7 @@ from paceline.comm.links import node_of_every_rank, open_node_group
 from paceline.measure.stopwatch import median_s
 from paceline.measure.timing import largest
 from paceline.spec import ShardingTiming
-from paceline.train.process.memory import give_back_freed_memory, keep_freed_memory
-from paceline.train.process.process_group import World
+from paceline.train.process_group import World, give_back_freed_memory, keep_freed_memory
 
 _NUM_ROUNDS = 3
 _LEAST_BYTES, _MOST_BYTES = 2**20, 2**26

@@ -16,10 +16,10 @@ from paceline.batch import Batch
 from paceline.data.order import ShuffledOrder
 from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.parallel import Assignment, Engine, StepInput
-from paceline.train.optimizers.optim import clip
-from paceline.train.process.numerics import LossFn
-from paceline.train.process.seeding import shard_seed
+from paceline.train.numerics import LossFn
+from paceline.train.optim import clip
 from paceline.train.run import Run
+from paceline.train.step import shard_seed
 
 _WARMUP_PASSES, _MIN_PASSES = 2, 3
 _LONG_WARMUP_PASSES, _LONG_MIN_PASSES = 1, 2

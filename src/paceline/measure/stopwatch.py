@@ -29,7 +29,7 @@ def median_s(action: Callable[[], object], num_rounds: int, *devices: torch.devi
 
 def _wait_for(devices: tuple[torch.device, ...]) -> None:
     if devices:
-        from paceline.train.records.timing import settle
+        from paceline.train.meters import settle
 
         for device in devices:
             settle(device)

@@ -8,7 +8,7 @@ import torch
 
 from paceline import env
 from paceline.spec import DeviceKind, Plan
-from paceline.train.process.process_group import World, join
+from paceline.train.process_group import World, join
 
 
 def join_workers(device_kind: DeviceKind | None, timeout_s: float) -> World:

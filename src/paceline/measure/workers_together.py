@@ -25,7 +25,7 @@ from paceline.parallel.layout import Whole
 from paceline.parallel.running_sum import RunningSum
 from paceline.spec import AlgorithmName, Job, MachineLoad, Plan, SumTiming
 from paceline.spec.codec import JsonValue, at_least
-from paceline.train.process.process_group import World
+from paceline.train.process_group import World
 
 _MOST_ROUNDS = 40
 _NUM_WARMUP_STEPS = 2

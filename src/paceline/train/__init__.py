@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.train.initialize import init
-from paceline.train.run import Run
-from paceline.train.training import Callback
+from paceline.train.callbacks import Callback
+from paceline.train.run import Run, init
 
 __all__ = ["Callback", "Run", "init"]

@@ -12,7 +12,7 @@ from paceline.spec import Job, Plan
 from paceline.spec.job import JOB_FILE
 from paceline.spec.plan import LIMIT_FILE, PLAN_FILE, RunLimit
 from paceline.train.loop import RunOutput, train
-from paceline.train.process.watch import tell_failures
+from paceline.train.watch import tell_failures
 
 
 def main() -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import platform
+import re
+import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,18 +16,18 @@ from typing import Any, TextIO
 import torch
 from torch.optim.swa_utils import AveragedModel
 
-from paceline import env
+from paceline import __version__, env
 from paceline.checkpoint.location import IN_RUN_FOLDER
 from paceline.spec import EpochRecord, RunRecord
 from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, from_mapping, to_mapping
-from paceline.train.optimizers.schedule import describe_scaling
-from paceline.train.records.digest import weights_sha256
-from paceline.train.records.environment import describe_environment
-from paceline.train.records.metrics import open_sinks
-from paceline.train.records.noise_meter import batch_warning
-from paceline.train.records.progress import samples_per_s, shown_metrics
+from paceline.train.callbacks import Callback, Training, best_evaluation
+from paceline.train.display import samples_per_s, shown_metrics
+from paceline.train.meters import batch_warning
+from paceline.train.optim import describe_scaling
+from paceline.train.process_group import World
 from paceline.train.run import Run
-from paceline.train.training import Callback, Training, best_evaluation
+from paceline.train.sinks import open_sinks
+from paceline.train.state import weights_sha256
 from paceline.words import number_of
 
 # Reading a loss makes the CPU wait for the GPU, so losses are read and logged this many steps at a time.
@@ -45,7 +49,7 @@ class RunOutput:
         return self.run_dir / IN_RUN_FOLDER
 
 
-@dataclass(frozen=True)
+@dataclass
 class _SoFar:
     """What the journal knows across checkpoints."""
 
@@ -100,9 +104,6 @@ class Journal(Callback):
         self._run.timer.train_s = self._timed_s = self._so_far.train_s
         self._samples_timed = self._so_far.samples_logged
 
-    def _note(self, **values: Any) -> None:
-        self._so_far = dataclasses.replace(self._so_far, **values)
-
     def _log(self, step: int, values: dict[str, float]) -> None:
         for sink in self._sinks:
             sink.log(step, values)
@@ -123,20 +124,18 @@ class Journal(Callback):
         """Log the steps since the last call, and how fast they were."""
         if not self._unread:
             return
-        epoch_loss, epoch_values = self._so_far.epoch_loss, dict(self._so_far.epoch_values)
-        samples_logged = self._so_far.samples_logged
+        so_far = self._so_far
         numbers = iter(torch.cat([numbers for _, numbers in self._unread]).tolist())
         for step, (names, _) in enumerate(self._unread, start=self._run.steps - len(self._unread) + 1):
             loss, num_samples = next(numbers), next(numbers)
             named = {name: next(numbers) for name in names}
-            epoch_loss += loss * num_samples
-            samples_logged += int(num_samples)
+            so_far.epoch_loss += loss * num_samples
+            so_far.samples_logged += int(num_samples)
             for name, value in named.items():
-                epoch_values[name] = epoch_values.get(name, 0.0) + value * num_samples
-            self._log(step, named | {"loss": loss, "samples_seen": samples_logged})
-        self._note(epoch_loss=epoch_loss, epoch_values=epoch_values, samples_logged=samples_logged)
-        train_s, samples = self._run.timer.train_s - self._timed_s, samples_logged - self._samples_timed
-        self._timed_s, self._samples_timed = self._run.timer.train_s, samples_logged
+                so_far.epoch_values[name] = so_far.epoch_values.get(name, 0.0) + value * num_samples
+            self._log(step, named | {"loss": loss, "samples_seen": so_far.samples_logged})
+        train_s, samples = self._run.timer.train_s - self._timed_s, so_far.samples_logged - self._samples_timed
+        self._timed_s, self._samples_timed = self._run.timer.train_s, so_far.samples_logged
         if self._sinks and train_s > 0:
             parts = dataclasses.asdict(self._run.timer.recent(len(self._unread)))
             times = {f"step_{part}": seconds for part, seconds in parts.items()}
@@ -162,8 +161,8 @@ class Journal(Callback):
         # A run that ended in the middle of an epoch, and was resumed, has a record of its first batches.
         before = tuple(record for record in so_far.epochs if record.epoch != epoch)
         record = EpochRecord(epoch, mean_loss, lr, train_s, metrics, noise_scale, means)
-        start = run.samples_seen, run.timer.train_s
-        self._note(epochs=(*before, record), epoch_loss=0.0, epoch_values={}, epoch_start=start)
+        so_far.epochs, so_far.epoch_loss, so_far.epoch_values = (*before, record), 0.0, {}
+        so_far.epoch_start = run.samples_seen, run.timer.train_s
         values = {"time": time.time(), "epoch": epoch + 1, "train_loss": mean_loss, "lr": lr}
         values |= {f"train_{name}": value for name, value in means.items()}
         values |= {} if noise_scale is None else {"noise_scale": noise_scale}
@@ -174,7 +173,7 @@ class Journal(Callback):
         if noise_scale is not None and not so_far.has_warned and run.noise.num_measured >= _NOISE_STEPS:
             warning = batch_warning(run.job.global_batch_size, noise_scale)
             if warning is not None:
-                self._note(has_warned=True)
+                so_far.has_warned = True
                 self._notes.append(warning)
                 run.say(warning)
 
@@ -217,3 +216,34 @@ class Journal(Callback):
             stopped=run.stopping.reason,
             is_complete=not run.stopping.is_out_of_time,
         )
+
+
+# --- the environment of a result ---
+
+
+def describe_environment(world: World) -> dict[str, str]:
+    """Facts for the reader of a record, as text: versions, hardware, and the commit of the working directory."""
+    cpuinfo = Path("/proc/cpuinfo")
+    model = re.search(r"^model name\s*: (.+)", cpuinfo.read_text(errors="replace") if cpuinfo.exists() else "", re.M)
+    facts = {
+        "paceline": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "processor": model[1] if model else platform.processor() or platform.machine(),
+        "threads per worker": str(torch.get_num_threads()),
+        "backend": "none (one worker)" if world.group is None else torch.distributed.get_backend(world.group),
+        "started by": world.facts.started_by,
+    }
+    if world.device.type == "cuda":
+        facts["GPU"] = torch.cuda.get_device_name(world.device)
+        facts["CUDA"] = str(torch.version.cuda)
+        facts["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    if image := env.text(env.CONTAINER):
+        facts["container"] = image
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+        git = subprocess.run(describe, capture_output=True, text=True, errors="replace", timeout=5, check=False)
+        if git.returncode == 0:  # the working directory is in a repository
+            facts["git commit"] = git.stdout.strip()
+    return facts

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import functools
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from paceline import data, models
 from paceline.checkpoint import open_storage, save_weights
 from paceline.data import ArraySet
-from paceline.errors import CheckpointError, reason_of
-from paceline.regular_files import refuge, run_file_mode
+from paceline.errors import CheckpointError, file_problems
+from paceline.regular_files import run_file_mode
 from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.record import RECORD_FILE
-from paceline.train.evaluation.objective import accuracy_and_loss, training_loss
-from paceline.train.initialize import init
+from paceline.train.callbacks import Scheduling, Training
 from paceline.train.journal import Journal, RunOutput
-from paceline.train.optimizers.optim import build_optimizer
-from paceline.train.run import Run
-from paceline.train.training import EarlyStopping, Scheduling, Training, build_callbacks
+from paceline.train.objective import accuracy_and_loss, training_loss
+from paceline.train.optim import build_optimizer
+from paceline.train.run import Run, init
 
 __all__ = ["RunOutput", "data_facts", "train"]
 
@@ -38,6 +36,9 @@ def train(
 
     The launcher of this process sets the number of workers. `max_steps` and `max_minutes` end the run early. A run
     folder with checkpoints is resumed from the newest good one; `force`: even if it is of another job.
+
+    Raises:
+        CheckpointError: the run folder cannot be written to.
     """
     with init(
         job,
@@ -58,14 +59,8 @@ def train(
 
         journal = Journal(run, output)
         scheduling = [] if job.optim.scheduler.name is None else [Scheduling(run, steps_per_epoch)]
-        callbacks = [journal, *scheduling, EarlyStopping(job)]
-        training = Training(
-            run,
-            callbacks,
-            evaluate=lambda: run.evaluate(test_set, accuracy_and_loss, model=average),
-            steps_per_epoch=steps_per_epoch,
-            custom=build_callbacks(job.callbacks),
-        )
+        evaluate = functools.partial(run.evaluate, test_set, accuracy_and_loss, model=average)
+        training = Training(run, [journal, *scheduling], evaluate, steps_per_epoch)
         training.begin()
         for epoch in run.epochs():
             for batch in run.batches(train_set, epoch):
@@ -81,30 +76,12 @@ def train(
             if job.checkpoint.save_final:
                 weights = run.whole_state() if average is None else average.module.state_dict()
             if run.rank == 0:
-                _save_results(output.run_dir, weights, record)
+                what = f"The run is trained, but its folder {output.run_dir} cannot be written to"
+                with file_problems(what, CheckpointError, "its checkpoints are what is left of it"):
+                    if weights is not None:
+                        save_weights(weights, open_storage(output.run_dir), "model.safetensors")
+                    record.save(output.run_dir / RECORD_FILE, run_file_mode())
         return record
-
-
-def _save_results(run_dir: Path, weights: dict[str, Tensor] | None, record: RunRecord) -> None:
-    """Save what is left of a run in its folder.
-
-    Raises:
-        CheckpointError: the run folder cannot be written to; says which folder has everything instead.
-    """
-
-    def write(folder: Path) -> None:
-        if weights is not None:
-            save_weights(weights, open_storage(folder), "model.safetensors")
-        record.save(folder / RECORD_FILE, run_file_mode())
-
-    try:
-        write(run_dir)
-    except OSError as problem:
-        why = f"The run is trained, but its folder {run_dir} cannot be written to ({reason_of(problem)})"
-        folder = refuge(run_dir.name, write)
-        if folder is None:
-            raise CheckpointError(f"{why}, and no other can be; its checkpoints are what is left of it.") from None
-        raise CheckpointError(f"{why}; its weights and its record are in {folder} instead.") from None
 
 
 def _example(run: Run, train_set: Any) -> Any:

@@ -1,19 +1,21 @@
-"""`Run`: one training run as its user's script holds it."""
+"""`init` and `Run`: one training run as its user's script holds it."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, TextIO, TypeVar, overload
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from paceline import env
-from paceline.data import Loading
 from paceline.data.loading import Collate
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
@@ -22,28 +24,23 @@ from paceline.object_collectives import broadcast_object
 from paceline.parallel import Companions, Engine
 from paceline.parallel.assignment import check_shards
 from paceline.parallel.generators import seed_generators
-from paceline.spec import Job, Mesh, Plan
-from paceline.train.batches.data_progress import DataProgress
-from paceline.train.batches.global_batches import GlobalBatches
-from paceline.train.batches.reading import DatasetReader, loading_of
-from paceline.train.evaluation.evaluate import Measure, evaluate_between_steps
-from paceline.train.process.memory import memory_limit
-from paceline.train.process.numerics import LossFn, Precision
-from paceline.train.process.process_group import abandon, join
-from paceline.train.process.seeding import seed_between_steps
-from paceline.train.process.torch_settings import decide_precision, torch_settings
-from paceline.train.records.digest import weights_sha256
-from paceline.train.records.noise_meter import NoiseMeter
-from paceline.train.records.progress import Progress, end_rows
-from paceline.train.records.timing import StepTimer
-from paceline.train.session.run_state import Keepable, Kept, RunState
-from paceline.train.session.session import Session
-from paceline.train.session.state import Trained, TrainedModels
-from paceline.train.session.status import Stopping
-from paceline.train.steps.model_step import Pending
-from paceline.train.steps.preparation import check_several, freeze, prepare_model
-from paceline.train.steps.step import Stepper
-from paceline.train.steps.trace import ParityTracer
+from paceline.spec import Job, Mesh, Plan, parse_mesh
+from paceline.spec.mesh_name import check_strategy
+from paceline.spec.plan import RunLimit
+from paceline.train.batches import DatasetReader, GlobalBatches, loading_of
+from paceline.train.data_progress import DataProgress
+from paceline.train.display import Progress, end_rows
+from paceline.train.evaluate import Measure, evaluate_between_steps
+from paceline.train.meters import NoiseMeter, StepTimer
+from paceline.train.numerics import LossFn, Precision, decide_precision, torch_settings
+from paceline.train.preparation import check_several, freeze, prepare_model
+from paceline.train.process_group import abandon, join, memory_limit
+from paceline.train.run_state import Keepable, Kept, RunState
+from paceline.train.session import Session, Stopping
+from paceline.train.state import Trained, TrainedModels, weights_sha256
+from paceline.train.step import Stepper
+from paceline.train.trace import ParityTracer
+from paceline.train.watch import tell_failures
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound="Optimizer | Sequence[Optimizer]")
@@ -105,11 +102,12 @@ class Run:
         self._resume_from: dict[str, Any] = {"checkpoint_address": checkpoint_address, "force": force}
         self._has_read_batches = False
         self._averages: list[tuple[AveragedModel, Trained]] = []
-        self._pending: Pending | None = None
         self._heartbeat = Heartbeat(env.path(env.HEARTBEAT))
         self._heartbeat.step(0)
-        self._tracer = ParityTracer.from_environment(self.world, job, plan.mesh)
-        self._at_close.callback(self._tracer.close)
+        trace_dir = env.path(env.TRACE_DIR)
+        self._tracer = None if trace_dir is None else ParityTracer(trace_dir, self.rank, job, self.mesh)
+        if self._tracer is not None:
+            self._at_close.callback(self._tracer.close)
         seed_generators(job.seed, self.device)
 
     @overload
@@ -160,50 +158,36 @@ class Run:
             raise JobError("This run has read batches already; call run.prepare for every model before run.batches.")
         self._models.check_new(name, model)
         if optimizer is None:
-            return self._freeze(name, model)
+            companion = freeze(model, self.job, self.plan, self.world)
+            self._models.add_frozen(name, companion, is_saved=self._resume_from["checkpoint_address"] is not None)
+            if self._prepared is not None:
+                self._prepared.session.add(name)
+            return companion.model
         if self._models.by_name:
             check_several(self.job, self.plan)
         plan = self.plan if tensor_plan is None else dataclasses.replace(self.plan, tensor_plan=dict(tensor_plan))
         precision = Precision(self.job, self.device) if self._models.by_name else self.precision
         spread = {"find_unused_parameters": find_unused_parameters, "example": example}
-        prepared = prepare_model(model, optimizer, scheduler, self.job, plan, self.world, precision, **spread)
-        engine = prepared.trained.engine
-        self._at_close.push(prepared.background)
+        trained = prepare_model(model, optimizer, scheduler, self.job, plan, self.world, precision, **spread)
+        engine = trained.engine
+        self._at_close.push(lambda _kind, error, _trace: engine.close(error))
         self.notes += engine.notes
-        self._models.add(name, prepared.trained)
+        self._models.add(name, trained)
         if self._prepared is None:
             # What "auto" has chosen.
             self.plan = dataclasses.replace(plan, algorithm=engine.algorithm or plan.algorithm)
-            self._prepared = Stepper(self._open_session(), self.timer)
+            state = RunState(self.job, self._progress, self._noise, self._models, self._kept, self.metrics)
+            session = Session(state, self, self._heartbeat)
+            self._at_close.callback(session.close)
+            session.resume(**self._resume_from)
+            self._prepared = Stepper(session, self.mesh, self.timer, self._batches, self._tracer)
             self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, engine.module))
         else:
-            self._restore(name)
-        for number, one in enumerate(prepared.schedulers):
+            self._prepared.session.add(name)
+        for number, one in enumerate(trained.schedulers):
             self._kept.add(f"scheduler {number} of {name}", one, in_step=True)
-        self.stepper.add(name, prepared, self.mesh, self.reader, self._tracer)
+        self._prepared.add(name, trained)
         return engine.module, optimizer
-
-    def _freeze(self, name: str, model: nn.Module) -> nn.Module:
-        companion = freeze(model, self.job, self.plan, self.world)
-        is_saved = self._resume_from["checkpoint_address"] is not None
-        self._models.add_frozen(name, companion, is_saved=is_saved)
-        self._restore(name)
-        return companion.model
-
-    def _restore(self, name: str) -> None:
-        """Give a model that was prepared after the first what a checkpoint holds of it."""
-        if self._prepared is not None and self._prepared.session.add(name):
-            seed_between_steps(self.job.seed, self.steps, self.device)
-
-    def _open_session(self) -> Session:
-        """Open what runs beside the steps, and resume from a checkpoint if there is one."""
-        state = RunState(self.job, self._progress, self._noise, self._models, self._kept, self.metrics)
-        say = lambda text: self.say(text)  # noqa: E731 - whatever that is then
-        session = Session(state, self.plan, self.world, self._heartbeat, say, self.notes, self.stopping)
-        self._at_close.callback(session.close)
-        if session.resume(**self._resume_from):
-            seed_between_steps(self.job.seed, self.steps, self.device)
-        return session
 
     def keep(self, name: str, thing: Keepable) -> None:
         """Save something of the script's own with every checkpoint, and restore it where the run is resumed.
@@ -225,15 +209,13 @@ class Run:
         Call it after `prepare`; give it to `evaluate(..., model=average)`, and save its `module.state_dict()`.
 
         Args:
-            decay: the average moves by 1 - decay towards the weights with every step.
+            decay: the average moves by 1 - decay, in (0, 1], towards the weights with every step.
             model: which of several models that are trained; None: the first.
 
         Raises:
-            JobError: a decay outside of [0, 1), or workers that do not all hold the same whole model.
+            JobError: workers do not all hold the same whole model.
         """
         trained = self._trained(model)
-        if not 0 <= decay < 1:
-            raise JobError(f"run.average({decay!r}) should have a decay of at least 0 and below 1, such as 0.999.")
         if not trained.engine.holds_all or trained.engine.weights_diverge:
             raise JobError(
                 "run.average needs the whole model, the same on every worker after every step: the strategy dp and "
@@ -294,40 +276,19 @@ class Run:
         Raises:
             DataError: what the data set, the loader or the sampler says cannot be done.
         """
-        given = {
-            "collate_fn": collate_fn,
-            "sampler": sampler,
-            "worker_init_fn": worker_init_fn,
-            "pin_memory": pin_memory,
-        }
-        loading = loading_of(self.job, dataset, "training", num_workers=num_workers, **given)
+        loading = loading_of(
+            self.job,
+            dataset,
+            "training",
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            sampler=sampler,
+            worker_init_fn=worker_init_fn,
+            pin_memory=pin_memory,
+        )
         for number in self.epochs() if epoch is None else [epoch]:
-            yield from self._epoch_batches(loading, number, samples_per_epoch)
-
-    def _epoch_batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[Any]:
-        self.stepper.begin_epoch()
-        self._pending, self._has_read_batches = None, True
-        progress = self._progress
-        if progress.is_over(epoch):
-            return self.stepper.batches_ended(epoch)
-        is_read = self.engine.reads_assignment
-        batches = self._batches.of_epoch(loading, epoch, samples_per_epoch, reads_assignment=is_read)
-        if self.steps and progress.at_epoch_start:
-            self.stepper.session.epoch_ended()
-        self.timer.resume()
-        self.timer.data_asked()
-        for batch, content in batches:
-            self.timer.data_arrived()
-            with self.stepper.given(batch, content, loading) as self._pending:
-                yield self._pending.content
-            if not self._pending.num_steps:
-                raise JobError("Every batch from run.batches needs its run.step before the next one is taken.")
-            self._pending = None
-            self.stepper.finish_step()
-            if self.stopping.is_over:
-                break
-            self.timer.data_asked()
-        self.stepper.batches_ended(epoch)
+            self._has_read_batches = True
+            yield from self.stepper.batches(loading, number, samples_per_epoch)
 
     def step(
         self, batch: Any, loss_fn: LossFn, *, model: nn.Module | None = None, optimizer: Optimizer | None = None
@@ -351,23 +312,10 @@ class Run:
             mean over the samples of this worker, or of its node where that synchronises every step, and NaN where there
             are none.
         """
-        pending = self._pending
-        is_used = pending is not None and pending.num_steps > 0 and model is None and optimizer is None
-        if (pending is None or is_used) and self.steps and self.steps == self._progress.last_step:
-            raise JobError(f"The run has made all of its {self.steps:,} steps; more need more epochs or max_steps.")
-        if pending is None:
-            raise JobError(
-                "run.step needs a batch that run.batches just yielded. Samples that the script makes itself, such as "
-                "those of a replay buffer, come from an IterableDataset: for batch in run.batches(stream)."
-            )
-        if is_used:
-            raise JobError(
-                "Each batch of run.batches is used by one step, except by steps that say which model they train: "
-                "run.step(batch, loss_fn, model=…)."
-            )
-        result, trained = self.stepper.step(pending, batch, loss_fn, model, optimizer)
+        steps = self.steps
+        result, trained = self.stepper.step(batch, loss_fn, model, optimizer)
         self.values = result.values
-        if pending.num_steps == 1:
+        if self.steps > steps:
             self.display.step(self._progress, result.loss)
         for average, averaged_model in self._averages:
             if averaged_model is trained:
@@ -528,3 +476,82 @@ class Run:
     def noise_scale(self) -> float | None:
         """The gradient noise scale in samples; None if not measured, or while noise hides the gradient."""
         return self._noise.scale()
+
+
+def init(
+    job: Job | None = None,
+    /,
+    *,
+    plan: Plan | None = None,
+    strategy: str | None = None,
+    max_steps: int | None = None,
+    max_minutes: float | None = None,
+    checkpoint_dir: str | Path | None = None,
+    force: bool = False,
+    progress: bool | TextIO = True,
+    **values: Any,
+) -> Run:
+    """Join the other workers of this run; their number is set by the launcher of this script.
+
+    Args:
+        job: what to train; None: the defaults.
+        plan: how the job is spread over workers; None: one worker for each process of this launch, on GPUs if there
+            are any.
+        strategy: how the model is spread over the workers without a plan: "dp", "fsdp", "hsdp", "pp", "tp", or a
+            mesh such as "fsdp2 x tp2"; None: as `paceline launch --strategy` says, else "dp". It has no effect on one
+            worker alone.
+        max_steps: end `Run.batches` after this many steps, whatever the epochs say.
+        max_minutes: save a checkpoint and end `Run.batches` this many minutes after the launch; the same command,
+            run again, resumes.
+        checkpoint_dir: the folder of checkpoints if the job names none; None: no checkpoints are written.
+        force: resume even a checkpoint of another job.
+        progress: whether rank 0 shows the progress of the run on standard error: in a terminal one line that is
+            updated in place, else a new line now and then; or the stream to write to.
+        values: keys of a job, which replace those of `job`: `global_batch_size=256, optim={"clip_norm": 1.0}`. The
+            schedule in `optim` acts as a factor on the learning rates of the optimizer that `prepare` is given.
+
+    Raises:
+        JobError: an unknown key, an invalid value, or more workers than virtual shards.
+        LaunchError: an environment that contradicts itself.
+    """
+    facts = env.worker_facts()
+    tell_failures(facts)
+    job = (job or Job()).with_values(**values)
+    strategy = strategy or env.text(env.STRATEGY) or "dp"
+    check_strategy(strategy)
+    # A Plan made in Python is checked here too.
+    plan = Plan.from_mapping(plan.to_mapping()) if plan else _default_plan(job, facts, strategy)
+    limits = [limit for limit in (max_steps, env.number(env.MAX_STEPS)) if limit is not None]
+    plan = dataclasses.replace(plan, world_size=facts.world_size)
+    if plan.mesh is not None and plan.mesh.num_workers != facts.world_size:
+        raise JobError(
+            f"The plan lays out {plan.mesh.num_workers} workers as {plan.mesh}, but {facts.world_size} were started; "
+            "start as many, or leave the plan's mesh out."
+        )
+    address = job.checkpoint.dir or checkpoint_dir
+    stream = sys.stderr if isinstance(progress, bool) else progress
+    return Run(
+        job,
+        plan,
+        facts,
+        min(limits, default=None),
+        None if address is None else str(address),
+        force=force,
+        max_minutes=RunLimit.from_mapping({"max_minutes": max_minutes}).max_minutes,
+        display=Progress(stream, is_shown=progress is not False) if facts.rank == 0 else None,
+    )
+
+
+def _default_plan(job: Job, facts: env.WorkerFacts, strategy: str) -> Plan:
+    kind = env.device_kind() or ("cuda" if torch.cuda.is_available() else "cpu")
+    threads = env.thread_limit() or max(1, torch.get_num_threads() // facts.local_world_size)
+    num_nodes = max(1, facts.world_size // facts.local_world_size)
+    return Plan(
+        world_size=facts.world_size,
+        device_kind="cuda" if kind == "cuda" else "cpu",
+        # How a kernel splits its sums among threads may change their last bits.
+        threads_per_worker=1 if job.parity == "bitwise" else threads,
+        algorithm="tree_exact" if job.parity == "bitwise" else "auto",
+        mesh=parse_mesh(strategy, facts.world_size, num_nodes) if facts.world_size > 1 else None,
+        debug_comm=bool(env.text(env.DEBUG_COMM)),
+    )

@@ -229,7 +229,7 @@ def check_names(job: Job) -> None:
     """
     from paceline.data import source  # these three load torch
     from paceline.models import constructor
-    from paceline.train.optimizers.optim import optimizer_class
+    from paceline.train.optim import optimizer_class
 
     checks = ((constructor, job.model.name), (source, job.data.name), (optimizer_class, job.optim.name))
     for check, name in checks:

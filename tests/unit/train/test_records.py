@@ -19,7 +19,7 @@ import paceline
 from paceline.errors import JobError, PacelineError
 from paceline.spec import EvaluationRecord, Job, RunRecord
 from paceline.spec.evaluation import EarlyStoppingSpec, smaller_is_better
-from paceline.train.training import best_evaluation, why_to_stop
+from paceline.train.callbacks import best_evaluation, why_to_stop
 from tests.kit.workers import run_ranks
 
 # --- early stopping ---

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline.errors import JobError, ModelError
 from paceline.spec import Job
-from paceline.train.optimizers.optim import build_optimizer, build_scheduler
+from paceline.train.optim import build_optimizer, build_scheduler
 
 RATE = 0.5
 SIZE = 48
@@ -110,7 +110,7 @@ def test_a_schedule_for_an_optimizer_without_a_rate_is_refused() -> None:
     with pytest.raises(ModelError, match="WithoutRate"):
         rates_of(1, 48, lambda model: WithoutRate(model.parameters()), schedule="cosine")
     with pytest.raises(ModelError, match="Around"):
-        rates_of(1, 48, lambda model: Around(model.parameters()))
+        rates_of(1, 48, lambda model: Around(model.parameters()), schedule="cosine")
 
 
 # --- optimizers and schedulers by name ---

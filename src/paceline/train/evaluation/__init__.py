@@ -1,1 +1,0 @@
-"""Metrics over a data set, each sample counted once."""

@@ -1,0 +1,182 @@
+"""What a run measures of its steps: where their time goes, on rank 0's own clock, and the noise of their gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from paceline.noise import NoiseScale, SmoothedNoise
+from paceline.parallel import Assignment
+from paceline.parallel.clock import Mark, seconds
+from paceline.parallel.gradient_norms import GradientNorms, TakeNorms
+from paceline.spec import Job, StepTime
+from paceline.spec.codec import from_mapping, to_mapping
+
+# The first steps warm caches and allocators; a median over a window of later ones is what lasts.
+_WARMUP_STEPS = 3
+_WINDOW_STEPS = 2000
+
+# Gradient noise changes slowly, and a small model's norms every step would cost more than 1 % of its time.
+_EVERY_STEPS = 2
+# Reading a number makes the host wait for a GPU, so norms are read this many steps at a time.
+_READ_STEPS = 50
+_FAR_BEYOND = 4.0
+"""A batch of so many noise scales is worth a warning: four fifths of what its samples could teach are lost."""
+
+
+def settle(device: torch.device) -> None:
+    """Synchronise with the device, so that the clock can be read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class StepTimer:
+    """Measures from the end of one step to the end of the next: waiting for data, computing, waiting for peers."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._since = time.perf_counter()
+        self._asked_at = self._since
+        self._data_s = 0.0
+        self._unread: deque[tuple[float, float, tuple[Mark, Mark]]] = deque()
+        self._read: deque[StepTime] = deque(maxlen=_WINDOW_STEPS)
+        self.train_s = 0.0
+
+    def resume(self) -> None:
+        """Start or restart timing; the time since the last step (an evaluation, say) is not counted."""
+        self._since = time.perf_counter()
+
+    def data_asked(self) -> None:
+        self._asked_at = time.perf_counter()
+
+    def data_arrived(self) -> None:
+        self._data_s = time.perf_counter() - self._asked_at
+
+    def step_ended(self, communication: tuple[Mark, Mark]) -> None:
+        now = time.perf_counter()
+        total_s, self._since = now - self._since, now
+        self.train_s += total_s
+        self._steps += 1
+        if self._steps > _WARMUP_STEPS:
+            self._unread.append((total_s, self._data_s, communication))
+        self._data_s = 0.0  # a second step on the same batch waits for none
+        # Marks on a GPU's time line are read two steps late, when they are surely past: reading never stalls it.
+        while len(self._unread) > 2:
+            self._read_oldest()
+
+    def _read_oldest(self) -> None:
+        total_s, data_s, (begin, end) = self._unread.popleft()
+        exposed_s = max(0.0, seconds(begin, end))
+        self._read.append(StepTime(total_s, data_s, max(0.0, total_s - data_s - exposed_s), exposed_s))
+
+    @property
+    def own_s(self) -> float:
+        """Seconds of the last known step without waiting for other workers; 0 before any."""
+        return self._read[-1].total_s - self._read[-1].exposed_comm_s if self._read else 0.0
+
+    def recent(self, num_steps: int) -> StepTime:
+        """The median of each component over the last steps known; on a GPU, the latest two are not yet."""
+        return _median(list(self._read)[-num_steps:])
+
+    def median(self) -> StepTime:
+        """The median of each component; these medians need not add up to the median total exactly."""
+        return _median(self._all())
+
+    def p10_p90(self) -> tuple[float, float] | tuple[None, None]:
+        """Seconds than which one step in ten was shorter, and one in ten longer; None before there are two steps."""
+        totals_s = [step.total_s for step in self._all()]
+        if len(totals_s) < 2:
+            return None, None
+        tenths = statistics.quantiles(totals_s, n=10, method="inclusive")
+        return tenths[0], tenths[-1]
+
+    def _all(self) -> Collection[StepTime]:
+        while self._unread:
+            self._read_oldest()
+        return self._read
+
+
+def _median(steps: Collection[StepTime]) -> StepTime:
+    if not steps:
+        return StepTime()
+    components = zip(*map(dataclasses.astuple, steps), strict=True)
+    return StepTime(*map(statistics.median, components))
+
+
+@dataclass
+class NoiseMeter:
+    """Takes gradient norms step by step; knows the smoothed noise."""
+
+    job: Job
+    scaler: torch.amp.GradScaler
+    device: torch.device
+    _smoothed: SmoothedNoise = field(default_factory=SmoothedNoise)
+    _unread: list[GradientNorms] = field(default_factory=list)
+
+    def for_step(self, step: int, assignment: Assignment) -> TakeNorms | None:
+        """The function that takes the gradient norms of a step; None if they are not needed."""
+        is_short = 2 * assignment.global_size < self.job.global_batch_size  # its norms are too noisy to use
+        if not self.job.measure_noise or is_short or step % _EVERY_STEPS:
+            return None
+        if not self.scaler.is_enabled():
+            return self.take
+        square = self.scaler.scale(torch.ones((), device=self.device)).square()
+        return lambda norms: self.take(
+            replace(norms, small_sqr=norms.small_sqr / square, large_sqr=norms.large_sqr / square)
+        )
+
+    def take(self, norms: GradientNorms) -> None:
+        """Norms of gradients that are not scaled."""
+        self._unread.append(norms)
+        if len(self._unread) == _READ_STEPS:
+            self.read()
+
+    def read(self) -> SmoothedNoise:
+        """The noise scale from all steps so far."""
+        if self._unread:
+            values = torch.stack([torch.stack([one.small_sqr, one.large_sqr]).double() for one in self._unread])
+            for norms, (small_sqr, large_sqr) in zip(self._unread, values.tolist(), strict=True):
+                one = NoiseScale.from_norms(small_sqr, norms.small_batch, large_sqr, norms.large_batch)
+                self._smoothed = self._smoothed.after(one)
+            self._unread.clear()
+        return self._smoothed
+
+    def scale(self) -> float | None:
+        """The noise scale in samples; None where it was not measured or no signal shows in the noise yet."""
+        mean = self.read().mean
+        return None if mean is None or not math.isfinite(mean.samples) else mean.samples
+
+    def state_dict(self) -> dict[str, Any]:
+        return to_mapping(self.read())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.job.measure_noise:
+            self._smoothed = from_mapping(SmoothedNoise, state)
+
+
+def batch_warning(batch_size: int, noise_scale: float) -> str | None:
+    """One sentence with numbers if the global batch is too large, else None.
+
+    Relative to B single-sample steps, a batch of B makes 1 / (1 + B / B_noise) of the progress; one of B_noise needs
+    twice the minimum of samples and twice the minimum of steps (McCandlish et al. 2018, section 2.3).
+
+    Args:
+        noise_scale: B_noise in samples.
+    """
+    ratio = batch_size / noise_scale if noise_scale > 0 else 0.0
+    if ratio <= _FAR_BEYOND:
+        return None
+    return (
+        f"The global batch of {batch_size:,} samples is {ratio:.1f} times the gradient noise scale "
+        f"({noise_scale:,.0f}): {ratio / (1 + ratio):.0%} of what its samples could teach is lost. A batch of "
+        f"{max(1, round(noise_scale)):,} would come as far with {2 / (1 + ratio):.0%} of the samples, in "
+        f"{2 * ratio / (1 + ratio):.1f} times the steps."
+    )

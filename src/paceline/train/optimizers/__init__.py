@@ -1,1 +1,0 @@
-"""Optimizers, several of them as one, and learning rates."""

@@ -1,0 +1,137 @@
+"""A script's model and optimizer made ready to train together with their copies on the other workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.containers import to_device
+from paceline.errors import JobError, ModelError
+from paceline.parallel import Companion, parallelize
+from paceline.parallel.buffers import Buffers, accept_single_values
+from paceline.parallel.initial_weights import broadcast, is_on_meta
+from paceline.parallel.unsuitable_layers import check_lazy_layers
+from paceline.spec import Job, Mesh, Plan
+from paceline.train.numerics import Precision, check_can_be_compiled, compile_options, uncompiled
+from paceline.train.optim import (
+    JointOptimizer,
+    LearningRates,
+    check_updates_by_element,
+    choose_kernels,
+    counts_epochs,
+    needs_closure,
+    parts_of,
+)
+from paceline.train.optimizer_state import Names, rebind
+from paceline.train.process_group import World
+from paceline.train.state import Trained
+
+
+def prepare_model(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    scheduler: Any,
+    job: Job,
+    plan: Plan,
+    world: World,
+    precision: Precision,
+    *,
+    find_unused_parameters: bool,
+    example: Any,
+) -> Trained:
+    """Place `model` on this worker's device and tie it to its copies; a collective. The arguments are `Run.prepare`'s.
+    Raises `JobError` for a strategy that cannot train this job, `ModelError` for another model's optimizer."""
+    optimizer = optimizer if isinstance(optimizer, Optimizer) else JointOptimizer(optimizer)
+    schedulers = _checked_schedulers(scheduler, optimizer, job)
+    check_lazy_layers(model)
+    mesh = plan.mesh or Mesh()
+    is_plain = mesh.is_plain
+    is_compiled = bool(job.compile) or uncompiled(model) is not model
+    model = uncompiled(model)
+    if is_compiled:
+        check_can_be_compiled(job, plan)
+    rates = LearningRates(job, optimizer)
+    names = Names.of(optimizer, model)
+    if not is_on_meta(model) and is_plain:
+        model.to(world.device)
+    if job.precision == "float64":
+        model.double()
+    if job.channels_last and is_plain:  # torch shards parameters of the plain format only
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if not model.training:  # as a pretrained one is loaded; else the script has chosen which of its modules are frozen
+        model.train()
+    accept_single_values(model)
+    engine = parallelize(
+        model,
+        job,
+        plan,
+        world.device,
+        world.group,
+        find_unused_parameters=find_unused_parameters,
+        example=to_device(example, world.device, torch.float64 if job.precision == "float64" else None),
+    )
+    if is_compiled:
+        engine.module.compile(options=compile_options(job))
+    rebind(optimizer, names, engine.module)
+    choose_kernels(optimizer, world.device, alike_on_shards=job.parity == "bitwise")
+    if job.parity == "bitwise" and not engine.holds_all:
+        check_updates_by_element(optimizer, mesh, world.device)
+    if job.fuse_shards is not None and not engine.holds_all:
+        raise JobError("fuse_shards needs workers that hold the whole model; leave it out, or use the strategy dp.")
+    return Trained(optimizer, names, engine, precision, rates, schedulers, needs_closure(optimizer, engine, job))
+
+
+def freeze(model: nn.Module, job: Job, plan: Plan, world: World) -> Companion:
+    """Make `model` one that is called and not trained: on this worker's device, in evaluation mode, without gradients,
+    with rank 0's weights. A collective. Raises `JobError` for a run that cannot have a frozen model beside the one
+    that it trains."""
+    is_asynchronous = job.aggregation.method == "parameter_server_async"
+    if plan.devices_in_process > 1 or is_asynchronous:
+        what = "aggregation.method = 'parameter_server_async'" if is_asynchronous else "several devices in one process"
+        raise JobError(
+            f"A frozen model cannot be called by several threads at once, as {what} would; choose another strategy."
+        )
+    if is_on_meta(model):
+        raise ModelError("A frozen model must have its weights before run.prepare; load them first.")
+    model.to(world.device)
+    if job.precision == "float64":
+        model.double()
+    model.requires_grad_(False).eval()
+    broadcast([*model.parameters(), *model.buffers()], world.group)
+    return Companion(model, Buffers(model))
+
+
+def check_several(job: Job, plan: Plan) -> None:
+    """Raise `JobError` where a run can train one model only."""
+    mesh = plan.mesh or Mesh()
+    why = ""
+    if plan.devices_in_process > 1:
+        why = "with several devices in one process every device has a copy of the trained model only"
+    elif job.aggregation.method != "every_step":
+        why = f"with aggregation.method = {job.aggregation.method!r} workers do not make every step together"
+    elif mesh.pp > 1:
+        why = f"with the strategy {mesh} the loss is computed by the worker of the last stage alone"
+    if why:
+        raise JobError(
+            f"This run cannot have several models: {why}; choose the strategies dp, fsdp or tp, aggregation.method = "
+            "'every_step', or a run for each model."
+        )
+
+
+def _checked_schedulers(scheduler: Any, optimizer: Optimizer, job: Job) -> tuple[Any, ...]:
+    """The schedulers given to `Run.prepare`."""
+    given = () if scheduler is None else tuple(scheduler) if isinstance(scheduler, list | tuple) else (scheduler,)
+    for one in given:
+        name = type(one).__name__
+        if not any(getattr(one, "optimizer", None) is other for other in parts_of(optimizer)):
+            raise JobError(f"The {name} given to run.prepare belongs to another optimizer; build it from this one.")
+        if counts_epochs(job):
+            raise JobError(
+                f"The job's optim.schedule or warmup_epochs sets the learning rate in every step, and so does {name}; "
+                "choose one of them."
+            )
+    return given

@@ -1,1 +1,0 @@
-"""Measurements and progress of a run: timing, metrics, noise, environment."""

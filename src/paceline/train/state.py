@@ -1,0 +1,330 @@
+"""The models of a run with their optimizers and what belongs to them, taken out for a checkpoint and put back.
+
+Frozen models are not kept unless the script itself has changed their weights since `Run.prepare`, as it does with a
+teacher that follows the model: it builds them again, and a fingerprint tells whether they are the same.
+
+What all workers have alike is `shared`. What each has for itself is `own`, sorted by what must stay the same when
+other workers resume from it: the sum over all of them, or the mean. Numbers of which neither means anything, such as
+counts, are each worker's where as many resume, else the first one's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.checkpoint import Loaded, Stored
+from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
+from paceline.errors import CheckpointError, ModelError
+from paceline.parallel import Companion, Engine
+from paceline.parallel.dtensor import shard_like
+from paceline.train.numerics import Precision
+from paceline.train.optim import LearningRates
+from paceline.train.optimizer_state import Names, load_optimizer_state, optimizer_state
+from paceline.words import and_more, on_one_line
+
+_ALONE = "alone"
+"""In a worker's own state: what another number of workers does not use."""
+_NUM_NONFINITE = "nonfinite_in_a_row"
+
+
+@dataclass
+class NonFiniteSteps:
+    """The consecutive steps without an update until now, because of losses or gradients that are not finite."""
+
+    num_in_a_row: int = 0
+    catch_up: Callable[[], None] = lambda: None
+    """Counts the last step if the result of its check is still on the GPU, for which it waits."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a run has learned, and what it learns with."""
+
+    optimizer: Optimizer
+    names: Names
+    engine: Engine
+    precision: Precision
+    rates: LearningRates
+    schedulers: tuple[Any, ...] = ()
+    """Learning-rate schedulers, moved after each update."""
+    needs_closure: bool = False
+    """Whether the optimizer computes the gradient several times in a step."""
+    nonfinite: NonFiniteSteps = field(default_factory=NonFiniteSteps)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model itself; on a worker that holds a stage, that stage."""
+        return self.engine.module
+
+    def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """`shared` and `own` of this worker; their tensors are views of the live state."""
+        optimizer = optimizer_state(self.optimizer, self.names, self.model)
+        own, scaler = self.engine.own_state(), self.precision.scaler.state_dict()
+        self.nonfinite.catch_up()
+        num_nonfinite = self.nonfinite.num_in_a_row
+        if self.engine.weights_diverge:
+            means = own.get("means", {}) | {"optimizer": optimizer["state"]}
+            alone = {"optimizer": optimizer | {"state": {}}, "scaler": scaler, _NUM_NONFINITE: num_nonfinite}
+            own = {**own, "means": means, _ALONE: alone}
+            optimizer = optimizer | {"state": {}}
+        shared = {
+            "model": self.engine.model_state(),
+            "optimizer": optimizer,
+            "engine": self.engine.shared_state(),
+            "scaler": scaler,
+            _NUM_NONFINITE: num_nonfinite,
+            "requires_grad": {name: parameter.requires_grad for name, parameter in self.model.named_parameters()},
+        }
+        return shared, own
+
+    def own_shards(self, shared: dict[str, Any]) -> dict[str, Any]:
+        """This worker's shards of a checkpoint's `shared` that is not read yet.
+
+        What does not fit is left whole or left out: `put` will say so.
+        """
+        name_of = self.names.of_parameters(self.model)
+        parameters = {name_of[id(parameter)]: parameter for parameter in self.model.parameters()}
+        model, optimizer = shared["model"], shared["optimizer"]
+        mine = {name: _shard_of(model[name], value) for name, value in self.model.state_dict().items() if name in model}
+        state = {
+            name: {key: _shard_of(value, parameters[name]) for key, value in entries.items()}
+            for name, entries in optimizer["state"].items()
+            if name in parameters
+        }
+        return shared | {"model": mine, "optimizer": optimizer | {"state": state}}
+
+    def put(self, shared: dict[str, Any], own: dict[str, Any], *, hyper: bool) -> None:
+        """Go back to what `take` returned; to its learning rates and the like too if `hyper` is set. Raises
+        `CheckpointError` where it is of another model or optimizer."""
+        try:
+            load_model_state(self.model, shared["model"], holds_all=self.engine.holds_all)
+        except RuntimeError as problem:
+            raise CheckpointError(f"The checkpoint belongs to another model: {on_one_line(str(problem))}") from None
+        alone = {"optimizer": shared["optimizer"], "scaler": shared["scaler"]} | own.get(_ALONE, {})
+        optimizer, means = alone["optimizer"], own.get("means", {})
+        if "optimizer" in means:  # workers' weights differed
+            optimizer = optimizer | {"state": means["optimizer"]}
+        load_optimizer_state(self.optimizer, self.names, self.model, optimizer, hyper=hyper)
+        self.engine.load_state(shared["engine"], own)
+        self.precision.scaler.load_state_dict(alone["scaler"])
+
+    def go_on(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
+        """Count steps that are not finite from where `take` was called, and freeze and unfreeze parameters as they were
+        then; returns sentences about these. Not where a run goes back by `put` alone."""
+        self.nonfinite.num_in_a_row = int((shared | own.get(_ALONE, {})).get(_NUM_NONFINITE, 0))
+        kept = shared["requires_grad"]
+        others = {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if kept.get(name, parameter.requires_grad) is not parameter.requires_grad
+        }
+        for parameter in others.values():
+            parameter.requires_grad_(not parameter.requires_grad)
+        more = and_more(len(others) - 1)
+        return [
+            f"As when the run was saved, '{name}'{more} is {'trained' if parameter.requires_grad else 'frozen'}; to "
+            "choose otherwise, set requires_grad after run.prepare."
+            for name, parameter in list(others.items())[:1]
+        ]
+
+
+def load_model_state(model: nn.Module, state: Mapping[str, Any], *, holds_all: bool) -> None:
+    """Give the model what it holds of a whole one's state. Raises RuntimeError for another model's."""
+    if holds_all:
+        model.load_state_dict(state)
+        return
+    mine = model.state_dict()
+    missing = [name for name in mine if name not in state]
+    if missing:
+        raise RuntimeError(f"it lacks '{missing[0]}'")
+    for name, value in mine.items():
+        kept = state[name]
+        if isinstance(kept, Loaded):
+            local_shard(value).copy_(kept.values)
+        elif isinstance(value, Tensor):
+            if value.shape != kept.shape:
+                raise RuntimeError(f"'{name}' has the shape {tuple(kept.shape)}, not {tuple(value.shape)}")
+            local_shard(value).copy_(local_shard(shard_like(kept, value)))
+
+
+def _shard_of(stored: Any, like: Any) -> Any:
+    """The shard that this worker needs of a stored tensor: where it holds a shard of `like`, the same of it."""
+    is_spread = isinstance(stored, Stored) and is_dtensor(like) and stored.shape == tuple(like.shape)
+    return stored.slice_at(*shard_slice(like)) if is_spread else stored
+
+
+class TrainedModels:
+    """What a run has learned in all of its models."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Trained] = {}
+        self.frozen: dict[str, list[float] | None] = {}
+        """The checksums of the weights that each frozen model was prepared with; None where the run has no
+        checkpoints."""
+        self.companions: dict[str, Companion] = {}
+        """All models of the run, as loss functions call them."""
+
+    @property
+    def first(self) -> Trained:
+        return next(iter(self.by_name.values()))
+
+    def check_new(self, name: str, model: nn.Module) -> None:
+        """Raises `ModelError` where there is a model of this name, or another one holds the same parameters."""
+        if name in self.companions:
+            raise ModelError(f"This run has a model called '{name}' already; call run.prepare with another name.")
+        holders = {id(one): other for other, held in self.companions.items() for one in held.model.parameters()}
+        for parameter_name, parameter in model.named_parameters():
+            if id(parameter) in holders:
+                raise ModelError(
+                    f"The parameter '{parameter_name}' belongs to the model '{holders[id(parameter)]}' already, "
+                    "and each model of a run needs parameters of its own; prepare the whole as one model, with a list "
+                    "of optimizers."
+                )
+
+    def add(self, name: str, trained: Trained) -> None:
+        self.by_name[name] = trained
+        self.companions[name] = Companion(trained.model, trained.engine.buffers)
+
+    def add_frozen(self, name: str, companion: Companion, *, is_saved: bool) -> None:
+        """
+        Args:
+            is_saved: whether the run has checkpoints.
+        """
+        self.frozen[name] = checksums(companion.model.state_dict()) if is_saved else None
+        self.companions[name] = companion
+
+    def changed_frozen(self) -> dict[str, dict[str, Any]]:
+        """The weights of the frozen models that the script has changed since they were prepared, by name."""
+        states = {
+            name: self.companions[name].model.state_dict() for name, sums in self.frozen.items() if sums is not None
+        }
+        return {name: state for name, state in states.items() if checksums(state) != self.frozen[name]}
+
+    def of(self, model: nn.Module) -> Trained:
+        """Raises `ModelError` where it is none of those that are trained."""
+        for trained in self.by_name.values():
+            if trained.model is model:
+                return trained
+        raise ModelError("The model was not returned by run.prepare together with an optimizer; give one that was.")
+
+    # --- checkpoints ---
+
+    def take(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What `Trained.take` returns, of all models by name; and what there is of the frozen ones."""
+        taken = {name: trained.take() for name, trained in self.by_name.items()}
+        shared: dict[str, Any] = {"models": {name: one for name, (one, _) in taken.items()}}
+        own: dict[str, Any] = {}
+        for name, (_, of_model) in taken.items():
+            for kind, state in of_model.items():
+                own.setdefault(kind, {})[name] = state
+        if self.frozen:
+            shared |= {"frozen": dict(self.frozen), "changed_frozen": self.changed_frozen()}
+        return shared, own
+
+    def put(
+        self, name: str, shared: Mapping[str, Any], own: Mapping[str, Any], *, hyper: bool, goes_on: bool = False
+    ) -> list[str]:
+        """Give the model with this name its state, as `Trained.put` does; where the run goes on from it, returns what
+        `Trained.go_on` says. Raises `CheckpointError` where the state is of another model or optimizer, or the
+        checkpoint has no such model."""
+        if name not in shared["models"]:
+            raise CheckpointError(
+                f"The checkpoint holds no model '{name}'; resume with the models that it was saved with, or begin in "
+                "another folder."
+            )
+        of_model = shared["models"][name], {kind: one[name] for kind, one in own.items() if name in one}
+        self.by_name[name].put(*of_model, hyper=hyper)
+        return self.by_name[name].go_on(*of_model) if goes_on else []
+
+    def own_shards(self, shared: dict[str, Any]) -> dict[str, Any]:
+        """What `Trained.own_shards` returns, for the models that are known by now."""
+        known = {name: one for name, one in shared["models"].items() if name in self.by_name}
+        return shared | {"models": {name: self.by_name[name].own_shards(one) for name, one in known.items()}}
+
+    def check_complete(self, shared: Mapping[str, Any]) -> None:
+        """Raises `CheckpointError` where the run that was saved had other models."""
+        frozen, changed = shared.get("frozen", {}), shared.get("changed_frozen", {})
+        missing = [name for name in (*shared["models"], *frozen) if name not in self.companions]
+        if missing:
+            raise CheckpointError(
+                f"The checkpoint to resume has a model '{missing[0]}', which this run has not prepared; prepare the "
+                "same models before the first batch, or begin in another folder."
+            )
+        for name, sums in frozen.items():
+            mine = self.frozen.get(name)
+            if name in changed or mine is None or sums is None:
+                continue
+            # Devices round otherwise.
+            if len(mine) != len(sums) or not all(map(partial(math.isclose, rel_tol=1e-5, abs_tol=1e-30), mine, sums)):
+                raise CheckpointError(
+                    f"The frozen model '{name}' does not have the weights that it had when this run was saved; "
+                    "load the same ones, or begin in another folder."
+                )
+
+    def put_frozen(self, shared: Mapping[str, Any]) -> list[str]:
+        """Give frozen models the weights that the script had given them; returns sentences that say so. Raises
+        `CheckpointError` where they are another model's."""
+        said = []
+        for name, state in shared.get("changed_frozen", {}).items():
+            if name not in self.frozen:
+                continue
+            try:
+                self.companions[name].model.load_state_dict(state)
+            except RuntimeError as problem:
+                why = on_one_line(str(problem))
+                raise CheckpointError(f"The checkpoint's frozen model '{name}' is another one: {why}") from None
+            said.append(
+                f"The frozen model '{name}' has the weights that the script had given it when the run was saved."
+            )
+        return said
+
+    def hyperparameters(self) -> Callable[[], None]:
+        """A function that puts the optimizers' learning rates and the like back to what they are now."""
+        groups = [group for trained in self.by_name.values() for group in trained.optimizer.param_groups]
+        kept = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+        def put_back() -> None:
+            for group, values in zip(groups, kept, strict=True):
+                group.update(values)
+
+        return put_back
+
+
+# --- fingerprints of weights ---
+
+
+def weights_sha256(state: Mapping[str, Any]) -> str:
+    """SHA-256 over name, dtype, shape and bytes of every tensor of a model's state_dict, in order of name.
+
+    It is equal exactly when every bit is.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        if isinstance(tensor, Tensor):
+            digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+            digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def checksums(state: Mapping[Any, Any]) -> list[float]:
+    """Numbers that move with the values in a model's state_dict, by passes over its tensors that make no copies."""
+    found = [_checksum(tensor.detach()) for tensor in state.values() if isinstance(tensor, Tensor) and tensor.numel()]
+    return torch.stack(found).nan_to_num().tolist() if found else []
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if not numbers.is_floating_point() or numbers.dtype.itemsize == 1:  # float8 has no arithmetic
+        numbers = numbers.double()
+    largest, total = (torch.linalg.vector_norm(numbers, order, dtype=torch.float64) for order in (2, 1))
+    found: Tensor = largest + total + numbers.sum(dtype=torch.float64) / 2
+    return found

@@ -1,0 +1,501 @@
+"""The steps of a run: which model a step trains, its batch and gradients, the checks, the update; and what is done when
+all steps on a batch are made (status exchange, checkpoint)."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.batch import Apply, Batch
+from paceline.containers import copied
+from paceline.data import Loading, SampleRequest, random_streams
+from paceline.data.counter_random import key
+from paceline.errors import JobError, ModelError, PeerLost
+from paceline.parallel import Assignment, Companions, StepInput
+from paceline.parallel.assignment import shard_sizes
+from paceline.parallel.fused import check_fused, fused
+from paceline.parallel.generators import seed_generators
+from paceline.parallel.losses import StepLoss
+from paceline.parallel.out_of_memory import is_out_of_memory
+from paceline.parallel.step_input import AnyShard
+from paceline.spec import Mesh
+from paceline.train.batches import GlobalBatches
+from paceline.train.data_progress import GlobalBatch
+from paceline.train.meters import StepTimer
+from paceline.train.nonfinite import NonFiniteGuard, left_out_where, skips_on_device, spoil_gradients_where
+from paceline.train.numerics import LossFn, loss_name
+from paceline.train.optim import clip, lr_factor, parts_of
+from paceline.train.session import Session
+from paceline.train.state import Trained
+from paceline.train.trace import ParityTracer
+
+_AUDITED_STEPS = 2
+"""So many steps of a run are audited, the last one of each epoch, and those before checkpoints every so many steps."""
+
+
+def shard_seed(seed: int, step: int, shard: int, nth: int = 0) -> int:
+    """The seed of the generators for a virtual shard of a step: its dropout masks are its own.
+
+    Args:
+        step: the number of the global batch.
+        nth: the number of the step among those on this batch.
+    """
+    own = key(seed, random_streams.LATER_STEP, nth, step) if nth else seed
+    return key(own, random_streams.FORWARD, step, shard)
+
+
+@dataclass
+class Pending:
+    """A batch that was read and is to be trained on."""
+
+    batch: GlobalBatch
+    content: Batch
+    """This worker's samples of it."""
+    loading: Loading
+    index: int
+    """The number of batches trained on before it, over the whole run."""
+    samples_seen: int
+    """The samples of all workers in these."""
+    num_steps: int = 0
+    """The steps made on it so far."""
+
+
+@dataclass(frozen=True)
+class OneStep:
+    """What one step trains, and on what."""
+
+    trained: Trained
+    guard: NonFiniteGuard
+    pending: Pending
+    content: Batch
+    """`pending.content` as the script passed it to `step`."""
+    loss_fn: LossFn
+    optimizer: Optimizer
+    """The one that makes the update: the model's, or one of several."""
+
+
+class Stepper:
+    """Makes the steps of a run: one for each batch, or several where the script names the model of each.
+
+    Progress counts batches: the first step on one counts it as trained on, the run is saved when the script asks for
+    the next one, and a failure in between leaves the checkpoint before.
+    """
+
+    def __init__(
+        self, session: Session, mesh: Mesh, timer: StepTimer, batches: GlobalBatches, tracer: ParityTracer | None
+    ) -> None:
+        self.session = session
+        self._state, self._job = session.state, session.state.job
+        self._device = session.world.device
+        self._timer, self._batches, self._tracer = timer, batches, tracer
+        self._guards: dict[str, NonFiniteGuard] = {}
+        self._is_sharded = mesh.fsdp > 1
+        """Whether workers with other samples hold parts of one model, which they have to call together."""
+        # Workers that compute other layers of a model have the same samples: one of them counts them.
+        self._counts_samples = mesh.leads_assignment(session.world.rank)
+        self._is_finished = True
+        """Whether the script has done what belongs to the last batch."""
+        self._may_go_on = False
+        """Whether the script may make more steps on the last batch."""
+        self._is_between_epochs = False
+        """Whether the script has taken all batches of an epoch, and may be at what it does at the epoch's end."""
+        self._has_told_of_epochs = False
+        """Whether the script was told that it ends epochs again."""
+        self._pending: Pending | None = None
+        """The batch that the script has."""
+        self._is_waiting = False
+        """Whether the iterator that gave it waits."""
+
+    def add(self, name: str, trained: Trained) -> None:
+        """Add a model to those that `step` can train."""
+        self._guards[name] = NonFiniteGuard(self.session, trained)
+
+    # --- batches ---
+
+    def batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[Batch]:
+        """This worker's shards of each global batch that remains of an epoch; `step` is to be called with each.
+
+        What the script does after the last one belongs to the epoch's end. A collective.
+
+        Raises `JobError` where a batch had no step, or is of another data set that is read at the same time.
+        """
+        if self._is_waiting and self._pending is not None and not self._pending.num_steps:
+            raise JobError(
+                "run.batches was called before the batch of another run.batches had its run.step; a run reads one data "
+                "set at a time: put two into one, as torch.utils.data.StackDataset(labelled=…, unlabelled=…) does."
+            )
+        self._pending, progress = None, self._state.progress
+        self.catch_up()
+        self.finish_step()
+        self._is_between_epochs = False
+        self.session.begin()
+        if not progress.is_over(epoch):
+            is_read = self._state.models.first.engine.reads_assignment
+            batches = self._batches.of_epoch(loading, epoch, samples_per_epoch, reads_assignment=is_read)
+            if progress.steps and progress.at_epoch_start:
+                self.session.epoch_ended()
+            self._timer.resume()
+            self._timer.data_asked()
+            for batch, content in batches:
+                self._timer.data_arrived()
+                content = replace(content, apply=self._apply_of(batch))
+                pending = Pending(batch, content, loading, progress.steps, progress.samples_seen)
+                self._pending, self._is_waiting = pending, True
+                try:
+                    yield content
+                finally:
+                    self._is_waiting = False
+                if not pending.num_steps:
+                    raise JobError("Every batch from run.batches needs its run.step before the next one is taken.")
+                self._pending = None
+                self.finish_step()
+                if progress.steps_left == 0:
+                    break
+                self._timer.data_asked()
+        self._is_between_epochs = True
+        is_next = epoch != progress.epoch
+        if progress.steps_left == 0 and (is_next or progress.epochs_done is None):
+            # Saved in the middle of an epoch, too: what the script does at its end, such as an evaluation that may stop
+            # the training early, comes later for a run that goes on.
+            progress.leave_epoch()  # of which the end has been, if the script asks for the next one
+            self.session.save()
+        elif is_next and not self._has_told_of_epochs:
+            self._has_told_of_epochs = True
+            self.session.note(
+                f"Epoch {epoch} was over when this run was saved, and has no batches now; take the numbers of epochs "
+                "from run.epochs(), or what the script does at the end of an epoch is done again."
+            )
+
+    def _apply_of(self, batch: GlobalBatch) -> Apply:
+        """What `Batch.map` does: call a function with each shard of this worker's, under the shard's seed.
+
+        Workers that hold parts of a model, which the function may call, call it equally often: those with fewer shards
+        than others for copies of their first one as well, which count for nothing.
+        """
+        step = self._state.progress.steps
+        of_workers = batch.assignment.shards_of_rank if self._is_sharded else ()
+        num_calls = max((stop - start for start, stop in of_workers), default=0)
+        calls = itertools.count()
+
+        def apply(function: Callable[[Any], Any], shards: tuple[Any, ...]) -> tuple[Any, ...]:
+            every = shards + tuple(copied(shards[0]) for _ in range(len(shards), num_calls))
+            own_seed = key(self._job.seed, random_streams.IN_LOOP, next(calls), step)
+            made = []
+            for shard, content in enumerate(every, batch.assignment.own[0]):
+                seed_generators(key(own_seed, random_streams.IN_LOOP, step, shard), self._device)
+                made.append(function(content))
+            seed_generators(key(own_seed, random_streams.IN_LOOP, step, -1), self._device)
+            return tuple(made[: len(shards)])
+
+        return apply
+
+    def finish_step(self) -> None:
+        """Exchange status and save if due, once the script has done what belongs to the last batch. A collective.
+
+        A learning-rate scheduler or an average of weights moves after `Run.step`: saved inside of it, they would be
+        one step behind the weights.
+        """
+        if not self._is_finished:
+            self._is_finished = True
+            # What a script draws from now on is what it draws after a resume, whatever one worker drew for its log.
+            self.session.seed_between_steps()
+            if all(trained.engine.is_synchronised for trained in self._state.models.by_name.values()):
+                self.session.step_ended(self._timer.own_s)
+
+    def catch_up(self) -> None:
+        """Have all that the device knows of the steps so far known to the host, and said; waits for the device."""
+        for guard in self._guards.values():
+            guard.catch_up()
+
+    @contextlib.contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """A context in which the run can be saved as it is: the last step is complete."""
+        before, self._is_finished = self._is_finished, True
+        yield
+        self._is_finished = before
+
+    def end(self, error: BaseException | None) -> PeerLost | None:
+        """After the last step, save; after an error, save what is whole without the others.
+
+        Returns:
+            The loss of a worker that led to the error; None if none did.
+        """
+        if error is None:
+            self.catch_up()
+            self.session.finish(is_between_epochs=self._is_between_epochs)
+        if not isinstance(error, Exception | KeyboardInterrupt):
+            return None
+        state, is_whole = self._state, self.session.is_consistent
+        with contextlib.suppress(RuntimeError):  # of a device that is of no more use
+            self.catch_up()
+        lost = self.session.cause_of(error)
+        if not self._is_finished or self._is_between_epochs:
+            # A part of the state, as of the script's own, may be of the batch before, or of the next epoch.
+            try:
+                is_whole &= not (self._may_go_on or state.kept.moves_between_steps or state.models.changed_frozen())
+            except RuntimeError:
+                is_whole = False
+        self.session.rescue(is_whole=is_whole)
+        return lost
+
+    # --- a step ---
+
+    def step(
+        self, content: Any, loss_fn: LossFn, model: nn.Module | None, optimizer: Optimizer | None
+    ) -> tuple[StepLoss, Trained]:
+        """Train one of the models on a batch; returns its loss, and what was trained. Takes what `Run.step` takes."""
+        pending, models = self._pending, self._state.models
+        if pending is None or (pending.num_steps and model is None and optimizer is None):
+            raise JobError(
+                "run.step takes a batch that run.batches just yielded, and takes it once unless it says which model it "
+                "trains: run.step(batch, loss_fn, model=…). Samples that the script makes itself, such as those of a "
+                "replay buffer, come from an IterableDataset: for batch in run.batches(stream)."
+            )
+        if not isinstance(content, Batch) or content.sizes != pending.content.sizes:
+            raise ModelError(
+                f"run.step was given a {type(content).__name__} other than the batch that run.batches yielded; give it "
+                "that batch, or what its map(function) returns."
+            )
+        name = self._trained_by(model, optimizer)
+        trained = models.by_name[name]
+        one = OneStep(trained, self._guards[name], pending, content, loss_fn, optimizer or trained.optimizer)
+        companions = Companions([companion for other, companion in models.companions.items() if other != name])
+        result = self._train(one, companions)
+        pending.num_steps += 1
+        if pending.num_steps == 1:
+            self._state.progress.trained_on(pending.batch)
+        self.session.heartbeat.step(self._state.progress.steps)
+        self._may_go_on = model is not None or optimizer is not None
+        self.session.seed_between_steps(pending.num_steps)
+        self._timer.step_ended(trained.engine.communication)
+        self.session.is_consistent, self._is_finished = True, False
+        return result, trained
+
+    def _trained_by(self, model: nn.Module | None, optimizer: Optimizer | None) -> str:
+        """The name of the model that a step trains."""
+        by_name = self._state.models.by_name
+        found = [
+            name
+            for name, one in by_name.items()
+            if model in (None, one.model) and optimizer in (None, one.optimizer, *parts_of(one.optimizer))
+        ]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            names = ", ".join(by_name)
+            raise JobError(f"This run trains several models ({names}); say which: run.step(batch, loss_fn, model=…).")
+        what = "model" if optimizer is None else "optimizer"
+        raise JobError(f"run.step was given a {what} that run.prepare did not return; give it one that it returned.")
+
+    def _train(self, one: OneStep, companions: Companions) -> StepLoss:
+        """Train on a batch; returns its loss.
+
+        Args:
+            companions: the other models that the loss function may call.
+        """
+        trained, pending, batch = one.trained, one.pending, one.pending.batch
+        engine = trained.engine
+        if engine.changes_state:
+            self.session.is_consistent = False
+        engine.buffers.begin_step()
+        # For asynchronous servers, whose workers read the shards they compute: a stand-in that shows what is returned.
+        step_input = self._input(one, pending.index, batch.assignment, one.content)
+        if not engine.reads_assignment:
+            step_input = replace(step_input, any_shard=self._any_shard(one))
+        else:
+            step_input = replace(step_input, reads_again=self._is_audited(pending) or trained.needs_closure)
+            if trained is self._state.models.first and not pending.num_steps:
+                take_norms = self._state.noise.for_step(pending.index, batch.assignment)
+                step_input = replace(step_input, take_norms=take_norms)
+        step_input = replace(step_input, companions=companions)
+        trained.rates.set(pending.samples_seen, batch.samples_per_epoch)
+        trained.model.zero_grad()  # of parameters that no optimizer has, too: they count in the norm
+        try:
+            with companions.unchanged():
+                if self._job.fuse_shards is not None:
+                    together = fused(step_input, self._job.fuse_shards)
+                    if pending.index == 0:
+                        check_fused(engine.passes, step_input, together)
+                    step_input = together
+                result = engine.step(step_input, functools.partial(self._update, one, step_input))
+        except BaseException as problem:
+            try:
+                engine.buffers.start_over()  # the run is whole if the error came before the update
+            except RuntimeError:  # the device is of no more use
+                self.session.is_consistent = False
+            if not is_out_of_memory(problem):
+                raise
+            words = str(problem).split(". ")[0].strip() or type(problem).__name__
+            raise ModelError(
+                f"Memory ran out in step {pending.index + 1} ({words}); raise virtual_shards: one shard of "
+                f"{self._job.shard_size} samples goes through the model at a time."
+            ) from problem
+        if self._tracer is not None:
+            self._tracer.after_update(trained.model, engine.whole)
+        return result
+
+    def _input(self, one: OneStep, index: int, assignment: Assignment, content: Batch) -> StepInput:
+        """The step input for an assignment of the global batch with this number, counted over the whole run."""
+        precision, seed, nth = one.trained.precision, self._job.seed, one.pending.num_steps
+        return StepInput(
+            assignment=assignment,
+            batch=content,
+            loss_of=precision.of(one.loss_fn),
+            shard_seed=lambda shard: shard_seed(seed, index, shard, nth),
+            scale=precision.scaler.scale,
+            within=precision.autocast,
+            loss_name=loss_name(one.loss_fn),
+            is_low_precision=self._job.precision in ("bfloat16", "float16"),
+        )
+
+    def _is_audited(self, pending: Pending) -> bool:
+        """Whether it is one of the first steps, or one after which a checkpoint is due."""
+        is_saved = pending.index + 1 == self.session.next_save() or pending.batch.num_left == 1
+        return pending.index < _AUDITED_STEPS or is_saved
+
+    def _update(self, one: OneStep, step_input: StepInput, loss: Tensor) -> None:
+        """Make an update by the gradients that are in `.grad`, unless they are not finite."""
+        trained, optimizer, optim = one.trained, one.optimizer, self._job.optim
+        engine, scaler = trained.engine, trained.precision.scaler
+        if self._is_audited(one.pending):
+            engine.audit(step_input)
+        if optimizer is not trained.optimizer:  # one of several: gradients stay only where it updates
+            mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for parameter in trained.model.parameters():
+                parameter.grad = parameter.grad if id(parameter) in mine else None
+        # A worker that is alone between two synchronisations may have no sample, hence no gradient and no update. One
+        # that holds only a stage of the model may have no parameter, and continues with the others.
+        has_gradient = not engine.holds_all or any(p.grad is not None for p in trained.model.parameters())
+        norm = functools.cache(engine.gradient_norm)  # computed at most once per step
+        is_made, left_out = self._judge(one, loss, norm, has_gradient)
+        if is_made and optim.clips:
+            whole = norm() / scaler.scale(torch.ones((), device=self._device))
+            scaler.unscale_(optimizer)
+            clip(optim, trained.model.parameters(), lambda: whole)
+            if not engine.holds_all and not one.guard.needs_norm:
+                self.session.check_peers()  # the norm was a sum of all workers' too
+        self.session.is_consistent = False
+        if self._tracer is not None:
+            seen = one.content if one.pending.batch.assignment.sizes and self._counts_samples else None
+            self._tracer.before_update(trained.model, trained.optimizer, engine.whole, loss, seen)
+        if is_made:
+            with left_out:
+                self._make_update(one, step_input)
+            return
+        if scaler.is_enabled() and has_gradient and self._job.nonfinite == "skip":
+            # As where the device leaves the update out: the scale goes down.
+            spoil_gradients_where(optimizer, torch.ones_like(loss))
+            scaler.unscale_(optimizer)
+            scaler.update()
+        if engine.weights_diverge:  # other workers make theirs, at the same learning rate
+            self._move_schedulers(one)
+
+    def _judge(
+        self, one: OneStep, loss: Tensor, norm: Callable[[], Tensor], has_gradient: bool
+    ) -> tuple[bool, AbstractContextManager[None]]:
+        """Whether the update is made, and a context for it in which the device may still leave it out."""
+        trained, guard, index, samples = one.trained, one.guard, one.pending.index, one.pending.batch.samples
+        guard.catch_up()
+        if not has_gradient:
+            self.session.check_peers()
+            return False, nullcontext()
+        # Schedulers of the script move only after an update that was made: the host has to know of it.
+        may_be_late = guard.may_be_late and not trained.needs_closure and not trained.schedulers
+        if self._device.type != "cuda" or not may_be_late or not skips_on_device(one.optimizer):
+            return guard.allows_update(index, loss, norm, samples), nullcontext()
+        is_bad = guard.judge_on_device(index, loss, samples)
+        if not trained.precision.scaler.is_enabled():
+            return True, left_out_where(one.optimizer, is_bad)
+        spoil_gradients_where(one.optimizer, is_bad)
+        return True, nullcontext()
+
+    def _make_update(self, one: OneStep, step_input: StepInput) -> None:
+        """Have the optimizer, and the schedulers after it, make their step."""
+        trained, optimizer, scaler = one.trained, one.optimizer, one.trained.precision.scaler
+        if any(type(part).__module__.partition(".")[0] != "torch" for part in parts_of(optimizer)):
+            # It may draw random numbers: every worker makes the same update.
+            seed = key(self._job.seed, random_streams.UPDATE, one.pending.num_steps, one.pending.index)
+            seed_generators(seed, self._device)
+        if not trained.needs_closure:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+
+            def gradients_again() -> Tensor:
+                """The step's gradient at the weights as they are now, and its loss."""
+                trained.model.zero_grad()
+                loss = trained.engine.gradients(replace(step_input, take_norms=None)).loss
+                clip(self._job.optim, trained.model.parameters(), trained.engine.gradient_norm)
+                return loss
+
+            optimizer.step(torch.enable_grad()(gradients_again))  # type: ignore[arg-type]
+        self._move_schedulers(one)
+
+    def _move_schedulers(self, one: OneStep) -> None:
+        for scheduler in one.trained.schedulers:
+            if scheduler.optimizer is one.optimizer or one.optimizer is one.trained.optimizer:
+                scheduler.step()
+
+    def _any_shard(self, one: OneStep) -> AnyShard:
+        """The input for asynchronous servers, whose workers read the shards they compute."""
+        job, progress, pending, batch = self._job, self._state.progress, one.pending, one.pending.batch
+        if batch.index != progress.steps:
+            raise JobError(
+                f"This run has made {progress.steps} updates, but {batch.index} global batches of "
+                f"{job.global_batch_size} come before this one, and asynchronous servers count batches by updates; "
+                "train on every batch of every epoch once, with one global_batch_size, or begin in another folder."
+            )
+        if one.content.shards is not pending.content.shards:
+            raise ModelError(
+                "With aggregation.method = 'parameter_server_async' workers read the shards they compute themselves, "
+                "so what the script changed in a batch before run.step would be lost; do it in the loss function."
+            )
+        num_batches = progress.order(batch.epoch).num_batches
+
+        def samples_of(index: int) -> Any:
+            epoch, number = divmod(index, num_batches)
+            return progress.order(epoch).batch(number)
+
+        def sizes(index: int) -> tuple[int, ...]:
+            return shard_sizes(len(samples_of(index)), job.virtual_shards)
+
+        def read(index: int, shard: int) -> StepInput:
+            assignment = Assignment(sizes(index), ((shard, shard + 1),), rank=0)
+            samples = samples_of(index)[slice(*assignment.span)]
+            epoch, number = divmod(index, num_batches)
+            request = SampleRequest((samples,), number, shard)
+            (content,) = self._batches.reader.read_shards(pending.loading, epoch, [request])
+            # Servers know of no loss scale.
+            return replace(self._input(one, index, assignment, content), scale=lambda loss: loss)
+
+        def factor(index: int) -> float:
+            epoch, number = divmod(index, num_batches)
+            seen = epoch * batch.samples_per_epoch + min(number * job.global_batch_size, batch.samples_per_epoch)
+            return lr_factor(job, seen, batch.samples_per_epoch)
+
+        def updated(loss: Tensor, is_made: bool) -> None:
+            if is_made:
+                one.trained.nonfinite.num_in_a_row = 0
+            else:
+                one.guard.leave_out(batch.index, loss, (), batch.samples)
+
+        return AnyShard(
+            batch=batch.index,
+            num_shards=lambda index: len(sizes(index)),
+            lr_factor=factor,
+            read=read,
+            at_base_rates=one.trained.rates.at_base,
+            stop=int(min(progress.steps + batch.num_left, self.session.next_save())),
+            wants_pause=self.session.wants_pause,
+            on_pause=self.session.on_pause,
+            updated=updated,
+        )

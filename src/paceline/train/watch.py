@@ -1,0 +1,427 @@
+"""Workers of a run watch each other over the run's store, under every launcher: they find hangs, and tell of failures.
+
+Every worker posts what it does once a second. The first two workers of each node read what all have posted. A hang is
+reported by one on the node of the worker that the others wait for, which it ends then, so that the others go on: they
+lose the connection to it, save what is whole, and end.
+
+NCCL does not notice a lost connection: its kernels wait on the GPU for messages of a process that has ended, and the
+program waits for the GPU. So workers on the node of one that has ended tell all of them, and each aborts its
+communicators. What these leave in memory means nothing, so no update may stand behind them in the GPU's queue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import struct
+import sys
+import tempfile
+import termios
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, and not in its list
+
+from paceline import env
+from paceline.diagnosis.failures import Failure, write_note
+from paceline.diagnosis.hang import HANG_TIMEOUT_S, STALE_S, Hang, WatchClock, WorkerState, find_hang
+from paceline.diagnosis.report import FailureReport, describe_exception, describe_hang, describe_lost_peer, of_the_user
+from paceline.errors import PacelineError, PeerLost, shortened
+from paceline.heartbeat import Heartbeat, Vitals, own_file, read_vitals
+from paceline.regular_files import run_file_mode
+from paceline.spec.run_status import STATUS_FILE, RunStatus, WorkerStatus
+
+STORE_TIMEOUT_S = 10.0
+STACKS_S = 1.0
+"""How long a worker may take to dump its stacks; Python's own handler needs milliseconds."""
+OTHERS_S = STALE_S + 3.0
+"""How long to wait for who knows more: the worker that failed, or one on the node of a hanging worker."""
+SILENT_S = 3 * STALE_S
+"""A node from which nobody has posted for so long is lost."""
+NOTICE_S = 4.0
+"""The maximum wait for the loss behind an error of NCCL's, and for its abort."""
+PIPE_BYTES = 1 << 16
+"""The capacity of a pipe on Linux."""
+MOST_TRACEBACK_CHARACTERS = 100_000
+
+
+_LOST = "Rank {} ended while this worker was waiting for it."
+
+
+class Watch:
+    """One worker's part in the watch, from its beginning to `close`."""
+
+    def __init__(self, facts: env.WorkerFacts, timeout_s: float) -> None:
+        """
+        Args:
+            timeout_s: how long collectives wait; so long may anything take before all workers have made a step.
+        """
+        self._facts = facts
+        self._hostname = socket.gethostname()
+        self._heartbeat = Heartbeat(None)
+        self._hang_timeout_s = env.seconds(env.HANG_TIMEOUT) or HANG_TIMEOUT_S
+        self._first_timeout_s = env.seconds(env.HANG_TIMEOUT) or timeout_s
+        self._clock = WatchClock(self._hang_timeout_s)
+        self.folder = env.path(env.RUN_DIR)
+        """Where reports go; None: to standard error alone."""
+        self.states: list[WorkerState] = []
+        """What all workers did a moment ago, by rank; empty where this worker does not look at the others."""
+        self._posted: dict[int, tuple[int, float]] = {}
+        """The number of each worker's last post, and when it was first seen, on the monotonic clock."""
+        self._stopped_since: dict[int, float] = {}
+        self._behind_at: dict[int, float] = {}
+        self._call: tuple[int | None, str, float] = (None, "", 0.0)
+        """The step of this worker's last post, the function of torch.distributed that it was in, and since when."""
+        self._files: dict[int, tuple[Path, Path]] = {}
+        """Where each worker dumps its stacks, and its heartbeat."""
+        self.abort: Callable[[], None] | None = None
+        """Ends what waits for a lost worker, in another thread; None: nothing does."""
+        self.lost: int | None = None
+        """The rank of a worker that has ended while others waited for it."""
+        self._has_aborted = threading.Event()
+        self._stacks = tempfile.NamedTemporaryFile(prefix="paceline-stacks-")  # noqa: SIM115 - as long as the process
+        faulthandler.register(signal.SIGUSR2, self._stacks.fileno())
+        address = urlsplit(facts.init_method)
+        host, port = address.hostname or env.text("MASTER_ADDR"), address.port or int(env.text("MASTER_PORT"))
+        # A connection of its own: a client that waits keeps others waiting.
+        client = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
+        self._store = PrefixStore(f"paceline-watch-{env.text(env.RESTART)}", client)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the watch: this worker's run is over."""
+        self._is_over.set()
+        self._thread.join(STORE_TIMEOUT_S)
+
+    def _run(self) -> None:
+        number = 0
+        while not self._is_over.wait(self._clock.interval_s if number else 0.0):
+            self._heartbeat.beat()
+            number += 1
+            with contextlib.suppress(RuntimeError):  # rank 0 is gone, or stopped
+                if self._has_store:
+                    self._post(number)
+                    if self._facts.local_rank < 2:
+                        self._read()
+            states = [self._as_of_now(state) for state in self.states]  # none where this worker does not look at others
+            have_trained = all(state.trained_s is not None for state in states)
+            bound_s = (self._hang_timeout_s if have_trained else self._first_timeout_s) - 2 * self._clock.interval_s
+            hang = find_hang(states, bound_s)
+            if hang is not None and not self._is_over.is_set():
+                self._end(hang, states)
+            if self.abort is not None and self.lost is None:
+                self._abort_if_lost(self.abort)
+
+    @property
+    def _has_store(self) -> bool:
+        """Whether the store may be asked: without rank 0, which serves it, torch would tell of each attempt."""
+        return not self.states or self.states[0].hostname != self._hostname or not self._is_gone(self.states[0])
+
+    def _post(self, number: int) -> None:
+        vitals = self._with_calls_of_torch(read_vitals(own_file()))
+        usage = resource.getrusage(resource.RUSAGE_SELF)
+        told = {
+            "number": number,
+            "pid": os.getpid(),
+            "hostname": self._hostname,
+            "local_rank": self._facts.local_rank,
+            "step": vitals.step,
+            "inside_s": vitals.inside_s,
+            "collective": vitals.collective,
+            "trained_s": vitals.trained_s,
+            "memory_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(),
+            "processor_s": usage.ru_utime + usage.ru_stime,
+            "is_behind": _is_behind(1) or _is_behind(2),
+            "stacks": self._stacks.name,
+            "heartbeat": str(own_file()),
+        }
+        self._store.set(str(self._facts.rank), json.dumps(told))
+
+    def _with_calls_of_torch(self, vitals: Vitals) -> Vitals:
+        """A worker that is long in one step may wait in a call of torch.distributed that nobody records, such as one of
+        its script: Python's own dump of its main thread shows it."""
+        now, (step, call, since) = time.monotonic(), self._call
+        if vitals.inside_s is not None or vitals.step != step:
+            self._call = vitals.step, "", now
+            return vitals
+        with tempfile.TemporaryFile("w+") as file:
+            faulthandler.dump_traceback(file)
+            file.seek(0)
+            main = rf"Thread 0x0*{threading.main_thread().ident:x} .*\n  File \".*/distributed_c10d.py.* in (\w+)"
+            found = re.search(main, file.read())
+        if found is None or found[1] != call:
+            self._call = step, found[1] if found else "", now
+            return vitals
+        return replace(vitals, inside_s=now - since, collective=f"torch.distributed.{call}")
+
+    def _read(self) -> None:
+        """Read what all workers have posted."""
+        keys = [str(rank) for rank in range(self._facts.world_size)]
+        if not self._store.check(keys):
+            return  # one has not begun
+        now, states = time.monotonic(), []
+        for rank, text in enumerate(self._store.multi_get(keys)):
+            told = json.loads(text)
+            number = told.pop("number")
+            if self._posted.get(rank, (0, 0.0))[0] != number:
+                self._posted[rank] = number, now
+            if told.pop("is_behind"):
+                self._behind_at[rank] = now
+            self._files[rank] = Path(told.pop("stacks")), Path(told.pop("heartbeat"))
+            states.append(WorkerState(rank=rank, **told))
+        self.states = states
+        if self._facts.rank == 0 and self.folder is not None:
+            self._write_status()
+
+    def _as_of_now(self, state: WorkerState) -> WorkerState:
+        now = time.monotonic()
+        age_s = self._clock.watched_s(now - self._posted[state.rank][1])
+        is_here = state.hostname == self._hostname
+        is_stopped = is_here and _state_of(state.pid) in "Tt"
+        if is_here and (step := read_vitals(self._files[state.rank][1]).step) is not None:
+            state = replace(state, step=step)  # its last post may be a second old
+        if not is_stopped:
+            self._stopped_since.pop(state.rank, None)
+        since = self._stopped_since.setdefault(state.rank, now) if is_stopped else now
+        return replace(
+            state,
+            heartbeat_age_s=age_s,
+            inside_s=None if state.inside_s is None else self._clock.watched_s(state.inside_s + age_s),
+            stopped_s=self._clock.watched_s(now - since) if is_stopped else None,
+            output_blocked_s=now - self._behind_at[state.rank] if state.rank in self._behind_at else None,
+        )
+
+    def _end(self, hang: Hang, states: Sequence[WorkerState]) -> None:
+        """Report the hang, or leave that to who is nearer, and end the culprits on this node."""
+        host = next(state.hostname for state in states if state.rank == hang.culprits[0])
+        awake = [one for one in states if one.local_rank < 2 and (one.heartbeat_age_s or 0.0) < STALE_S]
+        nearest = min(awake, key=lambda one: (one.hostname != host, one.rank), default=None)
+        here = [one for one in states if one.rank in hang.culprits and one.hostname == self._hostname]
+        if nearest is None or nearest.rank == self._facts.rank:
+            stacks = {one.rank: self._stacks_of(one) for one in here if hang.kind != "stopped"}
+            self._publish(describe_hang(hang, states, stacks, time.time()))
+        else:
+            deadline = time.monotonic() + OTHERS_S
+            while not self._is_reported() and time.monotonic() < deadline:
+                time.sleep(0.05)
+        self._is_over.set()
+        for one in sorted(here, key=lambda one: one.pid == os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one.pid, signal.SIGKILL)
+
+    def _abort_if_lost(self, abort: Callable[[], None]) -> None:
+        """Look for a worker that has ended, on this node or as those on its node say, or one of a silent node."""
+        states = [self._as_of_now(state) for state in self.states]
+        gone = [one.rank for one in states if one.hostname == self._hostname and self._is_gone(one)]
+        heard = {one.hostname for one in states if (one.heartbeat_age_s or 0.0) < SILENT_S}
+        gone += [one.rank for one in states if one.hostname not in heard and self._hostname in heard]
+        try:
+            if self._has_store and gone:
+                self._store.set("lost", str(gone[0]))
+            elif self._has_store and self._store.check(["lost"]):
+                gone = [int(self._store.get("lost"))]
+        except dist.DistNetworkError:
+            gone = gone or [0]  # it serves the store
+        if gone:
+            self.lost = gone[0]  # before anything is aborted: `check` looks at it after that
+            try:
+                abort()
+            finally:
+                self._has_aborted.set()
+
+    def loss_behind(self, error: BaseException) -> PeerLost | None:
+        """The loss that led to an error of this worker; None where all workers are there.
+
+        Whatever is raised after a loss may come of what aborted collectives have left.
+        """
+        if self.abort is not None and (self.lost is not None or isinstance(error, dist.DistError)):
+            self._has_aborted.wait(NOTICE_S)  # NCCL may be told before this watch is
+        return None if self.lost is None else PeerLost(_LOST.format(self.lost), rank=self.lost)
+
+    def check(self) -> None:
+        """Raises `PeerLost` where a worker is gone, so that what it took part in may mean nothing."""
+        if self.lost is not None:
+            raise PeerLost(_LOST.format(self.lost), rank=self.lost)
+
+    def _stacks_of(self, state: WorkerState) -> str:
+        """Python's stacks of a worker of this node."""
+        path, text = self._files[state.rank][0], ""
+        with contextlib.suppress(OSError):
+            os.kill(state.pid, signal.SIGUSR2)
+            deadline = time.monotonic() + STACKS_S
+            while time.monotonic() < deadline:
+                time.sleep(0.05)
+                before, text = text, path.read_text(errors="replace")
+                if text and text == before:  # complete
+                    break
+        return of_the_user(text)
+
+    def _publish(self, report: FailureReport) -> None:
+        """Write the report of this run, and show it where no launcher does, unless another worker has."""
+        with contextlib.suppress(RuntimeError):
+            own = str(self._facts.rank)
+            if self._has_store and self._store.compare_set("reported", "", own) != own.encode():
+                return
+        place = None if self.folder is None else report.save(self.folder)
+        if not env.number(env.AGENT):
+            # Torch's exception hook holds back what is written to sys.stderr.
+            print(f"\npaceline: {report.text()}", end="", file=sys.__stderr__)
+            print("" if place is None else f"The report: {place}", file=sys.__stderr__, flush=True)
+
+    def _is_reported(self) -> bool:
+        with contextlib.suppress(RuntimeError):
+            return self._has_store and bool(self._store.check(["reported"]))
+        return False
+
+    def tell(self, failure: Failure) -> None:
+        """Report an exception that ends this worker, or the loss of the peer that it comes of."""
+        if not failure.is_consequence:
+            step = read_vitals(own_file()).step
+            states = [self._as_of_now(state) for state in self.states]
+            self._publish(describe_exception(failure, self._hostname, self._facts.world_size, step, states))
+        deadline = time.monotonic() + OTHERS_S
+        while failure.is_consequence and time.monotonic() < deadline:
+            states = [self._as_of_now(state) for state in self.states]
+            gone = [one for one in states if one.rank != failure.rank and self._is_gone(one)]
+            if self._is_reported():  # looked at last: who raises reports before it is gone
+                return
+            if gone:
+                self._publish(describe_lost_peer(gone[0], states, failure.time))
+                return
+            time.sleep(0.05)
+
+    def _is_gone(self, state: WorkerState) -> bool:
+        if state.hostname == self._hostname:
+            return _state_of(state.pid) in "ZX"
+        return (state.heartbeat_age_s or 0.0) >= STALE_S
+
+    def _write_status(self) -> None:
+        """Write workers.json, for those who watch a run; a file that cannot be written is left as it is."""
+        workers = (
+            WorkerStatus(
+                rank=state.rank,
+                node=state.hostname,
+                pid=state.pid,
+                step=state.step,
+                doing=state.doing,
+                is_waiting=state.inside_s is not None,
+                memory_bytes=state.memory_bytes,
+                processor_s=state.processor_s,
+            )
+            for state in self.states
+        )
+        assert self.folder is not None
+        with contextlib.suppress(OSError):
+            RunStatus(time.time(), tuple(workers)).save(self.folder / STATUS_FILE, run_file_mode())
+
+
+_watches: list[Watch] = []
+"""The watch of this process, if it has one."""
+
+
+def begin_watch(facts: env.WorkerFacts, timeout_s: float) -> None:
+    """Begin to watch the other workers, once all are connected; nothing happens where that is done already."""
+    if not _watches and facts.world_size > 1:
+        _watches.append(Watch(facts, timeout_s))
+
+
+def current_watch() -> Watch | None:
+    """The watch of this process; None in a process alone, or in a group that its script has made."""
+    return _watches[0] if _watches else None
+
+
+def end_watch() -> None:
+    while _watches:
+        _watches.pop().close()
+
+
+def tell_failures(facts: env.WorkerFacts) -> None:
+    """Have an exception that ends this process told to who reports failures, and the process end at once then: a
+    process group, or a thread that waits for peers, would hold up the interpreter's end."""
+    if not env.number(env.AGENT) and facts.world_size == 1:
+        return
+    show = sys.excepthook
+
+    def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not issubclass(kind, Exception):
+            show(kind, error, trace)
+            return
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torch's agent ends all workers as soon as one has failed
+        failure = _failure(facts.rank, error)
+        run_dir = env.path(env.RUN_DIR)
+        is_noted = False
+        if run_dir is not None and env.number(env.AGENT):
+            with contextlib.suppress(OSError):
+                write_note(run_dir, failure, env.number(env.RESTART) or 0)
+                is_noted = True
+        if not is_noted:
+            traceback.print_exception(error, file=sys.__stderr__)
+            for watch in _watches:
+                watch.tell(failure)
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, broken or replaced by the program
+            sys.stdout.flush()
+        os._exit(error.exit_code if isinstance(error, PacelineError) else 1)
+
+    sys.excepthook = end
+
+
+def _failure(rank: int, error: BaseException) -> Failure:
+    lines = traceback.TracebackException.from_exception(error)
+    is_user_error = isinstance(error, PacelineError) and not isinstance(error, PeerLost)
+    innermost = lines.stack[-1].filename if lines.stack else ""
+    is_inside = read_vitals(own_file()).inside_s is not None and ("/torch/" in innermost or "/paceline/" in innermost)
+    is_consequence = isinstance(error, RuntimeError) and (is_inside or "/torch/distributed/" in innermost)
+    try:
+        message = str(error)
+    except Exception:  # a user's own __str__ may fail
+        message = ""
+    return Failure(
+        rank=rank,
+        pid=os.getpid(),
+        time=time.time(),
+        type=type(error).__name__,
+        message=shortened(_writable(message), 10_000),
+        traceback="" if is_user_error else shortened(_writable("".join(lines.format())), MOST_TRACEBACK_CHARACTERS),
+        is_user_error=is_user_error,
+        is_consequence=is_consequence or isinstance(error, PeerLost),
+    )
+
+
+def _writable(text: str) -> str:
+    """Text without null characters and halves of pairs."""
+    return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
+
+
+def _is_behind(descriptor: int) -> bool:
+    """Whether a pipe is so full that its writer may have to wait."""
+    try:
+        (num_bytes,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+    except OSError:
+        return False  # a file, or nothing
+    return bool(num_bytes >= PIPE_BYTES // 2)
+
+
+def _state_of(pid: int) -> str:
+    """The letter by which the kernel says what a process does; X if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
