@@ -17,8 +17,37 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-INPUTS = ROOT / "benchmarks" / "golden_inputs"
 TIMEOUT_S = 240
+
+LENET = """
+global_batch_size = 24
+virtual_shards = 8
+epochs = 9
+model = "lenet"
+data = { name = "digits", train_limit = 61, test_limit = 31 }
+optim = { lr = 0.05, momentum = 0.9, schedule = "cosine", warmup_epochs = 1.0, clip_norm = 2.0 }
+"""
+
+POINTS = """
+import torch
+import paceline
+
+def fail(rank):
+    if rank == 1:
+        raise ValueError("no such label: 11")
+
+def loss_fn(model, shard):
+    return model(shard[0]).square().mean()
+
+samples = torch.utils.data.TensorDataset(torch.arange(160.0).view(32, 5))
+with paceline.init(global_batch_size=8, virtual_shards=4, epochs=2, parity="bitwise") as run:
+    net = torch.nn.Linear(5, 1)
+    run.prepare(net, torch.optim.SGD(net.parameters(), lr=1e-6))
+    for batch in run.batches(samples):
+        if run.steps == 3:
+            fail(run.rank)
+        run.step(batch, loss_fn)
+"""
 
 TRACER = """
 import os, sys, threading
@@ -68,12 +97,13 @@ def walks(source: Path) -> dict[str, list[str]]:
     """The files of each walk, by their paths below src/paceline."""
     found: dict[str, set[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "sitecustomize.py").write_text(TRACER)
+        for name, text in (("sitecustomize.py", TRACER), ("lenet.toml", LENET), ("points.py", POINTS)):
+            (Path(folder) / name).write_text(text)
         package = source.absolute() / "src"
-        paths = {"PYTHONPATH": f"{folder}:{package}:{INPUTS}", "WALK_SOURCE": f"{package}/paceline/"}
+        paths = {"PYTHONPATH": f"{folder}:{package}", "WALK_SOURCE": f"{package}/paceline/"}
         environ = {**os.environ, **paths, "WALK_LOG": f"{folder}/log", "CUDA_VISIBLE_DEVICES": ""}
-        lenet = ["train", str(INPUTS / "lenet.toml"), "-n", "2", "--algorithm", "all_reduce", "--out", "run"]
-        fails = ["launch", "-n", "2", str(INPUTS / "points.py"), "raises"]
+        lenet = ["train", "lenet.toml", "-n", "2", "--algorithm", "all_reduce", "--out", "run"]
+        fails = ["launch", "-n", "2", "points.py"]
         for arguments, is_failure in ((lenet, "0"), (fails, "1")):
             command, own = [sys.executable, "-m", "paceline", *arguments], {"WALK_FAILURE": is_failure}
             subprocess.run(command, cwd=folder, env=environ | own, timeout=TIMEOUT_S, stdout=sys.stderr)
