@@ -28,8 +28,8 @@ class Callback:
     every worker; what one worker is to do alone (print, write a file, log) stands below `if training.run.rank == 0` and
     makes no collective. Whatever changes what is learned (weights, learning rates, `requires_grad`) has to change on
     every worker alike: the audit at the end of each epoch and before checkpoints ends a run whose workers have other
-    weights. Reading a number from the device, such as `float(loss)`, makes
-    the CPU wait for it: do it every so many steps.
+    weights. Reading a number from the device, such as `float(loss)`, makes the CPU wait for it: do it every so many
+    steps.
 
     A callback that has `state_dict()` and `load_state_dict(state)` is saved with every checkpoint: they return and
     take tensors, numbers, texts, and lists and dictionaries of these, alike on all workers.
