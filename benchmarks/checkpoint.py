@@ -4,7 +4,7 @@
 
 Prints: the stall of a save beside a copy in memory, torch.save and DCP; the bytes that the process reads during a save
 and after it; every flipped bit and every cut end of a small checkpoint, noticed or not, here and by DCP; what becomes
-of a run where the disk is full and where nothing can be written.
+of a run where the disk is full and where nothing can be written; a checkpoint in fsspec's memory.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import torch.distributed.checkpoint.state_dict_loader as dcp_loader
 import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 from torch import Tensor
 
-from paceline.checkpoint import Saver, Snapshot, newest_that, open_storage, verify_checkpoint
-from paceline.checkpoint.load import folder_name
+from paceline.checkpoint.load import newest_that, verify_checkpoint
+from paceline.checkpoint.save import Saver, Snapshot
+from paceline.checkpoint.storage import Storage, folder_name
 from paceline.errors import CheckpointError
 from paceline.spec import CheckpointSpec
 
@@ -56,7 +57,7 @@ def num_bytes_read() -> int:
 def stalls(num_parameters: int, rounds: int, scratch: Path) -> None:
     state = trained_state(num_parameters)
     copies = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-    saver = Saver(open_storage(scratch / "paceline"), CheckpointSpec(keep_last=1), None, print)
+    saver = Saver(Storage(scratch / "paceline"), CheckpointSpec(keep_last=1), None, print)
     took: dict[str, list[float]] = {}
     reads = []
     for step in range(rounds + 1):
@@ -112,7 +113,7 @@ def integrity(scratch: Path) -> None:
         "count": torch.tensor(7),
         "half": torch.ones(4).half(),
     }
-    storage = open_storage(scratch / "small")
+    storage = Storage(scratch / "small")
     saver = Saver(storage, CheckpointSpec(), None, print)
     for step in (1, 2):
         saver.begin(Snapshot(step, {"seed": 0}, state, {}))
@@ -152,7 +153,7 @@ def integrity(scratch: Path) -> None:
 def refusals(scratch: Path) -> None:
     """A disk that is full after 4 MB, and a place where no folder can be made."""
     said: list[str] = []
-    full = Saver(open_storage(scratch / "full"), CheckpointSpec(), None, said.append)
+    full = Saver(Storage(scratch / "full"), CheckpointSpec(), None, said.append)
     full.begin(Snapshot(1, {}, {"a": torch.zeros(10)}, {}))
     full.wait()
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -164,13 +165,19 @@ def refusals(scratch: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
     left = sorted(path.name for path in (scratch / "full").iterdir())
     print(f"  full disk: {said}; left: {left}")
-    verify_checkpoint(open_storage(scratch / "full"), folder_name(1))
+    verify_checkpoint(Storage(scratch / "full"), folder_name(1))
     (scratch / "file").touch()
     said.clear()
-    nowhere = Saver(open_storage(scratch / "file" / "checkpoints"), CheckpointSpec(), None, said.append)
+    nowhere = Saver(Storage(scratch / "file" / "checkpoints"), CheckpointSpec(), None, said.append)
     nowhere.begin(Snapshot(1, {}, {"a": torch.zeros(10)}, {}))
     nowhere.wait()
     print(f"  no folder can be made: {said}")
+    memory = Storage("memory://checkpoints")
+    saver = Saver(memory, CheckpointSpec(keep_last=2), None, said.append)
+    for step in range(4):
+        saver.begin(Snapshot(step, {}, {"a": torch.zeros(10)}, {}))
+        saver.wait()
+    print(f"  fsspec's memory: {[verify_checkpoint(memory, name).step for name in memory.checkpoints()]} are good")
 
 
 def main() -> None:

@@ -26,20 +26,18 @@ class Container:
     values: tuple[Any, ...]
     make: Callable[[Sequence[Any]], Any]
     """A container of the same type with other values."""
-    is_named: bool
-    """Whether the values have names: one of them is then a field, and not a sample."""
 
 
 def open_container(value: Any) -> Container | None:
     """`value` taken apart by one level; None if it is not a container."""
     if isinstance(value, Mapping):
         places = tuple(f"[{key!r}]" for key in value)
-        return Container(places, tuple(value.values()), lambda made: _mapping_like(value, made), True)
+        return Container(places, tuple(value.values()), lambda made: _mapping_like(value, made))
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a NamedTuple
         kind: Any = type(value)
-        return Container(tuple(f".{name}" for name in value._fields), value, lambda made: kind(*made), True)
+        return Container(tuple(f".{name}" for name in value._fields), value, lambda made: kind(*made))
     if isinstance(value, list | tuple):
-        return Container(tuple(f"[{number}]" for number in range(len(value))), tuple(value), type(value), False)
+        return Container(tuple(f"[{number}]" for number in range(len(value))), tuple(value), type(value))
     fields: Any = getattr(type(value), "__attrs_attrs__", ())
     fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else fields
     return _record(value, [field.name for field in fields if hasattr(value, field.name)]) if fields else None
@@ -70,7 +68,7 @@ def _record(record: Any, names: Sequence[str]) -> Container:
             object.__setattr__(made, name, value)
         return made
 
-    return Container(tuple(f".{name}" for name in names), tuple(getattr(record, name) for name in names), make, True)
+    return Container(tuple(f".{name}" for name in names), tuple(getattr(record, name) for name in names), make)
 
 
 def open_object(value: Any) -> Container | None:

@@ -69,6 +69,18 @@ class WorkerFacts:
     started_by: str = "python"
 
 
+_OMPI = "OMPI_COMM_WORLD_"
+_LAUNCHERS = (
+    ("torchrun", ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), ()),
+    ("mpirun", (f"{_OMPI}RANK", f"{_OMPI}SIZE", f"{_OMPI}LOCAL_RANK", f"{_OMPI}LOCAL_SIZE"), ("PMIX_NAMESPACE",)),
+    # A login shell or an sbatch script has no number of tasks of a step: it is a world of one.
+    ("srun", ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""), ("SLURM_JOB_ID", "SLURM_STEP_ID")),
+    ("mpirun", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_JOBID",)),
+)
+"""What starts workers; its variables for the rank and the number of workers, of the run and of this node; and those
+that tell its jobs apart."""
+
+
 def worker_facts(environ: Mapping[str, str] | None = None) -> WorkerFacts:
     """Read this process's rank from the variables that its launcher set.
 
@@ -76,72 +88,39 @@ def worker_facts(environ: Mapping[str, str] | None = None) -> WorkerFacts:
         LaunchError: the variables contradict each other or are no numbers.
     """
     env = os.environ if environ is None else environ
-    if "RANK" in env and "WORLD_SIZE" in env:
-        return _checked(
-            rank=_number(env, "RANK"),
-            world_size=_number(env, "WORLD_SIZE"),
-            local_rank=_number(env, "LOCAL_RANK", _number(env, "RANK")),
-            local_world_size=_number(env, "LOCAL_WORLD_SIZE", _number(env, "WORLD_SIZE")),
-            init_method="env://",
-            started_by="torchrun",
-        )
-    if "OMPI_COMM_WORLD_RANK" in env:
-        return _checked(
-            rank=_number(env, "OMPI_COMM_WORLD_RANK"),
-            world_size=_number(env, "OMPI_COMM_WORLD_SIZE"),
-            local_rank=_number(env, "OMPI_COMM_WORLD_LOCAL_RANK"),
-            local_world_size=_number(env, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-            init_method=_tcp(env, job_id=env.get("PMIX_NAMESPACE", env.get("OMPI_MCA_ess_base_jobid", ""))),
-            started_by="mpirun",
-        )
-    # A login shell or an sbatch script sees itself as a step of one task: also a world of one.
-    if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env:
-        return _checked(
-            rank=_number(env, "SLURM_PROCID"),
-            world_size=_number(env, "SLURM_STEP_NUM_TASKS"),
-            local_rank=_number(env, "SLURM_LOCALID"),
-            local_world_size=_num_tasks(env.get("SLURM_STEP_TASKS_PER_NODE", "1"), _number(env, "SLURM_NODEID", 0)),
-            init_method=_tcp(env, job_id=f"{env.get('SLURM_JOB_ID', '')}.{env.get('SLURM_STEP_ID', '')}"),
-            started_by="srun",
-        )
-    if "PMI_RANK" in env and "PMI_SIZE" in env:
-        return _checked(
-            rank=_number(env, "PMI_RANK"),
-            world_size=_number(env, "PMI_SIZE"),
-            local_rank=_number(env, "MPI_LOCALRANKID", _number(env, "PMI_RANK")),
-            local_world_size=_number(env, "MPI_LOCALNRANKS", _number(env, "PMI_SIZE")),
-            init_method=_tcp(env, job_id=env.get("PMI_JOBID", str(os.getppid()))),
-            started_by="mpirun",
-        )
-    return WorkerFacts()
-
-
-def _checked(
-    *, rank: int, world_size: int, local_rank: int, local_world_size: int, init_method: str, started_by: str
-) -> WorkerFacts:
+    found = [row for row in _LAUNCHERS if row[1][0] in env and row[1][1] in env]
+    if not found:
+        return WorkerFacts()
+    started_by, names, job_names = found[0]
+    rank, world_size = _whole_number(env, names[0]), _whole_number(env, names[1])
+    local_rank, local_world_size = _whole_number(env, names[2], rank), _whole_number(env, names[3], world_size)
+    if started_by == "srun":
+        local_world_size = _num_tasks(env.get("SLURM_STEP_TASKS_PER_NODE", "1"), _whole_number(env, "SLURM_NODEID"))
     if not 0 <= rank < world_size:
         raise LaunchError(
             f"The environment says rank {rank} of {world_size} workers ({started_by}); a rank lies in "
             "0 … world size - 1: check what started this process."
         )
-    if init_method.startswith("tcp://127.0.0.1:") and world_size > local_world_size:
+    if started_by == "torchrun":
+        return WorkerFacts(rank, world_size, local_rank, local_world_size, "env://", started_by)
+    address = env.get("MASTER_ADDR") or _first_host(env)
+    if address is None and world_size > local_world_size:
         raise LaunchError(
             f"{started_by} started {world_size} workers on several nodes, but no rendezvous is named; set "
             "MASTER_ADDR to an address of the first node (mpirun -x MASTER_ADDR=NODE …)."
         )
+    # All workers of a job derive the same port if none was given.
+    job = ".".join(env[name] for name in job_names if name in env) or str(os.getppid())
+    port = env.get("MASTER_PORT") or str(20000 + zlib.crc32(job.encode()) % 12000)
+    init_method = f"tcp://{address or '127.0.0.1'}:{port}"
     return WorkerFacts(rank, world_size, local_rank, local_world_size, init_method, started_by)
 
 
-def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
-    text = env.get(name)
-    if text is None:
-        if default is None:
-            raise LaunchError(f"The environment variable {name} is missing beside the other rank variables.")
-        return default
+def _whole_number(env: Mapping[str, str], name: str, default: int = 0) -> int:
     try:
-        return int(text)
+        return int(env.get(name, default))
     except ValueError:
-        raise LaunchError(f"The environment variable {name} = {text!r} should be a whole number.") from None
+        raise LaunchError(f"The environment variable {name} = {env[name]!r} should be a whole number.") from None
 
 
 def _num_tasks(tasks_per_node: str, node: int) -> int:
@@ -154,13 +133,6 @@ def _num_tasks(tasks_per_node: str, node: int) -> int:
             f"The environment variable SLURM_STEP_TASKS_PER_NODE = {tasks_per_node!r} says nothing of node {node}."
         )
     return counts[node]
-
-
-def _tcp(env: Mapping[str, str], job_id: str) -> str:
-    """A rendezvous address that all workers of one job derive identically if none was given."""
-    address = env.get("MASTER_ADDR") or _first_host(env) or "127.0.0.1"
-    port = env.get("MASTER_PORT") or str(20000 + zlib.crc32(job_id.encode()) % 12000)
-    return f"tcp://{address}:{port}"
 
 
 def _first_host(env: Mapping[str, str]) -> str | None:
@@ -214,14 +186,10 @@ def passed_on() -> dict[str, str]:
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
 
 
-def gloo_interfaces() -> tuple[str, ...]:
-    """The network interfaces that this process's environment names for Gloo, which uses all of them; often none."""
-    return tuple(name for name in text(INTERFACE_VARIABLES[0]).split(",") if name)
-
-
 def own_interface() -> str | None:
     """The network interface that this process's environment names for workers, or the first; None if it names none."""
-    return next(iter((*gloo_interfaces(), *socket_interfaces().values())), None)
+    named = (name for variable in INTERFACE_VARIABLES for name in text(variable).split(",") if name)
+    return next(named, None)
 
 
 def terminal() -> dict[str, str]:
@@ -229,11 +197,6 @@ def terminal() -> dict[str, str]:
     if not sys.stderr.isatty():
         return {}
     return {"FORCE_COLOR": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
-
-
-def socket_interfaces() -> dict[str, str]:
-    """The values of the variables that name a network interface, where they are set."""
-    return {name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)}
 
 
 def cpus(local_rank: int) -> set[int]:

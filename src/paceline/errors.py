@@ -1,17 +1,5 @@
 """Everything Paceline raises on purpose.
 
-PacelineError                 one sentence for the user: what is wrong, where, what to do; no traceback
-├── JobError                  an invalid job file, flag or keyword
-│   └── InvalidFileError      a file of values whose names are its own
-├── ClusterError              an invalid description of nodes, devices and links
-├── DataError                 a data set that is missing, truncated or corrupt
-├── ModelError                a model that cannot be built, or cannot be trained the way the job asks
-├── CheckpointError           a checkpoint that cannot be written, read or trusted
-├── LaunchError               workers that cannot be started here
-├── DivergenceError           workers that were about to do different things together
-├── PeerLost                  a worker that another one waits for has ended or fallen silent
-└── WorkerFailed              a worker that died; carries which rank, and the traceback it left behind
-
 Anything else that escapes is a bug in Paceline or in the user's own code and keeps its traceback.
 """
 

@@ -21,9 +21,6 @@ from paceline.errors import LaunchError
 RUN_LOCK, CHECKPOINTS_LOCK = ".run.lock", ".checkpoints.lock"
 """A launcher locks the folder of a run, its first worker the one of the checkpoints, which may be the same."""
 
-_TAKEN = (errno.EACCES, errno.EAGAIN)
-"""The errors of a file that another process has locked."""
-
 _PATIENCE_S = 3.0
 """How long a process that was killed may take to be gone."""
 
@@ -41,18 +38,16 @@ def hold_folder(folder: Path, name: str = RUN_LOCK) -> Iterator[None]:
         OSError: nothing can be written there.
     """
     path = folder.resolve() / name
-    file = _locked(path, _PATIENCE_S)
-    _held[path] = f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
-    try:
-        file.truncate(0)
-        file.write(_held[path])
-        file.flush()
-        yield
-    finally:
-        with contextlib.suppress(OSError):
+    with _locked(path, _PATIENCE_S) as file:
+        _held[path] = f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}"
+        try:
+            file.truncate(0)
+            file.write(_held[path])
+            file.flush()
+            yield
+        finally:
             path.unlink(missing_ok=True)
-        del _held[path]
-        file.close()
+            del _held[path]
 
 
 def check_free(folder: Path) -> None:
@@ -65,24 +60,23 @@ def check_free(folder: Path) -> None:
 
 def _locked(path: Path, patience_s: float) -> IO[str]:
     until = time.monotonic() + patience_s
-    while True:
-        if path in _held:
-            raise _in_use(path, _held[path])
+    while path not in _held:
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - it is locked as long as it is open
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as problem:
-            if problem.errno in _TAKEN:
-                with file:
-                    file.seek(0)
-                    if time.monotonic() >= until:
-                        raise _in_use(path, file.read(1000)) from None
+            if problem.errno in (errno.EACCES, errno.EAGAIN):  # another process has locked it
+                file.seek(0)
+                holder = file.read(1000)
+                file.close()
+                if time.monotonic() >= until:
+                    raise _in_use(path, holder) from None
                 time.sleep(0.05)
                 continue
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            return file
         file.close()  # whoever had locked it has just removed it
+    raise _in_use(path, _held[path])
 
 
 def _in_use(path: Path, holder: str) -> LaunchError:

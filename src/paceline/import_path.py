@@ -39,35 +39,30 @@ def imported(path: str, key: str, error: type[PacelineError] = JobError) -> Call
 
 def takes(function: Callable[..., Any], name: str) -> bool:
     """Whether a function or class has a parameter of this name."""
-    return any(parameter.name == name for parameter in _parameters(function) or ())
+    signature = _signature(function)
+    return signature is not None and name in signature.parameters
 
 
 def checked_options(
     function: Callable[..., Any], options: dict[str, Any], who: str, where: str, num_given: int = 0
 ) -> dict[str, Any]:
-    """`options` if `function` takes them all besides its first `num_given` arguments, and needs no others.
-
-    Raises:
-        JobError: one that it does not have, of which the nearest that it has is named, or one that is missing.
-    """
-    parameters = _parameters(function)
-    if parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return options
-    own = {one.name: one for one in parameters[num_given:] if one.kind is not one.VAR_POSITIONAL}
-    for name in options:
-        if name not in own:
-            hint = did_you_mean(name, own)
-            raise JobError(f"{where}: {who} has no option {name!r}: {hint}It has {', '.join(own) or 'none'}.")
-    if not num_given:
-        for name, parameter in own.items():
-            if parameter.default is parameter.empty and name not in options:
-                raise JobError(f"{where}: {who} needs the option {name!r}.")
+    """`options` if `function` takes them besides its first `num_given` arguments, and, where these are none, needs no
+    others. Raises `JobError` for others."""
+    signature = _signature(function)
+    if signature is not None:
+        bind = signature.bind_partial if num_given else signature.bind
+        try:
+            bind(*[None] * num_given, **options)
+        except TypeError as problem:
+            own = list(signature.parameters)[num_given:]
+            hint = "".join(did_you_mean(name, own) for name in options if name not in own)
+            raise JobError(f"{where}: {who}: {problem}; {hint}its options are {', '.join(own) or 'none'}.") from None
     return options
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """The parameters of a function or class; None if it is written in C and does not show them."""
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+    """None for what is written in C and does not show its parameters."""
     try:
-        return list(inspect.signature(function).parameters.values())
+        return inspect.signature(function)
     except ValueError:
         return None

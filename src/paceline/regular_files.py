@@ -6,29 +6,18 @@ import contextlib
 import errno
 import json
 import os
-import shutil
-import tempfile
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-STALE_VIEW_S = 60.0
-"""For at most this long a node takes the old content of a shared file for the present one, or believes it absent."""
-
 
 def read_text(path: Path | str, *, encoding: str = "utf-8", errors: str = "strict") -> str:
-    """The text of a file, with the line ends that it has there.
-
-    Raises:
-        OSError: it cannot be read, or is not in `encoding`.
-    """
+    """The text of a file, line ends as they are. Raises `OSError`, also where it is not in `encoding`."""
     try:
         return Path(path).read_bytes().decode(encoding, errors)
     except UnicodeDecodeError as problem:
         raise OSError(errno.EILSEQ, f"no text in {encoding.upper()} (byte {problem.start})", str(path)) from None
-    except ValueError as problem:  # a name with a zero in it
-        raise OSError(errno.EINVAL, str(problem), str(path)) from None
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -40,12 +29,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path | str) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        OSError: as `read_text`.
-        ValueError: it holds no JSON object.
-    """
+    """The object in a JSON file. Raises `OSError` as `read_text`, and `ValueError` where it holds no object."""
     value = parse_json(read_text(path))
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
@@ -97,36 +81,13 @@ def make_durable(folder: Path) -> None:
 
 
 def make_run_folder(path: Path) -> None:
-    """Make a folder of a run, and those above it that are missing, as private as the run's files; it may exist.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """Make a folder of a run, and those above it that are missing, as private as the run's files; it may exist. Raises
+    `OSError`."""
     mode = run_file_mode()
     mode |= (mode & 0o444) >> 2
     for folder in reversed([path, *path.parents]):
         if not folder.is_dir():
             folder.mkdir(mode, exist_ok=True)
-
-
-def refuge(name: str, write: Callable[[Path], None]) -> Path | None:
-    """Write something into a new folder where one can be made: here, at home, or with temporary files.
-
-    Returns:
-        The folder; None where none of these places takes it.
-    """
-    for parent in (Path.cwd, Path.home, lambda: Path(tempfile.gettempdir())):
-        try:
-            folder = Path(tempfile.mkdtemp(prefix=f"{name[:50]}-saved-", dir=parent()))
-        except (OSError, RuntimeError):  # a working directory that was deleted, a user without a home
-            continue
-        try:
-            write(folder)
-        except OSError:
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
-            return folder
-    return None
 
 
 def run_file_mode() -> int:

@@ -6,8 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.checkpoint.load import read_manifest, sort_folders, verify_checkpoint
-from paceline.checkpoint.manifest import MANIFEST_FILE, Manifest
+from paceline.checkpoint.load import read_manifest, verify_checkpoint
 from paceline.checkpoint.storage import Storage
 from paceline.errors import PacelineError
 from paceline.spec.evaluation import best_place
@@ -22,19 +21,16 @@ class KnownCheckpoint:
     saved_at_s: float
     """Seconds since the epoch."""
     metrics: dict[str, float]
-    files: tuple[str, ...] = ()
-
-
-def facts_of(name: str, manifest: Manifest) -> KnownCheckpoint:
-    return KnownCheckpoint(name, manifest.saved_at_s, manifest.metrics, tuple(file.name for file in manifest.files))
 
 
 def known_checkpoints(storage: Storage) -> tuple[list[KnownCheckpoint], dict[str, str]]:
     """What the manifests in a storage say, oldest first, and the problems of those that are damaged, by name."""
     known, damaged = [], {}
-    for name in sort_folders(storage)[0]:
+    for name, is_complete in storage.checkpoints().items():
         try:
-            known.append(facts_of(name, read_manifest(storage, name)))
+            if is_complete:
+                manifest = read_manifest(storage, name)
+                known.append(KnownCheckpoint(name, manifest.saved_at_s, manifest.metrics))
         except PacelineError as problem:
             damaged[name] = str(problem)
     return known, damaged
@@ -82,8 +78,8 @@ class Pruning:
     """The problems of checkpoints that cannot replace others, by name; they are left as they are."""
 
 
-def sort_out(storage: Storage, spec: CheckpointSpec) -> Pruning:
-    """Apply the retention rules to the checkpoints that are good; nothing is removed yet.
+def prune(storage: Storage, spec: CheckpointSpec, *, dry_run: bool = False) -> Pruning:
+    """Remove the checkpoints that are good and that the rules do not keep; nothing with `dry_run`.
 
     Only what the rules would keep is read. One that turns out to be damaged does not count, and the rules are asked
     again, so the newest good one always stays.
@@ -98,24 +94,8 @@ def sort_out(storage: Storage, spec: CheckpointSpec) -> Pruning:
             except PacelineError as problem:
                 damaged[name] = str(problem)
         known = [one for one in known if one.name not in damaged]
-    keep = wanted(known, spec)
-    return Pruning(
-        stay=tuple(one.name for one in known if one.name in keep),
-        go=tuple(one.name for one in known if one.name not in keep),
-        damaged=dict(sorted(damaged.items())),
-    )
-
-
-def prune(storage: Storage, spec: CheckpointSpec) -> Pruning:
-    """Remove the checkpoints that the rules do not keep; see `sort_out`."""
-    pruning = sort_out(storage, spec)
-    for name in pruning.go:
-        discard(storage, name)
-    return pruning
-
-
-def discard(storage: Storage, name: str) -> None:
-    """Remove a checkpoint, finished or not."""
-    # Without its manifest it is no checkpoint any more, whatever happens next.
-    storage.remove(f"{name}/{MANIFEST_FILE}")
-    storage.remove(name)
+    go = tuple(one.name for one in known if one.name not in good)
+    if not dry_run:
+        for name in go:
+            storage.discard(name)
+    return Pruning(tuple(one.name for one in known if one.name in good), go, dict(sorted(damaged.items())))

@@ -24,20 +24,15 @@ import torch
 import torch.distributed as dist
 
 from paceline import __version__
-from paceline.checkpoint.data_file import StagedFile
-from paceline.checkpoint.load import LATEST_FILE, folder_name, is_complete, sort_folders
-from paceline.checkpoint.manifest import MANIFEST_FILE, DataFile, Manifest, StoredSlice, TensorEntry
-from paceline.checkpoint.retention import KnownCheckpoint, best_of, discard, facts_of, known_checkpoints, wanted
-from paceline.checkpoint.state_tree import flatten_state
-from paceline.checkpoint.storage import Storage
-from paceline.checkpoint.write_plan import WritePlan, plan_writes
-from paceline.errors import PacelineError, reason_of
+from paceline.checkpoint.format import MANIFEST_FILE, DataFile, Manifest, StoredSlice, TensorEntry
+from paceline.checkpoint.retention import KnownCheckpoint, best_of, known_checkpoints, wanted
+from paceline.checkpoint.staging import StagedFile, WritePlan, plan_writes
+from paceline.checkpoint.storage import BEST_FILE, LATEST_FILE, Storage, folder_name
+from paceline.errors import CheckpointError, PacelineError, reason_of
+from paceline.nested_values import flatten
 from paceline.object_collectives import all_gather_objects, broadcast_object, gather_objects
 from paceline.process_groups import open_host_group
 from paceline.spec.job import CheckpointSpec
-
-BEST_FILE = "best"
-"""Names the best checkpoint by `keep_best`, as `LATEST_FILE` the newest."""
 
 _SLOW_S = 60.0
 """The user is told of a checkpoint that takes longer."""
@@ -72,11 +67,11 @@ class _Receipt:
 
     problem: str
     """The reason why there is no file."""
-    files: tuple[DataFile, ...] = ()
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    """The slices in it, by the names of tensors."""
-    values: dict[str, Any] = field(default_factory=dict)
-    """State that only this worker has."""
+    num_bytes: int = 0
+    checksums: dict[str, str] = field(default_factory=dict)
+    """Of the slices in it, by their keys."""
+    own: dict[str, Any] = field(default_factory=dict)
+    """State that only this worker has, with names in the place of tensors."""
     shared: dict[str, Any] = field(default_factory=dict)
     """This worker's entries of the shared state, where workers have different ones."""
 
@@ -102,10 +97,7 @@ class Saver:
                 are left for somebody to look at.
             is_rescue: whether others may be writing there: nothing is removed.
         """
-        self._storage = storage
-        self._spec = spec
-        self._group = group
-        self._say = say
+        self._storage, self._spec, self._group, self._say = storage, spec, group, say
         self._rank = 0 if group is None else dist.get_rank(group)
         # Writers' collectives would mix with those of training.
         self._writers = None if group is None else open_host_group(_LONGEST_WRITE_S)
@@ -123,14 +115,13 @@ class Saver:
         self._is_given_up = False
         self._problem = self._told = ""
         """Why the newest checkpoint could not be written, and what the user was last told of."""
-        self.last_step = resumed_step
-        """The step of the newest checkpoint that was begun."""
-        self.written_step = resumed_step
-        """The step of the newest complete checkpoint."""
+        self.last_step = self.written_step = resumed_step
+        """The steps of the newest checkpoint that was begun, and of the newest that is complete."""
         if self._rank == 0 and not is_rescue:
             try:
-                for folder in sort_folders(storage)[1]:
-                    storage.remove(folder)
+                for folder, is_complete in storage.checkpoints().items():
+                    if not is_complete:
+                        storage.remove(folder)
                 known, _ = known_checkpoints(storage)
                 self._known = [one for one in known if one.name <= folder_name(resumed_step or 0)]
             except OSError as problem:
@@ -152,8 +143,11 @@ class Saver:
         if any(all_gather_objects(self.busy, self._group)):
             return  # its storage does not respond, as was said
         self.last_step = snapshot.step
-        values, tensors = flatten_state(snapshot.shared)
-        own_values, own_tensors = flatten_state(snapshot.own, f"worker:{self._rank}")
+        try:
+            values, tensors = flatten(snapshot.shared)
+            own_values, own_tensors = flatten(snapshot.own, f"worker:{self._rank}")
+        except TypeError as problem:
+            raise CheckpointError(f"A checkpoint cannot hold this state: {problem}.") from None
         state = tensors | own_tensors
         self._plan = plan_writes(state, self._group, self._plan)
         self._staged.stage(self._plan.tensors_to_write(state))
@@ -169,7 +163,7 @@ class Saver:
         or all of them have written it."""
         folder = folder_name(snapshot.step)
         with contextlib.suppress(OSError):
-            if not is_complete(self._storage, folder) and self._storage.claim(f"{folder}/rescue"):
+            if MANIFEST_FILE not in self._storage.names(folder) and self._storage.claim(f"{folder}/rescue"):
                 alone = Saver(self._storage, self._spec, None, self._say, is_rescue=True)
                 alone.begin(snapshot)
                 alone.wait()
@@ -201,8 +195,7 @@ class Saver:
         slow.daemon = True
         slow.start()
         try:
-            classes = (_Receipt, DataFile, TensorEntry, StoredSlice)
-            receipts = gather_objects(self._write_file(snapshot), self._writers, classes)
+            receipts = gather_objects(self._write_file(snapshot), self._writers, [_Receipt])
             problem = "" if receipts is None else self._commit(snapshot, receipts)
             problem = broadcast_object(problem, self._writers)
         except RuntimeError:  # torch's, where a connection has ended
@@ -213,21 +206,18 @@ class Saver:
         if not problem:
             self.written_step = snapshot.step
 
+    def _file_name(self, rank: int) -> str:
+        return f"worker-{rank:05d}-{self._run}{self._num_begun}.safetensors"
+
     def _write_file(self, snapshot: Snapshot) -> _Receipt:
         """Write this worker's data file."""
-        assert self._plan is not None
-        name = f"worker-{self._rank:05d}-{self._run}{self._num_begun}.safetensors"
+        path = f"{folder_name(snapshot.step)}/{self._file_name(self._rank)}"
         try:
-            self._storage.write(f"{folder_name(snapshot.step)}/{name}", self._moving(self._staged.pieces()))
+            self._storage.write(path, self._moving(self._staged.pieces()))
         except Exception as problem:  # the others would wait for this worker
             return _Receipt(_reason(problem))
-        checksums = self._staged.checksums()
-        tensors: dict[str, TensorEntry] = {}
-        for key, one in self._plan.slices.items():
-            stored = StoredSlice(one.place.offsets, one.place.sizes, name, key, checksums[key])
-            _add_slices(tensors, one.name, TensorEntry(one.dtype, one.shape, (stored,)))
         shared = dict(snapshot.shared) if snapshot.is_part else {}
-        return _Receipt("", (DataFile(name, self._staged.num_bytes),), tensors, dict(snapshot.own), shared)
+        return _Receipt("", self._staged.num_bytes, self._staged.checksums(), dict(snapshot.own), shared)
 
     def _moving(self, pieces: Iterable[memoryview]) -> Iterator[memoryview]:
         """Passes bytes on and notes the time."""
@@ -235,13 +225,13 @@ class Saver:
             yield piece
             self._moved_at_s = time.monotonic()
 
-    def _commit(self, snapshot: Snapshot, receipts: list[_Receipt]) -> str:
+    def _commit(self, snapshot: Snapshot, receipts: Sequence[_Receipt]) -> str:
         """Make a checkpoint of what all workers have written; returns what went wrong, with nothing left of it."""
         folder = folder_name(snapshot.step)
         failed = [rank for rank, one in enumerate(receipts) if one.problem]
         try:
             if not failed:
-                manifest = _manifest(snapshot, receipts)
+                manifest = self._manifest(snapshot, receipts)
                 self._storage.write(f"{folder}/{MANIFEST_FILE}", [manifest.dump()])
                 self._tidy(folder, manifest)
                 return ""
@@ -249,23 +239,49 @@ class Saver:
         except Exception as problem:  # the others wait for this worker
             reason = _reason(problem)
         with contextlib.suppress(OSError):
-            if folder in sort_folders(self._storage)[1]:
+            if MANIFEST_FILE not in self._storage.names(folder):
                 self._storage.remove(folder)
         return reason
+
+    def _manifest(self, snapshot: Snapshot, receipts: Sequence[_Receipt]) -> Manifest:
+        assert self._plan is not None
+        values = dict(snapshot.shared)
+        tensors: dict[str, TensorEntry] = {}
+        chunks: dict[str, list[StoredSlice]] = {}
+        for rank, (receipt, slices) in enumerate(zip(receipts, self._plan.slices, strict=True)):
+            values = _merged(values, receipt.shared)
+            for key, one in slices.items():
+                stored = StoredSlice(
+                    one.place.offsets, one.place.sizes, self._file_name(rank), key, receipt.checksums[key]
+                )
+                chunks.setdefault(one.name, []).append(stored)
+                tensors[one.name] = TensorEntry(one.dtype, one.shape, ())
+        return Manifest(
+            step=snapshot.step,
+            world_size=len(receipts),
+            saved_at=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
+            versions={"paceline": __version__, "torch": str(torch.__version__)},
+            job=snapshot.job,
+            values=values,
+            workers=tuple(receipt.own for receipt in receipts),
+            files=tuple(DataFile(self._file_name(rank), one.num_bytes) for rank, one in enumerate(receipts)),
+            tensors={name: replace(entry, chunks=tuple(chunks[name])) for name, entry in tensors.items()},
+        )
 
     def _tidy(self, folder: str, manifest: Manifest) -> None:
         """Clean up after a complete checkpoint; a failure here must not undo it."""
         if self._is_rescue:
             return
-        replaced = [file for one in self._known if one.name == folder for file in one.files]
-        self._known = [one for one in self._known if one.name != folder] + [facts_of(folder, manifest)]
-        keep = wanted(self._known, self._spec)
+        new = KnownCheckpoint(folder, manifest.saved_at_s, manifest.metrics)
+        self._known = [one for one in self._known if one.name != folder] + [new]
+        keep, files = wanted(self._known, self._spec), {file.name for file in manifest.files}
         try:
-            for file in replaced:
-                self._storage.remove(f"{folder}/{file}")
+            for file in self._storage.names(folder):
+                if file.startswith("worker-") and file not in files:  # of an earlier attempt
+                    self._storage.remove(f"{folder}/{file}")
             self._storage.write(LATEST_FILE, [f"{folder}\n".encode()])
             for one in [one for one in self._known if one.name not in keep]:
-                discard(self._storage, one.name)
+                self._storage.discard(one.name)
                 self._known.remove(one)
             if (best := best_of(self._known, self._spec)) is not None:
                 self._storage.write(BEST_FILE, [f"{best}\n".encode()])
@@ -290,32 +306,6 @@ def _reason(problem: Exception) -> str:
     if not isinstance(problem, OSError | PacelineError):  # a bug keeps its traceback
         traceback.print_exc()
     return reason_of(problem) or type(problem).__name__
-
-
-def _manifest(snapshot: Snapshot, receipts: Sequence[_Receipt]) -> Manifest:
-    values = dict(snapshot.shared)
-    tensors: dict[str, TensorEntry] = {}
-    for receipt in receipts:
-        values = _merged(values, receipt.shared)
-        for name, entry in receipt.tensors.items():
-            _add_slices(tensors, name, entry)
-    return Manifest(
-        step=snapshot.step,
-        world_size=len(receipts),
-        saved_at=f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
-        versions={"paceline": __version__, "torch": str(torch.__version__)},
-        job=snapshot.job,
-        values=values,
-        workers=tuple(receipt.values for receipt in receipts),
-        files=tuple(file for receipt in receipts for file in receipt.files),
-        tensors=tensors,
-    )
-
-
-def _add_slices(tensors: dict[str, TensorEntry], name: str, entry: TensorEntry) -> None:
-    """Add an entry, or its slices to those of the entry of this name."""
-    known = tensors.get(name, replace(entry, chunks=()))
-    tensors[name] = replace(known, chunks=known.chunks + entry.chunks)
 
 
 def _merged(some: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:

@@ -1,29 +1,49 @@
-"""The storage of checkpoints: a folder of a local or shared file system, or an address such as s3://bucket/run."""
+"""Where checkpoints are: a folder of a local or shared file system, or an address such as s3://bucket/run."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
+from paceline.checkpoint.format import MANIFEST_FILE
 from paceline.errors import CheckpointError
 from paceline.regular_files import make_durable, make_run_folder, run_file_mode, write_file
 
 Piece = bytes | bytearray | memoryview
+
+IN_RUN_FOLDER = "checkpoints"
+"""The folder of checkpoints in a run folder."""
+
+LATEST_FILE, BEST_FILE = "latest", "best"
+"""Name the newest checkpoint, and the best by `keep_best`, for people and scripts; what is resumed from does not rely
+on them."""
+
+_FOLDER_NAME = re.compile(r"step-([0-9]{8,18})")
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(folder: str) -> int | None:
+    """The step in the name of a checkpoint's folder; None for other names."""
+    return int(found[1]) if (found := _FOLDER_NAME.fullmatch(folder)) else None
 
 
 class Storage:
     """Named files in named folders, one level deep ("step-00000012/manifest.json"), and files beside them, wherever
     fsspec finds them. Whatever goes wrong raises `OSError`, as it does for plain files."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str | Path) -> None:
         """Raises `CheckpointError` for an address that this installation cannot reach."""
-        self.address = address
+        self.address = str(address)
         try:
-            self._files, root = fsspec.core.url_to_fs(address)
+            self._files, root = fsspec.core.url_to_fs(self.address)
         except (ImportError, ValueError) as problem:
             raise CheckpointError(f"Checkpoints cannot be kept at {address}: {problem}.") from None
         self._root = root.rstrip("/")
@@ -62,10 +82,23 @@ class Storage:
         inside = [(name, kind) for name, kind in found if name.strip("/") != path.strip("/")]
         return sorted(name.rpartition("/")[2] + "/" * (kind == "directory") for name, kind in inside)
 
+    def checkpoints(self) -> dict[str, bool]:
+        """The folders with the name of a checkpoint, oldest first, and whether each is complete, good or damaged. Into
+        others a process writes now, or it ended while it wrote or deleted. Folders of other names are ignored."""
+        folders = [name.rstrip("/") for name in self.names() if name.endswith("/")]
+        steps = sorted((step, name) for name in folders if (step := step_of(name)) is not None)
+        return {name: MANIFEST_FILE in self.names(name) for _, name in steps}
+
     def remove(self, name: str) -> None:
         """Delete a file, or a folder with all that is in it; nothing happens where there is none."""
         with _as_os_error(), contextlib.suppress(FileNotFoundError):
             self._files.rm(self._path(name), recursive=True)
+
+    def discard(self, checkpoint: str) -> None:
+        """Remove a checkpoint, finished or not."""
+        # Without its manifest it is no checkpoint any more, whatever happens next.
+        self.remove(f"{checkpoint}/{MANIFEST_FILE}")
+        self.remove(checkpoint)
 
     def claim(self, folder: str) -> bool:
         """Make a folder; returns whether this call made it, and no other process. Stores of objects have no folders:
@@ -93,6 +126,28 @@ def _as_os_error() -> Iterator[None]:
         raise OSError(f"{type(problem).__name__}: {problem}") from problem
 
 
-def open_storage(address: str | Path) -> Storage:
-    """The storage at a path or an address. Raises `CheckpointError` as `Storage` does."""
-    return Storage(str(address))
+def find_storage(address: str) -> tuple[Storage, str | None]:
+    """The storage that a user means by a run folder, a folder of checkpoints, or one checkpoint, as a path or an
+    address; the name of the checkpoint, None: all of them.
+
+    Raises:
+        CheckpointError: there is nothing at that address.
+        OSError: the address cannot be read.
+    """
+    storage = Storage(address)
+    names = storage.names()
+    if MANIFEST_FILE in names:
+        folder, name = split_address(address)
+        return Storage(folder), name
+    if f"{IN_RUN_FOLDER}/" in names and not storage.checkpoints():
+        return Storage(f"{address.rstrip('/')}/{IN_RUN_FOLDER}"), None
+    if not names:
+        raise CheckpointError(f"There is no folder '{address}', or there is nothing in it.")
+    return storage, None
+
+
+def split_address(address: str) -> tuple[str, str]:
+    """The parent folder, and the name in it."""
+    path = address if "://" in address else str(Path(address).resolve())  # "." and ".." are no names
+    folder, _, name = path.rstrip("/").rpartition("/")
+    return folder or "/", name

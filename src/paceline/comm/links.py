@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import overload
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from paceline.comm.wire import FLOAT32, WireFormat
 from paceline.object_collectives import all_gather_objects
-from paceline.process_groups import open_group
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,36 @@ def open_node_group(
     node = next(node for node in nodes if rank in node)
     global_ranks = dist.get_process_group_ranks(group)
     return open_group([global_ranks[member] for member in node], timeout_s)
+
+
+def open_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup | None:
+    """Open a group of some workers; a collective of all workers of the run, each with the group that it will be in.
+
+    Groups must not overlap. Torch's `new_group(use_local_synchronization=True)` asks less of workers outside, but NCCL,
+    which splits the communicator of all workers, then waits for these for ever.
+
+    Args:
+        ranks: the ranks in the run of the workers of this worker's group; this worker alone: it needs none.
+
+    Returns:
+        The group, in which workers have the order of their ranks; None for a worker alone.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    groups = sorted({tuple(sorted(one)) for one in all_gather_objects(list(ranks), world)})
+    if sum(map(len, groups)) != dist.get_world_size():
+        raise ValueError(f"workers want groups that overlap: {groups}")
+    timeout = timedelta(seconds=timeout_s)
+    if all(len(members) == 1 for members in groups):
+        return None
+    if world.bound_device_id is not None:
+        # One call for all groups. Workers alone get one, too: torch names groups by how many a worker has.
+        opened = dist.split_group(split_ranks=[list(members) for members in groups], timeout=timeout)
+    else:
+        # Everybody takes part in the making of every group, in one order.
+        made = [dist.new_group(list(members), timeout=timeout) for members in groups if len(members) > 1]
+        opened = next((one for one in made if isinstance(one, dist.ProcessGroup)), None)
+    return opened if len(ranks) > 1 else None
 
 
 def node_of_every_rank(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:

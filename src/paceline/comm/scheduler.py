@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline import env
 from paceline.comm.fingerprint import CollectiveCall, check_agreement
 from paceline.heartbeat import Heartbeat
 
@@ -61,7 +60,7 @@ class Scheduler:
         self._error: BaseException | None = None
         self._step = 0
         self._sequence = 0
-        self._heartbeat = Heartbeat(env.path(env.HEARTBEAT))
+        self._heartbeat = Heartbeat()
         self._thread: threading.Thread | None = None
         if blocks_caller(device):
             # A daemon: a collective that waits for a dead peer must not keep this process alive.
@@ -135,7 +134,7 @@ class Scheduler:
     def _do(self, task: _Task) -> None:
         if self._stream is not None and task.ready is not None:
             self._stream.wait_event(task.ready)
-        with self._heartbeat.inside("paceline", str(task.call)):
+        with self._heartbeat.inside(str(task.call)):
             if task.is_checked:
                 check_agreement(task.call, self._group, self._device)
             task.work()

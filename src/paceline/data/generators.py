@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from paceline.own_generators import RandomGenerator
+RandomGenerator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+"""A generator that a script has of its own."""
 
 _DEEPEST, _LONGEST = 6, 64
 """Levels of attributes that are looked through, and entries of a list; a longer one is a list of samples."""
@@ -81,3 +82,22 @@ def seed_generators(generators: list[RandomGenerator], seed: int) -> None:
             generator.bit_generator.state = type(generator.bit_generator)(own).state
         else:
             generator.seed(own % 2**32)
+
+
+def full_state(generator: RandomGenerator) -> Any:
+    """What `set_state` goes back to."""
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def set_state(generator: RandomGenerator, state: Any) -> None:
+    """Have a generator go on from where `full_state` found it."""
+    if isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from paceline import data, env, models
-from paceline.checkpoint import open_storage, save_weights
+from paceline.checkpoint.load import save_weights
+from paceline.checkpoint.storage import Storage
 from paceline.data import ArraySet
 from paceline.data.order import ShuffledOrder
 from paceline.measure.load import LoadMeter, most_disturbed
@@ -300,7 +301,7 @@ def time_checkpoint(run: Run, folder: Path, limit_s: float) -> float:
     path = folder / "probe.safetensors"
 
     def write() -> None:
-        save_weights(run.model.state_dict(), open_storage(path.parent), path.name)
+        save_weights(run.model.state_dict(), Storage(path.parent), path.name)
         for place in (path, folder):
             descriptor = os.open(place, os.O_RDONLY)
             try:

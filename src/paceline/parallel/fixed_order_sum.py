@@ -17,7 +17,6 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
-from paceline import env
 from paceline.comm.fixed_tree import TreeSum
 from paceline.comm.links import Links, message_links
 from paceline.comm.tree_exact import tree_all_reduce
@@ -68,7 +67,7 @@ class FixedOrderSum:
 
     def __init__(self, layout: Whole) -> None:
         self._layout = layout
-        self._heartbeat = Heartbeat(env.path(env.HEARTBEAT))
+        self._heartbeat = Heartbeat()
         self._links: Links | None = None
         if layout.data is not None:
             self._links = message_links(layout.data, layout.device)
@@ -216,5 +215,5 @@ class FixedOrderSum:
     def _sum_over_workers(self, tree: TreeSum, empty: Tensor) -> Tensor:
         """The sum of all workers' partial sums; `empty` is a place for it."""
         # It goes by messages, which are no collective that torch could tell the launcher about.
-        with self._heartbeat.inside("paceline", "the sum of gradients over workers"):
+        with self._heartbeat.inside("the sum of gradients over workers"):
             return tree_all_reduce(tree.partials, self._step.assignment.shards_of_rank, empty, self._links)

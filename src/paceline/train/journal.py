@@ -17,7 +17,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from paceline import __version__, env
-from paceline.checkpoint.location import IN_RUN_FOLDER
+from paceline.checkpoint.storage import IN_RUN_FOLDER
 from paceline.spec import EpochRecord, RunRecord
 from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, from_mapping, to_mapping
 from paceline.train.callbacks import Callback, Training, best_evaluation

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from paceline import data, models
-from paceline.checkpoint import open_storage, save_weights
+from paceline.checkpoint.load import save_weights
+from paceline.checkpoint.storage import Storage
 from paceline.data import ArraySet
 from paceline.errors import CheckpointError, file_problems
 from paceline.regular_files import run_file_mode
@@ -79,7 +80,7 @@ def train(
                 what = f"The run is trained, but its folder {output.run_dir} cannot be written to"
                 with file_problems(what, CheckpointError, "its checkpoints are what is left of it"):
                     if weights is not None:
-                        save_weights(weights, open_storage(output.run_dir), "model.safetensors")
+                        save_weights(weights, Storage(output.run_dir), "model.safetensors")
                     record.save(output.run_dir / RECORD_FILE, run_file_mode())
         return record
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
-from paceline.checkpoint import Loaded
+from paceline.checkpoint.load import Loaded
 from paceline.containers import to_device
 from paceline.dtensor_type import local_shard
 from paceline.errors import CheckpointError, ModelError

@@ -71,17 +71,15 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
     if facts.world_size == 1:
         return World(facts, device, None)
     timeout = timedelta(seconds=plan.timeout_s)
-    heartbeat = Heartbeat(env.path(env.HEARTBEAT))
-    heartbeat.enter("paceline", RENDEZVOUS)
-    dist.init_process_group(
-        plan.backend,
-        init_method=facts.init_method,
-        rank=facts.rank,
-        world_size=facts.world_size,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,
-    )
-    heartbeat.leave("paceline")
+    with Heartbeat().inside(RENDEZVOUS):
+        dist.init_process_group(
+            plan.backend,
+            init_method=facts.init_method,
+            rank=facts.rank,
+            world_size=facts.world_size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
     begin_watch(facts, plan.timeout_s)
     atexit.register(leave)
     return World(facts, device, dist.group.WORLD)

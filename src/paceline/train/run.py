@@ -102,7 +102,7 @@ class Run:
         self._resume_from: dict[str, Any] = {"checkpoint_address": checkpoint_address, "force": force}
         self._has_read_batches = False
         self._averages: list[tuple[AveragedModel, Trained]] = []
-        self._heartbeat = Heartbeat(env.path(env.HEARTBEAT))
+        self._heartbeat = Heartbeat()
         self._heartbeat.step(0)
         trace_dir = env.path(env.TRACE_DIR)
         self._tracer = None if trace_dir is None else ParityTracer(trace_dir, self.rank, job, self.mesh)

@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint import Snapshot, newest_that, read_state
-from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.format import Manifest
+from paceline.checkpoint.load import newest_that, read_state
+from paceline.checkpoint.save import Snapshot
 from paceline.checkpoint.storage import Storage
+from paceline.data.generators import RandomGenerator, full_state, set_state
 from paceline.errors import CheckpointError, JobError, reason_of, shortened, shown
-from paceline.own_generators import RandomGenerator, full_state, set_state
 from paceline.spec import Job
 from paceline.spec.job import differences
 from paceline.train.data_progress import DataProgress

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from paceline.checkpoint import Saver, open_storage
-from paceline.checkpoint.load import folder_name
+from paceline.checkpoint.save import Saver
+from paceline.checkpoint.storage import Storage, folder_name
 from paceline.data import random_streams
 from paceline.data.counter_random import key
 from paceline.errors import PeerLost
@@ -240,7 +240,7 @@ class Session:
         if checkpoint_address is None:
             return
         state = self.state
-        storage = open_storage(checkpoint_address)
+        storage = Storage(checkpoint_address)
         if storage.folder is not None:
             if self._watch is not None:  # reports go there, unless the launcher has named a folder
                 self._watch.folder = self._watch.folder or storage.folder
@@ -377,7 +377,7 @@ class Session:
 
     def _receive(self) -> list[float]:
         """Receive the status of all workers and save if they ask for it; returns the times of their last steps."""
-        with self.heartbeat.inside("paceline", "the exchange of all workers' requests"):
+        with self.heartbeat.inside("the exchange of all workers' requests"):
             requests, own_times_s = self._status_exchange.received()
         if self._saver is not None and self._signals is not None:
             self._save_as_asked(self._saver, self._signals, requests)
@@ -432,7 +432,7 @@ class Session:
         """Wait until all workers are here. Where one is elsewhere, that is a hang, whose report says where each of them
         is; collectives of different sizes would end the process instead."""
         if self._group is not None:
-            with self.heartbeat.inside("paceline", f"{what}, which all workers have to call,"):
+            with self.heartbeat.inside(f"{what}, which all workers have to call,"):
                 dist.monitored_barrier(self._group)
 
     def check_peers(self, *, has_waited: bool = False) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.checkpoint import Loaded, Stored
+from paceline.checkpoint.load import Loaded, Stored
 from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
 from paceline.errors import CheckpointError, ModelError
 from paceline.parallel import Companion, Engine

@@ -73,7 +73,7 @@ class Watch:
         """
         self._facts = facts
         self._hostname = socket.gethostname()
-        self._heartbeat = Heartbeat(None)
+        self._heartbeat = Heartbeat()
         self._hang_timeout_s = env.seconds(env.HANG_TIMEOUT) or HANG_TIMEOUT_S
         self._first_timeout_s = env.seconds(env.HANG_TIMEOUT) or timeout_s
         self._clock = WatchClock(self._hang_timeout_s)

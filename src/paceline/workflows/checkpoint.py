@@ -128,7 +128,7 @@ def prune(
     with open_checkpoints(place) as (storage, names):
         if keep_best is not None:
             _check_metric(storage, names, keep_best)
-        return retention.sort_out(storage, spec) if dry_run else retention.prune(storage, spec)
+        return retention.prune(storage, spec, dry_run=dry_run)
 
 
 @checked
@@ -146,17 +146,17 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
     Raises:
         CheckpointError: there is none that can be used, the file is there already, or a storage fails.
     """
-    from paceline.checkpoint import newest_that, open_storage, read_weights, save_weights
-    from paceline.checkpoint.location import find_location, split_address
+    from paceline.checkpoint.load import newest_that, read_weights, save_weights
+    from paceline.checkpoint.storage import Storage, find_storage, split_address
 
     checkpoint, target = str(checkpoint), str(target)
     folder, file = split_address(target)
     with file_problems(f"{target} cannot be read", CheckpointError):
-        beside = open_storage(folder)
+        beside = Storage(folder)
         if not force and file in beside.names():
             raise CheckpointError(f"{target} is there already; choose another name, or replace it with force = True.")
     with file_problems(f"{checkpoint} cannot be read", CheckpointError):
-        storage, name = find_location(checkpoint)
+        storage, name = find_storage(checkpoint)
         if name is None:
             found, problems = newest_that(lambda name: (name, *read_weights(storage, name)), storage)
             for problem in problems:
@@ -181,12 +181,11 @@ def open_checkpoints(place: Path | str) -> Iterator[tuple[Storage, list[str]]]:
     Raises:
         CheckpointError: there are none, or the storage fails.
     """
-    from paceline.checkpoint.load import list_folders
-    from paceline.checkpoint.location import find_location
+    from paceline.checkpoint.storage import find_storage
 
     with file_problems(f"{place} cannot be read", CheckpointError):
-        storage, name = find_location(str(place))
-        names = list_folders(storage) if name is None else [name]
+        storage, name = find_storage(str(place))
+        names = list(storage.checkpoints()) if name is None else [name]
         if not names:
             raise CheckpointError(f"There is no checkpoint in '{storage.address}'.")
         yield storage, names
@@ -204,10 +203,10 @@ def _check_metric(storage: Storage, names: Iterable[str], metric: str) -> None:
 
 def _state(storage: Storage, name: str, *, is_verified: bool = False) -> CheckpointState:
     """What the manifest of a checkpoint says; `is_verified`: what every byte of it does."""
-    from paceline.checkpoint import verify_checkpoint
-    from paceline.checkpoint.load import is_complete, read_manifest
+    from paceline.checkpoint.format import MANIFEST_FILE
+    from paceline.checkpoint.load import read_manifest, verify_checkpoint
 
-    if not is_complete(storage, name):
+    if MANIFEST_FILE not in storage.names(name):
         return CheckpointState(name, "unfinished")
     try:
         manifest = verify_checkpoint(storage, name) if is_verified else read_manifest(storage, name)

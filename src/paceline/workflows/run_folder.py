@@ -14,12 +14,15 @@ from pathlib import Path
 
 from paceline.errors import LaunchError, PacelineError, file_problems
 from paceline.folder_lock import check_free
-from paceline.regular_files import STALE_VIEW_S, make_run_folder, run_file_mode
+from paceline.regular_files import make_run_folder, run_file_mode
 from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.job import JOB_FILE, differences
 from paceline.spec.plan import LIMIT_FILE, PLAN_FILE, RunLimit
 from paceline.spec.record import RECORD_FILE
 from paceline.words import number_of
+
+STALE_VIEW_S = 60.0
+"""For at most this long a node takes the old content of a shared file for the present one, or believes it absent."""
 
 NO_LIMIT = RunLimit()
 """A run that ends with its epochs."""

@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import paceline
-from paceline.checkpoint import Saver, Snapshot, open_storage, read_state
-from paceline.checkpoint.manifest import Slice
-from paceline.checkpoint.storage import Piece
+from paceline.checkpoint.format import Slice
+from paceline.checkpoint.load import read_state
+from paceline.checkpoint.save import Saver, Snapshot
+from paceline.checkpoint.storage import Piece, Storage
 from paceline.errors import CheckpointError
 from paceline.spec.job import CheckpointSpec
 from tests.kit.workers import join_world, run_ranks
@@ -142,7 +143,7 @@ def _save_a_step_again(path: Path) -> None:
     group = join_world(60)
     rank = torch.distributed.get_rank()
     said: list[str] = []
-    saver = Saver(open_storage(path), CheckpointSpec(), group, said.append)
+    saver = Saver(Storage(path), CheckpointSpec(), group, said.append)
     for value in (1.0, 2.0):
         shared = {"model": {"a": torch.full((10,), value), "b": torch.full((10,), value)}}
         saver.begin(Snapshot(5, {}, shared, {"own": value + rank}))
@@ -154,7 +155,7 @@ def test_a_step_that_is_saved_again_replaces_the_checkpoint_by_files_of_other_na
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_ranks(_save_a_step_again, 2, tmp_path)
-    manifest, (shared, owns) = read_state(open_storage(tmp_path), "step-00000005", None, lambda *both: both)
+    manifest, (shared, owns) = read_state(Storage(tmp_path), "step-00000005", None, lambda *both: both)
     assert shared["model"]["a"].tolist() == shared["model"]["b"].tolist() == [2.0] * 10
     assert [own["own"] for own in owns] == [2.0, 3.0]
     files = {path.name for path in (tmp_path / "step-00000005").iterdir()}
@@ -165,7 +166,7 @@ def _save_where_rank_1_cannot(path: Path) -> None:
     group = join_world(60)
     rank = torch.distributed.get_rank()
     said: list[str] = []
-    storage = open_storage(path)
+    storage = Storage(path)
     if rank == 1:
         storage.write = _no_space  # type: ignore[method-assign, assignment]
     saver = Saver(storage, CheckpointSpec(), group, said.append)
@@ -187,14 +188,14 @@ def test_all_workers_learn_that_one_could_not_write(tmp_path: Path) -> None:
 
 def test_large_tensors_are_written_in_slices_of_rows_that_safetensors_reads(tmp_path: Path) -> None:
     weight = torch.arange(9 << 20, dtype=torch.float32).view(9, -1)  # 36 MiB
-    saver = Saver(open_storage(tmp_path), CheckpointSpec(), None, print)
+    saver = Saver(Storage(tmp_path), CheckpointSpec(), None, print)
     saver.begin(Snapshot(1, {}, {"weight": weight, "count": torch.tensor(3)}, {}))
     saver.wait()
     (file,) = (tmp_path / "step-00000001").glob("*.safetensors")
     found = load_file(file)
     rows = [found[f"weight@{start},0"] for start in range(0, 9, 4)]
     assert torch.equal(torch.cat(rows), weight) and found["count"] == 3
-    _, read = read_state(open_storage(tmp_path), "step-00000001", None, lambda shared, _: shared["weight"])
+    _, read = read_state(Storage(tmp_path), "step-00000001", None, lambda shared, _: shared["weight"])
     assert torch.equal(read, weight)
 
 

@@ -81,7 +81,6 @@ def test_all_workers_of_a_step_derive_one_rendezvous_and_another_step_another() 
         ({"RANK": "-1", "WORLD_SIZE": "2"}, ["rank -1"]),
         ({"RANK": "x", "WORLD_SIZE": "2"}, ["RANK", "'x'"]),
         ({"RANK": "0", "WORLD_SIZE": ""}, ["WORLD_SIZE", "''"]),
-        ({"OMPI_COMM_WORLD_RANK": "0"}, ["OMPI_COMM_WORLD_SIZE", "missing"]),
         (OMPI | {"OMPI_COMM_WORLD_SIZE": "4"}, ["MASTER_ADDR"]),
         (SLURM | {"SLURM_NODEID": "2"}, ["SLURM_STEP_TASKS_PER_NODE", "2"]),
     ],

@@ -75,7 +75,7 @@ class Calls:
         for rank, call in calls.items():
             if rank != self._rank:
                 with self._lost_if_unreachable(rank):
-                    send_object(call, self._group, rank, _REQUEST, self._timeout_s)
+                    send_object(call, self._group, rank, self._classes, _REQUEST, self._timeout_s)
         return [self._answer_of(rank, *call) for rank, call in calls.items()]
 
     def close(self, servers: Sequence[int], *, is_abandoned: bool) -> None:
@@ -89,7 +89,7 @@ class Calls:
         for rank in servers:
             if rank != self._rank:
                 with contextlib.suppress(RuntimeError):  # it is gone
-                    send_object((_LEAVE,), self._group, rank, _REQUEST, _FAREWELL_S)
+                    send_object((_LEAVE,), self._group, rank, (), _REQUEST, _FAREWELL_S)
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
@@ -124,7 +124,7 @@ class Calls:
                         answer = (_RESULT, self._handlers[name](*arguments))
                     except Exception:
                         answer = (_ERROR, traceback.format_exc())
-                send_object(answer, self._group, rank, _ANSWER)
+                send_object(answer, self._group, rank, self._classes, _ANSWER)
         self._on_leave(rank)
 
 

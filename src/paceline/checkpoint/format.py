@@ -13,18 +13,37 @@ import json
 import math
 import operator
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Self
 
+import torch
+
 from paceline.errors import CheckpointError, JobError
-from paceline.spec.codec import NOT_NEGATIVE, from_mapping, to_mapping
+from paceline.nested_values import unflatten
+from paceline.spec.codec import NOT_NEGATIVE, POSITIVE, from_mapping, to_mapping
 
 FORMAT = 2
-"""Raised when older programs could not read what is written. Format 1 had a checksum for each file."""
+"""Raised when older programs could not read what is written."""
 
 MANIFEST_FILE = "manifest.json"
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The data types by their names in the safetensors format."""
 
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 """The names that files may have, so that no manifest can make a reader leave its folder."""
@@ -40,8 +59,6 @@ class DataFile:
 
     name: str
     num_bytes: int = field(metadata=NOT_NEGATIVE)
-    crc32: str = ""
-    """Of the whole file, in format 1; eight hexadecimal digits."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +92,8 @@ class StoredSlice(Slice):
     file: str
     key: str
     """Its name in that file."""
-    crc32: str = ""
-    """Of its bytes; eight hexadecimal digits. Empty in format 1."""
+    crc32: str
+    """Of its bytes; eight hexadecimal digits."""
 
 
 @dataclass(frozen=True)
@@ -88,13 +105,26 @@ class TensorEntry:
     shape: tuple[int, ...]
     chunks: tuple[StoredSlice, ...]
 
+    def is_covered(self) -> bool:
+        """Whether a tensor can have this shape, and its slices lie in it and hold as many values as it has."""
+        sizes = [max(size, 1) for size in self.shape]
+        if len(sizes) > _MOST_DIMENSIONS or min(self.shape, default=0) < 0 or math.prod(sizes) > _MOST_NUMBERS:
+            return False
+        for chunk in self.chunks:
+            if not len(chunk.offsets) == len(chunk.sizes) == len(sizes):
+                return False
+            places = zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
+            if any(offset < 0 or size < 0 or offset + size > length for offset, size, length in places):
+                return False
+        return sum(math.prod(chunk.sizes) for chunk in self.chunks) == math.prod(self.shape)
+
 
 @dataclass(frozen=True)
 class Manifest:
     """Everything about a checkpoint but the numbers in its tensors."""
 
-    step: int
-    world_size: int
+    step: int = field(metadata=NOT_NEGATIVE)
+    world_size: int = field(metadata=POSITIVE)
     """Workers that saved it; any number may load it."""
     saved_at: str
     """UTC, as in 2031-04-05T06:07:08Z."""
@@ -103,7 +133,7 @@ class Manifest:
     job: dict[str, Any]
     """What was trained."""
     values: dict[str, Any]
-    """All state but tensors; see `state_tree`."""
+    """All state but tensors; see `nested_values`."""
     workers: tuple[dict[str, Any], ...] = ()
     """For each worker, the part of `values` in which workers differ."""
     files: tuple[DataFile, ...] = ()
@@ -120,7 +150,7 @@ class Manifest:
         """The manifest in a file's content.
 
         Raises:
-            CheckpointError: it is damaged, or of a newer format; says which.
+            CheckpointError: it is damaged, of another format, or contradicts itself; says which.
         """
         body: Any = None
         try:
@@ -131,14 +161,13 @@ class Manifest:
             is_whole = False
         if not is_whole:
             raise CheckpointError(f"{MANIFEST_FILE} is damaged")
-        if body.get("format") not in range(1, FORMAT + 1):
-            raise CheckpointError(f"it has format {body.get('format')!r}, and this release reads up to {FORMAT}")
+        if body.get("format") != FORMAT:
+            raise CheckpointError(f"it has format {body.get('format')!r}, and this release reads format {FORMAT}")
         try:
             manifest = from_mapping(cls, body)
-        except JobError as problem:
+            manifest._check()
+        except (JobError, ValueError, OverflowError, OSError) as problem:
             raise CheckpointError(f"{MANIFEST_FILE} is not what a manifest should be: {problem}") from None
-        for flaw in manifest._flaws():
-            raise CheckpointError(f"{MANIFEST_FILE} is not what a manifest should be: {flaw}")
         return manifest
 
     @property
@@ -158,45 +187,28 @@ class Manifest:
         entries = metrics.items() if isinstance(metrics, dict) else ()
         return {name: float(value) for name, value in entries if isinstance(value, int | float)}
 
-    def _flaws(self) -> Iterator[str]:
-        """What contradicts itself in the manifest, which a correct checksum does not rule out."""
-        if self.step < 0 or self.world_size < 1 or self.world_size != len(self.workers):
-            yield f"step {self.step} of {self.world_size} workers, {len(self.workers)} of them listed"
-        try:
-            _ = self.saved_at_s
-        except (ValueError, OverflowError, OSError):
-            yield f"{self.saved_at!r} is no time"
-        names = [file.name for file in self.files]
-        for name in names:
-            if not _PLAIN_NAME.fullmatch(name):
-                yield f"it names a file outside of the checkpoint, {name!r}"
-        if len(set(names)) < len(names):
-            yield "it lists a file twice"
+    def _check(self) -> None:
+        """Raise `ValueError` where the manifest contradicts itself, which a correct checksum does not rule out."""
+        files = [file.name for file in self.files]
         chunks = [chunk for entry in self.tensors.values() for chunk in entry.chunks]
-        if len({(chunk.file, chunk.key) for chunk in chunks}) < len(chunks):
-            yield "it uses the same numbers twice"
-        if not {chunk.file for chunk in chunks} <= set(names):
-            yield "it names tensors in files that it does not list"
-        if self.format > 1 and not all(chunk.crc32 for chunk in chunks):
-            yield "it lacks a checksum"
+        _ = self.saved_at_s
+        flaws = {
+            f"{len(self.workers)} of {self.world_size} workers are listed": self.world_size != len(self.workers),
+            "it names a file outside of the checkpoint": not all(map(_PLAIN_NAME.fullmatch, files)),
+            "it lists a file twice": len(set(files)) < len(files),
+            "it names tensors in files that it does not list": not {chunk.file for chunk in chunks} <= set(files),
+            "it uses the same numbers twice": len({(chunk.file, chunk.key) for chunk in chunks}) < len(chunks),
+        }
         for name, entry in self.tensors.items():
-            if not _is_whole(entry):
-                yield f"the slices of '{name}' do not add up to it"
-
-
-def _is_whole(entry: TensorEntry) -> bool:
-    """Whether a tensor can have this shape, and its slices lie in it and hold as many values as it has."""
-    shape = entry.shape
-    sizes = [max(size, 1) for size in shape]
-    if len(shape) > _MOST_DIMENSIONS or min(shape, default=0) < 0 or math.prod(sizes) > _MOST_NUMBERS:
-        return False
-    for chunk in entry.chunks:
-        if not len(chunk.offsets) == len(chunk.sizes) == len(shape):
-            return False
-        slice = zip(chunk.offsets, chunk.sizes, shape, strict=True)
-        if any(offset < 0 or size < 0 or offset + size > length for offset, size, length in slice):
-            return False
-    return sum(math.prod(chunk.sizes) for chunk in entry.chunks) == math.prod(shape)
+            flaws[f"the slices of '{name}' do not add up to it"] = not entry.is_covered()
+            flaws[f"'{name}' has the dtype {entry.dtype!r}, which this release does not know"] = (
+                entry.dtype not in DTYPES
+            )
+        for flaw, is_there in flaws.items():
+            if is_there:
+                raise ValueError(flaw)
+        for values in (self.values, *self.workers):
+            unflatten(values, self.tensors.__getitem__)
 
 
 def _canonical(body: Mapping[str, Any]) -> bytes:
