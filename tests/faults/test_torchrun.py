@@ -28,7 +28,7 @@ train()
         pytest.param(replace(EXCEPTION, causes=("exception",)), id="an exception", marks=pytest.mark.nightly),
         pytest.param(replace(SIGKILL, causes=("peer_lost",)), id="SIGKILL"),
         pytest.param(
-            Fault("park()", 1, ("rank 0 has waited", "in fault"), ("hung",)), id="a hang", marks=pytest.mark.nightly
+            Fault("park()", 1, ("waiting: rank 0", "in fault"), ("hung",)), id="a hang", marks=pytest.mark.nightly
         ),
     ],
 )

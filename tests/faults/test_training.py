@@ -26,8 +26,8 @@ FAULTS = {
     "os._exit": Fault("os._exit(3)", 3, ("exit code 3",), ("exit",)),
     "SIGKILL": SIGKILL,
     "SIGSEGV": Fault("import ctypes; ctypes.string_at(0)", 139, ("SIGSEGV", "in fault"), ("signal",)),
-    "a hang": Fault(STUCK_IN_PYTHON, 1, ("in fault", "rank 0 has waited"), ("hung",)),
-    "a stop": Fault("os.kill(os.getpid(), signal.SIGSTOP)", 1, ("SIGSTOP", "rank 0 waits"), ("stopped",)),
+    "a hang": Fault(STUCK_IN_PYTHON, 1, ("in fault", "waiting: rank 0"), ("hung",)),
+    "a stop": Fault("os.kill(os.getpid(), signal.SIGSTOP)", 1, ("SIGSTOP", "waiting: rank 0"), ("stopped",)),
 }
 """What rank 1 does before its fourth step."""
 

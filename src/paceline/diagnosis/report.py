@@ -54,16 +54,16 @@ _TEXTS: dict[Cause, tuple[str, str]] = {
         "Look at why they ended; where none did, at the network between the nodes: `paceline doctor --hosts …`.",
     ),
     "hung": (
-        "{who} {hangs}{in_step}: {waiting} {have} waited for it for {seconds:.1f} s.",
+        "{who} {hangs}{in_step}, for {seconds:.1f} s; waiting: {waiting}.",
         "Look at the stack: a loop, a lock, a slow read, or code that only some ranks run before a collective; "
         "raise the hang timeout if that work is meant to take so long.",
     ),
     "stopped": (
-        "{who} has been stopped for {seconds:.1f} s (SIGSTOP){who_waits}.",
+        "{who} has been stopped (SIGSTOP) for {seconds:.1f} s; waiting: {waiting}.",
         "Somebody stopped the process (kill -STOP, Ctrl-Z, a debugger); kill -CONT {pid} lets one go on.",
     ),
     "mismatch": (
-        "{everybody} have waited for each other for {seconds:.1f} s: {doing}.",
+        "{who} have waited for each other for {seconds:.1f} s: {doing}.",
         "Compare the collectives: ranks in different ones took different branches, as by `if run.rank == 0: "
         "run.evaluate(…)` (debug_comm names the first difference); in the same one, data does not get through: "
         "`paceline doctor --hosts …`.",
@@ -215,17 +215,14 @@ def _of_ending(root: WorkerProcess, ended: Sequence[WorkerProcess], log: Path) -
 def describe_hang(hang: Hang, states: Sequence[WorkerState], stacks: dict[int, str], now: float) -> FailureReport:
     """The report of a hang; `stacks` are those of the culprits, by rank."""
     culprits = [state for state in states if state.rank in hang.culprits]
-    waiting = name_ranks(hang.waiting) if hang.waiting else ""
-    is_one = len(hang.waiting) == 1
     facts = {
-        "everybody": f"All {len(states)} workers" if len(hang.waiting) == len(states) else f"R{waiting[1:]}",
         "doing": culprits[0].doing,
         "seconds": hang.seconds,
-        "hangs": "hangs" if len(culprits) == 1 else f"and {name_ranks(hang.culprits[1:])} hang",
-        "waiting": waiting,
-        "have": "has" if is_one else "have",
-        "who_waits": f"; {waiting} {'waits' if is_one else 'wait'} for it" if waiting else "",
+        "waiting": name_ranks(hang.waiting) if hang.waiting else "nobody yet",
+        "hangs": "hangs" if len(culprits) == 1 else "hang",
     }
+    if len(culprits) > 1 and hang.kind != "stopped":
+        facts["who"] = f"{name_ranks(hang.culprits).capitalize()} of {len(states)}"
     return _report(
         hang.kind,
         culprits[0],

@@ -41,10 +41,6 @@ class LaunchOptions:
     run_dir: Path
     output: Output = "rank0"
     """Whose lines are shown: those of rank 0, or all, each with its rank in front; logs have everybody's."""
-    interface: str | None = None
-    """The network interface between nodes; None: on every node the one that leads to the first."""
-    hang_timeout_s: float | None = None
-    """How long workers of a `Run` may wait for another one; None: `diagnosis.hang.HANG_TIMEOUT_S`."""
     max_restarts: int = 0
     environ: Mapping[str, str] = field(default_factory=dict)
     """Variables for the workers over those of their node."""
@@ -158,10 +154,6 @@ def _variables(plan: Plan, options: LaunchOptions, launched_at: float) -> dict[s
         env.LAUNCHED_AT: repr(launched_at),
         env.OUTPUT: options.output,
     }
-    if options.hang_timeout_s is not None:
-        variables[env.HANG_TIMEOUT] = repr(options.hang_timeout_s)
-    if options.interface is not None:
-        variables |= dict.fromkeys(env.INTERFACE_VARIABLES, options.interface)
     if plan.debug_comm:
         # Not TORCH_DISTRIBUTED_DEBUG=DETAIL: torch 2.13 crashes with it in DistributedDataParallel over Gloo.
         variables |= {env.DEBUG_COMM: "1", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,COLL"}

@@ -125,10 +125,13 @@ class Allocation:
         return LaunchOptions(
             run_dir,
             output=output,
-            interface=self.where.interface,
-            hang_timeout_s=self.where.hang_timeout_s,
             max_restarts=max_restarts,
-            environ={**env.note(env.CONTAINER, self.where.container), **(environ or {})},
+            environ={
+                **env.note(env.CONTAINER, self.where.container),
+                **env.note(env.HANG_TIMEOUT, self.where.hang_timeout_s),
+                **(dict.fromkeys(env.INTERFACE_VARIABLES, self.where.interface) if self.where.interface else {}),
+                **(environ or {}),
+            },
             torchrun=tuple(torchrun),
         )
 
