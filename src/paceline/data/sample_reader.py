@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import functools
 import operator
+import signal
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, cast
 
@@ -99,9 +102,17 @@ def loader_settings(loading: Loading, num_processes: int, device: torch.device) 
         "generator": torch.Generator(),  # or the loader would draw from the caller's
     }
     if num_processes:
-        for name in ("worker_init_fn", "prefetch_factor", "timeout", "multiprocessing_context"):
+        for name in ("prefetch_factor", "timeout", "multiprocessing_context"):
             settings[name] = getattr(loading, name)
+        settings["worker_init_fn"] = functools.partial(_begin, loading.worker_init_fn)
     return settings
+
+
+def _begin(init: Callable[[int], Any] | None, number: int) -> None:
+    """In a new loader process: it ends with its worker, however that is killed and whatever blocks this process."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG of <linux/prctl.h>
+    if init is not None:
+        init(number)
 
 
 def loaded(loader: DataLoader[Any]) -> Iterator[Any]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import multiprocessing
 import random
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +30,8 @@ from torch.utils.data import (
 
 import paceline
 from paceline.errors import DataError
+from tests.kit.stage import is_alive
+from tests.kit.waiting import wait_until
 from tests.unit.data.reading import Numbers, collate, numbers_in, read_batches
 
 Draws = dict[int, list[float]]
@@ -336,3 +340,28 @@ def test_loader_processes_are_begun_by_the_given_function_and_end_with_the_epoch
     with pytest.raises(KeyError):
         read_batches(Raising(_bug), 4, list, num_workers=2)
     assert set(multiprocessing.active_children()) <= before
+
+
+ORPHANS = """
+import os, signal, threading
+import torch
+from paceline.data import Loading, SampleRequest, read_samples
+
+class Blocked(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        print(os.getpid(), flush=True)
+        os.kill(os.getppid(), signal.SIGKILL)
+        threading.Event().wait()
+
+request = SampleRequest((torch.arange(1).numpy(),))
+next(read_samples(Loading(Blocked(), num_workers=1), [request], seed=0, epoch=0, device=torch.device("cpu")))
+"""
+
+
+def test_loader_processes_end_with_a_worker_that_is_killed() -> None:
+    killed = subprocess.run([sys.executable, "-c", ORPHANS], capture_output=True, text=True, timeout=100)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    wait_until(lambda: not is_alive(int(killed.stdout)))
