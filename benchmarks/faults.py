@@ -1,6 +1,6 @@
 """Faults x launchers: what each launcher tells of a worker that fails, how it ends, and what is left.
 
-    python -m benchmarks.faults launch torchrun          # or srun, ssh, mpirun, ray; all, where none is named
+    python -m benchmarks.faults launch ray SIGKILL    # all launchers, or faults, where none is named
 
 Two workers train and save every second step; before its fourth step rank 1 fails, or the launcher gets a signal. The
 nodes of srun, ssh, mpirun and ray are namespaces of this machine. A table of Markdown: the cause that failure.json has,
@@ -179,16 +179,18 @@ def limit_memory(folder: Path) -> None:
     (folder / "limited").touch()
 
 
-def main(names: Sequence[str]) -> None:
+def main(words: Sequence[str]) -> None:
+    names = [word for word in words if word not in FAULTS] or ["launch", "torchrun", "srun", "ssh", "mpirun", "ray"]
+    faults = [word for word in words if word in FAULTS] or list(FAULTS)
     print("| launcher | fault | cause | rank | exit code | s | left | checkpoint |")
     print("|---|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as place, launchers(names, Path(place)) as starts:
         for name, start in starts.items():
-            for fault in FAULTS:
+            for fault in faults:
                 folder = Path(place, name, fault.replace(" ", "-"))
                 folder.mkdir(parents=True)
                 print(f"| {name} | {fault} | {' | '.join(cell(start, fault, folder))} |", flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["launch", "torchrun", "srun", "ssh", "mpirun", "ray"])
+    main(sys.argv[1:])
