@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,11 +117,6 @@ def _map(value: Any, convert: Callable[[Any], Any], opened: Open) -> Any:
     if container is None or all(new is old for new, old in zip(converted, container.values, strict=True)):
         return value
     return container.make(converted)
-
-
-def versions(some: Iterable[Tensor]) -> list[int]:
-    """How often each tensor has been changed in place, 0 where that is not counted."""
-    return [0 if one.is_inference() else one._version for one in some]
 
 
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:

@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
@@ -23,13 +22,7 @@ def local_shard(tensor: Tensor) -> Tensor:
     return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
 
 
-def shard_slice(like: DTensor, shape: torch.Size | None = None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The offsets of this worker's shard in the full tensor, and its sizes, along each dimension.
-
-    Args:
-        shape: of the full tensor, if it is another than that of `like` and divided like it.
-    """
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    sizes, offsets = compute_local_shape_and_global_offset(shape or like.shape, like.device_mesh, like.placements)
-    return tuple(offsets), tuple(sizes)
+def shard_slice(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The offsets of this worker's shard in the full tensor, and its sizes, along each dimension."""
+    (chunk,) = like.__create_chunk_list__()
+    return tuple(chunk.offsets), tuple(chunk.sizes)

@@ -80,6 +80,51 @@ def test_statistics_and_values_are_those_of_the_virtual_shards_on_any_number_of_
         assert all(found == expected for found in run_ranks(_moved_statistics, num_workers, parity))
 
 
+class _Masked(nn.Module):
+    """Layers without random numbers, and buffers: a constant one, a count and those of a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.norm, self.head = nn.BatchNorm1d(2), nn.Linear(2, 1)
+        self.register_buffer("mask", torch.tensor([1.0, 2.0]))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.count += 1
+        for layer in self.layers:
+            inputs = torch.tanh(layer(inputs))
+        output: Tensor = self.head(self.norm(inputs * self.mask))
+        return output
+
+
+def _compiled_after_prepare() -> list[Any]:
+    graphs, losses = [], []
+
+    def keep(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    def loss_fn(model: nn.Module, batch: Any) -> paceline.Mean:
+        return paceline.Mean(_squares(model, batch)[0], weight=len(batch[0]))
+
+    for is_compiled in (False, True):
+        with _init(epochs=4) as run:
+            run.prepare(model := _Masked(), _sgd(model.parameters()))
+            if is_compiled:
+                model.compile(backend=keep)
+            losses.append([float(run.step(batch, loss_fn)) for batch in run.batches(_pairs(), sampler=_in_order)])
+            losses[-1].append(float(model.count))
+    return [len(graphs), *losses]
+
+
+def test_a_model_that_is_compiled_in_place_is_compiled_once_and_learns_the_same() -> None:
+    ((num_graphs, eager, compiled),) = run_ranks(_compiled_after_prepare, 1)
+    assert num_graphs == 1
+    assert compiled == pytest.approx(eager, rel=1e-5)
+
+
 class _Spectrum(nn.Module):
     """A layer whose weights are complex."""
 

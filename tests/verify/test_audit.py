@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.errors import ModelError
 from tests.kit.workers import run_ranks
 
 NUM_SHARDS, NUM_STEPS = 4, 6
@@ -62,3 +63,28 @@ def test_the_audit_before_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
     without = run_ranks(_calls, 2, tmp_path / "none", "bitwise", None)
     assert [found for found, _ in with_saves] == [[3, 3, 2, 3, 2, 3]] * 2
     assert [seen for _, seen in with_saves] == [seen for _, seen in without]
+
+
+class _Switched(nn.Module):
+    """Counts its calls in a buffer, once it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.counts = False
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += self.counts
+        return self.scale * inputs
+
+
+def test_a_buffer_that_begins_to_move_late_is_noticed_before_the_next_checkpoint() -> None:
+    with paceline.init(global_batch_size=4, virtual_shards=2, progress=False) as run:
+        run.prepare(model := _Switched(), torch.optim.SGD(model.parameters(), lr=0.01))
+        batches = enumerate(run.batches(list(torch.ones(24, 1))), start=1)
+        with pytest.raises(ModelError, match="'calls' did not change in the first 2 steps and does now"):
+            for number, batch in batches:
+                model.counts = number >= 4
+                run.step(batch, lambda model, shard: model(shard).mean())
+        assert number == NUM_STEPS

@@ -35,7 +35,6 @@ from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.measure.values import JOB_FILE, JobProbe, JobRequest
 from paceline.measure.workers import free_bytes
 from paceline.measure.workers_together import Together, time_together
-from paceline.parallel.out_of_memory import is_out_of_memory
 from paceline.spec import JobTiming, MicroBatchTiming, Plan
 from paceline.train.loop import data_facts
 from paceline.train.meters import settle
@@ -193,9 +192,7 @@ class FirstWorker:
                 if "more than 1 value per channel" not in str(problem):
                     raise
                 self.not_measured.append(f"micro-batches of {size}: the model's batch norm needs more samples")
-            except RuntimeError as problem:
-                if not is_out_of_memory(problem):
-                    raise
+            except torch.OutOfMemoryError:
                 self.subject.optimizer.zero_grad(set_to_none=True)
                 self.not_measured.append(f"{what}: out of memory")
                 break

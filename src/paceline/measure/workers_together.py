@@ -14,14 +14,14 @@ from functools import partial
 
 from torch import Tensor
 
-from paceline.comm import ALGORITHMS, Links, open_links
+from paceline.comm import ALGORITHMS, Links
 from paceline.measure.load import LoadMeter
 from paceline.measure.steps import Subject, step_of
 from paceline.measure.stopwatch import Stopwatch, seconds_of
 from paceline.measure.timing import largest
-from paceline.parallel.aggregation import set_up_aggregation
 from paceline.parallel.engine import Engine
 from paceline.parallel.layout import Whole
+from paceline.parallel.parallelize import set_up_aggregation
 from paceline.parallel.running_sum import RunningSum
 from paceline.spec import AlgorithmName, Job, MachineLoad, Plan, SumTiming
 from paceline.spec.codec import JsonValue, at_least
@@ -92,8 +92,8 @@ def _steps(subject: Subject, world: World, job: Job, plan: Plan, size: int) -> I
         yield {None: step_of(subject, subject.run.engine, size, with_updates=True)}
         return
     model = subject.run.model
-    links = open_links(world.group, world.device, plan.timeout_s)
-    aggregation = set_up_aggregation(job, replace(plan, algorithm="auto"), links)
+    aggregation = set_up_aggregation(job, replace(plan, algorithm="auto"), world.group, world.device)
+    assert aggregation.aggregator is not None and aggregation.algorithm is not None
     switch = _Switch()
     aggregator = replace(aggregation.aggregator, algorithm=switch)
     try:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from paceline.parallel.assignment import Assignment
-from paceline.parallel.companions import Companion, Companions
 from paceline.parallel.engine import Engine
 from paceline.parallel.parallelize import parallelize
-from paceline.parallel.step_input import StepInput
+from paceline.parallel.step_input import Companion, Companions, StepInput
 
 __all__ = ["Assignment", "Companion", "Companions", "Engine", "StepInput", "parallelize"]

@@ -43,7 +43,7 @@ class AsyncServers(Engine):
     def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
         layout = Whole(model, device, None)
         super().__init__(layout, RunningSum(layout, None), notes=[describe_asynchrony(job.aggregation, plan)])
-        self.buffers.watch_nothing()
+        self.buffers.finds_others = False
         self._job = job
         self._plan = plan
         self._group = group
@@ -81,7 +81,7 @@ class AsyncServers(Engine):
     def _end_of_batch(self, statistics: Tensor, layout: LossLayout, any_shard: AnyShard) -> StepLoss:
         lengths = [layout.length, self.buffers.num_sums, 1]
         losses, moved, num_left_out = statistics.to(self.layout.device).split(lengths)
-        self.buffers.apply(moved)
+        self.buffers.end_step(self.buffers.combine(moved))
         result = StepLoss.of(losses, layout)
         any_shard.updated(result.loss, not num_left_out)
         return result
@@ -114,7 +114,7 @@ class AsyncServers(Engine):
         loss = self.passes.forward(step, shard)
         statistics = self.passes.statistics(loss)
         self.passes.backward(step, loss)
-        self.buffers.let_stand()
+        self.buffers.start_over()
         found = [loss.sums[0], *(p.grad for p in self.module.parameters() if p.grad is not None)]
         is_left_out = self._job.nonfinite != "ignore" and not all(bool(one.isfinite().all()) for one in found)
         weight = math.nan if is_left_out else float(loss.weight)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,14 +27,14 @@ from torch import Tensor
 from paceline.batch import Batch
 from paceline.containers import map_tensors, tensors
 from paceline.errors import ModelError
-from paceline.object_collectives import all_gather_objects
+from paceline.object_collectives import all_gather_objects, broadcast_object
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.buffers import buffers_kept, standing_in
 from paceline.parallel.dtensor import reshard
 from paceline.parallel.gradient_norms import norm_of
+from paceline.parallel.losses import ShardLoss
 from paceline.parallel.passes import Passes
 from paceline.parallel.step_input import StepInput
-from paceline.process_groups import device_of
 
 _REMEDY = (
     "Besides the model and the samples it follows from a rank, from weights or buffers that a script has changed on "
@@ -54,86 +55,76 @@ def audit(passes: Passes, step: StepInput, group: dist.ProcessGroup | None, *, h
     Raises:
         ModelError: on all workers, if losses or gradients differ.
     """
-    is_shared = False
-    content = step.batch.shards[0] if step.assignment.sizes else None
-    if group is not None:
-        template = step.batch.shards[0]
-        forms = _common_forms(template, group)
-        is_shared = forms is not None
-        content = content if forms is None else _broadcast(template, forms, group)
-    tolerance = tolerance_of(passes.model, step)
-    if is_shared and group is not None:
-        found = _compute(passes, step, 0, content, has_gradients=has_gradients)
-        first = found.new_full((1,), math.nan)
-        if dist.get_rank(group) == 0:
-            first[0] = passes.first_loss
-        _compare(torch.cat([first, found]), group, tolerance)
-        return
-    if content is None:  # no samples; others may wait in its layers
-        with standing_in(passes.model):
-            _compute(passes, step, 0, step.batch.shards[0], has_gradients=False)
-        losses = [math.nan, math.nan]
-    else:
-        again = _compute(passes, step, step.assignment.own[0], content, has_gradients=False)
-        losses = [float(passes.first_loss), float(again[0])]
-    everyone = all_gather_objects([str(loss) for loss in losses], group)
-    for rank, (one, other) in enumerate(map(float, pair) for pair in everyone):
-        if not _is_close(one, other, tolerance):
-            raise ModelError(_differs(f"from call to call on rank {rank}", one, other))
+    samples = None if group is None else _samples_of_first(step.batch.shards[0], group)
+    is_shared, has_samples = samples is not None, bool(step.assignment.sizes)
+    shard = 0 if is_shared or not has_samples else step.assignment.own[0]
+    sizes = step.assignment.shard_sizes
+    batch = Batch((samples if is_shared else step.batch.shards[0],), (sizes[shard],))
+    alone = replace(step, assignment=Assignment(sizes, ((shard, shard + 1),), rank=0), batch=batch)
+    with nullcontext() if is_shared or has_samples else standing_in(passes.model):  # others may wait in its layers
+        (loss,), gradients = compute_again(passes, alone, [shard], has_gradients=has_gradients and is_shared)
+    knows_first = has_samples and not (is_shared and dist.get_rank(group))
+    numbers = [
+        passes.first_loss if knows_first else math.nan,
+        loss.mean.detach() if is_shared or has_samples else math.nan,
+    ]
+    norms = [0.0 if one is None else norm_of(one) / loss.weight for one in gradients]
+    everyone = all_gather_objects([str(float(number)) for number in (*numbers, *norms)], group)
+    _compare([[float(number) for number in one] for one in everyone], tolerance_of(passes.model, step), is_shared)
 
 
-def _compute(passes: Passes, step: StepInput, shard: int, content: Any, *, has_gradients: bool) -> Tensor:
-    """[loss, the norm of each parameter's gradient] of a shard, in float64; of its loss alone without gradients.
+def _compare(everyone: Sequence[Sequence[float]], tolerance: float, is_shared: bool) -> None:
+    """Compare what each worker found: the loss in the step, if it computed it, the loss again, norms of gradients.
+
+    Args:
+        is_shared: whether all have computed with the same samples.
+    """
+    _, loss_of_first, *norms_of_first = everyone[0]
+    for rank, (first, loss, *norms) in enumerate(everyone):
+        if not _is_close(first, loss, tolerance):
+            raise ModelError(_differs(f"from call to call on rank {rank}", first, loss))
+        if not is_shared:
+            continue
+        where = f"between rank 0 and rank {rank}, or from call to call"
+        if not _is_close(loss_of_first, loss, tolerance):
+            raise ModelError(_differs(where, loss_of_first, loss))
+        for one, other in zip(norms_of_first, norms, strict=True):
+            if math.isfinite(one) and abs(one - other) > tolerance * max(*norms_of_first, 1e-2):
+                raise ModelError(_differs(where, one, other, what="norm of a gradient"))
+
+
+def compute_again(
+    passes: Passes, step: StepInput, shards: Iterable[int], *, has_gradients: bool = True
+) -> tuple[list[ShardLoss], list[Tensor | None]]:
+    """The losses of some shards; and the gradients of their weighted sum for all parameters, none without
+    `has_gradients`. Gradients and buffers are afterwards as before.
 
     Raises:
         ModelError: the loss function left a gradient: it calls `backward` itself.
     """
-    sizes = step.assignment.shard_sizes
-    alone = replace(
-        step,
-        assignment=Assignment(sizes, ((shard, shard + 1),), rank=0),
-        batch=Batch((content,), (sizes[shard],)),
-    )
     parameters = list(passes.model.parameters())
     before = [parameter.grad for parameter in parameters]
+    losses: list[ShardLoss] = []
     with buffers_kept(passes.model):
         try:
             for parameter in parameters:
                 parameter.grad = None
-            passes.enter(alone, shard)
-            loss = passes.read(alone, passes.model, shard)
-            if any(parameter.grad is not None for parameter in parameters):
-                raise ModelError("The loss function calls backward() itself; return the loss, run.step calls backward.")
-            numbers = [loss.mean.detach().double()]
-            if has_gradients:
-                loss.mean.backward()
-                gradients = [parameter.grad for parameter in parameters]
-                numbers += [loss.mean.new_zeros(()) if one is None else norm_of(one) for one in gradients]
+            for shard in shards:
+                passes.enter(step, shard)
+                loss = passes.read(step, passes.model, shard)
+                if not losses and any(parameter.grad is not None for parameter in parameters):
+                    raise ModelError(
+                        "The loss function calls backward() itself; return the loss, run.step calls backward."
+                    )
+                if has_gradients:
+                    loss.weighted.backward()
+                losses.append(loss)
+            return losses, [parameter.grad for parameter in parameters] if has_gradients else []
         finally:
             passes.seeds.end()
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
             reshard(passes.model)
-    return torch.stack([number.to(numbers[0]) for number in numbers])
-
-
-def _compare(found: Tensor, group: dist.ProcessGroup, tolerance: float) -> None:
-    """Compare what workers found: [loss in the step (of rank 0), loss in the audit, norms of gradients]."""
-    found = found.to(device_of(group))
-    of_ranks = [torch.empty_like(found) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(of_ranks, found, group=group)
-    rows = [row.tolist() for row in of_ranks]
-    (first, loss, *norms), others = rows[0], rows[1:]
-    if not _is_close(first, loss, tolerance):
-        raise ModelError(_differs("from call to call on rank 0", first, loss))
-    largest = max(norms, default=0.0)
-    for rank, (_, other_loss, *other_norms) in enumerate(others, start=1):
-        if not _is_close(loss, other_loss, tolerance):
-            raise ModelError(_differs(f"between rank 0 and rank {rank}, or from call to call", loss, other_loss))
-        for one, other in zip(norms, other_norms, strict=True):
-            if math.isfinite(one) and abs(one - other) > tolerance * max(largest, 1e-2):
-                where = f"between rank 0 and rank {rank}, or from call to call"
-                raise ModelError(_differs(where, one, other, what="norm of a gradient"))
 
 
 def _is_close(one: float, other: float, tolerance: float) -> bool:
@@ -154,34 +145,13 @@ def tolerance_of(model: torch.nn.Module, step: StepInput) -> float:
     return 1e-9 if dtypes == {torch.float64} else 1e-3
 
 
-# --- the first worker's samples, on all workers ---
-
-_Forms = Sequence[tuple[torch.dtype, Sequence[int]]]
-"""The type and the shape of each tensor."""
-
-
-def _common_forms(content: Any, group: dist.ProcessGroup) -> _Forms | None:
-    """The forms of the tensors of rank 0's samples; None where workers' samples differ in more than tensors."""
-    found = list(tensors(content))
-    is_plain = all(one.layout == torch.strided and not one.is_nested for one in found)
+def _samples_of_first(content: Any, group: dist.ProcessGroup) -> Any:
+    """Samples like `content`, with the tensors of rank 0's; None where workers' samples differ in more than tensors."""
+    own = list(tensors(content))
+    is_plain = all(one.layout == torch.strided and not one.is_nested for one in own)
     around = zlib.crc32(repr(map_tensors(content, lambda one: one.new_empty(0))).encode())
-    forms = [[str(one.dtype).removeprefix("torch."), *one.shape] for one in found]
-    everyone = all_gather_objects([is_plain, around, forms], group)
-    if not all(plain and crc == everyone[0][1] for plain, crc, _ in everyone):
+    everyone = all_gather_objects([is_plain, around], group)
+    if any(one != [True, everyone[0][1]] for one in everyone):
         return None
-    return [(getattr(torch, name), shape) for name, *shape in everyone[0][2]]
-
-
-def _broadcast(content: Any, forms: _Forms, group: dist.ProcessGroup) -> Any:
-    """Samples like `content`, with the tensors of rank 0's."""
-    device, left = device_of(group), iter(forms)
-
-    def of_first(own: Tensor) -> Tensor:
-        dtype, shape = next(left)
-        sent = torch.empty(shape, dtype=dtype, device=device)
-        if dist.get_rank(group) == 0:
-            sent.copy_(own.detach())
-        dist.broadcast(sent.view(-1).view(torch.uint8), group_src=0, group=group)
-        return sent.to(own.device)
-
-    return map_tensors(content, of_first)
+    sent = iter(broadcast_object([one.detach() for one in own], group))
+    return map_tensors(content, lambda one: next(sent).to(one.device))

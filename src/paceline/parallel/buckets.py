@@ -1,11 +1,12 @@
-"""Groups tensors into buckets that are sent in one message."""
+"""Buckets: tensors that are sent in one message, and the flat vectors in which they are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from paceline.spec.algorithm import BUCKET_BYTES
 
@@ -35,3 +36,17 @@ def buckets(
         size_bytes += item_bytes
     if bucket:
         yield bucket
+
+
+def dense_form(tensor: Tensor) -> Tensor:
+    """A tensor without values, of the same shape, whose dimensions lie in memory in the same order, without gaps."""
+    return torch.empty_like(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
+
+
+def views(flat: Tensor, forms: Sequence[Tensor]) -> list[Tensor]:
+    """Slices of a flat vector, one after the other, as tensors of these dense forms."""
+    pieces = flat.split([form.numel() for form in forms])
+    return [
+        piece.as_strided(form.shape, form.stride(), piece.storage_offset())
+        for piece, form in zip(pieces, forms, strict=True)
+    ]

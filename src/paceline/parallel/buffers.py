@@ -10,29 +10,33 @@ with b the buffer before the step, b_s what the forward pass of shard s made of 
 of buffers is taken before their backward pass, in which activation checkpointing may run layers again. Where a value is
 not finite nothing moves.
 
-Most buffers never move. Those of batch norm layers do; which of the others do is seen in a run's first steps. The ones
-that move lie in one flat tensor of each dtype, so that a pass costs a few operations however many layers there are.
+Most buffers never move. Those of batch norm layers do; which of the others do is seen in a run's first steps, and later
+in the steps that are audited. The ones that move lie in one flat tensor of each dtype, so that a pass costs a few
+operations however many layers there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from paceline.dtensor_type import is_dtensor
 from paceline.errors import ModelError
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
-_WATCHED_STEPS = 2
-"""In so many steps all buffers are compared before and after every pass; what has not moved by then is a constant."""
+_NUM_FIRST_STEPS = 2
+"""What has not moved in so many steps is a constant."""
 
-_MOST_WATCHED_BYTES = 1 << 26
-"""Larger buffers are constants, as quantised weights are."""
+_MOST_BYTES, _MOST_BOOLS = 1 << 26, 1 << 16
+"""Larger buffers are constants, as quantised weights and masks are."""
+
+_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
+_OTHERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+"""Buffers of other types are constants."""
 
 
 @dataclass(frozen=True)
@@ -60,18 +64,18 @@ class _Buffer:
 
 
 class _Flat:
-    """Buffers of one dtype and device that move: views of a flat vector, which modules hold."""
+    """Buffers of one dtype and device: views of a flat vector, which modules hold."""
 
     def __init__(self, buffers: Sequence[_Buffer]) -> None:
         self.buffers = buffers
-        tensors = [buffer.now.detach() for buffer in buffers]
-        self.values = torch.cat([tensor.reshape(-1) for tensor in tensors])
-        pieces = self.values.split([tensor.numel() for tensor in tensors])
-        self._views = [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
-        for buffer, view in zip(buffers, self._views, strict=True):
+        self.originals = [buffer.now for buffer in buffers]
+        self.values = torch.cat([tensor.detach().reshape(-1) for tensor in self.originals])
+        pieces = self.values.split([tensor.numel() for tensor in self.originals])
+        self.views = [piece.view(tensor.shape) for piece, tensor in zip(pieces, self.originals, strict=True)]
+        for buffer, view in zip(buffers, self.views, strict=True):
             buffer.hold(view)
-        self.before = self.values.clone()
-        self._start = _start(self.before)
+        self._before = self.values.clone()
+        self._start = _start(self._before)
         self.moves: Tensor | None = None
         """The sum of the shards' moves since they were last collected."""
 
@@ -81,7 +85,7 @@ class _Flat:
         Raises:
             ModelError: one has another shape or type.
         """
-        for buffer, view in zip(self.buffers, self._views, strict=True):
+        for buffer, view in zip(self.buffers, self.views, strict=True):
             for module, attribute in buffer.places:
                 now = getattr(module, attribute)
                 if now is not view:
@@ -92,22 +96,36 @@ class _Flat:
 
     def begin_step(self) -> None:
         self.gather()
-        self.before.copy_(self.values)
-        self._start = _start(self.before)
+        self._before.copy_(self.values)
+        self._start = _start(self._before)
         self.moves = None
 
     def restore(self) -> None:
         # By .data: in a pipeline another shard's backward pass is still to come, with what its forward pass has saved.
-        self.values.data.copy_(self.before)
+        self.values.data.copy_(self._before)
 
     def end_pass(self, shard: int, weight: float) -> None:
         self.gather()
-        move = _move(self._start, self.values, shard, weight)
-        if move is not None:
-            self.moves = move if self.moves is None else self.moves + move
+        if self.values.is_floating_point():
+            move = (self.values - self._start) * weight
+        elif shard == 0:
+            move = self.values.long() - self._start
+        else:
+            return
+        self.moves = move if self.moves is None else self.moves + move
 
-    def apply(self, move: Tensor) -> None:
-        self.values.data.copy_(_moved(self.before, move))
+    def combine(self, move: Tensor) -> None:
+        """Find the buffers after the step from the sum of all moves."""
+        move = move.to(self.values.device)
+        self._after = self._start + (move if self.values.is_floating_point() else move.round()).to(self._start.dtype)
+
+    def is_unsound(self) -> Tensor:
+        """Whether a value would no longer be finite, a scalar."""
+        return ~(self._after.isfinite() | ~self._before.isfinite()).all()
+
+    def end_step(self, is_unsound: Tensor) -> None:
+        after = self._after.to(self.values.dtype)
+        self.values.data.copy_(torch.where(is_unsound.to(after.device), self._before, after))
 
 
 def _start(before: Tensor) -> Tensor:
@@ -115,48 +133,11 @@ def _start(before: Tensor) -> Tensor:
     return before.nan_to_num(0.0, 0.0, 0.0) if before.is_floating_point() else before.long()
 
 
-def _move(start: Tensor, now: Tensor, shard: int, weight: float) -> Tensor | None:
-    """What a shard adds to the move of some buffers; None: nothing."""
-    if now.is_floating_point():
-        return (now - start) * weight
-    return now.long() - start if shard == 0 else None
-
-
-def _moved(before: Tensor, move: Tensor) -> Tensor:
-    """Buffers after the sum of all moves; as before where a value would no longer be finite."""
-    if not before.is_floating_point():
-        return (_start(before) + move.nan_to_num(0.0, 0.0, 0.0).round().long()).to(before.dtype)
-    moved = _start(before) + move.to(before.dtype)
-    return moved.where((moved.isfinite() | ~before.isfinite()).all(), before)
-
-
-@dataclass
-class _Watched:
-    """A buffer of which it is not known yet whether it moves."""
-
-    buffer: _Buffer
-    tensor: Tensor
-    before: Tensor
-    is_changed: bool = False
-    """By the last pass."""
-    moves: dict[int, Tensor] = field(default_factory=dict)
-    """What the pass of each shard has moved it by, flat."""
-
-    def look(self, shard: int, weight: float) -> None:
-        now = self.buffer.now
-        self.is_changed = now is not self.tensor or not torch.equal(now, self.before)
-        if self.is_changed:
-            if (now.shape, now.dtype) != (self.before.shape, self.before.dtype):
-                raise _other_form(self.buffer.name)
-            move = _move(_start(self.before), now, shard, weight)
-            if move is not None:
-                self.moves[shard] = move.reshape(-1)
-
-    def restore(self) -> None:
-        if self.is_changed:
-            self.buffer.hold(self.tensor)
-            self.tensor.data.copy_(self.before)
-            self.is_changed = False
+def _flats(buffers: Iterable[_Buffer]) -> list[_Flat]:
+    kinds: dict[tuple[torch.dtype, torch.device], list[_Buffer]] = {}
+    for buffer in buffers:
+        kinds.setdefault((buffer.now.dtype, buffer.now.device), []).append(buffer)
+    return [_Flat(alike) for alike in kinds.values()]
 
 
 class Buffers:
@@ -164,49 +145,50 @@ class Buffers:
 
     def __init__(self, model: nn.Module) -> None:
         found: dict[int, _Buffer] = {}
-        moving: dict[str, _Buffer] = {}
         for path, module in model.named_modules():
             for attribute, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
-                name = f"{path}.{attribute}" if path else attribute
-                known = found.get(id(tensor), _Buffer(name, ()))
-                found[id(tensor)] = buffer = _Buffer(known.name, (*known.places, (module, attribute)))
-                if isinstance(module, BATCH_NORMS) or buffer.name in moving:
-                    moving[buffer.name] = buffer
+                known = found.get(id(tensor), _Buffer(f"{path}.{attribute}" if path else attribute, ()))
+                found[id(tensor)] = _Buffer(known.name, (*known.places, (module, attribute)))
         self._model = model
-        self._others = [buffer for buffer in found.values() if buffer.name not in moving]
+        self._constants = {buffer.name: buffer for buffer in found.values()}
         self._flats: list[_Flat] = []
-        self._let_move(list(moving.values()))
-        self._watched: list[_Watched] = []
+        self._let_move(
+            [one.name for one in found.values() if any(isinstance(holder, BATCH_NORMS) for holder, _ in one.places)]
+        )
+        self._looked_at: list[_Flat] = []
+        """Constants of which this step shows whether they move."""
         self._num_steps = 0
+        self.finds_others = True
+        """Whether others may be found to move than those of batch norm layers."""
         self._is_clean = True
         """Whether no pass has been made since the buffers had the step's values."""
 
-    def _let_move(self, moving: Sequence[_Buffer]) -> list[_Flat]:
-        kinds: dict[tuple[torch.dtype, torch.device], list[_Buffer]] = {}
-        for buffer in moving:
-            kinds.setdefault((buffer.now.dtype, buffer.now.device), []).append(buffer)
-        flats = [_Flat(alike) for alike in kinds.values()]
+    def _let_move(self, names: Iterable[str]) -> list[_Flat]:
+        flats = _flats([self._constants.pop(name) for name in names])
+        for flat in flats:
+            flat.originals = []
         self._flats += flats
         return flats
 
     @property
+    def _all_flats(self) -> list[_Flat]:
+        return [*self._flats, *self._looked_at]
+
+    @property
     def num_sums(self) -> int:
-        """The length of what `collect` returns."""
-        return sum(len(flat.values) for flat in self._flats) + len(self._watched)
+        """How many numbers `take_moves` returns."""
+        return sum(len(flat.values) for flat in self._all_flats)
 
     # --- the passes of a step ---
 
     @torch.no_grad()
-    def begin_step(self) -> None:
+    def begin_step(self, *, is_audited: bool = False) -> None:
         """Take the present values for those that every pass of this step begins with."""
+        self._end_look()
         for flat in self._flats:
             flat.begin_step()
-        self._watched = []
-        if self._num_steps < _WATCHED_STEPS:
-            for buffer in self._others:
-                tensor = buffer.now
-                if not is_dtensor(tensor) and tensor.nbytes <= _MOST_WATCHED_BYTES and not tensor.is_complex():
-                    self._watched.append(_Watched(buffer, tensor, tensor.detach().clone()))
+        if self.finds_others and (is_audited or self._num_steps < _NUM_FIRST_STEPS):
+            self._looked_at = _flats(buffer for buffer in self._constants.values() if _may_move(buffer.now))
         self._num_steps += 1
         self._is_clean = True
 
@@ -214,19 +196,15 @@ class Buffers:
     def begin_pass(self) -> None:
         """Give all buffers their values before the step."""
         if not self._is_clean:
-            for flat in self._flats:
+            for flat in self._all_flats:
                 flat.restore()
-            for watched in self._watched:
-                watched.restore()
         self._is_clean = False
 
     def start_over(self) -> None:
         """As `begin_pass`, and forget the passes of the step."""
         self.begin_pass()
-        for flat in self._flats:
+        for flat in self._all_flats:
             flat.moves = None
-        for watched in self._watched:
-            watched.moves.clear()
 
     @torch.no_grad()
     def end_pass(self, shard: int, weight: float) -> None:
@@ -238,88 +216,81 @@ class Buffers:
         Raises:
             ModelError: a buffer has another shape now.
         """
-        for flat in self._flats:
+        for flat in self._all_flats:
             flat.end_pass(shard, weight)
-        for watched in self._watched:
-            watched.look(shard, weight)
 
-    def collect(self, like: Tensor) -> Tensor:
-        """What workers add up: what passes since the last call have moved buffers by, and of each watched one whether
-        it has moved. A vector of the dtype and on the device of `like`."""
+    def take_moves(self, like: Tensor) -> list[Tensor]:
+        """What passes since the last call have moved buffers by: vectors of `num_sums` numbers together, which workers
+        add up, of the dtype and on the device of `like`."""
         found = []
-        for flat in self._flats:
+        for flat in self._all_flats:
             found.append(like.new_zeros(len(flat.values)) if flat.moves is None else flat.moves.to(like))
             flat.moves = None
-        if self._watched:
-            found.append(like.new_tensor([float(bool(watched.moves)) for watched in self._watched]))
-        return torch.cat(found) if found else like.new_zeros(0)
+        return found
 
     # --- the end of a step ---
 
     @torch.no_grad()
-    def end_step(self, sums: Tensor, sum_moves: Callable[[Callable[[int | None], Tensor]], Tensor]) -> None:
-        """Set the buffers of all workers to what the step's passes made of them.
+    def combine(self, sums: Tensor) -> Tensor:
+        """Find what the step's passes made of the buffers, for `end_step`.
 
         Args:
-            sums: [num_sums], the sum of `collect` over workers.
-            sum_moves: returns the sum over workers of a vector; called with a function that returns this worker's, or
-                that of one shard, where a watched buffer has moved: a collective.
+            sums: [num_sums], the sum over workers of what `take_moves` returns.
+
+        Returns:
+            Whether a value would no longer be finite, a scalar; then none of them should move.
         """
-        self.apply(sums)
-        if not self._watched:
-            return
-        moves_per_buffer = sums[-len(self._watched) :].tolist()
-        moved = [watched for watched, num in zip(self._watched, moves_per_buffer, strict=True) if num]
-        for watched in self._watched:
-            watched.restore()
-        if moved:
-
-            def of_shard(shard: int | None) -> Tensor:
-                return torch.cat([_sum_of(one, shard) for one in moved])
-
-            total = sum_moves(of_shard)
-            sizes = [watched.before.numel() for watched in moved]
-            moves = {one.buffer.name: move for one, move in zip(moved, total.split(sizes), strict=True)}
-            self._others = [buffer for buffer in self._others if buffer.name not in moves]
-            for flat in self._let_move([watched.buffer for watched in moved]):
-                flat.apply(torch.cat([moves[buffer.name] for buffer in flat.buffers]))
-        self._watched = []
+        flats = self._all_flats
+        for flat, move in zip(flats, sums.split([len(flat.values) for flat in flats]) if flats else (), strict=True):
+            flat.combine(move)
+        unsound = [flat.is_unsound() for flat in flats if flat.values.is_floating_point()]
+        return torch.stack([one.to(sums.device) for one in unsound]).any() if unsound else sums.new_zeros(())
 
     @torch.no_grad()
-    def apply(self, sums: Tensor) -> None:
-        """As `end_step`, of the buffers that are known to move."""
-        if not self._flats:
-            return
-        lengths = [len(flat.values) for flat in self._flats]
-        for flat, move in zip(self._flats, sums[: sum(lengths)].split(lengths), strict=True):
-            flat.apply(move)
+    def end_step(self, is_unsound: Tensor) -> None:
+        """Set the buffers of all workers to what `combine` found.
 
-    @torch.no_grad()
-    def let_stand(self) -> None:
-        """Keep what passes have made of this worker's watched buffers, where no other worker's are combined with them;
-        those that are known to move wait for `apply`."""
-        for flat in self._flats:
-            flat.restore()
-        self._watched = []
+        Args:
+            is_unsound: whether none of them moves, a scalar.
 
-    def watch_nothing(self) -> None:
-        """Let those buffers move that are known to, and no others: what `collect` returns keeps its length."""
-        self._num_steps = _WATCHED_STEPS
+        Raises:
+            ModelError: a constant moves that did not in the first steps.
+        """
+        for flat in self._all_flats:
+            flat.end_step(is_unsound.bool())
+        self._end_look()
+
+    def _end_look(self) -> None:
+        """Find out which of the constants have moved in this step, on whichever worker."""
+        moved: dict[str, Tensor] = {}
+        for flat in self._looked_at:
+            for buffer, view, original in zip(flat.buffers, flat.views, flat.originals, strict=True):
+                buffer.hold(original)
+                if not torch.equal(view, original):
+                    moved[buffer.name] = view
+        self._looked_at = []
+        for flat in self._let_move(moved):  # from the values before the step, with which closures begin again
+            flat.values.copy_(torch.cat([moved[buffer.name].reshape(-1) for buffer in flat.buffers]))
+        if moved and self._num_steps > _NUM_FIRST_STEPS:
+            raise ModelError(
+                f"The buffer '{next(iter(moved))}' did not change in the first {_NUM_FIRST_STEPS} steps and does now, "
+                "so workers may have different values of it; let it change from the first step on, or end the run "
+                "where it begins to change and resume: a resumed run looks again in its first steps."
+            )
 
     # --- copies of the model on other devices ---
 
-    def follow(self, other: Buffers) -> None:
-        """Let those buffers move that are known to move in a copy of the model."""
-        names = {buffer.name for flat in other._flats for buffer in flat.buffers}
-        moving = [buffer for buffer in self._others if buffer.name in names]
-        self._others = [buffer for buffer in self._others if buffer.name not in names]
-        if moving:
-            self._let_move(moving)
-
-    def take_moves(self, other: Buffers) -> None:
-        """Take what passes of a copy of the model have moved watched buffers by."""
-        for mine, theirs in zip(self._watched, other._watched, strict=True):
-            mine.moves |= {shard: move.to(mine.before.device) for shard, move in theirs.moves.items()}
+    def begin_step_like(self, other: Buffers) -> None:
+        """As `begin_step`, for those buffers that may move in another copy of the model."""
+        self._end_look()
+        moving = {buffer.name for flat in other._flats for buffer in flat.buffers}
+        self._let_move([name for name in self._constants if name in moving])
+        self._looked_at = [
+            _Flat([self._constants[buffer.name] for buffer in flat.buffers]) for flat in other._looked_at
+        ]
+        for flat in self._flats:
+            flat.begin_step()
+        self._is_clean = True
 
     # --- between steps ---
 
@@ -327,16 +298,17 @@ class Buffers:
     def untouched(self) -> Iterator[None]:
         """A context after which all buffers are as before it: an evaluation teaches nothing."""
         with buffers_kept(self._model):
+            for flat in self._flats:
+                flat.begin_step()  # what passes begin with now
+            self._is_clean = True
             yield
         for flat in self._flats:
             flat.gather()
 
     def hidden_state(self) -> dict[str, Tensor]:
         """The buffers, of any shapes, that passes change and a state_dict leaves out: a resumed run needs them too."""
-        moving = [buffer for flat in self._flats for buffer in flat.buffers]
-        if not moving:
-            return {}
-        saved = self._model.state_dict().keys()
+        saved = self._model.state_dict().keys() if self._flats else ()
+        moving = (buffer for flat in self._flats for buffer in flat.buffers)
         return {buffer.name: buffer.now for buffer in moving if buffer.name not in saved}
 
     @torch.no_grad()
@@ -346,13 +318,10 @@ class Buffers:
                 module_buffer.copy_(state[name])
 
 
-def _sum_of(watched: _Watched, shard: int | None) -> Tensor:
-    """What this worker's passes, or that of one shard, moved a buffer by, flat, in float64."""
-    total = torch.zeros(watched.before.numel(), dtype=torch.float64, device=watched.before.device)
-    for number, move in watched.moves.items():
-        if shard in (None, number):
-            total += move
-    return total
+def _may_move(tensor: Tensor) -> bool:
+    is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.dtype in _FLOATS | _OTHERS
+    most_bytes = _MOST_BOOLS if tensor.dtype == torch.bool else _MOST_BYTES
+    return is_plain and not tensor.is_meta and tensor.nbytes <= most_bytes
 
 
 def _other_form(name: str) -> ModelError:

@@ -15,18 +15,18 @@ that travels hides behind computing.
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from paceline.containers import to_device
 from paceline.errors import JobError, ModelError
-from paceline.parallel.assignment import Assignment, shards_of_rank
+from paceline.parallel.assignment import shards_of_rank
 from paceline.parallel.engine import Reducer
-from paceline.parallel.losses import LossLayouts
+from paceline.parallel.losses import LossLayouts, LossOf
 from paceline.parallel.passes import Passes
 from paceline.parallel.step_input import StepInput
 from paceline.spec import Plan
@@ -73,25 +73,22 @@ class Copies:
 
     def run(self, step: StepInput, passes: Passes, reducer: Reducer) -> None:
         """The step's shards, device by device; leaves the sum of gradients on the first one."""
-        assignments = _divide(step.assignment, 1 + len(self._copies))
-        busy = [passes, *self._passes][: len(assignments)]
+        first, stop = step.assignment.own
+        busy = [passes, *self._passes][: stop - first]
         for other in busy[1:]:
             _take_over(other.model, passes.model)
-            other.buffers.follow(passes.buffers)
-            other.buffers.begin_step()
-        for own, assignment in zip(busy, assignments, strict=True):
-            part = _on_device(step, assignment, own.device)
+            other.buffers.begin_step_like(passes.buffers)
+        for place, own in enumerate(busy):
+            here = replace(step, loss_of=_on_device(step.loss_of, own.device))
             with torch.cuda.device(own.device) if own.device.type == "cuda" else nullcontext():
-                for shard in range(*assignment.own):
-                    loss = own.forward(part, shard)
-                    is_last = shard + 1 == step.assignment.own[1]
-                    reducer.forward_made(own.statistics(loss).to(passes.device), is_last=is_last)
-                    own.backward(part, loss)
-                    if shard == step.assignment.own[0]:
+                for shard in range(*(first + bound for bound in shards_of_rank(place, len(busy), stop - first))):
+                    loss = own.forward(here, shard)
+                    reducer.forward_made(own.statistics(loss).to(passes.device), is_last=shard == stop - 1)
+                    own.backward(here, loss)
+                    if shard == first:
                         reducer.pass_made(0, loss)
                     passes.layouts.has_returned(step.loss_name, loss.layout)
         for other in busy[1:]:
-            passes.buffers.take_moves(other.buffers)
             _add_gradients(other.model, passes.model)
 
 
@@ -134,20 +131,6 @@ def _copied(model: nn.Module) -> nn.Module:
         ) from problem
 
 
-def _divide(assignment: Assignment, num_devices: int) -> list[Assignment]:
-    """The worker's shards over its devices, neighbours together; fewer devices where there are fewer shards."""
-    start, stop = assignment.own
-    num_busy = min(num_devices, stop - start)
-    own = [shards_of_rank(device, num_busy, stop - start) for device in range(num_busy)]
-    of_devices = tuple((start + begin, start + end) for begin, end in own)
-    return [dataclasses.replace(assignment, shards_of_rank=of_devices, rank=device) for device in range(num_busy)]
-
-
-def _on_device(step: StepInput, part: Assignment, device: torch.device) -> StepInput:
-    """The step of one device, whose samples are moved there when the loss function is called."""
-    return dataclasses.replace(
-        step,
-        assignment=part,
-        batch=dataclasses.replace(step.batch, shards=step.batch.shards[part.own[0] - step.assignment.own[0] :]),
-        loss_of=lambda model, content: step.loss_of(model, to_device(content, device)),
-    )
+def _on_device(loss_of: LossOf, device: torch.device) -> LossOf:
+    """The loss function, given samples that are moved to a device."""
+    return lambda model, content: loss_of(model, to_device(content, device))

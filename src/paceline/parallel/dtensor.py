@@ -51,24 +51,23 @@ def reshard(model: nn.Module) -> None:
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """The full `tensor`, with as many dimensions as `like`, sharded like it: a DTensor; no communication."""
+    """The full `tensor`, of the shape of `like`, sharded like it: a DTensor; no communication."""
     if not is_dtensor(like):
         return tensor
-    offsets, sizes = shard_slice(like, tensor.shape)
+    offsets, sizes = shard_slice(like)
     mine = tensor[tuple(slice(start, start + length) for start, length in zip(offsets, sizes, strict=True))]
     # A copy: a view would keep the full tensor in memory.
-    return with_local(mine.to(like.device, copy=True), like, tensor)
+    return with_local(mine.to(like.device, copy=True), like)
 
 
-def with_local(own: Tensor, like: Tensor, whole: Tensor | None = None) -> Tensor:
-    """The tensor sharded like `like`, of its shape or that of `whole`, whose shard on this worker is `own`."""
+def with_local(own: Tensor, like: Tensor) -> Tensor:
+    """The tensor sharded like `like` whose shard on this worker is `own`."""
     if not is_dtensor(like):
         return own
     from torch.distributed.tensor import DTensor
 
-    shaped = like if whole is None else whole
     return DTensor.from_local(
-        own, like.device_mesh, like.placements, run_check=False, shape=shaped.shape, stride=shaped.stride()
+        own, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 

@@ -13,19 +13,23 @@ no number of workers appears in any formula.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor
 
-from paceline.parallel.assignment import Assignment
+from paceline.comm import Aggregator
 from paceline.parallel.audit import audit
-from paceline.parallel.clock import Mark, mark
+from paceline.parallel.fixed_order_sum import FixedOrderSum
 from paceline.parallel.gradient_norms import GradientNorms, TakeNorms
 from paceline.parallel.layout import Whole
-from paceline.parallel.losses import LossLayouts, ShardLoss, StepLoss
+from paceline.parallel.losses import LossLayouts, StepLoss
 from paceline.parallel.passes import Passes
+from paceline.parallel.running_sum import RunningSum
 from paceline.parallel.step_input import StepInput
 from paceline.spec import AlgorithmName
 
@@ -33,35 +37,23 @@ Update = Callable[[Tensor], None]
 """Called with the loss when the gradient is in `.grad` of every parameter: makes the optimizer's step."""
 
 
-class Reducer(Protocol):
-    """Makes one gradient of those of all shards: `running_sum.py`, `fixed_order_sum.py`."""
+Mark = float | torch.cuda.Event
+"""A moment of a step, noted without synchronising the CPU with the device."""
 
-    def begin_step(self, step: StepInput) -> None: ...
 
-    def forward_made(self, statistics: Tensor, *, is_last: bool) -> None:
-        """After a shard's forward pass, with what is added up besides gradients."""
+Reducer = RunningSum | FixedOrderSum
+"""Makes one gradient of those of all shards."""
 
-    def expect_last(self, stage: nn.Module) -> None:
-        """Before the last backward pass of a step through these layers."""
 
-    def pass_made(self, number: int, loss: ShardLoss | None) -> None:
-        """After a backward pass, the step's `number`-th; of a stand-in without `loss`."""
+@dataclass(frozen=True)
+class Aggregation:
+    """How the workers of a group sum gradients."""
 
-    def finish(self, num_statistics: int) -> Tensor:
-        """The sums of the statistics, then two numbers of noise where the step takes norms."""
-
-    def leave_gradients(self, factor: Tensor | None) -> None:
-        """Leave the sum of gradients, times a scalar, in `.grad`."""
-
-    def gradient_norm(self) -> Tensor:
-        """The norm of the whole model's gradient, a scalar; a collective if workers do not hold all of it."""
-
-    def sum_moves(self, moves: Callable[[int | None], Tensor]) -> Tensor: ...
-
-    def measured(self, assignment: Assignment) -> tuple[int, int]:
-        """The number of parts whose gradients' norms are measured, and of the samples in them."""
-
-    def close(self) -> None: ...
+    aggregator: Aggregator | None
+    """None: there is one worker."""
+    algorithm: AlgorithmName | None = None
+    """The name of the algorithm: the plan's, or what "auto" is here."""
+    notes: tuple[str, ...] = ()
 
 
 class Runner(Protocol):
@@ -73,21 +65,26 @@ class Runner(Protocol):
 class Engine:
     """Trains a model together with the other workers, one global batch at a time."""
 
-    algorithm: AlgorithmName | None = None
-    """How gradients are summed, where that was chosen here; None: as the plan says."""
     reads_assignment = True
     """Whether a worker computes the samples assigned to it. If not, they need not be read: see `AnyShard`."""
     changes_state = False
     """Whether a step changes more than buffers before its update, so that one which fails half-way leaves a mixture."""
 
     def __init__(
-        self, layout: Whole, reducer: Reducer, runner: Runner | None = None, notes: Sequence[str] = ()
+        self,
+        layout: Whole,
+        reducer: Reducer,
+        runner: Runner | None = None,
+        notes: Sequence[str] = (),
+        algorithm: AlgorithmName | None = None,
     ) -> None:
         """
         Args:
             runner: of a pipeline; None: shards go through the model in turn.
             notes: notes for the run's log and report.
+            algorithm: how gradients are summed, where that was chosen here; None: as the plan says.
         """
+        self.algorithm = algorithm
         self.layout = layout
         self.module = layout.module
         self.holds_all = layout.holds_all
@@ -131,8 +128,9 @@ class Engine:
         num_losses = returned.length if self.layout.knows_losses else 0
         sums = reducer.finish(num_losses + self.buffers.num_sums)
         losses, moves, *noise = sums.split([num_losses, self.buffers.num_sums, *[2] * (step.take_norms is not None)])
-        losses, moves = self.layout.complete(losses if num_losses else sums.new_zeros(returned.length), moves)
-        self.buffers.end_step(moves, reducer.sum_moves)
+        losses = losses if num_losses else sums.new_zeros(returned.length)
+        losses, is_unsound = self.layout.complete(losses, self.buffers.combine(moves))
+        self.buffers.end_step(is_unsound)
         result = StepLoss.of(losses, returned)
         reducer.leave_gradients(result.rescale)
         if step.take_norms is not None:
@@ -236,3 +234,21 @@ class Engine:
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:  # noqa: ARG002 - most have none
         """Restore saved states, empty if nothing was saved; the model has its weights already."""
         self.buffers.load_hidden_state(shared.get("hidden_buffers", {}))
+
+
+def mark(device: torch.device) -> Mark:
+    """Now, as a CUDA event on a GPU, else by the wall clock."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds(begin: Mark, end: Mark) -> float:
+    """Seconds between two marks; on CUDA waits until the device has passed `end`."""
+    if isinstance(begin, float) and isinstance(end, float):
+        return end - begin
+    assert isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1000

@@ -12,14 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from paceline.batch import Batch
 from paceline.containers import map_tensors, tensors
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment
-from paceline.parallel.audit import tolerance_of
-from paceline.parallel.buffers import BATCH_NORMS, buffers_kept
+from paceline.parallel.audit import compute_again, tolerance_of
+from paceline.parallel.buffers import BATCH_NORMS
+from paceline.parallel.gradient_norms import norm_of
 from paceline.parallel.passes import Passes
 from paceline.parallel.step_input import StepInput
 
@@ -82,37 +83,24 @@ def check_fused(passes: Passes, apart: StepInput, together: StepInput) -> None:
             )
     if not together.assignment.sizes:
         return
-    num_apart = together.assignment.sizes[0]
-    first = apart.assignment.own[0]
-    ends = itertools.accumulate(apart.assignment.sizes)
-    stop = first + 1 + next(number for number, end in enumerate(ends) if end == num_apart)
-    loss, gradients = _compute(passes, replace(together, reads_again=True), [together.assignment.own[0]])
-    loss_apart, gradients_apart = _compute(passes, replace(apart, reads_again=True), range(first, stop))
+    first, first_fused = apart.assignment.own[0], together.assignment.own[0]
+    num_apart = 1 + list(itertools.accumulate(apart.assignment.sizes)).index(together.assignment.sizes[0])
+    losses, gradients = compute_again(passes, replace(together, reads_again=True), [first_fused])
+    losses_apart, gradients_apart = compute_again(
+        passes, replace(apart, reads_again=True), range(first, first + num_apart)
+    )
+    nothing = passes.like
+    pairs = [
+        (nothing if one is None else one, nothing if other is None else other)
+        for one, other in zip(gradients, gradients_apart, strict=True)
+    ]
+    largest = max((float(norm_of(other)) for _, other in pairs), default=0.0)
+    loss, loss_apart = (sum(float(one.sums[0]) for one in some) for some in (losses, losses_apart))
     tolerance = tolerance_of(passes.model, apart)
-    pairs = [(loss, loss_apart), *zip(gradients, gradients_apart, strict=True)]
-    largest = max((float(one.norm()) for one in gradients_apart), default=0.0)
-    scales = [float(loss_apart.norm()), *[largest] * len(gradients)]
-    if any(
-        float((one - other).norm()) > tolerance * max(scale, 1e-2)
-        for (one, other), scale in zip(pairs, scales, strict=True)
+    if abs(loss - loss_apart) > tolerance * max(abs(loss_apart), 1e-2) or any(
+        float(norm_of(one - other)) > tolerance * max(largest, 1e-2) for one, other in pairs
     ):
         raise ModelError(
             "The loss or the gradient of several virtual shards together is not that of one after the other, so the "
             "model or the loss function couples samples or draws random numbers; leave fuse_shards out."
         )
-
-
-def _compute(passes: Passes, step: StepInput, shards: Sequence[int]) -> tuple[Tensor, list[Tensor]]:
-    """The sums of losses of some shards, and the gradients of all parameters."""
-    parameters = [parameter for parameter in passes.model.parameters() if parameter.requires_grad]
-    with buffers_kept(passes.model):
-        losses = []
-        for shard in shards:
-            loss = passes.forward(step, shard)
-            passes.backward(step, loss)
-            losses.append(loss.sums)
-        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    passes.buffers.start_over()
-    return torch.stack(losses).sum(0)[:1], gradients

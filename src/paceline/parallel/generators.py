@@ -1,20 +1,20 @@
-"""The random number generators of Python, NumPy and torch: their seeds, and their states, which show whether some work
-drew random numbers."""
+"""The random number generators of Python, NumPy and torch: seeds of virtual shards and of a model's blocks, and states,
+which show whether some work drew random numbers."""
 
 from __future__ import annotations
 
-import ctypes
+import hashlib
+import pickle
 import random
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import nn
 
-_MT19937_BYTES = 624 * 4 + 4
-"""The size of NumPy's state: 624 words and a position."""
-
-GeneratorStates = tuple[bytes, bytes, bytes, object]
+_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_MASK = 0xFFFFFFFFFFFFFFFF
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
@@ -26,29 +26,62 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def generator_states(device: torch.device) -> GeneratorStates:
+def generator_states(device: torch.device) -> tuple[bytes, ...]:
     """The states of all generators that `seed_generators` seeds: equal where nothing was drawn in between."""
-    return _numpy_state(), *torch_states(device), random.getstate()
+    of_torch = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return (*host_states(), *(state.numpy().tobytes() for state in of_torch))
 
 
-def torch_states(device: torch.device) -> tuple[bytes, bytes]:
-    """The states of torch's own generators, of the host and of a GPU."""
-    on_device = _bytes(torch.cuda.get_rng_state(device)) if device.type == "cuda" else b""
-    return _bytes(torch.get_rng_state()), on_device
-
-
-def host_states() -> tuple[bytes, tuple[Any, ...]]:
+def host_states() -> tuple[bytes, bytes]:
     """The states of NumPy's and Python's generators."""
-    return _numpy_state(), random.getstate()
+    return pickle.dumps(np.random.get_state(legacy=False)), pickle.dumps(random.getstate())
 
 
-def _bytes(state: Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
+class BlockSeeds:
+    """Seeds torch's generators, of the host and of a device, whenever a block begins its forward pass.
+
+    It does so from `begin_shard` to `end` only, backward passes included: they may compute blocks again. What
+    torch.compile compiles draws as it would without.
+    """
+
+    def __init__(self, device: torch.device, blocks: Mapping[str, nn.Module]) -> None:
+        """
+        Args:
+            blocks: by path in the whole model.
+        """
+        self._on_gpu = device.type == "cuda"
+        self._state: int | None = None
+        """What a shard's seed adds to those of its blocks; None: blocks draw from the generators as they are."""
+        for path, block in blocks.items():
+            block.register_forward_pre_hook(self._hook(path))
+
+    def begin_shard(self, seed: int) -> None:
+        """
+        Args:
+            seed: of the virtual shard whose forward or backward pass begins.
+        """
+        self._state = _mixed((seed + _GOLDEN) & _MASK)
+
+    def end(self) -> None:
+        """Leave the generators alone from now on."""
+        self._state = None
+
+    def _hook(self, path: str) -> Callable[..., None]:
+        number = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest())
+        own = (number + 1) * _GOLDEN
+
+        def seed_block(*_given: Any) -> None:
+            if not torch.compiler.is_compiling() and self._state is not None:  # else each seed would be compiled in
+                seed = _mixed((self._state + own) & _MASK) >> 1
+                torch.default_generator.manual_seed(seed)
+                if self._on_gpu:
+                    torch.cuda.manual_seed(seed)
+
+        return seed_block
 
 
-def _numpy_state() -> bytes:
-    # np.random.get_state() takes 100 us for a list of 624 numbers, which would show in the steps of small models.
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if isinstance(generator, np.random.MT19937):
-        return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-    return repr(generator.state).encode()  # the user has installed another bit generator
+def _mixed(bits: int) -> int:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014)."""
+    bits = ((bits ^ (bits >> 30)) * _MIX_1) & _MASK
+    bits = ((bits ^ (bits >> 27)) * _MIX_2) & _MASK
+    return bits ^ (bits >> 31)

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -181,33 +180,37 @@ def read_loss(returned: Any, fraction: float, num_in_batch: int, like: Tensor) -
         if len(returned) != 2 or not isinstance(returned[1], Mapping):
             raise ModelError(f"The loss function returned a tuple of {len(returned)}; {_RETURNS}.")
         loss, values = returned
-    is_weighted = isinstance(loss, Mean)
-    mean = check_loss(loss.value if isinstance(loss, Mean) else loss)
+
+    def weighed(number: Tensor, weight: Any, name: str) -> list[Tensor]:
+        """[number times weight, weight]; the mean over nothing, which is NaN, counts for nothing."""
+        total = _weight(weight, name, like) / num_in_batch
+        return [torch.where(total == 0, 0.0, number.view(1).to(like.dtype) * total), total]
+
+    mean = _scalar(loss.value if isinstance(loss, Mean) else loss)
     if isinstance(loss, Mean):
-        total = _weight(loss.weight, "loss", like) / num_in_batch
-        weight: float | Tensor = total.view(())
+        sums = weighed(mean.detach(), loss.weight, "loss")
+        weight: float | Tensor = sums[1].view(())
         weighted = mean * weight
-        sums = _counted(mean.detach(), total, like)
     else:
-        weight = fraction
-        weighted = mean if fraction == 1 else mean * fraction
+        weight, weighted = fraction, mean if fraction == 1 else mean * fraction
         sums = [weighted.detach().to(like.dtype).view(1)]
     kinds = []
     for name, value in sorted(values.items()):
-        own = value.weight if isinstance(value, Mean) else None
-        number = _number(value.value if isinstance(value, Mean) else value, name, like)
-        kinds.append((str(name), own is not None))
-        sums += [number * fraction] if own is None else _counted(number, _weight(own, name, like) / num_in_batch, like)
-    return ShardLoss(
-        LossLayout(is_weighted, tuple(kinds)), mean, weight, weighted, sums[0] if len(sums) == 1 else torch.cat(sums)
-    )
+        is_weighted = isinstance(value, Mean)
+        number = _number(value.value if is_weighted else value, name, like)
+        kinds.append((str(name), is_weighted))
+        sums += weighed(number, value.weight, name) if is_weighted else [number * fraction]
+    layout = LossLayout(isinstance(loss, Mean), tuple(kinds))
+    return ShardLoss(layout, mean, weight, weighted, sums[0] if len(sums) == 1 else torch.cat(sums))
 
 
-def check_loss(loss: Any) -> Tensor:
-    """`loss` if it is a scalar that can be differentiated; else a `ModelError`."""
+def _scalar(loss: Any) -> Tensor:
+    """
+    Raises:
+        ModelError: `loss` is not one number that can be differentiated.
+    """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise ModelError(f"The loss function returned {shape}; {_RETURNS}.")
+        raise ModelError(f"The loss function returned {_form(loss)}; {_RETURNS}.")
     if torch.is_grad_enabled() and not loss.requires_grad:
         raise ModelError("The loss does not depend on any trainable parameter of the prepared model.")
     return loss.view(()) if loss.dim() else loss
@@ -219,9 +222,9 @@ def _number(value: Any, name: str, like: Tensor) -> Tensor:
         return value.detach().to(like.device, like.dtype, non_blocking=True).view(1)
     if isinstance(value, numbers.Real):
         return like.new_tensor([float(value)])
-    got = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise ModelError(
-        f"The loss function returned {got} as '{name}'; each of its values should be one number, or a paceline.Mean."
+        f"The loss function returned {_form(value)} as '{name}'; each of its values should be one number, or a "
+        "paceline.Mean."
     )
 
 
@@ -232,8 +235,9 @@ def _weight(weight: Any, name: str, like: Tensor) -> Tensor:
             f"The weight of '{name}' requires a gradient; a weight only counts, so give paceline.Mean weight.detach()."
         )
     if not isinstance(weight, numbers.Real | Tensor) or (isinstance(weight, Tensor) and weight.numel() != 1):
-        got = f"a tensor of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
-        raise ModelError(f"The weight of '{name}' is {got}; it should be one number, such as that of valid tokens.")
+        raise ModelError(
+            f"The weight of '{name}' is {_form(weight)}; it should be one number, such as that of valid tokens."
+        )
     if isinstance(weight, Tensor) and weight.device.type != "cpu":
         number = weight.to(like.device, like.dtype).view(1)
         return torch.where(number < 0, torch.nan, number)  # reading it would make the CPU wait
@@ -242,63 +246,21 @@ def _weight(weight: Any, name: str, like: Tensor) -> Tensor:
     return like.new_tensor([exact])
 
 
-def _counted(value: Tensor, weight: Tensor, like: Tensor) -> list[Tensor]:
-    """[value times weight, weight]; the mean over nothing, which is NaN, counts for nothing."""
-    product = value.view(1).to(like.dtype) * weight
-    return [torch.where(weight == 0, torch.zeros_like(product), product), weight]
+def _form(value: Any) -> str:
+    """In words, for errors."""
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-@contextmanager
-def watching_outputs(module: nn.Module) -> Iterator[list[Any]]:
-    """A context that yields a list, to which everything is added that `module` returns."""
-    outputs: list[Any] = []
-    compiled: Any = module.__dict__.get("_compiled_call_impl")
-
-    def keep(_module: nn.Module, _arguments: Any, output: Any) -> None:
-        outputs.append(output)
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        outputs.append(compiled(*arguments, **named))
-        return outputs[-1]
-
-    if compiled is not None:  # a hook would be compiled into the model, each time anew
-        module._compiled_call_impl = call
-    handle = None if compiled is not None else module.register_forward_hook(keep)
-    try:
-        yield outputs
-    finally:
-        if handle is None:
-            module._compiled_call_impl = compiled
-        else:
-            handle.remove()
-
-
-def ignore_unless(is_counted: Tensor | bool, outputs: Sequence[Any]) -> None:
+def ignore_unless(is_counted: Tensor, outputs: Sequence[Any]) -> None:
     """Let nothing flow back through a model's outputs if the loss counts for nothing: 0 times the gradient of a mean
-    over nothing would be NaN."""
-    if is_counted is True:
-        return
+    over nothing would be NaN.
+
+    Args:
+        is_counted: whether the loss has a weight, a scalar.
+        outputs: what the model returned, be it plain objects with tensors as attributes.
+    """
     for output in outputs:
-        for tensor in _tensors(output):
+        is_object = hasattr(output, "__dict__") and not isinstance(output, Tensor) and open_container(output) is None
+        for tensor in tensors(vars(output) if is_object else output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: _where(is_counted, gradient))
-
-
-def counts(loss: ShardLoss) -> Tensor | bool:
-    """Whether a loss has a weight: a bool where the host knows it, else a scalar on the device."""
-    if not isinstance(loss.weight, Tensor):
-        return True
-    is_counted = loss.weight != 0
-    return bool(is_counted) if is_counted.device.type == "cpu" else is_counted
-
-
-def _where(is_counted: Tensor | bool, gradient: Tensor) -> Tensor:
-    if isinstance(is_counted, bool):
-        return torch.zeros_like(gradient)
-    return torch.where(is_counted, gradient, torch.zeros((), dtype=gradient.dtype, device=gradient.device))
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """The tensors in a model's output, be it a plain object with tensors as attributes."""
-    is_plain = not isinstance(output, Tensor) and open_container(output) is None
-    return tensors(vars(output) if is_plain and hasattr(output, "__dict__") else output)
+                tensor.register_hook(lambda gradient: torch.where(is_counted, gradient, 0.0))

@@ -73,8 +73,8 @@ class PipelineRunner:
         self._pipeline.train_step([*micro_batches, *[nothing] * num_stand_ins], nothing, expect_last)
         passes.seeds.end()
         if not isinstance(reducer, FixedOrderSum) and micro_batches:
-            moves = passes.buffers.collect(passes.like)
-            statistics = torch.cat([torch.stack(losses).sum(0), moves]) if losses else moves
+            sums = [torch.stack(losses).sum(0)] if losses else [passes.like.new_zeros(0)]
+            statistics = torch.cat([*sums, *passes.buffers.take_moves(passes.like)])
             reducer.forward_made(statistics, is_last=True)
 
 
@@ -142,7 +142,8 @@ class _Shard:
     def _within(self) -> Iterator[None]:
         with self._inner.within():
             yield
-        self._moves += self._passes.buffers.collect(self._moves)  # of other stages' layers nothing
+        moves = self._passes.buffers.take_moves(self._moves)  # of other stages' layers nothing
+        self._moves += torch.cat(moves) if moves else 0
 
     def _after_backward(self, _stage: nn.Module) -> None:
         found = self._reducer.take_gradients()

@@ -25,22 +25,20 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from paceline.comm import Aggregator
 from paceline.errors import JobError
 from paceline.object_collectives import all_gather_objects
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import buckets
-from paceline.parallel.clock import mark
-from paceline.parallel.engine import Engine, Update
+from paceline.parallel.engine import Aggregation, Engine, Update, mark
 from paceline.parallel.initial_weights import broadcast
 from paceline.parallel.layout import Whole
 from paceline.parallel.losses import StepLoss
@@ -67,34 +65,32 @@ class OuterSteps(Engine):
         layout: Whole,
         spec: AggregationSpec,
         everyone: dist.ProcessGroup | None,
-        aggregator: Aggregator | None,
-        notes: Sequence[str] = (),
+        sums: Aggregation,
     ) -> None:
         """
         Args:
             layout: of a worker that trains alone.
             everyone: all workers, which have equal weights; None: there is one.
-            aggregator: sums over them.
+            sums: how they sum moves.
         """
-        super().__init__(layout, RunningSum(layout, None), notes=[*notes, describe_outer_steps(spec)])
+        notes = [*sums.notes, describe_outer_steps(spec)]
+        super().__init__(layout, RunningSum(layout, None), notes=notes, algorithm=sums.algorithm)
         self._spec = spec
         self._everyone = everyone
-        self._aggregator = aggregator
+        self._aggregator = sums.aggregator
         is_local_sgd = spec.method == "local_sgd"
         self._outer_lr = 1.0 if is_local_sgd else spec.outer_lr
         self._outer_momentum = 0.0 if is_local_sgd else spec.outer_momentum
-        trained = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad]
-        self._weights = [_Weights(bucket, bool(self._outer_momentum)) for bucket in buckets(trained, _kind)]
+        self._trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self._agreed: dict[str, Tensor] = {}
+        """The weights after the last outer step, in `_wide` precision."""
+        self._momentum: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
         """The floating-point buffers after the last outer step."""
-        self._has_begun = False
         self._num_steps = 0
-        """Counted since the last outer step, as the next three."""
-        self._own_samples: float = 0
-        """The weight of what this worker has computed: samples, or the units of a `Mean`."""
-        self._all_samples = 0
-        self._losses: set[str] = set()
-        """The names of the loss functions."""
+        """Since the last outer step."""
+        self._own_samples = 0.0
+        """The weight of what this worker has computed since then: samples, or the units of a `Mean`."""
         self._holds_consensus = False
         self._mean: dict[str, Tensor] | None = None
         """The model that a checkpoint away from outer steps holds, until the next step."""
@@ -123,13 +119,10 @@ class OuterSteps(Engine):
     def _own_gradients(self, step: StepInput) -> StepLoss:
         if self._holds_consensus:
             raise JobError("run.step has no effect inside run.consensus, which restores the weights; call it outside.")
-        if not self._has_begun:  # weights may have been loaded since they were prepared
+        if not self._agreed:  # weights may have been loaded since they were prepared
             self._agree()
-            self._has_begun = True
         self._num_steps += 1
         self._mean = None
-        self._losses.add(step.loss_name)
-        self._all_samples += step.assignment.global_size
         mine = _own_part_of(step)
         num_samples = mine.assignment.global_size
         if not num_samples:
@@ -155,69 +148,73 @@ class OuterSteps(Engine):
             # The scheduler counts this as a step, so that it compares the calls of the first outer steps.
             self._aggregator.scheduler.begin_step()
         part = self._part_of_samples()
-        for weights, move in zip(self._weights, self._sum_moves(part, exactly=False), strict=True):
-            weights.step(move, self._outer_lr, self._outer_momentum)
-            weights.write(weights.agreed)
+        for name, move in self._mean_moves(part, exactly=False).items():
+            if self._outer_momentum:  # Nesterov's
+                momentum = self._momentum.setdefault(name, torch.zeros_like(move))
+                momentum.mul_(self._outer_momentum).add_(move)
+                move.add_(momentum, alpha=self._outer_momentum)
+            self._agreed[name].add_(move, alpha=self._outer_lr)
+            self._trained[name].copy_(self._agreed[name])
         self._average_buffers(part)
-        self._buffers = _floating_buffers(self.module)
-        self._num_steps = self._all_samples = 0
-        self._own_samples = 0
-        self._losses.clear()
+        self._buffers = self._floating_buffers()
+        self._num_steps, self._own_samples = 0, 0.0
 
     @torch.no_grad()
     def _agree(self) -> None:
         """Take the present weights for those after the last outer step."""
-        for weights in self._weights:
-            weights.agreed.copy_(weights.current())
-        self._buffers = _floating_buffers(self.module)
+        self._agreed = {name: _wide(parameter, copy=True) for name, parameter in self._trained.items()}
+        self._buffers = self._floating_buffers()
 
     def _part_of_samples(self) -> float:
         """This worker's fraction of the samples since the last outer step, or of the units of `Mean`s; equal fractions
         if there are none. A collective."""
-        may_be_weighted = any(self.layouts.may_be_weighted(name) for name in self._losses)
-        everyone = all_gather_objects([may_be_weighted, self._own_samples], self._everyone)
-        total: float = self._all_samples
-        if any(weighted for weighted, _ in everyone):
-            total = math.fsum(samples for _, samples in everyone)
-        return self._own_samples / total if total else 1 / len(everyone)
+        of_workers = all_gather_objects(self._own_samples, self._everyone)
+        total = math.fsum(of_workers)
+        return self._own_samples / total if total else 1 / len(of_workers)
 
-    def _sum_moves(self, part: float, *, exactly: bool) -> list[Tensor]:
-        """The differences from the last common weights to the mean of the current ones.
+    def _mean_moves(self, part: float, *, exactly: bool) -> dict[str, Tensor]:
+        """The differences from the last common weights to the mean of the current ones, by name.
 
         Args:
+            part: what this worker's weights count for.
             exactly: whether nothing is rounded to the run's wire format.
         """
-        moves = [(weights.current() - weights.agreed).mul_(part) for weights in self._weights]
-        sums = self._aggregator
-        if sums is not None:
-            futures = [
-                sums.sum_exactly(move, "weights")
-                if exactly
-                else sums.sum_bucket(move, [name for name, _ in weights.named(move)])
-                for weights, move in zip(self._weights, moves, strict=True)
-            ]
-            for future in futures:
-                future.wait()
-            sums.scheduler.raise_error()
+        moves: dict[str, Tensor] = {}
+        arriving = []
+        for bucket in buckets(self._agreed.items(), lambda named: (named[1].dtype, named[1].nbytes)):
+            names = [name for name, _ in bucket]
+            own = [(_wide(self._trained[name]) - agreed).reshape(-1) for name, agreed in bucket]
+            flat = torch.cat(own).mul_(part)
+            pieces = flat.split([agreed.numel() for _, agreed in bucket])
+            moves |= {name: piece.view_as(agreed) for (name, agreed), piece in zip(bucket, pieces, strict=True)}
+            if (sums := self._aggregator) is not None:
+                arriving.append(sums.sum_exactly(flat, "weights") if exactly else sums.sum_bucket(flat, names))
+        for future in arriving:
+            future.wait()
+        if self._aggregator is not None:
+            self._aggregator.scheduler.raise_error()
         return moves
 
     def _average_buffers(self, part: float) -> None:
-        named = dict(self.module.named_buffers())
-        floating = {name: buffer for name, buffer in named.items() if buffer.is_floating_point()}
-        before = [self._buffers.get(name, torch.zeros_like(buffer)) for name, buffer in floating.items()]
+        floating = self._floating_buffers()
         if floating:
             # A constant, were it infinite, is not moved at all.
             moves = [
-                torch.where(now == agreed, 0.0, now.double() - agreed.double())
-                for now, agreed in zip(floating.values(), before, strict=True)
+                torch.where(now == self._buffers[name], 0.0, now.double() - self._buffers[name].double()).reshape(-1)
+                for name, now in floating.items()
             ]
-            flat = torch.cat([move.reshape(-1) for move in moves]).mul_(part)
+            flat = torch.cat(moves).mul_(part)
             if self._aggregator is not None:
                 self._aggregator.sum_now(flat, "buffers")
-            pieces = flat.split([move.numel() for move in moves])
-            for buffer, agreed, piece in zip(floating.values(), before, pieces, strict=True):
-                buffer.copy_(agreed.double() + piece.view(buffer.shape))
-        broadcast([buffer for name, buffer in named.items() if name not in floating], self._everyone)
+            for name, move in zip(floating, flat.split([move.numel() for move in moves]), strict=True):
+                agreed = self._buffers[name]
+                self.module.get_buffer(name).copy_(agreed.double() + move.view(agreed.shape))
+        others = [buffer for name, buffer in self.module.named_buffers() if name not in floating]
+        broadcast(others, self._everyone)
+
+    def _floating_buffers(self) -> dict[str, Tensor]:
+        """Copies, by name."""
+        return {name: one.detach().clone() for name, one in self.module.named_buffers() if one.is_floating_point()}
 
     # --- workers that differ ---
 
@@ -242,8 +239,8 @@ class OuterSteps(Engine):
         with torch.no_grad():
             kept = [tensor.detach().clone() for tensor in tensors]
             part = self._part_of_samples()
-            for weights, move in zip(self._weights, self._sum_moves(part, exactly=True), strict=True):
-                weights.write(weights.agreed + move)
+            for name, move in self._mean_moves(part, exactly=True).items():
+                self._trained[name].copy_(self._agreed[name] + move)
             self._average_buffers(part)
         self._holds_consensus = True
         try:
@@ -268,23 +265,16 @@ class OuterSteps(Engine):
     # --- checkpoints ---
 
     def shared_state(self) -> dict[str, Any]:
-        return {"inside": super().shared_state(), "outer_steps": self._outer_state() if self._has_begun else None}
-
-    def _outer_state(self) -> dict[str, Any]:
-        """The state of outer steps besides model and optimizer; values are views of the live state, per parameter."""
-        return {
-            "num_steps": self._num_steps,
-            "own_samples": self._own_samples,
-            "all_samples": self._all_samples,
-            "losses": sorted(self._losses),
-            "agreed": _by_name(self._weights, [weights.agreed for weights in self._weights]),
-            "momentum": _by_name(self._weights, self._momenta) if self._outer_momentum else {},
-            "buffers": dict(self._buffers),
-        }
-
-    @property
-    def _momenta(self) -> list[Tensor]:
-        return [weights.momentum for weights in self._weights if weights.momentum is not None]
+        outer_steps = None  # values are of the live state, per parameter
+        if self._agreed:
+            outer_steps = {
+                "num_steps": self._num_steps,
+                "own_samples": self._own_samples,
+                "agreed": dict(self._agreed),
+                "momentum": dict(self._momentum),
+                "buffers": dict(self._buffers),
+            }
+        return {"inside": super().shared_state(), "outer_steps": outer_steps}
 
     def model_state(self) -> dict[str, Any]:
         return super().model_state() if self._mean is None else self._mean
@@ -293,7 +283,7 @@ class OuterSteps(Engine):
         if self.is_synchronised:
             return {}
         means = {
-            "weights": _by_name(self._weights, [weights.current() for weights in self._weights]),
+            "weights": {name: _wide(parameter) for name, parameter in self._trained.items()},
             "buffers": dict(self.module.named_buffers()),
         }
         return {"sums": {_OWN_SAMPLES: torch.tensor(float(self._own_samples), dtype=torch.float64)}, "means": means}
@@ -304,15 +294,11 @@ class OuterSteps(Engine):
         self._mean = None
         state = shared.get("outer_steps")
         if state:
-            self._num_steps = state["num_steps"]
-            self._own_samples, self._all_samples = state["own_samples"], state["all_samples"]
-            self._losses = set(state["losses"])
-            _fill(self._weights, [weights.agreed for weights in self._weights], state["agreed"])
-            if self._outer_momentum:
-                _fill(self._weights, self._momenta, state["momentum"])
-            self._buffers = _floating_buffers(self.module)
-            self._buffers |= {name: one.to(self.layout.device) for name, one in state["buffers"].items()}
-            self._has_begun = True
+            self._num_steps, self._own_samples = state["num_steps"], state["own_samples"]
+            self._agreed, self._momentum, self._buffers = (
+                {name: one.to(self.layout.device) for name, one in state[key].items()}
+                for key in ("agreed", "momentum", "buffers")
+            )
         means = own.get("means", {})
         mine = means.get("weights", {}) | means.get("buffers", {})
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
@@ -321,59 +307,9 @@ class OuterSteps(Engine):
         self._own_samples = float(own.get("sums", {}).get(_OWN_SAMPLES, self._own_samples))
 
 
-class _Weights:
-    """A bucket of parameters, and their values after the last outer step."""
-
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], has_momentum: bool) -> None:
-        self._parameters = parameters
-        self._dtype = _kind(parameters[0])[0]
-        self.agreed = self.current()
-        """A flat vector; in float32 where the parameters have less precision, so that small moves add up."""
-        self.momentum = torch.zeros_like(self.agreed) if has_momentum else None
-
-    def current(self) -> Tensor:
-        """The parameters' values as a flat vector."""
-        return torch.cat([parameter.detach().reshape(-1).to(self._dtype) for _, parameter in self._parameters])
-
-    def named(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Each parameter's name and its slice of a flat vector, in its own shape."""
-        pieces = flat.split([parameter.numel() for _, parameter in self._parameters])
-        for (name, parameter), piece in zip(self._parameters, pieces, strict=True):
-            yield name, piece.view(parameter.shape)
-
-    def write(self, flat: Tensor) -> None:
-        """Give the parameters the values of a flat vector."""
-        for (_, parameter), (_, piece) in zip(self._parameters, self.named(flat), strict=True):
-            parameter.copy_(piece)
-
-    def step(self, move: Tensor, lr: float, momentum: float) -> None:
-        """SGD with Nesterov momentum on the common weights, along the pseudo-gradient -move; changes `move`."""
-        if self.momentum is not None:
-            self.momentum.mul_(momentum).add_(move)
-            move.add_(self.momentum, alpha=momentum)
-        self.agreed.add_(move, alpha=lr)
-
-
-def _kind(named: tuple[str, Tensor]) -> tuple[torch.dtype, int]:
-    """The dtype in which moves of a parameter add up, float64 for float64, else float32; and their bytes."""
-    dtype = torch.float64 if named[1].dtype == torch.float64 else torch.float32
-    return dtype, named[1].numel() * dtype.itemsize
-
-
-def _by_name(weights: Sequence[_Weights], flats: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Slices of flat vectors, one of each bucket, by the parameters' names."""
-    return {name: part for bucket, flat in zip(weights, flats, strict=True) for name, part in bucket.named(flat)}
-
-
-def _fill(weights: Sequence[_Weights], flats: Sequence[Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Give flat vectors, one of each bucket, the values that `_by_name` found."""
-    for name, part in _by_name(weights, flats).items():
-        part.copy_(saved[name])
-
-
-def _floating_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Copies, by name."""
-    return {name: buffer.detach().clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
+    """Weights in float32 where they have less precision, so that small moves add up."""
+    return tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32, copy=copy)
 
 
 def _own_part_of(step: StepInput) -> StepInput:

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.comm import open_links
+from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, Scheduler, open_links
 from paceline.errors import JobError
-from paceline.parallel.aggregation import Aggregation, set_up_aggregation
 from paceline.parallel.async_servers import AsyncServers
 from paceline.parallel.copies import Copies, devices_of_process
-from paceline.parallel.engine import Engine, Runner
+from paceline.parallel.engine import Aggregation, Engine, Runner
 from paceline.parallel.fixed_order_sum import FixedOrderSum
 from paceline.parallel.initial_weights import align, initial_weights
 from paceline.parallel.layout import Whole
 from paceline.parallel.outer_steps import OuterSteps
 from paceline.parallel.running_sum import RunningSum
-from paceline.parallel.unsuitable_layers import check_complex, check_layers
+from paceline.parallel.unsuitable_layers import check_layers
 from paceline.spec import Job, Plan, check_mesh
+from paceline.spec.algorithm import automatic_algorithm
+from paceline.spec.wire import WIRE_FACTS
 
 
 def parallelize(
@@ -43,8 +45,7 @@ def parallelize(
         JobError: a strategy that this job cannot be trained with.
         ModelError: a layer whose result depends on the number of workers.
     """
-    check_layers(model, job, is_alone=group is None and plan.devices_in_process == 1)
-    check_complex(model, job, plan)
+    check_layers(model, job, plan, is_alone=group is None and plan.devices_in_process == 1)
     if plan.mesh is not None and not plan.mesh.is_plain and group is not None:
         # Torch's parts for it take long to load, and most runs need none of them.
         from paceline.parallel.spread_model import spread
@@ -57,9 +58,17 @@ def parallelize(
     if job.parity == "bitwise":
         align(model)
     if plan.devices_in_process > 1:
-        return _with_copies(model, job, plan, device)
-    if job.aggregation.is_infrequent:
-        return _with_outer_steps(model, job, plan, device, group)
+        if job.parity == "bitwise":
+            raise JobError(
+                "parity = 'bitwise' needs the strategy dp: dp_one_process is equal up to rounding only; use "
+                "parity = 'numeric'."
+            )
+        layout = Whole(model, device, None)
+        copies = Copies(model, devices_of_process(plan, device), layout.zero)
+        return Engine(layout, RunningSum(layout, None), copies, [copies.note])
+    if job.aggregation.is_infrequent:  # each worker trains alone, and weights are averaged every few steps
+        sums = set_up_aggregation(job, plan, group, device)
+        return OuterSteps(Whole(model, device, None), job.aggregation, group, sums)
     # One worker alone is its own server: there is nothing asynchronous about it.
     if job.aggregation.method == "parameter_server_async" and group is not None:
         return AsyncServers(model, job, plan, device, group)
@@ -70,37 +79,27 @@ def _every_step(layout: Whole, runner: Runner | None, job: Job, plan: Plan) -> E
     """The engine of workers that meet in every step."""
     if job.parity == "bitwise":
         return Engine(layout, FixedOrderSum(layout), runner)
-    if layout.replicas is None:
-        return Engine(layout, RunningSum(layout, None), runner)
-    aggregation = _aggregation(layout, layout.replicas, job, plan)
-    engine = Engine(layout, RunningSum(layout, aggregation.aggregator), runner, aggregation.notes)
-    engine.algorithm = aggregation.algorithm
-    return engine
+    sums = set_up_aggregation(job, plan, layout.replicas, layout.device)
+    return Engine(layout, RunningSum(layout, sums.aggregator), runner, sums.notes, sums.algorithm)
 
 
-def _with_copies(model: nn.Module, job: Job, plan: Plan, device: torch.device) -> Engine:
-    if job.parity == "bitwise":
-        raise JobError(
-            "parity = 'bitwise' needs the strategy dp: dp_one_process is equal up to rounding only; use "
-            "parity = 'numeric'."
-        )
-    layout = Whole(model, device, None)
-    copies = Copies(model, devices_of_process(plan, device), layout.zero)
-    return Engine(layout, RunningSum(layout, None), copies, [copies.note])
-
-
-def _with_outer_steps(
-    model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup | None
-) -> Engine:
-    """An engine of workers that each train alone, and average their weights every few steps."""
-    layout = Whole(model, device, None)
+def set_up_aggregation(job: Job, plan: Plan, group: dist.ProcessGroup | None, device: torch.device) -> Aggregation:
+    """How the workers of a group sum gradients."""
     if group is None:
-        return OuterSteps(layout, job.aggregation, None, None)
-    aggregation = _aggregation(layout, group, job, plan)
-    engine = OuterSteps(layout, job.aggregation, group, aggregation.aggregator, aggregation.notes)
-    engine.algorithm = aggregation.algorithm
-    return engine
-
-
-def _aggregation(layout: Whole, replicas: dist.ProcessGroup, job: Job, plan: Plan) -> Aggregation:
-    return set_up_aggregation(job, plan, open_links(replicas, layout.device, plan.timeout_s))
+        return Aggregation(None)
+    links = open_links(group, device, plan.timeout_s)
+    wire = job.aggregation.wire
+    if wire == "auto-lossy":
+        # A smaller message pays between nodes; inside of one it costs more to write than to send.
+        wire = "bfloat16" if len(links.nodes) > 1 else "float32"
+    algorithm = plan.algorithm
+    if algorithm == "auto":
+        sizes = [len(node) for node in links.nodes]
+        algorithm = automatic_algorithm(sizes, is_gloo=links.device.type == "cpu", wire=wire)
+    notes: tuple[str, ...] = ()
+    if not WIRE_FORMATS[wire].is_exact:
+        lost = WIRE_FACTS[wire].loss
+        notes = (f"gradients are not exact: {lost}; the result may depend on the number of workers",)
+    links = replace(links, wire=WIRE_FORMATS[wire], num_servers=min(plan.num_servers, links.world_size))
+    scheduler = Scheduler(links.group, links.device, plan.debug_comm)
+    return Aggregation(Aggregator(ALGORITHMS[algorithm], links, scheduler), algorithm, notes)

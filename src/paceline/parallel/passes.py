@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.containers import copied
-from paceline.parallel.blocks import BlockSeeds, uncompiled_blocks
+from paceline.parallel.blocks import blocks_of
 from paceline.parallel.buffers import Buffers, standing_in
-from paceline.parallel.generators import seed_generators
-from paceline.parallel.losses import LossLayouts, ShardLoss, counts, ignore_unless, read_loss, watching_outputs
+from paceline.parallel.generators import BlockSeeds, seed_generators
+from paceline.parallel.losses import LossLayouts, ShardLoss, ignore_unless, read_loss
 from paceline.parallel.step_input import StepInput
 
 
@@ -31,8 +32,7 @@ class Passes:
         """
         Args:
             like: a scalar of the dtype, and on the device, in which losses are added.
-            blocks: those that draw by names of their own, by path in the whole model; None: found in the first pass,
-                when it is known what is compiled.
+            blocks: those that draw by names of their own, by path in the whole model; None: all of `model`.
         """
         self.model = model
         self.device = device
@@ -41,9 +41,10 @@ class Passes:
         self.buffers = Buffers(model)
         self.first_loss = like
         """The loss of this worker's first shard in the last step whose samples are needed again, a scalar."""
-        self.seeds = BlockSeeds(device)
-        self._blocks = blocks
-        self._is_watching = False
+        self.seeds = BlockSeeds(device, blocks_of(model) if blocks is None else blocks)
+        self._outputs: list[Any] | None = None
+        """What the model has returned in this pass, where the loss may count for nothing."""
+        model.register_forward_hook(self._keep_output)
 
     def forward(self, step: StepInput, shard: int) -> ShardLoss:
         """The loss of a shard of this worker's; `backward` has to follow before the next one."""
@@ -56,9 +57,6 @@ class Passes:
 
     def enter(self, step: StepInput, shard: int) -> None:
         """Before a forward pass: the generators and buffers are those that the shard has on any worker."""
-        if not self._is_watching:
-            self.seeds.watch(uncompiled_blocks(self.model) if self._blocks is None else self._blocks)
-            self._is_watching = True
         seed = step.shard_seed(shard)
         seed_generators(seed, self.device)
         self.seeds.begin_shard(seed)
@@ -71,14 +69,29 @@ class Passes:
 
     def read(self, step: StepInput, module: nn.Module, shard: int) -> ShardLoss:
         """Call the loss function with a shard's samples, and see what it returned."""
-        samples = step.content(shard)
-        with watching_outputs(module) if self.layouts.may_be_weighted(step.loss_name) else nullcontext() as outputs:
-            returned = step.loss_of(module, samples)
-        loss = read_loss(returned, step.assignment.weight(shard), step.assignment.global_size, self.like)
+        weight, size = step.assignment.weight(shard), step.assignment.global_size
+        loss, outputs = self._call(step, module, step.content(shard), weight, size)
         self.layouts.has_returned(step.loss_name, loss.layout)
-        if outputs is not None:
-            ignore_unless(counts(loss), outputs)
+        if isinstance(loss.weight, Tensor):
+            ignore_unless(loss.weight != 0, outputs)
         return loss
+
+    def _call(
+        self, step: StepInput, module: nn.Module, content: Any, weight: float, size: int
+    ) -> tuple[ShardLoss, Sequence[Any]]:
+        """The loss, and where that may count for nothing what the model has returned."""
+        if module is not self.model:  # stands in for it in a pipeline, once
+            module.register_forward_hook(self._keep_output)
+        self._outputs = [] if weight == 0 or self.layouts.may_be_weighted(step.loss_name) else None
+        try:
+            loss = read_loss(step.loss_of(module, content), weight, size, self.like)
+            return loss, self._outputs or ()
+        finally:
+            self._outputs = None
+
+    def _keep_output(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
+        if self._outputs is not None:
+            self._outputs.append(output)
 
     def backward(self, step: StepInput, loss: ShardLoss) -> None:
         """Add the gradient of a shard's loss, times its weight, to `.grad`."""
@@ -87,7 +100,8 @@ class Passes:
 
     def statistics(self, loss: ShardLoss) -> Tensor:
         """What is added up over all shards besides gradients: the sums of a shard's loss, then the moves of buffers."""
-        return torch.cat([loss.sums, self.buffers.collect(loss.sums)]) if self.buffers.num_sums else loss.sums
+        moves = self.buffers.take_moves(loss.sums)
+        return torch.cat([loss.sums, *moves]) if moves else loss.sums
 
     @contextmanager
     def stand_in(self, step: StepInput) -> Iterator[Tensor]:
@@ -100,7 +114,6 @@ class Passes:
 
     def loss_of_nothing(self, step: StepInput, module: nn.Module) -> ShardLoss:
         """The loss of the worker's first shard with the weight 0, through which nothing flows back."""
-        with watching_outputs(module) as outputs:
-            loss = read_loss(step.loss_of(module, copied(step.batch.shards[0])), 0.0, 1, self.like)
-        ignore_unless(False, outputs)
-        return replace(loss, weight=0.0)
+        loss, outputs = self._call(step, module, copied(step.batch.shards[0]), 0.0, 1)
+        ignore_unless(torch.zeros((), dtype=torch.bool, device=self.device), outputs)
+        return replace(loss, weight=0.0, weighted=loss.weighted * 0)

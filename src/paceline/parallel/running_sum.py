@@ -13,7 +13,7 @@ from paceline.comm import Aggregator
 from paceline.dtensor_type import is_dtensor, local_shard
 from paceline.errors import ModelError
 from paceline.parallel.assignment import Assignment
-from paceline.parallel.buckets import FIRST_BUCKET_BYTES, buckets
+from paceline.parallel.buckets import FIRST_BUCKET_BYTES, buckets, dense_form, views
 from paceline.parallel.dtensor import with_local
 from paceline.parallel.layout import Whole, sum_over
 from paceline.parallel.losses import ShardLoss
@@ -180,18 +180,11 @@ class RunningSum:
         """The norm of the whole model's gradient, a scalar; a collective if workers do not hold all of it."""
         return self._layout.gradient_norm()
 
-    def sum_moves(self, moves: Callable[[int | None], Tensor]) -> Tensor:
-        """The sum over workers of what `moves` returns; see `Buffers.end_step`."""
-        own = moves(None)
-        return own if self._layout.data is None else sum_over(own, self._layout.data)
-
     def measured(self, assignment: Assignment) -> tuple[int, int]:
         """The number of parts whose gradients' norms are measured, and of the samples in them."""
-        firsts = [
-            [assignment.shards_of_rank[rank][0] for rank in replica if len(range(*assignment.shards_of_rank[rank]))]
-            for replica in self._layout.ranks_of_replicas(assignment)
-        ]
-        return sum(map(bool, firsts)), sum(assignment.shard_sizes[shard] for first in firsts for shard in first)
+        first_shards = {rank: start for rank, (start, stop) in enumerate(assignment.shards_of_rank) if start < stop}
+        replicas = {rank // self._layout.num_in_replica for rank in first_shards}
+        return len(replicas), sum(assignment.shard_sizes[shard] for shard in first_shards.values())
 
 
 class _Bucket:
@@ -203,13 +196,10 @@ class _Bucket:
         self.arrived: torch.futures.Future[Tensor] | None = None
         """Done when the sum has arrived; None: it has not begun."""
         own = [_real(local_shard(parameter)) for _, parameter in named]
-        sizes = [one.numel() for one in own]
-        self._values = torch.zeros(sum(sizes) + len(named), dtype=own[0].dtype, device=device)
-        *slices, self._num_users = self._values.split([*sizes, len(named)])
-        self._places = [
-            one.as_strided(like.shape, dense_strides(like), one.storage_offset())
-            for one, like in zip(slices, own, strict=True)
-        ]
+        length = sum(one.numel() for one in own)
+        self._values = torch.zeros(length + len(named), dtype=own[0].dtype, device=device)
+        gradients, self._num_users = self._values.split([length, len(named)])
+        self._places = views(gradients, [dense_form(one) for one in own])
 
     def send(self, aggregator: Aggregator) -> None:
         """Begin to sum the gradients. They are copied: until all are there, `.grad` may be read."""
@@ -243,8 +233,3 @@ class _Bucket:
 def _real(tensor: Tensor) -> Tensor:
     """A tensor as real numbers, which algorithms add: of complex ones both parts, along a last dimension."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def dense_strides(like: Tensor) -> tuple[int, ...]:
-    """The strides of a tensor without gaps whose dimensions lie in memory in the order of those of `like`."""
-    return torch.empty_like(like, device="meta").stride()

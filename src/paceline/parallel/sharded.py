@@ -7,13 +7,12 @@ module chooses the blocks, and has sums in place of means, because losses are we
 from __future__ import annotations
 
 import functools
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
-from torch._compile import _disable_dynamo  # torch.compiler.disable loads the compiler, for seconds
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -22,11 +21,11 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from paceline.containers import map_tensors, open_object, tensors, versions
+from paceline.containers import map_tensors, open_object, tensors
 from paceline.errors import ModelError
+from paceline.parallel.blocks import can_be_called
 from paceline.spec.algorithm import MIN_BLOCK_BYTES
 
 
@@ -39,7 +38,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     for child in model.children():
         if isinstance(child, nn.Sequential | nn.ModuleList):
             found += blocks(child)
-        elif isinstance(model, nn.Sequential | nn.ModuleList) and not _can_be_called(child):
+        elif isinstance(model, nn.Sequential | nn.ModuleList) and not can_be_called(child):
             found += blocks(nn.ModuleList(child.children()))
         elif isinstance(model, nn.Sequential | nn.ModuleList):
             found += [child] if any(True for _ in child.parameters()) else []
@@ -64,12 +63,12 @@ def block_groups(found: list[nn.Module], min_bytes: int = MIN_BLOCK_BYTES) -> It
 
 def independent_blocks(model: nn.Module, found: list[nn.Module]) -> list[nn.Module]:
     """The blocks that share no parameter with any other module; the model itself gathers the rest."""
-    holders: defaultdict[nn.Parameter, set[nn.Module]] = defaultdict(set)
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            holders[parameter].add(module)
-    inside = {block: set(block.modules()) for block in found}
-    return [block for block in found if all(holders[one] <= inside[block] for one in block.parameters())]
+
+    def places(module: nn.Module) -> Counter[nn.Parameter]:
+        return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
+
+    everywhere = places(model)
+    return [block for block in found if all(num == everywhere[one] for one, num in places(block).items())]
 
 
 def shard(
@@ -87,7 +86,7 @@ def shard(
         ModelError: a model that has no forward; one of transformers that skips layers at random, unless `may_skip` is
             set.
     """
-    if not _can_be_called(model):
+    if not can_be_called(model):
         raise ModelError(
             f"{type(model).__name__} has no forward method, in which parameters come together of which each worker "
             "holds a part; give the model one that calls its modules, or use the strategy dp."
@@ -109,7 +108,6 @@ def shard(
         register_fsdp_forward_method(model, "generate")
     for module in sharded_modules(model):
         _show_outputs(cast(nn.Module, module))
-        _copy_views(cast(nn.Module, module))  # before what the other hooks look at
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # else it is a sum times a number, which Gloo has not
         module.set_reduce_scatter_unused_params(may_skip, recurse=False)
@@ -117,10 +115,6 @@ def shard(
         # By this mark, models of transformers run layers that they would skip, because workers gather them together.
         vars(managed).pop("_is_fsdp_managed_module", None)
     return cast(FSDPModule, model)
-
-
-def _can_be_called(module: nn.Module) -> bool:
-    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _check_runs_all_layers(model: nn.Module) -> None:
@@ -135,45 +129,24 @@ def _check_runs_all_layers(model: nn.Module) -> None:
 
 
 def _show_outputs(module: nn.Module) -> None:
-    """Let FSDP's hook on the output of `module` see the tensors in objects that torch's pytree does not know.
+    """Let FSDP's hook on the output of `module` see all tensors in it, as copies.
 
-    In backward it would not gather the module's parameters again, and torch would end in freed memory.
+    FSDP does not see those in objects that torch's pytree does not know, and loses its hook on a view, as an
+    `nn.Linear` of tokens returns, that is changed in place (`y += x`). Backward would not gather the module's
+    parameters again, or with them whole, in stages 1 and 2 of ZeRO, not sum its gradients over the workers.
     """
-    returned: list[Any] = [None]
+    returned: list[Any] = []
 
     def unpack(_module: nn.Module, _arguments: Any, output: Any) -> Any:
-        found = tuple(tensors(output, open_object))
-        is_hidden = len(found) > sum(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(output))
-        returned[0] = output if is_hidden else None
-        return found if is_hidden else None
+        returned.append(output)
+        return tuple(one.clone() if one.requires_grad else one for one in tensors(output, open_object))
 
     def pack(_module: nn.Module, _arguments: Any, output: Any) -> Any:
-        original, returned[0] = returned[0], None
-        if original is None:
-            return None
         shown = iter(output)
-        return map_tensors(original, lambda _tensor: next(shown), open_object)
+        return map_tensors(returned.pop(), lambda _tensor: next(shown), open_object)
 
     module.register_forward_hook(unpack, prepend=True)
     module.register_forward_hook(pack)
-
-
-def _copy_views(module: nn.Module) -> None:
-    """Let `module` return copies instead of views, such as `y.view(...)` and what an `nn.Linear` of tokens returns.
-
-    FSDP's hook on an output is lost where a view is changed in place (`y += x`). Backward would not gather the module's
-    parameters again, or with them whole, in stages 1 and 2 of ZeRO, not sum its gradients over the workers.
-    """
-
-    @_disable_dynamo  # with shared draws it would be traced under their mode, which torch cannot guard
-    def copied(_module: nn.Module, _arguments: Any, output: Any) -> Any:
-        views = {id(one): one for one in tensors(output, open_object) if one._is_view() and one.requires_grad}
-        if not views:
-            return None
-        copies = {key: view.clone() for key, view in views.items()}
-        return map_tensors(output, lambda one: copies.get(id(one), one), open_object)
-
-    module.register_forward_hook(copied, prepend=True)
 
 
 def sharded_modules(model: nn.Module) -> list[FSDPModule]:
@@ -191,14 +164,6 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        before = versions(given)
-        output = checkpoint(forward, *args, use_reentrant=False, **kwargs)
-        if before != versions(given):
-            raise ModelError(
-                "A block of the model changes its input in place, from which its activations would be computed again; "
-                "let its first operation make a new tensor (inplace=False, x = x + y), or leave out recompute."
-            )
-        return output
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
     return run

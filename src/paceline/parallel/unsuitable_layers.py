@@ -24,26 +24,9 @@ def check_lazy_layers(model: nn.Module) -> None:
             )
 
 
-def check_complex(model: nn.Module, job: Job, plan: Plan) -> None:
-    """Refuse complex parameters where numbers of a gradient are sent and added as real ones.
-
-    Raises:
-        ModelError: there is one.
-    """
-    is_plain = (plan.mesh is None or plan.mesh.is_plain) and plan.devices_in_process == 1
-    if is_plain and job.parity == "numeric" and job.aggregation.method == "every_step":
-        return
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.is_complex():
-            raise ModelError(
-                f"The parameter '{name}' has complex numbers, which train with the strategy dp, parity = 'numeric' and "
-                "aggregation.method = 'every_step' alone; elsewhere hold its real and imaginary parts in a parameter "
-                "and compute with torch.view_as_complex(parameter)."
-            )
-
-
-def check_layers(model: nn.Module, job: Job, *, is_alone: bool) -> None:
-    """Refuse embeddings that would train otherwise on another number of workers.
+def check_layers(model: nn.Module, job: Job, plan: Plan, *, is_alone: bool) -> None:
+    """Refuse what would train otherwise on another number of workers: embeddings that change their rows in a forward
+    pass or make sparse gradients, and complex parameters where gradients are sent and added as real numbers.
 
     Args:
         is_alone: whether one worker with one device trains the model.
@@ -66,4 +49,13 @@ def check_layers(model: nn.Module, job: Job, *, is_alone: bool) -> None:
             raise ModelError(
                 f"{place} makes sparse gradients, which cannot be added up {where}; build it with sparse=False, which "
                 "torch.optim.SGD and Adagrad take as well, and torch.optim.Adam in place of SparseAdam."
+            )
+    is_plain = (plan.mesh is None or plan.mesh.is_plain) and plan.devices_in_process == 1
+    adds_complex = is_plain and job.parity == "numeric" and job.aggregation.method == "every_step"
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex() and parameter.requires_grad and not adds_complex:
+            raise ModelError(
+                f"The parameter '{name}' has complex numbers, which train with the strategy dp, parity = 'numeric' and "
+                "aggregation.method = 'every_step' alone; elsewhere hold its real and imaginary parts in a parameter "
+                "and compute with torch.view_as_complex(parameter)."
             )

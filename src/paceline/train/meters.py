@@ -15,7 +15,7 @@ import torch
 
 from paceline.noise import NoiseScale, SmoothedNoise
 from paceline.parallel import Assignment
-from paceline.parallel.clock import Mark, seconds
+from paceline.parallel.engine import Mark, seconds
 from paceline.parallel.gradient_norms import GradientNorms, TakeNorms
 from paceline.spec import Job, StepTime
 from paceline.spec.codec import from_mapping, to_mapping

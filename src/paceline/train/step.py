@@ -25,7 +25,6 @@ from paceline.parallel.assignment import shard_sizes
 from paceline.parallel.fused import check_fused, fused
 from paceline.parallel.generators import seed_generators
 from paceline.parallel.losses import StepLoss
-from paceline.parallel.out_of_memory import is_out_of_memory
 from paceline.parallel.step_input import AnyShard
 from paceline.spec import Mesh
 from paceline.train.batches import GlobalBatches
@@ -306,7 +305,7 @@ class Stepper:
         engine = trained.engine
         if engine.changes_state:
             self.session.is_consistent = False
-        engine.buffers.begin_step()
+        engine.buffers.begin_step(is_audited=self._is_audited(pending))
         # For asynchronous servers, whose workers read the shards they compute: a stand-in that shows what is returned.
         step_input = self._input(one, pending.index, batch.assignment, one.content)
         if not engine.reads_assignment:
@@ -332,7 +331,7 @@ class Stepper:
                 engine.buffers.start_over()  # the run is whole if the error came before the update
             except RuntimeError:  # the device is of no more use
                 self.session.is_consistent = False
-            if not is_out_of_memory(problem):
+            if not isinstance(problem, torch.OutOfMemoryError | MemoryError):
                 raise
             words = str(problem).split(". ")[0].strip() or type(problem).__name__
             raise ModelError(

@@ -43,6 +43,33 @@ def test_a_batch_in_which_nothing_counts_changes_nothing() -> None:
     assert found["v"] == 1.0
 
 
+def test_running_statistics_are_those_after_the_last_step_for_evaluations_and_for_other_models_steps() -> None:
+    with paceline.init(global_batch_size=8, epochs=1, virtual_shards=2, progress=False) as run:
+        first, second = (nn.Sequential(nn.BatchNorm1d(1, momentum=1.0), nn.Linear(1, 1)) for _ in range(2))
+        for model in (first, second):
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        seen: list[float] = []
+
+        def loss_of_first(model: nn.Module, batch: Tensor) -> Tensor:
+            return model(batch).square().mean()
+
+        def loss_of_second(model: nn.Module, batch: Tensor) -> Tensor:
+            seen.append(float(first[0].running_mean))
+            return model(batch).square().mean()
+
+        def measure(_: nn.Module, batch: Tensor) -> Any:
+            seen.append(float(first[0].running_mean))
+            return {"v": batch[:, 0]}
+
+        for batch in run.batches(list(torch.randn(16, 1))):
+            run.step(batch, loss_of_first, model=first)
+            now = float(first[0].running_mean)
+            run.step(batch, loss_of_second, model=second)
+            run.evaluate(list(torch.randn(3, 1)), measure)
+            assert seen == [now] * len(seen)
+            seen.clear()
+
+
 def test_sums_are_float64() -> None:
     """In float32 the small values would vanish beside the large one."""
     values = torch.cat([torch.tensor([2.0**24]), torch.ones(31)])
