@@ -83,6 +83,9 @@ def test_statistics_and_values_are_those_of_the_virtual_shards_on_any_number_of_
 class _Masked(nn.Module):
     """Layers without random numbers, and buffers: a constant one, a count and those of a norm."""
 
+    mask: Tensor
+    count: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

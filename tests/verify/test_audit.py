@@ -68,6 +68,8 @@ def test_the_audit_before_a_checkpoint_changes_nothing(tmp_path: Path) -> None:
 class _Switched(nn.Module):
     """Counts its calls in a buffer, once it is told to."""
 
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
