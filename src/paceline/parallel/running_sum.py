@@ -226,8 +226,8 @@ class _Bucket:
                 num_users = num_users or self._num_users.tolist()
                 if not num_users[number]:
                     continue
-            total = torch.view_as_complex(place) if parameter.is_complex() else place
-            parameter.grad = with_local(total.to(parameter.device), parameter)
+            total = (torch.view_as_complex(place) if parameter.is_complex() else place).to(parameter.device)
+            parameter.grad = with_local(total, parameter) if is_dtensor(parameter) else total
 
 
 def _real(tensor: Tensor) -> Tensor:
