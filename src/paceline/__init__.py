@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from paceline.workflows.probe import probe
     from paceline.workflows.report import report
     from paceline.workflows.scale import scale
-    from paceline.workflows.step_times import fit_step_times
     from paceline.workflows.strategy import Strategy
     from paceline.workflows.topo import topo
     from paceline.workflows.train import train
@@ -55,7 +54,6 @@ __all__ = [
     "doctor",
     "dry_run_mesh",
     "errors",
-    "fit_step_times",
     "init",
     "launch",
     "memory",
@@ -74,7 +72,6 @@ _MODULES = {
     **dict.fromkeys(("Cluster", "Job", "Plan", "RunRecord"), "paceline.spec"),
     **dict.fromkeys(("Callback", "Run", "init"), "paceline.train"),
     "Where": "paceline.workflows.where",
-    "fit_step_times": "paceline.workflows.step_times",
     "Forecast": "paceline.spec.forecast",
     "Mean": "paceline.parallel.losses",
     "Strategy": "paceline.workflows.strategy",

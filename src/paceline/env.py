@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import socket
-import sys
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -190,13 +188,6 @@ def own_interface() -> str | None:
     """The network interface that this process's environment names for workers, or the first; None if it names none."""
     named = (name for variable in INTERFACE_VARIABLES for name in text(variable).split(",") if name)
     return next(named, None)
-
-
-def terminal() -> dict[str, str]:
-    """Variables that let workers draw progress for this process's terminal, from other nodes too; empty without one."""
-    if not sys.stderr.isatty():
-        return {}
-    return {"FORCE_COLOR": "1", "COLUMNS": str(shutil.get_terminal_size().columns)}
 
 
 def cpus(local_rank: int) -> set[int]:

@@ -18,7 +18,7 @@ def main() -> None:
     for name, text in found.items():
         path = OUTPUTS / f"{name}.txt"
         recorded = path.read_text() if path.exists() else ""
-        if not are_same(text, recorded):
+        if not are_same(name, text, recorded):
             different += 1
             sys.stdout.writelines(
                 difflib.unified_diff(recorded.splitlines(True), text.splitlines(True), f"{name}, recorded", "now")

@@ -15,7 +15,7 @@ def said() -> dict[str, str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_command_says_what_is_recorded(name: str, said: dict[str, str]) -> None:
     recorded = (OUTPUTS / f"{name}.txt").read_text()
-    if not are_same(said[name], recorded):
+    if not are_same(name, said[name], recorded):
         assert said[name] == recorded, "python -m tests.golden --record, if that is what it should say"
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +10,6 @@ import typer
 
 from paceline.cli.console import table_console
 from paceline.cli.options import ARGUMENTS, AsJson, options_of
-from paceline.cli.step_times import fit_and_predict
 from paceline.errors import JobError
 from paceline.spec import Job
 from paceline.spec.plan import PLAN_FILE
@@ -22,14 +19,6 @@ from paceline.workflows.mesh_dry_run import dry_run_mesh as try_mesh
 
 if TYPE_CHECKING:
     from paceline.workflows.plan import PlannedJob
-
-
-_TAKEN: Mapping[str, frozenset[str]] = {
-    "a JOB": frozenset({"as_json", *inspect.signature(workflow.plan).parameters}),
-    "--dry-run-mesh": frozenset({"as_json", "dry_run_mesh", "settings", "data"}),
-    "--fit": frozenset({"as_json", "fit", "predict", "efficiency_floor", "price", "out"}),
-}
-"""The forms of the command, and the options that each of them takes, by the names of parameters."""
 
 
 @options_of(
@@ -44,12 +33,14 @@ _TAKEN: Mapping[str, frozenset[str]] = {
 )
 def plan(
     context: typer.Context,
-    job: Annotated[str | None, typer.Argument(metavar="JOB", help="A job file or recipe that was probed.")] = None,
-    as_json: AsJson = False,
-    fit: Annotated[
-        Path | None, typer.Option(metavar="OBS.csv", help="Instead of a job: fit measured step times …")
+    job: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="JOB", help="A job file or recipe that was probed, or a table of measured steps (*.csv)."
+        ),
     ] = None,
-    predict: Annotated[Path | None, typer.Option(metavar="Q.csv", help="… and forecast these placements.")] = None,
+    as_json: AsJson = False,
+    former: Annotated[str | None, typer.Option("--fit", "--predict", hidden=True)] = None,
     dry_run_mesh: Annotated[
         str | None,
         typer.Option(metavar="MESH", help="Trace the job on a mesh such as 'dp128 x tp8', without its devices."),
@@ -57,34 +48,20 @@ def plan(
     **options: Any,
 ) -> None:
     """Forecast step time, throughput, speed-up, time to a target and cost for 1…N devices, and recommend one."""
-    if fit is not None or predict is not None:
-        if job is not None:
-            raise JobError(f"--fit works on measured step times alone; leave {job} out.")
-        if fit is None or predict is None:
-            given, missing = ("--predict", "--fit OBS.csv") if fit is None else ("--fit", "--predict Q.csv")
-            raise JobError(f"{given} needs {missing} beside it.")
-        _refuse_without_effect(context, "--fit")
-        fit_and_predict(fit, predict, as_json, options["efficiency_floor"], options.get("price"), options["out"])
-        return
+    if former is not None:
+        raise JobError("--fit and --predict are gone: paceline plan ROWS.csv forecasts the rows without a step_time_s.")
     if job is None:
-        raise JobError("Name the job to plan for, such as paceline plan job.toml; or give --fit.")
-    _refuse_without_effect(context, "a JOB" if dry_run_mesh is None else "--dry-run-mesh")
-    if dry_run_mesh is not None:
-        resolved = resolve_job(job, options.get("settings"), options.get("data"))
-        _show_mesh(resolved, dry_run_mesh, as_json=as_json)
-    else:
+        raise JobError("Name the job to plan for, such as paceline plan job.toml, or a table of measured steps.")
+    if dry_run_mesh is None:
         _show(workflow.plan(job, **options), options["out"], as_json=as_json)
-
-
-def _refuse_without_effect(context: typer.Context, form: str) -> None:
-    """Options that were given and that this form of the command does not take."""
-    for option in context.command.params:
-        name = str(option.name)
-        source = context.get_parameter_source(name)
+        return
+    for option in context.command.params:  # whatever else was given has no effect
+        source = context.get_parameter_source(str(option.name))
         is_given = source is not None and source.name == "COMMANDLINE"
-        if is_given and name not in ARGUMENTS | _TAKEN[form]:
-            others = " or ".join(other for other, taken in _TAKEN.items() if name in taken)
-            raise JobError(f"{option.opts[0]} has no effect with {form}, only with {others}: leave it out.")
+        if is_given and option.name not in ARGUMENTS | {"as_json", "dry_run_mesh", "settings", "data"}:
+            raise JobError(f"{option.opts[0]} has no effect with --dry-run-mesh: leave it out.")
+    resolved = resolve_job(job, options.get("settings"), options.get("data"))
+    _show_mesh(resolved, dry_run_mesh, as_json=as_json)
 
 
 def _show(planned: PlannedJob, out: Path, *, as_json: bool) -> None:
@@ -97,7 +74,9 @@ def _show(planned: PlannedJob, out: Path, *, as_json: bool) -> None:
 
     console = table_console(pipe_columns=160)
     console.print(plan_table(planned.forecast, console.width))
-    if planned.plan is None:
+    if planned.forecast.is_fitted:
+        pass
+    elif planned.plan is None:
         num_devices = planned.forecast.recommended.devices
         print(f"No {PLAN_FILE}: the cluster lacks devices for {num_devices}; probe the nodes they are on.")
     else:

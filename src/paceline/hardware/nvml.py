@@ -132,15 +132,6 @@ def gpu_use(library: Any = None) -> dict[int, GpuUse]:
         return {}
 
 
-def throttled_gpus(library: Any = None) -> dict[int, list[str]]:
-    """Why GPUs run slower than they could now, by index; those that do not are left out."""
-    try:
-        with open_nvml(library) as nvml:
-            return {index: why for index, handle in nvml.handles().items() if (why := throttling(nvml, handle))}
-    except DriverProblem:
-        return {}
-
-
 def throttling(nvml: Nvml, handle: Any) -> list[str]:
     reasons = nvml.ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle) or 0
     return [words for bit, words in THROTTLING.items() if reasons & bit]

@@ -1,4 +1,1 @@
-"""Measures links, passes, loaders, collectives and checkpoints, each by its own program.
-
-`values` holds the probes' requests and results, `program` the structure that all programs share.
-"""
+"""Times real steps of a job on the workers of a launch: `steps` is their program, `values` what it reads and writes."""

@@ -1,132 +1,89 @@
-"""Times one worker's steps: forward and backward passes as training makes them, and the update after them."""
+"""The program that times real steps of a job on the workers of this launch.
+
+    python -m paceline.measure.steps REQUEST.json OUT
+
+Every worker trains as it would in a run, with the job's own loader, model, sums of gradients and updates; the first one
+leaves a `StepsProbe`. Nothing is evaluated and no checkpoint written.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-from torch.optim import Optimizer
+import torch
 
-from paceline.batch import Batch
-from paceline.data.order import ShuffledOrder
-from paceline.measure.stopwatch import Stopwatch, seconds_of
-from paceline.parallel import Assignment, Engine, StepInput
-from paceline.train.numerics import LossFn
-from paceline.train.optim import clip
-from paceline.train.run import Run
-from paceline.train.step import shard_seed
+from paceline import data, env, models
+from paceline.measure.values import STEPS_FILE, StepsProbe, StepsRequest, TimedSteps
+from paceline.object_collectives import broadcast_object
+from paceline.spec import Job
+from paceline.train.loop import data_facts
+from paceline.train.meters import settle
+from paceline.train.objective import training_loss
+from paceline.train.optim import build_optimizer
+from paceline.train.run import Run, init
 
-_WARMUP_PASSES, _MIN_PASSES = 2, 3
-_LONG_WARMUP_PASSES, _LONG_MIN_PASSES = 1, 2
-"""For passes that take more than `_SIZE_S`."""
-_MAX_PASSES = 50
-_QUARTILES_SIGMAS = 1.349
-"""Standard deviations between the quartiles of a normal quantity."""
-_SIZE_S = 1.0
-"""Passes of one size are repeated for so long: medians settle."""
+_NUM_WARMUP_STEPS = 2
+"""Steps that are not counted: they make connections, lay out buckets and fill caches."""
+_MOST_STEPS = 60
+_TENTHS_SIGMAS = 2.563
+"""Standard deviations between the 10th and the 90th percentile of a normal quantity."""
 
 
-@dataclass(frozen=True)
-class Subject:
-    """What is timed: a job's model and optimizer on this process's device, and its data."""
-
-    run: Run
-    train_set: Any
-    loss_fn: LossFn
-    optimizer: Optimizer
-    shard_size: int = 1
-
-
-@dataclass(frozen=True)
-class StepTiming:
-    """Median seconds of a pass, and of the update after it: clipping, the optimizer, freeing gradients."""
-
-    micro_batch_size: int
-    pass_s: float
-    update_s: float
-    spread: float = 0.0
-    """Standard deviation of the logarithm of a pass's seconds, from the quartiles; 0 for fewer than three passes."""
-
-    @property
-    def seconds(self) -> float:
-        return self.pass_s + self.update_s
+def time_jobs(request: StepsRequest) -> StepsProbe:
+    """Time the steps of each job in turn; a collective of all workers."""
+    timed, num_parameters, num_samples = [], 0, None
+    for job in request.jobs:
+        with init(job, plan=request.plan, progress=False) as run:
+            train_set, _ = data.load(job.data)
+            model = models.build(job.model, **data_facts(train_set))
+            run.prepare(model, build_optimizer(job.optim, model))
+            timed.append(_time_steps(run, job, train_set, request.budget_s / len(request.jobs)))
+            num_parameters = sum(parameter.numel() for parameter in model.parameters())
+            num_samples = len(train_set) or None
+    return StepsProbe(tuple(timed), num_parameters, num_samples)
 
 
-def time_steps(subject: Subject, size: int, budget_s: float, *, with_updates: bool = False) -> StepTiming:
-    """Median seconds of a forward and backward pass over `size` samples, and of the update after it if there is one."""
-    step = step_of(subject, subject.run.engine, size, with_updates=with_updates)
-    passes: list[float] = []
-    updates: list[float] = []
-    stopwatch = Stopwatch()
-    while not is_enough(passes, stopwatch.spent_s, budget_s):
-        pass_s, update_s = step()
-        passes.append(pass_s)
-        updates.append(update_s)
-    first, _ = num_passes(min(passes))
-    timed = passes[first:]
-    return StepTiming(size, statistics.median(timed), statistics.median(updates[first:]), spread_of(timed))
-
-
-def spread_of(times_s: Sequence[float]) -> float:
-    """The standard deviation of log(seconds) that a normal quantity with these quartiles has; outliers do not count."""
-    if len(times_s) < 3:
-        return 0.0
-    lower, _, upper = statistics.quantiles(times_s, n=4, method="inclusive")
-    return math.log(upper / lower) / _QUARTILES_SIGMAS if lower > 0 else 0.0
-
-
-def step_of(
-    subject: Subject, engine: Engine, size: int, rank: int = 0, world_size: int = 1, *, with_updates: bool
-) -> Callable[[], tuple[float, float]]:
-    """A function that makes this worker's pass over `size` samples, and an update if asked; returns their seconds."""
-    run, optimizer = subject.run, subject.optimizer
-    num_shards = max(1, size // subject.shard_size)
-    assignment = Assignment.of(size * world_size, num_shards * world_size, rank, world_size)
-    ends = list(itertools.accumulate(assignment.sizes))
-    samples = np.split(_first_samples(subject.train_set, size), ends[:-1])
-    shards = run.reader.read(subject.train_set, 0, samples, train=True)
-    step_input = StepInput(
-        assignment=assignment,
-        batch=Batch(tuple(shards), assignment.sizes),
-        loss_of=run.precision.of(subject.loss_fn),
-        shard_seed=lambda shard: shard_seed(run.job.seed, 0, shard),
-        scale=lambda loss: loss,
+def _time_steps(run: Run, job: Job, train_set: Any, budget_s: float) -> TimedSteps:
+    """Steps until the budget is spent by the first worker's clock, one at least after those that warm up."""
+    loss_fn, step_s = training_loss(job.optim), 0.0
+    if run.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(run.device)
+    began, num_wanted = time.perf_counter(), _NUM_WARMUP_STEPS + 1
+    for number, batch in enumerate(run.batches(train_set), 1):
+        run.step(batch, loss_fn)
+        if number <= _NUM_WARMUP_STEPS + 1:
+            settle(run.device)
+            now = time.perf_counter()
+            began, step_s = now, now - began
+        if number == _NUM_WARMUP_STEPS + 1:
+            left = min(_MOST_STEPS, int(budget_s / step_s) - number)
+            num_wanted = number + broadcast_object(max(0, left), run.world.group)
+        if number >= num_wanted:
+            break
+    settle(run.device)
+    peak_bytes = torch.cuda.max_memory_allocated(run.device) if run.device.type == "cuda" else None
+    typical, (low_s, high_s) = run.timer.median(), run.timer.p10_p90()
+    if low_s is None or high_s is None:  # steps that are too long for more than one
+        return TimedSteps(step_s, peak_memory_bytes=peak_bytes)
+    return TimedSteps(
+        typical.total_s,
+        typical.exposed_comm_s if run.world_size > 1 else None,
+        typical.data_s,
+        math.log(high_s / low_s) / _TENTHS_SIGMAS,
+        peak_bytes,
     )
 
-    def update() -> None:
-        clip(run.job.optim, run.model.parameters(), engine.gradient_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
-    def step() -> tuple[float, float]:
-        optimizer.zero_grad(set_to_none=True)
-        pass_s = seconds_of(lambda: engine.step(step_input, lambda _loss: None), run.device)
-        return pass_s, seconds_of(update, run.device) if with_updates else 0.0
-
-    return step
+def main() -> None:
+    request_file, out = map(Path, sys.argv[1:3])
+    found = time_jobs(StepsRequest.load(request_file))
+    if env.worker_facts().rank == 0:
+        found.save(out / STEPS_FILE)
 
 
-def num_passes(pass_s: float) -> tuple[int, int]:
-    """The number of passes that warm up, and of those that are timed at least."""
-    if pass_s > _SIZE_S:
-        return _LONG_WARMUP_PASSES, _LONG_MIN_PASSES
-    return _WARMUP_PASSES, _MIN_PASSES
-
-
-def is_enough(times: Sequence[float], spent_s: float, budget_s: float) -> bool:
-    """Whether there are enough timed passes for a median, or the budget is spent."""
-    if not times:
-        return False
-    num_warmup, num_timed = num_passes(min(times))
-    counted = len(times) - num_warmup
-    return counted >= num_timed and (counted >= _MAX_PASSES or spent_s > min(_SIZE_S, budget_s))
-
-
-def _first_samples(train_set: Any, size: int) -> Any:
-    """Indices of `size` samples; a set with fewer gives some twice."""
-    return np.resize(ShuffledOrder(len(train_set), min(size, len(train_set)), 0, 0).batch(0), size)
+if __name__ == "__main__":
+    main()

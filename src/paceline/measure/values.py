@@ -1,77 +1,47 @@
-"""Requests and results of probes, stored as JSON. Loads no torch."""
+"""Request and result of the program that times steps, stored as JSON. Loads no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from paceline.spec import DeviceKind, Job, JobTiming, Link, NetworkLink, Node
-from paceline.spec.codec import JsonValue, above_zero, at_least
+from paceline.spec import Job, Plan
+from paceline.spec.codec import ABOVE_ZERO, NOT_NEGATIVE, JsonValue, above_zero, at_least, between
 
-REQUEST_FILE = "request.json"
-LINKS_FILE, NETWORK_FILE, JOB_FILE = "links{rank}.json", "network.json", "probe.json"
-"""File names of the probes' results in the given folder."""
-
-
-@dataclass(frozen=True)
-class LinkRequest(JsonValue):
-    """The nodes inside of which links are timed; rank r is on node r."""
-
-    nodes: tuple[Node, ...]
+REQUEST_FILE, STEPS_FILE = "request.json", "steps.json"
+"""The request, and the first worker's result, in the given folder."""
 
 
 @dataclass(frozen=True)
-class LinkProbe(JsonValue):
-    """The measured links of one node, and a sentence for everything that was not measured."""
+class StepsRequest(JsonValue):
+    """The jobs whose steps are timed, one after the other, by the workers of a plan."""
 
-    links: tuple[Link, ...] = ()
-    not_measured: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class NetworkRequest(JsonValue):
-    """The pairs of nodes whose messages to each other are timed; rank r is on node r."""
-
-    hostnames: tuple[str, ...]
-    pairs: tuple[tuple[int, int], ...]
-    device_kind: DeviceKind = "cpu"
-    num_streams: int = at_least(2, 4)
-    """Connections in parallel, to compare with one alone."""
-    timeout_s: float = at_least(1, 600.0)
-    """How long a collective waits for a silent worker."""
-
-
-@dataclass(frozen=True)
-class NetworkProbe(JsonValue):
-    """What was measured between nodes."""
-
-    links: tuple[NetworkLink, ...]
-
-
-@dataclass(frozen=True)
-class JobRequest(JsonValue):
-    """The job whose parts are timed, and how."""
-
-    job: Job
-    folder: str
-    """On the disk that checkpoints go to; workers also find each other's orders there."""
-    largest_micro_batch_size: int = at_least(1, 1)
-    """The largest pass that training makes: that of one worker alone."""
-    micro_batch_size: int = at_least(1, 1)
-    """The largest pass with all workers of the plan."""
-    shard_size: int = at_least(1, 1)
-    """Samples of a virtual shard, over which batch norm normalises."""
-    workers_on_node: int = at_least(1, 1)
-    """On the fullest node, with all workers of the plan."""
-    device_kind: DeviceKind = "cpu"
-    device: str = ""
-    """What the device is called in the result."""
-    threads_per_worker: int = at_least(1, 1)
+    jobs: tuple[Job, ...]
+    plan: Plan
     budget_s: float = above_zero(60.0)
+    """Seconds of steps, for all jobs together."""
 
 
 @dataclass(frozen=True)
-class JobProbe(JsonValue):
-    """The timing of a job, and a sentence for everything that was not measured."""
+class TimedSteps:
+    """The median step of a job, on the first worker."""
 
-    timing: JobTiming
-    not_measured: tuple[str, ...] = ()
+    step_time_s: float = field(metadata=ABOVE_ZERO)
+    sync_time_s: float | None = at_least(0, None)
+    """How long it waited for gradients; None: not known."""
+    loading_s: float | None = at_least(0, None)
+    """How long it waited for its samples; None: not known."""
+    spread: float = between(0, 10, 0.0)
+    """Standard deviation of the logarithm of the step's time."""
+    peak_memory_bytes: int | None = at_least(0, None)
+    """The most that tensors held of its GPU; None: it has none."""
+
+
+@dataclass(frozen=True)
+class StepsProbe(JsonValue):
+    """What was timed, and facts about the job."""
+
+    timed: tuple[TimedSteps, ...]
+    """Of each of the request's jobs."""
+    num_parameters: int = field(metadata=NOT_NEGATIVE)
+    num_samples: int | None = at_least(1, None)
+    """Samples of the training set; None: not known."""

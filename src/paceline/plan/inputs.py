@@ -1,26 +1,36 @@
-"""The inputs of every forecast: a probed job, its cluster, and the user's request."""
+"""The inputs of every forecast of a job: its steps that were timed, the cluster, and the user's request."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import numpy as np
+from functools import lru_cache
 
 from paceline.errors import ClusterError, JobError
+from paceline.plan.collectives import Layout, wire_bytes
+from paceline.plan.fit import Fit, fit
 from paceline.plan.memory import (
     TransformerShape,
+    device_memory,
     measured_activations,
-    smallest_device_bytes,
     state_bytes,
     transformer_layers,
+    worker_memory_bytes,
 )
-from paceline.plan.model import Layout, Network
-from paceline.plan.network_costs import PER_MESSAGE_S, between_link, inside_link
-from paceline.spec import Cluster, Job, JobTiming, Mesh, check_mesh
-from paceline.spec.algorithm import AlphaBeta
+from paceline.plan.peak_memory import USABLE_FRACTION
+from paceline.plan.pick import pick
+from paceline.plan.search import SearchResult, Workload, search
+from paceline.plan.step_model import network_at
+from paceline.spec import AlgorithmName, Cluster, Job, JobTiming, Mesh, Node, StepRow, check_mesh
+from paceline.spec.algorithm import automatic_algorithm
 from paceline.spec.forecast import Grow
 from paceline.spec.model_cost import Activations, Layers, ModelCost
+from paceline.words import size
+
+_COPY_RATE = 0.5e9
+"""Bytes/s at which one CPU worker copies what FSDP and Gloo exchange."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +46,21 @@ class ForecastRequest:
     target_samples: float | None = None
     """Samples that the job needs to reach its target with its own global batch."""
     link_bytes_per_s: float | None = None
-    """Bandwidth between nodes, if not measured."""
+    """A datasheet's rate between nodes."""
     devices_per_node: int | None = None
     """Devices of each node beyond the cluster; None: as many as its largest node has."""
+
+
+@dataclass(frozen=True)
+class AskedStep:
+    """A step that a forecast is asked for, and what is known of it besides."""
+
+    row: StepRow
+    global_batch_size: int
+    memory_bytes: float | None = None
+    """Memory of one device; None: not known."""
+    objection: str = ""
+    """Why it cannot run; empty: it can."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +71,15 @@ class PlanInputs:
     cluster: Cluster
     request: ForecastRequest
     timing: JobTiming
-    node_sizes: tuple[int, ...]
-    """Number of devices of each existing node."""
-    more_devices_per_node: int
-    """Number of devices of each node beyond the cluster."""
-    between: AlphaBeta | None
+    fit: Fit
     activations: Activations | None
-    memory_bytes: float | None
-    """Memory of the smallest GPU; None: there is no GPU, or it is unknown."""
     layers: Layers
     """Layers of the model; empty: unknown."""
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        """Number of devices of each existing node."""
+        return tuple(len(node.devices) for node in self.cluster.nodes)
 
     def job_on(self, count: int) -> Job:
         return self.job.grown(count) if self.request.grow == "batch" else self.job
@@ -70,19 +91,60 @@ class PlanInputs:
 
     def layout(self, count: int) -> Layout:
         """The nodes that there are, the first ones first, then more of the same kind."""
-        workers: list[int] = []
-        left = count
-        for size in self.node_sizes:
-            if left:
-                workers.append(min(size, left))
-                left -= workers[-1]
-        full, rest = divmod(left, self.more_devices_per_node)
-        return Layout((*workers, *(self.more_devices_per_node,) * full, *((rest,) if rest else ())))
+        more = self.request.devices_per_node or max(self.node_sizes)
+        workers = list(Layout(self.node_sizes).first(count).workers_per_node)
+        full, rest = divmod(count - sum(workers), more)
+        return Layout((*workers, *(more,) * full, *((rest,) if rest else ())))
 
-    def network(self, layout: Layout, label: str | None = None) -> Network:
-        """The links of a layout; `label` names the kind of link inside a CPU node."""
-        inside = inside_link(self.cluster.nodes[0], max(layout.workers_per_node), label)
-        return Network(inside, self.between or inside, PER_MESSAGE_S[self.cluster.device_kind])
+    def asked(self, count: int) -> AskedStep:
+        """The step on `count` devices, each with the whole model."""
+        job, layout = self.job_on(count), self.layout(count)
+        row = job_step(job, layout.workers_per_node, self.timing.num_parameters, self.cluster.device_kind == "cuda")
+        memory_bytes = self._replica_bytes(row)
+        return AskedStep(row, job.global_batch_size, memory_bytes, self._objection(job, row, memory_bytes))
+
+    def worker_bytes(self, count: int) -> float | None:
+        """Memory of one of `count` workers: its device's, or on CPU its part of its node's; None: not known."""
+        return worker_memory_bytes(self.cluster, max(self.layout(count).workers_per_node)) or None
+
+    def _replica_bytes(self, row: StepRow) -> float | None:
+        """Memory of a device with the whole model; None if activations were not measured."""
+        if self.activations is None:
+            return None
+        return device_memory(
+            self.timing.num_parameters,
+            state_bytes(self.job),
+            Mesh(dp=row.num_workers),
+            self.activations,
+            row.micro_batch_size,
+            num_micro_batches=row.num_passes,
+        ).total_bytes
+
+    def _objection(self, job: Job, row: StepRow, needed: float | None) -> str:
+        """Why the job cannot run so; empty: it can."""
+        count, room = row.num_workers, self.worker_bytes(row.num_workers)
+        if room is not None and needed is not None and needed > USABLE_FRACTION * room:
+            return f"a virtual shard of {row.micro_batch_size} samples needs {size(needed)} of a device's {size(room)}"
+        if count > job.global_batch_size:
+            return f"a global batch of {job.global_batch_size} has no sample for each of {count} devices"
+        return f"it needs virtual_shards = {count}, which is part of the job" if count > job.virtual_shards else ""
+
+
+def job_step(job: Job, workers_per_node: Sequence[int], num_parameters: int, has_gpus: bool) -> StepRow:
+    """A step of the job by workers with the whole model; the worker with the most virtual shards counts."""
+    count = sum(workers_per_node)
+    shards = max(job.virtual_shards, min(count, job.global_batch_size))
+    algorithm: AlgorithmName = "tree_exact"
+    if job.parity == "numeric":
+        algorithm = automatic_algorithm(workers_per_node, is_gloo=not has_gpus, wire=job.aggregation.wire)
+    return StepRow(
+        tuple(workers_per_node),
+        -(-job.global_batch_size // shards),
+        -(-shards // count),
+        algorithm,
+        gradient_bytes=wire_bytes(algorithm, 4.0 * num_parameters, job.aggregation.wire) or None,
+        sync_every=job.aggregation.sync_every if job.aggregation.is_infrequent else 1,
+    )
 
 
 def plan_inputs(
@@ -94,36 +156,44 @@ def plan_inputs(
         model: what a trace told; None: what was timed, and what the job's options tell.
 
     Raises:
-        ClusterError: the cluster has no devices or no timing of this job, or the links between nodes are unknown.
+        ClusterError: the cluster has no devices or no timing of this job, or nothing is known of links between nodes.
     """
     if not cluster.nodes or not cluster.devices:
         raise ClusterError("This cluster has no devices; write one with paceline probe.")
     timing = _timing_of(job, cluster)
-    sizes = tuple(len(node.devices) for node in cluster.nodes)
-    between = between_link(cluster, request.link_bytes_per_s)
-    if between is None and most_devices > sizes[0]:
+    first, rate = len(cluster.nodes[0].devices), request.link_bytes_per_s
+    are_several = any(row.most_on_node > 1 for row in timing.steps)
+    if rate is None and most_devices > first and all(row.num_nodes == 1 for row in timing.steps):
         raise ClusterError(
-            f"{most_devices} devices need several nodes, and the links between them were not measured (one node has "
-            f"{sizes[0]}); probe them all, or give the rate in one direction: link_rate = 1.25e9."
+            f"{most_devices} devices need several nodes, and no step was timed on several (a node has {first}); probe "
+            "them, or give the rate of the links between them in one direction: link_rate = 1.25e9."
         )
-    measured = measured_activations(timing.micro_batches, timing.num_parameters, state_bytes(job))
+    steps = tuple(dataclasses.replace(row, link_bytes_per_s=rate) for row in timing.steps)
+    measured = measured_activations(timing.steps, timing.num_parameters, state_bytes(job))
     shape = transformer_shape(job)
-    if model is not None:
-        layers = model.layers
-    else:
-        layers = () if shape is None else transformer_layers(shape, timing.num_parameters)
+    layers: Layers = () if shape is None else transformer_layers(shape, timing.num_parameters)
     return PlanInputs(
         job=job,
         cluster=cluster,
         request=request,
         timing=timing,
-        node_sizes=sizes,
-        more_devices_per_node=request.devices_per_node or max(sizes),
-        between=between,
+        fit=_fit_once(steps, None if are_several else inside_bytes_per_s(cluster.nodes[0])),
         activations=measured if measured or model is None else model.activations,
-        memory_bytes=smallest_device_bytes(cluster) or None if cluster.device_kind == "cuda" else None,
-        layers=layers,
+        layers=layers if model is None else model.layers,
     )
+
+
+@lru_cache(maxsize=8)
+def _fit_once(steps: tuple[StepRow, ...], inside_rate: float | None) -> Fit:
+    return fit(steps, inside_bytes_per_s=inside_rate)
+
+
+def inside_bytes_per_s(node: Node) -> float | None:
+    """The rate of the slowest link in the best ring of all GPUs of a node; None: not known, or it has CPU workers."""
+    if node.device_kind != "cuda" or len(node.devices) < 2:
+        return None
+    slowest = pick(node, len(node.devices)).ring.bottleneck
+    return slowest.bytes_per_s if slowest else None
 
 
 def _timing_of(job: Job, cluster: Cluster) -> JobTiming:
@@ -132,7 +202,7 @@ def _timing_of(job: Job, cluster: Cluster) -> JobTiming:
     Raises:
         ClusterError: there is none, or the job has changed since in what its times follow from.
     """
-    found = [timing for timing in cluster.timings if timing.job == job.name and timing.micro_batches]
+    found = [timing for timing in cluster.timings if timing.job == job.name and timing.steps]
     alike = [timing for timing in found if not _changed(timing, job)]
     if alike:
         return alike[-1]
@@ -143,7 +213,11 @@ def _timing_of(job: Job, cluster: Cluster) -> JobTiming:
         )
     others = sorted({timing.job for timing in cluster.timings})
     known = f"it has timings of {', '.join(others)}" if others else "it has timings of no job"
-    raise ClusterError(f"The cluster has no timing of the job '{job.name}' ({known}); run paceline probe JOB first.")
+    if job.name in others:
+        known = "an earlier version timed it in parts"
+    raise ClusterError(
+        f"The cluster has no timed steps of the job '{job.name}' ({known}); run paceline probe JOB first."
+    )
 
 
 def _changed(timing: JobTiming, job: Job) -> list[str]:
@@ -151,27 +225,6 @@ def _changed(timing: JobTiming, job: Job) -> list[str]:
     now = dict(one.split(" = ", 1) for one in job.timed_settings)
     timed = [one.split(" = ", 1) for one in timing.settings]
     return [f"{name} = {value}, now {now[name]}" for name, value in timed if now.get(name, value) != value]
-
-
-def pass_s(timing: JobTiming, num_samples: float) -> float:
-    """Seconds of one pass: straight lines between the sizes that were timed, the last one continued beyond them.
-
-    Below the smallest size a pass takes as long as that one: it is launching kernels that takes the time. Over the only
-    size that was timed all grows with the samples.
-    """
-    known = sorted((row.micro_batch_size, row.seconds) for row in timing.micro_batches)
-    sizes, times_s = zip(*known, strict=True)
-    if num_samples <= sizes[-1]:
-        return float(np.interp(num_samples, sizes, times_s))
-    if len(known) == 1:
-        return float(times_s[0] * num_samples / sizes[0])
-    slope = (times_s[-1] - times_s[-2]) / (sizes[-1] - sizes[-2])
-    return float(times_s[-1] + max(0.0, slope) * (num_samples - sizes[-1]))
-
-
-def spread_of_passes(timing: JobTiming, num_samples: float) -> float:
-    """The spread of passes of the timed size that is nearest to `num_samples`: the standard deviation of logarithms."""
-    return min(timing.micro_batches, key=lambda row: abs(row.micro_batch_size - num_samples)).spread
 
 
 def transformer_shape(job: Job) -> TransformerShape | None:
@@ -192,9 +245,35 @@ def needs_replicas(job: Job) -> bool:
     return job.aggregation.wire == "auto-lossy"
 
 
-def largest_assignment(job: Job, count: int) -> tuple[int, int, int]:
-    """Samples, samples of the largest virtual shard, and virtual shards of the worker with the most to do."""
-    shards = max(job.virtual_shards, min(count, job.global_batch_size))
-    shard = -(-job.global_batch_size // shards)
-    num_shards = -(-shards // count)
-    return min(job.global_batch_size, num_shards * shard), shard, num_shards
+def search_meshes(inputs: PlanInputs, count: int, memory_bytes: float | None = None) -> SearchResult:
+    """The meshes of `count` devices, each with `memory_bytes`. Raises `JobError` where none fits."""
+    layout, constants = inputs.layout(count), inputs.fit.typical()
+    workload = workload_on(inputs, count, memory_bytes)
+    return search(workload, count, max(layout.workers_per_node), network_at(constants, layout))
+
+
+def workload_on(inputs: PlanInputs, count: int, memory_bytes: float | None = None) -> Workload:
+    """The workload for a search among meshes of `count` devices.
+
+    Args:
+        memory_bytes: memory of one worker; None: its device's, or on CPU its fraction of its node's memory.
+    """
+    job, cluster, constants = inputs.job_on(count), inputs.cluster, inputs.fit.typical()
+    on_node = max(inputs.layout(count).workers_per_node)
+    slowdown = 1 + constants["neighbour_slowdown"] * (1 - 1 / on_node)
+    slowdown *= 1 + constants["joint_slowdown"] * (count > 1)
+    has_gpus = cluster.device_kind == "cuda"
+    return Workload(
+        num_parameters=inputs.timing.num_parameters,
+        global_batch_size=job.global_batch_size,
+        state=state_bytes(job),
+        activations=inputs.activations or Activations(0.0),
+        compute_s=lambda samples: (constants["fixed_s"] + constants["per_sample_s"] * samples) * slowdown,
+        optimizer_s=constants["update_s"],
+        memory_bytes=memory_bytes or inputs.worker_bytes(count) or math.inf,
+        layers=inputs.layers,
+        shard_size=job.shard_size,
+        backend="nccl" if has_gpus else "gloo",
+        copy_s_per_byte=0.0 if has_gpus else slowdown / _COPY_RATE,
+        sums_are_hidden=job.parity == "numeric",
+    )

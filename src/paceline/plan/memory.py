@@ -17,7 +17,7 @@ from statistics import fmean, linear_regression
 
 from paceline.partition import best_cut, half_passes_in_flight, in_flight_by_stage, split
 from paceline.plan.peak_memory import USABLE_FRACTION, ModelOnMesh, StateBytes
-from paceline.spec import Cluster, Job, Mesh, MicroBatchTiming, PipelineSpec
+from paceline.spec import Cluster, Job, Mesh, PipelineSpec, StepRow
 from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
 
 _ONE_STAGE_EACH = PipelineSpec()
@@ -47,19 +47,16 @@ class TransformerShape:
     """Tokens a sample."""
 
 
-def measured_activations(
-    timings: Sequence[MicroBatchTiming], num_parameters: int, state: StateBytes
-) -> Activations | None:
-    """The line through the measured peaks, less parameters and gradients, which were in memory too.
-
-    The probe never updates parameters, so that no optimizer state is among its peaks. None with fewer than two peaks.
-    """
-    peaks = [(t.micro_batch_size, t.peak_memory_bytes) for t in timings if t.peak_memory_bytes is not None]
+def measured_activations(rows: Sequence[StepRow], num_parameters: int, state: StateBytes) -> Activations | None:
+    """The line through the measured peaks of steps on one worker, less parameters, gradients and optimizer state, which
+    were in memory too. None with fewer than two sizes of micro-batches."""
+    alone = [row for row in rows if row.num_workers == 1]
+    peaks = [(row.micro_batch_size, row.peak_memory_bytes) for row in alone if row.peak_memory_bytes is not None]
     if len({size for size, _ in peaks}) < 2:
         return None
     sizes, peak_bytes = zip(*peaks, strict=True)
     slope = max(0.0, linear_regression(sizes, peak_bytes).slope)
-    held = num_parameters * (state.parameter + state.gradient)
+    held = num_parameters * (state.parameter + state.gradient + state.optimizer)
     return Activations(slope, max(0.0, fmean(peak_bytes) - slope * fmean(sizes) - held))
 
 
@@ -83,14 +80,10 @@ def transformer_layers(shape: TransformerShape, num_parameters: float) -> Layers
     return (layer,) * shape.num_layers
 
 
-def smallest_device_bytes(cluster: Cluster) -> float:
-    return float(min(device.memory_bytes for device in cluster.devices))
-
-
 def worker_memory_bytes(cluster: Cluster, most_on_node: int) -> float:
     """Memory of one worker: the smallest device's; on CPU the workers of the fullest node share the smallest node's."""
     if cluster.device_kind == "cuda":
-        return smallest_device_bytes(cluster)
+        return float(min(device.memory_bytes for device in cluster.devices))
     return min(node.memory_bytes for node in cluster.nodes) / most_on_node
 
 

@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from paceline.errors import ClusterError, JobError
-from paceline.plan.forecast_row import search_meshes
-from paceline.plan.inputs import ForecastRequest, needs_replicas, plan_inputs
+from paceline.plan.collectives import Network
+from paceline.plan.inputs import ForecastRequest, inside_bytes_per_s, needs_replicas, plan_inputs, search_meshes
 from paceline.plan.memory import (
     device_memory,
     fits,
@@ -15,8 +15,6 @@ from paceline.plan.memory import (
     worker_memory_bytes,
     workers_on_fullest_node,
 )
-from paceline.plan.model import Network
-from paceline.plan.network_costs import BETWEEN_ALPHA_S, INSIDE_ALPHA_S, PER_MESSAGE_S, between_link, inside_link
 from paceline.plan.peak_memory import USABLE_FRACTION
 from paceline.plan.search import MeshCandidate, SearchResult, Workload, search
 from paceline.spec import Cluster, DeviceKind, Job, Mesh, PipelineSpec, Plan
@@ -29,7 +27,10 @@ _CLEARLY_FASTER = 0.9
 # Assumptions about hardware that was not measured; they only decide between meshes when replicas do not fit.
 _FLOPS_PER_S: dict[DeviceKind, float] = {"cuda": 50e12, "cpu": 20e9}
 _INSIDE_BYTES_PER_S: dict[DeviceKind, float] = {"cuda": 50e9, "cpu": 2e9}
-_BETWEEN_BYTES_PER_S = 1.25e9
+_BETWEEN_BYTES_PER_S, _BETWEEN_ALPHA_S = 1.25e9, 30e-6
+_INSIDE_ALPHA_S: dict[DeviceKind, float] = {"cuda": 5e-6, "cpu": 20e-6}
+_PER_MESSAGE_S: dict[DeviceKind, float] = {"cuda": 3e-6, "cpu": 20e-6}
+"""Software overhead of NCCL and Gloo per message."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +149,8 @@ def _by_assumption(
 ) -> SearchResult:
     kind = cluster.device_kind
     on_node = -(-num_workers // len(cluster.nodes))
-    try:
-        inside = inside_link(cluster.nodes[0], min(on_node, max(1, len(cluster.nodes[0].devices))))
-    except ClusterError:
-        inside = AlphaBeta(INSIDE_ALPHA_S[kind], 1 / _INSIDE_BYTES_PER_S[kind])
-    between = between_link(cluster, link_bytes_per_s) or AlphaBeta(BETWEEN_ALPHA_S, 1 / _BETWEEN_BYTES_PER_S)
+    inside = AlphaBeta(_INSIDE_ALPHA_S[kind], 1 / (inside_bytes_per_s(cluster.nodes[0]) or _INSIDE_BYTES_PER_S[kind]))
+    between = AlphaBeta(_BETWEEN_ALPHA_S, 1 / (link_bytes_per_s or _BETWEEN_BYTES_PER_S))
     workload = Workload(
         num_parameters=model.num_parameters,
         global_batch_size=job.global_batch_size,
@@ -165,7 +163,7 @@ def _by_assumption(
         backend="nccl" if kind == "cuda" else "gloo",
         sums_are_hidden=job.parity == "numeric",
     )
-    return search(workload, num_workers, on_node, Network(inside, between, PER_MESSAGE_S[kind]))
+    return search(workload, num_workers, on_node, Network(inside, between, _PER_MESSAGE_S[kind]))
 
 
 def _choice(candidate: MeshCandidate, reason: str, is_timed: bool) -> MeshChoice:

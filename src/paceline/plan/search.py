@@ -8,19 +8,18 @@ and a pipeline's micro-batches are the virtual shards.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from paceline.errors import JobError
-from paceline.plan.buckets import exposed_s, num_buckets, sums_s
-from paceline.plan.collectives import hierarchical, ring, tree_exact
+from paceline.plan.collectives import Layout, Network, hierarchical, ring, tree_exact
 from paceline.plan.memory import device_memory, fits
-from paceline.plan.model import Layout, Network
 from paceline.plan.peak_memory import USABLE_FRACTION, StateBytes
 from paceline.spec import Mesh, PipelineSpec
-from paceline.spec.algorithm import MIN_BLOCK_BYTES
+from paceline.spec.algorithm import BUCKET_BYTES, MIN_BLOCK_BYTES
 from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
 from paceline.words import number_of, size
 
@@ -30,6 +29,8 @@ _CLOSE = 1.03
 """Meshes whose steps are within 3 % of the fastest one's are as good; the simplest of them wins."""
 _RECOMPUTE_FACTOR = 4 / 3
 """Forward once more, where backward takes twice as long as forward (Chen et al. 2016, "Sublinear Memory Cost")."""
+BACKWARD_SHARE = 2 / 3
+"""The fraction of a pass that backward takes: it multiplies twice where forward multiplies once."""
 _WORTH_SHARING = 0.5
 """A tensor group pays where it divides at least this fraction of the computing."""
 
@@ -355,10 +356,33 @@ class MeshPrices:
         return sum_s(size_bytes, layout, dataclasses.replace(self.network, between=shared))
 
 
+def num_buckets(size_bytes: float) -> int:
+    return max(1, math.ceil(size_bytes / BUCKET_BYTES))
+
+
+def sums_s(size_bytes: float, sum_s: Callable[[float], float]) -> float:
+    """Seconds of all sums, one per bucket of equal size; `sum_s` gives the time for a number of bytes."""
+    count = num_buckets(size_bytes)
+    return count * sum_s(size_bytes / count)
+
+
+def exposed_s(compute_s: float, size_bytes: float, all_sums_s: float) -> float:
+    """The part of `all_sums_s` that is exposed after the end of a pass of `compute_s`.
+
+    Bucket j of n is ready after forward and j / n of backward, and is sent when those before it have arrived (Zhang et
+    al. 2017, "Poseidon", wait-free backpropagation). Nothing is sent during forward, and the last one is never hidden.
+    Buckets of equal size become ready at equal intervals. So either each transfer ends before the next bucket is ready,
+    and only the last one is exposed, or the link is never idle after the first bucket is ready.
+    """
+    count = num_buckets(size_bytes)
+    behind_first_s = compute_s * BACKWARD_SHARE * (count - 1) / count
+    return max(all_sums_s / count, all_sums_s - behind_first_s)
+
+
 @lru_cache(maxsize=8192)
 def cheapest_s(size_bytes: float, layout: Layout, network: Network) -> float:
     """Seconds of one sum over `layout`, by the algorithms that stand for what tuned libraries do."""
-    return min(cost(size_bytes, layout, network) for cost in (ring, hierarchical))
+    return float(min(cost(size_bytes, layout, network) for cost in (ring, hierarchical)))
 
 
 def _nothing_fits(workload: Workload, num_workers: int, too_large: list[tuple[Mesh, DeviceMemory]]) -> str:

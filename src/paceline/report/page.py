@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from paceline.device_count import RULE
 from paceline.report import formats
 from paceline.report.figure import series_color
 from paceline.report.job_text import job_toml
@@ -31,6 +32,7 @@ def render_page(study: Study) -> str:
         differences=_differences(study),
         job_text=job_toml(study.job),
         environment=_environment(study),
+        rule=RULE,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from paceline.device_count import RULE
 from paceline.report.plan_plots import is_wide_range, one_device, plan_plots
 from paceline.report.plan_table import columns, cost_text, run_cost, run_s, shown_rows
 from paceline.report.templates import render
@@ -24,6 +25,7 @@ def render_plan_page(forecast: Forecast) -> str:
         batches=_batches(forecast),
         plots=plan_plots(forecast),
         is_logarithmic=is_wide_range(forecast),
+        rule=RULE,
     )
 
 

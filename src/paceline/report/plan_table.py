@@ -119,6 +119,8 @@ def plan_table(forecast: Forecast, width: int = _FULL_WIDTH) -> RenderableType:
         lines.append(Text(f"Forecasts for this cluster were right {forecast.past_error}."))
     if forecast.strategy:
         lines.append(Text("\n" + "\n".join(forecast.strategy)))
+    if said := (*forecast.warnings, *forecast.assumptions):
+        lines.append(Text("\n" + "\n".join(said)))
     return Group(*lines)
 
 

@@ -9,6 +9,7 @@ from dataclasses import astuple, dataclass
 from statistics import fmean, median, stdev
 from typing import Any
 
+from paceline.device_count import RULE, fewest_near_fastest
 from paceline.errors import PacelineError
 from paceline.report import formats
 from paceline.report.job_text import flat
@@ -322,11 +323,11 @@ def _same_weights(runs: Iterable[RunRecord], base: Iterable[RunRecord]) -> bool 
 
 
 def _recommend(rows: Sequence[StudyRow], tolerance: float, floor: float) -> Recommendation:
-    """The largest device count that keeps accuracy and is efficient; the smallest always qualifies."""
+    """The fewest devices near the fastest that keep accuracy and are efficient; the smallest count always is one."""
     base = rows[0]
     objections = {row.devices: _objections(row, base, tolerance, floor) for row in rows[1:]}
     accepted = [base, *(row for row in rows[1:] if not objections[row.devices])]
-    best = accepted[-1]
+    best = accepted[fewest_near_fastest([row.samples_per_s for row in accepted])]
     return Recommendation(
         devices=best.devices,
         verdict=_verdict(best, rows),
@@ -384,19 +385,12 @@ def _reason(
     if base.accuracy is not None:
         near = f"{formats.short_points(tolerance)} of that on {formats.devices(base.devices)}"
         limits = f"accuracy within {near} and {limits}"
-    if best is base:
+    if len(accepted) == 1:
         return f"No larger device count has {limits}."
     facts = f"{formats.percent(best.efficiency)} efficiency"
     if best.accuracy_change is not None:
         facts += f", {formats.percent(best.accuracy, 2)} accuracy ({formats.points(best.accuracy_change)} points)"
-    sentence = f"The largest count with {limits} is {formats.devices(best.devices)}: {facts}."
+    sentence = f"{RULE.capitalize()}, of the counts with {limits}: {formats.devices(best.devices)}, {facts}."
     if base.accuracy is None:
         sentence += " No accuracy was measured, so this rests on time alone."
-    # The rule asks for the largest count, which need not be the fastest: the reader should know.
-    fastest = max(accepted, key=lambda row: row.samples_per_s)
-    if fastest.samples_per_s > best.samples_per_s:
-        sentence += (
-            f" But the fastest of those within the limits is {formats.devices(fastest.devices)}: "
-            f"{formats.quantity(fastest.samples_per_s)} instead of {formats.quantity(best.samples_per_s)} samples/s."
-        )
     return sentence

@@ -11,12 +11,8 @@ from paceline.spec.cluster import (
     ForecastCheck,
     JobTiming,
     Link,
-    MicroBatchTiming,
-    NetworkLink,
     Node,
     Peripheral,
-    ShardingTiming,
-    SumTiming,
 )
 from paceline.spec.evaluation import EvaluationRecord
 from paceline.spec.job import (
@@ -33,6 +29,7 @@ from paceline.spec.mesh_name import check_mesh, parse_mesh
 from paceline.spec.optim import OptimSpec
 from paceline.spec.plan import NodePlacement, PipelineSpec, Plan
 from paceline.spec.record import EpochRecord, RunRecord, StepTime
+from paceline.spec.step_row import StepRow
 
 __all__ = [
     "AggregationSpec",
@@ -51,9 +48,7 @@ __all__ = [
     "Link",
     "MachineLoad",
     "Mesh",
-    "MicroBatchTiming",
     "ModelSpec",
-    "NetworkLink",
     "Node",
     "NodePlacement",
     "OptimSpec",
@@ -61,9 +56,8 @@ __all__ = [
     "PipelineSpec",
     "Plan",
     "RunRecord",
-    "ShardingTiming",
+    "StepRow",
     "StepTime",
-    "SumTiming",
     "check_mesh",
     "load_job",
     "parse_mesh",

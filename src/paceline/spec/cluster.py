@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from paceline.errors import ClusterError, JobError, file_problems
 from paceline.regular_files import parse_json, read_text, replace_text
-from paceline.spec.algorithm import AlgorithmName
-from paceline.spec.codec import ABOVE_ZERO, NOT_NEGATIVE, POSITIVE, JsonValue, above_zero, at_least, between
-from paceline.spec.job import MOST_WORKERS
-from paceline.spec.machine_load import MachineLoad
+from paceline.spec.codec import ABOVE_ZERO, ANY, NOT_NEGATIVE, POSITIVE, JsonValue, at_least, between
+from paceline.spec.step_row import StepRow
 
 DeviceKind = Literal["cpu", "cuda"]
 Source = Literal["datasheet", "measured"]
@@ -105,88 +104,28 @@ class Node:
         return replace(self, devices=devices)
 
 
-@dataclass(frozen=True)
-class NetworkLink:
-    """The measured bandwidth and latency between two nodes."""
-
-    ends: tuple[str, str]
-    """Host names."""
-    bytes_per_s: float = field(metadata=POSITIVE)
-    """Bandwidth in the worse direction with the best number of connections."""
-    latency_s: float = field(metadata={"low": 0, "high": _LONGEST_S})
-    """Seconds until a small message has arrived."""
-    interface: str = ""
-    """The network interface of the first end, or several that are used at the same time, as "a,b"."""
-    single_stream_bytes_per_s: float | None = at_least(0, None)
-    """Bandwidth of one connection, which clouds limit below that of the link; None: not measured."""
-
-
-@dataclass(frozen=True)
-class MicroBatchTiming:
-    """Median seconds of one forward and backward pass."""
-
-    micro_batch_size: int = field(metadata=POSITIVE)
-    seconds: float = field(metadata=NOT_NEGATIVE)
-    peak_memory_bytes: int | None = at_least(0, None)
-    spread: float = between(0, 10, 0.0)
-    """Standard deviation of the logarithm of a pass's time, from the quartiles."""
-
-
-@dataclass(frozen=True)
-class SumTiming:
-    """The time that summing gradients by one algorithm adds to a step, with all workers of a plan."""
-
-    algorithm: AlgorithmName
-    wire: str
-    """The wire format, as in the job."""
-    waiting_s: float = field(metadata=NOT_NEGATIVE)
-
-
-@dataclass(frozen=True)
-class ShardingTiming:
-    """The time in which the workers of a node, all of a plan at once, exchange a sharded parameter as FSDP does."""
-
-    num_bytes: int = field(metadata=POSITIVE)
-    """The size of the whole parameter."""
-    gather_s: float = field(metadata=NOT_NEGATIVE)
-    """Every worker gathers the parameter from the shards of all."""
-    scatter_s: float = field(metadata=NOT_NEGATIVE)
-    """The gradients of all are summed, and every worker keeps its shard."""
+_FORMER_TIMINGS = (
+    *("micro_batches", "largest_micro_batch_size", "loader_samples_per_s", "checkpoint_bytes_per_s"),
+    *("loads_between_passes", "update_s", "workers_together", "workers_together_on_node", "load", "sums"),
+    *("together_micro_batch_size", "together_slowdown", "sharding"),
+)
+"""What earlier versions timed, part by part."""
+_PROBE_AGAIN = (ANY, "run paceline probe again, which times whole steps.")
 
 
 @dataclass(frozen=True)
 class JobTiming:
-    """The timings of one job's model, data and checkpoint on one device of this cluster; None: not measured."""
+    """The steps of one job that were timed on this cluster, on 1, 2, … N workers."""
+
+    FORMER_KEYS: ClassVar[Mapping[str, tuple[Any, str]]] = dict.fromkeys(_FORMER_TIMINGS, _PROBE_AGAIN)
 
     job: str
     device: str
     num_parameters: int = field(metadata=NOT_NEGATIVE)
     threads_per_worker: int = field(metadata=POSITIVE)
-    micro_batches: tuple[MicroBatchTiming, ...] = ()
-    largest_micro_batch_size: int | None = at_least(1, None)
-    """The largest micro-batch tried that fits in memory."""
-    loader_samples_per_s: float | None = above_zero(None)
-    checkpoint_bytes_per_s: float | None = above_zero(None)
-    loads_between_passes: bool = False
-    """Whether a worker loads each batch itself before it computes; else loading overlaps with computing."""
-    update_s: float | None = at_least(0, None)
-    """Seconds of a step besides its passes: clipping, the optimizer, freeing gradients."""
-    workers_together: int = between(1, MOST_WORKERS, 1)
-    """The number of workers that computed at the same time: all of a plan."""
-    workers_together_on_node: int = between(1, MOST_WORKERS, 1)
-    """The largest number of these workers on one node."""
-    together_micro_batch_size: int = at_least(0, 0)
-    """Samples of each worker's pass while they computed at the same time."""
-    together_slowdown: float = above_zero(1.0)
-    """Time of a pass and an update of the slowest of these workers, over that of a single worker."""
-    sums: tuple[SumTiming, ...] = ()
-    """Timings with all workers at once, in the job's wire format; empty if not measured."""
-    load: MachineLoad | None = None
-    """What else the processors did while passes were timed; None: it was not measured, or the system does not tell."""
+    steps: tuple[StepRow, ...] = ()
     num_samples: int | None = at_least(1, None)
-    """Samples of the training set, that is of an epoch."""
-    sharding: ShardingTiming | None = None
-    """What the fsdp axis would exchange; None on GPUs and where no node has two workers."""
+    """Samples of the training set, that is of an epoch; None: not known."""
     settings: tuple[str, ...] = ()
     """The job's `timed_settings` when it was timed; empty: not known."""
 
@@ -212,10 +151,11 @@ MOST_CHECKS = 50
 
 @dataclass(frozen=True)
 class Cluster(JsonValue):
-    """Nodes, the network between them, and timings of jobs on them."""
+    """Nodes, and timings of jobs on them."""
+
+    FORMER_KEYS: ClassVar[Mapping[str, tuple[Any, str]]] = {"network": _PROBE_AGAIN}
 
     nodes: tuple[Node, ...]
-    network: tuple[NetworkLink, ...] = ()
     timings: tuple[JobTiming, ...] = ()
     checks: tuple[ForecastCheck, ...] = ()
     """The accuracy of earlier forecasts, the latest last."""

@@ -99,9 +99,7 @@ class Allocation:
             ]
         return "\n".join(line.strip() for line in lines)
 
-    def measure(
-        self, program: str, request: JsonValue, plan: Plan, folder: Path, *, quiet: bool, **environ: str
-    ) -> None:
+    def measure(self, program: str, request: JsonValue, plan: Plan, folder: Path, environ: Mapping[str, str]) -> None:
         """Run a program of `paceline.measure` in every worker of `plan`.
 
         Each reads the request in `folder`, and leaves its results there.
@@ -111,8 +109,7 @@ class Allocation:
             make_run_folder(folder)
             request.save(there / REQUEST_FILE)
         argv = ["-m", f"paceline.measure.{program}", str(there / REQUEST_FILE), str(there)]
-        terminal = {} if quiet else env.terminal()
-        self.run(plan, [*argv, *(["--quiet"] if quiet else [])], run_dir=folder, environ=terminal | environ)
+        self.run(plan, argv, run_dir=folder, environ=environ)
 
     def _options(
         self,

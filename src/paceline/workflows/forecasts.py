@@ -15,7 +15,8 @@ CLUSTER_FILE = Path("cluster.json")
 
 
 def with_forecasts(job: Job, plans: Sequence[Plan], cluster_file: Path, say: Say) -> list[Plan]:
-    """The plans, each with its forecast; unchanged if this job was not probed.
+    """The plans, each with its forecast; unchanged if this job was not probed, or where they are meshes, for the steps
+    of a probe are those of whole replicas.
 
     Raises:
         ClusterError: there is a file, but it cannot be read.
@@ -32,8 +33,14 @@ def with_forecasts(job: Job, plans: Sequence[Plan], cluster_file: Path, say: Say
     except (ClusterError, JobError) as problem:  # the job has changed since it was probed, or a link was not measured
         say(f"paceline: no forecast: {problem}")
         return list(plans)
-    expected = {row.devices: row.samples_per_s for row in rows if not row.objection}
-    return [dataclasses.replace(plan, forecast_samples_per_s=expected.get(plan.world_size)) for plan in plans]
+    expected = {row.devices: row.samples_per_s for row in rows if not row.objection and not row.placement}
+    meshed = [plan.mesh is not None and not plan.mesh.is_plain for plan in plans]
+    if any(meshed):
+        say("paceline: no forecast of a mesh: the steps that were probed are those of whole replicas")
+    return [
+        plan if is_meshed else dataclasses.replace(plan, forecast_samples_per_s=expected.get(plan.world_size))
+        for plan, is_meshed in zip(plans, meshed, strict=True)
+    ]
 
 
 def without_forecasts(plan: Plan) -> Plan:

@@ -24,6 +24,7 @@ Say = Callable[[str], None]
 _READ_NO_FOLDER = ("digits",)
 """Data sets that come with the package; nor does one that is given by its import path read data.dir."""
 _BOUNDS: Mapping[str, tuple[int, float]] = {
+    "budget": (1, 1e9),
     "efficiency_floor": (0, 1),
     "tolerance": (0, 1),
     "noise_scale": (1, 1e18),

@@ -1,14 +1,13 @@
-"""`paceline.plan`: forecasts a job on 1, 2, … N devices and recommends a number."""
+"""`paceline.plan`: forecasts a job, or a table of steps, on 1, 2, … N devices and recommends a number."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ClusterError, file_problems
+from paceline.errors import ClusterError, JobError, file_problems
 from paceline.plan import place
 from paceline.spec import Cluster, Job, Plan
 from paceline.spec.forecast import Forecast, Grow
@@ -16,6 +15,7 @@ from paceline.spec.plan import PLAN_FILE
 from paceline.workflows.arguments import checked
 from paceline.workflows.forecasts import CLUSTER_FILE
 from paceline.workflows.jobs import check_amounts, check_choice, check_counts, read_counts, read_price, resolve_job
+from paceline.workflows.step_rows import read_rows
 from paceline.workflows.traced_model import trace_model
 
 if TYPE_CHECKING:
@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from paceline.spec.model_cost import ModelCost
 
 PAGE_FILE, FORECAST_FILE = "plan.html", "forecast.json"
+_TABLES = (".csv", ".tsv")
+"""How names of tables of steps end."""
 
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """A forecast, and the plan of its recommended row; None if the cluster has too few devices for that row."""
+    """A forecast, and the plan of its recommended row; None for a table of steps, and where the cluster has too few
+    devices for that row."""
 
     forecast: Forecast
     plan: Plan | None
@@ -69,24 +72,28 @@ def plan(
     Example: `paceline.plan("digits-lenet", devices="1..8").forecast.recommended_devices`.
 
     Args:
-        job: a job that was probed: a job, a job file (TOML) or the name of a recipe.
+        job: a job that was probed: a job, a job file (TOML) or the name of a recipe; or a table of steps (*.csv),
+            whose columns are num_nodes, devices_per_node (or devices_on_node, "2+4"), micro_batch_size, step_time_s; if
+            known also grad_accum_steps or global_batch_size, sync_time_s, algorithm, gradient_bytes, link_bytes_per_s.
+            Rows without a step_time_s are forecast.
         cluster: the cluster that `probe` measured, or its file.
-        devices: the device counts: numbers, or a text such as "1..64" or "1,2,4"; None: up to all of the cluster.
+        devices: the device counts: numbers, or a text such as "1..64" or "1,2,4"; None: up to all of the cluster, or of
+            a table its rows without a time, else up to twice the most devices that were measured.
         grow: "none": the same global batch on every count; "batch": the same batch for each device.
         efficiency_floor: least scaling efficiency worth recommending, in [0, 1].
         price: price of one device per hour, such as 2.5 or "2.5 USD".
         noise_scale: the gradient noise scale in samples, as training logs it.
         target_samples: number of samples that the unchanged job needs to reach its target.
-        link_rate: bytes per second between nodes in one direction where that is not measured, such as 1.25e9
-            (10 Gbit/s).
-        devices_per_node: devices on each node beyond the measured cluster; None: as on its largest node.
+        link_rate: bytes per second between nodes in one direction where no step was timed on several nodes, such as
+            1.25e9 (10 Gbit/s); taken as a bound.
+        devices_per_node: devices on each node beyond the measured ones; None: as on the largest node.
         out: the folder for plan.json, plan.html and forecast.json; None: nothing is written.
         trace: trace the model, so that pipeline and tensor parallelism are considered too.
         model, data, settings: as for `train`.
 
     Raises:
-        ClusterError: this hardware was not measured, or of this job on it.
-        JobError: an invalid argument, or a job that fits none of the device counts.
+        ClusterError: this hardware was not measured, or no steps of this job on it.
+        JobError: an invalid argument, a table with an invalid value, or a job that fits none of the device counts.
         PacelineError: a file cannot be written.
     """
     # NumPy, SciPy and what plots: not for `paceline --help`.
@@ -99,8 +106,6 @@ def plan(
     check_counts(devices_per_node=devices_per_node)
     amount, currency = read_price(price)
     counts = None if devices is None else read_counts("devices", devices)
-    resolved = resolve_job(job, settings, data, model)
-    known = cluster if isinstance(cluster, Cluster) else _load_cluster(Path(cluster), job)
     request = ForecastRequest(
         grow=grow,
         efficiency_floor=efficiency_floor,
@@ -111,14 +116,45 @@ def plan(
         link_bytes_per_s=link_rate,
         devices_per_node=devices_per_node,
     )
-    if counts is None:
-        counts = read_counts("devices", f"1..{max(1, len(known.devices))}")
-    model_cost = trace_model(resolved) if trace else None
-    found = forecast(resolved, known, counts, request, model_cost)
-    planned = PlannedJob(found, recommended_plan(resolved, known, found, request, model_cost))
+    if not isinstance(job, Job) and str(job).endswith(_TABLES):
+        jobs_alone: dict[str, Any] = {
+            "noise_scale": noise_scale,
+            "target_samples": target_samples,
+            "link_rate": link_rate,
+        }
+        jobs_alone |= {"model": model, "data": data, "settings": settings, "trace": trace, "grow": grow != "none"}
+        if given := [name for name, value in jobs_alone.items() if value]:
+            raise JobError(f"{given[0]} has no effect on the table of steps {job}: leave it out.")
+        planned = PlannedJob(_forecast_of_table(Path(job), counts, request), None)
+    else:
+        resolved = resolve_job(job, settings, data, model)
+        known = cluster if isinstance(cluster, Cluster) else _load_cluster(Path(cluster), job)
+        counts = counts or read_counts("devices", f"1..{max(1, len(known.devices))}")
+        model_cost = trace_model(resolved) if trace else None
+        found = forecast(resolved, known, counts, request, model_cost)
+        planned = PlannedJob(found, recommended_plan(resolved, known, found, request, model_cost))
     if out is not None:
         _write(planned, Path(out))
     return planned
+
+
+def _forecast_of_table(path: Path, counts: Sequence[int] | None, request: ForecastRequest) -> Forecast:
+    """The forecast of the rows without a time, and of device counts with as many samples a device as the measured row
+    with the most devices has."""
+    from paceline.plan.collectives import Layout
+    from paceline.plan.forecast import forecast_of_rows
+
+    rows = read_rows(path)
+    measured = [row for row in rows if row.step_time_s is not None]
+    asked = [row for row in rows if row.step_time_s is None]
+    largest = max(measured, key=lambda row: row.num_workers)
+    if counts is None and not asked:
+        counts = read_counts("devices", f"1..{2 * largest.num_workers}")
+    on_node = request.devices_per_node or max(row.most_on_node for row in rows)
+    for count in counts or ():
+        nodes = Layout((on_node,) * -(-count // on_node)).first(count).workers_per_node
+        asked.append(replace(largest.unmeasured(), workers_per_node=nodes))
+    return forecast_of_rows(path.stem, measured, list(dict.fromkeys(asked)), request)
 
 
 def recommended_plan(
@@ -130,27 +166,20 @@ def recommended_plan(
 ) -> Plan | None:
     """The plan of the recommended row; None where the cluster has too few devices for it.
 
-    Its workers are laid out on a mesh where replicas do not fit or a mesh is clearly faster.
+    Its workers are laid out on a mesh where replicas do not fit; then it has no forecast that its run would check.
     """
-    from paceline.plan.mesh_selection import choose_mesh, measured_model_cost
-
     row = forecast.recommended
     if row.devices > len(cluster.devices):
         return None
     grown = job.grown(row.devices) if forecast.grow == "batch" else job
+    if not row.placement:
+        plan = place(grown, cluster, row.devices, algorithm=row.algorithm if row.devices > 1 else "auto")
+        return replace(plan, forecast_samples_per_s=row.samples_per_s)
+    from paceline.plan.mesh_selection import choose_mesh, measured_model_cost
+
     rate = None if request is None else request.link_bytes_per_s
     choice = choose_mesh(grown, model or measured_model_cost(job, cluster), cluster, row.devices, link_bytes_per_s=rate)
-    if not choice.mesh.is_plain:
-        plan = choice.applied(place(grown, cluster, row.devices, mesh=choice.mesh))
-        samples_per_s = row.samples_per_s if choice.step_s is None else grown.global_batch_size / choice.step_s
-        return dataclasses.replace(plan, forecast_samples_per_s=samples_per_s)
-    plan = place(
-        grown,
-        cluster,
-        row.devices,
-        algorithm=row.algorithm if row.devices > 1 else "auto",
-    )
-    return dataclasses.replace(plan, forecast_samples_per_s=row.samples_per_s)
+    return choice.applied(place(grown, cluster, row.devices, mesh=choice.mesh))
 
 
 def _load_cluster(path: Path, job: Job | str | Path) -> Cluster:

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from paceline.plan.collectives import COSTS, cost_s
+from paceline.plan.collectives import COSTS, Layout, Network, cost_of, wire_bytes
 from paceline.plan.memory import TransformerShape, device_memory, fits, transformer_layers
-from paceline.plan.model import Layout, Network
 from paceline.plan.peak_memory import StateBytes
 from paceline.plan.search import SearchResult, Workload, search
 from paceline.spec import AlgorithmName, Mesh
@@ -40,7 +39,8 @@ class Links:
 
 def sum_s(algorithm: str, num_bytes: float, nodes: Sequence[int], links: Links, wire: str = "float32") -> float:
     """Seconds to sum `num_bytes` over workers, so many on each of the `nodes`."""
-    return cost_s(cast(AlgorithmName, algorithm), num_bytes, Layout(tuple(nodes)), links.network, wire=wire)
+    name = cast(AlgorithmName, algorithm)
+    return float(cost_of(name)(wire_bytes(name, num_bytes, wire), Layout(tuple(nodes)), links.network))
 
 
 def memory(

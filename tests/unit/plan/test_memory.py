@@ -73,14 +73,13 @@ def test_the_optimizer_decides_what_a_parameter_takes(
     job = Job.from_mapping({"global_batch_size": 8, "optim": optim, "precision": precision})
 
     def needed(num_parameters: int) -> float:
-        # The probe has parameters and gradients in its peaks; activations are nothing beside them.
+        # The peaks of timed steps have all of it; activations are nothing beside them.
         cluster = gpu_cluster(1, num_parameters=num_parameters, sample_bytes=0)
-        state = 8 if precision != "float64" else 16
         passes = tuple(
-            dataclasses.replace(one, peak_memory_bytes=state * num_parameters + one.micro_batch_size)
-            for one in cluster.timings[0].micro_batches
+            dataclasses.replace(one, peak_memory_bytes=bytes_a_parameter * num_parameters + one.micro_batch_size)
+            for one in cluster.timings[0].steps
         )
-        timing = dataclasses.replace(cluster.timings[0], micro_batches=passes)
+        timing = dataclasses.replace(cluster.timings[0], steps=passes)
         found = forecast_of(job, dataclasses.replace(cluster, timings=(timing,)), [1]).rows[0].memory_bytes
         assert found is not None
         return found

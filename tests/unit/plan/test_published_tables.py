@@ -7,13 +7,14 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from paceline.plan.calibrate import fit, predict
-from paceline.workflows.step_time_files import read_observations
+from paceline.plan.fit import fit, predict
+from paceline.plan.step_model import seconds_of
+from paceline.spec import StepRow
+from paceline.workflows.step_rows import read_rows
 
 DATA = os.environ.get("PACELINE_TEST_DATA")
 
@@ -33,21 +34,21 @@ class Case:
     """Whether the 90 % interval holds the measurement."""
 
 
-def cases_of(rows: Sequence[Any]) -> Iterator[Case]:
+def cases_of(rows: Sequence[StepRow]) -> Iterator[Case]:
     """Rows from the first two, from the first three, and from the first and the last."""
-    is_strong = len({row.placement.micro_batch_size for row in rows}) > 1
+    is_strong = len({row.micro_batch_size for row in rows}) > 1
     for subset, places in {"two": {0, 1}, "three": {0, 1, 2}, "span": {0, len(rows) - 1}}.items():
         known = [row for place, row in enumerate(rows) if place in places]
         wanted = [row for place, row in enumerate(rows) if place not in places]
         if wanted:
-            forecasts = predict(fit(known), [row.placement for row in wanted])
+            forecasts = predict(fit(known), wanted)
             for row, found in zip(wanted, forecasts, strict=True):
                 yield Case(
                     subset,
                     is_strong,
-                    row.placement.layout.num_nodes == 1,
-                    abs(found.total_s / row.step_time_s - 1),
-                    found.low_s <= row.step_time_s <= found.high_s,
+                    row.num_nodes == 1,
+                    abs(found.total_s / seconds_of(row) - 1),
+                    found.low_s <= seconds_of(row) <= found.high_s,
                 )
 
 
@@ -55,7 +56,7 @@ def cases_of(rows: Sequence[Any]) -> Iterator[Case]:
 def cases() -> list[Case]:
     folder = Path(DATA or "") / "scaling"
     names = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-    tables = [[row for _, row in read_observations(folder / f"{name}.csv")[0]] for name in names]
+    tables = [read_rows(folder / f"{name}.csv") for name in names]
     assert len(tables) == 99
     return [case for rows in tables for case in cases_of(rows)]
 

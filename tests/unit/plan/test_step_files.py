@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,14 +14,11 @@ from tests.unit.plan.tables import Tables
 STUDY = "num_nodes,devices_per_node,micro_batch_size,step_time_s\n1,1,64,0.0723\n1,2,64,0.0804\n"
 HEAD = "num_nodes,devices_per_node,micro_batch_size"
 ONE = f"{HEAD},step_time_s\n1,2,64,0.0804\n"
-QUESTIONS = "num_nodes,devices_per_node,devices_on_node,micro_batch_size\n1,3,,64\n,,2+4,64\n2,4,,128\n"
 
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> Tables:
-    found = Tables(tmp_path_factory.mktemp("files"))
-    found.text("q.csv", QUESTIONS)
-    return found
+    return Tables(tmp_path_factory.mktemp("files"))
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +28,8 @@ def known(tables: Tables) -> list[float]:
 
 
 def seconds(tables: Tables, text: str | bytes) -> list[float]:
-    fitted = paceline.fit_step_times(tables.text("o.csv", text), tables.folder / "q.csv")
-    return [forecast.total_s for forecast in fitted.forecasts]
+    planned = paceline.plan(tables.text("o.csv", text), devices=[2, 3, 8], devices_per_node=4)
+    return [row.step_s for row in planned.forecast.rows]
 
 
 @pytest.mark.parametrize(
@@ -50,7 +48,7 @@ def seconds(tables: Tables, text: str | bytes) -> list[float]:
         f"{HEAD},step_time_s,grad_accum_steps\n1,2,64,0.0804,1\n",
         f"{HEAD},step_time_s,global_batch_size\n1,2,64,0.0804,128\n",
         f"{HEAD},step_time_s,algorithm\n1,2,64,0.0804,\n",
-        f"{HEAD},devices_on_node,step_time_s\n1,2,64,2,0.0804\n1,4,64,,\n",
+        f"{HEAD},devices_on_node,step_time_s\n1,2,64,2,0.0804\n",
         ONE.replace("64", '"64"'),
     ],
 )
@@ -59,10 +57,22 @@ def test_the_same_row_in_another_notation(tables: Tables, known: list[float], te
 
 
 def test_layouts_of_unequal_nodes_are_rows_of_their_own(tables: Tables) -> None:
-    asked = tables.text("uneven.csv", "devices_on_node,micro_batch_size\n4+4,64\n2+6,64\n1+7,64\n")
-    fitted = paceline.fit_step_times(tables.text("o.csv", STUDY), asked)
-    assert len({row.speedup for _, _, row in fitted.rows}) == len({row.placement for _, _, row in fitted.rows}) == 3
-    assert [row.devices for _, _, row in fitted.rows] == [8, 8, 8]
+    table = "devices_on_node,micro_batch_size,step_time_s\n1,64,0.0723\n2,64,0.0804\n4+4,64,\n2+6,64,\n1+7,64,\n"
+    rows = paceline.plan(tables.text("o.csv", table)).forecast.rows
+    assert [row.devices for row in rows] == [1, 8, 8, 8]
+    assert len({row.speedup for row in rows[1:]}) == len({row.placement for row in rows[1:]}) == 3
+
+
+def test_without_rows_to_forecast_a_table_has_twice_the_devices_that_were_measured(tables: Tables) -> None:
+    found = paceline.plan(tables.text("o.csv", STUDY)).forecast
+    assert [row.devices for row in found.rows] == [1, 2, 3, 4]
+    assert {row.micro_batch_size for row in found.rows} == {64} and found.grow == "batch"
+
+
+@pytest.mark.parametrize("option", [{"noise_scale": 64}, {"link_rate": 1e9}, {"settings": ["seed=1"]}, {"trace": True}])
+def test_options_of_a_job_have_no_effect_on_a_table_and_are_refused(tables: Tables, option: dict[str, Any]) -> None:
+    with pytest.raises(JobError, match=next(iter(option))):
+        paceline.plan(tables.text("o.csv", STUDY), **option)
 
 
 MISTAKES: list[tuple[str, list[str]]] = [
@@ -118,12 +128,12 @@ def test_a_mistake_is_one_sentence_with_file_line_and_column(tables: Tables, tex
         assert word in sentence, sentence
 
 
-@pytest.mark.parametrize("name", ["gone.csv", ".", "utf16.csv", "latin.csv"])
+@pytest.mark.parametrize("name", ["gone.csv", "folder.csv", "utf16.csv", "latin.csv"])
 def test_a_file_that_is_no_text_or_absent_is_named_without_error_numbers(tables: Tables, name: str) -> None:
     tables.text("utf16.csv", STUDY.encode("utf-16"))
     tables.text("latin.csv", STUDY.encode() + "1,4,64,0.1 # é\n".encode("latin-1"))
+    (tables.folder / "folder.csv").mkdir(exist_ok=True)
     path: Path = tables.folder / name
-    for observed, asked in ((path, tables.folder / "q.csv"), (tables.text("o.csv", STUDY), path)):
-        with pytest.raises(JobError) as caught:
-            paceline.fit_step_times(observed, asked)
-        assert str(path) in str(caught.value) and "Errno" not in str(caught.value)
+    with pytest.raises(JobError) as caught:
+        paceline.plan(path)
+    assert str(path) in str(caught.value) and "Errno" not in str(caught.value)

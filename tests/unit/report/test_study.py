@@ -94,7 +94,7 @@ def test_the_speedup_has_the_range_of_the_steps_where_all_steps_do_the_same() ->
     st.floats(0, 0.1),
     st.floats(0, 1),
 )
-def test_the_largest_count_that_keeps_accuracy_and_efficiency_is_recommended(
+def test_the_fewest_devices_near_the_fastest_that_keep_accuracy_and_efficiency_are_recommended(
     runs: list[tuple[int, int, float | None, float]], tolerance: float, floor: float
 ) -> None:
     study = study_of(
@@ -103,15 +103,16 @@ def test_the_largest_count_that_keeps_accuracy_and_efficiency_is_recommended(
         efficiency_floor=floor,
     )
     base, found = study.base, study.recommendation
-    good = {base.devices}
+    good = {base.devices: base.samples_per_s}
     for row in study.rows[1:]:
         is_accurate = base.accuracy is None or (
             row.accuracy is not None and row.accuracy >= base.accuracy - tolerance - 1e-9
         )
         if is_accurate and row.efficiency is not None and row.efficiency >= floor - 1e-9:
-            good.add(row.devices)
-    assert found.devices == max(good) == study.recommended.devices
-    assert set(found.rejected) == {row.devices for row in study.rows} - good
+            good[row.devices] = row.samples_per_s
+    near = [devices for devices, rate in good.items() if rate >= 0.97 * max(good.values())]
+    assert found.devices == min(near) == study.recommended.devices
+    assert set(found.rejected) == {row.devices for row in study.rows} - set(good)
     assert all(row.speedup is None or math.isfinite(row.speedup) for row in study.rows)
 
 
@@ -143,16 +144,12 @@ def test_a_rejected_count_has_its_number_and_the_limit(study: Study, grown: Stud
     assert f"{efficiency:.1f} %" in slow.recommendation.rejected[4] and "70 %" in slow.recommendation.rejected[4]
 
 
-def test_a_faster_smaller_count_is_pointed_out() -> None:
+def test_a_faster_smaller_count_is_recommended() -> None:
     records = [record_of(count, samples_per_s=rate) for count, rate in ((1, 100.0), (2, 250.0), (4, 222.0))]
     found = study_of(records).recommendation
-    assert found.devices == 4
-    assert all(words in found.reason for words in ("2 devices", "250", "222"))
+    assert found.devices == 2 and "2 devices" in found.reason and "2.50x" in found.verdict
 
 
-@pytest.mark.xfail(
-    strict=True, reason="plan recommends the fewest devices near the fastest, a study the most within its limits"
-)
 def test_a_plan_and_a_study_recommend_the_same_of_the_same_rows() -> None:
     """Two of eight virtual shards for the busiest worker with 4, 5, 6 and 7 devices: all are as fast."""
     planned = forecast_of(Job(global_batch_size=256, virtual_shards=8), gpu_cluster(), [1, 4, 5, 6, 7])

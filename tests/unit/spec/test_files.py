@@ -27,19 +27,15 @@ from paceline.spec import (
     Job,
     JobTiming,
     Link,
-    MachineLoad,
     Mesh,
-    MicroBatchTiming,
-    NetworkLink,
     Node,
     NodePlacement,
     Peripheral,
     PipelineSpec,
     Plan,
     RunRecord,
-    ShardingTiming,
+    StepRow,
     StepTime,
-    SumTiming,
 )
 from paceline.spec.forecast import Forecast, ForecastRow
 
@@ -62,23 +58,17 @@ TIMING = JobTiming(
     "NVIDIA A100",
     25_000_000,
     8,
-    (MicroBatchTiming(32, 0.01, 2**31, 0.02),),
-    largest_micro_batch_size=64,
-    loader_samples_per_s=1e4,
-    update_s=0.002,
-    workers_together=2,
-    workers_together_on_node=2,
-    together_micro_batch_size=32,
-    together_slowdown=1.1,
-    sums=(SumTiming("ring", "float32", 0.01),),
-    load=MachineLoad(64, 0.1, 0.0, ("GPU 0 is too hot",)),
+    (
+        StepRow(
+            (1,), 32, 2, gradient_bytes=1e8, step_time_s=0.02, loading_s=0.001, spread=0.02, peak_memory_bytes=2**31
+        ),
+        StepRow((2, 1), 32, 1, "hierarchical", 1e8, 1.25e9, 4, 0.015, 0.002),
+    ),
     num_samples=1437,
-    sharding=ShardingTiming(10**6, 0.001, 0.002),
     settings=("model.name = 'lenet'",),
 )
 CLUSTER = Cluster(
     (NODE, Node("kim@gpu2", 8, 2**34, "Xeon")),
-    network=(NetworkLink(("gpu1", "kim@gpu2"), 1.2e9, 5e-5, "ib0", 4e8),),
     timings=(TIMING,),
     checks=(ForecastCheck("digits", 4, 110.0, 100.0),),
 )
@@ -262,7 +252,7 @@ def changed(value: File, place: str, new: object) -> dict[str, Any]:
     [
         ("cluster", "nodes", ..., ["'nodes' is missing"]),
         ("cluster", "nodes", 1, ["nodes = 1", "list"]),
-        ("cluster", "netwerk", [], ["'netwerk'", "did you mean 'network'"]),
+        ("cluster", "timing", [], ["'timing'", "did you mean 'timings'"]),
         ("cluster", "nodes.0.num_cores", ..., ["nodes[0].num_cores"]),
         ("cluster", "nodes.0.devices.1.indx", 1, ["nodes[0].devices[1].indx", "'index'"]),
         ("cluster", "nodes.0.devices.1.index", -1, ["nodes[0].devices[1].index = -1", "at least 0"]),
@@ -271,10 +261,9 @@ def changed(value: File, place: str, new: object) -> dict[str, Any]:
         ("cluster", "nodes.0.links.0.bytes_per_s", -1, ["links[0].bytes_per_s", "at least 0"]),
         ("cluster", "nodes.0.links.0.ends", ["GPU0"], ["links[0].ends", "list of 2"]),
         ("cluster", "nodes.0.links.0.latency_s", 1e7, ["latency_s", "at most"]),
-        ("cluster", "network.0.bytes_per_s", 0, ["network[0].bytes_per_s", "at least 1"]),
-        ("cluster", "timings.0.micro_batches.0.seconds", -0.1, ["seconds", "at least 0"]),
-        ("cluster", "timings.0.together_slowdown", 0, ["together_slowdown", "greater than 0"]),
-        ("cluster", "timings.0.loader_samples_per_s", 0, ["loader_samples_per_s", "greater than 0"]),
+        ("cluster", "timings.0.steps.0.step_time_s", 0, ["step_time_s", "greater than 0"]),
+        ("cluster", "timings.0.steps.1.workers_per_node", [2, 0], ["workers_per_node", "at least 1"]),
+        ("cluster", "timings.0.steps.0.loading_s", -0.1, ["loading_s", "at least 0"]),
         ("cluster", "checks.0.measured_samples_per_s", 0, ["measured_samples_per_s", "greater than 0"]),
         ("plan", "nodes.0.workers", 2, ["nodes[0].workers"]),
         ("plan", "nodes.0.num_workers", 0, ["nodes[0].num_workers = 0", "at least 1"]),
@@ -356,20 +345,3 @@ def test_the_summary_of_a_run_that_diverged_is_still_json() -> None:
 def test_a_record_shown_in_a_notebook_has_its_figures_and_no_markup_of_others() -> None:
     shown = replace(RECORD, weights_sha256="<script>")._repr_html_()
     assert "<script>" not in shown and "&lt;script&gt;" in shown and "400" in shown
-
-
-@pytest.mark.parametrize(
-    ("other", "stolen", "throttled", "words"),
-    [
-        (0.3, 0.0, (), []),
-        (3.0, 0.0, (), ["3.0 of 8 cores"]),
-        (0.0, 2.0, (), ["2.0 of 8 cores", "virtual machines"]),
-        (0.1, 0.0, ("GPU 0 is too hot",), ["GPU 0 is too hot"]),
-    ],
-)
-def test_the_load_of_others_is_said_where_it_disturbs(
-    other: float, stolen: float, throttled: tuple[str, ...], words: list[str]
-) -> None:
-    load = MachineLoad(8, other, stolen, throttled)
-    assert load.is_disturbing == bool(words) == bool(load.sentence())
-    assert all(word in load.sentence() for word in words)

@@ -1,11 +1,10 @@
 """Forecasts of published scaling tables from their first rows, beside simpler laws.
 
-    python -m benchmarks.forecast_tables --data DIR [--leave-one-out] [--by-family] [--rows] [--only FAMILY]
+    python -m benchmarks.forecast_tables --data DIR [--by-family] [--rows] [--only FAMILY]
 
-DIR holds one CSV a table, as `paceline plan --fit` reads it, and index.json with the family of each table. A table is
-forecast from its first two rows, from its first three, and from its first and last row ("span"). With
-`--leave-one-out` the priors of a family's forecasts are chosen by the other families alone (`prior_choice`), all of
-them with `--only` too; without, they are those of the planner. `--by-family` shows the families one by one.
+DIR holds one CSV a table, as `paceline plan` reads it, and index.json with the family of each table. A table is
+forecast from its first two rows, from its first three, and from its first and last row ("span"). `--by-family` shows
+the families one by one.
 """
 
 from __future__ import annotations
@@ -13,21 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pool
-from multiprocessing.pool import Pool as WorkerPool
 from pathlib import Path
 
 import numpy as np
 from scipy.optimize import nnls
 
-from paceline.plan.calibrate import fit, predict
-from paceline.plan.step_constants import USUAL, Observation, Placement, Prior
+from paceline.plan.fit import fit, predict
+from paceline.plan.step_model import seconds_of
 from paceline.report.tables import markdown_table
-from paceline.workflows.step_time_files import read_observations
-
-from .prior_choice import CHOSEN, START, Evidence, best_choice, evidence_of, priors_at
+from paceline.spec import StepRow
+from paceline.workflows.step_rows import read_rows
 
 SUBSETS = ("two", "three", "span")
 PLANNER = "planner"
@@ -39,11 +36,11 @@ GROWTH = 1.3
 class Table:
     name: str
     family: str
-    rows: tuple[Observation, ...]
+    rows: tuple[StepRow, ...]
 
     @property
     def is_strong(self) -> bool:
-        return len({row.placement.micro_batch_size for row in self.rows}) > 1
+        return len({row.micro_batch_size for row in self.rows}) > 1
 
 
 @dataclass(frozen=True)
@@ -77,40 +74,37 @@ class Case:
 
 def tables_of(folder: Path) -> list[Table]:
     index = json.loads((folder / "index.json").read_text(encoding="utf-8"))
-    return [
-        Table(name, entry["family"], tuple(row for _, row in read_observations(folder / f"{name}.csv")[0]))
-        for name, entry in index.items()
-    ]
+    return [Table(name, entry["family"], tuple(read_rows(folder / f"{name}.csv"))) for name, entry in index.items()]
 
 
-def samples(placement: Placement) -> float:
-    return float(placement.micro_batch_size)
+def samples(row: StepRow) -> float:
+    return float(row.micro_batch_size)
 
 
-def devices(placement: Placement) -> int:
-    return placement.layout.num_workers
+def devices(row: StepRow) -> int:
+    return row.num_workers
 
 
-Law = Callable[[Sequence[Observation], Placement], float]
+Law = Callable[[Sequence[StepRow], StepRow], float]
 
 
-def ideal(known: Sequence[Observation], wanted: Placement) -> float:
+def ideal(known: Sequence[StepRow], wanted: StepRow) -> float:
     first = known[0]
-    return first.step_time_s * samples(wanted) / samples(first.placement)
+    return seconds_of(first) * samples(wanted) / samples(first)
 
 
-def last_step(known: Sequence[Observation], wanted: Placement) -> float:
+def last_step(known: Sequence[StepRow], wanted: StepRow) -> float:
     """The time for a sample of the largest measured row that is smaller, whatever more devices cost."""
-    smaller = [row for row in known if devices(row.placement) <= devices(wanted)] or list(known[:1])
-    last = max(smaller, key=lambda row: devices(row.placement))
-    return last.step_time_s * samples(wanted) / samples(last.placement)
+    smaller = [row for row in known if devices(row) <= devices(wanted)] or list(known[:1])
+    last = max(smaller, key=lambda row: devices(row))
+    return seconds_of(last) * samples(wanted) / samples(last)
 
 
-def _linear(terms: Callable[[Placement], list[float]]) -> Law:
+def _linear(terms: Callable[[StepRow], list[float]]) -> Law:
     """A law that is linear in constants of at least zero, fitted to relative errors."""
 
-    def law(known: Sequence[Observation], wanted: Placement) -> float:
-        design = np.array([[term / row.step_time_s for term in terms(row.placement)] for row in known])
+    def law(known: Sequence[StepRow], wanted: StepRow) -> float:
+        design = np.array([[term / seconds_of(row) for term in terms(row)] for row in known])
         return float(np.array(terms(wanted)) @ nnls(design, np.ones(len(known)))[0])
 
     return law
@@ -123,7 +117,7 @@ _three_constants = _linear(
 )
 
 
-def usl(known: Sequence[Observation], wanted: Placement) -> float:
+def usl(known: Sequence[StepRow], wanted: StepRow) -> float:
     """Gunther's universal scalability law, throughput n / (1 + s (n - 1) + k n (n - 1)); two rows leave k at zero."""
     return (amdahl if len(known) < 3 else _three_constants)(known, wanted)
 
@@ -137,11 +131,11 @@ LAWS: dict[str, Law] = {
 }
 
 
-def cases_of(table: Table, usual: Mapping[str, Prior] = USUAL) -> list[Case]:
-    return [case for subset, known, wanted in splits_of(table) for case in _cases(table, subset, known, wanted, usual)]
+def cases_of(table: Table) -> list[Case]:
+    return [case for subset, known, wanted in splits_of(table) for case in _cases(table, subset, known, wanted)]
 
 
-def splits_of(table: Table) -> Iterator[tuple[str, list[Observation], list[Observation]]]:
+def splits_of(table: Table) -> Iterator[tuple[str, list[StepRow], list[StepRow]]]:
     """Which rows are measured and which are forecast, for each way that leaves some to forecast."""
     last = len(table.rows) - 1
     for subset, places in {"two": (0, 1), "three": (0, 1, 2), "span": (0, last)}.items():
@@ -153,16 +147,15 @@ def splits_of(table: Table) -> Iterator[tuple[str, list[Observation], list[Obser
 def _cases(
     table: Table,
     subset: str,
-    known: Sequence[Observation],
-    wanted: Sequence[Observation],
-    usual: Mapping[str, Prior],
+    known: Sequence[StepRow],
+    wanted: Sequence[StepRow],
 ) -> Iterator[Case]:
-    forecasts = predict(fit(known, usual), [row.placement for row in wanted])
-    most_nodes = max(row.placement.layout.num_nodes for row in known)
+    forecasts = predict(fit(known), wanted)
+    most_nodes = max(row.num_nodes for row in known)
     for row, forecast in zip(wanted, forecasts, strict=True):
         found = {PLANNER: (forecast.total_s, forecast.low_s, forecast.high_s)}
         for name, law in LAWS.items():
-            found[name] = (law(known, row.placement), 0.0, math.inf)
+            found[name] = (law(known, row), 0.0, math.inf)
         for method, (forecast_s, low_s, high_s) in found.items():
             yield Case(
                 table=table.name,
@@ -170,11 +163,11 @@ def _cases(
                 method=method,
                 subset=subset,
                 is_strong=table.is_strong,
-                num_nodes=row.placement.layout.num_nodes,
-                num_devices=devices(row.placement),
-                is_new_network=most_nodes == 1 < row.placement.layout.num_nodes,
-                growth=row.step_time_s / last_step(known, row.placement),
-                measured_s=row.step_time_s,
+                num_nodes=row.num_nodes,
+                num_devices=devices(row),
+                is_new_network=most_nodes == 1 < row.num_nodes,
+                growth=seconds_of(row) / last_step(known, row),
+                measured_s=seconds_of(row),
                 forecast_s=forecast_s,
                 low_s=low_s,
                 high_s=high_s,
@@ -262,52 +255,20 @@ def print_rows(cases: Sequence[Case]) -> None:
         )
 
 
-def evidence_of_table(table: Table) -> list[Evidence]:
-    return [evidence_of(table.family, table.name, known, wanted) for _, known, wanted in splits_of(table)]
-
-
-def chosen_without(pool: WorkerPool, tables: Sequence[Table], families: Sequence[str]) -> dict[str, dict[str, Prior]]:
-    """For each of `families` the priors that all other families choose; prints them beside those that all choose."""
-    evidence = [one for found in pool.map(evidence_of_table, tables, chunksize=4) for one in found]
-    of_all = best_choice(evidence)
-    without = [best_choice([one for one in evidence if one.family != family], of_all) for family in families]
-    chosen = {family: priors_at(choice) for family, choice in zip(families, without, strict=True)}
-    rows = []
-    for name in CHOSEN:
-        cells = [name]
-        for what in ("median", "deviation"):
-            values = [getattr(priors[name], what) for priors in chosen.values()]
-            start, best, now = (getattr(priors[name], what) for priors in (START, priors_at(of_all), USUAL))
-            cells += [f"{start:.3g}", f"{best:.3g}", f"{min(values):.3g} to {max(values):.3g}", f"{now:.3g}"]
-        rows.append(cells)
-    kinds = ("start", "of all", "without one", "in use")
-    print(
-        markdown_table(["constant", *(f"{what}: {kind}" for what in ("median", "deviation") for kind in kinds)], rows),
-        end="\n\n",
-    )
-    return chosen
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder of the tables")
     parser.add_argument("--only", default=None, metavar="FAMILY")
     parser.add_argument("--by-family", action="store_true", help="also each family by itself")
     parser.add_argument("--rows", action="store_true", help="also each forecast, the worst first")
-    parser.add_argument(
-        "--leave-one-out", action="store_true", help="choose priors without a family before forecasting its tables"
-    )
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args()
     every_table = tables_of(arguments.data)
     tables = [table for table in every_table if arguments.only in (None, table.family)]
-    families = list(dict.fromkeys(table.family for table in tables))
     if not tables:
         parser.error(f"--only {arguments.only}: no table of {arguments.data} is of that family")
     with Pool(arguments.processes) as pool:
-        usual_of = chosen_without(pool, every_table, families) if arguments.leave_one_out else {}
-        jobs = [(table, usual_of.get(table.family, dict(USUAL))) for table in tables]
-        found = pool.starmap(cases_of, jobs, chunksize=4)
+        found = pool.map(cases_of, tables, chunksize=4)
     cases = [case for of_table in found for case in of_table]
     if arguments.rows:
         print_rows(cases)

@@ -1,1 +1,0 @@
-"""Forecasts of published scaling tables from their first rows: `python -m benchmarks.forecast_tables`."""
