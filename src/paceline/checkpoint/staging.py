@@ -14,7 +14,6 @@ import mmap
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -158,15 +157,14 @@ class StagedFile:
 
     def pieces(self) -> Iterator[memoryview]:
         """The bytes of the file, in pieces of limited size."""
+        whole = self._block.numpy().data
         for start in range(0, self.num_bytes, _PIECE_BYTES):
-            yield self._bytes(start, start + _PIECE_BYTES)
+            yield whole[start : start + _PIECE_BYTES]
 
     def checksums(self) -> dict[str, str]:
         """The CRC-32 of each tensor's bytes, by its name."""
-        return {name: checksum(self._bytes(*place)) for name, place in self._places.items()}
-
-    def _bytes(self, start: int, stop: int) -> memoryview:
-        return memoryview(cast(Any, self._block[start:stop].numpy()))
+        whole = self._block.numpy().data
+        return {name: checksum(whole[start:stop]) for name, (start, stop) in self._places.items()}
 
 
 def _layout(tensors: Mapping[str, Tensor]) -> tuple[bytes, dict[str, tuple[int, int]], int]:
