@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from paceline.errors import JobError
 from paceline.import_path import checked_options, imported
 from paceline.spec import CallbackSpec
-from paceline.spec.codec import NOT_NEGATIVE, from_mapping, to_mapping
+from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.evaluation import EarlyStoppingSpec, EvaluationRecord, Mode, best_place
 from paceline.train.objective import METRICS
 from paceline.train.optim import build_scheduler
@@ -58,15 +57,6 @@ class Callback:
         """Called after the last step and evaluation, before the record is written; not after an error."""
 
 
-@dataclass(frozen=True)
-class _SavedLoop:
-    """The loop, as a checkpoint holds it."""
-
-    evaluations: tuple[EvaluationRecord, ...] = ()
-    ended_at: int | None = field(default=None, metadata=NOT_NEGATIVE)
-    """After which step the callbacks were last told that an epoch had ended."""
-
-
 class Training:
     """The training of a job; callbacks receive it as their first argument.
 
@@ -105,6 +95,7 @@ class Training:
         self._evaluate_model = evaluate
         self._steps_per_epoch = steps_per_epoch
         self._ended_at: int | None = None
+        """After which step the callbacks were last told that an epoch had ended."""
         self._wants_save = False
         run.keep("loop", self)
         for number, callback in enumerate(custom):
@@ -112,11 +103,11 @@ class Training:
                 run.keep(f"callback {number}", callback)
 
     def state_dict(self) -> dict[str, Any]:
-        return to_mapping(_SavedLoop(tuple(self.evaluations), self._ended_at))
+        return {"evaluations": [to_mapping(one) for one in self.evaluations], "ended_at": self._ended_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        saved = from_mapping(_SavedLoop, state)
-        self.evaluations, self._ended_at = list(saved.evaluations), saved.ended_at
+        self.evaluations = [from_mapping(EvaluationRecord, one) for one in state["evaluations"]]
+        self._ended_at = state["ended_at"]
 
     def save(self) -> None:
         """Save a checkpoint as soon as all callbacks have seen this event; all workers have to ask for it alike."""

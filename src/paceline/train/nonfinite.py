@@ -40,8 +40,7 @@ class NonFiniteGuard:
         self._session = session
         self._trained = trained
         self._reaction = session.state.job.nonfinite
-        self._nonfinite = trained.nonfinite
-        self._nonfinite.catch_up = self.catch_up
+        trained.catch_up = self.catch_up
         self._late: Callable[[], None] | None = None
         """Reads the result of a check on the GPU, which has made or skipped the update."""
 
@@ -54,7 +53,7 @@ class NonFiniteGuard:
         """
         return (
             self._reaction == "skip"
-            and not self._nonfinite.num_in_a_row
+            and not self._trained.num_nonfinite
             and self._trained.engine.holds_all
             and not self._session.watches_peers
         )
@@ -83,7 +82,7 @@ class NonFiniteGuard:
         is_good = is_ignored or is_finite(torch.stack([loss] if loss_alone else [loss, norm().to(loss)]))
         self._session.check_peers(has_waited=not is_ignored)
         if is_good:
-            self._nonfinite.num_in_a_row = 0
+            self._trained.num_nonfinite = 0
             return True
         parameters = self._trained.model.named_parameters()
         gradients = {name: local_shard(p.grad) for name, p in parameters if p.grad is not None}
@@ -97,7 +96,7 @@ class NonFiniteGuard:
     def leave_out(self, step: int, loss: Tensor, culprits: Sequence[str], samples: NDArray[Any]) -> None:
         """React to a step whose loss or gradient is not finite, and that makes no update. Raises `ModelError` where the
         run is to end because of this step."""
-        num_in_a_row = self._nonfinite.num_in_a_row + 1
+        num_in_a_row = self._trained.num_nonfinite + 1
         wrong = _describe(step, loss, culprits, samples)
         if self._reaction == "stop":
             raise ModelError(f"{wrong}. The run ends, as nonfinite = 'stop' says; lower optim.lr or look at the data.")
@@ -109,7 +108,7 @@ class NonFiniteGuard:
             self._session.say(f"{wrong}. Weights and optimizer are again those of {checkpoint}; the data goes on.")
         else:
             raise ModelError(f"{wrong}. There is no checkpoint yet to go back to; lower optim.lr or look at the data.")
-        self._nonfinite.num_in_a_row = num_in_a_row  # a step that ends the run is not made, and repeated by a resume
+        self._trained.num_nonfinite = num_in_a_row  # a step that ends the run is not made, and repeated by a resume
 
     def judge_on_device(self, step: int, loss: Tensor, samples: NDArray[Any]) -> Tensor:
         """1 if the update is to be skipped, else 0: a float32 scalar on the device. The host reads it in `catch_up`.
@@ -126,7 +125,7 @@ class NonFiniteGuard:
         def read() -> None:
             arrived.synchronize()  # of a step whose work is followed by that of the next
             if not is_finite(in_host_memory[:num_judged]):
-                self._nonfinite.num_in_a_row += 1
+                self._trained.num_nonfinite += 1
                 culprits = [name for name, norm in zip(names, in_host_memory[1:], strict=True) if not norm.isfinite()]
                 self._session.say(f"{_describe(step, in_host_memory[0], culprits, samples)}. The step is skipped.")
 

@@ -463,16 +463,14 @@ class Session:
         step = self.state.progress.steps if step is None else step
         return math.inf if every is None else (step // every + 1) * every
 
-    def save(self) -> None:
-        """Save the state as it is now, unless that is done."""
-        self._save_unless_done(self.state.metrics)
+    def save(self, *, for_metrics: bool = True) -> None:
+        """Save the state as it is now, unless that is done.
 
-    def _save_unless_done(self, metrics: Mapping[str, float] | None) -> None:
-        """
         Args:
-            metrics: those of the last evaluation, by which the best checkpoint is found; where it came after the step
-                was saved, the step is saved again. None: it is not.
+            for_metrics: whether a step that was saved before its evaluation is saved again, for the metrics by which
+                the best checkpoint is found.
         """
+        metrics = self.state.metrics if for_metrics else None
         saver = self._saver
         if saver is None or (saver.last_step == self.state.progress.steps and metrics in (None, self._saved_metrics)):
             return
@@ -518,7 +516,7 @@ class Session:
         if self._saver is not None:
             if is_between_epochs:
                 self.state.progress.leave_epoch()
-            self._save_unless_done(None)
+            self.save(for_metrics=False)
             self._saver.wait()
         if self.watches_peers and self._watch is not None:
             self.enter_together("the end of the run")

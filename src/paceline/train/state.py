@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -36,16 +36,7 @@ _ALONE = "alone"
 _NUM_NONFINITE = "nonfinite_in_a_row"
 
 
-@dataclass
-class NonFiniteSteps:
-    """The consecutive steps without an update until now, because of losses or gradients that are not finite."""
-
-    num_in_a_row: int = 0
-    catch_up: Callable[[], None] = lambda: None
-    """Counts the last step if the result of its check is still on the GPU, for which it waits."""
-
-
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Trained:
     """What a run has learned, and what it learns with."""
 
@@ -58,7 +49,10 @@ class Trained:
     """Learning-rate schedulers, moved after each update."""
     needs_closure: bool = False
     """Whether the optimizer computes the gradient several times in a step."""
-    nonfinite: NonFiniteSteps = field(default_factory=NonFiniteSteps)
+    num_nonfinite: int = 0
+    """The consecutive steps without an update until now, because of losses or gradients that are not finite."""
+    catch_up: Callable[[], None] = lambda: None
+    """Counts the last step if the result of its check is still on the GPU, for which it waits."""
 
     @property
     def model(self) -> nn.Module:
@@ -69,11 +63,10 @@ class Trained:
         """`shared` and `own` of this worker; their tensors are views of the live state."""
         optimizer = optimizer_state(self.optimizer, self.names, self.model)
         own, scaler = self.engine.own_state(), self.precision.scaler.state_dict()
-        self.nonfinite.catch_up()
-        num_nonfinite = self.nonfinite.num_in_a_row
+        self.catch_up()
         if self.engine.weights_diverge:
             means = own.get("means", {}) | {"optimizer": optimizer["state"]}
-            alone = {"optimizer": optimizer | {"state": {}}, "scaler": scaler, _NUM_NONFINITE: num_nonfinite}
+            alone = {"optimizer": optimizer | {"state": {}}, "scaler": scaler, _NUM_NONFINITE: self.num_nonfinite}
             own = {**own, "means": means, _ALONE: alone}
             optimizer = optimizer | {"state": {}}
         shared = {
@@ -81,7 +74,7 @@ class Trained:
             "optimizer": optimizer,
             "engine": self.engine.shared_state(),
             "scaler": scaler,
-            _NUM_NONFINITE: num_nonfinite,
+            _NUM_NONFINITE: self.num_nonfinite,
             "requires_grad": {name: parameter.requires_grad for name, parameter in self.model.named_parameters()},
         }
         return shared, own
@@ -120,7 +113,7 @@ class Trained:
     def go_on(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
         """Count steps that are not finite from where `take` was called, and freeze and unfreeze parameters as they were
         then; returns sentences about these. Not where a run goes back by `put` alone."""
-        self.nonfinite.num_in_a_row = int((shared | own.get(_ALONE, {})).get(_NUM_NONFINITE, 0))
+        self.num_nonfinite = int((shared | own.get(_ALONE, {})).get(_NUM_NONFINITE, 0))
         kept = shared["requires_grad"]
         others = {
             name: parameter

@@ -483,7 +483,7 @@ class Stepper:
 
         def updated(loss: Tensor, is_made: bool) -> None:
             if is_made:
-                one.trained.nonfinite.num_in_a_row = 0
+                one.trained.num_nonfinite = 0
             else:
                 one.guard.leave_out(batch.index, loss, (), batch.samples)
 
