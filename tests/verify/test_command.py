@@ -62,7 +62,7 @@ def test_the_order_of_a_set_differs_between_two_runs_of_one_worker(tmp_path: Pat
 @pytest.mark.budget(processor_s=30)
 def test_a_run_that_is_refused_says_why_in_the_report(tmp_path: Path) -> None:
     verdict = _verify(tmp_path, "run.step(None, None)", "1,2", 2)
-    assert verdict["outcome"] == "could not tell" and "run.batches" in verdict["cause"]
+    assert verdict["outcome"] == "could not tell" and "run.prepare" in verdict["cause"]
 
 
 @pytest.mark.budget(processor_s=90)
