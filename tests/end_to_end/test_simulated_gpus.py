@@ -1,9 +1,13 @@
 """Two GPUs on one node, simulated where there are none: the README's script takes one each, sums over NCCL, and prints
-the weights that it prints on one."""
+the weights that it prints on one. A worker whose peer has ended, for which NCCL would wait for ever, saves and ends."""
 
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +54,43 @@ def test_two_simulated_gpus_give_the_weights_of_one(library: Path, tmp_path: Pat
     assert line.replace("size 1:", "size 2:") in two.splitlines()
     places = [(tmp_path / "2" / f"rank{rank}").read_text() for rank in range(2)]
     assert places == ["cuda:0 nccl", "cuda:1 nccl"]
+
+
+KILLED = """
+import os, signal
+import torch
+import paceline
+
+with paceline.init(global_batch_size=8, virtual_shards=4, epochs=9, checkpoint_dir="saved", progress=False) as run:
+    net = torch.nn.Linear(5, 1)
+    run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    for batch in run.batches(torch.utils.data.TensorDataset(torch.rand(32, 5))):
+        if run.steps == 10 and run.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        run.step(batch, lambda model, shard: model(shard[0]).square().mean())
+"""
+
+
+@pytest.mark.nightly
+def test_a_worker_whose_peer_was_killed_saves_and_says_so(library: Path, tmp_path: Path) -> None:
+    """Without a launcher, which would end it."""
+    (tmp_path / "train.py").write_text(BEFORE.format(library=str(library)) + KILLED)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environ = {**os.environ, "PACELINE_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "src")))}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "train.py"],
+            cwd=tmp_path,
+            env=environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    (_, said), _ = [worker.communicate(timeout=600) for worker in workers]
+    assert [worker.returncode for worker in workers] == [1, -signal.SIGKILL], said
+    assert "PeerLost: Rank 1" in said and "Rank 1 of 2" in said, said
+    assert (tmp_path / "saved" / "step-00000010" / "manifest.json").exists()
