@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, Scheduler, open_links
-from paceline.errors import JobError
+from paceline.errors import JobError, ModelError
 from paceline.parallel.async_servers import AsyncServers
 from paceline.parallel.copies import Copies, devices_of_process
 from paceline.parallel.engine import Aggregation, Engine, Runner
@@ -19,7 +20,6 @@ from paceline.parallel.initial_weights import align, initial_weights
 from paceline.parallel.layout import Whole
 from paceline.parallel.outer_steps import OuterSteps
 from paceline.parallel.running_sum import RunningSum
-from paceline.parallel.unsuitable_layers import check_layers
 from paceline.spec import Job, Plan, check_mesh
 from paceline.spec.algorithm import automatic_algorithm
 from paceline.spec.wire import WIRE_FACTS
@@ -103,3 +103,54 @@ def set_up_aggregation(job: Job, plan: Plan, group: dist.ProcessGroup | None, de
     links = replace(links, wire=WIRE_FORMATS[wire], num_servers=min(plan.num_servers, links.world_size))
     scheduler = Scheduler(links.group, links.device, plan.debug_comm)
     return Aggregation(Aggregator(ALGORITHMS[algorithm], links, scheduler), algorithm, notes)
+
+
+def check_lazy_layers(model: nn.Module) -> None:
+    """Refuse layers whose parameters have no shape yet.
+
+    Raises:
+        ModelError: there is one.
+    """
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ModelError(
+                f"The parameter '{name}' has no shape yet: its layer is a lazy one; call the model with some samples "
+                "before run.prepare, and build the optimizer after that."
+            )
+
+
+def check_layers(model: nn.Module, job: Job, plan: Plan, *, is_alone: bool) -> None:
+    """Refuse what would train otherwise on another number of workers: embeddings that change their rows in a forward
+    pass or make sparse gradients, and complex parameters where gradients are sent and added as real numbers.
+
+    Args:
+        is_alone: whether one worker with one device trains the model.
+
+    Raises:
+        ModelError: there is one.
+    """
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
+            continue
+        place = f"The layer '{name}'" if name else "The model"
+        if layer.max_norm is not None:
+            raise ModelError(
+                f"{place} has max_norm, by which every forward pass shortens the rows that it looks up, on each worker "
+                "those of its own samples; build it without, and shorten the rows after run.step "
+                "(weight.renorm_(2, 0, max_norm))."
+            )
+        if layer.sparse and (job.parity == "bitwise" or not is_alone):
+            where = "in bitwise parity" if is_alone else "on several workers"
+            raise ModelError(
+                f"{place} makes sparse gradients, which cannot be added up {where}; build it with sparse=False, which "
+                "torch.optim.SGD and Adagrad take as well, and torch.optim.Adam in place of SparseAdam."
+            )
+    is_plain = (plan.mesh is None or plan.mesh.is_plain) and plan.devices_in_process == 1
+    adds_complex = is_plain and job.parity == "numeric" and job.aggregation.method == "every_step"
+    for name, parameter in model.named_parameters():
+        if parameter.is_complex() and parameter.requires_grad and not adds_complex:
+            raise ModelError(
+                f"The parameter '{name}' has complex numbers, which train with the strategy dp, parity = 'numeric' and "
+                "aggregation.method = 'every_step' alone; elsewhere hold its real and imaginary parts in a parameter "
+                "and compute with torch.view_as_complex(parameter)."
+            )

@@ -14,7 +14,7 @@ from paceline.errors import JobError, ModelError
 from paceline.parallel import Companion, parallelize
 from paceline.parallel.buffers import Buffers, accept_single_values
 from paceline.parallel.initial_weights import broadcast, is_on_meta
-from paceline.parallel.unsuitable_layers import check_lazy_layers
+from paceline.parallel.parallelize import check_lazy_layers
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.numerics import Precision, check_can_be_compiled, compile_options, uncompiled
 from paceline.train.optim import (
