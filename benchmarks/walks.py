@@ -102,7 +102,7 @@ def walks(source: Path) -> dict[str, list[str]]:
         package = source.absolute() / "src"
         paths = {"PYTHONPATH": f"{folder}:{package}", "WALK_SOURCE": f"{package}/paceline/"}
         environ = {**os.environ, **paths, "WALK_LOG": f"{folder}/log", "CUDA_VISIBLE_DEVICES": ""}
-        lenet = ["train", "lenet.toml", "-n", "2", "--algorithm", "all_reduce", "--out", "run"]
+        lenet = ["train", "lenet.toml", "-n", "2", "--set", "plan.algorithm=all_reduce", "--out", "run"]
         fails = ["launch", "-n", "2", "points.py"]
         for arguments, is_failure in ((lenet, "0"), (fails, "1")):
             command, own = [sys.executable, "-m", "paceline", *arguments], {"WALK_FAILURE": is_failure}

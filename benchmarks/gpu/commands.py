@@ -54,7 +54,7 @@ def _train(notes: Notes, recipe: str, max_steps: int | None, *settings: str) -> 
     if notes.data is None:
         raise RuntimeError("left out: it needs --data DIR with cifar10/train.parquet and test.parquet")
     run = notes.scratch / settings[0]
-    command = ["paceline", "train", recipe, "-n", "1", "--quiet", "--out", str(run)]
+    command = ["paceline", "train", recipe, "-n", "1", "--out", str(run)]
     command += ["--data", str(notes.data / "cifar10")]
     command += [] if max_steps is None else ["--max-steps", str(max_steps)]
     for setting in ("checkpoint.every_epoch=false", *settings):
@@ -99,7 +99,7 @@ def _forecast(notes: Notes, measured: dict[str, Any]) -> None:
     for table in ("model", "data"):
         lines += [f'[{table}]\nname = "benchmarks.gpu.workloads:job_{table}"\noptions = {{ workload = "{name}" }}']
     Path(job).write_text("\n".join([*lines, f'[optim]\nname = "{workload.optimizer}"\n']))
-    notes.command("paceline", "probe", job, "-n", "1", "--budget", budget, "--quiet", "--out", cluster)
+    notes.command("paceline", "probe", job, "-n", "1", "--budget", budget, "--out", cluster)
     notes.command("paceline", "plan", job, "--cluster", cluster, "--devices", "1", "--out", out)
     (forecast,) = json.loads((Path(out) / "forecast.json").read_text())["rows"]
     ms = 1e3 * forecast["step_s"]

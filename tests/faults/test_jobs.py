@@ -62,7 +62,7 @@ def test_a_fault_while_a_job_reads_its_data_is_told_with_its_rank(stage: Stage, 
 @pytest.mark.budget(processor_s=10)
 def test_a_mistake_in_a_jobs_data_is_one_sentence(stage: Stage) -> None:
     start(stage, MISTAKE)
-    end = ended(stage.start("paceline", "train", "job.toml", "-n", "2", "--out", "run", "--quiet"))
+    end = ended(stage.start("paceline", "train", "job.toml", "-n", "2", "--out", "run"))
     assert end.exit_code == 2, end
     assert is_one_sentence(end.err) and "train.bin is cut short" in end.err, end.err
     assert TRACEBACK not in end.out

@@ -198,7 +198,7 @@ def test_every_text_and_line_of_a_page_is_readable(
     )  # only what is in the window can be asked for
     found = browser.run(CONTRASTS)
     assert found["page"] < 0.05 if scheme == "dark" else found["page"] > 0.7
-    assert len(found["texts"]) > 20 and len(found["marks"]) > 5
+    assert len(found["texts"]) > 20 and len(found["marks"]) >= 2
     assert [shown for shown in found["texts"] + found["marks"] if shown[1] < shown[2]] == []
 
 

@@ -43,8 +43,10 @@ FORMER_NAMES = {
     "models": "`paceline list models`",
     "data": "`paceline list data`",
     "export": "`paceline checkpoint export`",
+    "new": "`paceline train RECIPE`, or a job file as in README.md",
+    "bench": "the scripts in benchmarks/ of the repository",
 }
-"""What to write instead of a command of version 0.2."""
+"""What stands in the place of a command of version 0.2."""
 
 
 class PipelineOrder(TyperGroup):
@@ -98,7 +100,7 @@ def main() -> None:
             stream.reconfigure(errors="backslashreplace")  # what its encoding does not have is written as in Python
     word = "".join(sys.argv[1:2])
     if word in FORMER_NAMES:
-        print(f"paceline: the command {word} has another name: {FORMER_NAMES[word]}.", file=sys.stderr)
+        print(f"paceline: there is no command {word} any more; use {FORMER_NAMES[word]}.", file=sys.stderr)
         sys.exit(PacelineError.exit_code)
     named = [word] if word in COMMANDS else COMMANDS
     try:

@@ -8,8 +8,10 @@ from typing import Annotated
 import typer
 
 from paceline.cli.console import print_table
+from paceline.cli.options import keys_of
 from paceline.workflows import catalog
 from paceline.workflows.catalog import CatalogEntry
+from paceline.workflows.train import train
 
 app = typer.Typer(no_args_is_help=True, help="List recipes, models, data sets, or the keys of a job file.")
 
@@ -36,11 +38,17 @@ def data() -> None:
 def keys(
     prefix: Annotated[str, typer.Argument(help="Only keys that begin with this, such as optim.")] = "",
 ) -> None:
-    """List every key of a job file: its values, its default and its meaning."""
+    """List every key of a job file, then those that only --set takes: values, default and meaning."""
+    others = [
+        {"key": key, "default": "", "values": "", "meaning": meaning}
+        for key, meaning in keys_of(train).items()
+        if key.startswith(prefix)
+    ]
     rows = [
         {"key": key.name, "default": key.default, "values": key.values, "meaning": key.meaning}
-        for key in catalog.job_keys(prefix)
+        for key in ([] if others and prefix else catalog.job_keys(prefix))
     ]
+    rows += others
     print_table(rows, left=rows[0], pipe_columns=400)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -21,7 +23,7 @@ def ls(as_json: OnlyJson = False, **options: Any) -> None:
     """List the checkpoints of a run, oldest first; only `verify` reads them."""
     found = workflow.ls(**options)
     if as_json:
-        print(json.dumps({"address": found.address, "checkpoints": [_mapping(one) for one in found.states]}))
+        print(json.dumps({"address": found.address, "checkpoints": [dataclasses.asdict(one) for one in found.states]}))
     else:
         _show(found.states)
 
@@ -62,36 +64,21 @@ def export(**options: Any) -> None:
     print(f"{options['target']}: the model at step {found.step:,}, from {found.name} in {found.address}")
 
 
-def _mapping(one: CheckpointState) -> dict[str, Any]:
-    """The description of a checkpoint's state."""
-    if one.state != "complete":
-        return {"name": one.name, "state": one.state, **({"problem": one.problem} if one.problem else {})}
-    return {
-        "name": one.name,
-        "state": one.state,
-        "step": one.step,
-        "saved_at": one.saved_at,
-        "workers": one.workers,
-        "bytes": one.num_bytes,
-        "metrics": dict(one.metrics),
-    }
-
-
 def _show(states: tuple[CheckpointState, ...]) -> None:
     from rich.filesize import decimal
-    from rich.table import Table
 
-    table = Table("checkpoint", box=None, header_style="bold", padding=(0, 2, 0, 0))
-    for right in ("step", "saved (UTC)", "workers", "size"):
-        table.add_column(right, justify="right", no_wrap=True)
-    table.add_column("metrics")
-    table.add_column("state")
-    for one in states:
-        known = [""] * 5
-        if one.state == "complete":
-            saved_at = one.saved_at.replace("T", " ").removesuffix("Z")
-            metrics = ", ".join(f"{name} {value:.4g}" for name, value in one.metrics.items())
-            known = [f"{one.step:,}", saved_at, str(one.workers), decimal(one.num_bytes), metrics]
-        state = ": ".join(filter(None, (one.state, one.problem)))
-        table.add_row(one.name, *known, state)
-    table_console(pipe_columns=120).print(table)
+    from paceline.report.tables import grid_of
+
+    def known(text: Callable[[CheckpointState], str]) -> Callable[[CheckpointState], str]:
+        return lambda one: text(one) if one.state == "complete" else ""
+
+    columns = [
+        ("checkpoint", lambda one: one.name),
+        ("step", known(lambda one: f"{one.step:,}")),
+        ("saved (UTC)", known(lambda one: one.saved_at.replace("T", " ").removesuffix("Z"))),
+        ("workers", known(lambda one: str(one.workers))),
+        ("size", known(lambda one: decimal(one.num_bytes))),
+        ("metrics", lambda one: ", ".join(f"{name} {value:.4g}" for name, value in one.metrics.items())),
+        ("state", lambda one: ": ".join(filter(None, (one.state, one.problem)))),
+    ]
+    table_console(pipe_columns=120).print(grid_of(columns, states, left=("checkpoint", "metrics", "state")))

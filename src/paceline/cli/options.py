@@ -19,20 +19,29 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import typer
 
-from paceline.errors import InvalidFileError, JobError, LaunchError, PacelineError, WorkerFailed, shortened
+from paceline.errors import (
+    InvalidFileError,
+    JobError,
+    LaunchError,
+    PacelineError,
+    WorkerFailed,
+    did_you_mean,
+    shortened,
+)
 from paceline.spec import Job
+from paceline.spec.job import parse_setting
 from paceline.workflows.arguments import parameter_types
 from paceline.workflows.catalog import field_meanings
 from paceline.workflows.strategy import Strategy
 from paceline.workflows.where import Where
 
-TUNING = "Speed and memory"
 OUTPUT = "Output and debugging"
-GROUPS: Mapping[type, str] = {
-    Where: "Where workers run",
-    Strategy: "How the model is spread",
-}
-"""Dataclasses whose fields are options, and what the help of a command calls them."""
+GROUPS: Mapping[type, str] = {Where: "where", Strategy: "plan"}
+"""Dataclasses whose fields are options or, where a command has `--set`, keys in a table of this name."""
+OPTIONS_BESIDE_KEYS = frozenset({"hosts", "launcher", "strategy"})
+"""Fields that are options all the same."""
+PLAN_KEYS = frozenset({"threads", "algorithm", "servers", "debug_comm", "cluster"})
+"""Parameters that are keys of the table "plan" where a command has `--set` and trains."""
 
 AsJson = Annotated[
     bool, typer.Option("--json", rich_help_panel=OUTPUT, help="End with one line of JSON on standard output.")
@@ -90,18 +99,15 @@ ARGUMENTS = frozenset({"job", "script", "command", "place", "checkpoint", "targe
 """Parameters that a command line gives by their place."""
 
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
-    "algorithm": {"metavar": "NAME", "rich_help_panel": TUNING},
     "budget": {"metavar": "SECONDS"},
     "checkpoint": {"kind": str, "metavar": "CHECKPOINT"},
     "cluster": {
-        "rich_help_panel": TUNING,
         "help": "The file of `paceline probe`, for a forecast beside the measurement; ignored where there is none.",
     },
     "command": {"metavar": "COMMAND"},
     "container": {"metavar": "IMAGE"},
     "cut": {"metavar": "MODULE"},
     "data": {"kind": str, "metavar": "DIR", "help": "The data set's directory; used as it is."},
-    "debug_comm": {"rich_help_panel": OUTPUT},
     "device_bytes": _size("--device-memory"),
     "directory": {"names": ("--dir",), "metavar": "DIR"},
     "efficiency_floor": {"max": 1},
@@ -132,15 +138,12 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "port": {"min": 0, "max": 65535},
     "price": {"metavar": "AMOUNT"},
     "python": {"metavar": "PATH"},
-    "quiet": {"default": False, "rich_help_panel": OUTPUT, "help": "Show no progress."},
     "script": {"kind": str, "metavar": "SCRIPT"},
-    "servers": {"rich_help_panel": TUNING},
     "settings": {"names": ("--set",), "metavar": "KEY=VALUE"},
     "source": {"kind": str, "names": ("--from",), "metavar": "FILE"},
     "strategy": {"metavar": "NAME|MESH"},
     "target": {"kind": str, "metavar": "FILE"},
     "target_samples": {"metavar": "SAMPLES", "min": 1},
-    "threads": {"rich_help_panel": TUNING},
     "time_limit_s": {"names": ("--time",), "metavar": "H:MM", "parser": reads(parse_hours)},
     "tolerance": {
         "metavar": "ACCURACY",
@@ -154,7 +157,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 """By the name of a parameter: arguments of `typer.Option`; the option's `names`, where its own is not the one; and its
 `kind` where it may be a path or something else, such as the address of a checkpoint or the name of a recipe."""
 
-IN_PYTHON = frozenset({"model", "callbacks", "arguments", "say", "announce", "on_each", "on_failure"})
+IN_PYTHON = frozenset({"model", "callbacks", "arguments", "say", "announce", "on_each", "on_failure", "quiet"})
 """Parameters that no command line can give."""
 
 _METAVARS: Mapping[type, str] = {Path: "FILE", str: "NAME", int: "N", float: "X"}
@@ -168,8 +171,8 @@ def options_of(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator: the `**options` of a command become the parameters of a workflow that the command does not name.
 
-    The command-line library reads the options of a command from its signature. `where` and `strategy` become
-    an option for each of their fields. The command gets no value where none was given and none is the default.
+    The command-line library reads the options of a command from its signature. Fields of `where` and `strategy` become
+    options, or keys that `--set` takes. The command gets no value where none was given and none is the default.
 
     Args:
         details: by the name of a parameter, what `OPTIONS` says for this command only.
@@ -179,15 +182,19 @@ def options_of(
         signature = inspect.signature(command, eval_str=True)
         own = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
         taken = {*IN_PYTHON, *(one.name for one in own)}
-        hints, meanings = parameter_types(workflow), meanings_of(workflow)
+        parameters, meanings = inspect.signature(workflow).parameters, meanings_of(workflow)
+        hints, keys = parameter_types(workflow), keys_of(workflow)
         derived: list[inspect.Parameter] = []
         groups: dict[str, tuple[type, list[inspect.Parameter]]] = {}
-        for name, parameter in inspect.signature(workflow).parameters.items():
-            group = next((one for one in GROUPS if one in _members(hints[name])), None)
+        for name, parameter in parameters.items():
+            group = _group_of(hints[name])
             if group is not None:
-                groups[name] = group, _fields(group)
-            elif name not in taken:
-                said = _said(name, meanings.get(name, ""), details.get(name))
+                groups[name] = group, [one for one in _fields(group) if f"{GROUPS[group]}.{one.name}" not in keys]
+            elif name not in taken and f"plan.{name}" not in keys:
+                meaning = meanings.get(name, "")
+                if name == "settings" and keys:
+                    meaning = f"{meaning} Others, such as plan.threads=4: see `paceline list keys`."
+                said = _said(name, meaning, details.get(name))
                 derived.append(_parameter(name, hints[name], parameter.default, said))
         derived += [one for _, fields in groups.values() for one in fields]
         names = _option_names(derived)
@@ -196,9 +203,15 @@ def options_of(
         def with_options(**values: Any) -> None:
             try:
                 given = {one.name: values[one.name] for one in own}
+                if "quiet" in parameters:
+                    given["quiet"] = False
+                settings, chosen = _split_settings(values.get("settings") or (), keys)
+                if "settings" in values:
+                    values["settings"] = settings or None
                 for name, (group, fields) in groups.items():
-                    given[name] = group(**{one.name: values.pop(one.name) for one in fields})
-                command(**{name: value for name, value in values.items() if value is not None} | given)
+                    in_group = {key: chosen.pop(key) for key in list(chosen) if key in get_type_hints(group)}
+                    given[name] = group(**{one.name: values.pop(one.name) for one in fields}, **in_group)
+                command(**{name: value for name, value in values.items() if value is not None} | chosen | given)
             except PacelineError as error:
                 if not isinstance(error, InvalidFileError | WorkerFailed):  # which quote what a file or worker says
                     error.args = (naming_options(str(error), names), *error.args[1:])
@@ -211,6 +224,56 @@ def options_of(
         return with_options
 
     return decorated
+
+
+def keys_of(workflow: Callable[..., Any]) -> dict[str, str]:
+    """The keys beside those of a job that `--set` of a command takes, such as "plan.threads", and what they mean.
+
+    A workflow that takes no settings has none: there they are options.
+    """
+    found: dict[str, str] = {}
+    parameters, hints = inspect.signature(workflow).parameters, parameter_types(workflow)
+    if "settings" not in parameters:
+        return found
+    for name in parameters:
+        group = _group_of(hints[name])
+        if group is not None:
+            meanings = field_meanings(group)
+            found |= {
+                f"{GROUPS[group]}.{field}": _as_help(meaning)
+                for field, meaning in meanings.items()
+                if field not in OPTIONS_BESIDE_KEYS
+            }
+        elif name in PLAN_KEYS and "where" in parameters:
+            found[f"plan.{name}"] = meanings_of(workflow)[name]
+    return found
+
+
+def _split_settings(settings: Sequence[str], keys: Mapping[str, str]) -> tuple[list[str], dict[str, Any]]:
+    """Settings of the job, and the values of `keys` by the names of parameters and fields."""
+    of_job, chosen = [], {}
+    for setting in settings:
+        key = setting.partition("=")[0].strip()
+        if not key.startswith(tuple(f"{table}." for table in GROUPS.values())):
+            of_job.append(setting)
+            continue
+        if key not in keys:
+            raise JobError(f"There is no key '{shortened(key)}' here: {did_you_mean(key, keys)}{_there(keys)}")
+        (_, name), value = parse_setting(setting)
+        is_one_of_a_list = name == "cut" and isinstance(value, str)
+        chosen[name] = Path(str(value)) if name == "hosts_file" else [value] if is_one_of_a_list else value
+    return of_job, chosen
+
+
+def _there(keys: Mapping[str, str]) -> str:
+    return (
+        f"beside those of a job there are {', '.join(sorted(keys))}." if keys else "this command takes keys of a job."
+    )
+
+
+def _group_of(hint: Any) -> type | None:
+    """Which of `GROUPS` a parameter takes."""
+    return next((one for one in GROUPS if one in _members(hint)), None)
 
 
 def _option_names(parameters: Sequence[inspect.Parameter]) -> dict[str, str]:
@@ -264,9 +327,9 @@ def _as_help(text: str) -> str:
 @functools.cache
 def _fields(group: type) -> list[inspect.Parameter]:
     """The fields of a dataclass as parameters of a command; the texts below them are their help."""
-    hints, meanings, panel = get_type_hints(group), field_meanings(group), {"rich_help_panel": GROUPS[group]}
+    hints, meanings = get_type_hints(group), field_meanings(group)
     return [
-        _parameter(one.name, hints[one.name], one.default, panel | _said(one.name, _as_help(meanings[one.name])))
+        _parameter(one.name, hints[one.name], one.default, _said(one.name, _as_help(meanings[one.name])))
         for one in dataclasses.fields(group)
     ]
 

@@ -70,10 +70,10 @@ def _show(planned: PlannedJob, out: Path, *, as_json: bool) -> None:
         print(json.dumps({**planned.forecast.to_mapping(), "plan": plain}))
         return
 
-    from paceline.report.plan_table import plan_table
+    from paceline.report.plan_page import plan_table
 
     console = table_console(pipe_columns=160)
-    console.print(plan_table(planned.forecast, console.width))
+    console.print(plan_table(planned.forecast))
     if planned.forecast.is_fitted:
         pass
     elif planned.plan is None:

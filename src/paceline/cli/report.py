@@ -20,7 +20,7 @@ def report(
     """Write tables and the HTML page from run folders."""
     from rich.console import Console
 
-    from paceline.report.study_table import study_table
+    from paceline.report.study_page import study_table
 
     Console(markup=False).print(study_table(workflow.report(runs, **options)))
     print(options["out"] / "report.html")

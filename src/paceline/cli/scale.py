@@ -36,7 +36,7 @@ def scale(as_json: AsJson = False, **options: Any) -> None:
     if as_json:
         print(json.dumps(json.loads((study_dir / "scaling.json").read_text(encoding="utf-8"))))
     else:
-        from paceline.report.study_table import study_table
+        from paceline.report.study_page import study_table
 
         Console(markup=False).print(study_table(study))
         print(study_dir / "report.html")

@@ -74,8 +74,3 @@ def quantity(number: float | None) -> str:
 
 def devices(count: int) -> str:
     return number_of(count, "device")
-
-
-def megabytes_text(num_bytes: float | None) -> str:
-    """Three digits, without the unit."""
-    return NOTHING if num_bytes is None else three_digits(num_bytes / 1e6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from statistics import fmean, median, stdev
@@ -12,9 +12,8 @@ from typing import Any
 from paceline.device_count import RULE, fewest_near_fastest
 from paceline.errors import PacelineError
 from paceline.report import formats
-from paceline.report.job_text import flat
 from paceline.spec.forecast import Grow
-from paceline.spec.job import Job
+from paceline.spec.job import Job, flat
 from paceline.spec.record import RunRecord, StepTime
 from paceline.words import listing, number_of
 
@@ -81,18 +80,6 @@ class StudyRow:
     def has_spread(self) -> bool:
         return self.accuracy_std is not None
 
-    @property
-    def speedup_range(self) -> tuple[float, float] | None:
-        """The speed-up at a step of the 90th and of the 10th percentile; None where a step's time is no measure of
-        throughput, because workers synchronise every few steps only."""
-        is_steady = self.runs[0].job.aggregation.method == "every_step"
-        if not (is_steady and self.speedup and self.step_p10_s and self.step_p90_s):
-            return None
-        return (
-            self.speedup * self.step_time.total_s / self.step_p90_s,
-            self.speedup * self.step_time.total_s / self.step_p10_s,
-        )
-
 
 @dataclass(frozen=True)
 class Recommendation:
@@ -102,7 +89,7 @@ class Recommendation:
     verdict: str
     """One short line."""
     reason: str
-    """One or two sentences."""
+    """One or two sentences, with the rule."""
     rejected: Mapping[int, str]
     """Device count to the sentence that says why not; in ascending order."""
 
@@ -145,27 +132,15 @@ class Study:
         """All device counts ended with the same weights, bit for bit, for every seed."""
         return len(self.rows) > 1 and all(row.same_weights for row in self.rows)
 
-    @property
-    def has_spread(self) -> bool:
-        return any(row.has_spread for row in self.rows)
-
-    @property
-    def has_forecast(self) -> bool:
-        return any(row.forecast_samples_per_s is not None for row in self.rows)
-
-    @property
-    def has_accuracy(self) -> bool:
-        return any(row.accuracy is not None for row in self.rows)
-
     def page(self) -> str:
         """The HTML page: the table, with plots of every run."""
-        from paceline.report.page import render_page
+        from paceline.report.study_page import study_page
 
-        return render_page(self)
+        return study_page(self)
 
     def _repr_html_(self) -> str:
         """The table, for notebooks."""
-        from paceline.report.study_table import study_table
+        from paceline.report.study_page import study_table
         from paceline.report.tables import html_of
 
         return html_of(study_table(self))
@@ -189,9 +164,7 @@ def analyse(records: Sequence[RunRecord], *, grow: Grow, tolerance: float, effic
     """
     if not records:
         raise PacelineError("There is no finished run to report on; train the job on at least one device count.")
-    _check_one_job(records, grow)
-    _check_given_once(records)
-    _check_one_length(records, grow)
+    _check_one_study(records, grow)
     by_devices: dict[int, list[RunRecord]] = defaultdict(list)
     for record in records:
         by_devices[record.world_size].append(record)
@@ -212,21 +185,15 @@ def detect_grow(records: Iterable[RunRecord]) -> Grow:
     return "batch" if len({record.job.global_batch_size for record in records}) > 1 else "none"
 
 
-def _check_one_job(records: Sequence[RunRecord], grow: Grow) -> None:
-    """All runs have one job, but for its name, its seed, where its data lie and what `grow` lets grow."""
+def _check_one_study(records: Sequence[RunRecord], grow: Grow) -> None:
+    """Raise `PacelineError` unless these are runs of one job and one length, one for each device count and seed.
 
-    def identity(record: RunRecord) -> dict[str, Any]:
-        plain = flat(record.job.to_mapping())
-        free = {"name", "seed", "data.dir"}
-        if grow == "batch":
-            free |= {"global_batch_size", "virtual_shards", "optim.base_batch_size"}
-            plain["the batch per device"] = record.job.global_batch_size / record.world_size
-        return {key: value for key, value in plain.items() if key not in free}
-
-    first = records[0]
-    expected = identity(first)
-    for record in records[1:]:
-        found = identity(record)
+    Names, seeds and folders of data may differ, and what `grow` lets grow. Runs that stopped early may be shorter.
+    """
+    first, *others = records
+    expected = _identity(first, grow)
+    for record in others:
+        found = _identity(record, grow)
         for key in sorted(expected.keys() | found.keys()):
             if expected.get(key) != found.get(key):
                 hint = "; if the batch grew with the devices, say grow = 'batch'" if key == "global_batch_size" else ""
@@ -234,36 +201,32 @@ def _check_one_job(records: Sequence[RunRecord], grow: Grow) -> None:
                     f"These are not runs of one job: {key} is {expected.get(key)!r} on {_which(first)} and "
                     f"{found.get(key)!r} on {_which(record)}{hint}."
                 )
-
-
-def _check_given_once(records: Sequence[RunRecord]) -> None:
-    """A study has one run for each device count and seed: a second one would count as another seed."""
-    seen = set()
-    for record in records:
-        run = record.world_size, record.job.seed
-        if run in seen:
-            raise PacelineError(
-                f"Two of these runs are on {_which(record)}: a study takes one run for each number of devices and "
-                "seed; leave one of them out, or train it with another seed."
-            )
-        seen.add(run)
-
-
-def _check_one_length(records: Sequence[RunRecord], grow: Grow) -> None:
-    """All runs made as many steps, or as many epochs where the batch grew; but those that stopped by themselves."""
+    (most_common, count), *_ = Counter(map(_which, records)).most_common()
+    if count > 1:
+        raise PacelineError(
+            f"Two of these runs are on {most_common}: a study takes one run for each number of devices and seed; leave "
+            "one of them out, or train it with another seed."
+        )
     whole = [record for record in records if record.stopped is None or not record.is_complete]
-
-    def is_as_long(one: RunRecord, other: RunRecord) -> bool:
-        return one.steps == other.steps or (grow == "batch" and len(one.epochs) == len(other.epochs))
-
     for record in whole[1:]:
-        if not is_as_long(record, whole[0]):
-            shorter, longer = sorted((whole[0], record), key=lambda run: run.steps)
+        longer, shorter = sorted((whole[0], record), key=lambda run: run.steps, reverse=True)
+        has_as_many_epochs = grow == "batch" and len(longer.epochs) == len(shorter.epochs)
+        if longer.steps != shorter.steps and not has_as_many_epochs:
             raise PacelineError(
                 f"These runs are not of one length: {number_of(longer.steps, 'step')} on {_which(longer)} and "
                 f"{number_of(shorter.steps, 'step')} on {_which(shorter)}; train the shorter one on, with the same "
                 "--out and the epochs and steps of the longer one."
             )
+
+
+def _identity(record: RunRecord, grow: Grow) -> dict[str, Any]:
+    """What all runs of a study share, by key."""
+    plain = flat(record.job.to_mapping())
+    free = {"name", "seed", "data.dir"}
+    if grow == "batch":
+        free |= {"global_batch_size", "virtual_shards", "optim.base_batch_size"}
+        plain["the batch per device"] = record.job.global_batch_size / record.world_size
+    return {key: value for key, value in plain.items() if key not in free}
 
 
 def _which(record: RunRecord) -> str:
@@ -273,7 +236,6 @@ def _which(record: RunRecord) -> str:
 def _row(runs: tuple[RunRecord, ...], base: tuple[RunRecord, ...]) -> StudyRow:
     accuracies, base_accuracies = _accuracies(runs), _accuracies(base)
     accuracy, base_accuracy = _mean(accuracies), _mean(base_accuracies)
-    devices, base_devices = runs[0].world_size, base[0].world_size
     rate, base_rate = median(run.samples_per_s for run in runs), median(run.samples_per_s for run in base)
     speedup = rate / base_rate if rate > 0 and base_rate > 0 else None
     expected = [run.plan.forecast_samples_per_s for run in runs if run.plan.forecast_samples_per_s is not None]
@@ -281,7 +243,7 @@ def _row(runs: tuple[RunRecord, ...], base: tuple[RunRecord, ...]) -> StudyRow:
     if runs is not base and len(accuracies) > 1 and len(base_accuracies) > 1:
         within_spread = min(accuracies) <= max(base_accuracies) and min(base_accuracies) <= max(accuracies)
     return StudyRow(
-        devices=devices,
+        devices=runs[0].world_size,
         runs=runs,
         global_batch_size=runs[0].job.global_batch_size,
         learning_rate=runs[0].job.optim.lr * runs[0].job.lr_scale,
@@ -294,7 +256,7 @@ def _row(runs: tuple[RunRecord, ...], base: tuple[RunRecord, ...]) -> StudyRow:
         train_s=median(run.train_s for run in runs),
         samples_per_s=rate,
         speedup=speedup,
-        efficiency=None if speedup is None else speedup * base_devices / devices,
+        efficiency=None if speedup is None else speedup * base[0].world_size / runs[0].world_size,
         forecast_samples_per_s=median(expected) if expected else None,
         time_to_first_step_s=median(run.time_to_first_step_s for run in runs),
         wall_s=median(run.wall_s for run in runs),
@@ -323,19 +285,24 @@ def _same_weights(runs: Iterable[RunRecord], base: Iterable[RunRecord]) -> bool 
 
 
 def _recommend(rows: Sequence[StudyRow], tolerance: float, floor: float) -> Recommendation:
-    """The fewest devices near the fastest that keep accuracy and are efficient; the smallest count always is one."""
-    base = rows[0]
-    objections = {row.devices: _objections(row, base, tolerance, floor) for row in rows[1:]}
-    accepted = [base, *(row for row in rows[1:] if not objections[row.devices])]
+    """By `RULE`, of the counts that keep accuracy and are efficient; the smallest always is."""
+    base, *larger = rows
+    objections = {row.devices: _objections(row, base, tolerance, floor) for row in larger}
+    accepted = [base, *(row for row in larger if not objections[row.devices])]
     best = accepted[fewest_near_fastest([row.samples_per_s for row in accepted])]
-    return Recommendation(
-        devices=best.devices,
-        verdict=_verdict(best, rows),
-        reason=_reason(best, rows, accepted, tolerance, floor),
-        rejected={
-            count: f"Not {formats.devices(count)}: {listing(found)}." for count, found in objections.items() if found
-        },
-    )
+    limits = f"scaling efficiency is at least {formats.short_percent(floor)}"
+    if base.accuracy is not None:
+        near = f"{formats.short_points(tolerance)} of that on {formats.devices(base.devices)}"
+        limits = f"mean accuracy is within {near} and whose {limits}"
+    reason = f"These are {RULE}, of the counts whose {limits}."
+    if len(rows) == 1:
+        reason = "Runs on more devices would show what they bring."
+    elif best is base:
+        reason = f"No larger count whose {limits} is as much as 3 % faster."
+    if base.accuracy is None:
+        reason += " No accuracy was measured, so this rests on time alone."
+    rejected = {count: f"Not {formats.devices(count)}: {listing(said)}." for count, said in objections.items() if said}
+    return Recommendation(best.devices, _verdict(best, rows), reason, rejected)
 
 
 def _objections(row: StudyRow, base: StudyRow, tolerance: float, floor: float) -> list[str]:
@@ -345,52 +312,28 @@ def _objections(row: StudyRow, base: StudyRow, tolerance: float, floor: float) -
             found.append("its accuracy was not measured")
         elif row.accuracy_change < -tolerance - _ROUNDING:
             found.append(
-                f"it loses {-100 * row.accuracy_change:.2f} points of accuracy "
-                f"({formats.percent(row.accuracy, 2)} after {formats.percent(base.accuracy, 2)}), more than "
-                f"the tolerance of {formats.short_points(tolerance)}"
+                f"it loses {-100 * row.accuracy_change:.2f} points of accuracy, more than the tolerance of "
+                f"{formats.short_points(tolerance)}"
             )
     if row.efficiency is None:
         found.append("its speed-up is unknown because a throughput is missing")
     elif row.efficiency < floor - _ROUNDING:
         found.append(
-            f"its efficiency of {formats.percent(row.efficiency)} is below the floor of "
-            f"{formats.short_percent(floor)} (it trains at {formats.times(row.speedup)} the speed of "
-            f"{formats.devices(base.devices)})"
+            f"its efficiency of {formats.percent(row.efficiency)} is below the floor of {formats.short_percent(floor)} "
+            f"(it trains at {formats.times(row.speedup)} the speed of {formats.devices(base.devices)})"
         )
     return found
 
 
 def _verdict(best: StudyRow, rows: Sequence[StudyRow]) -> str:
-    base = rows[0]
+    name, base = formats.devices(best.devices), rows[0]
     if len(rows) == 1:
-        return f"Only {formats.devices(base.devices)} measured: there is nothing to compare with yet."
+        return f"Only {name} measured: there is nothing to compare with yet."
     if best is base:
-        return f"Stay with {formats.devices(base.devices)}: adding devices does not pay here."
-    speed = f"{formats.times(best.speedup)} the speed of {formats.devices(base.devices)}"
+        return f"Stay with {name}: adding devices does not pay here."
+    speed = f"Use {name}: {formats.times(best.speedup)} the speed of {formats.devices(base.devices)}"
     if best.same_weights:
-        return f"Use {formats.devices(best.devices)}: {speed}, the same weights bit for bit."
+        return f"{speed}, the same weights bit for bit."
     if best.accuracy_change is None:
-        return f"Use {formats.devices(best.devices)}: {speed}."
-    change = f"{formats.points(best.accuracy_change)} points"
-    return f"Use {formats.devices(best.devices)}: {speed}, accuracy {formats.percent(best.accuracy)} ({change})."
-
-
-def _reason(
-    best: StudyRow, rows: Sequence[StudyRow], accepted: Sequence[StudyRow], tolerance: float, floor: float
-) -> str:
-    base = rows[0]
-    if len(rows) == 1:
-        return f"Only one device count has finished runs, so {formats.devices(base.devices)} stands by default."
-    limits = f"an efficiency of at least {formats.short_percent(floor)}"
-    if base.accuracy is not None:
-        near = f"{formats.short_points(tolerance)} of that on {formats.devices(base.devices)}"
-        limits = f"accuracy within {near} and {limits}"
-    if len(accepted) == 1:
-        return f"No larger device count has {limits}."
-    facts = f"{formats.percent(best.efficiency)} efficiency"
-    if best.accuracy_change is not None:
-        facts += f", {formats.percent(best.accuracy, 2)} accuracy ({formats.points(best.accuracy_change)} points)"
-    sentence = f"{RULE.capitalize()}, of the counts with {limits}: {formats.devices(best.devices)}, {facts}."
-    if base.accuracy is None:
-        sentence += " No accuracy was measured, so this rests on time alone."
-    return sentence
+        return f"{speed}."
+    return f"{speed}, accuracy {formats.percent(best.accuracy)} ({formats.points(best.accuracy_change)} points)."

@@ -1,14 +1,64 @@
-"""The one style of tables in a terminal, plain when piped, in Markdown, and in notebooks."""
+"""Tables: `Grid`, which pages and terminals show alike, and plain ones, without colours when piped."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from paceline.report.formats import NOTHING
+
+Row = TypeVar("Row")
+
+MARK = "*"
+"""Stands before the recommended row in a terminal, so that it survives a pipe without colours."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Rows of texts under headings. In a terminal, columns that have no room are left out.
+
+    `recommended` and `impossible` are indices of rows, which are marked and grey; `colors` are those of the rows in
+    charts; `least_important` are headings, the first to leave out first.
+    """
+
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    recommended: int | None = None
+    impossible: Collection[int] = ()
+    colors: Sequence[str] = ()
+    left: Collection[str] = ()
+    least_important: Sequence[str] = ()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        shown = list(range(len(self.headings)))
+        widths = [max(map(len, cells)) + 2 for cells in zip(self.headings, *self.rows, strict=True)]
+        for name in self.least_important:
+            if sum(widths[place] for place in shown) + 2 <= options.max_width:
+                break
+            shown = [place for place in shown if self.headings[place] != name]
+        marks = [] if self.recommended is None else [""]
+        found = table(*marks, *(self.headings[place] for place in shown), left=("", *self.left))
+        for number, row in enumerate(self.rows):
+            is_chosen = number == self.recommended
+            style = "bold green" if is_chosen else "dim" if number in self.impossible else None
+            mark = [MARK if is_chosen else "" for _ in marks]
+            found.add_row(*mark, *(Text(row[place]) for place in shown), style=style)
+        yield found
+
+
+def grid_of(columns: Iterable[tuple[str, Callable[[Row], str]]], rows: Sequence[Row], **marks: Any) -> Grid:
+    """A grid of these headings and cells, without the columns of which nothing is known; `marks`: see `Grid`."""
+    cells = [(heading, [cell(row) for row in rows]) for heading, cell in columns]
+    known = [(heading, column) for heading, column in cells if set(column) - {NOTHING, ""}]
+    lines = list(zip(*(column for _, column in known), strict=True))
+    return Grid([heading for heading, _ in known], lines, **marks)
 
 
 def table(*headings: str, left: Collection[str] = (), no_wrap: bool = False) -> Table:
@@ -19,13 +69,11 @@ def table(*headings: str, left: Collection[str] = (), no_wrap: bool = False) -> 
     return found
 
 
-def plain_table(rows: Iterable[Sequence[str | Text]], right: Collection[int] = ()) -> Table:
-    """A table without headings, to the left but for the columns in `right`."""
+def plain_table(rows: Iterable[Sequence[str | Text]]) -> Table:
+    """A table without headings, to the left."""
     found = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     for row in rows:
         found.add_row(*row)
-    for place in right:
-        found.columns[place].justify = "right"
     return found
 
 
@@ -35,8 +83,8 @@ def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> s
     return "\n".join(f"| {' | '.join(line)} |" for line in (headings, rule, *lines))
 
 
-def html_of(table: RenderableType) -> str:
+def html_of(shown: RenderableType) -> str:
     """What a terminal of 160 columns would show, as an HTML fragment for notebooks."""
     console = Console(file=io.StringIO(), record=True, width=160, highlight=False, markup=False)
-    console.print(table)
+    console.print(shown)
     return console.export_html(inline_styles=True, code_format='<pre style="line-height:normal">{code}</pre>')

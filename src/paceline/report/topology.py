@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -10,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from paceline.report.formats import NOTHING, duration, times
-from paceline.report.tables import plain_table, table
+from paceline.report.tables import Grid, grid_of, plain_table, table
 from paceline.spec import Device, Link, Node, Peripheral
 from paceline.spec.device_choice import DeviceChoice, DeviceRing
 from paceline.words import listing, number_of
@@ -19,9 +20,6 @@ RING_MARK = "*"
 """Stands after the links of the ring, so that it survives a pipe without colours."""
 
 NAIVE_SIZE_BYTES = 1e9
-
-_GUTTER = 2
-"""Spaces between the columns of a table."""
 
 _LABELS = {
     "PIX": ("PCIe", "through one PCIe bridge"),
@@ -71,25 +69,13 @@ def link_text(link: Link | None) -> str:
 def pair_sentence(node: Node, one: str, other: str) -> str:
     """How two parts of a node, by their labels, reach each other and how fast.
 
-    "GPU 0 and GPU 1 talk through several PCIe bridges without crossing a host bridge (PXB), about 12 GB/s."
+    "GPU0 and GPU1 talk through several PCIe bridges without crossing a host bridge (PXB), about 12 GB/s."
     """
     link = node.link(one, other)
-    names = f"{_spaced(one)} and {_spaced(other)}"
     if link is None:
-        return f"Nothing is known of the link between {names}."
-    if link.bytes_per_s is None:
-        figure = "at a bandwidth nobody knows"
-    elif link.source == "measured":
-        figure = f"{bandwidth_text(link.bytes_per_s)} measured"
-    else:
-        figure = f"about {bandwidth_text(link.bytes_per_s)}"
-    return f"{names} talk {label_words(link.label)} ({link.label}), {figure}."
-
-
-def _spaced(label: str) -> str:
-    """ "GPU0" as "GPU 0"."""
-    letters = label.rstrip("0123456789")
-    return f"{letters} {label[len(letters) :]}" if letters and letters != label else label
+        return f"Nothing is known of the link between {one} and {other}."
+    rate = label_bandwidth(replace(node, links=(link,)), link.label) or "at a bandwidth nobody knows"
+    return f"{one} and {other} talk {label_words(link.label)} ({link.label}), {rate}."
 
 
 # --- The table ---
@@ -102,13 +88,18 @@ def node_view(node: Node, width: int, ring: Sequence[int] = ()) -> RenderableTyp
         width: Columns of text that fit; a wider matrix goes on below.
         ring: Indices of devices in the order of a ring to mark.
     """
-    parts: list[RenderableType] = [Text(title(node), style="bold"), *_parts_tables(node)]
-    is_cpu = node.device_kind == "cpu"
-    if not is_cpu and len(node.devices) + len(node.peripherals) > 1:
-        parts += [Text(), *_matrices(node, width, ring), *_legend(node, ring)]
+    parts: list[RenderableType] = [Text(title(node), style="bold")]
+    if node.device_kind == "cpu":
+        memory = f", {memory_text(node.memory_bytes)} of memory" if node.memory_bytes else ""
+        parts.append(Text(f"{node.num_cores} cores{memory}, {node.cpu_name}"))
+    known = _parts_table(node)
+    if len(known.headings) > 1:
+        parts += [Text(), known]
+    if node.device_kind != "cpu" and node.links:
+        parts += [*_matrices(node, width, ring), *_legend(node, ring)]
     if node.notes:
         parts += [Text(), *map(Text, node.notes)]
-    if is_cpu:
+    if node.device_kind == "cpu":
         parts.append(Text("No GPU was found: training runs on CPU workers, and there are no links to draw."))
     return Group(*parts)
 
@@ -129,63 +120,25 @@ def title(node: Node) -> str:
     return f"{node.hostname}: {', '.join(words)}" if node.hostname else ", ".join(words)
 
 
-def _parts_tables(node: Node) -> list[RenderableType]:
-    """What is known of devices and peripherals beyond their links: tables, or lines where there is little to say."""
-    if node.device_kind == "cpu":
-        parts: list[RenderableType] = [
-            Text(f"{node.num_cores} cores, {_memory_text(node.memory_bytes)} of memory, {node.cpu_name}")
-        ]
-    else:
-        parts = _facts([(device.label, _device_facts(device)) for device in node.devices], _numa_lines(node))
-    names = [f"{part.label} {part.name}" for part in node.peripherals if part.name != part.label]
-    rows = [(part.label, _peripheral_facts(part)) for part in node.peripherals]
-    return [*parts, *_facts(rows, [", ".join(names)] if names else [])]
+def _parts_table(node: Node) -> Grid:
+    """What is known of devices and peripherals beyond their links."""
+    columns: list[tuple[str, Callable[[Device | Peripheral], str]]] = [
+        ("", lambda part: part.label),
+        ("name", lambda part: "" if part.name == part.label else part.name),
+        ("memory", lambda part: memory_text(part.memory_bytes) if isinstance(part, Device) else ""),
+        ("speed", lambda part: bandwidth_text(part.bytes_per_s) if isinstance(part, Peripheral) else ""),
+        ("NUMA", lambda part: "" if part.numa_node is None else str(part.numa_node)),
+        ("PCI", lambda part: part.pci_bus_id),
+        ("busy", lambda part: part.busy if isinstance(part, Device) else ""),
+    ]
+    devices = () if node.device_kind == "cpu" else node.devices
+    parts: list[Device | Peripheral] = [*devices, *node.peripherals]
+    return grid_of(columns, parts, left=[heading for heading, _ in columns])
 
 
-def _numa_lines(node: Node) -> list[str]:
-    by_numa: dict[int, list[str]] = {}
-    for device in node.devices:
-        if device.numa_node is not None:
-            by_numa.setdefault(device.numa_node, []).append(device.label)
-    return [f"NUMA node {numa_node}: {', '.join(labels)}" for numa_node, labels in sorted(by_numa.items())]
-
-
-def _device_facts(device: Device) -> dict[str, str]:
-    return {
-        "name": device.name,
-        "memory": _memory_text(device.memory_bytes),
-        "NUMA": _text(device.numa_node),
-        "PCI": device.pci_bus_id,
-        "busy": device.busy,
-    }
-
-
-def _peripheral_facts(part: Peripheral) -> dict[str, str]:
-    return {
-        "name": part.name,
-        "speed": "" if part.bytes_per_s is None else bandwidth_text(part.bytes_per_s),
-        "NUMA": _text(part.numa_node),
-        "PCI": part.pci_bus_id,
-    }
-
-
-def _facts(rows: Sequence[tuple[str, Mapping[str, str]]], otherwise: Sequence[str]) -> list[RenderableType]:
-    """A table without the columns of which nothing is known, or the lines where no more is known than they say."""
-    columns = [name for name in (rows[0][1] if rows else {}) if any(facts[name] for _, facts in rows)]
-    if not set(columns) - {"name", "NUMA"}:
-        return [Text(line) for line in otherwise]
-    found = table("", *columns, left=("", *columns), no_wrap=True)
-    for label, facts in rows:
-        found.add_row(label, *(Text(facts[name] or NOTHING) for name in columns))  # brackets are no markup
-    return [Text(), found]
-
-
-def _memory_text(num_bytes: int) -> str:
+def memory_text(num_bytes: int) -> str:
+    """ "80 GiB"; empty where it is not known."""
     return f"{num_bytes / 2**30:.0f} GiB" if num_bytes else ""
-
-
-def _text(value: object | None) -> str:
-    return "" if value is None else str(value)
 
 
 def _matrices(node: Node, width: int, ring: Sequence[int]) -> list[RenderableType]:
@@ -194,40 +147,37 @@ def _matrices(node: Node, width: int, ring: Sequence[int]) -> list[RenderableTyp
     columns = [*rows, *(part.label for part in node.peripherals)]
     hops = {frozenset((f"GPU{ring[place - 1]}", f"GPU{end}")) for place, end in enumerate(ring)}
     cells = {(row, column): _cell(node, row, column, hops) for row in rows for column in columns}
-    widths = {one: max(len(one), *(len(cells[row, one]) for row in rows)) + _GUTTER for one in columns}
-    room = width - max(map(len, rows)) - _GUTTER
-    parts: list[list[str]] = []
-    for column in columns:
-        if not parts or sum(widths[one] for one in (*parts[-1], column)) > room:
-            parts.append([])
-        parts[-1].append(column)
+    widest = max(len(text) for text in (*columns, *map(str, cells.values()))) + 2
+    num_columns = max(1, (width - widest) // widest)
     tables: list[RenderableType] = []
-    for part in parts:
-        tables.append(found := table("", *part, left=("", *part), no_wrap=True))
+    for start in range(0, len(columns), num_columns):
+        part = columns[start : start + num_columns]
+        found = table("", *part, left=("", *part), no_wrap=True)
         for row in rows:
             found.add_row(row, *(cells[row, column] for column in part))
+        tables += [Text(), found]
     return tables
 
 
 def _cell(node: Node, row: str, column: str, hops: set[frozenset[str]]) -> Text:
-    if row == column:
-        return Text("X", style="dim")
     link = node.link(row, column)
-    if link is None:
-        return Text(NOTHING, style="dim")
+    if row == column or link is None:
+        return Text("X" if row == column else NOTHING, style="dim")
     is_hop = frozenset((row, column)) in hops
     style = f"{_STYLES[label_class(link.label)]}{' reverse' if is_hop else ''}".strip()
     return Text(f"{link.label}{RING_MARK if is_hop else ''}", style=style)
 
 
 def _legend(node: Node, ring: Sequence[int]) -> list[RenderableType]:
-    rows = []
-    for label in labels_in_use(node):
-        words = label_words(label)
-        name = Text(label, style=_STYLES[label_class(label)])
-        rows.append((name, words[0].upper() + words[1:], label_bandwidth(node, label)))
-    lines: list[RenderableType] = [Text(), plain_table(rows)] if rows else []
-    return [*lines, Text(f"{RING_MARK} a link of the ring")] if len(ring) > 1 else lines
+    found = plain_table(
+        (
+            Text(label, style=_STYLES[label_class(label)]),
+            label_words(label)[0].upper() + label_words(label)[1:],
+            label_bandwidth(node, label),
+        )
+        for label in labels_in_use(node)
+    )
+    return [Text(), found, *([Text(f"{RING_MARK} a link of the ring")] if len(ring) > 1 else [])]
 
 
 def labels_in_use(node: Node) -> list[str]:
@@ -244,13 +194,11 @@ def labels_in_use(node: Node) -> list[str]:
 def label_bandwidth(node: Node, label: str) -> str:
     """What links of this label carry in one direction, the range if they differ, and whether that was measured."""
     links = [link for link in node.links if link.label == label and link.bytes_per_s is not None]
-    figures = sorted({link.bytes_per_s for link in links if link.bytes_per_s is not None})
-    if not figures:
+    if not links:
         return ""
-    ends = list(dict.fromkeys([bandwidth_text(figures[0]), bandwidth_text(figures[-1])]))
-    if all(link.source == "measured" for link in links):
-        return f"{' to '.join(ends)} measured"
-    return f"about {' to '.join(ends)}"
+    rates = [link.bytes_per_s or 0.0 for link in links]
+    words = " to ".join(dict.fromkeys([bandwidth_text(min(rates)), bandwidth_text(max(rates))]))
+    return f"{words} measured" if all(link.source == "measured" for link in links) else f"about {words}"
 
 
 # --- The choice ---
@@ -258,25 +206,34 @@ def label_bandwidth(node: Node, label: str) -> str:
 
 def choice_lines(choice: DeviceChoice) -> list[str]:
     """What was chosen, why, what a naive choice would cost, and, last, the line that makes a program use it."""
-    ring = choice.ring
-    count = len(ring.devices)
+    ring, naive = choice.ring, choice.naive
     lines = [f"Use {device_words(sorted(ring.devices))}."]
-    if count > 2:
-        around = " - ".join(map(str, [*ring.devices, ring.devices[0]]))
-        lines.append(f"The best ring is {around}; its slowest link is {link_text(ring.bottleneck)}.")
-    elif count == 2:
+    if len(ring.devices) > 2:
+        lines.append(f"The best ring is {ring_words(ring.devices)}; its slowest link is {link_text(ring.bottleneck)}.")
+    elif len(ring.devices) == 2:
         lines.append(f"The link between them: {link_text(ring.bottleneck)}.")
     if not choice.is_exact:
         lines.append("This ring was found by improving step by step, not by trying all: a better one may exist.")
-    if count > 1:
-        lines.append(_naive_sentence(choice))
+    naive_s, best_s = naive.all_reduce_s(NAIVE_SIZE_BYTES), ring.all_reduce_s(NAIVE_SIZE_BYTES)
+    if len(ring.devices) > 1 and naive.devices == ring.devices:
+        lines.append("A naive choice, the first ones in the order of their ids, is the same.")
+    elif len(ring.devices) > 1:
+        cost = ""
+        if naive_s is not None and best_s is not None:
+            cost = (
+                f" and would all_reduce 1 GB in {duration(naive_s)} instead of {duration(best_s)}, "
+                f"{times(naive_s / best_s)} the time"
+            )
+        lines.append(
+            f"A naive choice, {device_words(naive.devices)} in this order, has {link_text(naive.bottleneck)} as its "
+            f"slowest link{cost}."
+        )
     return [*lines, " ".join(f"{name}={value}" for name, value in visible_devices(ring.devices).items())]
 
 
 def visible_devices(devices: Sequence[int]) -> dict[str, str]:
     """The variables that show a program these devices, in this order."""
-    listed = ",".join(map(str, devices))
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": listed}
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
 
 
 def device_words(devices: Sequence[int]) -> str:
@@ -284,47 +241,32 @@ def device_words(devices: Sequence[int]) -> str:
     return f"GPU{'s' * (len(devices) != 1)} {listing(list(map(str, devices)))}"
 
 
-def _naive_sentence(choice: DeviceChoice) -> str:
-    """The cost of the first devices in the order of their ids, by the ring all-reduce formula, for one gigabyte."""
-    if choice.naive.devices == choice.ring.devices:
-        return "A naive choice, the first ones in the order of their ids, is the same."
-    naive_s, best_s = (ring.all_reduce_s(NAIVE_SIZE_BYTES) for ring in (choice.naive, choice.ring))
-    what = f"A naive choice, {device_words(choice.naive.devices)} in this order"
-    if naive_s is None or best_s is None:
-        return f"{what}, has {link_text(choice.naive.bottleneck)} as its slowest link."
-    if naive_s <= best_s:
-        return f"{what}, has a bottleneck as fast: {link_text(choice.naive.bottleneck)}."
-    return (
-        f"{what}, would all_reduce 1 GB in {duration(naive_s)} instead of {duration(best_s)}, "
-        f"{times(naive_s / best_s)} the time: its slowest link is {link_text(choice.naive.bottleneck)}."
-    )
+def ring_words(devices: Sequence[int]) -> str:
+    """ "0 - 3 - 2 - 1 - 0"."""
+    return " - ".join(map(str, [*devices, devices[0]]))
 
 
 def topology_mapping(node: Node, choice: DeviceChoice | None) -> dict[str, Any]:
     """The result of `paceline topo --json`; lists are empty and the rest is null where there is no GPU."""
     devices = sorted(choice.ring.devices) if choice else []
     links = {(one, other): node.link(f"GPU{one}", f"GPU{other}") for one, other in combinations(devices, 2)}
+    ring = {"ring": [], "bottleneck": None, "all_reduce_1_gb_s": None} if choice is None else _ring_mapping(choice.ring)
     return {
         "hostname": node.hostname,
         "devices": devices,
-        "ring": list(choice.ring.devices) if choice else [],
-        "bottleneck": _link_mapping(choice.ring.bottleneck) if choice else None,
+        **ring,
         "pairs": {f"{one}-{other}": link.label for (one, other), link in links.items() if link},
         "is_exact": choice.is_exact if choice else None,
-        "all_reduce_1_gb_s": choice.ring.all_reduce_s(NAIVE_SIZE_BYTES) if choice else None,
-        "naive": _naive_mapping(choice.naive) if choice else None,
+        "naive": _ring_mapping(choice.naive) if choice else None,
         "environment": visible_devices(choice.ring.devices) if choice else {},
         "notes": list(node.notes),
     }
 
 
-def _link_mapping(link: Link | None) -> dict[str, Any] | None:
-    return None if link is None else {"label": link.label, "bytes_per_s": link.bytes_per_s}
-
-
-def _naive_mapping(ring: DeviceRing) -> dict[str, Any]:
+def _ring_mapping(ring: DeviceRing) -> dict[str, Any]:
+    link = ring.bottleneck
     return {
         "ring": list(ring.devices),
-        "bottleneck": _link_mapping(ring.bottleneck),
+        "bottleneck": None if link is None else {"label": link.label, "bytes_per_s": link.bytes_per_s},
         "all_reduce_1_gb_s": ring.all_reduce_s(NAIVE_SIZE_BYTES),
     }

@@ -283,7 +283,10 @@ class Job(JsonValue):
         """A copy with `key=value` settings from a command line, values in TOML syntax."""
         mapping = self.to_mapping()
         for setting in settings:
-            mapping = _merge(mapping, _parse_setting(setting))
+            parts, value = parse_setting(setting)
+            for part in reversed(parts):
+                value = {part: value}
+            mapping = _merge(mapping, value)
         return Job.from_mapping(mapping)
 
     def grown(self, factor: int) -> Job:
@@ -295,6 +298,14 @@ class Job(JsonValue):
             virtual_shards=self.virtual_shards * factor,
             optim=dataclasses.replace(self.optim, base_batch_size=self.optim.base_batch_size or self.global_batch_size),
         )
+
+
+def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"optim": {"lr": 1}} as {"optim.lr": 1}."""
+    found: dict[str, Any] = {}
+    for key, value in mapping.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> list[str]:
@@ -342,26 +353,23 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def _parse_setting(setting: str) -> dict[str, Any]:
+def parse_setting(setting: str) -> tuple[list[str], Any]:
+    """The parts of the key of "optim.lr=0.1", and its value, which is written as in TOML or an unquoted text."""
     key, separator, text = setting.partition("=")
-    key = key.strip()
-    if not separator or not key:
+    parts = key.strip().split(".")
+    if not separator or not key.strip():
         raise JobError(f"'{shortened(setting)}' is not a setting; write key=value, such as optim.lr=0.1.")
-    value: Any = None
-    if text.strip().lower() not in ("none", "null"):
-        try:
-            found = _parse_toml(f"value = {text}")
-            value = found["value"] if len(found) == 1 else text
-        except tomllib.TOMLDecodeError:
-            value = text.strip()  # an unquoted word is a text
-        except ValueError as problem:
-            raise JobError(f"'{shortened(setting)}' is not possible: {problem}.") from None
-    parts = key.split(".")
     if len(parts) > _MOST_PARTS:
         raise JobError(f"There is no key '{shortened(key)}'.")
-    for part in reversed(parts):
-        value = {part: value}
-    return dict(value)
+    if text.strip().lower() in ("none", "null"):
+        return parts, None
+    try:
+        found = _parse_toml(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return parts, text.strip()
+    except ValueError as problem:
+        raise JobError(f"'{shortened(setting)}' is not possible: {problem}.") from None
+    return parts, found["value"] if len(found) == 1 else text
 
 
 def _parse_toml(text: str) -> dict[str, Any]:

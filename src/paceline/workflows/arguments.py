@@ -24,7 +24,6 @@ _NAMES: Mapping[Any, str] = {
     Path: "a path",
     int: "a whole number",
     float: "a number",
-    Literal: "a name",
     Callable: "a function",
     Sequence: "a list",
     Iterable: "a list",
@@ -34,7 +33,7 @@ _NAMES: Mapping[Any, str] = {
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """A decorator: the function raises `JobError` for an argument of another type than its annotation says.
 
-    Items of lists, and whether a name, a number or a text is one that can be used, are left to the function.
+    Items of lists, and whether a number or a text is one that can be used, are left to the function.
     """
     signature = inspect.signature(function)
 
@@ -83,11 +82,13 @@ def _is_of(value: Any, hint: Any) -> bool:
     if kind is Path:
         return isinstance(value, str | os.PathLike)
     if kind is Literal:
-        return isinstance(value, str)
+        return isinstance(value, str) and value in get_args(hint)
     return kind in (Any, bool) or not isinstance(kind, type) or isinstance(value, kind)
 
 
 def _name(hint: Any) -> str:
     kind = get_origin(hint) or hint
+    if kind is Literal:
+        return " or ".join(map(repr, get_args(hint)))
     article = "an" if kind.__name__[0] in "AEIOU" else "a"
     return _NAMES.get(kind) or f"{article} {kind.__name__}"

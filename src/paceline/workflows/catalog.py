@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import json
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import JobError
-from paceline.report.job_text import toml_value
 from paceline.spec import Job
 from paceline.words import number_of
 from paceline.workflows.jobs import recipe, recipe_names
@@ -121,7 +121,7 @@ def _keys_of(table: type, prefix: str, *, is_left_out: bool = False) -> Iterator
             default = field.default
         bounds = _bounds(field.metadata)
         values = _values(kind) + (f", {bounds}" if bounds else "")
-        shown = "" if default is None or is_left_out else toml_value(default)
+        shown = "" if default is None or is_left_out else json.dumps(default)
         yield JobKey(name, values, shown, meanings[field.name])
 
 
@@ -143,7 +143,7 @@ def field_meanings(table: type) -> dict[str, str]:
 def _values(kind: Any) -> str:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return " | ".join(toml_value(choice) for choice in arguments)
+        return " | ".join(json.dumps(choice) for choice in arguments)
     if origin in (Union, types.UnionType):
         return " or ".join(_values(one) for one in arguments if one is not type(None))
     if origin is tuple:
@@ -161,7 +161,7 @@ def _bounds(metadata: Mapping[str, Any]) -> str:
 def _parameters(build: Callable[..., Any]) -> list[str]:
     required = inspect.Parameter.empty
     parameters = inspect.signature(build).parameters.values()
-    return [one.name if one.default is required else f"{one.name} = {toml_value(one.default)}" for one in parameters]
+    return [one.name if one.default is required else f"{one.name} = {json.dumps(one.default)}" for one in parameters]
 
 
 def _first_sentence(build: Callable[..., Any]) -> str:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from paceline.errors import JobError, did_you_mean, shortened, shown
 from paceline.spec import CallbackSpec, Job, load_job
@@ -105,17 +105,6 @@ def check_amounts(**amounts: float | None) -> None:
         if value is not None and not (is_number and least <= value <= most and value < math.inf):
             should = f"a finite number of {least} or more" if most == math.inf else f"a number from {least} to {most:g}"
             raise JobError(f"{name} = {shown(value)} should be {should}.")
-
-
-def check_choice(choices: Any, **given: Any) -> None:
-    """Check arguments against the values of a `Literal`.
-
-    Raises:
-        JobError: names the argument.
-    """
-    for name, value in given.items():
-        if value not in get_args(choices):
-            raise JobError(f"{name} = {shown(value)} should be {' or '.join(map(repr, get_args(choices)))}.")
 
 
 def read_price(price: float | str | None) -> tuple[float | None, str]:

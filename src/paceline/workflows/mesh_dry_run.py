@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +114,7 @@ class MeshDryRun:
             f"{self.virtual_shard_size} a share and step",
             stages,
             f"the fullest worker holds {size(self.memory.total_bytes)}",
-            *([f"--cut {' --cut '.join(self.cuts)}"] if self.cuts else []),
+            *([f"--set 'plan.cut={json.dumps(self.cuts)}'"] if self.cuts else []),
             *plan_lines,
             *(f"{axis}: a worker sends {size(num_bytes)} a step" for axis, num_bytes in self.sent_bytes.items()),
             f"pipeline bubble: {self.bubble:.0%}",

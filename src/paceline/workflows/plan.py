@@ -14,7 +14,7 @@ from paceline.spec.forecast import Forecast, Grow
 from paceline.spec.plan import PLAN_FILE
 from paceline.workflows.arguments import checked
 from paceline.workflows.forecasts import CLUSTER_FILE
-from paceline.workflows.jobs import check_amounts, check_choice, check_counts, read_counts, read_price, resolve_job
+from paceline.workflows.jobs import check_amounts, check_counts, read_counts, read_price, resolve_job
 from paceline.workflows.step_rows import read_rows
 from paceline.workflows.traced_model import trace_model
 
@@ -37,12 +37,12 @@ class PlannedJob:
 
     def page(self) -> str:
         """The HTML page: the table, with plots of the forecast and its uncertainty."""
-        from paceline.report.plan_page import render_plan_page
+        from paceline.report.plan_page import plan_page
 
-        return render_plan_page(self.forecast)
+        return plan_page(self.forecast)
 
     def _repr_html_(self) -> str:
-        from paceline.report.plan_table import plan_table
+        from paceline.report.plan_page import plan_table
         from paceline.report.tables import html_of
 
         return html_of(plan_table(self.forecast))
@@ -100,7 +100,6 @@ def plan(
     from paceline.plan.forecast import forecast
     from paceline.plan.inputs import ForecastRequest
 
-    check_choice(Grow, grow=grow)
     check_amounts(efficiency_floor=efficiency_floor, noise_scale=noise_scale)
     check_amounts(target_samples=target_samples, link_rate=link_rate)
     check_counts(devices_per_node=devices_per_node)

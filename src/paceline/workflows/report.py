@@ -36,8 +36,8 @@ def report(
         PacelineError: a folder without a record, or with a damaged one; records that are not of one study.
     """
     check_amounts(tolerance=tolerance, efficiency_floor=efficiency_floor)
-    from paceline.report.files import write_study
     from paceline.report.study import analyse, detect_grow
+    from paceline.report.study_files import write_study
 
     folders = [runs] if isinstance(runs, Path | str) else runs
     records = [RunRecord.load(Path(folder) / RECORD_FILE) for folder in folders]

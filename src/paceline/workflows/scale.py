@@ -23,7 +23,6 @@ from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts
 from paceline.workflows.jobs import (
     Say,
     check_amounts,
-    check_choice,
     check_counts,
     import_folders,
     read_counts,
@@ -89,7 +88,6 @@ def scale(
     """
     check_counts(seeds=seeds, max_steps=max_steps, threads=threads)
     counts = read_counts("devices", devices)
-    check_choice(Grow, grow=grow)
     check_amounts(tolerance=tolerance, efficiency_floor=efficiency_floor)
     strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
     base = resolve_job(job, settings, data, model)
@@ -123,8 +121,8 @@ def scale(
     if not records:
         told = "; ".join(failures) or "the first reason stands above"
         raise WorkerFailed(f"Every run of the study failed; {told.removesuffix('.')}.")
-    from paceline.report.files import write_study  # loads a template engine and a plotting library
     from paceline.report.study import analyse
+    from paceline.report.study_files import write_study  # loads a template engine
 
     study = analyse(records, grow=grow, tolerance=tolerance, efficiency_floor=efficiency_floor)
     write_study(study, study_dir)

@@ -15,7 +15,7 @@ from paceline.spec import AlgorithmName, CallbackSpec, Job, Plan, RunRecord
 from paceline.spec.algorithm import SERVER_ALGORITHMS
 from paceline.spec.plan import RunLimit
 from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
-from paceline.workflows.arguments import checked
+from paceline.workflows.arguments import check_fields, checked
 from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts
 from paceline.workflows.jobs import (
     Say,
@@ -159,6 +159,7 @@ class _Training:
     say: Say = silent
 
     def __post_init__(self) -> None:
+        check_fields(self)
         check_counts(max_steps=self.max_steps, workers=self.workers, threads=self.threads, servers=self.servers)
         RunLimit.from_mapping({"max_minutes": self.max_minutes})
         check_trackers(self.track)

@@ -33,8 +33,8 @@ def watch(runs: Iterable[Path | str] | Path | str) -> None:
     from rich.live import Live
 
     from paceline.hardware.nvml import gpu_use
-    from paceline.report.live_run import RunFollower
-    from paceline.report.live_tables import live_tables
+    from paceline.report.watch_table import watch_table
+    from paceline.report.watched_run import RunFollower
 
     followers = [RunFollower(Path(run)) for run in ([runs] if isinstance(runs, Path | str) else runs)]
     if not followers:
@@ -46,7 +46,7 @@ def watch(runs: Iterable[Path | str] | Path | str) -> None:
         while True:
             gpus = gpu_use()
             found = [follower.read(gpus) for follower in followers]
-            shown.update(live_tables(found), refresh=console.is_terminal)
+            shown.update(watch_table(found), refresh=console.is_terminal)
             if not console.is_terminal or all(run.state in ("finished", "failed", "silent") for run in found):
                 break
             time.sleep(INTERVAL_S)

@@ -16,7 +16,7 @@ import typer
 
 import paceline
 from paceline.cli import COMMANDS, command_line
-from paceline.cli.options import GROUPS
+from paceline.cli.options import GROUPS, keys_of
 from paceline.spec import Job
 from paceline.workflows import catalog
 
@@ -38,7 +38,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 SHOWN = {"as_json", "_list", "show_all", "strict", "help"}
 """What a command prints, or which exit code it has; no matter for a function."""
 IN_PYTHON = {
-    *("model", "callbacks", "say", "on_failure", "on_each", "arguments"),
+    *("model", "callbacks", "say", "on_failure", "on_each", "arguments", "quiet"),
     *(group.__name__.lower() for group in GROUPS),
 }
 """What a command line cannot give, or gives as options of its own."""
@@ -75,10 +75,19 @@ def test_a_command_and_its_function_take_the_same(name: str) -> None:
         if group.__name__.lower() in parameters and group.__name__ in str(parameters[group.__name__.lower()].annotation)
         for field in inspect.signature(group).parameters
     }
+    options |= {key.partition(".")[2] for key in keys_of(FUNCTIONS[name])}  # which --set takes
     assert of_groups <= options
     others = OF_OTHER_FUNCTIONS.get(name, set())
     plain_strategy = {"strategy"} if "strategy" in parameters and "strategy" not in of_groups else set()
     assert options - of_groups - SHOWN - others == set(parameters) - IN_PYTHON | plain_strategy
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in FUNCTIONS if name != "plan" and name.split()[0] not in ("submit", "list")]
+)
+def test_a_command_has_at_most_15_options(name: str) -> None:
+    parameters = commands()[name].params
+    assert len([one for one in parameters if one.param_type_name == "option" and not one.hidden]) <= 15
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

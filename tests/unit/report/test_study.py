@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import paceline
 from paceline.errors import PacelineError
 from paceline.report.study import Study
-from paceline.spec import Job, RunRecord, StepTime
+from paceline.spec import Job, RunRecord
 from tests.unit.plan.clusters import forecast_of, gpu_cluster
 from tests.unit.report.showing import grown_records, job_of, record_of, records_of, study_of
 
@@ -68,14 +68,6 @@ def test_slow_first_steps_change_the_training_time_and_not_the_speedup() -> None
     slow = study_of([record_of(1), record_of(2, train_s=1000.0)])
     assert slow.rows[1].train_s == 1000.0
     assert slow.rows[1].speedup == study_of([record_of(1), record_of(2)]).rows[1].speedup
-
-
-def test_the_speedup_has_the_range_of_the_steps_where_all_steps_do_the_same() -> None:
-    row = study_of([record_of(1), record_of(2, step_p10_s=0.005, step_time=StepTime(0.01), step_p90_s=0.02)]).rows[1]
-    assert row.speedup is not None and row.speedup_range == pytest.approx((row.speedup / 2, 2 * row.speedup))
-    rare = job_of(aggregation={"method": "local_sgd", "sync_every": 4})
-    assert study_of([record_of(count, job=rare) for count in (1, 2)]).rows[1].speedup_range is None
-    assert study_of([record_of(1, step_p10_s=None)]).base.speedup_range is None
 
 
 @settings(max_examples=25)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.report.live_run import RunFollower
+from paceline.report.watched_run import RunFollower
 from paceline.spec.run_status import RunStatus, WorkerStatus
 
 

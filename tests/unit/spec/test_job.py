@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import JobError
-from paceline.report.job_text import job_toml
+from paceline.report.study_page import job_toml
 from paceline.spec import Job, OptimSpec, load_job
 from paceline.spec.evaluation import best_place
 from paceline.spec.job import differences
