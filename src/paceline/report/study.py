@@ -294,7 +294,7 @@ def _recommend(rows: Sequence[StudyRow], tolerance: float, floor: float) -> Reco
     if base.accuracy is not None:
         near = f"{formats.short_points(tolerance)} of that on {formats.devices(base.devices)}"
         limits = f"mean accuracy is within {near} and whose {limits}"
-    reason = f"These are {RULE}, of the counts whose {limits}."
+    reason = f"{formats.devices(best.devices)}: {RULE}, of the counts whose {limits}."
     if len(rows) == 1:
         reason = "Runs on more devices would show what they bring."
     elif best is base:
