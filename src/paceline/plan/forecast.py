@@ -20,7 +20,7 @@ from paceline.plan.memory import state_bytes
 from paceline.plan.mesh_words import explain
 from paceline.plan.peak_memory import USABLE_FRACTION
 from paceline.plan.recommendation import batch_advice, explain_choice, recommend, scaling_knee
-from paceline.plan.reliability import DEVICE_MTBF_S, RESTART_S, availability_of
+from paceline.plan.reliability import DEVICE_MTBF_S, RESTART_S, availability
 from paceline.spec import Cluster, ForecastCheck, Job, StepRow
 from paceline.spec.forecast import BoundBy, Forecast, ForecastRow, fastest_of_each_count
 from paceline.spec.model_cost import ModelCost
@@ -216,11 +216,18 @@ def _traits(row: StepRow) -> tuple[str, ...]:
     )
 
 
-def _recommended(name: str, rows: Sequence[ForecastRow], request: ForecastRequest, **values: object) -> Forecast:
-    """The forecast of compared rows with the recommended one, and why."""
+def _recommended(
+    name: str, rows: Sequence[ForecastRow], request: ForecastRequest, base_devices: int = 1, **values: object
+) -> Forecast:
+    """The forecast of compared rows with the recommended one, and why.
+
+    Args:
+        base_devices: the devices that speed-ups are over.
+        values: other fields of the forecast.
+    """
     curve = fastest_of_each_count(rows)
     chosen = recommend(curve, request.efficiency_floor)
-    verdict, reason = explain_choice(curve, chosen, request.efficiency_floor, rows[0].devices)
+    verdict, reason = explain_choice(curve, chosen, request.efficiency_floor, base_devices)
     found = Forecast(
         job=name,
         device="",
@@ -236,6 +243,7 @@ def _recommended(name: str, rows: Sequence[ForecastRow], request: ForecastReques
         price_per_device_hour=request.price_per_device_hour,
         currency=request.currency,
         noise_scale=request.noise_scale,
+        base_devices=base_devices,
     )
     return replace(found, **values)  # type: ignore[arg-type]
 
@@ -284,7 +292,7 @@ def _with_target(inputs: PlanInputs, row: ForecastRow) -> ForecastRow:
         target /= statistical_efficiency(row.global_batch_size, noise_scale, inputs.job.global_batch_size)
     state = state_bytes(inputs.job)
     checkpoint_bytes = inputs.timing.num_parameters * (state.parameter + state.optimizer)
-    lasting = availability_of(row.nodes, max(inputs.node_sizes), checkpoint_bytes)
+    lasting = availability(row.devices, checkpoint_bytes)
     time_s = target / row.samples_per_s / lasting if lasting else None
     price = request.price_per_device_hour
     return replace(

@@ -300,6 +300,11 @@ def test_a_single_number_of_devices_is_recommended() -> None:
     assert found.recommended_devices == 1 and "samples/s" in found.verdict
 
 
+def test_speed_ups_are_over_one_device_whatever_counts_are_asked_for() -> None:
+    found = forecast_of(JOB, gpu_cluster(), [4, 8])
+    assert found.base_devices == 1 and f"{found.rows[1].speedup:.2f}x the speed of one" in found.verdict
+
+
 def test_a_long_range_has_both_ends_few_rows_and_the_powers_of_two() -> None:
     job = Job(global_batch_size=2**16, virtual_shards=2**12)
     found = forecast_of(job, gpu_cluster(), "1..4096", target_samples=1e9)
