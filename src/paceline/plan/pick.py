@@ -20,9 +20,10 @@ Links with unknown bandwidth come after all others, in the order of their labels
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, permutations
 
 from paceline.errors import ClusterError
 from paceline.spec import Node
@@ -30,8 +31,10 @@ from paceline.spec.cluster import Link
 from paceline.spec.device_choice import DeviceChoice, DeviceRing
 from paceline.words import number_of
 
-MOST_EXACT = 16
-"""Devices up to which every choice is searched; beyond, only where all links are equal or one link is the ring."""
+_MOST_RINGS = 10_000
+"""So many rings are all tried, as over any of 8 devices or 4 of 16; of more a good one is looked for."""
+_NUM_CLIMBS = 4
+"""Rings that are improved where not all are tried: those that begin best."""
 
 ACROSS_SOCKETS = "SYS"
 _NEARNESS = {ACROSS_SOCKETS: 1, "NODE": 2, "PHB": 3, "PXB": 4, "PIX": 5}
@@ -54,13 +57,14 @@ def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> 
             f"{num_devices} devices cannot be chosen: {node.hostname or 'the node'} has "
             f"{number_of(present, 'device')} to choose from."
         )
-    is_exact = num_devices <= 2 or present <= MOST_EXACT or graph.is_uniform
+    num_rings = math.comb(present, num_devices) * max(1, math.factorial(num_devices - 1) // 2)
+    is_exact = graph.is_uniform or num_rings <= _MOST_RINGS
     if num_devices == 1 or graph.is_uniform:
         ring = _lowest(graph, num_devices)
-    elif num_devices == 2:
-        ring = max(combinations(range(present), 2), key=graph.rank)
+    elif is_exact:
+        ring = max(_rings(present, num_devices), key=graph.rank)  # of equal ones the first
     else:
-        ring = _best_ring(graph, num_devices)
+        ring = _good_ring(graph, num_devices)
     return DeviceChoice(graph.ring(ring), graph.ring(range(num_devices)), is_exact)
 
 
@@ -177,20 +181,45 @@ def _lowest(graph: _Graph, num_devices: int) -> tuple[int, ...]:
     return max(candidates, key=graph.place_rank)
 
 
-def _best_ring(graph: _Graph, num_devices: int) -> tuple[int, ...]:
-    """The best ring over three or more devices; of more than `MOST_EXACT` a good one."""
-    # It stands on numpy, which takes its time to load: not for `paceline --help`.
-    from paceline.plan import ring_search
+def _rings(num_vertices: int, num_devices: int) -> Iterator[tuple[int, ...]]:
+    """Every ring over some of the vertices once, in the order of ids, from its lowest towards the smaller neighbour."""
+    for first, *rest in combinations(range(num_vertices), num_devices):
+        for order in permutations(rest):
+            if len(order) < 2 or order[0] < order[-1]:
+                yield (first, *order)
 
-    if len(graph.devices) > MOST_EXACT:
-        return ring_search.good_ring(graph.weights, num_devices, graph.rank)
-    within_sockets = [
-        [ring_search.NO_EDGE if graph.crosses(place, other) else weight for other, weight in enumerate(row)]
-        for place, row in enumerate(graph.weights)
-    ]
-    anywhere = [0] * len(graph.devices)
-    for weights, apart in ((within_sockets, graph.crossing), (within_sockets, anywhere), (graph.weights, anywhere)):
-        ring = ring_search.best_ring(weights, num_devices, apart, graph.place_rank)
-        if ring is not None:
-            return ring
-    raise AssertionError("every pair of devices is an edge of the last graph")
+
+def _good_ring(graph: _Graph, num_devices: int) -> tuple[int, ...]:
+    """A ring with a high rank. From each vertex a ring grows by the heaviest edge from its end; the best of these are
+    improved as long as turning a part round (2-opt, Croes 1958) or exchanging one vertex for another ranks higher."""
+    grown = sorted((_grow(graph, start, num_devices) for start in range(len(graph.devices))), key=graph.rank)
+    best = max((_climb(graph, ring) for ring in grown[-_NUM_CLIMBS:]), key=graph.rank)
+    lowest = best.index(min(best))
+    forward = [*best[lowest:], *best[:lowest]]
+    return tuple(min(forward, [forward[0], *reversed(forward[1:])]))
+
+
+def _grow(graph: _Graph, start: int, num_devices: int) -> list[int]:
+    ring = [start]
+    while len(ring) < num_devices:
+        left = [vertex for vertex in range(len(graph.devices)) if vertex not in ring]
+        # Of equal ones the one that is best joined with all so far, so that groups fill up before the next is entered.
+        to_ring = {vertex: [graph.weights[vertex][other] for other in ring] for vertex in left}
+        ring.append(max(left, key=lambda vertex: (to_ring[vertex][-1], sum(to_ring[vertex]), -vertex)))
+    return ring
+
+
+def _climb(graph: _Graph, ring: list[int]) -> list[int]:
+    """The ring after the first change that ranks higher, and so on until there is none."""
+    height = graph.rank(ring)
+    better = next((changed for changed in _changes(ring, len(graph.devices)) if graph.rank(changed) > height), None)
+    return ring if better is None else _climb(graph, better)
+
+
+def _changes(ring: list[int], num_vertices: int) -> Iterator[list[int]]:
+    outside = [vertex for vertex in range(num_vertices) if vertex not in ring]
+    for place in range(len(ring)):
+        for vertex in outside:
+            yield [*ring[:place], vertex, *ring[place + 1 :]]
+    for first, last in combinations(range(len(ring)), 2):
+        yield [*ring[:first], *reversed(ring[first : last + 1]), *ring[last + 1 :]]

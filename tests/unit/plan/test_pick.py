@@ -179,6 +179,22 @@ def test_no_pair_across_sockets_goes_before_the_bandwidth_of_the_ring() -> None:
     assert pick(node_of(matrix, 8), 4).devices == (4, 5, 6, 7)
 
 
+@pytest.mark.parametrize("count", [6, 8])
+def test_of_many_devices_those_of_one_group_are_chosen_without_trying_all_rings(count: int) -> None:
+    """Two groups of eight; inside of one every second hop of the best ring is faster."""
+    pairs = list(combinations(range(16), 2))
+    matrix = {(i, j): ("NV2" if i // 2 == j // 2 else "NV1") if i // 8 == j // 8 else "SYS" for i, j in pairs}
+    choice = pick(node_of(matrix, 16), count)
+    assert choice.devices == tuple(range(count)) and not choice.is_exact
+    assert (
+        sum(
+            matrix[min(hop), max(hop)] == "NV2"
+            for hop in zip(choice.ring.devices[::2], choice.ring.devices[1::2], strict=True)
+        )
+        == count // 2
+    )
+
+
 def test_busy_gpus_are_left_out_unless_they_are_asked_for() -> None:
     node = node_of(ALIKE, 4, busy=(1,))
     assert pick(node, 3).devices == (0, 2, 3)
