@@ -246,24 +246,16 @@ def needs_replicas(job: Job) -> bool:
 
 
 def search_meshes(inputs: PlanInputs, count: int, memory_bytes: float | None = None) -> SearchResult:
-    """The meshes of `count` devices, each with `memory_bytes`. Raises `JobError` where none fits."""
-    layout, constants = inputs.layout(count), inputs.fit.typical()
-    workload = workload_on(inputs, count, memory_bytes)
-    return search(workload, count, max(layout.workers_per_node), network_at(constants, layout))
-
-
-def workload_on(inputs: PlanInputs, count: int, memory_bytes: float | None = None) -> Workload:
-    """The workload for a search among meshes of `count` devices.
+    """The meshes of `count` devices. Raises `JobError` where none fits.
 
     Args:
-        memory_bytes: memory of one worker; None: its device's, or on CPU its fraction of its node's memory.
+        memory_bytes: memory of one worker; None: its device's, or on CPU its part of its node's.
     """
-    job, cluster, constants = inputs.job_on(count), inputs.cluster, inputs.fit.typical()
-    on_node = max(inputs.layout(count).workers_per_node)
+    job, layout, constants = inputs.job_on(count), inputs.layout(count), inputs.fit.typical()
+    on_node, has_gpus = max(layout.workers_per_node), inputs.cluster.device_kind == "cuda"
     slowdown = 1 + constants["neighbour_slowdown"] * (1 - 1 / on_node)
     slowdown *= 1 + constants["joint_slowdown"] * (count > 1)
-    has_gpus = cluster.device_kind == "cuda"
-    return Workload(
+    workload = Workload(
         num_parameters=inputs.timing.num_parameters,
         global_batch_size=job.global_batch_size,
         state=state_bytes(job),
@@ -277,3 +269,4 @@ def workload_on(inputs: PlanInputs, count: int, memory_bytes: float | None = Non
         copy_s_per_byte=0.0 if has_gpus else slowdown / _COPY_RATE,
         sums_are_hidden=job.parity == "numeric",
     )
+    return search(workload, count, on_node, network_at(constants, layout))
