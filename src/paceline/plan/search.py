@@ -60,8 +60,6 @@ class Workload:
     """Seconds for each byte that is gathered or scattered, besides the link's: it is copied into fresh memory."""
     sums_are_hidden: bool = True
     """Whether the replicas' gradients are summed while backward computes; not on cores that all compute."""
-    plain_sums_s: float | None = None
-    """Seconds of all sums between whole replicas; None: by the links' prices."""
 
     @property
     def num_shards(self) -> int:
@@ -317,9 +315,7 @@ class MeshPrices:
             size_bytes, degree, stride, sum_s = own_bytes, mesh.num_assignments, mesh.tp, tree_exact
         else:
             size_bytes, degree, stride, sum_s = own_bytes / mesh.fsdp, mesh.dp, mesh.tp * mesh.fsdp, cheapest_s
-        all_s = workload.plain_sums_s
-        if all_s is None or not (mesh.is_plain or (workload.state.is_bitwise and mesh.pp == mesh.tp == 1)):
-            all_s = sums_s(size_bytes, lambda bucket_bytes: self._sum_s(bucket_bytes, degree, stride, sum_s))
+        all_s = sums_s(size_bytes, lambda bucket_bytes: self._sum_s(bucket_bytes, degree, stride, sum_s))
         return exposed_s(last_s, size_bytes, all_s) if workload.sums_are_hidden else all_s
 
     def _sharding_s(self, own_bytes: float, num_passes: int, last_s: float, compute_s: float) -> float:
