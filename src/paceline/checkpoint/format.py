@@ -1,9 +1,7 @@
 """What a checkpoint consists of: one small file, written last, without which there is no checkpoint.
 
 A folder is a checkpoint exactly if it holds manifest.json, that file is byte for byte what `Manifest.dump` writes, and
-the files it names hold the slices it names, each with the checksum it gives. Checksums of slices are CRC-32, which
-notices every change of up to 32 neighbouring bits and misses any other one in 4 billion times; it is there to find
-damage, not forgery, and costs a tenth of SHA-256 where the processor has no instructions for that.
+the files it names hold the slices it names, each with the CRC-32 it gives, which is there to find damage, not forgery.
 """
 
 from __future__ import annotations

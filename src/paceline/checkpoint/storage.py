@@ -124,30 +124,3 @@ def _as_os_error() -> Iterator[None]:
         raise
     except Exception as problem:  # every kind of storage has errors of its own
         raise OSError(f"{type(problem).__name__}: {problem}") from problem
-
-
-def find_storage(address: str) -> tuple[Storage, str | None]:
-    """The storage that a user means by a run folder, a folder of checkpoints, or one checkpoint, as a path or an
-    address; the name of the checkpoint, None: all of them.
-
-    Raises:
-        CheckpointError: there is nothing at that address.
-        OSError: the address cannot be read.
-    """
-    storage = Storage(address)
-    names = storage.names()
-    if MANIFEST_FILE in names:
-        folder, name = split_address(address)
-        return Storage(folder), name
-    if f"{IN_RUN_FOLDER}/" in names and not storage.checkpoints():
-        return Storage(f"{address.rstrip('/')}/{IN_RUN_FOLDER}"), None
-    if not names:
-        raise CheckpointError(f"There is no folder '{address}', or there is nothing in it.")
-    return storage, None
-
-
-def split_address(address: str) -> tuple[str, str]:
-    """The parent folder, and the name in it."""
-    path = address if "://" in address else str(Path(address).resolve())  # "." and ".." are no names
-    folder, _, name = path.rstrip("/").rpartition("/")
-    return folder or "/", name

@@ -146,29 +146,26 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
     Raises:
         CheckpointError: there is none that can be used, the file is there already, or a storage fails.
     """
-    from paceline.checkpoint.load import newest_that, read_weights, save_weights
-    from paceline.checkpoint.storage import Storage, find_storage, split_address
+    from paceline.checkpoint.load import read_weights, save_weights
+    from paceline.checkpoint.storage import Storage
 
-    checkpoint, target = str(checkpoint), str(target)
-    folder, file = split_address(target)
+    folder, file = _split(str(target))
     with file_problems(f"{target} cannot be read", CheckpointError):
         beside = Storage(folder)
         if not force and file in beside.names():
             raise CheckpointError(f"{target} is there already; choose another name, or replace it with force = True.")
-    with file_problems(f"{checkpoint} cannot be read", CheckpointError):
-        storage, name = find_storage(checkpoint)
-        if name is None:
-            found, problems = newest_that(lambda name: (name, *read_weights(storage, name)), storage)
-            for problem in problems:
-                say(problem)
-            if found is None:
-                raise CheckpointError(f"There is no checkpoint in '{storage.address}'.")
-        else:
+    problems: list[str] = []
+    with open_checkpoints(checkpoint) as (storage, names):
+        for name in reversed(names):
             try:
-                found = name, *read_weights(storage, name)
-            except CheckpointError as reason:
-                raise CheckpointError(f"The checkpoint {checkpoint} cannot be used: {reason}.") from None
-    name, manifest, weights = found
+                manifest, weights = read_weights(storage, name)
+                break
+            except CheckpointError as problem:
+                problems.append(f"The checkpoint {name} in {storage.address} cannot be used: {problem}.")
+        else:
+            raise CheckpointError(problems[0])
+    for sentence in problems:
+        say(sentence)
     with file_problems(f"{target} cannot be written", CheckpointError):
         save_weights(weights, beside, file)
     return ExportedWeights(name, storage.address, manifest.step)
@@ -176,19 +173,36 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
 
 @contextlib.contextmanager
 def open_checkpoints(place: Path | str) -> Iterator[tuple[Storage, list[str]]]:
-    """A place and all checkpoints there, complete or not, oldest first; or the one that it is.
+    """The storage that is meant by a run folder, a folder of checkpoints or one checkpoint, as a path or an address;
+    and the checkpoints there, complete or not, oldest first, or the one.
 
     Raises:
         CheckpointError: there are none, or the storage fails.
     """
-    from paceline.checkpoint.storage import find_storage
+    from paceline.checkpoint.format import MANIFEST_FILE
+    from paceline.checkpoint.storage import IN_RUN_FOLDER, Storage
 
     with file_problems(f"{place} cannot be read", CheckpointError):
-        storage, name = find_storage(str(place))
-        names = list(storage.checkpoints()) if name is None else [name]
+        storage = Storage(place)
+        content = storage.names()
+        if MANIFEST_FILE in content:
+            folder, name = _split(str(place))
+            storage, names = Storage(folder), [name]
+        else:
+            names = list(storage.checkpoints())
+            if not names and f"{IN_RUN_FOLDER}/" in content:
+                storage = Storage(f"{storage.address.rstrip('/')}/{IN_RUN_FOLDER}")
+                names = list(storage.checkpoints())
         if not names:
             raise CheckpointError(f"There is no checkpoint in '{storage.address}'.")
         yield storage, names
+
+
+def _split(address: str) -> tuple[str, str]:
+    """The parent folder of a path or an address, and the name in it."""
+    path = address if "://" in address else str(Path(address).resolve())  # "." and ".." are no names
+    folder, _, name = path.rstrip("/").rpartition("/")
+    return folder or "/", name
 
 
 def _check_metric(storage: Storage, names: Iterable[str], metric: str) -> None:
