@@ -1,4 +1,4 @@
-"""What keeping a run's state costs and what it is worth: the figures of docs/checkpoint-benchmark.md.
+"""What keeping a run's state costs and what it is worth: the figures of docs/results.md.
 
     python -m benchmarks.checkpoint [--parameters 30e6] [--rounds 5] [--scratch DIR]
 
