@@ -99,12 +99,7 @@ def fit(rows: Sequence[StepRow], usual: Mapping[str, Prior] = PRIORS, inside_byt
         JobError: a row has an algorithm without a cost formula.
     """
     target = _Target(StepModel.around(rows, usual, inside_bytes_per_s), rows)
-    if len(rows) <= _MOST_DRAWN_ROWS:
-        points = target.drawn()
-    else:
-        some = np.random.default_rng(_SEED).choice(len(rows), _MOST_DRAWN_ROWS, replace=False)
-        start = _Target(target.model, [rows[place] for place in sorted(some)]).drawn().mean(axis=0)
-        points = target.near_best(start)
+    points = target.drawn() if len(rows) <= _MOST_DRAWN_ROWS else target.near_best()
     spread = float(np.median([row.spread for row in rows]))
     return Fit(target.model, target.model.constants_at(points), target.errors_at(points), spread)
 
@@ -218,12 +213,12 @@ class _Target:
                 scale *= math.exp((accepted.mean() - _WANTED_ACCEPTANCE) / 2)
         return points
 
-    def near_best(self, start: Array) -> Array:
+    def near_best(self) -> Array:
         """[num_samples, num_dimensions]: samples of the normal distribution around the most probable constants
-        (Laplace's approximation), found from `start`; all with the usual error of a row."""
+        (Laplace's approximation), all with the usual error of a row."""
         from scipy.optimize import least_squares  # takes its time to load
 
-        best = start
+        best = np.zeros(self._num_dimensions)
         for _ in range(2):
             error = best[-1:]
             found = least_squares(
