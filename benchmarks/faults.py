@@ -180,6 +180,7 @@ def limit_memory(folder: Path) -> None:
 
 
 def main(words: Sequence[str]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it, as would launchers
     names = [word for word in words if word not in FAULTS] or ["launch", "torchrun", "srun", "ssh", "mpirun", "ray"]
     faults = [word for word in words if word in FAULTS] or list(FAULTS)
     print("| launcher | fault | cause | rank | exit code | s | left | checkpoint |")

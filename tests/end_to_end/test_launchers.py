@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.spec import RunRecord
 from tests.kit.commands import paceline, python, succeeded
 from tests.kit.markdown import README, reader_environ, write_files
 from tests.kit.nodes.cluster import Cluster, Node
@@ -104,6 +105,40 @@ def test_a_job_script_for_slurm_trains_on_its_nodes(cluster: Cluster, folder: Pa
 
         wait_until(lambda: bool(weights_in(logs(), world_size=2)), f"weights in {run_dir}", TIMEOUT_S)
         assert weights_in(logs(), world_size=2) == [alone]
+
+
+@pytest.mark.nightly
+@pytest.mark.budget(processor_s=120)
+def test_slurm_jobs_go_on_in_the_queue_with_the_same_bits(cluster: Cluster, folder: Path, tmp_path: Path) -> None:
+    """One that meets its time limit, and one that loses a node."""
+    need("slurmctld", "slurmd", "srun", "munged")
+    job = ["train", "digits-lenet", "--set", "checkpoint.every_steps=2", "--max-steps", "80"]
+    succeeded(paceline(*job, "-n", "1", "--out", str(tmp_path / "alone"), cwd=folder))
+    alone = RunRecord.load(tmp_path / "alone" / "record.json")
+    (tmp_path / "slurm").mkdir()
+    first, last = cluster.nodes
+    lost = ["scontrol", "update", f"nodename={last.hostname}", "reason=test"]
+    with slurm_on(cluster.nodes, tmp_path / "slurm", cpus_per_node=1):
+        for event in ("limit", "loss"):
+            run_dir = tmp_path / event
+            submit = [*PROGRAM, "submit", "slurm", "--cpu", "--nodes", "2", "--out", str(run_dir), *job]
+            number = re.findall(r"Slurm job (\d+)", on_node(first, submit, folder))[0]
+            wait_until(lambda place=run_dir: any(place.glob("**/step-*/manifest.json")), "a checkpoint", TIMEOUT_S)  # type: ignore[misc]
+            if event == "limit":  # what Slurm sends two minutes before it
+                on_node(first, ["scancel", "--signal=USR2", "--batch", number], folder)
+            else:
+                on_node(first, [*lost, "state=down"], folder)
+                on_node(first, [*lost, "state=resume"], folder)
+
+            def is_over(number: str = number, place: Path = run_dir) -> bool:
+                """Slurm itself waits two minutes before it starts a job again."""
+                first.exec(["scontrol", "update", f"jobid={number}", "starttime=now"]).wait(TIMEOUT_S)
+                return (place / "record.json").exists()
+
+            wait_until(is_over, f"the record in {run_dir}", TIMEOUT_S)
+            record = RunRecord.load(run_dir / "record.json")
+            assert (record.steps, record.weights_sha256) == (80, alone.weights_sha256)
+            assert any("resumed at step" in note for note in record.notes), record.notes
 
 
 @pytest.mark.nightly

@@ -24,6 +24,7 @@ from paceline import env
 from paceline.hardware.doctor import checks, gpus
 from paceline.hardware.doctor.checks import Finding, Lookup, Torch
 from paceline.hardware.nvml import DriverProblem, open_nvml
+from paceline.network_addresses import address_towards, addresses
 from paceline.spec import MachineLoad
 from paceline.words import listing
 
@@ -74,10 +75,10 @@ def examine(folder: Path, peers: Sequence[str] = (), library: Any = None) -> Nod
     """
     torch, python = ask_torch(), platform.python_version()
     names, found = check_gpus(torch, library)
-    up = interfaces()
     lookups = [look_up(peer) for peer in peers]
-    ways = [way_to(lookup.address, up) if lookup.address else "" for lookup in lookups]
-    address = next((up[way][0] for way in [*ways, *up] if up.get(way)), "")
+    ways = [way_to(lookup.address) if lookup.address else "" for lookup in lookups]
+    # Where others reach this node: by an interface that leads to them, if there is one.
+    address = next((own for _, own in sorted(addresses(), key=lambda one: one[0] not in ways)), "")
     shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
     obstacle = next(level for level in (folder, *folder.parents) if os.path.lexists(level))
     there = next(level for level in (folder, *folder.parents) if level.is_dir())
@@ -196,30 +197,17 @@ def look_up(name: str) -> Lookup:
     return Lookup(name, str(sockaddr[0]), time.perf_counter() - began)
 
 
-def interfaces() -> dict[str, list[str]]:
-    """The addresses of the network interfaces that are up, loopback last."""
-    stats = psutil.net_if_stats()
-    found = {
-        name: [address.address.partition("%")[0] for address in addresses if address.family != psutil.AF_LINK]
-        for name, addresses in psutil.net_if_addrs().items()
-        if name in stats and stats[name].isup
-    }
-    return dict(sorted(found.items(), key=lambda item: item[0] == "lo"))
-
-
-def way_to(address: str, up: dict[str, list[str]]) -> str:
+def way_to(address: str) -> str:
     """The interface through which this node would send to an address; nothing is sent.
 
     Returns:
         Its name; "lo" for an address of this node itself, empty where there is no way.
     """
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        try:
-            asking.connect((address, 9))
-        except OSError:
-            return ""
-        source = asking.getsockname()[0]
-    return "lo" if source == address else next((name for name, own in up.items() if source in own), "")
+    try:
+        source = address_towards(address)
+    except OSError:
+        return ""
+    return "lo" if source == address else next((name for name, own in addresses() if own == source), "")
 
 
 def read_text(path: Path) -> str:
