@@ -94,6 +94,7 @@ class Watch:
         self.lost: int | None = None
         """The rank of a worker that has ended while others waited for it."""
         self._has_aborted = threading.Event()
+        self._is_store_lost = False
         self._stacks = tempfile.NamedTemporaryFile(prefix="paceline-stacks-")  # noqa: SIM115 - as long as the process
         faulthandler.register(signal.SIGUSR2, self._stacks.fileno())
         address = urlsplit(facts.init_method)
@@ -115,11 +116,13 @@ class Watch:
         while not self._is_over.wait(self._clock.interval_s if number else 0.0):
             self._heartbeat.beat()
             number += 1
-            with contextlib.suppress(RuntimeError):  # rank 0 is gone, or stopped
+            try:
                 if self._has_store:
                     self._post(number)
                     if self._facts.local_rank < 2:
                         self._read()
+            except RuntimeError as error:  # rank 0 is gone, or stopped
+                self._is_store_lost |= isinstance(error, dist.DistNetworkError)
             states = [self._as_of_now(state) for state in self.states]  # none where this worker does not look at others
             have_trained = all(state.trained_s is not None for state in states)
             bound_s = (self._hang_timeout_s if have_trained else self._first_timeout_s) - 2 * self._clock.interval_s
@@ -132,7 +135,8 @@ class Watch:
     @property
     def _has_store(self) -> bool:
         """Whether the store may be asked: without rank 0, which serves it, torch would tell of each attempt."""
-        return not self.states or self.states[0].hostname != self._hostname or not self._is_gone(self.states[0])
+        is_elsewhere = not self.states or self.states[0].hostname != self._hostname
+        return not self._is_store_lost and (is_elsewhere or not self._is_gone(self.states[0]))
 
     def _post(self, number: int) -> None:
         vitals = self._with_calls_of_torch(read_vitals(own_file()))
@@ -286,9 +290,11 @@ class Watch:
             print("" if place is None else f"The report: {place}", file=sys.__stderr__, flush=True)
 
     def _is_reported(self) -> bool:
-        with contextlib.suppress(RuntimeError):
+        try:
             return self._has_store and bool(self._store.check(["reported"]))
-        return False
+        except RuntimeError as error:
+            self._is_store_lost |= isinstance(error, dist.DistNetworkError)
+            return False
 
     def tell(self, failure: Failure) -> None:
         """Report an exception that ends this worker, or the loss of the peer that it comes of."""
