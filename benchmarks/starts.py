@@ -60,14 +60,15 @@ def times(launcher: str) -> dict[str, float]:
 
 
 def main(num_rounds: int) -> None:
-    found = {launcher: [times(launcher)] for launcher in LAUNCHERS}
-    for _ in range(num_rounds - 1):
+    found: dict[str, list[dict[str, float]]] = {launcher: [] for launcher in LAUNCHERS}
+    for _ in range(num_rounds):
         for launcher, runs in found.items():
             runs.append(times(launcher))
-    for span, (begin, end) in SPANS.items():
-        for launcher, runs in found.items():
-            seconds = [run[end] - run[begin] for run in runs]
-            print(f"{span} | {launcher} | {statistics.median(seconds):.2f} s | {[round(s, 2) for s in seconds]}")
+            for span, (begin, end) in SPANS.items():
+                seconds = [run[end] - run[begin] for run in runs]
+                print(
+                    f"{launcher} | {span} | {seconds[-1]:.2f} s, median {statistics.median(seconds):.2f} s", flush=True
+                )
 
 
 if __name__ == "__main__":
