@@ -198,7 +198,7 @@ def test_content_that_is_no_topology_names_the_file(tmp_path: Path, content: byt
     assert all(word in str(caught.value) for word in ["topology.txt", *words]), caught.value
 
 
-@pytest.mark.parametrize("source", ["/nowhere/at/all", "", ".", "a\0b", "x" * 5000])
+@pytest.mark.parametrize("source", ["/nowhere/at/all", "", ".", "x" * 5000])
 def test_no_such_file_is_one_sentence(source: str) -> None:
     with pytest.raises(ClusterError) as caught:
         read_topology(source)
