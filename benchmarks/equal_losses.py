@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-MODELS = {
+MODELS: dict[str, dict[str, Any]] = {
     "mlp": {"dropout": 0.0, "in_channels": 1, "image_size": 28},
     "lenet": {"in_channels": 1, "image_size": 28},
     "resnet20": {"in_channels": 3, "image_size": 32},
@@ -50,7 +50,7 @@ def train(name: str, option: str, num_steps: int) -> None:
         return F.cross_entropy(getattr(outputs, "logits", outputs).flatten(0, -2), targets.flatten())
 
     torch.manual_seed(0)
-    facts: dict[str, Any] = MODELS[name]
+    facts = MODELS[name]
     if name == "gpt2":
         sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 2}
         model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
