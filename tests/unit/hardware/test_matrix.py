@@ -315,7 +315,7 @@ def test_a_nearer_pci_path_is_never_slower(name: str) -> None:
 @pytest.mark.parametrize(
     ("pair", "words"),
     [
-        ("0,3", ["GPU 0", "GPU 3", "NV2", "50 GB/s"]),
+        ("0,3", ["GPU0", "GPU3", "NV2", "50 GB/s"]),
         ("GPU0,GPU1", ["NV1", "25 GB/s"]),
         ("gpu5, 0", ["SYS", "socket"]),
     ],
