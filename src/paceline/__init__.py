@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from paceline.workflows import catalog, checkpoint, submit
     from paceline.workflows.doctor import doctor
     from paceline.workflows.launch import launch
-    from paceline.workflows.memory import memory
     from paceline.workflows.mesh_dry_run import dry_run_mesh
     from paceline.workflows.plan import plan
     from paceline.workflows.probe import probe
@@ -56,7 +55,6 @@ __all__ = [
     "errors",
     "init",
     "launch",
-    "memory",
     "plan",
     "probe",
     "report",

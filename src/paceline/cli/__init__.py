@@ -24,7 +24,6 @@ COMMANDS = {
     "topo": "paceline.cli.topo:topo",
     "probe": "paceline.cli.probe:probe",
     "plan": "paceline.cli.plan:plan",
-    "memory": "paceline.cli.memory:memory",
     "launch": "paceline.cli.launch:launch",
     "train": "paceline.cli.train:train",
     "scale": "paceline.cli.scale:scale",
@@ -39,6 +38,7 @@ COMMANDS = {
 """Where each command is, in the order of the pipeline: a function, or a group of commands."""
 
 FORMER_NAMES = {
+    "memory": "`paceline plan JOB`, or without devices `paceline plan JOB --dry-run-mesh fsdp4`",
     "jobs": "`paceline list recipes` and `paceline list keys`",
     "models": "`paceline list models`",
     "data": "`paceline list data`",

@@ -108,7 +108,6 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "container": {"metavar": "IMAGE"},
     "cut": {"metavar": "MODULE"},
     "data": {"kind": str, "metavar": "DIR", "help": "The data set's directory; used as it is."},
-    "device_bytes": _size("--device-memory"),
     "directory": {"names": ("--dir",), "metavar": "DIR"},
     "efficiency_floor": {"max": 1},
     "folder": {"metavar": "DIR"},

@@ -19,6 +19,7 @@ from paceline.partition import best_cut, half_passes_in_flight, in_flight_by_sta
 from paceline.plan.peak_memory import USABLE_FRACTION, ModelOnMesh, StateBytes
 from paceline.spec import Cluster, Job, Mesh, PipelineSpec, StepRow
 from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
+from paceline.words import size
 
 _ONE_STAGE_EACH = PipelineSpec()
 _ACTIVATION_BYTES = 2.0
@@ -102,6 +103,16 @@ def cut(layers: Layers, num_stages: int) -> tuple[Layers, ...]:
 def fits(memory: DeviceMemory, memory_bytes: float) -> bool:
     """Whether it fits into a device with this memory."""
     return memory.total_bytes <= USABLE_FRACTION * memory_bytes
+
+
+def parts_in_words(memory: DeviceMemory) -> str:
+    """What takes the memory."""
+    moving = memory.gathered_bytes + memory.transit_bytes
+    return (
+        f"{size(memory.parameter_bytes)} parameters, {size(memory.gradient_bytes)} gradients, "
+        f"{size(memory.optimizer_bytes)} optimizer state, {size(memory.activation_bytes)} activations"
+        + (f", {size(moving)} in messages and sums" if moving else "")
+    )
 
 
 def device_memory(

@@ -11,6 +11,7 @@ from paceline.plan.inputs import ForecastRequest, inside_bytes_per_s, needs_repl
 from paceline.plan.memory import (
     device_memory,
     fits,
+    parts_in_words,
     state_bytes,
     worker_memory_bytes,
     workers_on_fullest_node,
@@ -120,14 +121,10 @@ def check_fits(job: Job, model: ModelCost, num_workers: int, memory_bytes: float
     needed = _replica(job, model, num_workers)
     if fits(needed, memory_bytes):
         return
-    parts = (
-        f"{size(needed.parameter_bytes)} parameters, {size(needed.gradient_bytes)} gradients, "
-        f"{size(needed.optimizer_bytes)} optimizer state, {size(needed.activation_bytes)} activations"
-    )
     raise JobError(
-        f"This job does not fit: whole replicas need {size(needed.total_bytes)} on each worker ({parts}), where "
-        f"{size(USABLE_FRACTION * memory_bytes)} can be used; let strategy = 'auto' choose, name fsdp, pp or a mesh of "
-        "more workers, or set virtual_shards higher."
+        f"This job does not fit: whole replicas need {size(needed.total_bytes)} on each worker "
+        f"({parts_in_words(needed)}), where {size(USABLE_FRACTION * memory_bytes)} can be used; let strategy = 'auto' "
+        "choose, name fsdp, pp or a mesh of more workers, or set virtual_shards higher."
     )
 
 

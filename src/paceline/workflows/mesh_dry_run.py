@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import JobError
+from paceline.plan.memory import device_memory, parts_in_words, state_bytes
 from paceline.spec import Job, Mesh, parse_mesh
 from paceline.spec.mesh import AxisName
 from paceline.spec.mesh_name import num_named
@@ -113,7 +114,7 @@ class MeshDryRun:
             f"{self.mesh}: {self.mesh.num_workers} workers, {count} micro-batch{'es' * (count > 1)} of "
             f"{self.virtual_shard_size} a share and step",
             stages,
-            f"the fullest worker holds {size(self.memory.total_bytes)}",
+            f"the fullest worker holds {size(self.memory.total_bytes)}: {parts_in_words(self.memory)}",
             *([f"--set 'plan.cut={json.dumps(self.cuts)}'"] if self.cuts else []),
             *plan_lines,
             *(f"{axis}: a worker sends {size(num_bytes)} a step" for axis, num_bytes in self.sent_bytes.items()),
@@ -156,8 +157,6 @@ def dry_run_mesh(
             f"{resolved.virtual_shards}; "
             f"use virtual_shards = {degrees.num_assignments} or more, or fewer replicas."
         )
-    from paceline.plan.memory import device_memory, state_bytes
-
     tensor_plan: Mapping[str, str] = {}
     if degrees.tp > 1:
         from paceline.parallel.tensor_plan import tensor_plan_of

@@ -23,10 +23,7 @@ from paceline.workflows import catalog
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{
         name: getattr(paceline, name)
-        for name in (
-            *("topo", "probe", "plan", "launch", "train", "scale", "verify", "watch", "report", "doctor"),
-            "memory",
-        )
+        for name in (*("topo", "probe", "plan", "launch", "train", "scale", "verify", "watch", "report", "doctor"),)
     },
     **{f"submit {name}": getattr(paceline.submit, name) for name in ("slurm", "kubernetes")},
     **{f"checkpoint {name}": getattr(paceline.checkpoint, name) for name in ("ls", "verify", "prune", "export")},

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline
-from paceline.errors import JobError, ModelError
+from paceline.errors import ModelError
 from paceline.models import build
 from paceline.models.gpt import GPT
 from paceline.parallel.layer_costs import on_paper, trace_model
@@ -89,15 +89,9 @@ def test_a_model_that_reads_values_is_refused_in_one_sentence() -> None:
 
 def test_each_strategy_divides_what_it_says() -> None:
     settings = ["optim.momentum=0.9", "parity=numeric"]
-    found = paceline.memory("digits-lenet", 4, device_bytes=10**12, settings=settings)
-    rows = {row.strategy: row.memory for row in found.rows}
-    dp, fsdp = rows["dp"], rows["fsdp"]
-    assert dp is not None and fsdp is not None
+    dp, fsdp = (paceline.dry_run_mesh("digits-lenet", mesh, settings=settings).memory for mesh in ("dp4", "fsdp4"))
     num_bytes = 4 * sum(parameter.numel() for parameter in build("lenet").parameters())
     assert dp.parameter_bytes == dp.gradient_bytes == dp.optimizer_bytes == num_bytes
     assert fsdp.parameter_bytes == fsdp.gradient_bytes == fsdp.optimizer_bytes == num_bytes / 4
-    assert all(found.fits(row) for row in found.rows if row.memory)
-    assert {row.strategy: row.problem for row in found.rows if row.problem}.keys() == {"tp"}
-    assert paceline.memory("digits-lenet", 1, device_bytes=10**6).fits(found.rows[0]) is False
-    with pytest.raises(JobError, match="devices = 0"):
-        paceline.memory("digits-lenet", 0)
+    with pytest.raises(ModelError, match="tensor"):
+        paceline.dry_run_mesh("digits-lenet", "tp4")
