@@ -519,8 +519,7 @@ class Session:
             self.save(for_metrics=False)
             self._saver.wait()
         if self.watches_peers and self._watch is not None:
-            self.enter_together("the end of the run")
-            self._watch.abort = None  # from now on a worker may end
+            self._watch.allow_ends()
 
     def rescue(self, *, is_whole: bool) -> None:
         """After an error: save this worker's state, without the others, which may be gone, if it is the whole state.

@@ -55,6 +55,8 @@ SILENT_S = 3 * STALE_S
 """A node from which nobody has posted for so long is lost."""
 NOTICE_S = 4.0
 """The maximum wait for the loss behind an error of NCCL's, and for its abort."""
+OVER_S = 60.0
+"""How long a worker that has ended its run waits for those that are still busy in their scripts."""
 PIPE_BYTES = 1 << 16
 """The capacity of a pipe on Linux."""
 MOST_TRACEBACK_CHARACTERS = 100_000
@@ -95,6 +97,7 @@ class Watch:
         """The rank of a worker that has ended while others waited for it."""
         self._has_aborted = threading.Event()
         self._is_store_lost = False
+        self._num_ends = 0
         self._stacks = tempfile.NamedTemporaryFile(prefix="paceline-stacks-")  # noqa: SIM115 - as long as the process
         faulthandler.register(signal.SIGUSR2, self._stacks.fileno())
         address = urlsplit(facts.init_method)
@@ -102,6 +105,9 @@ class Watch:
         # A connection of its own: a client that waits keeps others waiting.
         client = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
         self._store = PrefixStore(f"paceline-watch-{env.text(env.RESTART)}", client)
+        if facts.rank == 0:  # torchrun's store outlives a restart for changed membership, whose number stays
+            for name in ("lost", "reported"):
+                self._store.delete_key(name)
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
         self._thread.start()
@@ -110,6 +116,17 @@ class Watch:
         """End the watch: this worker's run is over."""
         self._is_over.set()
         self._thread.join(STORE_TIMEOUT_S)
+
+    def allow_ends(self) -> None:
+        """From now on a worker may end: once all are here, or after a while, as one may still be busy in its script."""
+        self._num_ends += 1
+        names = [f"over-{self._num_ends}-{rank}" for rank in range(self._facts.world_size)]
+        deadline = time.monotonic() + OVER_S
+        with contextlib.suppress(RuntimeError):  # rank 0, which has the store, has ended
+            self._store.set(names[self._facts.rank], "")
+            while not self._store.check(names) and time.monotonic() < deadline and self.lost is None:
+                time.sleep(0.05)
+        self.abort = None
 
     def _run(self) -> None:
         number = 0
