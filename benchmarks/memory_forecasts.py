@@ -11,17 +11,23 @@ device with two samples, by the formulas that choose meshes, and the stages of a
 from __future__ import annotations
 
 import argparse
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate, count
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tests.kit.workers import run_ranks
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
+from paceline.dtensor_type import is_dtensor, local_shard
 from paceline.spec import Job, Mesh, ModelSpec, PipelineSpec, parse_mesh
 from paceline.spec.mesh import ScheduleName
 from paceline.spec.model_cost import DeviceMemory, ModelCost
@@ -98,6 +104,73 @@ class Held:
     """Parameters, gradients and the optimizer's numbers, after a step."""
 
 
+class LiveBytes(TorchDispatchMode):
+    """Follows the memory of all tensors that operations of this thread make, each piece of memory once.
+
+    What was there before does not count. Kernels' scratch memory is not seen, nor what a backend of collectives holds.
+    Fake tensors, which DTensor makes to know shapes, take none. Memory may be freed and taken again under a living
+    tensor, as FSDP does, so all pieces are looked at after every operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._numbers = count()
+        self._piece_at: dict[int, int] = {}
+        """The piece of memory of each living storage, by the storage's address."""
+        self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
+        self._changes: list[tuple[int, int]] = []
+        """A piece, and by how many bytes it grew, in the order of time."""
+        self._ignored: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = pytree.tree_leaves((args, kwargs))
+        if any(map(is_dtensor, given)):  # operations on their local tensors come here too
+            return NotImplemented
+        for leaf in given:
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._piece_at:
+                self._ignored.add(self._piece_of(leaf))
+        result = func(*args, **(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and not is_dtensor(leaf) and not is_fake(leaf):
+                self._piece_of(leaf)
+        for piece, reference in list(self._storages.items()):
+            storage = reference()
+            if storage is not None:
+                self._resize(piece, storage.nbytes())
+        return result
+
+    def begin(self) -> None:
+        """Forget the peak; what is alive counts on."""
+        self._changes = list(self._sizes.items())
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was alive at once since `begin`."""
+        changes = (change for piece, change in self._changes if piece not in self._ignored)
+        return max(accumulate(changes, initial=0))
+
+    def _piece_of(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address not in self._piece_at:
+            piece = self._piece_at[address] = next(self._numbers)
+            self._storages[piece] = weakref.ref(storage, lambda _: self._forget(address))
+            self._resize(piece, storage.nbytes())
+        return self._piece_at[address]
+
+    def _forget(self, address: int) -> None:
+        piece = self._piece_at.pop(address)
+        self._resize(piece, 0)
+        del self._storages[piece], self._sizes[piece]
+
+    def _resize(self, piece: int, num_bytes: int) -> None:
+        change = num_bytes - self._sizes.get(piece, 0)
+        self._sizes[piece] = num_bytes
+        if change:
+            self._changes.append((piece, change))
+
+
 def sample(case: Case, num_samples: int) -> Tensor:
     draw = torch.Generator().manual_seed(0)  # every worker must hold the same samples
     if len(case.shape) == 1:
@@ -115,18 +188,16 @@ def loss_fn(model: nn.Module, batch: Any) -> Tensor:
 
 
 def num_bytes(tensors: Any) -> int:
-    from paceline.dtensor_type import local_shard
-
     return sum(local_shard(tensor).nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def held(case: Case, column: Column, cuts: tuple[str, ...]) -> Held | str:
     """What this worker holds at most; a sentence where the model cannot be spread so."""
+
     import paceline
     from paceline import models
     from paceline.env import worker_facts
     from paceline.errors import PacelineError
-    from paceline.parallel.live_bytes import LiveBytes
     from paceline.spec import Plan
     from paceline.train.optim import build_optimizer
 
@@ -142,7 +213,7 @@ def held(case: Case, column: Column, cuts: tuple[str, ...]) -> Held | str:
     data = TensorDataset(sample(case, JOB.global_batch_size), targets(case, JOB.global_batch_size))
     spec = ModelSpec(case.model, case.options)
     try:
-        with LiveBytes(is_real=True) as live, paceline.init(JOB, plan=plan, max_steps=STEPS) as run:
+        with LiveBytes() as live, paceline.init(JOB, plan=plan, max_steps=STEPS) as run:
             model = models.build(spec)
             model, optimizer = run.prepare(model, build_optimizer(JOB.optim, model), example=data[:2][0])
             for number, batch in enumerate(run.batches(data)):

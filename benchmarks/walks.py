@@ -4,8 +4,7 @@
 
 Two workers train LeNet, and two run a script in which one raises. A file counts if one of its functions runs: for a
 job, in the launcher, and in workers until the first step; for a batch, from one step to the next; for a checkpoint,
-while it is taken and written; for a failure, in the failing worker and, from its end on, in its supervisor, and in the
-launcher from the report on.
+while it is taken and written; for a failure, in the failing worker and, from its end on, in the launcher.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def walk(file, function, event):
     if not hasattr(own, "is_writer"):
         own.is_writer = file.startswith("checkpoint/")
     steps += (file, function) == ("train/run.py", "step")
-    is_failing |= (file, function) == ("launch/worker.py", "_kill_orphans") or file == "diagnosis/report.py"
+    is_failing |= (file, function) == ("launch/supervise.py", "_note_exit")
     if IS_FAILURE:
         return "failure" if is_failing else None
     if saves or (own.is_writer and threading.current_thread() is not threading.main_thread()):

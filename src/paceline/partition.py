@@ -1,35 +1,41 @@
-"""Pipeline stages: where to cut a sequence of layers, and how many micro-batches a stage has in flight.
-
-The slowest stage sets the pace of a pipeline, so the best cut is the one whose slowest stage is fastest, among those
-whose stages fit into memory.
-"""
+"""Pipeline stages: where to cut a sequence of layers, and how many micro-batches a stage has in flight."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from paceline.errors import ModelError
 from paceline.spec.mesh import ScheduleName
-from paceline.spec.model_cost import LayerCost, Layers
 
 
-@dataclass(frozen=True)
-class StageLimits:
-    """What a cut has to respect."""
+def even_cut(work: Sequence[float], may_begin: Sequence[bool], num_stages: int) -> list[int]:
+    """The first layer of every stage, such that stages have about equally much work: each begins with the layer before
+    which there is most nearly its part of it.
 
-    memory_bytes: float = math.inf
-    """Memory for one stage: its parameters with all that is kept beside them, and activations."""
-    copies_of_parameters: float = 4.0
-    """Parameters, gradients and the optimizer's state, in parameters: 4 for Adam."""
-    micro_batches_kept: tuple[float, ...] = ()
-    """How many micro-batches' activations each stage keeps at once; empty: one."""
-    messages_kept: float = 0.0
-    """How many times each stage holds the output of the stage before it, and its own output's gradient: while they
-    arrive."""
+    Args:
+        work: of each layer, in any unit.
+        may_begin: whether a stage may begin with the layer; the first one always does.
+
+    Raises:
+        ModelError: there are too few layers.
+    """
+    places = [place for place, may in enumerate(may_begin) if place and may]
+    if len(places) < num_stages - 1:
+        raise ModelError(
+            f"A model of {len(work)} layers that can begin {len(places) + 1} stages cannot be cut into {num_stages}; "
+            "use fewer workers on the axis pp, or fewer stages per worker."
+        )
+    before = [0.0, *accumulate(work)]
+    starts = [0]
+    for stage in range(1, num_stages):
+        part = before[-1] * stage / num_stages
+        possible = [place for place in places if place > starts[-1]]
+        possible = possible[: len(possible) - (num_stages - 1 - stage)]  # the others need one each
+        starts.append(min(possible, key=lambda place: abs(before[place] - part)))
+    return starts
 
 
 def micro_batches_in_flight(
@@ -118,66 +124,3 @@ def half_passes_in_flight(
     if stages_per_worker > 1:
         return micro_batches_in_flight(num_workers, worker, num_micro_batches, schedule, stages_per_worker)
     return min(worker + 1, num_micro_batches) if worker else 0
-
-
-def split(layers: Sequence[LayerCost], starts: Sequence[int]) -> tuple[Layers, ...]:
-    """The layers of each stage, whose first layers are at `starts`."""
-    return tuple(tuple(layers[start:stop]) for start, stop in pairwise((*starts, len(layers))))
-
-
-def best_cut(layers: Sequence[LayerCost], num_stages: int, limits: StageLimits = StageLimits()) -> tuple[int, ...]:
-    """The first layer of every stage, such that the slowest stage is as fast as it can be; among equals, the cut that
-    sends least before it is slower anywhere.
-
-    Dynamic programming over (stages, layers): the best cut of the first j layers into k stages ends with a stage
-    i … j - 1 behind the best cut of the first i into k - 1. A stage that is too long or too large only becomes more so
-    with a layer more, so few are looked at: some num_layers^2 in all for layers that take equally long.
-
-    Raises:
-        ModelError: there are too few layers, or no cut keeps the limits.
-    """
-    num_layers = len(layers)
-    num_places = sum(layer.may_begin for layer in layers[1:]) + bool(layers)
-    if num_places < num_stages:
-        raise ModelError(
-            f"A model of {num_layers} layers that can begin {num_places} stages cannot be cut into {num_stages}; use "
-            "fewer workers on the axis pp, or fewer stages per worker."
-        )
-    times_s = list(accumulate((layer.time_s for layer in layers), initial=0.0))
-    parameters = list(accumulate((layer.parameter_bytes for layer in layers), initial=0.0))
-    activations = list(accumulate((layer.activation_bytes for layer in layers), initial=0.0))
-    arriving = [0.0, *(layer.output_bytes for layer in layers)]
-    kept = limits.micro_batches_kept or (1,) * num_stages
-
-    # best[j]: (time of the slowest stage, bytes sent, first layers) of the first j layers.
-    best: list[tuple[float, float, tuple[int, ...]]] = [(math.inf, 0, ())] * (num_layers + 1)
-    best[0] = (0.0, 0, ())
-    for stage in range(num_stages):
-        longer: list[tuple[float, float, tuple[int, ...]]] = [(math.inf, 0, ())] * (num_layers + 1)
-        for stop in range(stage + 1, num_layers + 1):
-            peak_bytes = 0.0  # of one micro-batch, while backward goes through the stage
-            for start in range(stop - 1, stage - 1, -1):
-                peak_bytes = layers[start].activation_bytes + max(layers[start].moment_bytes, peak_bytes)
-                time_s = times_s[stop] - times_s[start]
-                held_bytes = limits.copies_of_parameters * (parameters[stop] - parameters[start])
-                kept_bytes = activations[stop] - activations[start]
-                held_bytes += kept[stage] * kept_bytes + max(0.0, peak_bytes - kept_bytes)
-                if time_s > longer[stop][0] or held_bytes > limits.memory_bytes:
-                    break
-                slowest_s, sent_bytes, starts = best[start]
-                if math.isinf(slowest_s) or (start and not layers[start].may_begin):
-                    continue
-                messages = arriving[start] + (arriving[stop] if stop < num_layers else 0.0)
-                if held_bytes + limits.messages_kept * messages > limits.memory_bytes:
-                    continue
-                found_s = max(slowest_s, time_s)
-                sent = sent_bytes + arriving[start]
-                if (found_s, sent) <= longer[stop][:2]:
-                    longer[stop] = (found_s, sent, (*starts, start))
-        best = longer
-    if not math.isfinite(best[num_layers][0]):
-        raise ModelError(
-            f"No cut of this model into {num_stages} stages fits into {limits.memory_bytes / 2**30:.2f} GiB of memory "
-            "per stage; use more stages, smaller micro-batches (virtual_shards), activation checkpointing or sharding."
-        )
-    return best[num_layers][2]

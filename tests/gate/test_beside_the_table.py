@@ -46,9 +46,14 @@ CASES = {
     "an unused parameter that would decay": Case(
         ENGINES["dp, bitwise"], replace(_TIED, optimizer=partial(_with_momentum, weight_decay=0.1))
     ),
-    "the norm of weights in two stages": Case(ENGINES["pp, 1f1b"], replace(_TIED, clip_norm=0.1)),
+    "the norm of weights in two stages of three": Case(
+        Engine(3, {"pp": 3}, {"pipeline": {"cuts": ["second", "head"]}}), replace(_TIED, clip_norm=0.1)
+    ),
     "what goes past two stages": Case(
         ENGINES["pp, interleaved"], replace(_CLASSES, model=models.skips), num_shards=None
+    ),
+    "a stage whose layers are divided": Case(
+        Engine(4, {"pp": 2, "tp": 2}, {"tensor_plan": models.TENSOR_PLAN}), replace(_CLASSES, clip_norm=0.1)
     ),
     "outer steps by Nesterov's method": Case(
         _NESTEROV, _CLASSES, _NESTEROV, partial(SGD, lr=0.3 * 0.7, momentum=0.9, nesterov=True)

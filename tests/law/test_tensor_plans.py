@@ -95,8 +95,6 @@ def test_a_declared_plan_learns_what_one_device_learns(make: Callable[[], nn.Mod
         ({"first": "columns"}, 2, ("no style 'columns'", "'first'", "colwise")),
         ({"norm": "colwise"}, 2, ("'norm' is a Identity", "Linear")),
         ({"first": "colwise", "second": "rowwise"}, 3, ("8 out_features", "3 workers")),
-        ({"first": "colwise"}, 2, ("'first' is colwise", "colwise_gather_output")),
-        ({"second": "rowwise"}, 2, ("'second' is rowwise", "rowwise_split_input")),
         ({"": "heads(num_heads)"}, 2, ("num_heads = None",)),
     ],
 )

@@ -3,6 +3,7 @@ samples: in the first two steps, before a checkpoint and at the end of an epoch.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,27 @@ def test_a_buffer_that_begins_to_move_late_is_noticed_before_the_next_checkpoint
                 model.counts = number >= 4
                 run.step(batch, lambda model, shard: model(shard).mean())
         assert number == NUM_STEPS
+
+
+def _with_a_counter_under_pp() -> str:
+    """What a run says of a loss that grows from call to call, which the workers of a pipeline cannot know of others."""
+    calls = itertools.count()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5), nn.BatchNorm1d(2), nn.Linear(2, 1))
+    try:
+        with paceline.init(global_batch_size=8, virtual_shards=4, strategy="pp", progress=False) as run:
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), example=torch.ones(2, 2))
+            for number, batch in enumerate(run.batches(list(torch.ones(24, 2)))):
+
+                def loss_fn(model: nn.Module, shard: Any, first: int = int(number > 0)) -> Any:
+                    return model(shard).mean() + first * next(calls)
+
+                run.step(batch, loss_fn)
+    except ModelError as problem:
+        return f"step {number + 1}: {problem}"
+    return "nothing"
+
+
+def test_a_pipeline_compares_the_loss_too() -> None:
+    for said in run_ranks(_with_a_counter_under_pp, 2):
+        assert said.startswith("step 2: ") and "differs from call to call on rank" in said

@@ -194,7 +194,7 @@ ZOO: dict[str, Entry] = {
         ("input_values",),
         "skips layers at random, masks by NumPy's generator",
         leaves_parameters_unused=True,
-        is_cut="NumPy",
+        is_cut="value of a tensor",
     ),
     "torch-transformer": Entry(
         of_torch.Translator, samples.translated_text, token_loss, _TRANSLATION, "`nn.Transformer` with padding masks"

@@ -63,7 +63,7 @@ def audit(passes: Passes, step: StepInput, group: dist.ProcessGroup | None, *, h
     alone = replace(step, assignment=Assignment(sizes, ((shard, shard + 1),), rank=0), batch=batch)
     with nullcontext() if is_shared or has_samples else standing_in(passes.model):  # others may wait in its layers
         (loss,), gradients = compute_again(passes, alone, [shard], has_gradients=has_gradients and is_shared)
-    knows_first = has_samples and not (is_shared and dist.get_rank(group))
+    knows_first = has_samples and step.assignment.own[0] == shard
     numbers = [
         passes.first_loss if knows_first else math.nan,
         loss.mean.detach() if is_shared or has_samples else math.nan,

@@ -174,8 +174,7 @@ class Engine:
     def audit(self, step: StepInput) -> None:
         """Raise `ModelError` if the loss of the same samples differs between workers or from call to call, between
         `gradients` and the update; a collective (`audit.py`)."""
-        if self._runner is None:
-            audit(self.passes, step, self.layout.world, has_gradients=self.holds_all)
+        audit(self.passes, step, self.layout.world, has_gradients=self.holds_all)
 
     def gradient_norm(self) -> Tensor:
         """The norm of the whole model's gradient, a scalar; a collective if workers do not hold all of it."""

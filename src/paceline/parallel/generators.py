@@ -28,8 +28,13 @@ def seed_generators(seed: int, device: torch.device) -> None:
 
 def generator_states(device: torch.device) -> tuple[bytes, ...]:
     """The states of all generators that `seed_generators` seeds: equal where nothing was drawn in between."""
-    of_torch = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
-    return (*host_states(), *(state.numpy().tobytes() for state in of_torch))
+    return (*host_states(), *torch_states(device))
+
+
+def torch_states(device: torch.device) -> list[bytes]:
+    """The states of torch's own generators, of the host and of a GPU."""
+    states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+    return [state.numpy().tobytes() for state in states]
 
 
 def host_states() -> tuple[bytes, bytes]:
@@ -65,6 +70,10 @@ class BlockSeeds:
     def end(self) -> None:
         """Leave the generators alone from now on."""
         self._state = None
+
+    def seed_block(self, path: str) -> None:
+        """Seed the generators for a block of another worker, which is passed over here."""
+        self._hook(path)()
 
     def _hook(self, path: str) -> Callable[..., None]:
         number = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest())

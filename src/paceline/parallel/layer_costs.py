@@ -1,15 +1,13 @@
-"""What the layers of a model cost, from one forward and backward pass on the meta device: shapes without values.
+"""What the layers of a model cost, from one forward pass on the meta device: shapes without values.
 
-A layer here is a block of the model, at which a stage of a pipeline may begin. Hooks tell when the forward pass enters
-one and when backward comes to its output; what happens until the next one counts as this one's.
+A layer here is a block of the model, at which a stage of a pipeline may begin. What happens until the next one begins
+counts as this one's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -20,12 +18,16 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.containers import map_tensors, open_object, tensors
 from paceline.errors import ModelError, reason_of
+from paceline.parallel.block_calls import BlockCalls, Call, watch
 from paceline.parallel.blocks import blocks_of
-from paceline.parallel.live_bytes import LiveBytes
 from paceline.parallel.tensor_plan import tensor_plan_of
 from paceline.spec.model_cost import Activations, LayerCost, ModelCost
 
 _MOST_TENSOR_WORKERS = 64
+_REPLICATED_FRACTION = 10 / 34
+"""The fraction of a divided layer's activations that tensor groups do not divide (Korthikanti et al. 2022)."""
+_PASSES = 3
+"""Forward and backward as forward passes: backward multiplies twice for each time (Kaplan et al. 2020, section 2.1)."""
 
 
 def on_paper(build: Callable[[], nn.Module], sample: Any, num_samples: int) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -49,19 +51,24 @@ def trace_model(model: nn.Module, arguments: tuple[Any, ...], num_samples: int) 
         ModelError: the forward pass needs values of its tensors.
     """
     plan, num_slices = _tensor_plan(model)
-    tracing = _Tracing(plan)
+    calls, counts = BlockCalls(), _Counts(model)
+    for path, block in (blocks_of(model) or {"model": model}).items():
+        watch(block, path, calls)
     try:
-        output_bytes = tracing.run(model, arguments)
+        with (
+            counts.flops,
+            calls.observed_by(counts.call),
+            torch.autograd.graph.saved_tensors_hooks(counts.keep, lambda tensor: tensor),
+        ):
+            output = model(*arguments)
     except (NotImplementedError, RuntimeError) as problem:
         raise ModelError(
             f"The model cannot be tried without values: {reason_of(problem)}. Leave out the trace of the model "
             "(--trace), and name a strategy in place of auto."
         ) from problem
-    traced = tracing.layers
-    traced[-1].kept_bytes += output_bytes
-    traced[-1].moment_bytes = max(traced[-1].moment_bytes, 2 * output_bytes)
-    total_flops = sum(layer.flops for layer in traced)
-    layers = tuple(layer.cost(num_samples, total_flops, num_slices) for layer in traced)
+    counts.end(_num_bytes(output))
+    total_flops = sum(layer.flops for layer in counts.layers)
+    layers = tuple(layer.cost(num_samples, total_flops, plan, num_slices) for layer in counts.layers)
     kept = accumulate(layer.activation_bytes for layer in layers)
     return ModelCost(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -70,7 +77,7 @@ def trace_model(model: nn.Module, arguments: tuple[Any, ...], num_samples: int) 
             input_bytes=_num_bytes(arguments) / num_samples,
         ),
         layers=layers,
-        flops_per_sample=total_flops / num_samples,
+        flops_per_sample=_PASSES * total_flops / num_samples,
     )
 
 
@@ -101,20 +108,19 @@ class _Layer:
     parameter_bytes: int = 0
     largest_parameter_bytes: int = 0
     kept_bytes: int = 0
-    divided_bytes: int = 0
-    """Of `kept_bytes`: what the workers of a tensor group divide."""
-    moment_bytes: int = 0
+    largest_bytes: int = 0
+    """Of the largest tensor that is kept, or given to the layer, through which a gradient flows."""
     waiting_bytes: int = 0
     output_bytes: int = 0
-    all_reduce_bytes: list[float] = field(default_factory=list)
-    is_divided: bool = False
 
-    def cost(self, num_samples: int, total_flops: int, num_slices: int) -> LayerCost:
+    def cost(self, num_samples: int, total_flops: int, plan: Mapping[str, str], num_slices: int) -> LayerCost:
         """
         Args:
-            num_slices: of the layers that tensor parallelism divides.
+            plan: the model's tensor plan, of which each module sums once, forward or backward.
+            num_slices: of the layers that it divides.
         """
-        num_all_reduces = len(self.all_reduce_bytes)
+        styles = [style for name, style in plan.items() if f"{name}.".startswith(f"{self.name}.")]
+        is_divided = "colwise" in styles
         return LayerCost(
             name=self.name,
             time_s=self.flops / (total_flops or 1),
@@ -122,137 +128,74 @@ class _Layer:
             activation_bytes=self.kept_bytes / num_samples,
             output_bytes=self.output_bytes / num_samples,
             may_begin=self.may_begin,
-            num_tensor_slices=num_slices if self.is_divided else 1,
-            num_all_reduces=num_all_reduces,
-            all_reduce_bytes=sum(self.all_reduce_bytes) / num_samples / (num_all_reduces or 1),
-            replicated_fraction=1.0 - self.divided_bytes / (self.kept_bytes or 1),
-            moment_bytes=self.moment_bytes / num_samples,
+            num_tensor_slices=num_slices if styles else 1,
+            num_all_reduces=sum(not style.startswith("heads") for style in styles),
+            all_reduce_bytes=self.output_bytes / num_samples,
+            replicated_fraction=_REPLICATED_FRACTION if is_divided else 1.0,
+            # The gradients of the output and of the largest tensor inside: others come when these have gone.
+            moment_bytes=(self.output_bytes + self.largest_bytes) / num_samples,
             waiting_bytes=self.waiting_bytes / num_samples,
             largest_parameter_bytes=self.largest_parameter_bytes,
         )
 
 
-class _Tracing:
-    """One forward and backward pass of a model."""
+class _Counts:
+    """What one forward pass of a model shows of its layers."""
 
-    def __init__(self, plan: Mapping[str, str]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.layers = [_Layer()]
         """In the order of their calls."""
-        self._plan = plan
-        self._layer = self.layers[0]
-        """Where the pass is."""
-        self._flops = FlopCounterMode(display=False)
+        self.flops = FlopCounterMode(display=False)
         self._counted_flops = 0
-        self._live = LiveBytes()
-        self._reached: list[tuple[_Layer, int, int]] = []
-        """Each layer that backward came to, the bytes of that gradient, and when."""
-        self._counted_parameters: set[nn.Parameter] = set()
         self._kept: dict[int, UntypedStorage] = {}
         """By their ids; alive, or another storage might get the id."""
-        self._whole: dict[int, UntypedStorage] = {}
-        """Of those: what enters the divided region, in which only part of what is kept stays on a worker."""
-        self._is_divided_here = False
-
-    def run(self, model: nn.Module, arguments: tuple[Any, ...]) -> int:
-        """Returns the bytes of the model's output."""
         for tensor in (*model.parameters(), *model.buffers()):
             self._kept[id(tensor.untyped_storage())] = tensor.untyped_storage()  # in memory anyway
-        with ExitStack() as stack:
-            for hook in self._hooks(model):
-                stack.callback(hook.remove)
-            stack.enter_context(self._live)
-            stack.enter_context(self._flops)
-            with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
-                output = model(*arguments)
-            output_bytes = _num_bytes(output)
-            # The gradients of outputs are made within backward, and freed as soon as they have been used.
-            totals = [(leaf * 1).sum() for leaf in tensors(output, open_object) if leaf.requires_grad]
-            del output
-            self._kept.clear()  # would be alive until the end of backward
-            self._whole.clear()
-            self._count_flops()
-            self._live.begin()
-            if totals:
-                torch.autograd.backward(totals)
-            self._count_flops()
-        starts = [start for _, _, start in self._reached]
-        for (layer, gradient_bytes, _), (before, peak) in zip(self._reached, self._live.peaks(starts), strict=True):
-            layer.moment_bytes = max(layer.moment_bytes, peak - before + gradient_bytes)
-        return output_bytes
-
-    def _hooks(self, model: nn.Module) -> Iterator[Any]:
-        for path, block in (blocks_of(model) or {"model": model}).items():
-            yield block.register_forward_pre_hook(partial(self._enter, path))
-            yield block.register_forward_hook(self._leave)
-        for name, module in model.named_modules():
+        self._counted_parameters: set[nn.Parameter] = set()
+        for module in model.modules():
             if any(True for _ in module.parameters(recurse=False)):
-                yield module.register_forward_pre_hook(self._count_parameters)
-                yield module.register_forward_hook(self._count_waiting)
-            if name in self._plan:
-                yield module.register_forward_hook(partial(self._divide, self._plan[name]))
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                yield parameter.register_post_accumulate_grad_hook(self._forget_gradient)
+                module.register_forward_hook(self._count_module)
 
-    def _enter(self, name: str, _module: nn.Module, _arguments: Any) -> None:
+    def call(self, path: str, block: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A block's forward pass: what happens from here on is its layer's."""
         self._count_flops()
-        may_begin = all(layer.name != name for layer in self.layers)  # a pipeline cuts before the first call
+        may_begin = all(layer.name != path for layer in self.layers)  # a pipeline cuts before the first call
         if self.layers[0].name:
-            self._layer = _Layer()
-            self.layers.append(self._layer)
-        self._layer.name, self._layer.may_begin = name, may_begin
+            self.layers.append(_Layer())
+        layer = self.layers[-1]
+        layer.name, layer.may_begin = path, may_begin
+        given = (one.nbytes for one in tensors((args, kwargs), open_object) if one.requires_grad)
+        layer.largest_bytes = max(given, default=0)
+        output = block(*args, **kwargs)
+        layer.output_bytes = _num_bytes(output)
+        return output
 
-    def _leave(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
-        self._layer.output_bytes = _num_bytes(output)
-        for tensor in tensors(output, open_object):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._reach, self._layer))
-
-    def _reach(self, layer: _Layer, gradient: Tensor) -> None:
+    def end(self, output_bytes: int) -> None:
+        """After the pass: the loss keeps as much as the model's output."""
         self._count_flops()
-        self._layer = layer
-        self._reached.append((layer, gradient.nbytes, self._live.num_changes))
+        last = self.layers[-1]
+        last.kept_bytes += output_bytes
+        last.largest_bytes = max(last.largest_bytes, output_bytes)
 
-    def _count_flops(self) -> None:
-        total = self._flops.get_total_flops()
-        self._layer.flops += total - self._counted_flops
-        self._counted_flops = total
-
-    def _count_parameters(self, module: nn.Module, _arguments: Any) -> None:
-        for parameter in module.parameters(recurse=False):
-            if parameter not in self._counted_parameters:
-                self._counted_parameters.add(parameter)
-                self._layer.parameter_bytes += parameter.nbytes
-                self._layer.largest_parameter_bytes = max(self._layer.largest_parameter_bytes, parameter.nbytes)
-
-    def _count_waiting(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
-        # Where a schedule computes the gradients of parameters later, those of the outputs wait for it.
-        self._layer.waiting_bytes += _num_bytes(output)
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
+    def keep(self, tensor: Tensor) -> Tensor:
+        """A tensor is kept for backward."""
+        storage, layer = tensor.untyped_storage(), self.layers[-1]
         if id(storage) not in self._kept:
             self._kept[id(storage)] = storage
-            self._layer.kept_bytes += storage.nbytes()
-            if self._is_divided_here and id(storage) not in self._whole:
-                self._layer.divided_bytes += storage.nbytes()
+            layer.kept_bytes += storage.nbytes()
+            layer.largest_bytes = max(layer.largest_bytes, storage.nbytes())
         return tensor
 
-    def _divide(self, style: str, _module: nn.Module, arguments: Any, output: Any) -> None:
-        """What a tensor group divides and sums behind a module of its plan. A gather is half a sum."""
-        layer, sums = self._layer, self._layer.all_reduce_bytes
-        (given,) = tensors(arguments, open_object)
-        gradient_bytes = given.nbytes * given.requires_grad
-        if style.startswith("colwise"):
-            sums += [gradient_bytes] * bool(gradient_bytes)
-            sums += [output.nbytes / 2] * (style == "colwise_gather_output")
-            self._whole[id(given.untyped_storage())] = given.untyped_storage()
-        elif "rowwise" in style:
-            sums += [output.nbytes] + [gradient_bytes / 2] * (style == "rowwise_split_input" and bool(gradient_bytes))
-        layer.is_divided = True
-        if style in ("colwise", "rowwise"):
-            self._is_divided_here = style == "colwise"
+    def _count_flops(self) -> None:
+        total = self.flops.get_total_flops()
+        self.layers[-1].flops += total - self._counted_flops
+        self._counted_flops = total
 
-    def _forget_gradient(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self._live.ignore(parameter.grad)
+    def _count_module(self, module: nn.Module, _arguments: Any, output: Any) -> None:
+        layer = self.layers[-1]
+        # Where a schedule computes the gradients of parameters later, those of the outputs wait for it.
+        layer.waiting_bytes += _num_bytes(output)
+        for parameter in set(module.parameters(recurse=False)) - self._counted_parameters:
+            self._counted_parameters.add(parameter)
+            layer.parameter_bytes += parameter.nbytes
+            layer.largest_parameter_bytes = max(layer.largest_parameter_bytes, parameter.nbytes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -31,12 +32,10 @@ class MicroBatch:
     """Calls the user's loss function with the model it is given, on these samples: their loss, weighted."""
     form: Hashable = None
     """The shapes and types of the samples."""
-    before_forward: Callable[[], None] = lambda: None
-    """Called before the forward pass of every stage: seeds generators."""
+    forward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Around the forward pass of every stage: seeds generators, and notes what the pass made of buffers."""
     before_backward: Callable[[], None] = lambda: None
     """Called before the backward pass of every stage, in which layers may be computed again."""
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Around the forward pass of every stage: autocast."""
     scale: Callable[[Tensor], Tensor] = lambda loss: loss
     """Applies the loss scale just before backward."""
     after_backward: Callable[[nn.Module], object] = lambda _stage: None
@@ -53,6 +52,8 @@ class PipelineRunner:
     def run(self, step: StepInput, passes: Passes, reducer: Reducer) -> None:
         """The step's shards forward and backward, and stand-ins where others have more; a collective."""
         step = replace(step, reads_again=True)  # every stage calls the loss function
+        self._pipeline.seed_block = passes.seeds.seed_block
+        passes.first_loss = passes.like + math.nan  # unless the last stage is here
         if isinstance(reducer, FixedOrderSum):
             num_stages = len(self._pipeline.stages)
             shards = [_Shard(passes, step, one, num_stages, reducer) for one in range(*step.assignment.own)]
@@ -86,22 +87,23 @@ def _micro_batch(passes: Passes, step: StepInput, shard: int, take_loss: Callabl
     """
 
     @contextmanager
-    def within() -> Iterator[None]:
-        with step.within():
-            yield
+    def forward() -> Iterator[None]:
+        passes.enter(step, shard)
+        yield
         passes.leave(step, shard)
 
     def loss_of(model: nn.Module) -> Tensor:
         loss = passes.read(step, model, shard)
         take_loss(loss)
+        if shard == step.assignment.own[0]:
+            passes.first_loss = loss.mean.detach()
         return loss.weighted
 
     return MicroBatch(
         loss_of=loss_of,
         form=_form(step, step.content(shard)),
-        before_forward=lambda: passes.enter(step, shard),
+        forward=forward,
         before_backward=lambda: passes.seeds.begin_shard(step.shard_seed(shard)),
-        within=within,
         scale=step.scale,
     )
 
@@ -112,16 +114,10 @@ def _form(step: StepInput, content: Any) -> Hashable:
 
 def _nothing(passes: Passes, step: StepInput) -> MicroBatch:
     """A micro-batch that counts for nothing, for a worker that has to go through collectives with others."""
-
-    @contextmanager
-    def within() -> Iterator[None]:
-        with step.within(), standing_in(passes.model):
-            yield
-
     return MicroBatch(
         loss_of=lambda model: passes.loss_of_nothing(step, model).weighted,
         form=("nothing", _form(step, step.batch.shards[0])),
-        within=within,
+        forward=lambda: standing_in(passes.model),
         scale=step.scale,
     )
 
@@ -136,11 +132,11 @@ class _Shard:
         self._moves = passes.like.new_zeros(passes.buffers.num_sums)
         self._gradients: list[Tensor | None] = []
         self._inner = _micro_batch(passes, step, number, lambda loss: self._losses.append(loss.sums))
-        self.micro_batch = replace(self._inner, within=self._within, after_backward=self._after_backward)
+        self.micro_batch = replace(self._inner, forward=self._forward, after_backward=self._after_backward)
 
     @contextmanager
-    def _within(self) -> Iterator[None]:
-        with self._inner.within():
+    def _forward(self) -> Iterator[None]:
+        with self._inner.forward():
             yield
         moves = self._passes.buffers.take_moves(self._moves)  # of other stages' layers nothing
         self._moves += torch.cat(moves) if moves else 0

@@ -14,14 +14,15 @@ from paceline.errors import JobError, ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.assignment import Assignment
 from paceline.parallel.axes import Axes, open_axes
+from paceline.parallel.block_calls import ModelCall
 from paceline.parallel.dtensor import full_tensor, is_sharded, reshard, shard_like
 from paceline.parallel.engine import Runner
 from paceline.parallel.gradient_norms import squared_norm
 from paceline.parallel.initial_weights import align, initial_weights
 from paceline.parallel.layout import Whole, statistics_dtype, sum_over
 from paceline.parallel.micro_batches import PipelineRunner
-from paceline.parallel.model_graph import ModelCall
 from paceline.parallel.sharded import recompute, shard, sharded_modules
+from paceline.parallel.stage_modules import Absent
 from paceline.parallel.tensor_plan import TensorPlan, apply_tensor_plan, described, tensor_plan_of
 from paceline.spec import Job, Plan
 
@@ -218,8 +219,8 @@ def spread(
     axes = open_axes(plan.mesh, device, world)
     zero = torch.zeros((), dtype=statistics_dtype(model), device=device)
     weights = initial_weights(model, world)
-    pipeline = None if axes.pp is None else _cut(model, job, plan, axes, axes.pp, device, example)
     tensor_plan = tensor_plan_of(model, plan.tensor_plan, axes.mesh.tp) if axes.mesh.tp > 1 else {}
+    pipeline = None if axes.pp is None else _cut(model, job, plan, axes, axes.pp, device, example)
     notes = [] if pipeline is None else list(pipeline.notes)
     notes += [f"tensor plan: {described(tensor_plan)}"] if tensor_plan else []
     for stage in [model] if pipeline is None else pipeline.stages:
@@ -272,10 +273,9 @@ def _shard(
     """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""
     mesh = axes.mesh
     if tensor_plan:
-        here = dict(stage.named_modules()).keys() & tensor_plan.keys()
-        apply_tensor_plan(
-            stage, axes.device_mesh["tp"], {name: tensor_plan[name] for name in tensor_plan if name in here}
-        )
+        here = {name for name, module in stage.named_modules() if not isinstance(module, Absent)}
+        own = {name: style for name, style in tensor_plan.items() if name in here}
+        apply_tensor_plan(stage, axes.device_mesh["tp"], own)
     if plan.recompute:
         recompute(stage)
     if mesh.fsdp > 1:

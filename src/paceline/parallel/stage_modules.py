@@ -1,219 +1,368 @@
-"""The stages of a model as modules, and what scripts are given in place of the model, of which no worker has all."""
+"""The stages of a model: each runs the model's own forward method, in which the blocks of other stages are absent."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
+from paceline.containers import open_object, tensors
 from paceline.errors import ModelError
-from paceline.parallel.model_graph import Cut
+from paceline.parallel.block_calls import (
+    BlockCall,
+    BlockCalls,
+    Call,
+    Draw,
+    Form,
+    ModelCall,
+    Output,
+    Returned,
+    Skeleton,
+    Source,
+    Trace,
+    copy_of_modules,
+)
+from paceline.parallel.blocks import blocks_of
 
 
-class Stage(nn.Module):
-    """Consecutive blocks of a model, and the parameters that operations between them use, under their names in it."""
+@dataclass(frozen=True)
+class CutTrace:
+    """A forward pass of a model that is cut into stages."""
 
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
-        super().__init__()
-        self._functions: dict[Hashable, Callable[..., list[Tensor]]] = {}
-        """What the stage computes, for each form of the model's arguments."""
-        for name in sorted(names, key=lambda name: name.count(".")):
-            self.attach(model, name)
+    calls: Sequence[BlockCall]
+    returned: Returned
+    """What the model returns."""
+    stage_of: Sequence[int]
+    """The stage of each call."""
+    needs: Sequence[tuple[int, frozenset[Source]]]
+    """What each call, and at last the model's output, needs; behind the number of its stage."""
+    crossing: Sequence[Sequence[Output]]
+    """What has to be sent from each stage to the next: outputs of its blocks, and of those before it."""
 
-    def attach(self, model: nn.Module, name: str) -> None:
-        """Hold a module, parameter or buffer of the model."""
-        *path, last = name.split(".")
-        owner: nn.Module = self
-        original = model
-        for part in path:
-            original = getattr(original, part)
-            if part not in owner._modules:
-                kind = type(original)
-                # A list of modules stays one: sharding and activation checkpointing look for lists of layers.
-                owner.add_module(part, kind() if kind in (nn.Sequential, nn.ModuleList, nn.ModuleDict) else nn.Module())
-            owner = getattr(owner, part)
-        value = getattr(original, last)
-        if isinstance(value, nn.Module):
-            owner.add_module(last, value)
-        elif isinstance(value, nn.Parameter):
-            owner.register_parameter(last, value)
-        else:
-            owner.register_buffer(last, value, persistent=last not in original._non_persistent_buffers_set)
-
-    def add(self, form: Hashable, cut: Cut) -> None:
-        """Take what the stage computes for a form of the model's arguments.
+    @classmethod
+    def of(cls, trace: Trace, starts: Sequence[str]) -> Self:
+        """
+        Args:
+            starts: the blocks whose first calls begin the stages, but for the first one.
 
         Raises:
-            ModelError: another stage has what it would need.
+            ModelError: the model does not call these blocks in this order, or a later stage would draw other numbers.
         """
-        for name in cut.used:
-            try:
-                operator.attrgetter(name)(self)
-            except AttributeError:
+        stage_of: list[int] = []
+        waiting = list(starts)
+        for call in trace.calls:
+            if waiting and call.path == waiting[0]:
+                del waiting[0]
+            stage_of.append(len(starts) - len(waiting))
+        if waiting:
+            raise ModelError(
+                f"The model does not call {', '.join(starts)} in this order, so no stages can begin with them; choose "
+                "other blocks (pipeline.cuts)."
+            )
+        needs = [*zip(stage_of, (call.needs for call in trace.calls), strict=True), (len(starts), trace.needs)]
+        last_use: dict[Output, int] = {}
+        for stage, source in ((stage, source) for stage, sources in needs for source in sources):
+            if isinstance(source, Output):
+                last_use[source] = max(last_use.get(source, 0), stage)
+            elif isinstance(source, Draw) and stage_of[source.call] < stage and trace.calls[source.call].draws:
                 raise ModelError(
-                    f"A call of the model uses '{name}' in another stage than in training, or in evaluation alone; cut "
-                    "the model elsewhere (pipeline.cuts), or choose another strategy."
-                ) from None
-        self._functions[form] = cut.function
+                    f"The model draws random numbers behind '{trace.calls[source.call].path}', outside of its blocks, "
+                    "and uses them in another stage; draw them in a module of their own, such as nn.Dropout, or cut "
+                    "elsewhere (pipeline.cuts)."
+                )
+        crossing = [
+            [output for output, last in sorted(last_use.items()) if stage_of[output.call] <= stage < last]
+            for stage in range(len(starts))
+        ]
+        return cls(trace.calls, trace.returned, stage_of, needs, crossing)
 
-    def forward(self, form: Hashable, *given: Tensor) -> list[Tensor]:
-        return self._functions[form](self, *given)
+    def form_of(self, output: Output) -> Form:
+        return self.calls[output.call].returned.forms[output.place]
 
+    def paths(self, stage: int) -> set[str]:
+        """The blocks that a stage calls."""
+        return {call.path for call, own in zip(self.calls, self.stage_of, strict=True) if own == stage}
 
-def stages_of(model: nn.Module, used: Sequence[Sequence[str]]) -> list[Stage]:
-    """The stages; the first one holds what no stage uses, too."""
-    stages = [Stage(model, names) for names in used]
-    held = {name for stage in stages for name in _tensor_names(stage)}
-    for name in _tensor_names(model):
-        if name not in held:
-            stages[0].attach(model, name)
-    return stages
+    def parameters(self, stage: int) -> set[str]:
+        """The names of the parameters that a stage uses between blocks."""
+        return {source for own, needs in self.needs if own == stage for source in needs if isinstance(source, str)}
 
-
-def _tensor_names(model: nn.Module) -> list[str]:
-    """All names of parameters and buffers."""
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return [name for name, _ in tensors]
-
-
-def free_other_layers(model: nn.Module, stages: Sequence[Stage]) -> None:
-    """Free the parameters of `model` that are in none of this worker's stages: they become scalars, expanded to their
-    shapes."""
-    own = {module for stage in stages for module in stage.modules()}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and module not in own:
-                nothing = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-                module._parameters[name] = nn.Parameter(nothing, requires_grad=False)
+    def can_split(self, stage: int) -> bool:
+        """Whether all that leaves a stage follows from what arrives: torch finds the gradients of other parameters only
+        where it computes those of inputs and of parameters at once."""
+        if stage == 0:
+            return True
+        follows: set[Source] = set(self.crossing[stage - 1])
+        for number, (own, needs) in enumerate(self.needs[:-1]):
+            if own == stage and not follows.isdisjoint(needs):
+                follows |= {Output(number, place) for place in range(len(self.calls[number].returned.forms))}
+        leaving = self.crossing[stage] if stage < len(self.crossing) else self.needs[-1][1]
+        return follows.issuperset(one for one in leaving if isinstance(one, Output))
 
 
-def _in_parts(what: str) -> ModelError:
-    return ModelError(
-        f"The loss function uses {what}, of which a worker of a pipeline has a part: call the model itself (an L2 "
-        "penalty is the optimizer's weight_decay), or choose another strategy."
-    )
+class _StageDoneError(BaseException):
+    """The first block of the next stage is called; not an Exception, which a model might catch."""
 
 
-class StandIn(nn.Module):
-    """What a loss function is given in place of the model."""
+class StagePass:
+    """A forward pass of one stage: answers the calls of the model's blocks."""
 
     def __init__(
-        self, skeleton: nn.Module, training: bool, answer: Callable[[tuple[Any, ...], dict[str, Any]], Any]
+        self,
+        call: ModelCall,
+        cut: CutTrace,
+        stage: int,
+        device: torch.device,
+        *,
+        leave: Callable[[Output, Tensor], Tensor],
+        seed_block: Callable[[str], None],
     ) -> None:
         """
         Args:
-            skeleton: has the attributes of the model, such as its configuration.
-            answer: called with the arguments of the model.
+            call: of the model.
+            leave: called with what leaves the stage as soon as it is there, which is then what it returns.
+            seed_block: called with the path of a block of an earlier stage where that is called.
+        """
+        self._call, self._cut, self._stage, self._device = call, cut, stage, device
+        self._leave, self._seed_block = leave, seed_block
+        self._is_trained = torch.is_grad_enabled()
+        self._is_last = stage == len(cut.crossing)
+        self._leaving: set[Output] = set() if self._is_last else set(cut.crossing[stage])
+        self._arrived: dict[Output, Tensor] = {}
+        self._left: dict[Output, Tensor] = {}
+        self._number = -1
+
+    def run(self, calls: BlockCalls, forward: Callable[..., Any], arrived: Sequence[Tensor]) -> Any:
+        """
+        Args:
+            forward: the model's method.
+            arrived: what the stage before has sent.
+
+        Returns:
+            What the model returns, from the last stage; from others a list of what leaves.
+        """
+        self._number = -1
+        self._arrived = dict(zip(self._cut.crossing[self._stage - 1], arrived, strict=True)) if self._stage else {}
+        self._left = {output: self._leave(output, self._arrived[output]) for output in self._leaving & {*self._arrived}}
+        try:
+            with calls.observed_by(self._answer):
+                returned = forward(*self._call.args, **self._call.kwargs)
+        except _StageDoneError:
+            return [self._left[output] for output in self._cut.crossing[self._stage]]
+        if not self._is_last or self._number + 1 < len(self._cut.calls):
+            raise self._other_order()
+        return returned
+
+    def _answer(self, path: str, block: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._number += 1
+        number = self._number
+        if number >= len(self._cut.calls) or self._cut.calls[number].path != path:
+            raise self._other_order()
+        own, returned = self._cut.stage_of[number], self._cut.calls[number].returned
+        if own > self._stage:
+            raise _StageDoneError
+        outputs = [Output(number, place) for place in range(len(returned.forms))]
+        if own < self._stage:
+            self._seed_block(path)
+            return returned.filled([self._value(one, form) for one, form in zip(outputs, returned.forms, strict=True)])
+        if self._is_trained and self._cut.calls[number].is_trained and not torch.is_grad_enabled():
+            raise ModelError(
+                f"'{path}' has trained parameters and is called without gradients: freeze them "
+                "(requires_grad_(False)), and checkpoint activations by checkpoint(..., use_reentrant=False)."
+            )
+        value = block(*args, **kwargs)
+        for output, form, leaf in zip(outputs, returned.forms, tensors(value, open_object), strict=True):
+            if leaf.shape != form.shape or leaf.dtype != form.dtype:
+                raise ModelError(
+                    f"'{path}' returns {leaf.dtype} of shape {tuple(leaf.shape)}, and {form.dtype} of shape "
+                    f"{tuple(form.shape)} for weights that are zeros; in a pipeline shapes may not follow from values."
+                )
+            if output in self._leaving:
+                self._left[output] = self._leave(output, leaf)
+        return value
+
+    def _value(self, output: Output, form: Form) -> Tensor:
+        """What an earlier stage has sent, or zeros in place of what nothing in this stage or a later one needs."""
+        arrived = self._arrived.get(output)
+        return torch.zeros(form.shape, dtype=form.dtype, device=self._device) if arrived is None else arrived
+
+    def _other_order(self) -> ModelError:
+        return ModelError(
+            "The model calls its blocks in another order than in a pass before with inputs of the same shapes; in a "
+            "pipeline it has to be the same: choose another strategy."
+        )
+
+
+class Absent(nn.Module):
+    """Stands where a block of another stage is in the model."""
+
+    def __init__(self, path: str, skeleton: nn.Module, calls: BlockCalls) -> None:
+        """
+        Args:
+            skeleton: has the block's attributes, such as its configuration.
         """
         super().__init__()
-        self.training = training
-        self._skeleton = (skeleton,)
-        self._answer = answer
-        self._was_called = False
+        self._block = path, skeleton, calls
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._was_called:
-            raise ModelError(
-                "The loss function calls the model twice; in a pipeline it can do so once: put both halves into one "
-                "batch, or choose another strategy."
-            )
-        self._was_called = True
-        return self._answer(args, kwargs)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        path, _, calls = self._block
+        return calls.call(path, self.forward, args, kwargs)
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise ModelError(
+            f"'{self._block[0]}' is used in another stage than in training, or in evaluation alone; cut the model "
+            "elsewhere (pipeline.cuts), or choose another strategy."
+        )
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            value = getattr(self.__dict__["_skeleton"][0], name)
-            if callable(value) or isinstance(value, Tensor):
-                raise _in_parts(f"model.{name}") from None
-            return value
+            return getattr(vars(self)["_block"][1], name)
 
-    # What would look for layers and parameters would find none, and a penalty on them be 0.
-
-    def named_modules(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise _in_parts("the model's modules or parameters")
-
-    def named_children(self) -> NoReturn:
-        raise _in_parts("the model's modules")
-
-    def state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise _in_parts("model.state_dict()")
-
-    def __getitem__(self, index: Any) -> NoReturn:
-        raise _in_parts(f"model[{index!r}]")
-
-    def train(self, mode: bool = True) -> Self:
-        self.training = mode
-        return self
+    def hold(self, name: str, parameter: nn.Parameter) -> None:
+        """Have a parameter of the block, which the model uses outside of it."""
+        first, _, rest = name.partition(".")
+        if not rest:
+            self.register_parameter(first, parameter)
+            return
+        path, skeleton, calls = self._block
+        if first not in dict(self.named_children()):
+            self.add_module(first, Absent(f"{path}.{first}", getattr(skeleton, first), calls))
+        self.get_submodule(first).hold(rest, parameter)  # type: ignore[operator]
 
 
-class _NotHereError(ModelError, AttributeError):
+def stage_module(
+    model: nn.Module, skeleton: Skeleton, paths: Collection[str], parameters: Collection[str], calls: BlockCalls
+) -> nn.Module:
+    """A stage as a copy of the model with the same blocks and parameters, under their names; of others it has none.
+
+    Its forward method is called with a `StagePass` and what arrives.
+
+    Args:
+        paths, parameters: the stage's blocks, and what else it holds.
+    """
+    blocks = blocks_of(model)
+    absent = {path: Absent(path, block, calls) for path, block in skeleton.blocks.items() if path not in paths}
+    held = {model.get_parameter(name) for name in parameters}
+    held |= {parameter for path in paths for parameter in blocks[path].parameters()}
+    replaced: dict[int, Any] = {id(one): one for one in (*model.parameters(), *model.buffers())}
+    replaced |= {id(block): absent.get(path, block) for path, block in blocks.items()}
+    stage = copy_of_modules(model, replaced)
+    for module in set(stage.modules()) - {module for path in paths for module in blocks[path].modules()}:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in held:
+                delattr(module, name)
+                setattr(module, name, _nothing_like(parameter, skeleton.device))
+    for path, name in ((path, name) for path in absent for name in parameters if name.startswith(f"{path}.")):
+        absent[path].hold(name.removeprefix(f"{path}."), model.get_parameter(name))
+    forward = stage.forward
+    stage.forward = lambda stage_pass, *arrived: stage_pass.run(calls, forward, arrived)
+    return stage
+
+
+def _nothing_like(parameter: Tensor, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+
+
+def free_others(model: nn.Module, held: Collection[nn.Parameter]) -> None:
+    """Free the parameters of `model` that are in none of this worker's stages."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in held:
+                setattr(module, name, nn.Parameter(_nothing_like(parameter, parameter.device), requires_grad=False))
+
+
+# --- what scripts are given in place of the model, of which no worker has all ---
+
+
+class _InPartsError(ModelError, AttributeError):
     """The whole model has this attribute, its stages do not; an `AttributeError`, so that `hasattr` is False."""
 
 
-def _not_here(used: str) -> str:
-    return (
-        f"The script uses {used}, and a worker of a pipeline has some layers of the model only; reach into it before "
-        "run.prepare, take run.whole_state() for its weights, or choose another strategy."
+def _in_parts(used: str) -> _InPartsError:
+    return _InPartsError(
+        f"The script uses {used}, of which a worker of a pipeline has a part. Let a loss function call the model "
+        "itself (an L2 penalty is the optimizer's weight_decay); elsewhere reach into it before run.prepare, take "
+        "run.whole_state() for its weights, or choose another strategy."
     )
+
+
+Answer = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+"""What a call of the model returns, from its positional and keyword arguments."""
 
 
 class Stages(nn.Module):
     """The stages of one worker as one module, with the names of the whole model.
 
     Called, it is the whole model, for evaluation: a collective of all workers of the pipeline, each of which gets the
-    output.
+    output. A loss function that calls it gets an answer of the stage that computes.
     """
 
-    def __init__(self, stages: Sequence[Stage], whole: Any, attributes: Container[str]) -> None:
+    def __init__(self, stages: Sequence[nn.Module], whole: Answer, skeleton: nn.Module) -> None:
         """
         Args:
             whole: computes the whole model.
-            attributes: names of attributes of the whole model that stages lack.
+            skeleton: has the attributes of the model, such as its configuration.
         """
         super().__init__()
         self._own_stages = nn.ModuleList(stages)
         self._whole = whole
-        self._attributes = attributes
+        self._skeleton = (skeleton,)
+        self._answers: list[Answer] | None = None
+        """What is left of them to a loss function; None: none runs."""
+
+    @contextmanager
+    def answering(self, answer: Answer) -> Iterator[None]:
+        """A context in which a loss function may call the model once, and may not look into it."""
+        self._answers = [answer]
+        try:
+            yield
+        finally:
+            self._answers = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._whole(*args, **kwargs)
+        if self._answers is None:
+            return self._whole(args, kwargs)
+        if not self._answers:
+            raise ModelError(
+                "The loss function calls the model twice; in a pipeline it can do so once: put both halves into one "
+                "batch, or choose another strategy."
+            )
+        return self._answers.pop()(args, kwargs)
 
     def __getitem__(self, index: Any) -> NoReturn:
-        raise ModelError(_not_here(f"model[{index!r}]"))
+        raise _in_parts(f"model[{index!r}]")
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in vars(self).get("_attributes", ()):
-                raise _NotHereError(_not_here(f"model.{name}")) from None
-            raise
+            value = getattr(vars(self)["_skeleton"][0], name)
+            if callable(value) or isinstance(value, Tensor):
+                raise _in_parts(f"model.{name}") from None
+            return value
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
+        if self._answers is not None:  # a penalty on parameters would be one on a part of them
+            raise _in_parts("the model's modules or parameters")
         memo = set() if memo is None else memo
         yield prefix, self
         for stage in self._own_stages:
             yield from stage.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        if self._answers is not None:
+            raise _in_parts("model.state_dict()")
         for stage in self._own_stages:
             destination = stage.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         return destination
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """`nn.Module.load_state_dict` of the whole model's state, of which the stage takes its own part."""
-        own = set(self.state_dict())
-        missing = sorted(own - state_dict.keys())
-        unexpected = sorted(state_dict.keys() - own)
-        if strict and (missing or unexpected):
-            raise RuntimeError(f"this worker's stages miss {missing} in the state, and have no {unexpected}")
-        for stage in self._own_stages:
-            stage.load_state_dict(state_dict, strict=False, assign=assign)
-        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+    def load_state_dict(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        raise _in_parts("model.load_state_dict()")

@@ -1,17 +1,17 @@
 """The axis pp: a model cut into stages, by torch.distributed.pipelining (Huang et al. 2019, Narayanan et al. 2021).
 
-`model_graph.py` cuts the model. Torch's schedules say which stage computes which micro-batch when, and send what
-crosses the cuts. A micro-batch is a virtual shard. Every worker calls the loss function for it, with a stand-in for the
-model: where that is called the stage computes, and only on the last stage does the loss function go on from there.
+Every stage runs the model's own forward method, in which the blocks of other stages are absent (`stage_modules.py`).
+Torch's schedules say which stage computes which micro-batch when, and send what crosses the cuts. A micro-batch is a
+virtual shard. Every worker calls the loss function for it: where that calls the model the stage computes, and only on
+the last stage does the loss function go on from there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -24,96 +24,17 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
+from paceline.containers import open_object, tensors
 from paceline.dtensor_type import local_shard
 from paceline.errors import JobError, ModelError
+from paceline.parallel.block_calls import BlockCalls, Form, ModelCall, Output, Skeleton, Trace, watch
 from paceline.parallel.blocks import blocks_of
-from paceline.parallel.model_graph import Arguments, BlockCall, Cut, ModelCall, Skeleton, put_together
-from paceline.parallel.stage_modules import Stage, Stages, StandIn, free_other_layers, stages_of
-from paceline.partition import best_cut
+from paceline.parallel.stage_modules import CutTrace, StagePass, Stages, free_others, stage_module
+from paceline.partition import even_cut
 from paceline.spec import PipelineSpec
-from paceline.spec.model_cost import LayerCost
 
 if TYPE_CHECKING:
     from paceline.parallel.micro_batches import MicroBatch
-
-
-@dataclass(frozen=True)
-class _Form:
-    """All that decides what stages compute; equal on all workers."""
-
-    arguments: Hashable
-    training: bool
-
-
-@dataclass(frozen=True)
-class _Size:
-    """All that the shapes and types of what crosses the cuts follow from, for one form."""
-
-    num_samples: int
-    autocast: torch.dtype | None
-
-
-@dataclass(frozen=True)
-class _Crossing:
-    """A tensor that leaves a stage."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    order: Sequence[int]
-    """Its dimensions as they lie in memory: it is sent, and arrives, so that dropout draws in that order."""
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Self:
-        order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
-        if not tensor.permute(order).is_contiguous():  # a view with gaps, or expanded: its copy has another order
-            order = list(range(tensor.dim()))
-        return cls(tensor.shape, tensor.dtype, order)
-
-    @property
-    def sent_shape(self) -> list[int]:
-        return [self.shape[dim] for dim in self.order]
-
-    @property
-    def form(self) -> Tensor:
-        """What is sent, on the meta device."""
-        form = torch.empty(self.sent_shape, dtype=self.dtype, device="meta")
-        return form.requires_grad_(self._has_gradient)
-
-    @property
-    def _has_gradient(self) -> bool:
-        return self.dtype.is_floating_point or self.dtype.is_complex
-
-    def packed(self, tensor: Tensor) -> Tensor:
-        """A tensor of this shape, or a smaller one, as it is sent: torch's stages know one shape."""
-        if tensor.dtype != self.dtype:
-            raise ModelError(f"A stage gives {tensor.dtype} where {self.dtype} is expected.")
-        lying = tensor.permute(*self.order)
-        if list(lying.shape) != self.sent_shape:
-            padded = tensor.new_zeros(self.sent_shape)
-            padded[tuple(map(slice, lying.shape))] = lying
-            lying = padded
-        # What a frozen stage sends gets a gradient too, so that messages do not depend on what is frozen.
-        if self._has_gradient and not lying.requires_grad:
-            lying = lying.detach().requires_grad_()
-        # A copy: torch detaches what leaves a stage in place, which an operation may have saved or a view not allow.
-        return lying.clone(memory_format=torch.contiguous_format)
-
-    def unpacked(self, sent: Tensor, shape: torch.Size) -> Tensor:
-        """The tensor of some shape that was sent, as a copy: what arrives may not be changed in place."""
-        own = sent[tuple(slice(shape[dim]) for dim in self.order)]
-        back = sorted(range(len(self.order)), key=self.order.__getitem__)
-        return own.clone(memory_format=torch.contiguous_format).permute(*back)
-
-
-@dataclass
-class _Cuts:
-    """The stages for one form of the model's arguments."""
-
-    stages: Sequence[Cut]
-    output: Any
-    """What is around the model's output."""
-    leaving: dict[_Size, list[list[_Crossing]]] = field(default_factory=dict)
-    """What leaves each stage."""
 
 
 class Pipeline:
@@ -155,48 +76,57 @@ class Pipeline:
         self._splits_backward = splits_backward
         self.num_stages = self._num_workers * spec.stages_per_worker
         self._skeleton = Skeleton(model, device)
-        arguments = Arguments.of(example.on(device))
-        graph = self._skeleton.trace(arguments)
-        self.cuts = _checked_cuts(model, spec.cuts, self.num_stages) or _found_cuts(model, graph.calls, self.num_stages)
+        trace = self._skeleton.trace(example, training=model.training)
+        self.cuts = _checked_cuts(model, spec.cuts, self.num_stages) or _found_cuts(model, trace, self.num_stages)
         """The blocks that begin a stage, all but the first's; such as `PipelineSpec.cuts` takes."""
         self.notes = (
             f"the model is cut into {self.num_stages} stages on {self._num_workers} workers, before "
             + ", ".join(self.cuts),
         )
-        form = _Form(arguments.form, model.training)
-        cuts = graph.cut(self.cuts)
-        self._forms = {form: _Cuts(cuts, graph.output)}
-        everywhere = stages_of(model, [cut.used for cut in cuts])
+        self._calls = BlockCalls()
+        self._cut_traces: dict[Hashable, CutTrace] = {}
+        held = _held(model, CutTrace.of(trace, self.cuts), self.num_stages)
+        everywhere = [stage_module(model, self._skeleton, *one, self._calls) for one in held]
         self._stages = {number: stage for number, stage in enumerate(everywhere) if self._owner(number) == self._rank}
-        for number, stage in self._stages.items():
-            stage.add(form, cuts[number])
-        holders = _holders(everywhere)
+        holders: dict[nn.Parameter, dict[int, str]] = {one: {} for one in model.parameters()}
+        for number, stage in enumerate(everywhere):
+            for name, parameter in stage.named_parameters():
+                holders[parameter][number] = name
         self.stages_that_share = {
-            name: tuple(number for number, _ in holders[parameter])
-            for name, parameter in model.named_parameters()
-            if len(holders[parameter]) > 1
+            name: tuple(holders[one]) for name, one in model.named_parameters() if len(holders[one]) > 1
         }
         """The stages of each parameter that is in several, by its name in the model."""
-        self.shared_parameters = self._shared_parameters(model, holders)
-        """Parameters shared with other workers, and their ranks in the group; in the order of the model."""
-        places = {parameter: place for place, parameter in enumerate(model.parameters())}
-        self.num_parameters = len(places)
+        self.shared_parameters: dict[str, tuple[int, ...]] = {}
+        """This worker's parameters that others have too, and their ranks in the group; in the order of the model."""
+        for names in holders.values():
+            ranks = sorted({self._owner(number) for number in names})
+            own_names = [name for number, name in names.items() if self._owner(number) == self._rank]
+            if len(ranks) > 1 and own_names:
+                self.shared_parameters[own_names[0]] = tuple(ranks)
+        self._groups = {ranks: _part_of(group, ranks) for ranks in dict.fromkeys(self.shared_parameters.values())}
+        self.num_parameters = len(holders)
         """The number of parameters of the whole model."""
-        own = list(self._stages.values())
+        order = {parameter: place for place, parameter in enumerate(holders)}
         self.places = {
-            name: places[one] for stage in own for name, one in stage.named_parameters(remove_duplicate=False)
+            name: order[one]
+            for stage in self._stages.values()
+            for name, one in stage.named_parameters(remove_duplicate=False)
         }
         """For each of this worker's parameters, by name, its place among those of the model."""
-        here = {module for stage in own for module in stage.modules()}
-        self.blocks = {path: block for path, block in blocks_of(model).items() if block in here}
+        own_paths = {path for number in self._stages for path in held[number][0]}
+        self.blocks = {path: block for path, block in blocks_of(model).items() if path in own_paths}
         """This worker's blocks, by path in the model."""
-        free_other_layers(model, own)
-        self.stages: list[nn.Module] = [*own]
-        """This worker's stages, in their order."""
-        self.module: nn.Module = Stages(own, self._evaluate, frozenset(dir(model)))
+        for path, block in self.blocks.items():
+            watch(block, path, self._calls)
+        self.stages: list[nn.Module] = [*self._stages.values()]
+        """This worker's stages, in their order: each is called with a `StagePass` and what arrives."""
+        free_others(model, {one for stage in self.stages for one in stage.parameters()})
+        self.module = Stages(self.stages, self._evaluate, self._skeleton.model)
         """This worker's stages as one module; called, it computes the whole model."""
+        self.seed_block: Callable[[str], None] = lambda _path: None
+        """Called with the path of a block of an earlier stage where that would be called."""
         self._schedules: dict[Hashable, Any] = {}
-        self._measured: dict[Hashable, tuple[_Form, _Size]] = {}
+        self._measured: dict[Hashable, CutTrace] = {}
         """How the loss function calls the model, for a micro-batch of some form."""
         self._micro_batches: Sequence[MicroBatch] = ()
         """Those of the step under way."""
@@ -205,24 +135,10 @@ class Pipeline:
         """The rank in the group of the worker of a stage."""
         return stage % self._num_workers
 
-    def _shared_parameters(self, model: nn.Module, holders: _Holders) -> dict[str, tuple[int, ...]]:
-        found: dict[str, tuple[int, ...]] = {}
-        for parameter in model.parameters():
-            ranks = {self._owner(number) for number, _ in holders[parameter]}
-            own_names = [name for number, name in holders[parameter] if self._owner(number) == self._rank]
-            if len(ranks) > 1 and own_names:
-                found[own_names[0]] = tuple(sorted(ranks))
-        return found
-
     @property
     def has_last_stage(self) -> bool:
         """Whether this worker computes the loss."""
         return self.num_stages - 1 in self._stages
-
-    @property
-    def rank_of_loss(self) -> int:
-        """The rank in the group of the worker that computes the loss."""
-        return self._owner(self.num_stages - 1)
 
     # --- a step ---
 
@@ -245,16 +161,10 @@ class Pipeline:
         self.before_last_backward = before_last_backward
         num_passes = self._num_passes(len(micro_batches))
         self._micro_batches = [*micro_batches, *[nothing] * (num_passes - len(micro_batches))]
-        calls = [self._measure(one) for one in self._micro_batches]
-        form, size = max(calls, key=lambda call: call[1].num_samples)
-        if any(one != form for one, _ in calls):
-            raise ModelError(
-                "The loss function calls the model with inputs of other shapes for some virtual shards of a batch than "
-                "for others; a pipeline needs the same ones, but for the number of samples: pad them."
-            )
-        key = num_passes, form, size
+        messages = _messages([self._measure(one) for one in self._micro_batches])
+        key = num_passes, self.module.training, *(tuple(one.items()) for one in messages)
         if key not in self._schedules:
-            self._schedules[key] = self._schedule(num_passes, form, size)
+            self._schedules[key] = self._schedule(num_passes, messages)
         numbers = torch.arange(num_passes)
         try:
             self._schedules[key].step(
@@ -278,35 +188,31 @@ class Pipeline:
             num_rounds = num_micro_batches // self._num_workers
         return num_micro_batches
 
-    def _measure(self, micro_batch: MicroBatch) -> tuple[_Form, _Size]:
-        """How the loss function calls the model; it is called up to there."""
+    def _measure(self, micro_batch: MicroBatch) -> CutTrace:
+        """What the loss function calls the model for; it is called up to there."""
 
         def stop(args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
-            form, arguments = self._arguments(args, kwargs)
-            self._measured[key] = form, self._size(arguments)
-            self._leaving(form, arguments)
+            self._measured[key] = self._cut_trace(ModelCall(args, kwargs))
             raise _StoppedError
 
         key = micro_batch.form, self.module.training
         if key not in self._measured:
-            micro_batch.before_forward()
             try:
-                with micro_batch.within():
-                    micro_batch.loss_of(self._stand_in(stop))
+                with micro_batch.forward(), self.module.answering(stop):
+                    micro_batch.loss_of(self.module)
             except _StoppedError:
                 return self._measured[key]
             raise _not_called()
         return self._measured[key]
 
-    def _schedule(self, num_passes: int, form: _Form, size: _Size) -> Any:
-        leaving = self._forms[form].leaving[size]
+    def _schedule(self, num_passes: int, messages: Sequence[Mapping[Output, Form]]) -> Any:
         stages = []
         for number, stage in self._stages.items():
-            splits = self._splits_backward and (number == 0 or self._forms[form].stages[number].can_split)
-            arriving = leaving[number - 1] if number else []
-            part = _Part(self, number, stage, form, arriving, leaving[number])
-            inputs = [one.form for one in arriving] or [torch.zeros(1, dtype=torch.int64)]
-            outputs = [torch.zeros((), requires_grad=True)] if part.is_last else [one.form for one in leaving[number]]
+            part = _Part(self, number, stage, messages)
+            inputs = [*map(_on_meta, part.arriving.values())] or [torch.zeros(1, dtype=torch.int64)]
+            loss = torch.zeros((), requires_grad=True)
+            outputs = [loss] if part.is_last else [*map(_on_meta, part.leaving.values())]
+            splits = self._splits_backward and self._measure(self._micro_batches[0]).can_split(number)
             stages.append(
                 _TorchStage(
                     part,
@@ -323,155 +229,135 @@ class Pipeline:
         of_stages = stages[0] if self._spec.schedule in ("gpipe", "1f1b") else stages
         return schedule(of_stages, num_passes, loss_fn=lambda loss, _target: loss, scale_grads=False)
 
-    def compute(self, part: _Part, micro_batch: MicroBatch, arrived: Sequence[Tensor]) -> Any:
-        """The forward pass of a stage: what leaves it, or the loss of the last."""
+    def compute(self, part: _Part, arrived: Sequence[Tensor]) -> Any:
+        """The forward pass of a stage for the part's micro-batch: what leaves it, or the loss of the last."""
+        micro_batch = self.micro_batch(part.micro_batch)
 
-        def in_place_of_model(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            form, arguments = self._arguments(args, kwargs)
-            if form != part.form:
+        def answer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            call = ModelCall(args, kwargs)
+            cut = self._cut_trace(call)
+            if cut is not self._measure(micro_batch):
                 raise ModelError(
                     "The loss function calls the model with other arguments than for samples of the same shapes "
                     "before; in a pipeline their shapes have to follow from those of the samples."
                 )
-            before = self._leaving(form, arguments)[part.number - 1]
             values = [
-                full.unpacked(sent, own.shape) for full, sent, own in zip(part.arriving, arrived, before, strict=False)
+                _unpacked(form, sent, cut.form_of(output).shape)
+                for (output, form), sent in zip(part.arriving.items(), arrived, strict=True)
             ]
-            found = part.stage(form, *values, *arguments.leaves)
+            stage_pass = StagePass(
+                call,
+                cut,
+                part.number,
+                self._device,
+                leave=lambda output, tensor: _packed(part.leaving[output], tensor),
+                seed_block=self.seed_block,
+            )
+            found = part.stage(stage_pass, *values)
             if part.is_last:
-                return put_together(self._forms[form].output, found)
-            raise _StageDoneError(tuple(full.packed(one) for full, one in zip(part.leaving, found, strict=True)))
+                return found
+            raise _StageDoneError(found)
 
-        micro_batch.before_forward()
-        with micro_batch.within():
+        with micro_batch.forward():
             try:
-                loss = micro_batch.loss_of(self._stand_in(in_place_of_model))
+                with self.module.answering(answer):
+                    loss = micro_batch.loss_of(self.module)
             except _StageDoneError as done:
-                return done.values
+                return tuple(done.values)
         if not part.is_last:
             raise _not_called()
         return micro_batch.scale(loss)
-
-    def _stand_in(self, answer: Callable[[tuple[Any, ...], dict[str, Any]], Any]) -> StandIn:
-        return StandIn(self._skeleton.model, self.module.training, answer)
 
     def micro_batch(self, number: int) -> MicroBatch:
         """One of the step under way."""
         return self._micro_batches[number]
 
-    # --- what the stages compute ---
+    def _cut_trace(self, call: ModelCall) -> CutTrace:
+        """What a call of the model runs, where it is cut.
 
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Form, Arguments]:
-        """The arguments of a call of the model; if no call had their form before, what the stages compute then."""
-        arguments = Arguments.of(ModelCall(args, kwargs))
-        form = _Form(arguments.form, self.module.training)
-        if form not in self._forms:
-            self._skeleton.set_mode(training=form.training)
-            graph = self._skeleton.trace(arguments)
-            cuts = graph.cut(self.cuts)
-            for number, stage in self._stages.items():
-                stage.add(form, cuts[number])
-            self._forms[form] = _Cuts(cuts, graph.output)
-        return form, arguments
-
-    def _size(self, arguments: Arguments) -> _Size:
+        Raises:
+            ModelError: another stage has what a stage would need.
+        """
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        return _Size(arguments.num_samples, autocast)
+        key = call.form, self.module.training, autocast
+        if key not in self._cut_traces:
+            cut = CutTrace.of(self._skeleton.trace(call, training=self.module.training), self.cuts)
+            for number, stage in self._stages.items():
+                names = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
+                if missing := cut.parameters(number) - names:
+                    raise ModelError(
+                        f"A call of the model uses '{missing.pop()}' in another stage than in training, or in "
+                        "evaluation alone; cut the model elsewhere (pipeline.cuts), or choose another strategy."
+                    )
+            self._cut_traces[key] = cut
+        return self._cut_traces[key]
 
     @torch.no_grad()
-    def _leaving(self, form: _Form, arguments: Arguments) -> list[list[_Crossing]]:
-        """What leaves each stage: found by a pass through the skeleton."""
-        known, size = self._forms[form].leaving, self._size(arguments)
-        if size not in known:
-            self._skeleton.set_mode(training=form.training)
-            values: list[Tensor] = []
-            known[size] = found = []
-            with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-                for stage in self._forms[form].stages:
-                    values = stage.function(self._skeleton.model, *values, *arguments.leaves)
-                    found.append([_Crossing.of(one) for one in values])
-        return known[size]
-
-    @torch.no_grad()
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The whole model: stage after stage, and the output for everybody."""
-        form, arguments = self._arguments(args, kwargs)
-        leaving = self._leaving(form, arguments)
-        values: list[Tensor] = []
+        call = ModelCall(args, kwargs)
+        cut = self._cut_trace(call)
+        values: Any = []
         for number, stage in self._stages.items():
             if number and self._owner(number - 1) != self._rank:
-                values = self._moved(leaving[number - 1], partial(dist.recv, group_src=self._owner(number - 1)))
-            values = stage(form, *values, *arguments.leaves)
+                arriving = [cut.form_of(output) for output in cut.crossing[number - 1]]
+                values = self._moved(arriving, partial(dist.recv, group_src=self._owner(number - 1)))
+            stage_pass = StagePass(call, cut, number, self._device, leave=_copied, seed_block=self.seed_block)
+            values = stage(stage_pass, *values)
             if number < self.num_stages - 1 and self._owner(number + 1) != self._rank:
-                self._moved(leaving[number], partial(dist.send, group_dst=self._owner(number + 1)), values)
-        spread = partial(dist.broadcast, group_src=self.rank_of_loss)
-        values = self._moved(leaving[-1], spread, values if self.has_last_stage else None)
-        return put_together(self._forms[form].output, values)
+                leaving = [cut.form_of(output) for output in cut.crossing[number]]
+                self._moved(leaving, partial(dist.send, group_dst=self._owner(number + 1)), values)
+        own = [*tensors(values, open_object)] if self.has_last_stage else None
+        spread = partial(dist.broadcast, group_src=self._owner(self.num_stages - 1))
+        return cut.returned.filled(self._moved(cut.returned.forms, spread, own))
 
     def _moved(
-        self, forms: Sequence[_Crossing], move: Callable[..., Any], values: Sequence[Tensor] | None = None
+        self, forms: Sequence[Form], move: Callable[..., Any], values: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
         """Tensors of another worker, or this worker's `values`, after a message by `move`."""
         found = []
         for place, form in enumerate(forms):
-            sent = torch.empty_like(form.form, device=self._device) if values is None else form.packed(values[place])
+            sent = (
+                torch.empty_like(_on_meta(form), device=self._device)
+                if values is None
+                else _packed(form, values[place])
+            )
             sent = sent.detach()
             move(sent, group=self._group)
-            found.append(form.unpacked(sent, form.shape))
+            found.append(_unpacked(form, sent, form.shape))
         return found
 
     def _sum_shared_gradients(self) -> None:
-        """Add up the gradients of parameters that several workers have, in the order of ranks, so that they are the
-        same everywhere. All messages are one batch: sent one by one, workers could wait in a circle."""
+        """Add up the gradients of parameters that several workers have."""
         named = dict(self.module.named_parameters(remove_duplicate=False))
-        operations: list[dist.P2POp] = []
-        sums: list[tuple[Tensor, list[Tensor]]] = []
         for name, ranks in self.shared_parameters.items():
             parameter = named[name]
-            if not parameter.requires_grad:
-                continue
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            mine = local_shard(parameter.grad).contiguous()
-            parts = [mine if rank == self._rank else torch.empty_like(mine) for rank in ranks]
-            sums.append((local_shard(parameter.grad), parts))
-            for rank, part in zip(ranks, parts, strict=True):
-                if rank != self._rank:
-                    operations.append(dist.P2POp(dist.isend, mine, group=self._group, group_peer=rank))
-                    operations.append(dist.P2POp(dist.irecv, part, group=self._group, group_peer=rank))
-        for work in dist.batch_isend_irecv(operations) if operations else []:
-            work.wait()
-        for gradient, parts in sums:
-            gradient.copy_(torch.stack(parts).sum(0))
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                own = local_shard(parameter.grad)
+                total = own.contiguous()
+                dist.all_reduce(total, group=self._groups[ranks])
+                own.copy_(total)
 
 
 class _Part(nn.Module):
     """A stage as torch's schedules call it."""
 
     def __init__(
-        self,
-        pipeline: Pipeline,
-        number: int,
-        stage: Stage,
-        form: _Form,
-        arriving: Sequence[_Crossing],
-        leaving: Sequence[_Crossing],
+        self, pipeline: Pipeline, number: int, stage: nn.Module, messages: Sequence[Mapping[Output, Form]]
     ) -> None:
-        """
-        Args:
-            arriving, leaving: for the largest micro-batch.
-        """
         super().__init__()
-        self.number, self.stage, self.form = number, stage, form
-        self.arriving, self.leaving = arriving, leaving
-        self.pipeline = pipeline
-        self.is_last = number == pipeline.num_stages - 1
+        self.pipeline, self.number, self.stage = pipeline, number, stage
+        self.is_last = number == len(messages)
+        self.arriving: Mapping[Output, Form] = messages[number - 1] if number else {}
+        self.leaving: Mapping[Output, Form] = {} if self.is_last else messages[number]
         self.micro_batch = 0
         """The number of the micro-batch that passes."""
 
     def forward(self, *arrived: Tensor) -> Any:
-        return self.pipeline.compute(self, self.pipeline.micro_batch(self.micro_batch), arrived)
+        return self.pipeline.compute(self, arrived if self.number else ())
 
 
 class _TorchStage(PipelineStage):
@@ -519,8 +405,88 @@ _SCHEDULES = {
 }
 
 
+def _part_of(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The group of some ranks of a group; a collective of these, in the same order of groups."""
+    if len(ranks) == dist.get_world_size(group):
+        return group
+    everywhere = [dist.get_global_rank(group, rank) for rank in ranks]
+    made: dist.ProcessGroup = dist.new_group(everywhere, use_local_synchronization=True)
+    return made
+
+
 def _do_nothing() -> None:
     """What is left of a backward pass that was not split."""
+
+
+def _copied(_output: Output, tensor: Tensor) -> Tensor:
+    return tensor.clone()
+
+
+class _StoppedError(BaseException):
+    """The model was called; not an Exception, which a loss function might catch."""
+
+
+class _StageDoneError(BaseException):
+    """A stage that is not the last has computed; not an Exception, which a loss function might catch."""
+
+    def __init__(self, values: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.values = values
+
+
+def _not_called() -> ModelError:
+    return ModelError("The loss function did not call the model it was given; in a pipeline it has to.")
+
+
+# --- messages ---
+
+
+def _messages(cuts: Sequence[CutTrace]) -> list[dict[Output, Form]]:
+    """What leaves each stage but the last in a step: forms that are large enough for each of its micro-batches."""
+    found: list[dict[Output, Form]] = []
+    for crossings in zip(*(cut.crossing for cut in cuts), strict=True):
+        found.append({})
+        for output in crossings[0]:
+            forms = [cut.form_of(output) for cut in cuts if output in cut.crossing[len(found) - 1]]
+            if len({(form.dtype, len(form.shape)) for form in forms}) > 1 or any(
+                one != crossings[0] for one in crossings
+            ):
+                raise ModelError(
+                    "The loss function calls the model in another way for some virtual shards of a batch than for "
+                    "others; in a pipeline only the sizes of its inputs may differ."
+                )
+            largest = max(forms, key=lambda form: form.shape.numel())
+            sizes = torch.Size(map(max, zip(*(form.shape for form in forms), strict=True)))
+            found[-1][output] = Form(sizes, largest.dtype, largest.order)
+    return found
+
+
+def _on_meta(form: Form) -> Tensor:
+    """What is sent, on the meta device: dimensions as they lie in memory, so that they do where it arrives."""
+    found = torch.empty([form.shape[dim] for dim in form.order], dtype=form.dtype, device="meta")
+    return found.requires_grad_(form.has_gradient)
+
+
+def _packed(form: Form, tensor: Tensor) -> Tensor:
+    """A tensor of this form, or a smaller one, as it is sent."""
+    lying = tensor.permute(*form.order)
+    shape = [form.shape[dim] for dim in form.order]
+    if list(lying.shape) != shape:
+        padded = tensor.new_zeros(shape)
+        padded[tuple(map(slice, lying.shape))] = lying
+        lying = padded
+    # What a frozen stage sends gets a gradient too, so that messages do not depend on what is frozen.
+    if form.has_gradient and not lying.requires_grad:
+        lying = lying.detach().requires_grad_()
+    # A copy: torch detaches what leaves a stage in place, which an operation may have saved or a view not allow.
+    return lying.clone(memory_format=torch.contiguous_format)
+
+
+def _unpacked(form: Form, sent: Tensor, shape: torch.Size) -> Tensor:
+    """The tensor of some shape that was sent, as a copy: what arrives may not be changed in place."""
+    own = sent[tuple(slice(shape[dim]) for dim in form.order)]
+    back = sorted(range(len(form.order)), key=form.order.__getitem__)
+    return own.clone(memory_format=torch.contiguous_format).permute(*back)
 
 
 # --- where to cut ---
@@ -539,42 +505,22 @@ def _checked_cuts(model: nn.Module, names: Sequence[str], num_stages: int) -> tu
     return tuple(names)
 
 
-def _found_cuts(model: nn.Module, calls: Sequence[BlockCall], num_stages: int) -> tuple[str, ...]:
+def _found_cuts(model: nn.Module, trace: Trace, num_stages: int) -> tuple[str, ...]:
     """The blocks that begin stages which compute about equally much; where nothing is counted, by their parameters."""
     blocks = blocks_of(model)
-    sizes = [sum(one.numel() for one in blocks[call.path].parameters()) for call in calls]
-    work = [call.flops for call in calls] if any(call.flops for call in calls) else sizes
-    paths = [call.path for call in calls]
-    costs = [
-        LayerCost(path, float(one) or 1.0, may_begin=path not in paths[:place])
-        for place, (path, one) in enumerate(zip(paths, work, strict=True))
-    ]
-    return tuple(paths[start] for start in best_cut(costs, num_stages)[1:])
+    sizes = [sum(one.numel() for one in blocks[call.path].parameters()) for call in trace.calls]
+    work = [call.flops for call in trace.calls] if any(call.flops for call in trace.calls) else sizes
+    paths = [call.path for call in trace.calls]
+    starts = even_cut(work, [path not in paths[:place] for place, path in enumerate(paths)], num_stages)
+    return tuple(paths[start] for start in starts[1:])
 
 
-_Holders = Mapping[nn.Parameter, Sequence[tuple[int, str]]]
-"""The stages that have each parameter, in their order, and its name there."""
-
-
-def _holders(stages: Sequence[Stage]) -> _Holders:
-    holders: dict[nn.Parameter, list[tuple[int, str]]] = {}
-    for number, stage in enumerate(stages):
-        for name, parameter in stage.named_parameters():
-            holders.setdefault(parameter, []).append((number, name))
-    return holders
-
-
-class _StoppedError(BaseException):
-    """The model was called; not an Exception, which a loss function might catch."""
-
-
-class _StageDoneError(BaseException):
-    """A stage that is not the last has computed; not an Exception, which a loss function might catch."""
-
-    def __init__(self, values: tuple[Tensor, ...]) -> None:
-        super().__init__()
-        self.values = values
-
-
-def _not_called() -> ModelError:
-    return ModelError("The loss function did not call the model it was given; in a pipeline it has to.")
+def _held(model: nn.Module, cut: CutTrace, num_stages: int) -> list[tuple[set[str], set[str]]]:
+    """The blocks of each stage and the other parameters that it uses; the first one has what no stage uses, too."""
+    held = [(cut.paths(stage), cut.parameters(stage)) for stage in range(num_stages)]
+    blocks = blocks_of(model)
+    used = {one for paths, _ in held for path in paths for one in blocks[path].parameters()}
+    used |= {model.get_parameter(name) for _, names in held for name in names}
+    held[0][0].update(path for path in blocks if not any(path in paths for paths, _ in held))
+    held[0][1].update(name for name, one in model.named_parameters() if one not in used)
+    return held

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,8 +95,6 @@ class StepInput:
     """The seed of torch's, NumPy's and Python's generators for the forward pass of a virtual shard."""
     scale: Callable[[Tensor], Tensor]
     """Applies the loss scale just before backward."""
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """The context of a forward pass (autocast) that `loss_of` does not run itself."""
     is_low_precision: bool = False
     """Whether forward passes compute in bfloat16 or float16."""
     take_norms: TakeNorms | None = None

@@ -27,24 +27,17 @@ from paceline.errors import ModelError, did_you_mean
 TensorPlan = dict[str, str]
 """The style of each divided module, by its name in the model."""
 
-STYLES = {
-    "colwise": "a linear layer's output features are divided, and stay with their workers",
-    "colwise_gather_output": "a linear layer's output features are divided, and gathered on every worker",
-    "rowwise": "a linear layer's input features are divided as they come, and the products summed",
-    "rowwise_split_input": "as rowwise, for an input that is whole on every worker",
-    "embedding_rowwise": "an embedding's words are divided, and what is looked up is summed",
-    "heads": "heads(num_heads, ...): these attributes of an attention module count the worker's own heads or features",
-    "replicate": "whole on every worker",
-}
-_ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise"}
-"""Names that transformers 4 has for them."""
 _DIVIDED_FEATURES = {
     "colwise": "out_features",
+    "colwise_gather_output": "out_features",
     "rowwise": "in_features",
     "rowwise_split_input": "in_features",
-    "colwise_gather_output": "out_features",
     "embedding_rowwise": "num_embeddings",
 }
+"""What each style divides of a layer; the table in docs/strategies.md has what that means."""
+_STYLES = (*_DIVIDED_FEATURES, "heads(num_heads, ...)", "replicate")
+_ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise"}
+"""Names that transformers 4 has for them."""
 
 
 def tensor_plan_of(model: nn.Module, given: Mapping[str, str] | None, degree: int) -> TensorPlan:
@@ -75,7 +68,8 @@ def tensor_plan_of(model: nn.Module, given: Mapping[str, str] | None, degree: in
     plan = {name: style for name, style in plan.items() if style != "replicate"}
     for name, style in plan.items():
         _check_module(name, modules[name], style, degree)
-    _check_pairs(modules, plan, degree)
+    _check_heads(modules, plan, degree)
+    _check_tied(model, plan)
     return plan
 
 
@@ -97,10 +91,10 @@ def _check_module(name: str, module: nn.Module, style: str, degree: int) -> None
                 )
         return
     if style not in _DIVIDED_FEATURES:
-        hint = did_you_mean(style, [*STYLES, *_ALIASES])
+        hint = did_you_mean(style, [*_STYLES, *_ALIASES])
         raise ModelError(
             f"The tensor plan has no style '{style}', as it is given for '{name}': {hint}The styles are "
-            f"{', '.join(STYLES)}; give run.prepare a tensor_plan of these, or use another strategy."
+            f"{', '.join(_STYLES)}; give run.prepare a tensor_plan of these, or use another strategy."
         )
     kind = nn.Embedding if style == "embedding_rowwise" else nn.Linear
     if type(module) is not kind:
@@ -123,17 +117,9 @@ def _counts(style: str) -> list[str]:
     return [] if found is None else [one.strip() for one in found[1].split(",")]
 
 
-def _check_pairs(modules: Mapping[str, nn.Module], plan: TensorPlan, degree: int) -> None:
-    """Raises `ModelError` for a colwise layer without a rowwise one, the reverse, and heads that do not divide."""
-    columns = [name for name, style in plan.items() if style == "colwise"]
-    rows = [name for name, style in plan.items() if style == "rowwise"]
-    if bool(columns) != bool(rows):
-        raise ModelError(
-            f"The tensor plan's '{(columns or rows)[0]}' is {'colwise' if columns else 'rowwise'}, and no layer is "
-            f"{'rowwise' if columns else 'colwise'}; share it as "
-            f"{'colwise_gather_output' if columns else 'rowwise_split_input'}, or name the other one too."
-        )
-    for name in columns:
+def _check_heads(modules: Mapping[str, nn.Module], plan: TensorPlan, degree: int) -> None:
+    """Raises `ModelError` for heads that do not divide."""
+    for name in [name for name, style in plan.items() if style == "colwise"]:
         head_dim = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
         features = cast(nn.Linear, modules[name]).out_features
         if isinstance(head_dim, int) and features % (head_dim * degree):
@@ -143,15 +129,24 @@ def _check_pairs(modules: Mapping[str, nn.Module], plan: TensorPlan, degree: int
             )
 
 
+def _check_tied(model: nn.Module, plan: TensorPlan) -> None:
+    """Raises `ModelError` if the plan divides one place of a tied weight and not the others."""
+    for first, *others in _places_of_tied(model):
+        for name in others:
+            one, other = (_DIVIDED_FEATURES.get(plan.get(of.rpartition(".")[0], "")) for of in (first, name))
+            if (one is None, one == "in_features") != (other is None, other == "in_features"):
+                raise ModelError(
+                    f"'{name}' is the same weight as '{first}', and the tensor plan divides only one of them, or each "
+                    "in another way; give both a style by rows (embedding_rowwise, colwise_gather_output), or none."
+                )
+
+
 def apply_tensor_plan(model: nn.Module, axis: DeviceMesh, plan: Mapping[str, str]) -> None:
     """Let the workers of `axis`, of one dimension, share the layers of `model` by a plan of `tensor_plan_of`.
 
     What goes into the model and comes out of it stays plain and whole on every worker. Parameters of divided layers
     become DTensors; all others stay as they are and get the true gradient, the same on every worker. All workers have
     the same weights before, or weights on the meta device. Nothing is sent.
-
-    Raises:
-        ModelError: the plan divides one place of a tied weight and not the others.
     """
     places = _places_of_tied(model)
     styles: dict[str, ParallelStyle] = {}
@@ -191,12 +186,6 @@ def _tie_again(model: nn.Module, places: list[list[str]]) -> None:
     for first, *others in places:
         tied = model.get_parameter(first)
         for name in others:
-            other = model.get_parameter(name)
-            if getattr(other, "placements", None) != getattr(tied, "placements", None):
-                raise ModelError(
-                    f"'{name}' is the same weight as '{first}', and the tensor plan divides only one of them, or each "
-                    "in another way; give both a style by rows (embedding_rowwise, colwise_gather_output), or none."
-                )
             owner, _, key = name.rpartition(".")
             setattr(model.get_submodule(owner), key, tied)
 

@@ -8,14 +8,13 @@ Recomputation in Large Transformer Models", section 4). A peak also has what liv
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from statistics import fmean, linear_regression
 
-from paceline.partition import best_cut, half_passes_in_flight, in_flight_by_stage, split
+from paceline.partition import even_cut, half_passes_in_flight, in_flight_by_stage
 from paceline.plan.peak_memory import USABLE_FRACTION, ModelOnMesh, StateBytes
 from paceline.spec import Cluster, Job, Mesh, PipelineSpec, StepRow
 from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
@@ -96,8 +95,9 @@ def workers_on_fullest_node(cluster: Cluster, num_workers: int) -> int:
 
 @lru_cache(maxsize=256)
 def cut(layers: Layers, num_stages: int) -> tuple[Layers, ...]:
-    """The layers cut into `num_stages` stages, none empty, so that the slowest stage is as fast as possible."""
-    return split(layers, best_cut(layers, num_stages))
+    """The layers cut into `num_stages` stages, none empty, that take about equally long: as training cuts them."""
+    starts = even_cut([layer.time_s for layer in layers], [layer.may_begin for layer in layers], num_stages)
+    return tuple(layers[start:stop] for start, stop in pairwise((*starts, len(layers))))
 
 
 def fits(memory: DeviceMemory, memory_bytes: float) -> bool:
@@ -126,18 +126,14 @@ def device_memory(
     layers: Layers = (),
     pipeline: PipelineSpec = _ONE_STAGE_EACH,
     recompute: bool = False,
-    memory_bytes: float = math.inf,
 ) -> DeviceMemory:
-    """The memory of the device of `mesh` that uses the most, with the fastest cut into pipeline stages. If that does
-    not fit into `memory_bytes`, it is the fastest cut that fits, if any; with several stages per worker only the
-    fastest cut is supported.
+    """The memory of the device of `mesh` that uses the most.
 
     Args:
         micro_batch_size: Samples of one forward pass.
         num_micro_batches: Micro-batches of one worker in a step.
         layers: The model's layers; empty: one for each stage, all equal, divided by tensor parallelism like those of
             a transformer.
-        memory_bytes: Memory of one device.
     """
     num_stages = mesh.pp * pipeline.stages_per_worker
     given, layers = layers, layers or (_equal_layer(mesh.tp),) * num_stages
@@ -158,11 +154,7 @@ def device_memory(
         bool(given),
         recompute,
     )
-    memory = model.fullest(cut(layers, num_stages))
-    if num_stages == 1 or pipeline.stages_per_worker > 1 or fits(memory, memory_bytes):
-        return memory
-    stages = model.fitting_stages(layers, memory_bytes)
-    return memory if stages is None else model.fullest(stages)
+    return model.fullest(cut(layers, num_stages))
 
 
 def _equal_layer(tp: int) -> LayerCost:

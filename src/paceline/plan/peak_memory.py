@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from paceline.errors import ModelError
-from paceline.partition import InFlight, StageLimits, best_cut, split
+from paceline.partition import InFlight
 from paceline.spec import Mesh
 from paceline.spec.algorithm import MIN_BLOCK_BYTES
 from paceline.spec.model_cost import DeviceMemory, LayerCost, Layers
@@ -373,19 +372,6 @@ class ModelOnMesh:
         is_late = self.gathers_blocks and not self.scatters_every_pass
         return self.state.gradient * largest_block if is_late else 0.0
 
-    def once(self, layer: LayerCost, smallest_block: float) -> float:
-        """What one layer of a stage needs for a moment, at least, where blocks have this many parameters or more."""
-        own = self.parameters(layer)
-        size = max(own, smallest_block if self.gathers_blocks else 0.0)
-        block = _Block(self, size, 0.0, size, 0.0, 0.0, self.bytes_copied)
-        kept = self.micro_batch_size * self.kept(layer)
-        again = kept if self.recompute else 0.0
-        moments = [block.within(layer, self.micro_batch_size * self.moment(layer) + again, own)]
-        if self.gathers_blocks:
-            moments += block.at_its_ends(-kept, 0.0)
-        # What stages 1 and 2 gather is among the states of layers.
-        return max(sum(one) - (one.gathered_bytes if self.mesh.zero_stage < 3 else 0.0) for one in moments)
-
     def fullest(self, stages: tuple[Layers, ...]) -> DeviceMemory:
         """The fullest worker of a pipeline; each has every pp-th stage."""
         pp = self.mesh.pp
@@ -393,35 +379,6 @@ class ModelOnMesh:
         arriving = [max(between[worker:-1:pp]) + max(between[worker + 1 :: pp]) for worker in range(pp)]
         found = [self.on_worker(worker, stages[worker::pp], arriving[worker]) for worker in range(pp)]
         return dataclasses.replace(max(found, key=lambda memory: memory.total_bytes), stages=stages)
-
-    def fitting_stages(self, layers: Layers, memory_bytes: float) -> tuple[Layers, ...] | None:
-        """The fastest stages, one on each worker, of those that fit into a device; None: there are none."""
-        single = [self.on_worker(0, ((layer,),)) for layer in layers]
-        is_gathered = self.mesh.zero_stage == 3
-        states = [one.state_bytes + (not is_gathered) * one.gathered_bytes for one in single]
-        limits = StageLimits(
-            memory_bytes=USABLE_FRACTION * memory_bytes - self.fixed_bytes - self.samples_bytes,
-            copies_of_parameters=1.0,
-            micro_batches_kept=tuple(one.micro_batches[0] for (one,) in self.in_flight),
-            messages_kept=self.micro_batch_size,
-        )
-        if sum(states) > self.mesh.pp * limits.memory_bytes:  # most meshes of a model that is far too large
-            return None
-        most_in_halves = max(self.in_halves) / self.micro_batch_size / max(limits.micro_batches_kept)
-        kept = [
-            self.micro_batch_size * (kept_bytes + most_in_halves * self.waiting(layer))
-            for layer, kept_bytes in zip(layers, self.kept_by(layers), strict=True)
-        ]
-        smallest_block = min(MIN_BLOCK_BYTES / self.state.parameter, sum(map(self.parameters, layers)) / self.mesh.pp)
-        once = [self.once(layer, smallest_block) for layer in layers]
-        costs = [
-            dataclasses.replace(layer, parameter_bytes=state, activation_bytes=activation, moment_bytes=moment)
-            for layer, state, activation, moment in zip(layers, states, kept, once, strict=True)
-        ]
-        try:
-            return split(layers, best_cut(costs, self.mesh.pp, limits))
-        except ModelError:
-            return None
 
 
 def _kept_fraction(layer: LayerCost, tp: int) -> float:

@@ -177,7 +177,6 @@ def _memory(workload: Workload, mesh: Mesh, pipeline: PipelineSpec, recompute: b
         layers=workload.layers,
         pipeline=pipeline,
         recompute=recompute,
-        memory_bytes=workload.memory_bytes,
     )
 
 

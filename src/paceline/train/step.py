@@ -351,7 +351,6 @@ class Stepper:
             loss_of=precision.of(one.loss_fn),
             shard_seed=lambda shard: shard_seed(seed, index, shard, nth),
             scale=precision.scaler.scale,
-            within=precision.autocast,
             loss_name=loss_name(one.loss_fn),
             is_low_precision=self._job.precision in ("bfloat16", "float16"),
         )

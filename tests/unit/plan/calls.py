@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -55,7 +54,6 @@ def memory(
     is_bitwise: bool = False,
     layers: Layers = (),
     recompute: bool = False,
-    room: float = math.inf,
 ) -> DeviceMemory:
     """The memory of the fullest device; bytes are those of a parameter and of a sample's activations."""
     return device_memory(
@@ -67,7 +65,6 @@ def memory(
         num_micro_batches=num_passes,
         layers=layers,
         recompute=recompute,
-        memory_bytes=room,
     )
 
 

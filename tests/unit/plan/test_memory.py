@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.spec import Job, Mesh
-from paceline.spec.model_cost import DeviceMemory, LayerCost, Layers
+from paceline.spec.model_cost import DeviceMemory, LayerCost
 from tests.unit.plan.calls import has_room, memory, transformer
 from tests.unit.plan.clusters import GIB, forecast_of, gpu_cluster
 
@@ -151,54 +150,6 @@ def test_recomputing_keeps_outputs_of_layers_and_one_layer() -> None:
     )
     assert kept.activation_bytes == pytest.approx(3 * 800)
     assert again.activation_bytes == pytest.approx(3 * (80 + 100))
-
-
-_rows: st.SearchStrategy[Layers] = st.lists(
-    st.builds(
-        LayerCost,
-        parameter_bytes=st.integers(1, 100).map(float),
-        time_s=st.integers(1, 10).map(float),
-        activation_bytes=st.integers(0, 100).map(float),
-    ),
-    min_size=3,
-    max_size=7,
-).map(tuple)
-
-
-@given(_rows, st.integers(2, 3), st.integers(1, 4), st.sampled_from([1500.0, 2500.0, 4000.0]))
-def test_stages_are_the_fastest_that_fit(layers: Layers, pp: int, num_passes: int, room: float) -> None:
-    """Against every cut there is; where none fits, the fastest of all says what would be needed."""
-    num_parameters = sum(layer.parameter_bytes for layer in layers)
-    per_sample = sum(layer.activation_bytes for layer in layers)
-
-    def slowest(stages: tuple[Layers, ...]) -> float:
-        return max(sum(layer.time_s for layer in stage) for stage in stages)
-
-    def needed(stages: tuple[Layers, ...]) -> float:
-        """Parameters, gradients and momentum, and the activations of min(p - r, m) micro-batches of two samples."""
-        return max(
-            12 * sum(layer.parameter_bytes for layer in stage)
-            + 2 * min(pp - place, num_passes) * sum(layer.activation_bytes for layer in stage)
-            for place, stage in enumerate(stages)
-        )
-
-    found = memory(
-        num_parameters,
-        Mesh(pp=pp),
-        sample_bytes=per_sample,
-        micro_batch_size=2,
-        num_passes=num_passes,
-        layers=layers,
-        room=room,
-    )
-    every = [
-        tuple(layers[start:stop] for start, stop in pairwise((0, *inner, len(layers))))
-        for inner in combinations(range(1, len(layers)), pp - 1)
-    ]
-    fitting = [stages for stages in every if has_room_of(needed(stages), room)]
-    assert sum(found.stages, ()) == layers
-    assert has_room(found, room) == bool(fitting)
-    assert slowest(found.stages) == min(map(slowest, fitting or every))
 
 
 def has_room_of(num_bytes: float, room: float) -> bool:
