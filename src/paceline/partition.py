@@ -13,7 +13,8 @@ from paceline.spec.mesh import ScheduleName
 
 def even_cut(work: Sequence[float], may_begin: Sequence[bool], num_stages: int) -> list[int]:
     """The first layer of every stage, such that stages have about equally much work: each begins with the layer before
-    which there is most nearly its part of it.
+    which there is most nearly its part of it; the last one of several, as what an activation and a pooling leave is
+    smaller.
 
     Args:
         work: of each layer, in any unit.
@@ -34,7 +35,7 @@ def even_cut(work: Sequence[float], may_begin: Sequence[bool], num_stages: int) 
         part = before[-1] * stage / num_stages
         possible = [place for place in places if place > starts[-1]]
         possible = possible[: len(possible) - (num_stages - 1 - stage)]  # the others need one each
-        starts.append(min(possible, key=lambda place: abs(before[place] - part)))
+        starts.append(min(possible, key=lambda place: (abs(before[place] - part), -place)))
     return starts
 
 

@@ -89,7 +89,7 @@ class AsyncServers(Engine):
     def _layout_of_stand_in(self, step: StepInput) -> LossLayout:
         """Which numbers the loss function returns, by a sample that leaves no trace."""
         with standing_in(self.module), self.buffers.untouched(), torch.no_grad():
-            layout = self.passes.loss_of_nothing(step, self.module).layout
+            layout = self.passes.loss_of_nothing(step).layout
         self.layouts.has_returned(_LOSS_NAME, layout)
         return layout
 

@@ -111,7 +111,7 @@ def compute_again(
                 parameter.grad = None
             for shard in shards:
                 passes.enter(step, shard)
-                loss = passes.read(step, passes.model, shard)
+                loss = passes.read(step, shard)
                 if not losses and any(parameter.grad is not None for parameter in parameters):
                     raise ModelError(
                         "The loss function calls backward() itself; return the loss, run.step calls backward."

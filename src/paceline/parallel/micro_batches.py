@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class MicroBatch:
     """A virtual shard on its way through the stages."""
 
-    loss_of: Callable[[nn.Module], Tensor]
-    """Calls the user's loss function with the model it is given, on these samples: their loss, weighted."""
+    loss_of: Callable[[], Tensor]
+    """Calls the user's loss function on these samples: their loss, weighted."""
     form: Hashable = None
     """The shapes and types of the samples."""
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -92,8 +92,8 @@ def _micro_batch(passes: Passes, step: StepInput, shard: int, take_loss: Callabl
         yield
         passes.leave(step, shard)
 
-    def loss_of(model: nn.Module) -> Tensor:
-        loss = passes.read(step, model, shard)
+    def loss_of() -> Tensor:
+        loss = passes.read(step, shard)
         take_loss(loss)
         if shard == step.assignment.own[0]:
             passes.first_loss = loss.mean.detach()
@@ -115,7 +115,7 @@ def _form(step: StepInput, content: Any) -> Hashable:
 def _nothing(passes: Passes, step: StepInput) -> MicroBatch:
     """A micro-batch that counts for nothing, for a worker that has to go through collectives with others."""
     return MicroBatch(
-        loss_of=lambda model: passes.loss_of_nothing(step, model).weighted,
+        loss_of=lambda: passes.loss_of_nothing(step).weighted,
         form=("nothing", _form(step, step.batch.shards[0])),
         forward=lambda: standing_in(passes.model),
         scale=step.scale,

@@ -49,7 +49,7 @@ class Passes:
     def forward(self, step: StepInput, shard: int) -> ShardLoss:
         """The loss of a shard of this worker's; `backward` has to follow before the next one."""
         self.enter(step, shard)
-        loss = self.read(step, self.model, shard)
+        loss = self.read(step, shard)
         self.leave(step, shard)
         if step.reads_again and shard == step.assignment.own[0]:
             self.first_loss = loss.mean.detach()
@@ -67,24 +67,20 @@ class Passes:
         """After a forward pass, before its backward pass: note what it made of buffers."""
         self.buffers.end_pass(shard, step.assignment.weight(shard))
 
-    def read(self, step: StepInput, module: nn.Module, shard: int) -> ShardLoss:
+    def read(self, step: StepInput, shard: int) -> ShardLoss:
         """Call the loss function with a shard's samples, and see what it returned."""
         weight, size = step.assignment.weight(shard), step.assignment.global_size
-        loss, outputs = self._call(step, module, step.content(shard), weight, size)
+        loss, outputs = self._call(step, step.content(shard), weight, size)
         self.layouts.has_returned(step.loss_name, loss.layout)
         if isinstance(loss.weight, Tensor):
             ignore_unless(loss.weight != 0, outputs)
         return loss
 
-    def _call(
-        self, step: StepInput, module: nn.Module, content: Any, weight: float, size: int
-    ) -> tuple[ShardLoss, Sequence[Any]]:
+    def _call(self, step: StepInput, content: Any, weight: float, size: int) -> tuple[ShardLoss, Sequence[Any]]:
         """The loss, and where that may count for nothing what the model has returned."""
-        if module is not self.model:  # stands in for it in a pipeline, once
-            module.register_forward_hook(self._keep_output)
         self._outputs = [] if weight == 0 or self.layouts.may_be_weighted(step.loss_name) else None
         try:
-            loss = read_loss(step.loss_of(module, content), weight, size, self.like)
+            loss = read_loss(step.loss_of(self.model, content), weight, size, self.like)
             return loss, self._outputs or ()
         finally:
             self._outputs = None
@@ -110,10 +106,10 @@ class Passes:
         Its backward pass belongs inside.
         """
         with standing_in(self.model), step.companions.standing_in():
-            yield step.scale(self.loss_of_nothing(step, self.model).weighted)
+            yield step.scale(self.loss_of_nothing(step).weighted)
 
-    def loss_of_nothing(self, step: StepInput, module: nn.Module) -> ShardLoss:
+    def loss_of_nothing(self, step: StepInput) -> ShardLoss:
         """The loss of the worker's first shard with the weight 0, through which nothing flows back."""
-        loss, outputs = self._call(step, module, copied(step.batch.shards[0]), 0.0, 1)
+        loss, outputs = self._call(step, copied(step.batch.shards[0]), 0.0, 1)
         ignore_unless(torch.zeros((), dtype=torch.bool, device=self.device), outputs)
         return replace(loss, weight=0.0, weighted=loss.weighted * 0)

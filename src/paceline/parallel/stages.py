@@ -199,7 +199,7 @@ class Pipeline:
         if key not in self._measured:
             try:
                 with micro_batch.forward(), self.module.answering(stop):
-                    micro_batch.loss_of(self.module)
+                    micro_batch.loss_of()
             except _StoppedError:
                 return self._measured[key]
             raise _not_called()
@@ -261,7 +261,7 @@ class Pipeline:
         with micro_batch.forward():
             try:
                 with self.module.answering(answer):
-                    loss = micro_batch.loss_of(self.module)
+                    loss = micro_batch.loss_of()
             except _StageDoneError as done:
                 return tuple(done.values)
         if not part.is_last:
