@@ -104,7 +104,7 @@ class CutTrace:
         return follows.issuperset(one for one in leaving if isinstance(one, Output))
 
 
-class _StageDoneError(BaseException):
+class _NextStageError(BaseException):
     """The first block of the next stage is called; not an Exception, which a model might catch."""
 
 
@@ -151,7 +151,7 @@ class StagePass:
         try:
             with calls.observed_by(self._answer):
                 returned = forward(*self._call.args, **self._call.kwargs)
-        except _StageDoneError:
+        except _NextStageError:
             return [self._left[output] for output in self._cut.crossing[self._stage]]
         if not self._is_last or self._number + 1 < len(self._cut.calls):
             raise self._other_order()
@@ -164,7 +164,7 @@ class StagePass:
             raise self._other_order()
         own, returned = self._cut.stage_of[number], self._cut.calls[number].returned
         if own > self._stage:
-            raise _StageDoneError
+            raise _NextStageError
         outputs = [Output(number, place) for place in range(len(returned.forms))]
         if own < self._stage:
             self._seed_block(path)
