@@ -293,24 +293,27 @@ class Pipeline:
             self._cut_traces[key] = cut
         return self._cut_traces[key]
 
-    @torch.no_grad()
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The whole model: stage after stage, and the output for everybody."""
+        """The whole model: stage after stage, and the output for everybody. Nothing flows back through it."""
         call = ModelCall(args, kwargs)
         cut = self._cut_trace(call)
         values: Any = []
-        for number, stage in self._stages.items():
-            if number and self._owner(number - 1) != self._rank:
-                arriving = [cut.form_of(output) for output in cut.crossing[number - 1]]
-                values = self._moved(arriving, partial(dist.recv, group_src=self._owner(number - 1)))
-            stage_pass = StagePass(call, cut, number, self._device, leave=_copied, seed_block=self.seed_block)
-            values = stage(stage_pass, *values)
-            if number < self.num_stages - 1 and self._owner(number + 1) != self._rank:
-                leaving = [cut.form_of(output) for output in cut.crossing[number]]
-                self._moved(leaving, partial(dist.send, group_dst=self._owner(number + 1)), values)
-        own = [*tensors(values, open_object)] if self.has_last_stage else None
-        spread = partial(dist.broadcast, group_src=self._owner(self.num_stages - 1))
-        return cut.returned.filled(self._moved(cut.returned.forms, spread, own))
+        with torch.no_grad():
+            for number, stage in self._stages.items():
+                if number and self._owner(number - 1) != self._rank:
+                    arriving = [cut.form_of(output) for output in cut.crossing[number - 1]]
+                    values = self._moved(arriving, partial(dist.recv, group_src=self._owner(number - 1)))
+                stage_pass = StagePass(call, cut, number, self._device, leave=_copied, seed_block=self.seed_block)
+                values = stage(stage_pass, *values)
+                if number < self.num_stages - 1 and self._owner(number + 1) != self._rank:
+                    leaving = [cut.form_of(output) for output in cut.crossing[number]]
+                    self._moved(leaving, partial(dist.send, group_dst=self._owner(number + 1)), values)
+            own = [*tensors(values, open_object)] if self.has_last_stage else None
+            spread = partial(dist.broadcast, group_src=self._owner(self.num_stages - 1))
+            found = self._moved(cut.returned.forms, spread, own)
+        for one, form in zip(found, cut.returned.forms, strict=True):
+            one.requires_grad_(form.has_gradient and torch.is_grad_enabled())  # a loss wants to depend on something
+        return cut.returned.filled(found)
 
     def _moved(
         self, forms: Sequence[Form], move: Callable[..., Any], values: Sequence[Tensor] | None = None
