@@ -176,12 +176,13 @@ class StagePass:
             )
         value = block(*args, **kwargs)
         for output, form, leaf in zip(outputs, returned.forms, tensors(value, open_object), strict=True):
-            if leaf.shape != form.shape or leaf.dtype != form.dtype:
-                raise ModelError(
-                    f"'{path}' returns {leaf.dtype} of shape {tuple(leaf.shape)}, and {form.dtype} of shape "
-                    f"{tuple(form.shape)} for weights that are zeros; in a pipeline shapes may not follow from values."
-                )
             if output in self._leaving:
+                if leaf.shape != form.shape or leaf.dtype != form.dtype:
+                    raise ModelError(
+                        f"'{path}' gives the next stage {leaf.dtype} of shape {tuple(leaf.shape)}, and {form.dtype} of "
+                        f"shape {tuple(form.shape)} with weights of zeros: cut the model elsewhere (pipeline.cuts), "
+                        "where no tensor plan divides what is sent and no shape follows from values."
+                    )
                 self._left[output] = self._leave(output, leaf)
         return value
 
