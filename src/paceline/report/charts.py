@@ -142,7 +142,7 @@ def beside_ideal(
         title,
         caption,
         f"{title} ({unit}). " + in_words(counts, [formats.quantity(value) for value in main.y]),
-        [ideal, mark, *series],
+        [ideal, *series, mark],
         devices_axis(counts),
         Axis(unit, "log") if is_long(counts) else Axis(unit, from_zero=True),
         legend=True,

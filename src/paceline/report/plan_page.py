@@ -188,16 +188,6 @@ def _charts(forecast: Forecast) -> list[Chart]:
     charts = [beside_ideal(counts, [throughput], first.samples_per_s / first.speedup, best.devices, text)]
     shown = _shown_rows(forecast)
     counts = [row.devices for row in shown]
-    parts = [
-        ("compute", "part-compute", [row.compute_s for row in shown]),
-        ("waiting for gradients", "part-communication", [row.exposed_s for row in shown]),
-        (
-            "loader, optimizer, stragglers",
-            "part-other",
-            [max(0.0, row.step_s - row.compute_s - row.exposed_s) for row in shown],
-        ),
-    ]
-    charts.append(step_parts(counts, parts, "Communication that compute hides is not in it."))
     colors = ["series-1" if row is best else "series-8" for row in shown]
     with_failures = "Failures, checkpoints and restarts are part of it."
     if best.time_to_target_s is not None:
@@ -211,4 +201,13 @@ def _charts(forecast: Forecast) -> list[Chart]:
         texts = [_money(forecast, cost) for cost in costs]
         text = (f"Cost of {_cost_of(forecast)}", forecast.currency or "cost", caption)
         charts.append(amounts(counts, costs, texts, colors, text))
-    return fill_the_grid(charts)
+    parts = [
+        ("compute", "part-compute", [row.compute_s for row in shown]),
+        ("waiting for gradients", "part-communication", [row.exposed_s for row in shown]),
+        (
+            "loader, optimizer, stragglers",
+            "part-other",
+            [max(0.0, row.step_s - row.compute_s - row.exposed_s) for row in shown],
+        ),
+    ]
+    return fill_the_grid([*charts, step_parts(counts, parts, "Communication that compute hides is not in it.")])

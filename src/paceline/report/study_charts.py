@@ -130,13 +130,14 @@ def _accuracy(study: Study) -> Chart:
         for row, text in zip(rows, mean.text, strict=True)
     ]
     label = "Accuracy. " + in_words([row.devices for row in rows], spreads)
+    labels = [f"{row.devices}<br>{text}" for row, text in zip(rows, mean.text, strict=True)]
     return Chart(
         "accuracy",
         "Accuracy",
         caption,
         label,
         series,
-        Axis("devices", "category", mean.x),
+        Axis("devices", "category", mean.x, labels),
         Axis("accuracy", suffix=" %"),
     )
 
@@ -198,7 +199,7 @@ def _curves(study: Study, name: str, *, over_time: bool = False) -> Chart | None
 
 
 def _curve(row: StudyRow, name: str, *, over_time: bool) -> list[tuple[float, list[float]]]:
-    """(epoch or mean training seconds up to its end, value of each run) of the epochs at which all were measured."""
+    """(number of epochs or mean training seconds, value of each run) at the ends of epochs that all runs measured."""
     by_epoch: dict[int, list[tuple[float, float]]] = {}
     for run in row.runs:
         for epoch, time_s in zip(run.epochs, accumulate(epoch.train_s for epoch in run.epochs), strict=True):
@@ -206,7 +207,7 @@ def _curve(row: StudyRow, name: str, *, over_time: bool) -> list[tuple[float, li
             if value is not None:
                 by_epoch.setdefault(epoch.epoch, []).append((time_s, value))
     return [
-        (fmean(time_s for time_s, _ in found) if over_time else epoch, [value for _, value in found])
+        (fmean(time_s for time_s, _ in found) if over_time else epoch + 1, [value for _, value in found])
         for epoch, found in sorted(by_epoch.items())
         if len(found) == len(row.runs)
     ]
