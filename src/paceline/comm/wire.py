@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.spec.wire import WireName
+from paceline.spec.algorithm import WireName
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from paceline.parallel.outer_steps import OuterSteps
 from paceline.parallel.running_sum import RunningSum
 from paceline.spec import Job, Plan, check_mesh
 from paceline.spec.algorithm import automatic_algorithm
-from paceline.spec.wire import WIRE_FACTS
 
 
 def parallelize(
@@ -98,8 +97,7 @@ def set_up_aggregation(job: Job, plan: Plan, group: dist.ProcessGroup | None, de
         algorithm = automatic_algorithm(sizes, is_gloo=links.device.type == "cpu", wire=wire)
     notes: tuple[str, ...] = ()
     if not WIRE_FORMATS[wire].is_exact:
-        lost = WIRE_FACTS[wire].loss
-        notes = (f"gradients are not exact: {lost}; the result may depend on the number of workers",)
+        notes = (f"gradients are sent rounded to {wire}, so the result may depend on the number of workers",)
     links = replace(links, wire=WIRE_FORMATS[wire], num_servers=min(plan.num_servers, links.world_size))
     scheduler = Scheduler(links.group, links.device, plan.debug_comm)
     return Aggregation(Aggregator(ALGORITHMS[algorithm], links, scheduler), algorithm, notes)

@@ -22,8 +22,14 @@ import numpy as np
 
 from paceline.errors import JobError
 from paceline.spec import AlgorithmName
-from paceline.spec.algorithm import ALGORITHM_FACTS, MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, NUM_CHUNKS, AlphaBeta
-from paceline.spec.wire import WIRE_FACTS
+from paceline.spec.algorithm import (
+    EXACT_ALGORITHM,
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    NUM_CHUNKS,
+    WIRE_BYTES,
+    AlphaBeta,
+)
 
 
 @dataclass(frozen=True)
@@ -66,8 +72,8 @@ Cost = Callable[[float, Layout, Network], Any]
 def wire_bytes(algorithm: AlgorithmName, size_bytes: float, wire: str) -> float:
     """Bytes of a vector of `size_bytes` in float32 as an algorithm sends it in a wire format; "auto-lossy" counts as
     float32, the most it costs."""
-    widths: dict[str, float] = {name: facts.bytes_per_value for name, facts in WIRE_FACTS.items()}
-    return size_bytes * (1.0 if ALGORITHM_FACTS[algorithm].ignores_wire else widths.get(wire, 4.0) / 4)
+    widths: dict[str, float] = {**WIRE_BYTES}
+    return size_bytes * (1.0 if algorithm == EXACT_ALGORITHM else widths.get(wire, 4.0) / 4)
 
 
 def cost_of(algorithm: AlgorithmName) -> Cost:

@@ -23,7 +23,6 @@ from paceline.spec.job import (
     ModelSpec,
     load_job,
 )
-from paceline.spec.machine_load import MachineLoad
 from paceline.spec.mesh import Mesh
 from paceline.spec.mesh_name import check_mesh, parse_mesh
 from paceline.spec.optim import OptimSpec
@@ -46,7 +45,6 @@ __all__ = [
     "Job",
     "JobTiming",
     "Link",
-    "MachineLoad",
     "Mesh",
     "ModelSpec",
     "Node",

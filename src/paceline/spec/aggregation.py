@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from paceline.spec.algorithm import WireName
 from paceline.spec.codec import above_zero, at_least, between
-from paceline.spec.wire import WireName
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""The algorithms that sum gradients: their names, and what the parts that do not load torch need."""
+"""The algorithms that sum gradients and the wire formats: names, and what the parts that do not load torch need."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 AlgorithmName = Literal[
     "auto",
@@ -16,6 +16,11 @@ AlgorithmName = Literal[
     "hierarchical",
     "tree_exact",
 ]
+
+WireName = Literal["float32", "bfloat16", "float16"]
+"""The wire format of gradients; "float32" sends values unchanged."""
+WIRE_BYTES: dict[WireName, float] = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+"""Bytes of a message for each value; values that are exact and wider than float32 take their own."""
 
 BUCKET_BYTES = 25 << 20
 """The size of a bucket, as in DistributedDataParallel (Li et al. 2020, "PyTorch Distributed", section 4.2)."""
@@ -39,34 +44,15 @@ class AlphaBeta:
         return self.alpha_s + num_bytes * self.beta_s_per_byte
 
 
-@dataclass(frozen=True)
-class AlgorithmFacts:
-    """How an algorithm differs from the others, besides its formula."""
-
-    has_levels: bool = False
-    """Whether it sums inside nodes first, where values are sent unchanged in any wire format."""
-    ignores_wire: bool = False
-    """Whether values are sent unchanged in any wire format, between nodes too."""
-
-
-ALGORITHM_FACTS: dict[AlgorithmName, AlgorithmFacts] = {
-    "all_reduce": AlgorithmFacts(),
-    "all_to_one": AlgorithmFacts(),
-    "parameter_server": AlgorithmFacts(),
-    "parameter_server_two_level": AlgorithmFacts(has_levels=True),
-    "ring": AlgorithmFacts(),
-    "hierarchical": AlgorithmFacts(has_levels=True),
-    "tree_exact": AlgorithmFacts(ignores_wire=True),
-}
-
-
+EXACT_ALGORITHM: AlgorithmName = "tree_exact"
+"""The one that sends values unchanged in any wire format, and whose sums do not depend on the number of workers."""
 SERVER_ALGORITHMS: tuple[AlgorithmName, ...] = ("parameter_server", "parameter_server_two_level")
 """Those in which some of the workers serve."""
 
 
 def algorithm_names() -> tuple[AlgorithmName, ...]:
     """Every algorithm there is; "auto" is a choice among them."""
-    return tuple(ALGORITHM_FACTS)
+    return tuple(name for name in get_args(AlgorithmName) if name != "auto")
 
 
 def automatic_algorithm(workers_per_node: Sequence[int], *, is_gloo: bool, wire: str = "float32") -> AlgorithmName:

@@ -19,7 +19,6 @@ from paceline.hardware.doctor import checks
 from paceline.hardware.doctor.checks import Finding, Lookup, Torch
 from paceline.hardware.doctor.cluster import Surveyed, check_nodes
 from paceline.hardware.doctor.node import NodeFacts, check_gpus, examine, quota_cores
-from paceline.spec import MachineLoad
 from paceline.workflows.doctor import survey
 from tests.unit.hardware.fake_nvml import HEALTHY, FakeNvml, NVMLError
 
@@ -132,9 +131,9 @@ PEER = Lookup("gpu2", "10.0.0.2")
         (checks.check_driver(0, 2, "", "Driver Not Loaded"), "error", ["2 ", "Not Loaded"]),
         (checks.check_torch(Torch(problem="No module named 'torch'"), "3.11"), "error", ["No module", "pip install"]),
         (checks.check_torch(CUDA_12, "3.11.7"), "ok", ["2.9.0+cu126", "3.11.7"]),
-        (checks.check_load(MachineLoad(8, 0.3, 0.0)), "ok", []),
-        (checks.check_load(MachineLoad(8, 3.0, 0.0)), "warning", ["3.0 of 8", "top"]),
-        (checks.check_load(MachineLoad(8, 0.0, 2.0)), "warning", ["2.0 of 8", "virtual"]),
+        (checks.check_load(8, 0.3, 0.0), "ok", []),
+        (checks.check_load(8, 3.0, 0.0), "warning", ["3.0 of 8", "top"]),
+        (checks.check_load(8, 0.0, 2.0), "warning", ["2.0 of 8", "virtual"]),
         (checks.check_quota(64, 4.0), "warning", ["4 ", "64", "0-3"]),
         (checks.check_quota(64, 0.5), "warning", ["0.5", "0-0"]),
         (checks.check_quota(4, float("inf")), "ok", ["4"]),
