@@ -72,8 +72,7 @@ Cost = Callable[[float, Layout, Network], Any]
 def wire_bytes(algorithm: AlgorithmName, size_bytes: float, wire: str) -> float:
     """Bytes of a vector of `size_bytes` in float32 as an algorithm sends it in a wire format; "auto-lossy" counts as
     float32, the most it costs."""
-    widths: dict[str, float] = {**WIRE_BYTES}
-    return size_bytes * (1.0 if algorithm == EXACT_ALGORITHM else widths.get(wire, 4.0) / 4)
+    return size_bytes * (1.0 if algorithm == EXACT_ALGORITHM else WIRE_BYTES.get(wire, 4.0) / 4)
 
 
 def cost_of(algorithm: AlgorithmName) -> Cost:

@@ -43,7 +43,7 @@ def _grid(study: Study) -> Grid:
         ("rate", lambda row: f"{row.learning_rate:.4g}" if grows else ""),
         ("time", lambda row: formats.duration(row.train_s)),
         ("step", lambda row: formats.duration(row.step_time.total_s)),
-        ("p10 to p90", lambda row: formats.duration_range(row.step_p10_s, row.step_p90_s)),
+        ("p10\N{EN DASH}p90", lambda row: formats.duration_range(row.step_p10_s, row.step_p90_s)),
         ("samples/s", lambda row: formats.quantity(row.samples_per_s)),
         ("speed-up", lambda row: formats.times(row.speedup)),
         ("efficiency", lambda row: formats.percent(row.efficiency)),
@@ -63,7 +63,7 @@ def _grid(study: Study) -> Grid:
         recommended=study.rows.index(study.recommended) if several else None,  # one row alone is no choice
         colors=series_colors(len(study.rows)),
         least_important=(
-            *("weights", "p10 to p90", "wall", "first step", "step", "rate", "batch", "samples/s", "spread (%)"),
+            *("weights", "p10\N{EN DASH}p90", "wall", "first step", "step", "rate", "batch", "samples/s", "spread (%)"),
             *("error", "forecast", "change (points)", "time"),
         ),
     )

@@ -19,7 +19,7 @@ AlgorithmName = Literal[
 
 WireName = Literal["float32", "bfloat16", "float16"]
 """The wire format of gradients; "float32" sends values unchanged."""
-WIRE_BYTES: dict[WireName, float] = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
+WIRE_BYTES: dict[str, float] = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
 """Bytes of a message for each value; values that are exact and wider than float32 take their own."""
 
 BUCKET_BYTES = 25 << 20
