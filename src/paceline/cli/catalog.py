@@ -44,10 +44,8 @@ def keys(
         for key, meaning in keys_of(train).items()
         if key.startswith(prefix)
     ]
-    rows = [
-        {"key": key.name, "default": key.default, "values": key.values, "meaning": key.meaning}
-        for key in ([] if others and prefix else catalog.job_keys(prefix))
-    ]
+    of_jobs = [key for key in catalog.job_keys() if key.name.startswith(prefix)] if others else catalog.job_keys(prefix)
+    rows = [{"key": key.name, "default": key.default, "values": key.values, "meaning": key.meaning} for key in of_jobs]
     rows += others
     print_table(rows, left=rows[0], pipe_columns=400)
 
