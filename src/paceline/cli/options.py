@@ -199,7 +199,7 @@ def options_of(
                 given = {one.name: values[one.name] for one in own}
                 if "quiet" in parameters:
                     given["quiet"] = False
-                settings, chosen = _split_settings(values.get("settings") or (), keys)
+                settings, chosen = split_settings(values.get("settings") or (), keys)
                 if "settings" in values:
                     values["settings"] = settings or None
                 for name, (group, fields) in groups.items():
@@ -243,7 +243,7 @@ def keys_of(workflow: Callable[..., Any]) -> dict[str, str]:
     return found
 
 
-def _split_settings(settings: Sequence[str], keys: Mapping[str, str]) -> tuple[list[str], dict[str, Any]]:
+def split_settings(settings: Sequence[str], keys: Mapping[str, str]) -> tuple[list[str], dict[str, Any]]:
     """Settings of the job, and the values of `keys` by the names of parameters and fields."""
     of_job, chosen = [], {}
     for setting in settings:

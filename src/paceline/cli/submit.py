@@ -8,7 +8,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from paceline.cli.options import DryRun, options_of
+import paceline
+from paceline.cli.options import DryRun, keys_of, options_of, split_settings
 from paceline.workflows import submit as workflow
 
 app = typer.Typer(no_args_is_help=True, help="Hand a run to Slurm or Kubernetes.")
@@ -22,7 +23,9 @@ def slurm(context: typer.Context, dry_run: DryRun = False, **options: Any) -> No
     """Write a job script that runs `paceline COMMAND …` on the nodes of an allocation, and submit it."""
     command = options["command"]
     if command in workflow.COMMANDS:
-        workflow.check_command(command, _parsed([command, *context.args]))
+        given = _parsed([command, *context.args])
+        settings, chosen = split_settings(given.get("settings") or (), keys_of(getattr(paceline, command)))
+        workflow.check_command(command, {**given, "settings": settings, **chosen})
     job = workflow.slurm(arguments=context.args, dry_run=dry_run, **options)
     if dry_run:
         print(job.script, end="")
