@@ -79,9 +79,7 @@ def test_a_command_and_its_function_take_the_same(name: str) -> None:
     assert options - of_groups - SHOWN - others == set(parameters) - IN_PYTHON | plain_strategy
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in FUNCTIONS if name != "plan" and name.split()[0] not in ("submit", "list")]
-)
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name.split()[0] not in ("submit", "list")])
 def test_a_command_has_at_most_15_options(name: str) -> None:
     parameters = commands()[name].params
     assert len([one for one in parameters if one.param_type_name == "option" and not one.hidden]) <= 15
