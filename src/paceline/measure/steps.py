@@ -20,9 +20,8 @@ from paceline import data, env, models
 from paceline.measure.values import STEPS_FILE, StepsProbe, StepsRequest, TimedSteps
 from paceline.object_collectives import broadcast_object
 from paceline.spec import Job
-from paceline.train.loop import data_facts
+from paceline.train.loop import data_facts, training_loss
 from paceline.train.meters import settle
-from paceline.train.objective import training_loss
 from paceline.train.optim import build_optimizer
 from paceline.train.run import Run, init
 

@@ -12,11 +12,13 @@ from paceline.import_path import checked_options, imported
 from paceline.spec import CallbackSpec
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.evaluation import EarlyStoppingSpec, EvaluationRecord, Mode, best_place
-from paceline.train.objective import METRICS
 from paceline.train.optim import build_scheduler
 from paceline.train.run import Run
 from paceline.train.run_state import Stateful
 from paceline.words import number_of
+
+METRICS = ("accuracy", "loss")
+"""The names of the metrics of an evaluation in a `train` job."""
 
 
 class Callback:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import torch
 from torch import Tensor
 
-from paceline.train.data_progress import DataProgress
+from paceline.train.batches import DataProgress
 from paceline.words import number_of
 
 if TYPE_CHECKING:

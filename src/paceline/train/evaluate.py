@@ -10,24 +10,28 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from paceline.containers import map_tensors
 from paceline.data import Loading, SampleRequest, random_streams, set_size
 from paceline.data.counter_random import key
 from paceline.data.loading import is_stream
 from paceline.data.streams import StreamPosition, check_stream, is_split, stand_in
-from paceline.errors import DataError
+from paceline.errors import DataError, ModelError
+from paceline.object_collectives import broadcast_object, gather_objects
 from paceline.parallel import Companions
 from paceline.parallel.assignment import shards_of_rank
 from paceline.parallel.generators import seed_generators
+from paceline.parallel.losses import Mean
 from paceline.train.batches import check_read_alike, exchange_sizes
-from paceline.train.metric_states import MetricStates
 
 if TYPE_CHECKING:
     from paceline.train.run import Run
@@ -162,3 +166,250 @@ def _chunks_of_stream(run: Run, loading: Loading) -> Iterator[Chunk]:
     check_read_alike(str(fingerprint), (), None, run.world.group)
     if not index:
         raise DataError("The evaluation stream is empty.")
+
+
+# --- metrics: means of what `measure` returns, those of torchmetrics (F1, perplexity, BLEU), or three functions ---
+
+
+Merge = Callable[[Any, Any], Any]
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class MetricFunctions:
+    """How a metric that is no mean is computed: from states of chunks, merged in one fixed tree over the chunks."""
+
+    update: Callable[..., Any]
+    """update(*values) -> state of one chunk, from what `measure` returned under the metric's name."""
+    merge: Merge
+    """merge(state, state) -> state of both; associative."""
+    compute: Callable[[Any], Any]
+    """compute(state) -> number, or a dict of numbers."""
+
+
+class MetricStates:
+    """The states of several metrics, by name, over the chunks that this worker counts."""
+
+    def __init__(self, metrics: Mapping[str, Any]) -> None:
+        """
+        Args:
+            metrics: those that are no means, by name.
+
+        Raises:
+            ModelError: something that is no metric.
+        """
+        self._functions = {name: metric_functions(name, metric) for name, metric in metrics.items()}
+        self._trees: dict[str, dict[int, MergeTree]] = {}
+        """For each metric a tree for each substream."""
+
+    def _functions_of(self, name: str) -> MetricFunctions:
+        return self._functions.get(name) or MetricFunctions(_sums, torch.add, lambda sums: _mean(name, sums))
+
+    def of_chunk(self, values: Any, size: int) -> dict[str, Any]:
+        """The state of each metric in a chunk of `size` samples. Raises `ModelError` for what is not measured so."""
+        if not isinstance(values, Mapping):
+            raise ModelError(
+                f"measure returned {type(values).__name__}; it should return a dict of metrics, such as "
+                "{'loss': losses} with a value for each sample."
+            )
+        for name in self._functions.keys() - values.keys():
+            raise ModelError(f"measure returned nothing for the metric '{name}', but only {sorted(values)}.")
+        found = {}
+        for name, value in values.items():
+            if name in self._functions:
+                given = value if isinstance(value, Sequence) else (value,)
+                found[name] = self._functions[name].update(*given)
+            elif isinstance(value, Mean) or (isinstance(value, Tensor) and value.shape == (size,)):
+                found[name] = _sums(value)
+            else:
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ModelError(
+                    f"The metric '{name}' should be one value per sample, shape ({size},), or a paceline.Mean, but is "
+                    f"{got}."
+                )
+        return found
+
+    def add(self, place: tuple[int, int], states: Mapping[str, Any]) -> None:
+        """Count a chunk, by its substream and its index there. Raises `ModelError` for other metrics than before."""
+        if self._trees and self._trees.keys() != states.keys():
+            raise _other_names(self._trees, states)
+        substream, index = place
+        for name, state in states.items():
+            trees = self._trees.setdefault(name, {})
+            trees.setdefault(substream, MergeTree(self._functions_of(name).merge)).push(index, 1, state)
+
+    def computed(self, group: dist.ProcessGroup | None) -> dict[str, float]:
+        """The value of every metric, on every worker; a collective. Rank 0 merges and computes. Raises `ModelError`
+        where workers have measured other metrics, or one cannot be computed."""
+        # A worker's own states are where it computes, those of the others in host memory.
+        own = {
+            name: {substream: map_tensors(tree.blocks, Tensor.cpu) for substream, tree in trees.items()}
+            for name, trees in self._trees.items()
+        }
+        of_workers = gather_objects(own, group)
+        results: dict[str, float] | None = None
+        problem: Exception | None = None
+        if of_workers is not None:
+            try:
+                results = self._results([one for one in of_workers if one])
+            except Exception as error:
+                problem = error
+        answer: dict[str, float] | None = broadcast_object(results, group)
+        if problem is not None:
+            raise problem
+        if answer is None:
+            raise ModelError("A metric could not be computed on worker 0, which says why.")
+        return answer
+
+    def _results(self, of_workers: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """The value of every metric, from the blocks of those workers that have some, by substream."""
+        results: dict[str, float] = {}
+        for one in of_workers:
+            if one.keys() != of_workers[0].keys():
+                raise _other_names(of_workers[0], one)
+        for name in of_workers[0] if of_workers else ():
+            functions = self._functions_of(name)
+            whole = MergeTree(functions.merge)
+            for substream in sorted({substream for one in of_workers for substream in one[name]}):
+                tree = MergeTree(functions.merge)
+                for one in of_workers:
+                    for start, size, state in one[name].get(substream, ()):
+                        tree.push(start, size, state)
+                whole.push(substream, 1, tree.root())
+            results |= _named_numbers(name, functions.compute(whole.root()))
+        return results
+
+
+def _other_names(some: Mapping[str, Any], others: Mapping[str, Any]) -> ModelError:
+    return ModelError(
+        f"measure returned the metrics {sorted(some)} for some batches and {sorted(others)} for others; it should "
+        "return the same for every batch, as paceline.Mean(value, weight=0) where nothing counts."
+    )
+
+
+def _sums(value: Any) -> Tensor:
+    """[sum over samples, number of samples], or [value times weight, weight] of a `Mean`, in float64."""
+    if not isinstance(value, Mean):
+        sums = value.detach().to(torch.float64).sum()
+        return torch.stack([sums, torch.full_like(sums, len(value))])
+    mean, weight = (torch.as_tensor(one, dtype=torch.float64).detach() for one in (value.value, value.weight))
+    device = weight.device if weight.is_cuda else mean.device
+    mean, weight = mean.to(device).reshape(()), weight.to(device).reshape(())
+    weight = torch.where(weight < 0, torch.nan, weight)
+    return torch.stack([torch.where(weight == 0, 0.0, mean * weight), weight])
+
+
+def _mean(name: str, sums: Tensor) -> float:
+    total, weight = sums.tolist()
+    if math.isnan(weight):
+        raise ModelError(f"A weight of the metric '{name}' is below 0 or no number; it should be 0 or more.")
+    return total / weight if weight else math.nan
+
+
+class MergeTree:
+    """Merges the states of neighbouring chunks as they come, in a tree over the chunks that no worker changes.
+
+    As `comm.fixed_tree` adds: blocks of 2^j chunks that begin at a multiple of their length.
+    """
+
+    def __init__(self, merge: Merge) -> None:
+        self._merge = merge
+        self.blocks: list[tuple[int, int, Any]] = []
+        """First chunk, number of chunks, and their merged state, to be pushed into the tree of all workers."""
+
+    def push(self, start: int, size: int, state: Any) -> None:
+        """Take the states of chunks that follow those before, merged."""
+        while self.blocks and self.blocks[-1][1] == size and self.blocks[-1][0] % (2 * size) == 0:
+            before, _, first = self.blocks.pop()
+            start, size, state = before, 2 * size, self._merge(first, state)
+        self.blocks.append((start, size, state))
+
+    def root(self) -> Any:
+        """The state of all chunks."""
+        *rest, (_, _, state) = self.blocks
+        for _, _, first in reversed(rest):
+            state = self._merge(first, state)
+        return state
+
+
+def _named_numbers(name: str, value: Any) -> dict[str, float]:
+    if isinstance(value, Mapping):
+        return {f"{name}_{key}": number for key, one in value.items() for number in _named_numbers(name, one).values()}
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise ModelError(
+            f"The metric '{name}' computes {value.numel()} numbers; it should be one number, or a dict of them by name."
+        )
+    return {name: float(value)}
+
+
+def metric_functions(name: str, metric: Any) -> MetricFunctions:
+    """The functions of a torchmetrics metric, or the three that were given. Raises `ModelError` where it is neither."""
+    if isinstance(metric, tuple) and len(metric) == 3 and all(map(callable, metric)):
+        return MetricFunctions(*metric)
+    if not all(hasattr(metric, needed) for needed in ("update", "compute", "reset", "metric_state", "named_modules")):
+        raise ModelError(
+            f"The metric '{name}' is a {type(metric).__name__}; give a torchmetrics metric or three functions (update, "
+            "merge, compute)."
+        )
+    return _of_torchmetrics(name, metric)
+
+
+def _of_torchmetrics(name: str, metric: Any) -> MetricFunctions:
+    """A state is, for each metric that this one consists of (a sum of two has three), by its path, (number of updates,
+    values by name), in host memory."""
+    parts = {path: part for path, part in metric.named_modules() if hasattr(part, "metric_state")}
+
+    def update(*values: Any) -> Any:
+        metric.to(next((value.device for value in values if isinstance(value, Tensor)), _HOST))
+        metric.reset()
+        metric.update(*values)
+        return {
+            path: [part.update_count, map_tensors(part.metric_state, lambda state: state.detach().cpu().clone())]
+            for path, part in parts.items()
+        }
+
+    def merge(first: Any, second: Any) -> Any:
+        merged = {}
+        for path, part in parts.items():
+            (num_first, one), (num_second, other) = first[path], second[path]
+            fraction = num_first / max(1, num_first + num_second)  # what only consists of others may count no updates
+            rules = {state: getattr(rule, "__name__", None) for state, rule in part._reductions.items()}
+            values = {state: _merged(name, rules[state], mine, other[state], fraction) for state, mine in one.items()}
+            merged[path] = [num_first + num_second, values]
+        return merged
+
+    def compute(state: Any) -> Any:
+        metric.to(_HOST)
+        metric.reset()
+        syncs = {path: part.distributed_available_fn for path, part in parts.items()}
+        try:
+            for path, part in parts.items():
+                part.distributed_available_fn = lambda: False  # the other workers have given all they know
+                part._update_count, values = state[path]
+                for one, value in values.items():
+                    setattr(part, one, value)
+            return metric.compute()
+        finally:
+            for path, part in parts.items():
+                part.distributed_available_fn = syncs[path]
+            metric.reset()
+
+    return MetricFunctions(update, merge, compute)
+
+
+def _merged(name: str, rule: str | None, first: Any, second: Any, fraction: float) -> Any:
+    """Two values of a state of torchmetrics, of which the first counts for `fraction`, by the state's own rule."""
+    if isinstance(first, list) and rule in ("dim_zero_cat", None):
+        return first + second
+    if rule == "dim_zero_cat":
+        return torch.cat([first.reshape(-1, *first.shape[1:]), second.reshape(-1, *second.shape[1:])])
+    if rule == "dim_zero_sum":
+        return first + second
+    if rule == "dim_zero_mean":
+        return first * fraction + second * (1 - fraction)
+    if rule in ("dim_zero_max", "dim_zero_min"):
+        return (torch.maximum if rule == "dim_zero_max" else torch.minimum)(first, second)
+    raise ModelError(
+        f"The metric '{name}' has a state with the rule {rule}, which cannot be merged part by part; give three "
+        "functions (update, merge, compute)."
+    )

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from paceline import data, models
 from paceline.checkpoint.load import save_weights
 from paceline.checkpoint.storage import Storage
 from paceline.data import ArraySet
-from paceline.errors import CheckpointError, file_problems
+from paceline.errors import CheckpointError, ModelError, file_problems
 from paceline.regular_files import run_file_mode
-from paceline.spec import Job, Plan, RunRecord
+from paceline.spec import Job, OptimSpec, Plan, RunRecord
 from paceline.spec.record import RECORD_FILE
 from paceline.train.callbacks import Scheduling, Training
 from paceline.train.journal import Journal, RunOutput
-from paceline.train.objective import accuracy_and_loss, training_loss
 from paceline.train.optim import build_optimizer
 from paceline.train.run import Run, init
 
@@ -103,3 +106,36 @@ def data_facts(dataset: Any) -> dict[str, Any]:
         return {"num_classes": dataset.num_classes, "in_channels": shape[1], "image_size": shape[2]}
     classes = getattr(dataset, "classes", None)
     return {} if classes is None else {"num_classes": len(classes)}
+
+
+# --- the loss and metrics of the reference recipes: cross-entropy of classes or of next tokens ---
+
+
+def training_loss(optim: OptimSpec) -> Callable[[nn.Module, Any], Tensor]:
+    """Mean cross-entropy over samples; over their tokens too for logits of shape (batch, tokens, classes)."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        logits, targets = _logits(model, batch)
+        return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), label_smoothing=optim.label_smoothing)
+
+    return loss
+
+
+def accuracy_and_loss(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    """Accuracy and cross-entropy of every sample, each the mean over the sample's tokens if it has several."""
+    logits, targets = _logits(model, batch)
+    losses = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none").view(targets.shape)
+    correct = (logits.argmax(-1) == targets).to(torch.float64)
+    return {"accuracy": correct.view(len(correct), -1).mean(1), "loss": losses.view(len(losses), -1).mean(1)}
+
+
+def _logits(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    try:
+        inputs, targets = batch
+    except (TypeError, ValueError):
+        raise ModelError(
+            "paceline train needs a data set whose samples are pairs (input, target); for others write a script with "
+            "paceline.init and your own loss."
+        ) from None
+    logits = model(inputs)
+    return (logits if logits.dtype == torch.float64 else logits.float()), targets

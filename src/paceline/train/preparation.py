@@ -26,9 +26,8 @@ from paceline.train.optim import (
     needs_closure,
     parts_of,
 )
-from paceline.train.optimizer_state import Names, rebind
 from paceline.train.process_group import World
-from paceline.train.state import Trained
+from paceline.train.state import Names, Trained, rebind
 
 
 def prepare_model(

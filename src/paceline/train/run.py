@@ -27,11 +27,10 @@ from paceline.parallel.generators import seed_generators
 from paceline.spec import Job, Mesh, Plan, parse_mesh
 from paceline.spec.mesh_name import check_strategy
 from paceline.spec.plan import RunLimit
-from paceline.train.batches import DatasetReader, GlobalBatches, loading_of
-from paceline.train.data_progress import DataProgress
+from paceline.train.batches import DataProgress, DatasetReader, GlobalBatches, loading_of
 from paceline.train.display import Progress, end_rows
 from paceline.train.evaluate import Measure, evaluate_between_steps
-from paceline.train.meters import NoiseMeter, StepTimer
+from paceline.train.meters import NoiseMeter, ParityTracer, StepTimer
 from paceline.train.numerics import LossFn, Precision, decide_precision, torch_settings
 from paceline.train.preparation import check_several, freeze, prepare_model
 from paceline.train.process_group import abandon, join, memory_limit
@@ -39,7 +38,6 @@ from paceline.train.run_state import Keepable, Kept, RunState
 from paceline.train.session import Session, Stopping
 from paceline.train.state import Trained, TrainedModels, weights_sha256
 from paceline.train.step import Stepper
-from paceline.train.trace import ParityTracer
 from paceline.train.watch import tell_failures
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

@@ -20,7 +20,7 @@ from paceline.data.generators import RandomGenerator, full_state, set_state
 from paceline.errors import CheckpointError, JobError, reason_of, shortened, shown
 from paceline.spec import Job
 from paceline.spec.job import differences
-from paceline.train.data_progress import DataProgress
+from paceline.train.batches import DataProgress
 from paceline.train.meters import NoiseMeter
 from paceline.train.optim import ends_with_epochs
 from paceline.train.state import TrainedModels

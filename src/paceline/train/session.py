@@ -35,7 +35,7 @@ from paceline.object_collectives import all_gather_objects
 from paceline.parallel.generators import seed_generators
 from paceline.process_groups import open_host_group
 from paceline.regular_files import make_run_folder
-from paceline.train.data_progress import DataProgress
+from paceline.train.batches import DataProgress
 from paceline.train.process_group import World
 from paceline.train.run_state import Found, RunState, newest_checkpoint
 from paceline.train.watch import current_watch

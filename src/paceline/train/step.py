@@ -27,15 +27,13 @@ from paceline.parallel.generators import seed_generators
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.step_input import AnyShard
 from paceline.spec import Mesh
-from paceline.train.batches import GlobalBatches
-from paceline.train.data_progress import GlobalBatch
-from paceline.train.meters import StepTimer
+from paceline.train.batches import GlobalBatch, GlobalBatches
+from paceline.train.meters import ParityTracer, StepTimer
 from paceline.train.nonfinite import NonFiniteGuard, left_out_where, skips_on_device, spoil_gradients_where
 from paceline.train.numerics import LossFn, loss_name
 from paceline.train.optim import clip, lr_factor, parts_of
 from paceline.train.session import Session
 from paceline.train.state import Trained
-from paceline.train.trace import ParityTracer
 
 _AUDITED_STEPS = 2
 """So many steps of a run are audited, the last one of each epoch, and those before checkpoints every so many steps."""
