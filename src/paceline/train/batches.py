@@ -59,14 +59,8 @@ class GlobalBatches:
     ) -> Iterator[tuple[GlobalBatch, Batch]]:
         """The global batches that remain of an epoch, each with this worker's content. A collective.
 
-        Args:
-            samples_per_epoch: by which schedules count the epochs of a stream; None: its own length, if it has one.
-            reads_assignment: whether a worker computes the samples assigned to it; else its content is one sample,
-                always the same.
-
-        Raises:
-            DataError: what the data set, the loader or the sampler says cannot be done, or workers would read other
-                samples.
+        Without `reads_assignment` the content is one sample, always the same. Raises `DataError` where what the data
+        set, the loader or the sampler says cannot be done, or workers would read other samples.
         """
         if not reads_assignment and (loading.sampler is not None or is_stream(loading.dataset)):
             raise DataError(
@@ -174,16 +168,9 @@ def exchange_sizes(
 def check_read_alike(order: str | None, content: Any, epoch: int | None, group: dist.ProcessGroup | None) -> None:
     """Check that all workers read the same samples; a collective at the beginning of every epoch and evaluation.
 
-    Sums of samples are compared up to rounding, since nodes may have other processors. Texts are not: they may be
-    paths.
-
-    Args:
-        order: the fingerprint of the order of samples on this worker.
-        content: samples of the same numbers on every worker.
-        epoch: None: of an evaluation.
-
-    Raises:
-        DataError: on all workers, if their orders or samples differ.
+    `order` is the fingerprint of the order of samples on this worker, `content` are samples of the same numbers on
+    every worker: their sums are compared up to rounding, since nodes may have other processors. Texts are not: they may
+    be paths. Raises `DataError` on all workers, if their orders or samples differ.
     """
     everyone = all_gather_objects([order, [one for tensor in tensors(content) for one in _sums(tensor)]], group)
     where = "the evaluation" if epoch is None else f"epoch {epoch}"
@@ -227,12 +214,6 @@ class DatasetReader:
         self._placed: dict[str, Any] = {"device": device, "dtype": self._dtype, "seed": job.seed}
         self._readers: WeakKeyDictionary[ArraySet, ArrayReader] = WeakKeyDictionary()
 
-    def read(self, dataset: Any, epoch: int, indices: Iterable[NDArray[Any]], *, train: bool) -> Iterator[Any]:
-        """For each array of `indices`, 1-D, the batch of the samples with these numbers; augmented if `train`."""
-        loading = Loading(dataset, num_workers=self._job.data.loader_workers)
-        requests = (SampleRequest((samples,)) for samples in indices)
-        return (contents[0] for contents in self.contents(loading, epoch, requests, train=train))
-
     def read_shards(self, loading: Loading, epoch: int, requests: Iterable[SampleRequest]) -> Iterator[Batch]:
         """Batches to train on, one for each request."""
         requests, asked = itertools.tee(requests)
@@ -242,12 +223,8 @@ class DatasetReader:
     def read_stream(
         self, loading: Loading, epoch: int, own: Sequence[int], position: StreamPosition, batch_size: int | None = None
     ) -> Iterator[StreamStep]:
-        """This worker's substreams, step by step from `position` on; steps after the end are empty.
-
-        Args:
-            own: the numbers of the substreams.
-            batch_size: how many samples all workers read in a step; None: a global batch.
-        """
+        """The substreams `own`, step by step from `position` on, of all of which a step has `batch_size` samples (None:
+        a global batch); steps after the end are empty."""
         size = batch_size or self._job.global_batch_size
         return ahead(read_stream(loading, own, size, position, epoch=epoch, **self._placed), self._device)
 
@@ -358,11 +335,7 @@ class DataProgress:
     """
 
     def __init__(self, job: Job, rank: int, num_assignments: int, max_steps: int | None = None) -> None:
-        """
-        Args:
-            rank: the index of this worker among the `num_assignments` of a global batch.
-            max_steps: the maximum number of updates.
-        """
+        """`rank` is the index of this worker among the `num_assignments` of a global batch."""
         self.steps, self.samples_seen, self.epoch = 0, 0, 0
         self.digest: str | None = None
         self.gather: Callable[[Any], list[Any]] = lambda value: [value]
@@ -392,8 +365,7 @@ class DataProgress:
 
     def total_steps(self, num_samples: int) -> int:
         """Updates of the whole run on a training set of `num_samples`, in batches of the job's size. Raises `JobError`
-        for before the run was saved the number was another one, from which the script may have built a learning-rate
-        schedule."""
+        where it was another number before the run was saved: a schedule of learning rates may have been made of it."""
         steps = self.job.epochs * -(-num_samples // self.job.global_batch_size)
         steps = steps if self._max_steps is None else min(steps, self._max_steps)
         self._told_steps.setdefault(num_samples, steps)
@@ -438,15 +410,8 @@ class DataProgress:
         return (self._is_resumed and epoch < self.epoch) or self.steps_left == 0
 
     def enter(self, epoch: int, orders: Orders, set_size: int) -> range:
-        """The numbers of the remaining batches of an epoch that is not over; `batch` makes them.
-
-        Args:
-            set_size: the number of samples in the training set.
-
-        Raises:
-            DataError: a resumed run had a training set of another size, or another order of samples in the epoch in
-                whose middle it was saved.
-        """
+        """The numbers of the remaining batches of an epoch that is not over; `batch` makes them. Raises `DataError`
+        where a resumed run had a training set of another size, or another order in the epoch that it was saved in."""
         self._orders, self._position = functools.lru_cache(1)(orders), None
         order = self.order(epoch)
         self._begin(epoch, order.digest(), set_size)
@@ -454,14 +419,8 @@ class DataProgress:
         return range(self._next, min(order.num_batches, left))
 
     def enter_stream(self, epoch: int, digest: str) -> StreamPosition:
-        """Where to begin in an epoch of a stream that is not over; `stream_batch` makes its batches.
-
-        Args:
-            digest: a fingerprint of how the stream is divided.
-
-        Raises:
-            DataError: a resumed run had another stream in the epoch in whose middle it was saved.
-        """
+        """Where to begin in an epoch of a stream that is not over; `stream_batch` makes its batches. Raises `DataError`
+        where a resumed run had another stream in the epoch that it was saved in."""
         self._orders = None
         self._begin(epoch, digest, None)
         if self._next == 0 or self._position is None:
@@ -532,13 +491,8 @@ class DataProgress:
     def stream_batch(
         self, sizes: Sequence[int], states: Mapping[str, Any], fingerprint: int, samples_per_epoch: int
     ) -> GlobalBatch:
-        """The next batch of a stream.
-
-        Args:
-            sizes: how many samples each substream gives.
-            states: the stream's own states after it, as far as this worker knows them.
-            fingerprint: the fingerprint of the stream's samples so far; 0: not known.
-        """
+        """The next batch of a stream: how many samples each substream gives, the stream's own states after it as far as
+        this worker knows them, and the fingerprint of its samples so far (0: not known)."""
         position = self._position
         assert position is not None  # `enter_stream` was called
         assignment = Assignment.of_sizes(sizes, self.job.virtual_shards, self._rank, self._num_assignments)
@@ -558,12 +512,8 @@ class DataProgress:
     # --- checkpoints ---
 
     def state_dict(self, *, collective: bool = False) -> dict[str, Any]:
-        """What a checkpoint keeps.
-
-        Args:
-            collective: whether all workers call this together: then streams' own states are among it; without them, a
-                resumed run reads again what it had read.
-        """
+        """What a checkpoint keeps: if all workers call this together, with streams' own states, without which a resumed
+        run reads again what it had read."""
         course: dict[str, Any] = {
             "epoch": self.epoch,
             "next": self._next,
@@ -580,14 +530,8 @@ class DataProgress:
         return {"steps": self.steps, "samples_seen": self.samples_seen, "course": course}
 
     def load_state_dict(self, state: dict[str, Any], *, check_order: bool = True) -> None:
-        """Continue from `state`.
-
-        Args:
-            check_order: whether the order of samples, and what `total_steps` tells, have to be the same as then.
-
-        Raises:
-            JobError: `total_steps` has told the script another number than then.
-        """
+        """Continue from `state`; with `check_order` the order of samples has to be the same as then, and what
+        `total_steps` tells. Raises `JobError` where it has told the script another number."""
         self.steps, self.samples_seen, course = state["steps"], state["samples_seen"], state["course"]
         self.epoch, self._next = course["epoch"], course["next"]
         self._set_size, self.digest = course["num_samples"], course["order"]

@@ -73,14 +73,8 @@ class Training:
     def __init__(
         self, run: Run, callbacks: Sequence[Callback], evaluate: Callable[[], dict[str, float]], steps_per_epoch: int
     ) -> None:
-        """
-        Args:
-            callbacks: the training loop's own callbacks; those that the job names come after them.
-            evaluate: evaluates the model on the test set; a collective.
-
-        Raises:
-            JobError: the job's early stopping or best checkpoint goes by a metric that evaluations do not have.
-        """
+        """The job's callbacks come after the loop's own. `evaluate`, a collective, evaluates on the test set. Raises
+        `JobError` where the job's early stopping or best checkpoint goes by a metric that evaluations do not have."""
         self.run = run
         self.job = job = run.job
         for key, metric in (

@@ -64,20 +64,11 @@ def evaluate_between_steps(
     model: nn.Module,
     prepared: Companions,
 ) -> dict[str, float]:
-    """Every metric over a data set, each sample counted exactly once on any number of workers. A collective.
+    """What `Run.evaluate` returns. A collective. `measure` may call all models of the run that are prepared.
 
     Training goes on as if nothing had happened: the modes of modules, their buffers and the generators are put back,
-    and where weights differ between workers, a model has its own again.
-
-    Args:
-        loading: how the data set is read.
-        measure, metrics: as `Run.evaluate` takes them.
-        model: what `measure` is called with.
-        prepared: all models of the run, which `measure` may call; they all are spread alike.
-
-    Raises:
-        DataError: the set cannot be evaluated, or workers would read other samples.
-        ModelError: what was measured is not what `Measure` says.
+    and where weights differ between workers, a model has its own again. Raises `DataError` where the set cannot be
+    evaluated, or workers would read other samples, `ModelError` for what is not as `Measure` says.
     """
     session = run.stepper.session
     session.enter_together("run.evaluate")
@@ -191,13 +182,7 @@ class MetricStates:
     """The states of several metrics, by name, over the chunks that this worker counts."""
 
     def __init__(self, metrics: Mapping[str, Any]) -> None:
-        """
-        Args:
-            metrics: those that are no means, by name.
-
-        Raises:
-            ModelError: something that is no metric.
-        """
+        """`metrics` are those that are no means, by name. Raises `ModelError` for something that is no metric."""
         self._functions = {name: metric_functions(name, metric) for name, metric in metrics.items()}
         self._trees: dict[str, dict[int, MergeTree]] = {}
         """For each metric a tree for each substream."""

@@ -25,8 +25,7 @@ from paceline.regular_files import parse_json, replace_text, run_file_mode
 from paceline.spec import EpochRecord, RunRecord
 from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, from_mapping, to_mapping
 from paceline.train.callbacks import Callback, Training, best_evaluation
-from paceline.train.display import samples_per_s, shown_metrics
-from paceline.train.meters import batch_warning
+from paceline.train.meters import batch_warning, samples_per_s, shown_metrics
 from paceline.train.optim import describe_scaling
 from paceline.train.process_group import World
 from paceline.train.run import Run
@@ -181,11 +180,7 @@ class Journal(Callback):
                 run.say(warning)
 
     def record(self, training: Training, average: AveragedModel | None) -> RunRecord:
-        """What happened. A collective.
-
-        Args:
-            average: the average of the weights, if that is what is saved.
-        """
+        """What happened. A collective. `average` is that of the weights, if it is what is saved."""
         run, kept = self._run, self._run.job.kept_checkpoints
         for sink in self._sinks:
             sink.close()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline import data, models
 from paceline.checkpoint.load import save_weights
 from paceline.checkpoint.storage import Storage
-from paceline.data import ArraySet
+from paceline.data import ArraySet, Loading, SampleRequest
 from paceline.errors import CheckpointError, ModelError, file_problems
 from paceline.regular_files import run_file_mode
 from paceline.spec import Job, OptimSpec, Plan, RunRecord
@@ -39,10 +39,8 @@ def train(
     """Train `job` and return what happened; rank 0 also writes it into the run folder.
 
     The launcher of this process sets the number of workers. `max_steps` and `max_minutes` end the run early. A run
-    folder with checkpoints is resumed from the newest good one; `force`: even if it is of another job.
-
-    Raises:
-        CheckpointError: the run folder cannot be written to.
+    folder with checkpoints is resumed from the newest good one; `force`: even if it is of another job. Raises
+    `CheckpointError` where the run folder cannot be written to.
     """
     with init(
         job,
@@ -92,8 +90,9 @@ def _example(run: Run, train_set: Any) -> Any:
     """The model's arguments for a shard's samples, if a strategy needs them."""
     if run.mesh.pp == 1:
         return None
-    num_samples = max(1, run.job.global_batch_size // run.job.virtual_shards)
-    batch = next(iter(run.reader.read(train_set, 0, [np.arange(min(num_samples, len(train_set)))], train=False)))
+    num_samples = min(max(1, run.job.global_batch_size // run.job.virtual_shards), len(train_set))
+    loading = Loading(train_set, num_workers=run.job.data.loader_workers)
+    ((batch,),) = run.reader.contents(loading, 0, [SampleRequest((np.arange(num_samples),))], train=False)
     return batch[0]
 
 

@@ -55,26 +55,14 @@ class NonFiniteGuard:
             self._reaction == "skip"
             and not self._trained.num_nonfinite
             and self._trained.engine.holds_all
-            and not self._session.watches_peers
+            and self._session.peers is None
         )
 
-    @property
-    def needs_norm(self) -> bool:
-        """Whether `allows_update` asks for the norm of the whole model's gradient."""
-        looks = self._reaction != "ignore" and not self._trained.precision.scaler.is_enabled()
-        return looks and not self._trained.engine.holds_all
-
     def allows_update(self, step: int, loss: Tensor, norm: Callable[[], Tensor], samples: NDArray[Any]) -> bool:
-        """Whether to make an update; the same answer on all workers that aggregate every step.
+        """Whether to make the update after `step` others; the same answer on all workers that aggregate every step.
 
-        Args:
-            step: the number of global batches trained on before.
-            norm: returns the norm of the whole model's gradient, a scalar; a collective if workers hold shards.
-            samples: the numbers of the samples in the step's batch.
-
-        Raises:
-            ModelError: the run is to end because of this step.
-            PeerLost: a worker is gone, so that the gradients may mean nothing.
+        `norm` returns the norm of the whole model's gradient, a scalar; a collective if workers hold shards. Raises
+        `ModelError` where the run is to end because of this step, `PeerLost` where a worker is gone.
         """
         is_ignored = self._reaction == "ignore"
         # The scaler skips a step that overflows under its loss scale, and scales less.

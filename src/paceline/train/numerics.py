@@ -152,15 +152,10 @@ def compile_options(job: Job) -> dict[str, bool]:
 
 
 def check_can_be_compiled(job: Job, plan: Plan) -> None:
-    """Raises `JobError` for a strategy under which a compiled model would train otherwise or not be used."""
-    if job.parity == "bitwise":
+    """Raises `JobError` where a compiled model would not be used, as torch.compile sees no copies and stages of it, or
+    would train otherwise, as compiled kernels may differ between shapes."""
+    if job.parity == "bitwise" or (plan.mesh or Mesh()).pp > 1 or plan.devices_in_process > 1:
         raise JobError(
-            "parity = 'bitwise' cannot train a model from torch.compile: compiled kernels may differ between shapes; "
-            "give run.prepare the model itself, or use parity = 'numeric'."
-        )
-    if (plan.mesh or Mesh()).pp > 1 or plan.devices_in_process > 1:
-        strategy = "dp_one_process" if plan.devices_in_process > 1 else "pp"
-        raise JobError(
-            f"The strategy {strategy} calls copies or stages of the model that torch.compile does not see; leave "
-            "compile out, or use the strategies dp, fsdp or tp."
+            "A model from torch.compile needs parity = 'numeric' and the strategy dp, fsdp or tp; choose these, or "
+            "leave compile out."
         )

@@ -7,12 +7,12 @@ import fnmatch
 import inspect
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -20,7 +20,6 @@ from paceline.dtensor_type import is_dtensor
 from paceline.errors import JobError, ModelError, did_you_mean
 from paceline.import_path import checked_options, imported, takes
 from paceline.parallel import Engine
-from paceline.parallel.dtensor import clip_gradients
 from paceline.spec import Job, Mesh, OptimSpec
 from paceline.spec.optim import SchedulerSpec
 
@@ -101,9 +100,7 @@ def choose_kernels(optimizer: Optimizer, device: torch.device, *, alike_on_shard
     On a GPU torch takes all parameters of a group together, which fails where some are shards and others whole,
     whatever its user chose, or shards along other axes; and it takes its fused kernels only where it is told to. On a
     CPU it goes one by one, Adam with a dozen calls for each: there the fused kernels take over what they are right for.
-
-    Args:
-        alike_on_shards: whether whole parameters are updated by the kernels that shards are, which give the same bits.
+    With `alike_on_shards` whole parameters are updated by the kernels that shards are, which give the same bits.
     """
     for group in optimizer.param_groups:
         parameters = group["params"]
@@ -129,29 +126,21 @@ def choose_kernels(optimizer: Optimizer, device: torch.device, *, alike_on_shard
 
 def check_updates_by_element(optimizer: Optimizer, mesh: Mesh, device: torch.device) -> None:
     """Raise `JobError` for an optimizer that may give a shard other bits than that slice of a whole parameter."""
-    for one in parts_of(optimizer):
-        name = type(one).__name__
-        parameters = [parameter for group in one.param_groups for parameter in group["params"]]
-        why = ""
-        if type(one) not in BY_ELEMENT:
-            why = f"{name} is not known to do so; use one of {', '.join(kind.__name__ for kind in BY_ELEMENT)}"
-        elif device.type == "cpu" and any(group.get("fused") for group in one.param_groups):
-            why = "torch's fused kernels for CPUs round the last elements of a tensor in another way; leave fused out"
-        elif device.type != "cpu" and any(parameter.dim() == 0 for parameter in parameters):
-            why = "parameters without dimensions are updated by other kernels than shards; give them the shape (1,)"
-        if why:
+    for group in optimizer.param_groups:
+        # On a CPU fused kernels round the last elements of a tensor in another way; on a GPU parameters without
+        # dimensions are updated by other kernels than shards.
+        is_cpu = device.type == "cpu"
+        is_alike = not group.get("fused") if is_cpu else all(parameter.dim() for parameter in group["params"])
+        if not is_alike or any(type(one) not in BY_ELEMENT for one in parts_of(optimizer)):
             raise JobError(
                 f"parity = 'bitwise' with {mesh} needs an optimizer that gives every element of a shard the bits that "
-                f"it has in a whole parameter, and {why}, or use the strategy dp."
+                f"it has in a whole parameter: one of {', '.join(kind.__name__ for kind in BY_ELEMENT)}, not fused on "
+                "a CPU, and on a GPU without parameters that have no dimension; choose so, or the strategy dp."
             )
 
 
 def build_scheduler(spec: SchedulerSpec, optimizer: Optimizer, total_steps: int) -> LRScheduler:
-    """The scheduler of a job.
-
-    Args:
-        total_steps: how often it will be moved in the whole run.
-    """
+    """The scheduler of a job, which will be moved `total_steps` times in the whole run."""
     assert spec.name is not None  # there is one
     make = imported(spec.name, "optim.scheduler.name")
     options = dict(spec.options)
@@ -172,16 +161,6 @@ def ends_with_epochs(job: Job) -> bool:
         return job.optim.schedule in ("cosine", "linear")
     make = imported(spec.name, "optim.scheduler.name")
     return any(takes(make, name) and name not in spec.options for name in _TOTALS)
-
-
-def clip(optim: OptimSpec, parameters: Iterable[Tensor], norm: Callable[[], Tensor]) -> None:
-    """Clip the gradients of `parameters` as the job says, in place, once they are no longer scaled.
-
-    Args:
-        norm: returns the norm of the whole model's gradient, a scalar; called only where the job needs it.
-    """
-    if optim.clip_norm is not None:
-        clip_gradients(parameters, optim.clip_norm, norm())
 
 
 def optimizer_class(name: str) -> Callable[..., Any]:
@@ -244,15 +223,12 @@ def needs_closure(optimizer: Optimizer, engine: Engine, job: Job) -> bool:
     closures = [inspect.signature(type(one).step).parameters.get("closure") for one in parts_of(optimizer)]
     if not any(closure is not None and closure.default is inspect.Parameter.empty for closure in closures):
         return False
-    name = type(optimizer).__name__
-    if isinstance(optimizer, JointOptimizer):
+    is_alone = engine.holds_all and job.aggregation.method == "every_step" and not isinstance(optimizer, JointOptimizer)
+    if not is_alone or job.precision == "float16":
         raise JobError(
-            "An optimizer that computes the gradient several times in a step has to be its model's only one."
-        )
-    if not engine.holds_all or job.aggregation.method != "every_step" or job.precision == "float16":
-        raise JobError(
-            f"{name} computes the gradient several times in a step, which needs the strategy dp, "
-            "aggregation.method = 'every_step' and a precision other than 'float16'; choose these or another optimizer."
+            "An optimizer that computes the gradient several times in a step has to be its model's only one, and needs "
+            "the strategy dp, aggregation.method = 'every_step' and a precision other than 'float16'; choose these or "
+            "another optimizer."
         )
     return True
 

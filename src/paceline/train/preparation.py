@@ -88,11 +88,10 @@ def freeze(model: nn.Module, job: Job, plan: Plan, world: World) -> Companion:
     """Make `model` one that is called and not trained: on this worker's device, in evaluation mode, without gradients,
     with rank 0's weights. A collective. Raises `JobError` for a run that cannot have a frozen model beside the one
     that it trains."""
-    is_asynchronous = job.aggregation.method == "parameter_server_async"
-    if plan.devices_in_process > 1 or is_asynchronous:
-        what = "aggregation.method = 'parameter_server_async'" if is_asynchronous else "several devices in one process"
+    if plan.devices_in_process > 1 or job.aggregation.method == "parameter_server_async":
         raise JobError(
-            f"A frozen model cannot be called by several threads at once, as {what} would; choose another strategy."
+            "A frozen model cannot be called by several threads at once, as with aggregation.method = "
+            "'parameter_server_async' or several devices in one process; choose another strategy."
         )
     if is_on_meta(model):
         raise ModelError("A frozen model must have its weights before run.prepare; load them first.")
@@ -105,19 +104,11 @@ def freeze(model: nn.Module, job: Job, plan: Plan, world: World) -> Companion:
 
 
 def check_several(job: Job, plan: Plan) -> None:
-    """Raise `JobError` where a run can train one model only."""
-    mesh = plan.mesh or Mesh()
-    why = ""
-    if plan.devices_in_process > 1:
-        why = "with several devices in one process every device has a copy of the trained model only"
-    elif job.aggregation.method != "every_step":
-        why = f"with aggregation.method = {job.aggregation.method!r} workers do not make every step together"
-    elif mesh.pp > 1:
-        why = f"with the strategy {mesh} the loss is computed by the worker of the last stage alone"
-    if why:
+    """Raise `JobError` where workers do not make every step together, or one of them does not hold every model."""
+    if plan.devices_in_process > 1 or (plan.mesh or Mesh()).pp > 1 or job.aggregation.method != "every_step":
         raise JobError(
-            f"This run cannot have several models: {why}; choose the strategies dp, fsdp or tp, aggregation.method = "
-            "'every_step', or a run for each model."
+            "This run cannot train several models, which needs the strategy dp, fsdp or tp and aggregation.method = "
+            "'every_step'; choose these, or a run for each model."
         )
 
 

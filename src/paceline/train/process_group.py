@@ -121,15 +121,11 @@ def _device(facts: env.WorkerFacts, plan: Plan) -> torch.device:
     if plan.device_kind == "cpu":
         return torch.device("cpu")
     env.prepare_nccl()
-    if not torch.cuda.is_available():
-        raise LaunchError(
-            "The plan asks for GPUs, but torch finds none it can use; install a torch built for CUDA, or set "
-            "PACELINE_DEVICE=cpu."
-        )
     if facts.local_rank >= torch.cuda.device_count():
         raise LaunchError(
-            f"Worker {facts.rank} wants GPU {facts.local_rank} of this node, but it has {torch.cuda.device_count()}; "
-            "start as many workers as there are GPUs."
+            f"Worker {facts.rank} wants GPU {facts.local_rank} of this node, on which torch finds "
+            f"{torch.cuda.device_count()} that it can use; start as many workers as there are GPUs, install a torch "
+            "built for CUDA, or set PACELINE_DEVICE=cpu."
         )
     device = torch.device("cuda", facts.local_rank)
     torch.cuda.set_device(device)

@@ -28,9 +28,8 @@ from paceline.spec import Job, Mesh, Plan, parse_mesh
 from paceline.spec.mesh_name import check_strategy
 from paceline.spec.plan import RunLimit
 from paceline.train.batches import DataProgress, DatasetReader, GlobalBatches, loading_of
-from paceline.train.display import Progress, end_rows
 from paceline.train.evaluate import Measure, evaluate_between_steps
-from paceline.train.meters import NoiseMeter, ParityTracer, StepTimer
+from paceline.train.meters import NoiseMeter, ParityTracer, Progress, StepTimer, end_rows
 from paceline.train.numerics import LossFn, Precision, decide_precision, torch_settings
 from paceline.train.preparation import check_several, freeze, prepare_model
 from paceline.train.process_group import abandon, join, memory_limit
@@ -360,24 +359,16 @@ class Run:
         return self.engine.consensus()
 
     def whole_state(self, model: nn.Module | None = None) -> dict[str, Tensor]:
-        """The whole model's state_dict, in whole shapes. A collective; where the model is spread, rank 0 alone gets it.
-
-        Args:
-            model: which of several models that are trained; None: the first.
-        """
+        """The state_dict of the whole `model` (None: the first), in whole shapes. A collective; where the model is
+        spread, rank 0 alone gets it."""
         trained = self._trained(model)
         if not trained.engine.holds_all:
             self.stepper.session.enter_together("run.whole_state")
         return trained.engine.whole(trained.model.state_dict(keep_vars=True))
 
     def weights_sha256(self, model: nn.Module | None = None) -> str:
-        """A fingerprint of the weights: equal exactly when every bit is. A collective where the model is spread.
-
-        It is that of this worker's own copy where it holds the whole model.
-
-        Args:
-            model: which of several models that are trained; None: the first.
-        """
+        """A fingerprint of the weights of `model` (None: the first), equal exactly when every bit is: of this worker's
+        own copy where it holds the whole model, else a collective."""
         state = self.whole_state(model)
         if self.engine.holds_all:
             return weights_sha256(state)
@@ -388,9 +379,7 @@ class Run:
         """The prepared model; of several, the first, or the one that is named."""
         if model is not None:
             return self._models.of(model)
-        if not self._models.by_name:
-            raise JobError("Call run.prepare(model, optimizer) first.")
-        return self._models.first
+        return self.stepper.session.state.models.first
 
     def close(self) -> None:
         """End the run: files are closed and torch's settings are again what they were before it."""
@@ -457,12 +446,8 @@ class Run:
         return self._progress.samples_seen
 
     def total_steps(self, num_samples: int) -> int:
-        """Optimizer updates of the whole run on a training set of `num_samples`: of all epochs, or `max_steps`.
-
-        Raises:
-            JobError: before the run was saved the number was another one, from which the script may have built a
-                learning-rate schedule.
-        """
+        """Optimizer updates of the whole run on a training set of `num_samples`: of all epochs, or `max_steps`. Raises
+        `JobError` where it was another number before the run was saved: a schedule may have been made of it."""
         return self._progress.total_steps(num_samples)
 
     @property

@@ -72,13 +72,8 @@ class Kept:
         self._after_restoring: Callable[[], None] = lambda: None
 
     def add(self, name: str, thing: Keepable, *, in_step: bool = False) -> None:
-        """
-        Args:
-            in_step: whether it moves in `Run.step` alone, not in what the script does between two steps.
-
-        Raises:
-            JobError: a thing without a state, or a name that another thing has.
-        """
+        """`in_step`: it moves in `Run.step` alone, not in what the script does between two steps. Raises `JobError` for
+        a thing without a state, or a name that another thing has."""
         if not isinstance(thing, Keepable):
             raise JobError(
                 f"run.keep({name!r}, …) takes something with state_dict() and load_state_dict(state), or a generator "
@@ -101,10 +96,7 @@ class Kept:
         return {name: thing.state_dict() for name, thing in self._things.items()}
 
     def load_state_dict(self, state: dict[str, Any], after_restoring: Callable[[], None] = lambda: None) -> None:
-        """
-        Args:
-            after_restoring: called after a thing has got its state back.
-        """
+        """Call `after_restoring` whenever a thing has got its state back."""
         self._restored, self._after_restoring = dict(state), after_restoring
         self._restore([*self._things])  # what the script gave before `Run.prepare`
 
@@ -122,12 +114,8 @@ class RunState:
     """The metrics of the last evaluation; changed in place."""
 
     def snapshot(self, collective: bool) -> Snapshot | None:
-        """The state now; None where workers' weights differ and this step is no synchronisation point.
-
-        Args:
-            collective: whether all workers call this together; else None, too, where this worker holds only a shard
-                of the model.
-        """
+        """The state now; None where workers' weights differ and this step is no synchronisation point, and, unless all
+        workers call this together, where this one holds only a shard of the model."""
         engines = [trained.engine for trained in self.models.by_name.values()]
         if collective:
             is_synchronised = [engine.sync_buffers() for engine in engines]  # collectives of every one of them
@@ -233,22 +221,15 @@ def newest_checkpoint(
     say: Callable[[str], None],
     wanted: Callable[[dict[str, Any]], dict[str, Any]] | None,
 ) -> Found | None:
-    """The newest good checkpoint. A collective.
+    """The newest good checkpoint. A collective of all workers in `group`, which uses CPU memory.
 
-    Args:
-        group: all workers, using CPU memory; None: there is one worker.
-        say: receives, on rank 0, messages about unusable checkpoints.
-        wanted: maps the common state, not read yet, to the slices that this worker reads (`Trained.own_shards`); None:
-            every worker holds all of it.
-
-    Raises:
-        CheckpointError: there are checkpoints, and none is good.
+    `say` receives, on rank 0, messages about unusable checkpoints. `wanted` maps the common state, not read yet, to the
+    slices that this worker reads (`Trained.own_shards`); None: every worker holds all of it. Raises `CheckpointError`
+    where there are checkpoints, and none is good.
     """
     rank, num_workers = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
 
     def needed(shared: dict[str, Any], owns: list[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        if not _is_run(shared):
-            return {}, owns
         mine = shared if wanted is None else wanted(shared)
         return mine, owns[rank : rank + 1] if len(owns) == num_workers else owns
 
@@ -267,8 +248,6 @@ def newest_checkpoint(
             say("There is no other checkpoint: the run starts from the beginning.")
         return None
     name, manifest, shared, owns = found
-    if not _is_run(manifest.values):
-        raise CheckpointError(f"{name} in {storage.address} was not saved by a run; begin in another folder.")
     if wanted is not None and any(manifest.workers):
         raise CheckpointError(
             f"{name} in {storage.address} holds state of each worker's own (means of weights that differed, or "
@@ -281,10 +260,6 @@ def newest_checkpoint(
             "means": _scaled_sum([own.get("means", {}) for own in owns], 1 / len(owns)),
         }
     return Found(name, {"job": manifest.job, **shared}, own)
-
-
-def _is_run(shared: Mapping[str, Any]) -> bool:
-    return {"progress", "models"} <= shared.keys()
 
 
 def _scaled_sum(values: Sequence[Any], factor: float) -> Any:

@@ -38,7 +38,7 @@ from paceline.regular_files import make_run_folder
 from paceline.train.batches import DataProgress
 from paceline.train.process_group import World
 from paceline.train.run_state import Found, RunState, newest_checkpoint
-from paceline.train.watch import current_watch
+from paceline.train.watch import Watch, current_watch
 
 if TYPE_CHECKING:
     from paceline.train.run import Run
@@ -156,11 +156,8 @@ class Stopping:
 
         Time is looked at here alone: every start makes at least one step, however long it took to begin.
         """
-        if (
-            self.max_minutes is not None
-            and self.world.rank == 0
-            and time.time() >= self.begun_at + self.max_minutes * 60
-        ):
+        limit_s = math.inf if self.max_minutes is None else 60 * self.max_minutes
+        if self.world.rank == 0 and time.time() - self.begun_at >= limit_s:
             self._own = self._own or (f"max_minutes = {self.max_minutes:g} are over", True)
         return self.reason is None and self._own is not None
 
@@ -179,7 +176,7 @@ class Session:
     Attributes:
         is_consistent: whether weights, optimizers, buffers and progress all belong to the same step: not while a step
             changes what is not restored after an error.
-        watches_peers: whether the backend lets workers wait for a lost one, so that the watch has to end that.
+        peers: the watch, where the backend lets workers wait for a lost one, so that it has to end that; else None.
         tell_saved: receives the step of each complete checkpoint, on all workers after the same step; may be replaced.
     """
 
@@ -189,9 +186,9 @@ class Session:
         # A separate group in CPU memory, whatever the others use: it communicates in parallel to them.
         self._group = None if group is None else open_host_group(plan.timeout_s)
         self._watch = current_watch()
-        self.watches_peers = False
+        self.peers: Watch | None = None
         if group is not None and self._watch is not None and dist.get_backend(group) == "nccl":
-            self._watch.abort, self.watches_peers = group.abort, True
+            self._watch.abort, self.peers = group.abort, self._watch
         self.is_consistent = True
         self.tell_saved: Callable[[int], None] = lambda _step: None
         self._run, self._stopping = run, run.stopping
@@ -228,15 +225,8 @@ class Session:
     # --- resuming ---
 
     def resume(self, checkpoint_address: str | None, *, force: bool) -> None:
-        """Resume from the newest good checkpoint if there is one, and save there from now on.
-
-        Args:
-            checkpoint_address: where checkpoints are; None: there are none.
-            force: whether to resume from a checkpoint of another job, too.
-
-        Raises:
-            LaunchError: another run saves there.
-        """
+        """Resume from the newest good checkpoint at an address if there is one, with `force` from one of another job
+        too, and save there from now on. Raises `LaunchError` where another run saves there."""
         if checkpoint_address is None:
             return
         state = self.state
@@ -305,19 +295,13 @@ class Session:
 
     def seed_between_steps(self, num_steps_on_batch: int = 0) -> None:
         """What a script draws after a step must not depend on the shards that this worker has computed. No collective.
-
-        Args:
-            num_steps_on_batch: the steps made on the last batch, if there may be more; 0: it is done.
-        """
+        `num_steps_on_batch`: the steps made on the last batch, if there may be more; 0: it is done."""
         stream, step = random_streams.BETWEEN_STEPS, self.state.progress.steps
         seed_generators(key(self.state.job.seed, stream, num_steps_on_batch, step), self.world.device)
 
     def step_ended(self, own_time_s: float) -> None:
-        """After every step: receive every worker's status of the step before, act on it, and send that of this step.
-
-        Args:
-            own_time_s: the time of this worker's last known step without waiting for others.
-        """
+        """After every step: receive every worker's status of the step before, act on it, and send that of this step,
+        with the time of this worker's last known step without waiting for others."""
         own_times_s = self._receive()
         self._stop_if_asked()
         self._tell_of_stragglers(own_times_s)
@@ -390,15 +374,8 @@ class Session:
             self._stopping.agree()
 
     def _save_as_asked(self, saver: Saver, signals: SaveSignals, received: set[Request]) -> None:
-        """Save if that is due, and end the process if that was requested.
-
-        Args:
-            received: the requests of all workers.
-
-        Raises:
-            SystemExit: some worker got SIGTERM, and all is saved.
-            KeyboardInterrupt: this one got SIGINT, and all is saved.
-        """
+        """Save if that is due; once all is saved, raise `KeyboardInterrupt` if this worker got SIGINT, else
+        `SystemExit` if any got SIGTERM."""
         step = self.state.progress.steps
         if Request.BUSY not in received and self._in_writing is not None:
             saved, self._in_writing = self._in_writing, None
@@ -437,22 +414,17 @@ class Session:
 
     def check_peers(self, *, has_waited: bool = False) -> None:
         """Before an update of weights and optimizer: wait for all that this worker's device has been given, sums of all
-        workers' gradients among it. No collective.
-
-        Args:
-            has_waited: whether the host has just done so, by reading what came of these sums.
-
-        Raises:
-            PeerLost: a worker is gone, so that the sums may mean nothing.
-        """
-        if self.watches_peers and self._watch is not None:
+        workers' gradients among it, unless the host `has_waited` by reading what came of them. No collective. Raises
+        `PeerLost` where a worker is gone, so that the sums may mean nothing."""
+        if self.peers is not None:
             if self.world.device.type == "cuda" and not has_waited:
                 torch.cuda.current_stream(self.world.device).synchronize()
-            self._watch.check()
+            if (loss := self.peers.loss) is not None:
+                raise loss
 
     def cause_of(self, error: BaseException) -> PeerLost | None:
         """The loss of a worker that led to an error; None if none did. No collective."""
-        return self._watch.loss_behind(error) if self.watches_peers and self._watch is not None else None
+        return None if self.peers is None else self.peers.loss_behind(error)
 
     # --- saving ---
 
@@ -464,12 +436,8 @@ class Session:
         return math.inf if every is None else (step // every + 1) * every
 
     def save(self, *, for_metrics: bool = True) -> None:
-        """Save the state as it is now, unless that is done.
-
-        Args:
-            for_metrics: whether a step that was saved before its evaluation is saved again, for the metrics by which
-                the best checkpoint is found.
-        """
+        """Save the state as it is now, unless that is done: for a step that was saved before its evaluation, again with
+        `for_metrics`, by which the best checkpoint is found."""
         metrics = self.state.metrics if for_metrics else None
         saver = self._saver
         if saver is None or (saver.last_step == self.state.progress.steps and metrics in (None, self._saved_metrics)):
@@ -479,10 +447,7 @@ class Session:
         self._save_now(saver, again=True)
 
     def _save_now(self, saver: Saver, *, again: bool = False) -> None:
-        """
-        Args:
-            again: whether to save a step that was saved before.
-        """
+        """Save the state, with `again` even if this step was saved before."""
         snapshot = self.state.snapshot(collective=True)
         if snapshot is None:
             return
@@ -506,29 +471,21 @@ class Session:
     # --- the end ---
 
     def finish(self, *, is_between_epochs: bool) -> None:
-        """At the end of training: save any unsaved state.
-
-        Args:
-            is_between_epochs: whether the script has taken all batches of the last epoch. One that has left its loop
-                before has not come to the epoch's end.
-        """
+        """At the end of training: save any unsaved state. A script that has left its loop before it took all batches
+        of the last epoch has not come to the epoch's end."""
         self._status_exchange.received()  # no message stays in flight
         if self._saver is not None:
             if is_between_epochs:
                 self.state.progress.leave_epoch()
             self.save(for_metrics=False)
             self._saver.wait()
-        if self.watches_peers and self._watch is not None:
-            self._watch.allow_ends()
+        if self.peers is not None:
+            self.peers.allow_ends()
 
     def rescue(self, *, is_whole: bool) -> None:
         """After an error: save this worker's state, without the others, which may be gone, if it is the whole state.
-        No collective. Weights are the same on all workers, so the first worker saves for all at the same step.
-
-        Args:
-            is_whole: whether all of this worker's state belongs to the same step; else only the checkpoint in progress
-                is finished.
-        """
+        No collective. Weights are the same on all workers, so the first worker saves for all at the same step. Where
+        not all of the state belongs to the same step, only the checkpoint in progress is finished."""
         if self._saver is None:
             return
         snapshot = self.state.snapshot(collective=False) if is_whole else None

@@ -80,10 +80,7 @@ class Trained:
         return shared, own
 
     def own_shards(self, shared: dict[str, Any]) -> dict[str, Any]:
-        """This worker's shards of a checkpoint's `shared` that is not read yet.
-
-        What does not fit is left whole or left out: `put` will say so.
-        """
+        """This worker's shards of a checkpoint's `shared` that is not read yet; `put` will say what does not fit."""
         name_of = self.names.of_parameters(self.model)
         parameters = {name_of[id(parameter)]: parameter for parameter in self.model.parameters()}
         model, optimizer = shared["model"], shared["optimizer"]
@@ -188,10 +185,7 @@ class TrainedModels:
         self.companions[name] = Companion(trained.model, trained.engine.buffers)
 
     def add_frozen(self, name: str, companion: Companion, *, is_saved: bool) -> None:
-        """
-        Args:
-            is_saved: whether the run has checkpoints.
-        """
+        """Add one; with `is_saved` the run has checkpoints, and looks for changes of its weights."""
         self.frozen[name] = checksums(companion.model.state_dict()) if is_saved else None
         self.companions[name] = companion
 

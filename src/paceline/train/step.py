@@ -22,6 +22,7 @@ from paceline.data.counter_random import key
 from paceline.errors import JobError, ModelError, PeerLost
 from paceline.parallel import Assignment, Companions, StepInput
 from paceline.parallel.assignment import shard_sizes
+from paceline.parallel.dtensor import clip_gradients
 from paceline.parallel.fused import check_fused, fused
 from paceline.parallel.generators import seed_generators
 from paceline.parallel.losses import StepLoss
@@ -31,7 +32,7 @@ from paceline.train.batches import GlobalBatch, GlobalBatches
 from paceline.train.meters import ParityTracer, StepTimer
 from paceline.train.nonfinite import NonFiniteGuard, left_out_where, skips_on_device, spoil_gradients_where
 from paceline.train.numerics import LossFn, loss_name
-from paceline.train.optim import clip, lr_factor, parts_of
+from paceline.train.optim import lr_factor, parts_of
 from paceline.train.session import Session
 from paceline.train.state import Trained
 
@@ -40,12 +41,8 @@ _AUDITED_STEPS = 2
 
 
 def shard_seed(seed: int, step: int, shard: int, nth: int = 0) -> int:
-    """The seed of the generators for a virtual shard of a step: its dropout masks are its own.
-
-    Args:
-        step: the number of the global batch.
-        nth: the number of the step among those on this batch.
-    """
+    """The seed of the generators for a virtual shard of the `nth` step on the global batch number `step`: its dropout
+    masks are its own."""
     own = key(seed, random_streams.LATER_STEP, nth, step) if nth else seed
     return key(own, random_streams.FORWARD, step, shard)
 
@@ -105,8 +102,6 @@ class Stepper:
         """Whether the script may make more steps on the last batch."""
         self._is_between_epochs = False
         """Whether the script has taken all batches of an epoch, and may be at what it does at the epoch's end."""
-        self._has_told_of_epochs = False
-        """Whether the script was told that it ends epochs again."""
         self._pending: Pending | None = None
         """The batch that the script has."""
         self._is_waiting = False
@@ -159,18 +154,11 @@ class Stepper:
                     break
                 self._timer.data_asked()
         self._is_between_epochs = True
-        is_next = epoch != progress.epoch
-        if progress.steps_left == 0 and (is_next or progress.epochs_done is None):
+        if progress.steps_left == 0 and (epoch != progress.epoch or progress.epochs_done is None):
             # Saved in the middle of an epoch, too: what the script does at its end, such as an evaluation that may stop
             # the training early, comes later for a run that goes on.
             progress.leave_epoch()  # of which the end has been, if the script asks for the next one
             self.session.save()
-        elif is_next and not self._has_told_of_epochs:
-            self._has_told_of_epochs = True
-            self.session.note(
-                f"Epoch {epoch} was over when this run was saved, and has no batches now; take the numbers of epochs "
-                "from run.epochs(), or what the script does at the end of an epoch is done again."
-            )
 
     def _apply_of(self, batch: GlobalBatch) -> Apply:
         """What `Batch.map` does: call a function with each shard of this worker's, under the shard's seed.
@@ -221,11 +209,8 @@ class Stepper:
         self._is_finished = before
 
     def end(self, error: BaseException | None) -> PeerLost | None:
-        """After the last step, save; after an error, save what is whole without the others.
-
-        Returns:
-            The loss of a worker that led to the error; None if none did.
-        """
+        """After the last step, save; after an error, save what is whole without the others, and return the loss of a
+        worker that led to it, if one did."""
         if error is None:
             self.catch_up()
             self.session.finish(is_between_epochs=self._is_between_epochs)
@@ -294,11 +279,7 @@ class Stepper:
         raise JobError(f"run.step was given a {what} that run.prepare did not return; give it one that it returned.")
 
     def _train(self, one: OneStep, companions: Companions) -> StepLoss:
-        """Train on a batch; returns its loss.
-
-        Args:
-            companions: the other models that the loss function may call.
-        """
+        """Train on a batch, with the other models that the loss function may call; returns its loss."""
         trained, pending, batch = one.trained, one.pending, one.pending.batch
         engine = trained.engine
         if engine.changes_state:
@@ -373,11 +354,11 @@ class Stepper:
         has_gradient = not engine.holds_all or any(p.grad is not None for p in trained.model.parameters())
         norm = functools.cache(engine.gradient_norm)  # computed at most once per step
         is_made, left_out = self._judge(one, loss, norm, has_gradient)
-        if is_made and optim.clips:
+        if is_made and optim.clip_norm is not None:
             whole = norm() / scaler.scale(torch.ones((), device=self._device))
             scaler.unscale_(optimizer)
-            clip(optim, trained.model.parameters(), lambda: whole)
-            if not engine.holds_all and not one.guard.needs_norm:
+            clip_gradients(trained.model.parameters(), optim.clip_norm, whole)
+            if not engine.holds_all:
                 self.session.check_peers()  # the norm was a sum of all workers' too
         self.session.is_consistent = False
         if self._tracer is not None:
@@ -416,7 +397,8 @@ class Stepper:
 
     def _make_update(self, one: OneStep, step_input: StepInput) -> None:
         """Have the optimizer, and the schedulers after it, make their step."""
-        trained, optimizer, scaler = one.trained, one.optimizer, one.trained.precision.scaler
+        trained, optimizer, optim = one.trained, one.optimizer, self._job.optim
+        scaler = trained.precision.scaler
         if any(type(part).__module__.partition(".")[0] != "torch" for part in parts_of(optimizer)):
             # It may draw random numbers: every worker makes the same update.
             seed = key(self._job.seed, random_streams.UPDATE, one.pending.num_steps, one.pending.index)
@@ -430,7 +412,8 @@ class Stepper:
                 """The step's gradient at the weights as they are now, and its loss."""
                 trained.model.zero_grad()
                 loss = trained.engine.gradients(replace(step_input, take_norms=None)).loss
-                clip(self._job.optim, trained.model.parameters(), trained.engine.gradient_norm)
+                if optim.clip_norm is not None:
+                    clip_gradients(trained.model.parameters(), optim.clip_norm, trained.engine.gradient_norm())
                 return loss
 
             optimizer.step(torch.enable_grad()(gradients_again))  # type: ignore[arg-type]

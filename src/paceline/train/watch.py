@@ -62,17 +62,11 @@ PIPE_BYTES = 1 << 16
 MOST_TRACEBACK_CHARACTERS = 100_000
 
 
-_LOST = "Rank {} ended while this worker was waiting for it."
-
-
 class Watch:
     """One worker's part in the watch, from its beginning to `close`."""
 
     def __init__(self, facts: env.WorkerFacts, timeout_s: float) -> None:
-        """
-        Args:
-            timeout_s: how long collectives wait; so long may anything take before all workers have made a step.
-        """
+        """Collectives wait for `timeout_s`; so long may anything take before all workers have made a step."""
         self._facts = facts
         self._hostname = socket.gethostname()
         self._heartbeat = Heartbeat()
@@ -274,12 +268,13 @@ class Watch:
         """
         if self.abort is not None and (self.lost is not None or isinstance(error, dist.DistError)):
             self._has_aborted.wait(NOTICE_S)  # NCCL may be told before this watch is
-        return None if self.lost is None else PeerLost(_LOST.format(self.lost), rank=self.lost)
+        return self.loss
 
-    def check(self) -> None:
-        """Raises `PeerLost` where a worker is gone, so that what it took part in may mean nothing."""
-        if self.lost is not None:
-            raise PeerLost(_LOST.format(self.lost), rank=self.lost)
+    @property
+    def loss(self) -> PeerLost | None:
+        """The loss of a worker, so that what it took part in may mean nothing; None where all are there."""
+        ended = f"Rank {self.lost} ended while this worker was waiting for it."
+        return None if self.lost is None else PeerLost(ended, rank=self.lost)
 
     def _stacks_of(self, state: WorkerState) -> str:
         """Python's stacks of a worker of this node."""
