@@ -302,9 +302,7 @@ class Session:
     def step_ended(self, own_time_s: float) -> None:
         """After every step: receive every worker's status of the step before, act on it, and send that of this step,
         with the time of this worker's last known step without waiting for others."""
-        own_times_s = self._receive()
-        self._stop_if_asked()
-        self._tell_of_stragglers(own_times_s)
+        self._tell_of_stragglers(self._receive())
         self._status_exchange.send(self._requests(), own_time_s)
 
     def _tell_of_stragglers(self, own_times_s: Sequence[float]) -> None:
@@ -329,16 +327,15 @@ class Session:
         """Before the first step of the next epoch: save if that is due now. A run that is asked to end makes this step
         first: an epoch without any would be ended by the script once more."""
         if self._saver is not None:
-            self._receive()
+            self._receive(may_stop=False)
             self._is_due |= self._spec.every_epoch
             self._status_exchange.send(self._requests(may_stop=False))
-            self._receive()
+            self._receive(may_stop=False)
 
     def on_pause(self) -> None:
         """Where all workers pause, as between updates by servers: exchange status at once, and save if due."""
         self._status_exchange.send(self._requests())
         self._receive()
-        self._stop_if_asked()
 
     def wants_pause(self) -> bool:
         """Whether this worker requests a checkpoint, and could write it now, or the end. No collective."""
@@ -359,19 +356,17 @@ class Session:
             requests.add(Request.BUSY)
         return requests
 
-    def _receive(self) -> list[float]:
-        """Receive the status of all workers and save if they ask for it; returns the times of their last steps."""
+    def _receive(self, *, may_stop: bool = True) -> list[float]:
+        """Receive the status of all workers, and save or end the run as they ask; returns the times of their steps."""
         with self.heartbeat.inside("the exchange of all workers' requests"):
             requests, own_times_s = self._status_exchange.received()
         if self._saver is not None and self._signals is not None:
             self._save_as_asked(self._saver, self._signals, requests)
         self._is_stop_asked |= Request.STOP in requests
-        return own_times_s
-
-    def _stop_if_asked(self) -> None:
-        if self._is_stop_asked:
+        if may_stop and self._is_stop_asked:
             self._is_stop_asked = False
             self._stopping.agree()
+        return own_times_s
 
     def _save_as_asked(self, saver: Saver, signals: SaveSignals, received: set[Request]) -> None:
         """Save if that is due; once all is saved, raise `KeyboardInterrupt` if this worker got SIGINT, else

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -95,10 +95,7 @@ class Trained:
     def put(self, shared: dict[str, Any], own: dict[str, Any], *, hyper: bool) -> None:
         """Go back to what `take` returned; to its learning rates and the like too if `hyper` is set. Raises
         `CheckpointError` where it is of another model or optimizer."""
-        try:
-            load_model_state(self.model, shared["model"], holds_all=self.engine.holds_all)
-        except RuntimeError as problem:
-            raise CheckpointError(f"The checkpoint belongs to another model: {on_one_line(str(problem))}") from None
+        load_model_state(self.model, shared["model"], holds_all=self.engine.holds_all)
         alone = {"optimizer": shared["optimizer"], "scaler": shared["scaler"]} | own.get(_ALONE, {})
         optimizer, means = alone["optimizer"], own.get("means", {})
         if "optimizer" in means:  # workers' weights differed
@@ -128,22 +125,23 @@ class Trained:
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any], *, holds_all: bool) -> None:
-    """Give the model what it holds of a whole one's state. Raises RuntimeError for another model's."""
-    if holds_all:
-        model.load_state_dict(state)
-        return
-    mine = model.state_dict()
-    missing = [name for name in mine if name not in state]
-    if missing:
-        raise RuntimeError(f"it lacks '{missing[0]}'")
-    for name, value in mine.items():
-        kept = state[name]
-        if isinstance(kept, Loaded):
-            local_shard(value).copy_(kept.values)
-        elif isinstance(value, Tensor):
-            if value.shape != kept.shape:
-                raise RuntimeError(f"'{name}' has the shape {tuple(kept.shape)}, not {tuple(value.shape)}")
-            local_shard(value).copy_(local_shard(shard_like(kept, value)))
+    """Give the model what it holds of a whole one's state. Raises `CheckpointError` for another model's."""
+    try:
+        if holds_all:
+            model.load_state_dict(state)
+            return
+        for name, value in model.state_dict().items():
+            if name not in state:
+                raise RuntimeError(f"it lacks '{name}'")
+            kept = state[name]
+            if isinstance(kept, Loaded):
+                local_shard(value).copy_(kept.values)
+            elif isinstance(value, Tensor):
+                if value.shape != kept.shape:
+                    raise RuntimeError(f"'{name}' has the shape {tuple(kept.shape)}, not {tuple(value.shape)}")
+                local_shard(value).copy_(local_shard(shard_like(kept, value)))
+    except RuntimeError as problem:
+        raise CheckpointError(f"The checkpoint belongs to another model: {on_one_line(str(problem))}") from None
 
 
 def _shard_of(stored: Any, like: Any) -> Any:
@@ -264,11 +262,7 @@ class TrainedModels:
         for name, state in shared.get("changed_frozen", {}).items():
             if name not in self.frozen:
                 continue
-            try:
-                self.companions[name].model.load_state_dict(state)
-            except RuntimeError as problem:
-                why = on_one_line(str(problem))
-                raise CheckpointError(f"The checkpoint's frozen model '{name}' is another one: {why}") from None
+            load_model_state(self.companions[name].model, state, holds_all=True)
             said.append(
                 f"The frozen model '{name}' has the weights that the script had given it when the run was saved."
             )
@@ -290,10 +284,7 @@ class TrainedModels:
 
 
 def weights_sha256(state: Mapping[str, Any]) -> str:
-    """SHA-256 over name, dtype, shape and bytes of every tensor of a model's state_dict, in order of name.
-
-    It is equal exactly when every bit is.
-    """
+    """SHA-256 over name, dtype, shape and bytes of every tensor of a model's state_dict, in order of name."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         if isinstance(tensor, Tensor):
@@ -348,12 +339,6 @@ class Names:
             )
         return cls(tuple(tuple(name for name in names if name is not None) for names in held), first)
 
-    def groups_now(self, optimizer: Optimizer, model: nn.Module) -> Sequence[tuple[str, ...]]:
-        """`groups`, and those that a script has added since."""
-        name_of = self.of_parameters(model)
-        added = optimizer.param_groups[len(self.groups) :]
-        return *self.groups, *(tuple(name_of[id(parameter)] for parameter in group["params"]) for group in added)
-
     def of_parameters(self, model: nn.Module) -> dict[int, str]:
         """The names of the parameters that this worker holds, by their ids."""
         return {id(parameter): self.first[name] for name, parameter in model.named_parameters()}
@@ -404,10 +389,11 @@ def optimizer_state(optimizer: Optimizer, names: Names, model: nn.Module) -> dic
         for parameter, entries in one.state.items():
             kept = state.setdefault(name_of[id(parameter)], {})
             kept |= {f"{prefix}{key}": value for key, value in entries.items()}
-    groups = zip(optimizer.param_groups, names.groups_now(optimizer, model), strict=True)
+    added = optimizer.param_groups[len(names.groups) :]  # by the script, since it was prepared
+    own_names = [*names.groups, *([name_of[id(parameter)] for parameter in group["params"]] for group in added)]
     return {
         "state": state,
-        "groups": [group | {"params": list(own)} for group, own in groups],
+        "groups": [group | {"params": list(own)} for group, own in zip(optimizer.param_groups, own_names, strict=True)],
         # What optimizers keep in attributes, such as a count of steps.
         "numbers": {
             f"{number}/{name}": float(value) if isinstance(value, Tensor) else value

@@ -104,8 +104,6 @@ class Stepper:
         """Whether the script has taken all batches of an epoch, and may be at what it does at the epoch's end."""
         self._pending: Pending | None = None
         """The batch that the script has."""
-        self._is_waiting = False
-        """Whether the iterator that gave it waits."""
 
     def add(self, name: str, trained: Trained) -> None:
         """Add a model to those that `step` can train."""
@@ -120,11 +118,6 @@ class Stepper:
 
         Raises `JobError` where a batch had no step, or is of another data set that is read at the same time.
         """
-        if self._is_waiting and self._pending is not None and not self._pending.num_steps:
-            raise JobError(
-                "run.batches was called before the batch of another run.batches had its run.step; a run reads one data "
-                "set at a time: put two into one, as torch.utils.data.StackDataset(labelled=…, unlabelled=…) does."
-            )
         self._pending, progress = None, self._state.progress
         self.catch_up()
         self.finish_step()
@@ -141,13 +134,13 @@ class Stepper:
                 self._timer.data_arrived()
                 content = replace(content, apply=self._apply_of(batch))
                 pending = Pending(batch, content, loading, progress.steps, progress.samples_seen)
-                self._pending, self._is_waiting = pending, True
-                try:
-                    yield content
-                finally:
-                    self._is_waiting = False
+                self._pending = pending
+                yield content
                 if not pending.num_steps:
-                    raise JobError("Every batch from run.batches needs its run.step before the next one is taken.")
+                    raise JobError(
+                        "Every batch from run.batches needs its run.step before the next one is taken; a run reads one "
+                        "data set at a time: put two into one, as torch.utils.data.StackDataset(…) does."
+                    )
                 self._pending = None
                 self.finish_step()
                 if progress.steps_left == 0:
