@@ -21,7 +21,6 @@ from paceline.measure.values import STEPS_FILE, StepsProbe, StepsRequest, TimedS
 from paceline.object_collectives import broadcast_object
 from paceline.spec import Job
 from paceline.train.loop import data_facts, training_loss
-from paceline.train.meters import settle
 from paceline.train.optim import build_optimizer
 from paceline.train.run import Run, init
 
@@ -55,7 +54,7 @@ def _time_steps(run: Run, job: Job, train_set: Any, budget_s: float) -> TimedSte
     for number, batch in enumerate(run.batches(train_set), 1):
         run.step(batch, loss_fn)
         if number <= _NUM_WARMUP_STEPS + 1:
-            settle(run.device)
+            _settle(run.device)
             now = time.perf_counter()
             began, step_s = now, now - began
         if number == _NUM_WARMUP_STEPS + 1:
@@ -63,7 +62,7 @@ def _time_steps(run: Run, job: Job, train_set: Any, budget_s: float) -> TimedSte
             num_wanted = number + broadcast_object(max(0, left), run.world.group)
         if number >= num_wanted:
             break
-    settle(run.device)
+    _settle(run.device)
     peak_bytes = torch.cuda.max_memory_allocated(run.device) if run.device.type == "cuda" else None
     typical, (low_s, high_s) = run.timer.median(), run.timer.p10_p90()
     if low_s is None or high_s is None:  # steps that are too long for more than one
@@ -86,3 +85,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def _settle(device: torch.device) -> None:
+    """Synchronise with the device, so that the clock can be read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -51,12 +51,6 @@ _FAR_BEYOND = 4.0
 """A batch of so many noise scales is worth a warning: four fifths of what its samples could teach are lost."""
 
 
-def settle(device: torch.device) -> None:
-    """Synchronise with the device, so that the clock can be read."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 class StepTimer:
     """Measures from the end of one step to the end of the next: waiting for data, computing, waiting for peers."""
 

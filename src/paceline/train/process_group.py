@@ -112,11 +112,6 @@ def await_rest() -> None:
                     num_looks = 0
 
 
-def abandon() -> None:
-    """After an error: exit without a shutdown of the group, which could block on peers that wait in a collective."""
-    atexit.unregister(leave)
-
-
 def _device(facts: env.WorkerFacts, plan: Plan) -> torch.device:
     if plan.device_kind == "cpu":
         return torch.device("cpu")

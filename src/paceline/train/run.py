@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from paceline.train.evaluate import Measure, evaluate_between_steps
 from paceline.train.meters import NoiseMeter, ParityTracer, Progress, StepTimer, end_rows
 from paceline.train.numerics import LossFn, Precision, decide_precision, torch_settings
 from paceline.train.preparation import check_several, freeze, prepare_model
-from paceline.train.process_group import abandon, join, memory_limit
+from paceline.train.process_group import join, leave, memory_limit
 from paceline.train.run_state import Keepable, Kept, RunState
 from paceline.train.session import Session, Stopping
 from paceline.train.state import Trained, TrainedModels, weights_sha256
@@ -392,7 +393,8 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None:
-            abandon()
+            # Exit without a shutdown of the group, which could block on peers that wait in a collective.
+            atexit.unregister(leave)
         try:
             lost = None if self._prepared is None else self._prepared.end(error)
             if self._prepared is not None and error is None:

@@ -40,13 +40,6 @@ _AUDITED_STEPS = 2
 """So many steps of a run are audited, the last one of each epoch, and those before checkpoints every so many steps."""
 
 
-def shard_seed(seed: int, step: int, shard: int, nth: int = 0) -> int:
-    """The seed of the generators for a virtual shard of the `nth` step on the global batch number `step`: its dropout
-    masks are its own."""
-    own = key(seed, random_streams.LATER_STEP, nth, step) if nth else seed
-    return key(own, random_streams.FORWARD, step, shard)
-
-
 @dataclass
 class Pending:
     """A batch that was read and is to be trained on."""
@@ -317,11 +310,12 @@ class Stepper:
     def _input(self, one: OneStep, index: int, assignment: Assignment, content: Batch) -> StepInput:
         """The step input for an assignment of the global batch with this number, counted over the whole run."""
         precision, seed, nth = one.trained.precision, self._job.seed, one.pending.num_steps
+        own_seed = key(seed, random_streams.LATER_STEP, nth, index) if nth else seed  # dropout masks of its own
         return StepInput(
             assignment=assignment,
             batch=content,
             loss_of=precision.of(one.loss_fn),
-            shard_seed=lambda shard: shard_seed(seed, index, shard, nth),
+            shard_seed=lambda shard: key(own_seed, random_streams.FORWARD, index, shard),
             scale=precision.scaler.scale,
             loss_name=loss_name(one.loss_fn),
             is_low_precision=self._job.precision in ("bfloat16", "float16"),
