@@ -133,7 +133,7 @@ class GlobalBatches:
                     "as a generator, has to be made anew in its __iter__."
                 )
             if not any(sizes) or (loading.drop_last and sum(sizes) < job.global_batch_size):
-                progress.end_stream()
+                progress.has_ended = True
                 return
             if progress.steps_left != 1:
                 ahead = next(steps)
@@ -354,7 +354,7 @@ class DataProgress:
         """Returns the order of an epoch; the one used last is cached. None: a stream has none."""
         self._position: StreamPosition | None = None
         """How far the stream of this epoch has been trained on; its states are those that this worker knows."""
-        self._has_ended = False
+        self.has_ended = False
         """Whether the stream of this epoch is known to have ended."""
         self._told_steps: dict[int, int] = {}
         """What `total_steps` first told the script, by the number of samples."""
@@ -444,11 +444,7 @@ class DataProgress:
                 "generators)."
             )
         self._set_size, self.digest = set_size, digest
-        self._is_resumed = self._has_ended = False
-
-    def end_stream(self) -> None:
-        """Note that all batches of the epoch have been trained on."""
-        self._has_ended = True
+        self._is_resumed = self.has_ended = False
 
     @property
     def at_epoch_start(self) -> bool:
@@ -458,15 +454,15 @@ class DataProgress:
     @property
     def epochs_done(self) -> int | None:
         """How many epochs have been trained on; None in the middle of one."""
-        if self._next == 0 and not self._has_ended:
+        if self._next == 0 and not self.has_ended:
             return self.epoch  # maybe none that comes: a sampler need not know its order
-        is_complete = self._has_ended if self._orders is None else self._next == self._orders(self.epoch).num_batches
+        is_complete = self.has_ended if self._orders is None else self._next == self._orders(self.epoch).num_batches
         return self.epoch + 1 if is_complete else None
 
     def leave_epoch(self) -> None:
         """Note that the epoch is complete, including its evaluation, if all its batches have been trained on."""
         if self.epochs_done is not None:
-            self.epoch, self._next, self._position, self._has_ended = self.epochs_done, 0, None, False
+            self.epoch, self._next, self._position, self.has_ended = self.epochs_done, 0, None, False
 
     # --- batches ---
 
