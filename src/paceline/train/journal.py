@@ -259,11 +259,9 @@ class Sink:
 
 
 def json_lines(run_dir: Path, first_step: int, say: Callable[[str], None]) -> Sink:
-    """metrics.jsonl in the run folder: one object a call, readable during the run.
-
-    It continues after `first_step`: later lines of an earlier process are removed, because these steps are repeated.
-    Where it cannot be written, that is said once and training goes on.
-    """
+    """metrics.jsonl in the run folder: one object a call, readable during the run. Lines of an earlier process after
+    `first_step` are removed, because these steps are repeated. Where it cannot be written, that is said once and
+    training goes on."""
     path, has_told = run_dir / "metrics.jsonl", False
     file: TextIO | None = None
 

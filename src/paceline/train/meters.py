@@ -360,10 +360,7 @@ def rate(per_s: float) -> str:
 
 
 def end_rows(run: Run, progress: DataProgress, checkpoint: str | None) -> list[tuple[str, str]]:
-    """The rows (name, value) of the table at the end of a run; none on other ranks than 0, which print nothing.
-    `checkpoint` is what `Session.newest_checkpoint` says."""
-    if run.rank != 0:
-        return []
+    """The rows (name, value) of the table at the end of a run. `checkpoint`: as `Session.newest_checkpoint` says."""
     done = progress.epochs_done
     epochs = f"epoch {progress.epoch + 1} of {progress.job.epochs}" if done is None else number_of(done, "epoch")
     steps = f"{progress.steps:,} in {epochs}, {number_of(progress.samples_seen, 'sample')}"

@@ -109,10 +109,8 @@ def torch_settings(job: Job, plan: Plan, device: torch.device) -> Iterator[list[
 
 
 def decide_precision(job: Job, world: World) -> tuple[Job, list[str]]:
-    """The job with the precision that "auto" means on these workers, the same for all; and what the log says of it.
-
-    A collective where it is "auto".
-    """
+    """The job with the precision that "auto" means on these workers, the same for all; and what the log says of it. A
+    collective where it is "auto"."""
     if job.precision != "auto":
         return job, []
     if all(all_gather_objects(has_tf32(world.device), world.group)):

@@ -48,18 +48,17 @@ def prepare_model(
     schedulers = _checked_schedulers(scheduler, optimizer, job)
     check_lazy_layers(model)
     mesh = plan.mesh or Mesh()
-    is_plain = mesh.is_plain
     is_compiled = bool(job.compile) or uncompiled(model) is not model
     model = uncompiled(model)
     if is_compiled:
         check_can_be_compiled(job, plan)
     rates = LearningRates(job, optimizer)
     names = Names.of(optimizer, model)
-    if not is_on_meta(model) and is_plain:
+    if not is_on_meta(model) and mesh.is_plain:
         model.to(world.device)
     if job.precision == "float64":
         model.double()
-    if job.channels_last and is_plain:  # torch shards parameters of the plain format only
+    if job.channels_last and mesh.is_plain:  # torch shards parameters of the plain format only
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if not model.training:  # as a pretrained one is loaded; else the script has chosen which of its modules are frozen
         model.train()

@@ -208,10 +208,8 @@ class Run:
 
         Args:
             decay: the average moves by 1 - decay, in (0, 1], towards the weights with every step.
-            model: which of several models that are trained; None: the first.
-
-        Raises:
-            JobError: workers do not all hold the same whole model.
+            model: which of several models that are trained; None: the first. Raises `JobError` where workers do not
+                all hold the same whole model.
         """
         trained = self._trained(model)
         if not trained.engine.holds_all or trained.engine.weights_diverge:
@@ -353,9 +351,7 @@ class Run:
 
     def consensus(self) -> AbstractContextManager[None]:
         """A context in which the model is the same on every worker: the mean of their weights where they synchronise
-        every few steps only. Training then continues unchanged. `evaluate` enters it by itself.
-
-        A collective: every worker has to enter it.
+        every few steps only. Training then continues unchanged. `evaluate` enters it by itself. A collective.
         """
         return self.engine.consensus()
 

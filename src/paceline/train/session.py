@@ -69,7 +69,8 @@ class StatusExchange:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._rank, self._world_size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        self._message = self._empty_message()
+        self._message = torch.zeros(len(Request) + self._world_size, dtype=torch.float64)
+        """Room for the requests and the time of each worker."""
         self._in_flight: dist.Work | None = None
 
     def received(self) -> tuple[set[Request], list[float]]:
@@ -78,22 +79,18 @@ class StatusExchange:
         if self._in_flight is not None:
             self._in_flight.wait()
             self._in_flight = None
-        numbers, self._message = self._message.tolist(), self._empty_message()  # each message counts once
+        numbers = self._message.tolist()
+        self._message.zero_()  # each message counts once
         return {request for request in Request if numbers[request]}, numbers[len(Request) :]
 
     def send(self, requests: set[Request], own_time_s: float = 0.0) -> None:
-        """Begin to send this worker's status. A collective after every step, followed by `received`."""
-        self._message = self._empty_message()
+        """Begin to send this worker's status. A collective after every step, between two of `received`."""
         for request in requests:
             self._message[request] = 1
         self._message[len(Request) + self._rank] = own_time_s
         if self._group is not None:
             # The maximum: any request counts, and each worker writes only its own entry.
             self._in_flight = dist.all_reduce(self._message, dist.ReduceOp.MAX, group=self._group, async_op=True)
-
-    def _empty_message(self) -> torch.Tensor:
-        """Room for the requests and the time of each worker."""
-        return torch.zeros(len(Request) + self._world_size, dtype=torch.float64)
 
 
 class SaveSignals:

@@ -107,9 +107,8 @@ class Stepper:
     def batches(self, loading: Loading, epoch: int, samples_per_epoch: int | None) -> Iterator[Batch]:
         """This worker's shards of each global batch that remains of an epoch; `step` is to be called with each.
 
-        What the script does after the last one belongs to the epoch's end. A collective.
-
-        Raises `JobError` where a batch had no step, or is of another data set that is read at the same time.
+        What the script does after the last one belongs to the epoch's end. A collective. Raises `JobError` where a
+        batch had no step, as one of another data set that is read at the same time.
         """
         self._pending, progress = None, self._state.progress
         self.catch_up()
