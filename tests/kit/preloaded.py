@@ -9,8 +9,7 @@ from pathlib import Path
 
 _MODULES = (
     "torch._dynamo",  # an optimizer's first step would load it
-    "torch._export",  # and this, with the two after it, the cut of a model into stages
-    "torch.export._trace",
+    "torch.distributed.pipelining",  # and this, with the next, the cut of a model into stages
     "networkx",
     "torch.distributed.checkpoint",
     "pytest",

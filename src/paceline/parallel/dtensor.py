@@ -11,17 +11,8 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
-from paceline.spec import Mesh
-from paceline.spec.mesh import AXES
-
-
-def device_mesh_of(mesh: Mesh, device_kind: str) -> DeviceMesh:
-    """All workers as a torch `DeviceMesh` with an axis of each name; a collective."""
-    degrees = tuple(mesh.degree(axis) for axis in AXES)
-    return init_device_mesh(device_kind, degrees, mesh_dim_names=AXES)
 
 
 @torch.no_grad()

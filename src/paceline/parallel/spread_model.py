@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.dtensor_type import is_dtensor, local_shard
 from paceline.errors import JobError, ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.assignment import Assignment
-from paceline.parallel.axes import Axes, open_axes
 from paceline.parallel.block_calls import ModelCall
 from paceline.parallel.dtensor import full_tensor, is_sharded, reshard, shard_like
 from paceline.parallel.engine import Runner
@@ -24,10 +25,38 @@ from paceline.parallel.micro_batches import PipelineRunner
 from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.stage_modules import Absent
 from paceline.parallel.tensor_plan import TensorPlan, apply_tensor_plan, described, tensor_plan_of
-from paceline.spec import Job, Plan
+from paceline.spec import Job, Mesh, Plan
+from paceline.spec.mesh import AXES
 
 if TYPE_CHECKING:
     from paceline.parallel.stages import Pipeline
+
+
+@dataclass(frozen=True)
+class Axes:
+    """This worker's groups along a mesh; None on axes of degree 1."""
+
+    mesh: Mesh
+    device_mesh: DeviceMesh
+    world: dist.ProcessGroup
+    data: dist.ProcessGroup | None
+    """The dp and fsdp axes together: workers among which the batch is divided."""
+    dp: dist.ProcessGroup | None
+    pp: dist.ProcessGroup | None
+
+    @classmethod
+    def of(cls, mesh: Mesh, device: torch.device, world: dist.ProcessGroup) -> Self:
+        """Open the process groups of a mesh; a collective of all workers."""
+        device_mesh = init_device_mesh(device.type, tuple(map(mesh.degree, AXES)), mesh_dim_names=AXES)
+        ranks_by_place: dict[tuple[int, int], list[int]] = {}
+        for rank in range(mesh.num_workers):
+            place = mesh.place(rank)
+            ranks_by_place.setdefault((place["pp"], place["tp"]), []).append(rank)
+        data = None
+        if mesh.num_assignments > 1:
+            data, _ = dist.new_subgroups_by_enumeration([*ranks_by_place.values()])
+        dp = device_mesh.get_group("dp") if mesh.dp > 1 else None
+        return cls(mesh, device_mesh, world, data, dp, device_mesh.get_group("pp") if mesh.pp > 1 else None)
 
 
 class Spread(Whole):
@@ -216,7 +245,7 @@ def spread(
         The layout; and what takes shards through the stages of a pipeline, None without one.
     """
     assert plan.mesh is not None
-    axes = open_axes(plan.mesh, device, world)
+    axes = Axes.of(plan.mesh, device, world)
     zero = torch.zeros((), dtype=statistics_dtype(model), device=device)
     weights = initial_weights(model, world)
     tensor_plan = tensor_plan_of(model, plan.tensor_plan, axes.mesh.tp) if axes.mesh.tp > 1 else {}
