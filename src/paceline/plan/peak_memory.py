@@ -87,8 +87,6 @@ class _Block(NamedTuple):
     """Number of parameters of the next block."""
     behind: float
     """Number of parameters of all blocks behind this one."""
-    copied_bytes: float
-    """Bytes per parameter whose gradient has been computed, which replicas copy to sum it."""
 
     def within(self, layer: LayerCost, activation_bytes: float, done: float) -> _Moment:
         """The memory while backward goes through one of the block's layers.
@@ -96,16 +94,15 @@ class _Block(NamedTuple):
         Args:
             done: number of parameters of the layer and of those behind it.
         """
-        model, parameters = self.model, self.model.numbers(layer)[0]
+        model = self.model
         if model.gathers_blocks:
             gathered = self._gathered(self.previous + self.size, gone=self.behind)
             return self._moment(activation_bytes, self.behind, gathered, done - self.behind + self._arriving)
         made = self.behind if model.mesh.fsdp > 1 else done  # a shard of it comes when it has been scattered
         return _Moment(
-            activation_bytes - model.bytes_to_come * (self.own - made),
+            activation_bytes - model.gradients_to_come(self.own, made),
             model.gathered_at_the_end(self.own),
-            # A gradient is copied when it has been added to those of the passes before.
-            self.copied_bytes * done + max(0.0, model.added(layer) - self.copied_bytes * parameters),
+            model.own_beside_buckets(self.own, made) + model.added(layer),
         )
 
     def at_its_ends(self, bytes_before: float, bytes_behind: float) -> tuple[_Moment, ...]:
@@ -151,11 +148,11 @@ class _Block(NamedTuple):
             made: number of parameters whose gradients the worker holds.
             passing: number of parameters whose gradients are in messages.
         """
-        to_come, parameter, gradient = self.model.bytes_of_parameter
+        model = self.model
         return _Moment(
-            activation_bytes - to_come * (self.own - made),
-            gathered * parameter,
-            self.copied_bytes * made + passing * gradient,
+            activation_bytes - model.gradients_to_come(self.own, made),
+            gathered * model.state.parameter,
+            model.own_beside_buckets(self.own, made) + passing * model.state.gradient,
         )
 
 
@@ -231,10 +228,8 @@ class ModelOnMesh:
         """
         own = sum(self.numbers(layer)[0] for stage in stages for layer in stage)
         shards, state = self.mesh.fsdp, self.state
-        moments = [(one, 0.0 if self.copies_late else self.bytes_copied) for one in self.in_flight[worker]]
-        if self.copies_late:
-            moments += [(self.in_flight_at_last(place, len(stages)), self.bytes_copied) for place in range(len(stages))]
-        peak = max((self.peak_of_backward(worker, stages, *one, own) for one in moments), key=sum).non_negative()
+        moments = (self.peak_of_backward(worker, stages, one, own) for one in self.in_flight[worker])
+        peak = max(moments, key=sum).non_negative()
         return DeviceMemory(
             parameter_bytes=own * state.parameter / (shards if self.mesh.zero_stage == 3 else 1),
             gradient_bytes=own * state.gradient * state.gradient_copies(self.mesh, self.num_micro_batches),
@@ -244,27 +239,10 @@ class ModelOnMesh:
             transit_bytes=peak.transit_bytes,
         )
 
-    @cached_property
-    def copies_late(self) -> bool:
-        """Whether replicas copy gradients only when a pipeline runs empty: in the last micro-batch's backward pass."""
-        return self.bytes_copied > 0 and self.mesh.pp > 1 and self.num_micro_batches > 1
-
-    def in_flight_at_last(self, place: int, num_stages: int) -> InFlight:
-        """What a worker keeps when the last micro-batch's backward pass begins in its stage number `place`: those
-        before it have a last group to go."""
-        before = float(min(self.mesh.pp, self.num_micro_batches))
-        kept = tuple(before if one < place else float(one == place) for one in range(num_stages))
-        return InFlight(place, kept)
-
-    def peak_of_backward(
-        self, worker: int, stages: tuple[Layers, ...], in_flight: InFlight, copied_bytes: float, own: float
-    ) -> _Moment:
+    def peak_of_backward(self, worker: int, stages: tuple[Layers, ...], in_flight: InFlight, own: float) -> _Moment:
         """The moment at which a worker holds most while backward goes through one of its stages.
 
         While backward goes through a layer, the layers before it keep what they kept, and those behind it nothing.
-
-        Args:
-            copied_bytes: as of a `_Block`.
         """
         kept_by_stage = [self.kept_by(stage) for stage in stages]
         stage, kept = stages[in_flight.place], kept_by_stage[in_flight.place]
@@ -278,12 +256,12 @@ class ModelOnMesh:
         done = own - sum(self.numbers(layer)[0] for one in stages[: in_flight.place] for layer in one)
         blocks = self.blocks(stage)
         sizes = [0.0, *(sum(self.numbers(layer)[0] for layer in block) for block in blocks), 0.0]
-        transit_bytes = copied_bytes * own + self.scattered_at_the_end(max(sizes))
+        transit_bytes = self.own_beside_buckets(own, own) + self.scattered_at_the_end(max(sizes))
         moments = [_Moment(waiting_bytes, self.gathered_at_the_end(own), transit_bytes)]
         kept_by_layer = iter(kept)
         for number, layers in enumerate(blocks, 1):
             size = sizes[number]
-            block = _Block(self, own, sizes[number - 1], size, sizes[number + 1], done - size, copied_bytes)
+            block = _Block(self, own, sizes[number - 1], size, sizes[number + 1], done - size)
             bytes_before = waiting_bytes + samples * before
             for layer in layers:
                 parameters, kept_whole, moment = self.numbers(layer)
@@ -313,11 +291,6 @@ class ModelOnMesh:
         return self.mesh.zero_stage == 3
 
     @cached_property
-    def bytes_of_parameter(self) -> tuple[float, float, float]:
-        """`bytes_to_come`, of the parameter itself, of its gradient."""
-        return self.bytes_to_come, self.state.parameter, self.state.gradient
-
-    @cached_property
     def gathers_blocks(self) -> bool:
         """Whether workers gather and scatter one block after the other. The tree of bitwise parity takes whole
         gradients."""
@@ -335,26 +308,30 @@ class ModelOnMesh:
         return [min(layer.output_bytes, self.numbers(layer)[1]) for layer in layers]
 
     @cached_property
-    def bytes_to_come(self) -> float:
-        """Bytes that the gradient of a parameter will take when backward comes to it; 0 where it is there already: that
-        of the pass before, or DistributedDataParallel's buckets."""
-        mesh, state = self.mesh, self.state
-        if self.num_micro_batches > 1 or mesh.pp > 1 or state.is_bitwise or (mesh.is_plain and mesh.dp > 1):
-            return 0.0
-        return state.gradient / mesh.fsdp
+    def has_buckets(self) -> bool:
+        """Whether replicas sum gradients in buckets, which stay in memory from step to step."""
+        return self.mesh.dp > 1 and not self.state.is_bitwise
 
     @cached_property
-    def bytes_copied(self) -> float:
-        """Bytes of a parameter's gradient that replicas which are sharded or cut copy to sum them."""
-        mesh, state = self.mesh, self.state
-        is_copied = mesh.dp > 1 and not mesh.is_plain and not state.is_bitwise
-        return state.gradient / mesh.fsdp if is_copied else 0.0
+    def makes_gradients(self) -> bool:
+        """Whether the backward pass makes all gradients anew, and adds none to those of the pass before."""
+        return self.num_micro_batches == 1 and self.mesh.pp == 1 and not self.state.is_bitwise
+
+    def gradients_to_come(self, own: float, made: float) -> float:
+        """Bytes of gradients in the state that do not exist yet, where those of `made` of `own` parameters do."""
+        if self.has_buckets or not self.makes_gradients:
+            return 0.0
+        return self.state.gradient / self.mesh.fsdp * (own - made)
+
+    def own_beside_buckets(self, own: float, made: float) -> float:
+        """Bytes of a worker's own gradients while the sums of replicas, in the buckets, count as its state."""
+        if not self.has_buckets:
+            return 0.0
+        return self.state.gradient / self.mesh.fsdp * (made if self.makes_gradients else own)
 
     def added(self, layer: LayerCost) -> float:
-        """Bytes of one gradient that is added to those of the passes before, or copied into a bucket."""
-        mesh = self.mesh
-        is_added = self.num_micro_batches > 1 or (mesh.is_plain and mesh.dp > 1)
-        if not is_added or self.state.is_bitwise or mesh.fsdp > 1:
+        """Bytes of one gradient that is added to those of the passes before."""
+        if self.num_micro_batches == 1 or self.state.is_bitwise or self.mesh.fsdp > 1:
             return 0.0
         return self.state.gradient * self.largest_parameter(layer)
 
