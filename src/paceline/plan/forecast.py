@@ -17,7 +17,6 @@ from paceline.noise import efficiency as statistical_efficiency
 from paceline.plan.fit import Fit, StepForecast, fit, predict
 from paceline.plan.inputs import AskedStep, ForecastRequest, PlanInputs, needs_replicas, plan_inputs, search_meshes
 from paceline.plan.memory import state_bytes
-from paceline.plan.mesh_words import explain
 from paceline.plan.peak_memory import USABLE_FRACTION
 from paceline.plan.recommendation import batch_advice, explain_choice, recommend, scaling_knee
 from paceline.plan.reliability import DEVICE_MTBF_S, RESTART_S, availability
@@ -333,7 +332,7 @@ def _mesh_words(inputs: PlanInputs, count: int) -> tuple[str, ...]:
     if count == 1 or needs_replicas(inputs.job):
         return ()
     try:
-        return explain(search_meshes(inputs, count))
+        return search_meshes(inputs, count).in_words()
     except JobError as problem:
         return (str(problem),)
 

@@ -9,11 +9,11 @@ groups; groups of the next axis are formed of whole groups of the one before, by
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import combinations
 
 from paceline.plan.pick import pick, weight
 from paceline.spec import Mesh, Node
-from paceline.spec.device_choice import DeviceRing
 from paceline.spec.mesh import AXES
 
 _MOST_EXACT = 8
@@ -28,8 +28,13 @@ def mesh_order(node: Node, ring: Sequence[int], mesh: Mesh) -> Group:
 
     If no axis divides them into groups, that is `ring` itself.
     """
+    arranger, groups, step = _Arranger(node), [(device,) for device in ring], 1
     sizes = _group_sizes(len(ring), mesh)
-    return _Arranger(node).arranged([(device,) for device in ring], [1, *sizes])[1] if sizes else tuple(ring)
+    for size in sizes:
+        num_each = size // len(groups[0])
+        partings = ([arranger.joined(part, step) for part in one] for one in arranger.partings(groups, num_each))
+        groups, step = max(partings, key=arranger.worth), len(groups[0])
+    return arranger.joined(groups, step) if sizes else tuple(ring)
 
 
 def _group_sizes(num_devices: int, mesh: Mesh) -> list[int]:
@@ -47,28 +52,14 @@ class _Arranger:
     """One node, and the best rings over some of its devices as far as they were asked for."""
 
     def __init__(self, node: Node) -> None:
-        self._node = node
-        self._rings: dict[frozenset[int], DeviceRing] = {}
+        self._ring = lru_cache(maxsize=None)(lambda members: pick(node, len(members), tuple(members)).ring)
 
-    def arranged(self, groups: Sequence[Group], sizes: Sequence[int]) -> tuple[list[tuple[float, float]], Group]:
-        """The best partition of `groups`: (slowest ring, sum over rings) for each axis, and the devices in its order.
+    def worth(self, groups: Sequence[Group]) -> tuple[float, float]:
+        """The slowest of the groups' rings, and the sum over them."""
+        speeds = [weight(self._ring(frozenset(group)).bottleneck) for group in groups]
+        return min(speeds), sum(speeds)
 
-        Args:
-            sizes: the number of devices in each unit that `groups` were formed from (1 for single devices), then in
-                the groups to form for each further axis, innermost first.
-        """
-        step, *wanted = sizes
-        if not wanted:
-            return [], self._joined(groups, step)
-        found = []
-        for parting in self._partings(groups, wanted[0] // len(groups[0])):
-            merged = [self._joined(part, step) for part in parting]
-            speeds = [weight(self._ring(one).bottleneck) for one in merged]
-            worth, order = self.arranged(merged, [len(groups[0]), *wanted[1:]])
-            found.append(([(min(speeds), sum(speeds)), *worth], order))
-        return max(found, key=lambda pair: pair[0])  # the first of those that are worth the same
-
-    def _partings(self, groups: Sequence[Group], num_each: int) -> Iterator[list[tuple[Group, ...]]]:
+    def partings(self, groups: Sequence[Group], num_each: int) -> Iterator[list[tuple[Group, ...]]]:
         """Partitions of the groups into sets of `num_each`."""
         if len(groups) > _MOST_EXACT:
             yield self._greedy(groups, num_each)
@@ -78,7 +69,7 @@ class _Arranger:
             first, *others = groups
             for rest in combinations(others, num_each - 1):
                 left = [group for group in others if group not in rest]
-                for parting in self._partings(left, num_each):
+                for parting in self.partings(left, num_each):
                     yield [(first, *rest), *parting]
 
     def _greedy(self, groups: Sequence[Group], num_each: int) -> list[tuple[Group, ...]]:
@@ -93,11 +84,11 @@ class _Arranger:
             found.append(tuple(part))
         return found
 
-    def _joined(self, groups: Sequence[Group], step: int) -> Group:
+    def joined(self, groups: Sequence[Group], step: int) -> Group:
         """The groups one after the other; single devices as their ring goes, groups each turned towards the first."""
         first, *others = groups
         if others and len(first) == 1:
-            return self._ring([device for group in groups for device in group]).devices
+            return self._ring(frozenset(device for group in groups for device in group)).devices
         return first + tuple(device for group in others for device in self._turned(group, first, step))
 
     def _turned(self, group: Group, first: Group, step: int) -> Group:
@@ -113,10 +104,4 @@ class _Arranger:
         return min(self._rate(a, b) for a in one for b in other)
 
     def _rate(self, one: int, other: int) -> float:
-        return weight(self._ring((one, other)).bottleneck)
-
-    def _ring(self, devices: Sequence[int]) -> DeviceRing:
-        members = frozenset(devices)
-        if members not in self._rings:
-            self._rings[members] = pick(self._node, len(members), devices).ring
-        return self._rings[members]
+        return weight(self._ring(frozenset((one, other))).bottleneck)

@@ -17,7 +17,7 @@ from paceline.plan.memory import (
     workers_on_fullest_node,
 )
 from paceline.plan.peak_memory import USABLE_FRACTION
-from paceline.plan.search import MeshCandidate, SearchResult, Workload, search
+from paceline.plan.search import SearchResult, Workload, search
 from paceline.spec import Cluster, DeviceKind, Job, Mesh, PipelineSpec, Plan
 from paceline.spec.algorithm import AlphaBeta
 from paceline.spec.model_cost import Activations, DeviceMemory, ModelCost
@@ -43,8 +43,6 @@ class MeshChoice:
     """One sentence."""
     pipeline: PipelineSpec = field(default_factory=PipelineSpec)
     recompute: bool = False
-    step_s: float | None = None
-    """None: not enough was measured."""
 
     def applied(self, plan: Plan) -> Plan:
         """`plan`, which is for as many workers, with this mesh."""
@@ -95,7 +93,7 @@ def choose_mesh(
     if replicas is not None and (not is_timed or winner.step_s > _CLEARLY_FASTER * replicas.step_s):
         why = f"a replica needs {size(needed.total_bytes)} of {size(room)}"
         reason = f"{why}, and no mesh is clearly faster" if is_timed else f"{why}, and no other mesh was timed"
-        return _choice(replicas, f"{plain}: {reason}.", is_timed)
+        return MeshChoice(plain, f"{plain}: {reason}.", replicas.pipeline)
     if replicas is not None:
         reason = f"{duration(winner.step_s)} a step, and whole replicas need {duration(replicas.step_s)}"
     else:
@@ -103,7 +101,7 @@ def choose_mesh(
             f"it needs {size(winner.memory.total_bytes)} on a worker, where {size(USABLE_FRACTION * room)} can be used "
             f"and a whole replica needs {size(needed.total_bytes)}"
         )
-    return _choice(winner, f"{winner.mesh}: {reason}.", is_timed)
+    return MeshChoice(winner.mesh, f"{winner.mesh}: {reason}.", winner.pipeline, winner.recompute)
 
 
 def measured_model_cost(job: Job, cluster: Cluster) -> ModelCost:
@@ -161,13 +159,3 @@ def _by_assumption(
         sums_are_hidden=job.parity == "numeric",
     )
     return search(workload, num_workers, on_node, Network(inside, between, _PER_MESSAGE_S[kind]))
-
-
-def _choice(candidate: MeshCandidate, reason: str, is_timed: bool) -> MeshChoice:
-    return MeshChoice(
-        candidate.mesh,
-        reason,
-        candidate.pipeline,
-        candidate.recompute,
-        candidate.step_s if is_timed else None,
-    )

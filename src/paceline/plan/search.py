@@ -21,7 +21,7 @@ from paceline.plan.peak_memory import USABLE_FRACTION, StateBytes
 from paceline.spec import Mesh, PipelineSpec
 from paceline.spec.algorithm import BUCKET_BYTES, MIN_BLOCK_BYTES
 from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
-from paceline.words import number_of, size
+from paceline.words import duration, number_of, size
 
 Backend = Literal["nccl", "gloo"]
 
@@ -94,6 +94,22 @@ class MeshCandidate:
     def step_s(self) -> float:
         return self.compute_s + self.bubble_s + self.tensor_s + self.exposed_s + self.optimizer_s
 
+    def in_words(self) -> str:
+        """How fast it is, what takes most beside compute, and what it holds."""
+        parts_s = {
+            "waiting for gradients": self.exposed_s,
+            "the pipeline's bubble": self.bubble_s,
+            "sums inside of layers": self.tensor_s,
+            "the optimizer": self.optimizer_s,
+        }
+        name = max(parts_s, key=lambda part: parts_s[part])
+        again = ", activations computed again" if self.recompute else ""
+        return (
+            f"{self.mesh}: {duration(self.step_s)} a step, of which {name} takes {duration(parts_s[name])}; "
+            f"{self.num_micro_batches} x {self.micro_batch_size} samples a worker{again}; "
+            f"it holds {size(self.memory.total_bytes)}"
+        )
+
 
 @dataclass(frozen=True)
 class SearchResult:
@@ -108,9 +124,17 @@ class SearchResult:
     def winner(self) -> MeshCandidate:
         return self.candidates[0]
 
-    @property
-    def runner_up(self) -> MeshCandidate | None:
-        return self.candidates[1] if len(self.candidates) > 1 else None
+    def in_words(self) -> tuple[str, ...]:
+        """A sentence about the winner, one about the runner-up, and one where replicas do not fit."""
+        lines = [f"{self.winner.in_words()} of {size(self.memory_bytes)}."]
+        for other in self.candidates[1:2]:
+            lines.append(
+                f"Then {other.in_words()}; its step is {100 * (other.step_s / self.winner.step_s - 1):+.1f} %."
+            )
+        lines += [
+            f"Whole replicas would need {size(memory.total_bytes)}." for mesh, memory in self.too_large if mesh.is_plain
+        ]
+        return tuple(lines)
 
 
 def search(workload: Workload, num_workers: int, devices_per_node: int, network: Network) -> SearchResult:
