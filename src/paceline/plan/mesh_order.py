@@ -28,7 +28,8 @@ def mesh_order(node: Node, ring: Sequence[int], mesh: Mesh) -> Group:
 
     If no axis divides them into groups, that is `ring` itself.
     """
-    arranger, groups, step = _Arranger(node), [(device,) for device in ring], 1
+    arranger, step = _Arranger(node), 1
+    groups: list[Group] = [(device,) for device in ring]
     sizes = _group_sizes(len(ring), mesh)
     for size in sizes:
         num_each = size // len(groups[0])
