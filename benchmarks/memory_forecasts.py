@@ -134,7 +134,7 @@ class LiveBytes(TorchDispatchMode):
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, Tensor) and not is_dtensor(leaf) and not is_fake(leaf):
                 self._piece_of(leaf)
-        for piece, reference in list(self._storages.items()):
+        for piece, reference in self._storages.copy().items():
             storage = reference()
             if storage is not None:
                 self._resize(piece, storage.nbytes())
