@@ -68,6 +68,20 @@ class _Moment(NamedTuple):
         return _Moment(*(max(0.0, one) for one in (activation_bytes, gathered_bytes, transit_bytes)))
 
 
+class _Numbers(NamedTuple):
+    """What one worker has of a layer, of which a tensor group may divide some; bytes are those of a sample."""
+
+    parameters: float
+    largest_parameter: float
+    """Parameters in the largest tensor of them."""
+    kept_bytes: float
+    """Activations."""
+    moment_bytes: float
+    """What lives only while backward goes through the layer."""
+    waiting_bytes: float
+    """Gradients between the two halves of a backward pass."""
+
+
 class _Block(NamedTuple):
     """Layers that are gathered together, while backward goes through them.
 
@@ -88,7 +102,7 @@ class _Block(NamedTuple):
     behind: float
     """Number of parameters of all blocks behind this one."""
 
-    def within(self, layer: LayerCost, activation_bytes: float, done: float) -> _Moment:
+    def within(self, layer: _Numbers, activation_bytes: float, done: float) -> _Moment:
         """The memory while backward goes through one of the block's layers.
 
         Args:
@@ -137,7 +151,7 @@ class _Block(NamedTuple):
             messages: parameters that stages 1 and 2 hold in messages.
         """
         model = self.model
-        if model.gathers_parameters:
+        if model.mesh.zero_stage == 3:
             return gathered
         part = self.own / model.mesh.fsdp
         return part + messages - gone if model.scatters_every_pass else part
@@ -186,39 +200,25 @@ class ModelOnMesh:
     """Whether the layers are known: else nobody knows how large a block is."""
     recompute: bool
 
-    def parameters(self, layer: LayerCost) -> float:
-        return self.parameters_per_byte * layer.parameter_bytes / layer.tensor_shards(self.mesh.tp)
-
-    def largest_parameter(self, layer: LayerCost) -> float:
-        return self.parameters_per_byte * layer.largest_parameter_bytes / layer.tensor_shards(self.mesh.tp)
-
-    def held(self, layer: LayerCost, num_bytes: float) -> float:
-        """Bytes a sample on a worker, of which the trace counted `num_bytes` in the whole layer."""
-        return self.kept_per_byte * num_bytes * _kept_fraction(layer, self.mesh.tp)
-
-    def kept(self, layer: LayerCost) -> float:
-        """Bytes of activations a sample."""
-        return self.held(layer, layer.activation_bytes)
-
-    def moment(self, layer: LayerCost) -> float:
-        """Bytes a sample that live only while backward goes through the layer."""
-        return self.held(layer, layer.moment_bytes)
-
-    def numbers(self, layer: LayerCost) -> tuple[float, float, float]:
-        """`parameters`, `kept` and `moment`: computed once, as most layers of a large model are the same object."""
+    def numbers(self, layer: LayerCost) -> _Numbers:
+        """What a worker has of a layer: computed once, as most layers of a large model are the same object."""
         found = self._numbers.get(id(layer))
         if found is None:
-            found = self._numbers[id(layer)] = self.parameters(layer), self.kept(layer), self.moment(layer)
+            tp, shards = self.mesh.tp, layer.tensor_shards(self.mesh.tp)
+            held = self.kept_per_byte
+            if layer.is_sharded_by(tp):
+                held *= layer.replicated_fraction + (1 - layer.replicated_fraction) / tp
+            found = self._numbers[id(layer)] = _Numbers(
+                self.parameters_per_byte * layer.parameter_bytes / shards,
+                self.parameters_per_byte * layer.largest_parameter_bytes / shards,
+                *(held * num_bytes for num_bytes in (layer.activation_bytes, layer.moment_bytes, layer.waiting_bytes)),
+            )
         return found
 
     @cached_property
-    def _numbers(self) -> dict[int, tuple[float, float, float]]:
+    def _numbers(self) -> dict[int, _Numbers]:
         """The results of `numbers`, by the `id` of a layer."""
         return {}
-
-    def waiting(self, layer: LayerCost) -> float:
-        """Bytes a sample of gradients between the two halves of a backward pass."""
-        return self.held(layer, layer.waiting_bytes)
 
     def on_worker(self, worker: int, stages: tuple[Layers, ...], arriving_bytes: float = 0.0) -> DeviceMemory:
         """
@@ -226,7 +226,7 @@ class ModelOnMesh:
             stages: the stages of this worker.
             arriving_bytes: bytes a sample of messages that arrive while the worker computes another micro-batch.
         """
-        own = sum(self.numbers(layer)[0] for stage in stages for layer in stage)
+        own = sum(self.numbers(layer).parameters for stage in stages for layer in stage)
         shards, state = self.mesh.fsdp, self.state
         moments = (self.peak_of_backward(worker, stages, one, own) for one in self.in_flight[worker])
         peak = max(moments, key=sum).non_negative()
@@ -251,11 +251,13 @@ class ModelOnMesh:
         for stage_bytes, micro_batches in zip(kept_by_stage, in_flight.micro_batches, strict=True):
             waiting_bytes += samples * micro_batches * sum(stage_bytes)
         if self.in_halves[worker]:
-            waiting_bytes += self.in_halves[worker] * sum(self.waiting(layer) for one in stages for layer in one)
+            waiting_bytes += self.in_halves[worker] * sum(
+                self.numbers(layer).waiting_bytes for one in stages for layer in one
+            )
         before, whole = 0.0, 0.0
-        done = own - sum(self.numbers(layer)[0] for one in stages[: in_flight.place] for layer in one)
+        done = own - sum(self.numbers(layer).parameters for one in stages[: in_flight.place] for layer in one)
         blocks = self.blocks(stage)
-        sizes = [0.0, *(sum(self.numbers(layer)[0] for layer in block) for block in blocks), 0.0]
+        sizes = [0.0, *(sum(self.numbers(layer).parameters for layer in block) for block in blocks), 0.0]
         transit_bytes = self.own_beside_buckets(own, own) + self.scattered_at_the_end(max(sizes))
         moments = [_Moment(waiting_bytes, self.gathered_at_the_end(own), transit_bytes)]
         kept_by_layer = iter(kept)
@@ -264,11 +266,11 @@ class ModelOnMesh:
             block = _Block(self, own, sizes[number - 1], size, sizes[number + 1], done - size)
             bytes_before = waiting_bytes + samples * before
             for layer in layers:
-                parameters, kept_whole, moment = self.numbers(layer)
-                before, whole = before + next(kept_by_layer), whole + kept_whole
-                at_once = min(whole, before + kept_whole)
-                moments.append(block.within(layer, waiting_bytes + samples * (at_once + moment), done))
-                done -= parameters
+                numbers = self.numbers(layer)
+                before, whole = before + next(kept_by_layer), whole + numbers.kept_bytes
+                at_once = min(whole, before + numbers.kept_bytes)
+                moments.append(block.within(numbers, waiting_bytes + samples * (at_once + numbers.moment_bytes), done))
+                done -= numbers.parameters
             if self.gathers_blocks:
                 moments += block.at_its_ends(bytes_before, waiting_bytes + samples * before)
         return max(moments, key=sum)
@@ -287,10 +289,6 @@ class ModelOnMesh:
         return [*found, tuple(block)] if block else found
 
     @cached_property
-    def gathers_parameters(self) -> bool:
-        return self.mesh.zero_stage == 3
-
-    @cached_property
     def gathers_blocks(self) -> bool:
         """Whether workers gather and scatter one block after the other. The tree of bitwise parity takes whole
         gradients."""
@@ -303,9 +301,9 @@ class ModelOnMesh:
     def kept_by(self, layers: Layers) -> list[float]:
         """Bytes a sample that each layer keeps until backward comes to it; none needs to keep more than it would
         without recomputation."""
-        if not self.recompute:
-            return [self.numbers(layer)[1] for layer in layers]
-        return [min(layer.output_bytes, self.numbers(layer)[1]) for layer in layers]
+        whole = [self.numbers(layer).kept_bytes for layer in layers]
+        outputs = [layer.output_bytes for layer in layers]
+        return list(map(min, outputs, whole)) if self.recompute else whole
 
     @cached_property
     def has_buckets(self) -> bool:
@@ -329,11 +327,11 @@ class ModelOnMesh:
             return 0.0
         return self.state.gradient / self.mesh.fsdp * (made if self.makes_gradients else own)
 
-    def added(self, layer: LayerCost) -> float:
+    def added(self, layer: _Numbers) -> float:
         """Bytes of one gradient that is added to those of the passes before."""
         if self.num_micro_batches == 1 or self.state.is_bitwise or self.mesh.fsdp > 1:
             return 0.0
-        return self.state.gradient * self.largest_parameter(layer)
+        return self.state.gradient * layer.largest_parameter
 
     def gathered_at_the_end(self, own: float) -> float:
         """Bytes of parameters beside a worker's own when backward has left the stage. Stages 1 and 2 hold their part
@@ -356,8 +354,3 @@ class ModelOnMesh:
         arriving = [max(between[worker:-1:pp]) + max(between[worker + 1 :: pp]) for worker in range(pp)]
         found = [self.on_worker(worker, stages[worker::pp], arriving[worker]) for worker in range(pp)]
         return dataclasses.replace(max(found, key=lambda memory: memory.total_bytes), stages=stages)
-
-
-def _kept_fraction(layer: LayerCost, tp: int) -> float:
-    """The fraction of a layer's activations that a worker of a tensor group keeps."""
-    return layer.replicated_fraction + (1 - layer.replicated_fraction) / tp if layer.is_sharded_by(tp) else 1.0
