@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import JobError
 from paceline.plan.memory import device_memory, parts_in_words, state_bytes
+from paceline.plan.search import num_gathers_and_scatters
 from paceline.spec import Job, Mesh, parse_mesh
 from paceline.spec.mesh import AxisName
 from paceline.spec.mesh_name import num_named
@@ -74,8 +75,7 @@ class MeshDryRun:
         """
         mesh = self.mesh
         found: dict[AxisName, float] = {"pp": 0.0, "dp": 0.0, "fsdp": 0.0, "tp": 0.0}
-        # ZeRO 1 gathers and scatters once a step, 2 in every pass; 3 gathers in forward and in backward.
-        num_exchanges = {1: 2, 2: 2 * self.num_micro_batches, 3: 3 * self.num_micro_batches}[mesh.zero_stage]
+        num_exchanges = sum(num_gathers_and_scatters(mesh.zero_stage, self.num_micro_batches))
         samples = self.virtual_shard_size * self.num_micro_batches
         arriving = 0.0
         for stage in self.stages:
