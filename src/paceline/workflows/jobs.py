@@ -16,6 +16,7 @@ from typing import Any
 from paceline.errors import JobError, did_you_mean, shortened, shown
 from paceline.spec import CallbackSpec, Job, load_job
 from paceline.spec.job import MOST_SAMPLES, MOST_WORKERS, TRACKER_NAMES
+from paceline.spec.model_cost import ModelCost
 
 Say = Callable[[str], None]
 """Receives progress messages of a workflow, one line at a time; such as `print`."""
@@ -34,6 +35,7 @@ _BOUNDS: Mapping[str, tuple[int, float]] = {
 }
 """The least and the most that can be meant by an argument of this name; of others 0 and any finite number."""
 _MOST_PRICE = 1e9
+_TRACED_SAMPLES = 2
 
 
 def silent(_line: str) -> None:
@@ -296,3 +298,23 @@ def import_path(build: Any, keyword: str) -> str:
             "import it from there."
         )
     return f"{module}:{name}"
+
+
+def trace_model(job: Job) -> ModelCost:
+    """What the job's model tells without memory for it: its layers, with their arithmetic and their memory. Loads
+    torch."""
+    from paceline.parallel import layer_costs
+
+    return layer_costs.trace_model(*model_on_paper(job, _TRACED_SAMPLES), _TRACED_SAMPLES)
+
+
+def model_on_paper(job: Job, num_samples: int) -> tuple[Any, tuple[Any, ...]]:
+    """The job's model without memory for its parameters, and what it is called with for so many samples. Loads
+    torch."""
+    from paceline.data import load
+    from paceline.models import build
+    from paceline.parallel.layer_costs import on_paper
+    from paceline.train.loop import data_facts
+
+    train_set, _ = load(job.data)
+    return on_paper(lambda: build(job.model, **data_facts(train_set)), train_set[0][0], num_samples)

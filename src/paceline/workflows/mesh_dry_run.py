@@ -17,8 +17,7 @@ from paceline.spec.mesh_name import num_named
 from paceline.spec.model_cost import DeviceMemory, Layers
 from paceline.words import size
 from paceline.workflows.arguments import checked
-from paceline.workflows.jobs import resolve_job
-from paceline.workflows.traced_model import model_on_paper, trace_model
+from paceline.workflows.jobs import model_on_paper, resolve_job, trace_model
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

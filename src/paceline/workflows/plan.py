@@ -14,9 +14,8 @@ from paceline.spec.forecast import Forecast, Grow
 from paceline.spec.plan import PLAN_FILE
 from paceline.workflows.arguments import checked
 from paceline.workflows.forecasts import CLUSTER_FILE
-from paceline.workflows.jobs import check_amounts, check_counts, read_counts, read_price, resolve_job
+from paceline.workflows.jobs import check_amounts, check_counts, read_counts, read_price, resolve_job, trace_model
 from paceline.workflows.step_rows import read_rows
-from paceline.workflows.traced_model import trace_model
 
 if TYPE_CHECKING:
     from paceline.plan.inputs import ForecastRequest

@@ -14,8 +14,7 @@ from paceline.plan import place
 from paceline.spec import Cluster, Job, Mesh, PipelineSpec, Plan, parse_mesh
 from paceline.spec.mesh import ScheduleName
 from paceline.workflows.arguments import check_fields
-from paceline.workflows.jobs import Say, check_words, silent
-from paceline.workflows.traced_model import trace_model
+from paceline.workflows.jobs import Say, check_words, silent, trace_model
 
 ONE_PROCESS = "dp_one_process"
 
