@@ -206,17 +206,21 @@ def _memory(workload: Workload, mesh: Mesh, pipeline: PipelineSpec, recompute: b
 
 def meshes(num_workers: int, devices_per_node: int, layers: Layers) -> Iterator[Mesh]:
     """Every mesh of so many devices: tensor groups lie evenly in nodes, or nodes in them, and divide most layers
-    evenly; stages have a layer each at least."""
+    evenly; each stage begins with a layer that may begin one."""
     for tp in _divisors(num_workers):
         if tp > 1 and ((devices_per_node % tp and tp % devices_per_node) or not _pays(layers, tp)):
             continue
         for pp in _divisors(num_workers // tp):
-            if pp > 1 and pp > len(layers):
+            if pp > _most_stages(layers):
                 continue
             for fsdp in _divisors(num_workers // tp // pp):
                 dp = num_workers // tp // pp // fsdp
                 for stage in (1, 2, 3) if fsdp > 1 else (3,):
                     yield Mesh(dp=dp, fsdp=fsdp, tp=tp, pp=pp, zero_stage=stage)
+
+
+def _most_stages(layers: Layers) -> int:
+    return 1 + sum(layer.may_begin for layer in layers[1:])
 
 
 def _pays(layers: Layers, tp: int) -> bool:
@@ -232,7 +236,7 @@ def _pipelines(workload: Workload, mesh: Mesh) -> list[PipelineSpec]:
     """Schedules worth a price: one stage a worker, or two in turn where there are layers and micro-batches for it."""
     found = [PipelineSpec()]
     num_turns = -(-workload.num_shards // mesh.num_assignments)
-    if mesh.pp > 1 and 2 * mesh.pp <= len(workload.layers) and num_turns % mesh.pp == 0:
+    if mesh.pp > 1 and 2 * mesh.pp <= _most_stages(workload.layers) and num_turns % mesh.pp == 0:
         found.append(PipelineSpec(schedule="interleaved", stages_per_worker=2))
     return found
 

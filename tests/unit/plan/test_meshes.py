@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -47,6 +48,12 @@ def test_a_model_that_fits_is_replicated() -> None:
 
 def test_a_model_of_unknown_layers_is_only_replicated_and_sharded() -> None:
     assert {(one.mesh.tp, one.mesh.pp) for one in meshes(8, 8, FAST).candidates} == {(1, 1)}
+
+
+def test_no_pipeline_has_more_stages_than_layers_at_which_one_may_begin() -> None:
+    layers = tuple(dataclasses.replace(one, may_begin=place < 2) for place, one in enumerate(GPT["layers"]))
+    found = meshes(8, 8, FREE, **GPT | {"layers": layers, "memory_bytes": math.inf})
+    assert {one.mesh.pp for one in found.candidates} == {1, 2}
 
 
 def test_a_model_that_does_not_fit_is_sharded() -> None:
