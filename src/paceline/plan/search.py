@@ -99,7 +99,7 @@ class MeshCandidate:
         parts_s = {
             "waiting for gradients": self.exposed_s,
             "the pipeline's bubble": self.bubble_s,
-            "sums inside of layers": self.tensor_s,
+            "what layers and stages send": self.tensor_s,
             "the optimizer": self.optimizer_s,
         }
         name = max(parts_s, key=lambda part: parts_s[part])
