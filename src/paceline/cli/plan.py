@@ -15,7 +15,6 @@ from paceline.spec import Job
 from paceline.spec.plan import PLAN_FILE
 from paceline.workflows import plan as workflow
 from paceline.workflows.jobs import resolve_job
-from paceline.workflows.mesh_dry_run import dry_run_mesh as try_mesh
 
 if TYPE_CHECKING:
     from paceline.workflows.plan import PlannedJob
@@ -86,6 +85,8 @@ def _show(planned: PlannedJob, out: Path, *, as_json: bool) -> None:
 
 def _show_mesh(job: Job, mesh: str, *, as_json: bool) -> None:
     """What each worker of a mesh would hold and send."""
+    from paceline.workflows.mesh_dry_run import dry_run_mesh as try_mesh
+
     tried = try_mesh(job, mesh)
     if not as_json:
         table_console(pipe_columns=120).print(tried.table())

@@ -128,9 +128,9 @@ class SearchResult:
         """A sentence about the winner, one about the runner-up, and one where replicas do not fit."""
         lines = [f"{self.winner.in_words()} of {size(self.memory_bytes)}."]
         for other in self.candidates[1:2]:
-            lines.append(
-                f"Then {other.in_words()}; its step is {100 * (other.step_s / self.winner.step_s - 1):+.1f} %."
-            )
+            more = other.step_s / self.winner.step_s - 1
+            behind = f"{100 * abs(more):.1f} % {'slower' if more > 0 else 'faster, but less simple'}"
+            lines.append(f"Then {other.in_words()}; {behind}.")
         lines += [
             f"Whole replicas would need {size(memory.total_bytes)}." for mesh, memory in self.too_large if mesh.is_plain
         ]
