@@ -142,7 +142,7 @@ class LiveBytes(TorchDispatchMode):
 
     def begin(self) -> None:
         """Forget the peak; what is alive counts on."""
-        self._changes = list(self._sizes.items())
+        self._changes = list(self._sizes.copy().items())
 
     @property
     def peak_bytes(self) -> int:
