@@ -344,8 +344,8 @@ class Stepper:
             whole = norm() / scaler.scale(torch.ones((), device=self._device))
             scaler.unscale_(optimizer)
             clip_gradients(trained.model.parameters(), optim.clip_norm, whole)
-            if not engine.holds_all:
-                self.session.check_peers()  # the norm was a sum of all workers' too
+            if not engine.holds_all and (self._job.nonfinite == "ignore" or scaler.is_enabled()):
+                self.session.check_peers()  # the norm was a sum of all workers' too, and the guard has not read it
         self.session.is_consistent = False
         if self._tracer is not None:
             seen = one.content if one.pending.batch.assignment.sizes and self._counts_samples else None
