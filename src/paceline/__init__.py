@@ -11,64 +11,47 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from paceline import errors
+from paceline import errors as errors
 
 if TYPE_CHECKING:
-    from paceline.parallel.losses import Mean
-    from paceline.report.study import Study
-    from paceline.spec import Cluster, Job, Plan, RunRecord
-    from paceline.spec.forecast import Forecast
-    from paceline.train import Callback, Run, init
-    from paceline.workflows import catalog, checkpoint, submit
-    from paceline.workflows.doctor import doctor
-    from paceline.workflows.launch import launch
-    from paceline.workflows.mesh_dry_run import dry_run_mesh
-    from paceline.workflows.plan import plan
-    from paceline.workflows.probe import probe
-    from paceline.workflows.report import report
-    from paceline.workflows.scale import scale
-    from paceline.workflows.strategy import Strategy
-    from paceline.workflows.topo import topo
-    from paceline.workflows.train import train
-    from paceline.workflows.verify import verify
-    from paceline.workflows.watch import watch
-    from paceline.workflows.where import Where
+    from paceline.parallel.losses import Mean as Mean
+    from paceline.report.study import Study as Study
+    from paceline.spec import Cluster as Cluster
+    from paceline.spec import Job as Job
+    from paceline.spec import Plan as Plan
+    from paceline.spec import RunRecord as RunRecord
+    from paceline.spec.forecast import Forecast as Forecast
+    from paceline.train import Callback as Callback
+    from paceline.train import Run as Run
+    from paceline.train import init as init
+    from paceline.workflows import catalog as catalog
+    from paceline.workflows import checkpoint as checkpoint
+    from paceline.workflows import submit as submit
+    from paceline.workflows.doctor import doctor as doctor
+    from paceline.workflows.launch import launch as launch
+    from paceline.workflows.mesh_dry_run import dry_run_mesh as dry_run_mesh
+    from paceline.workflows.plan import plan as plan
+    from paceline.workflows.probe import probe as probe
+    from paceline.workflows.report import report as report
+    from paceline.workflows.scale import scale as scale
+    from paceline.workflows.strategy import Strategy as Strategy
+    from paceline.workflows.topo import topo as topo
+    from paceline.workflows.train import train as train
+    from paceline.workflows.verify import verify as verify
+    from paceline.workflows.watch import watch as watch
+    from paceline.workflows.where import Where as Where
 
 __version__ = "0.2.0"
-__all__ = [
-    "Callback",
-    "Cluster",
-    "Forecast",
-    "Job",
-    "Mean",
-    "Plan",
-    "Run",
-    "RunRecord",
-    "Strategy",
-    "Study",
-    "Where",
-    "__version__",
-    "catalog",
-    "checkpoint",
-    "doctor",
-    "dry_run_mesh",
-    "errors",
-    "init",
-    "launch",
-    "plan",
-    "probe",
-    "report",
-    "scale",
-    "submit",
-    "topo",
-    "train",
-    "verify",
-    "watch",
-]
 
+_COMMANDS = ("doctor", "launch", "plan", "probe", "report", "scale", "topo", "train", "verify", "watch")
+"""Each is a function in the module of its name in `paceline.workflows`."""
+_GROUPS = ("catalog", "checkpoint", "submit")
+"""Public modules of `paceline.workflows`, each a group of functions."""
 _MODULES = {
     **dict.fromkeys(("Cluster", "Job", "Plan", "RunRecord"), "paceline.spec"),
     **dict.fromkeys(("Callback", "Run", "init"), "paceline.train"),
+    **dict.fromkeys(_GROUPS, "paceline.workflows"),
+    **{name: f"paceline.workflows.{name}" for name in _COMMANDS},
     "Where": "paceline.workflows.where",
     "Forecast": "paceline.spec.forecast",
     "Mean": "paceline.parallel.losses",
@@ -76,21 +59,19 @@ _MODULES = {
     "Study": "paceline.report.study",
     "dry_run_mesh": "paceline.workflows.mesh_dry_run",
 }
-"""The modules of the public names that are no commands; a module is loaded when one of its names is first used, since
-torch takes seconds."""
-_GROUPS = ("catalog", "checkpoint", "submit")
-"""The public modules, each a group of functions: those of `paceline.workflows` with these names."""
+"""The modules of the public names; a module is loaded when one of its names is first used, since torch takes
+seconds."""
+
+__all__ = ["__version__", "errors", *_MODULES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    if name in _GROUPS:
-        value: Any = importlib.import_module(f"paceline.workflows.{name}")
-    elif name in __all__:  # a command is a function in the module of its name
-        value = getattr(importlib.import_module(_MODULES.get(name, f"paceline.workflows.{name}")), name)
-    else:
+    if name not in _MODULES:
         raise AttributeError(f"module 'paceline' has no attribute '{name}'")
-    globals()[name] = value
-    return value
+    where = f"{_MODULES[name]}.{name}" if name in _GROUPS else _MODULES[name]
+    module = importlib.import_module(where)
+    globals()[name] = module if name in _GROUPS else getattr(module, name)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

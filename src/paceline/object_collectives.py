@@ -1,4 +1,5 @@
-"""Collectives on Python values, as torch.distributed's object collectives are, but with nothing pickled.
+"""Process groups that send from host memory, and collectives on Python values, as torch.distributed's object
+collectives are, but with nothing pickled.
 
 A message is JSON text, then the memory of the tensors in it; see `nested_values` for what it may hold. What a stranger
 sends can at worst be a wrong value: unlike a pickle, decoding it runs no code. Tensors arrive in host memory, whatever
@@ -19,46 +20,55 @@ from torch import Tensor
 
 from paceline.errors import DivergenceError
 from paceline.nested_values import flatten, unflatten
-from paceline.process_groups import device_of
 
-_HEAD_BYTES = 1024
-"""The first transfer of a message: the length of its text in eight bytes, then the text or its beginning."""
-_MOST_TEXT_BYTES = 1 << 28
-"""Longer texts are refused: nothing that workers tell each other as text comes near it."""
+_MOST_BYTES = 1 << 40
+"""Longer messages are refused: nothing that workers tell each other comes near it."""
 
 
-def broadcast_object(value: Any, group: dist.ProcessGroup | None, classes: Iterable[type] = (), source: int = 0) -> Any:
-    """The value of rank `source` of `group`, on every worker; a collective. None: this worker is alone.
+def device_of(group: dist.ProcessGroup) -> torch.device:
+    """Where a tensor has to be for the backend of `group` to send it: host memory wherever the backend can."""
+    kinds = [one.partition(":")[0] for one in dist.get_backend_config(group).split(",")]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
 
-    Args:
-        value: ignored on the other workers.
-        classes: the dataclasses that the value may contain.
-    """
+
+def open_host_group(timeout_s: float) -> dist.ProcessGroup:
+    """Open a further group of all workers, for tensors in host memory; a collective of them."""
+    opened: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return opened
+
+
+def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
+    """The value of rank 0 of `group`, on every worker; a collective. None: this worker is alone."""
     if group is None:
         return value
-    transfer = functools.partial(dist.broadcast, group_src=source, group=group)
-    if dist.get_rank(group) != source:
-        return _receive(transfer, device_of(group), classes)
-    _send(value, transfer, device_of(group), classes)
+    transfer = functools.partial(dist.broadcast, group_src=0, group=group)
+    if dist.get_rank(group) != 0:
+        return _receive(transfer, device_of(group), ())
+    _send(value, transfer, device_of(group), ())
     return value
 
 
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Iterable[type] = ()) -> list[Any]:
-    """The value of every rank, by rank, on every worker; a collective. For small values without tensors: all texts are
-    sent in the length of the longest."""
+    """The value of every rank, by rank, on every worker; a collective. For small values: all messages are sent in the
+    length of the longest.
+
+    Args:
+        classes: the dataclasses that the value may contain.
+    """
     if group is None:
         return [value]
     device = device_of(group)
-    text, tensors = encode(value, classes)
-    if tensors:
-        raise TypeError("all_gather_objects takes values without tensors; gather those by other collectives.")
-    length = torch.tensor([len(text)], device=device)
+    message = encode(value, classes)
+    length = torch.tensor([len(message)], device=device)
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, length, group=group)
     sizes = [_checked(int(size)) for size in lengths]
-    texts = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in sizes]
-    dist.all_gather(texts, _as_tensor(text.ljust(max(sizes), b"\0"), device), group=group)
-    return [decode(_as_bytes(flat[:size]), lambda _: None, classes) for flat, size in zip(texts, sizes, strict=True)]
+    messages = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in sizes]
+    padding = message.new_zeros(max(sizes) - len(message))
+    dist.all_gather(messages, torch.cat([message, padding]).to(device), group=group)
+    return [decode(one[:size].cpu(), classes) for one, size in zip(messages, sizes, strict=True)]
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Iterable[type] = ()) -> list[Any] | None:
@@ -82,8 +92,8 @@ def send_object(
     """Send a value to rank `destination` of `group`, which has to call `recv_object` with this tag.
 
     Args:
-        timeout_s: the longest wait for each part of the message, after which the group is of no more use; None: that
-            of the group.
+        timeout_s: the longest wait for each of the two parts of the message, after which the group is of no more use;
+            None: that of the group.
     """
 
     def transfer(tensor: Tensor) -> None:
@@ -112,79 +122,56 @@ def _wait(work: dist.Work | None, timeout_s: float | None) -> None:
 
 
 def _send(value: Any, transfer: Callable[[Tensor], object], device: torch.device, classes: Iterable[type]) -> None:
-    """Have the tensors of a message transferred, in the order in which `_receive` takes them."""
-    text, tensors = encode(value, classes)
-    message = len(text).to_bytes(8, "big") + text
-    transfer(_as_tensor(message[:_HEAD_BYTES].ljust(_HEAD_BYTES, b"\0"), device))
-    if len(message) > _HEAD_BYTES:
-        transfer(_as_tensor(message[_HEAD_BYTES:], device))
-    for tensor in tensors:
-        transfer(tensor.to(device))
+    """Have the length of a message transferred, then the message."""
+    message = encode(value, classes)
+    transfer(torch.tensor([len(message)], device=device))
+    transfer(message.to(device))
 
 
 def _receive(transfer: Callable[[Tensor], object], device: torch.device, classes: Iterable[type]) -> Any:
     """The value of a message; `transfer` fills a tensor."""
-    head = torch.empty(_HEAD_BYTES, dtype=torch.uint8, device=device)
-    transfer(head)
-    length = _checked(int.from_bytes(_as_bytes(head[:8]), "big"))
-    rest = torch.empty(max(0, 8 + length - _HEAD_BYTES), dtype=torch.uint8, device=device)
-    if len(rest):
-        transfer(rest)
-
-    def received(empty: Tensor) -> Tensor:
-        arriving = empty.to(device)
-        transfer(arriving)
-        return arriving.cpu()
-
-    return decode((_as_bytes(head[8:]) + _as_bytes(rest))[:length], received, classes)
-
-
-def _as_tensor(text: bytes, device: torch.device) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
-
-
-def _as_bytes(flat: Tensor) -> bytes:
-    return flat.cpu().numpy().tobytes()
+    length = torch.empty(1, dtype=torch.int64, device=device)
+    transfer(length)
+    message = torch.empty(_checked(int(length)), dtype=torch.uint8, device=device)
+    transfer(message)
+    return decode(message.cpu(), classes)
 
 
 def _checked(length: int) -> int:
-    if not 0 < length <= _MOST_TEXT_BYTES:
+    if not 0 < length <= _MOST_BYTES:
         raise DivergenceError(f"Another worker announced a message of {length:,} bytes, which no worker sends.")
     return length
 
 
-def encode(value: Any, classes: Iterable[type] = ()) -> tuple[bytes, list[Tensor]]:
-    """The text of `value`, and the tensors that follow it, contiguous and in host memory. Raises TypeError for a value
-    of a type that messages do not have."""
+def encode(value: Any, classes: Iterable[type] = ()) -> Tensor:
+    """The message of `value`, bytes in host memory: the length of its text in eight bytes, the text, the memory of its
+    tensors. Raises TypeError for a value of a type that messages do not have."""
     plain, named = flatten(value, classes=classes)
     heads = [[name, str(tensor.dtype).removeprefix("torch."), [*tensor.shape]] for name, tensor in named.items()]
-    return json.dumps([plain, heads]).encode(), [tensor.cpu().contiguous() for tensor in named.values()]
+    text = json.dumps([plain, heads]).encode()
+    head = torch.frombuffer(bytearray(len(text).to_bytes(8, "big") + text), dtype=torch.uint8)
+    return torch.cat([head, *(_memory(tensor.cpu().contiguous()) for tensor in named.values())])
 
 
-def decode(text: bytes, received: Callable[[Tensor], Any], classes: Iterable[type] = ()) -> Any:
-    """The value that was encoded.
-
-    Args:
-        received: called with an empty tensor for each of the message, in order; returns it with its values.
-        classes: the dataclasses that may be in it.
-
-    Raises:
-        DivergenceError: a text that `encode` did not make, or another class.
-    """
+def decode(message: Tensor, classes: Iterable[type] = ()) -> Any:
+    """The value that was encoded. Raises DivergenceError for a message that `encode` did not make, or another class."""
+    tensors = {}
     try:
-        plain, heads = json.loads(text)
-        empty = {name: torch.empty(shape, dtype=_dtype(dtype)) for name, dtype, shape in heads}
-    except (ValueError, TypeError, AttributeError, RecursionError, RuntimeError) as problem:
-        raise _unreadable(problem) from None
-    tensors = {name: received(tensor) for name, tensor in empty.items()}
-    try:
+        stop = 8 + int.from_bytes(message[:8].numpy().tobytes(), "big")
+        plain, heads = json.loads(message[8:stop].numpy().tobytes())
+        for name, dtype, shape in heads:
+            tensors[name] = torch.empty(shape, dtype=_dtype(dtype))
+            start, stop = stop, stop + tensors[name].nbytes
+            _memory(tensors[name]).copy_(message[start:stop])
         return unflatten(plain, tensors.__getitem__, classes)
-    except ValueError as problem:
-        raise _unreadable(problem) from None
+    except (ValueError, TypeError, AttributeError, RecursionError, RuntimeError, OverflowError) as problem:
+        raise DivergenceError(
+            f"A message from another worker cannot be read ({type(problem).__name__}: {problem})."
+        ) from None
 
 
-def _unreadable(problem: Exception) -> DivergenceError:
-    return DivergenceError(f"A message from another worker cannot be read ({type(problem).__name__}: {problem}).")
+def _memory(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -36,9 +36,7 @@ VALUES = st.recursive(
 
 
 def sent(value: Any) -> Any:
-    text, tensors = encode(value, [Point])
-    arriving = iter(tensors)
-    return decode(text, lambda empty: empty.copy_(next(arriving)), [Point])
+    return decode(encode(value, [Point]), [Point])
 
 
 @given(VALUES)
@@ -83,5 +81,12 @@ def test_what_messages_cannot_hold_is_an_error_of_the_sender(value: object) -> N
     ],
 )
 def test_what_nobody_encoded_is_refused_in_a_sentence(text: bytes) -> None:
+    message = torch.frombuffer(bytearray(len(text).to_bytes(8, "big") + text), dtype=torch.uint8)
     with pytest.raises(DivergenceError, match="cannot be read"):
-        decode(text, lambda empty: empty, [Point])
+        decode(message, [Point])
+
+
+@pytest.mark.parametrize("length", [0, 7, 12, 40])
+def test_a_message_that_breaks_off_is_refused(length: int) -> None:
+    with pytest.raises(DivergenceError, match="cannot be read"):
+        decode(encode({"a": torch.arange(9)})[:length])

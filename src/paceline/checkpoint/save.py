@@ -30,8 +30,7 @@ from paceline.checkpoint.staging import StagedFile, WritePlan, plan_writes
 from paceline.checkpoint.storage import BEST_FILE, LATEST_FILE, Storage, folder_name
 from paceline.errors import CheckpointError, PacelineError, reason_of
 from paceline.nested_values import flatten
-from paceline.object_collectives import all_gather_objects, broadcast_object, gather_objects
-from paceline.process_groups import open_host_group
+from paceline.object_collectives import all_gather_objects, broadcast_object, gather_objects, open_host_group
 from paceline.spec.job import CheckpointSpec
 
 _SLOW_S = 60.0

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from paceline.comm.asynchronous import AsynchronousWorker, ServerSettings, UpdateSchedule
 from paceline.errors import JobError
+from paceline.object_collectives import open_host_group
 from paceline.parallel.buffers import standing_in
 from paceline.parallel.engine import Engine, Update
 from paceline.parallel.initial_weights import broadcast
@@ -20,7 +21,6 @@ from paceline.parallel.layout import Whole
 from paceline.parallel.losses import LossLayout, StepLoss
 from paceline.parallel.running_sum import RunningSum
 from paceline.parallel.step_input import AnyShard, StepInput
-from paceline.process_groups import open_host_group
 from paceline.spec import AggregationSpec, Job, Plan
 from paceline.words import number_of
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from paceline.dtensor_type import local_shard
 from paceline.errors import ModelError
+from paceline.object_collectives import device_of
 from paceline.parallel.buckets import buckets
 from paceline.parallel.dtensor import shard_like
-from paceline.process_groups import device_of
 
 ALIGNMENT_BYTES = 64
 """Where torch lets host memory begin."""

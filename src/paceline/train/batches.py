@@ -29,10 +29,9 @@ from paceline.data.loading import collated, is_stream
 from paceline.data.order import EpochOrder, digest_of
 from paceline.data.streams import StreamPosition, StreamStep, check_stream, is_split, read_stream, stand_in
 from paceline.errors import DataError, JobError
-from paceline.object_collectives import all_gather_objects
+from paceline.object_collectives import all_gather_objects, device_of, open_host_group
 from paceline.parallel import Assignment
 from paceline.parallel.assignment import shards_of_rank
-from paceline.process_groups import device_of, open_host_group
 from paceline.spec import Job
 from paceline.train.optim import counts_epochs
 from paceline.train.process_group import World

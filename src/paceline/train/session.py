@@ -31,9 +31,8 @@ from paceline.data.counter_random import key
 from paceline.errors import PeerLost
 from paceline.folder_lock import CHECKPOINTS_LOCK, hold_folder
 from paceline.heartbeat import Heartbeat
-from paceline.object_collectives import all_gather_objects
+from paceline.object_collectives import all_gather_objects, open_host_group
 from paceline.parallel.generators import seed_generators
-from paceline.process_groups import open_host_group
 from paceline.regular_files import make_run_folder
 from paceline.train.batches import DataProgress
 from paceline.train.process_group import World
