@@ -11,12 +11,15 @@ import re
 import socket
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from paceline.errors import LaunchError
+
+_Value = TypeVar("_Value")
 
 RUN_DIR = "PACELINE_RUN_DIR"
 """The run folder that the launcher made."""
@@ -158,19 +161,9 @@ def text(name: str) -> str:
     return os.environ.get(name, "")
 
 
-def number(name: str) -> int | None:
-    """A variable of this process that holds a whole number; None where it is not set."""
-    return int(value) if (value := text(name)) else None
-
-
-def seconds(name: str) -> float | None:
-    """A variable of this process that holds a number of seconds; None where it is not set."""
-    return float(value) if (value := text(name)) else None
-
-
-def path(name: str) -> Path | None:
-    """A variable of this process that holds a path; None where it is not set."""
-    return Path(value) if (value := text(name)) else None
+def value(name: str, kind: Callable[[str], _Value]) -> _Value | None:
+    """A variable of this process, as what `kind` makes of it: `int`, `float`, `Path`; None where it is not set."""
+    return kind(given) if (given := text(name)) else None
 
 
 def import_note(folders: Sequence[Path]) -> dict[str, str]:
@@ -182,12 +175,6 @@ def import_note(folders: Sequence[Path]) -> dict[str, str]:
 def passed_on() -> dict[str, str]:
     """The variables of this process that agents on other nodes also need."""
     return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
-
-
-def own_interface() -> str | None:
-    """The network interface that this process's environment names for workers, or the first; None if it names none."""
-    named = (name for variable in INTERFACE_VARIABLES for name in text(variable).split(",") if name)
-    return next(named, None)
 
 
 def cpus(local_rank: int) -> set[int]:
@@ -203,7 +190,7 @@ def node_name() -> str:
 
 def launched_at() -> float:
     """When the launcher started this run, in seconds since the epoch; now, if it is not set."""
-    return float(text(LAUNCHED_AT) or time.time())
+    return value(LAUNCHED_AT, float) or time.time()
 
 
 def memory_limit_bytes() -> int | None:
@@ -239,7 +226,7 @@ def thread_limit() -> int | None:
 
 def prepare_nccl() -> None:
     """Set what torch and CUDA read when they are first used on a GPU, unless the user has set it."""
-    if number(AGENT):  # torch's watchdog would end workers that have lost another one before they can save
+    if text(AGENT):  # torch's watchdog would end workers that have lost another one before they can save
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     # As many queues as the hardware has. A run has more streams than the eight by default, and where two streams share
     # a queue, work that waits for another worker holds up the work behind it.
@@ -269,9 +256,5 @@ def trace_request(
     directory: Path, steps: int, *, without_expected: bool = False, uneven_deal: bool = False
 ) -> dict[str, str]:
     """The variables that make a run leave records of its first `steps` steps in `directory`."""
-    variables = {TRACE_DIR: str(directory), MAX_STEPS: str(steps)}
-    if without_expected:
-        variables[WITHOUT_EXPECTED] = "1"
-    if uneven_deal:
-        variables[UNEVEN_DEAL] = "1"
-    return variables
+    flags = note(WITHOUT_EXPECTED, "1" * without_expected) | note(UNEVEN_DEAL, "1" * uneven_deal)
+    return {TRACE_DIR: str(directory), MAX_STEPS: str(steps)} | flags

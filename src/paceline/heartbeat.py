@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import functools
 import mmap
-import os
 import struct
 import tempfile
 import time
@@ -51,14 +50,11 @@ class Heartbeat:
 
     def __init__(self) -> None:
         """Map the file, created if missing."""
-        descriptor = os.open(own_file(), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            if os.fstat(descriptor).st_size < _LAYOUT.size:
-                os.ftruncate(descriptor, _LAYOUT.size)
-                os.pwrite(descriptor, struct.pack("=q", -1), _STEP)
-            self._memory = mmap.mmap(descriptor, _LAYOUT.size)
-        finally:
-            os.close(descriptor)
+        with open(own_file(), "a+b") as file:  # its folder is this user's alone
+            if file.tell() < _LAYOUT.size:
+                file.write(_LAYOUT.pack(-1, 0, 0, 0, b""))
+                file.flush()
+            self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
         self._num_steps = -1
         self._has_trained = False
 
@@ -85,7 +81,7 @@ class Heartbeat:
 @functools.cache
 def own_file() -> Path:
     """The heartbeat of this process: the file that its supervisor made, else a new one until the process ends."""
-    if (path := env.path(env.HEARTBEAT)) is not None:
+    if (path := env.value(env.HEARTBEAT, Path)) is not None:
         return path
     folder = tempfile.TemporaryDirectory(prefix="paceline-worker-", ignore_cleanup_errors=True)
     atexit.register(folder.cleanup)

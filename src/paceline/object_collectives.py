@@ -115,10 +115,7 @@ def recv_object(
 
 def _wait(work: dist.Work | None, timeout_s: float | None) -> None:
     assert work is not None
-    if timeout_s is None:
-        work.wait()
-    else:
-        work.wait(timedelta(seconds=timeout_s))
+    _ = work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
 
 
 def _send(value: Any, transfer: Callable[[Tensor], object], device: torch.device, classes: Iterable[type]) -> None:
@@ -160,7 +157,7 @@ def decode(message: Tensor, classes: Iterable[type] = ()) -> Any:
         stop = 8 + int.from_bytes(message[:8].numpy().tobytes(), "big")
         plain, heads = json.loads(message[8:stop].numpy().tobytes())
         for name, dtype, shape in heads:
-            tensors[name] = torch.empty(shape, dtype=_dtype(dtype))
+            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype))
             start, stop = stop, stop + tensors[name].nbytes
             _memory(tensors[name]).copy_(message[start:stop])
         return unflatten(plain, tensors.__getitem__, classes)
@@ -172,10 +169,3 @@ def decode(message: Tensor, classes: Iterable[type] = ()) -> Any:
 
 def _memory(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"'{name}' is no dtype")
-    return dtype

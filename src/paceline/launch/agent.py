@@ -30,7 +30,7 @@ from paceline.network_addresses import address_towards, addresses
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
-    run_dir = env.path(env.RUN_DIR)
+    run_dir = env.value(env.RUN_DIR, Path)
     assert run_dir is not None
     kind = os.fstat(0).st_mode
     has_launcher = stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)
@@ -88,7 +88,7 @@ def _use_interface_of(address: str) -> None:
     """Have workers use the network interface of an address of this node, if none is named."""
     of_address = (name for name, one in addresses() if one == address)
     interface = "lo" if address.startswith("127.") else next(of_address, None)
-    if interface is not None and env.own_interface() is None:
+    if interface is not None and not any(map(env.text, env.INTERFACE_VARIABLES)):
         os.environ.update(dict.fromkeys(env.INTERFACE_VARIABLES, interface))
 
 

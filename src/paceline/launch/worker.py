@@ -48,13 +48,13 @@ _CONTROLS = re.compile(rb"\x1b\[[0-9;]*[mK]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
 def main(program: Sequence[str]) -> NoReturn:
     """Run `program` to its end, and end as it did."""
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
-    agent = env.number(env.AGENT)
+    agent = env.value(env.AGENT, int)
     _prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
     if agent != os.getppid():
         os._exit(128 + signal.SIGKILL)  # the agent died before the line above
     _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the program become children of this process
-    facts, run_dir = env.worker_facts(), env.path(env.RUN_DIR)
-    restart = env.number(env.RESTART) or 0
+    facts, run_dir = env.worker_facts(), env.value(env.RUN_DIR, Path)
+    restart = env.value(env.RESTART, int) or 0
     assert run_dir is not None
     if cpus := env.cpus(facts.local_rank):
         os.sched_setaffinity(0, cpus)

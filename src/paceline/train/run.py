@@ -102,7 +102,7 @@ class Run:
         self._averages: list[tuple[AveragedModel, Trained]] = []
         self._heartbeat = Heartbeat()
         self._heartbeat.step(0)
-        trace_dir = env.path(env.TRACE_DIR)
+        trace_dir = env.value(env.TRACE_DIR, Path)
         self._tracer = None if trace_dir is None else ParityTracer(trace_dir, self.rank, job, self.mesh)
         if self._tracer is not None:
             self._at_close.callback(self._tracer.close)
@@ -502,7 +502,7 @@ def init(
     check_strategy(strategy)
     # A Plan made in Python is checked here too.
     plan = Plan.from_mapping(plan.to_mapping()) if plan else _default_plan(job, facts, strategy)
-    limits = [limit for limit in (max_steps, env.number(env.MAX_STEPS)) if limit is not None]
+    limits = [limit for limit in (max_steps, env.value(env.MAX_STEPS, int)) if limit is not None]
     plan = dataclasses.replace(plan, world_size=facts.world_size)
     if plan.mesh is not None and plan.mesh.num_workers != facts.world_size:
         raise JobError(

@@ -70,10 +70,10 @@ class Watch:
         self._facts = facts
         self._hostname = socket.gethostname()
         self._heartbeat = Heartbeat()
-        self._hang_timeout_s = env.seconds(env.HANG_TIMEOUT) or HANG_TIMEOUT_S
-        self._first_timeout_s = env.seconds(env.HANG_TIMEOUT) or timeout_s
+        self._hang_timeout_s = env.value(env.HANG_TIMEOUT, float) or HANG_TIMEOUT_S
+        self._first_timeout_s = env.value(env.HANG_TIMEOUT, float) or timeout_s
         self._clock = WatchClock(self._hang_timeout_s)
-        self.folder = env.path(env.RUN_DIR)
+        self.folder = env.value(env.RUN_DIR, Path)
         """Where reports go; None: to standard error alone."""
         self.states: list[WorkerState] = []
         """What all workers did a moment ago, by rank; empty where this worker does not look at the others."""
@@ -296,7 +296,7 @@ class Watch:
             if self._has_store and self._store.compare_set("reported", "", own) != own.encode():
                 return
         place = None if self.folder is None else report.save(self.folder)
-        if not env.number(env.AGENT):
+        if not env.value(env.AGENT, int):
             # Torch's exception hook holds back what is written to sys.stderr.
             print(f"\npaceline: {report.text()}", end="", file=sys.__stderr__)
             print("" if place is None else f"The report: {place}", file=sys.__stderr__, flush=True)
@@ -373,7 +373,7 @@ def end_watch() -> None:
 def tell_failures(facts: env.WorkerFacts) -> None:
     """Have an exception that ends this process told to who reports failures, and the process end at once then: a
     process group, or a thread that waits for peers, would hold up the interpreter's end."""
-    if not env.number(env.AGENT) and facts.world_size == 1:
+    if not env.value(env.AGENT, int) and facts.world_size == 1:
         return
     show = sys.excepthook
 
@@ -384,11 +384,11 @@ def tell_failures(facts: env.WorkerFacts) -> None:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torch's agent ends all workers as soon as one has failed
         failure = _failure(facts.rank, error)
-        run_dir = env.path(env.RUN_DIR)
+        run_dir = env.value(env.RUN_DIR, Path)
         is_noted = False
-        if run_dir is not None and env.number(env.AGENT):
+        if run_dir is not None and env.value(env.AGENT, int):
             with contextlib.suppress(OSError):
-                write_note(run_dir, failure, env.number(env.RESTART) or 0)
+                write_note(run_dir, failure, env.value(env.RESTART, int) or 0)
                 is_noted = True
         if not is_noted:
             traceback.print_exception(error, file=sys.__stderr__)

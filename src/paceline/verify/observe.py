@@ -225,12 +225,12 @@ def _clean(name: str) -> str:
 
 def main() -> None:
     script, *arguments = sys.argv[1:]
-    folder = env.path(env.TRACE_DIR)
+    folder = env.value(env.TRACE_DIR, Path)
     assert folder is not None
     facts = env.worker_facts()
     observer = Observer(
         folder / f"rank{facts.rank}.jsonl",
-        env.number(env.MAX_STEPS) or 1,
+        env.value(env.MAX_STEPS, int) or 1,
         facts.world_size,
         without_expected=bool(env.text(env.WITHOUT_EXPECTED)),
     )
