@@ -77,6 +77,12 @@ class Slice:
         sizes = tuple(map(operator.sub, stops, starts))
         return Slice(starts, sizes) if all(size > 0 for size in sizes) else None
 
+    def lies_in(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape has such a slice."""
+        ranges = zip(self.offsets, self.sizes, shape, strict=False)
+        has_all = len(self.offsets) == len(self.sizes) == len(shape)
+        return has_all and all(0 <= start <= start + size <= length for start, size, length in ranges)
+
     def slices_in(self, outer: Slice) -> tuple[slice, ...]:
         """The index that takes this slice out of a tensor that holds the slice `outer`."""
         starts = (own - outers for own, outers in zip(self.offsets, outer.offsets, strict=True))
@@ -108,13 +114,8 @@ class TensorEntry:
         sizes = [max(size, 1) for size in self.shape]
         if len(sizes) > _MOST_DIMENSIONS or min(self.shape, default=0) < 0 or math.prod(sizes) > _MOST_NUMBERS:
             return False
-        for chunk in self.chunks:
-            if not len(chunk.offsets) == len(chunk.sizes) == len(sizes):
-                return False
-            places = zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
-            if any(offset < 0 or size < 0 or offset + size > length for offset, size, length in places):
-                return False
-        return sum(math.prod(chunk.sizes) for chunk in self.chunks) == math.prod(self.shape)
+        num_held = sum(math.prod(chunk.sizes) for chunk in self.chunks)
+        return num_held == math.prod(self.shape) and all(chunk.lies_in(self.shape) for chunk in self.chunks)
 
 
 @dataclass(frozen=True)

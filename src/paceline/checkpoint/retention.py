@@ -46,10 +46,8 @@ def wanted(known: Sequence[KnownCheckpoint], spec: CheckpointSpec) -> set[str]:
     """
     keep = {one.name for one in known[-spec.keep_last :]}
     if spec.keep_every_hours is not None:
-        spans: dict[int, str] = {}
-        for one in known:
-            spans.setdefault(int(one.saved_at_s // (spec.keep_every_hours * 3600)), one.name)
-        keep |= set(spans.values())
+        span_s = spec.keep_every_hours * 3600
+        keep |= {*{int(one.saved_at_s // span_s): one.name for one in reversed(known)}.values()}
     best = best_of(known, spec)
     return keep if best is None else keep | {best}
 
@@ -97,5 +95,5 @@ def prune(storage: Storage, spec: CheckpointSpec, *, dry_run: bool = False) -> P
     go = tuple(one.name for one in known if one.name not in good)
     if not dry_run:
         for name in go:
-            storage.discard(name)
+            storage.remove(name)
     return Pruning(tuple(one.name for one in known if one.name in good), go, dict(sorted(damaged.items())))

@@ -280,7 +280,7 @@ class Saver:
                     self._storage.remove(f"{folder}/{file}")
             self._storage.write(LATEST_FILE, [f"{folder}\n".encode()])
             for one in [one for one in self._known if one.name not in keep]:
-                self._storage.discard(one.name)
+                self._storage.remove(one.name)
                 self._known.remove(one)
             if (best := best_of(self._known, self._spec)) is not None:
                 self._storage.write(BEST_FILE, [f"{best}\n".encode()])

@@ -91,14 +91,10 @@ class Storage:
 
     def remove(self, name: str) -> None:
         """Delete a file, or a folder with all that is in it; nothing happens where there is none."""
-        with _as_os_error(), contextlib.suppress(FileNotFoundError):
-            self._files.rm(self._path(name), recursive=True)
-
-    def discard(self, checkpoint: str) -> None:
-        """Remove a checkpoint, finished or not."""
-        # Without its manifest it is no checkpoint any more, whatever happens next.
-        self.remove(f"{checkpoint}/{MANIFEST_FILE}")
-        self.remove(checkpoint)
+        # A checkpoint without its manifest is none any more, whatever happens next.
+        for path in (f"{name}/{MANIFEST_FILE}", name):
+            with _as_os_error(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                self._files.rm(self._path(path), recursive=True)
 
     def claim(self, folder: str) -> bool:
         """Make a folder; returns whether this call made it, and no other process. Stores of objects have no folders:
