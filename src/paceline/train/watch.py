@@ -386,7 +386,7 @@ def tell_failures(facts: env.WorkerFacts) -> None:
         failure = _failure(facts.rank, error)
         run_dir = env.value(env.RUN_DIR, Path)
         is_noted = False
-        if run_dir is not None and env.value(env.AGENT, int):
+        if run_dir is not None and env.text(env.AGENT):
             with contextlib.suppress(OSError):
                 write_note(run_dir, failure, env.value(env.RESTART, int) or 0)
                 is_noted = True
