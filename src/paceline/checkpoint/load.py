@@ -10,7 +10,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -149,13 +149,6 @@ class Stored:
     """The shape of the whole tensor."""
     slice: Slice
 
-    @property
-    def is_whole(self) -> bool:
-        return self.slice.sizes == self.shape
-
-    def slice_at(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Stored:
-        return replace(self, slice=Slice(offsets, sizes))
-
 
 @dataclass(frozen=True)
 class Loaded:
@@ -213,7 +206,7 @@ def _in_place(tree: Any, read: Callable[[Stored], Tensor]) -> Any:
         case list() | tuple():
             return type(tree)(_in_place(item, read) for item in tree)
         case Stored():
-            return read(tree) if tree.is_whole else Loaded(read(tree))
+            return read(tree) if tree.slice.sizes == tree.shape else Loaded(read(tree))
     return tree
 
 

@@ -28,6 +28,7 @@ from paceline.checkpoint.format import MANIFEST_FILE, DataFile, Manifest, Stored
 from paceline.checkpoint.retention import KnownCheckpoint, best_of, known_checkpoints, wanted
 from paceline.checkpoint.staging import StagedFile, WritePlan, plan_writes
 from paceline.checkpoint.storage import BEST_FILE, LATEST_FILE, Storage, folder_name
+from paceline.dtensor_type import local_shard
 from paceline.errors import CheckpointError, PacelineError, reason_of
 from paceline.nested_values import flatten
 from paceline.object_collectives import all_gather_objects, broadcast_object, gather_objects, open_host_group
@@ -149,7 +150,8 @@ class Saver:
             raise CheckpointError(f"A checkpoint cannot hold this state: {problem}.") from None
         state = tensors | own_tensors
         self._plan = plan_writes(state, self._group, self._plan)
-        self._staged.stage(self._plan.tensors_to_write(state))
+        mine = self._plan.slices[self._rank].items()
+        self._staged.stage({key: local_shard(state[one.name])[one.index] for key, one in mine})
         self._num_begun += 1
         self._moved_at_s = time.monotonic()
         self._is_given_up, self._problem = False, ""

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.format import DTYPES, Slice
-from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
+from paceline.dtensor_type import is_dtensor, shard_slice
 from paceline.errors import CheckpointError
 from paceline.object_collectives import all_gather_objects
 
@@ -61,10 +61,6 @@ class WritePlan:
     """What this worker holds."""
     slices: tuple[dict[str, PlannedSlice], ...]
     """By rank, and by their names in the file; on rank 0 of all workers, on others of this one alone."""
-    rank: int
-
-    def tensors_to_write(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {key: local_shard(state[one.name])[one.index] for key, one in self.slices[self.rank].items()}
 
 
 def plan_writes(
@@ -101,7 +97,7 @@ def plan_writes(
                 is_whole = inner.sizes == shape and "@" not in name
                 key = name if is_whole else f"{name}@{','.join(map(str, inner.offsets))}"
                 slices[writer][key] = PlannedSlice(name, dtype, shape, inner, inner.slices_in(outer))
-    return WritePlan(own, slices, rank)
+    return WritePlan(own, slices)
 
 
 def _held(name: str, tensor: Tensor) -> _Held:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adagrad, Optimizer
 
+from paceline.checkpoint.format import Slice
 from paceline.checkpoint.load import Loaded, Stored
 from paceline.containers import to_device
 from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
@@ -147,7 +148,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, holds_all: b
 def _shard_of(stored: Any, like: Any) -> Any:
     """The shard that this worker needs of a stored tensor: where it holds a shard of `like`, the same of it."""
     is_spread = isinstance(stored, Stored) and is_dtensor(like) and stored.shape == tuple(like.shape)
-    return stored.slice_at(*shard_slice(like)) if is_spread else stored
+    return replace(stored, slice=Slice(*shard_slice(like))) if is_spread else stored
 
 
 class TrainedModels:
