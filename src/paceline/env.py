@@ -26,8 +26,6 @@ RUN_DIR = "PACELINE_RUN_DIR"
 LAUNCHED_AT = "PACELINE_LAUNCHED_AT"
 TRACE_DIR = "PACELINE_TRACE_DIR"
 """Where a run leaves records of its steps, for `paceline verify`."""
-WITHOUT_EXPECTED = "PACELINE_WITHOUT_EXPECTED"
-"""Set where `paceline verify` trains a script without batch norm and dropout."""
 UNEVEN_DEAL = "PACELINE_UNEVEN_DEAL"
 """Set where `paceline verify` has some workers compute more virtual shards than others."""
 MAX_STEPS = "PACELINE_MAX_STEPS"
@@ -252,9 +250,7 @@ def visible_gpus() -> list[str] | None:
     return None if listed is None else [part.strip() for part in listed.split(",") if part.strip()]
 
 
-def trace_request(
-    directory: Path, steps: int, *, without_expected: bool = False, uneven_deal: bool = False
-) -> dict[str, str]:
+def trace_request(directory: Path, steps: int, *, uneven_deal: bool = False) -> dict[str, str]:
     """The variables that make a run leave records of its first `steps` steps in `directory`."""
-    flags = note(WITHOUT_EXPECTED, "1" * without_expected) | note(UNEVEN_DEAL, "1" * uneven_deal)
-    return {TRACE_DIR: str(directory), MAX_STEPS: str(steps)} | flags
+    flag = note(UNEVEN_DEAL, "1" * uneven_deal)
+    return {TRACE_DIR: str(directory), MAX_STEPS: str(steps)} | flag

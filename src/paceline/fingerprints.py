@@ -1,12 +1,16 @@
 """Tensors, samples and optimizers as a few numbers each, which workers and runs can compare.
 
-A tensor's fingerprint is its norm and its inner products with a few fixed vectors of random signs s. Since
+A tensor's fingerprint is its norm and its inner products with a few fixed vectors s of random signs. Since
 E[(s.a - s.b)^2] = |a - b|^2, two fingerprints give the distance of two tensors without keeping either (Achlioptas,
-"Database-friendly random projections", 2003).
+"Database-friendly random projections", 2003). s is an outer product of two such vectors, whose products of two entries
+have a mean of 0 as well: a projection is then a product of matrices. They are linear: the fingerprint of a sum, but for
+the norm, is the sum of the fingerprints.
 """
 
 from __future__ import annotations
 
+import functools
+import math
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -16,20 +20,55 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 NUM_PROJECTIONS = 8
+_BLOCK = 1024
+"""The length of the inner one of the two vectors of signs."""
+_PIECE = 1 << 22
+"""How many numbers are projected at a time: a copy of so many stands in float64."""
+_DIGITS = 1e4
+"""Two rows of floating numbers are the same sample where their projections agree to one part in so many."""
 
 
 def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[float]]:
     """The fingerprint of each tensor, in float64."""
-    return {name: _fingerprint(tensor.detach().to("cpu", torch.float64).reshape(-1)) for name, tensor in tensors}
+    return {name: fingerprint(tensor) for name, tensor in tensors}
 
 
-def _fingerprint(flat: Tensor) -> list[float]:
-    signs = torch.Generator().manual_seed(flat.numel())
-    values = [float(flat.norm())]
-    for _ in range(NUM_PROJECTIONS):
-        bits = torch.randint(0, 2, flat.shape, generator=signs, dtype=torch.int8)
-        values.append(float(flat @ (2 * bits - 1).to(torch.float64)))
-    return values
+def fingerprint(tensor: Tensor) -> list[float]:
+    """[norm, projection, projection, …]."""
+    dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
+    flat = (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(1, -1)
+    total = torch.zeros(1 + NUM_PROJECTIONS, dtype=torch.float64, device="cpu")
+    for number, piece in enumerate(flat.split(_PIECE, dim=1)):
+        exact = piece.to("cpu" if piece.device.type == "mps" else piece.device, torch.float64)
+        total[0] += exact.square().sum().cpu()
+        total[1:] += _projections(exact, number * _PIECE)[0].cpu()
+    total[0].sqrt_()
+    return [float(value) for value in total]
+
+
+def difference(one: list[float], other: list[float]) -> list[float]:
+    """The fingerprint of one tensor minus another, from theirs; its norm is estimated."""
+    projections = [a - b for a, b in zip(one[1:], other[1:], strict=True)]
+    return [math.hypot(*projections) / math.sqrt(NUM_PROJECTIONS), *projections]
+
+
+def _projections(rows: Tensor, start: int = 0) -> Tensor:
+    """(rows, numbers) in float64 -> (rows, NUM_PROJECTIONS); `start` is the place of the first number in its tensor.
+    Zeros at the end change nothing."""
+    num_blocks = -(-rows.shape[1] // _BLOCK)
+    padded = torch.nn.functional.pad(rows, (0, num_blocks * _BLOCK - rows.shape[1]))
+    inner, outer = _signs(start // _BLOCK + num_blocks)
+    inside = padded.reshape(len(rows), num_blocks, _BLOCK) @ inner.to(rows.device)
+    return (inside * outer[start // _BLOCK :].to(rows.device)).sum(1)
+
+
+@functools.lru_cache(maxsize=64)
+def _signs(num_blocks: int) -> tuple[Tensor, Tensor]:
+    """Of a place in a block, and of a block: (_BLOCK, NUM_PROJECTIONS) and (num_blocks, NUM_PROJECTIONS)."""
+    draw, shape = torch.Generator("cpu").manual_seed(0), (_BLOCK + num_blocks, NUM_PROJECTIONS)
+    drawn = torch.randint(0, 2, shape, generator=draw, dtype=torch.int8, device="cpu")
+    signs = (2 * drawn - 1).to(torch.float64)
+    return signs[:_BLOCK], signs[_BLOCK:]
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -45,10 +84,23 @@ def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def sample_digests(leaves: Iterable[Tensor]) -> Iterator[int]:
-    """A number for each row of the tensors of a batch that have as many rows as the first one."""
+    """A number for each row of the tensors of a batch that have as many rows as the first one.
+
+    Zeros at the end of a row are padding, of which batches with other samples have more or fewer; floating numbers are
+    rounded, as features of a frozen model differ by rounding from batch to batch.
+    """
     found = [leaf.detach().cpu() for leaf in leaves if leaf.dim() > 0]
-    for row in zip(*(leaf for leaf in found if len(leaf) == len(found[0])), strict=True):
-        crc = 0
-        for leaf in row:
-            crc = zlib.crc32(leaf.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), crc)
-        yield crc
+    columns = [_row_bytes(leaf) for leaf in found if len(leaf) == len(found[0])]
+    for row in zip(*columns, strict=True):
+        yield zlib.crc32(b"|".join(row))
+
+
+def _row_bytes(leaf: Tensor) -> list[bytes]:
+    rows = (torch.view_as_real(leaf) if leaf.is_complex() else leaf).reshape(len(leaf), -1)
+    if rows.dtype.is_floating_point:
+        exact = rows.to(torch.float64)
+        norms = exact.norm(dim=1, keepdim=True)
+        found = torch.cat([norms.log(), _projections(exact)[:, :2] / norms], dim=1).nan_to_num(0.0, 0.0, 0.0)
+        return [row.numpy().tobytes() for row in found.mul(_DIGITS).round().to(torch.int64)]
+    ends = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in rows]
+    return [row[:end].numpy().tobytes() for row, end in zip(rows, ends, strict=True)]

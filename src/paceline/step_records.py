@@ -11,33 +11,42 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-BATCH_NORM, DROPOUT = "batch norm", "dropout"
-Fingerprints = Mapping[str, list[float]]
-"""By name of the tensor: [norm, projection, projection, …]."""
+Fingerprints = dict[str, list[float]]
+"""By name of the tensor: [norm, projection, projection, …]; empty where there is no tensor."""
 
 
 @dataclass
 class StepRecord:
-    """A step as one worker saw it, with whole tensors."""
+    """A step as one worker saw it, with whole tensors. A run of `paceline.init` leaves some fields empty."""
 
     samples: list[int] = field(default_factory=list)
     """A digest of each sample that this worker's model was called with."""
     losses: list[float] = field(default_factory=list)
     """What `backward` was called on, or the step's loss where the run knows it."""
-    weights_before: Fingerprints = field(default_factory=dict)
-    """Of the first step at least."""
+    initial_weights: Fingerprints = field(default_factory=dict)
+    """Of the tensors that no step before had, as this one began."""
+    changes_before: Fingerprints = field(default_factory=dict)
+    """Weights as the step began minus weights after the last one: what something beside the optimizer did."""
+    local_gradients: Fingerprints = field(default_factory=dict)
+    """Of this worker's own samples, summed over micro-steps; of whole parameters alone. The norms are not those of the
+    sums."""
     gradients: Fingerprints = field(default_factory=dict)
     """As the optimizer found them."""
     options: list[dict[str, Any]] = field(default_factory=list)
     """The learning rate and other numbers of each parameter group."""
+    update: Fingerprints = field(default_factory=dict)
+    """Weights after the step minus before it, where the gradient is more than rounding."""
     weights: Fingerprints = field(default_factory=dict)
     """After the step, as the buffers are."""
     buffers: Fingerprints = field(default_factory=dict)
+    """With frozen parameters."""
     weights_sha256: str = ""
     """Where every bit should be equal."""
-    layers: list[str] = field(default_factory=list)
-    """Kinds of layers whose outputs follow from a worker's own samples or draws, and computed in this step."""
-    drew_from: int = 0
+    switched_off: list[str] = field(default_factory=list)
+    """What would follow from a worker's own samples or draws: batch norm, dropout."""
+    draws: bool = False
+    """Whether the forward pass drew random numbers nevertheless."""
+    generator_state: int = 0
     """A digest of the state of torch's generator as the model was first called."""
 
 

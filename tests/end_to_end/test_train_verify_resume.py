@@ -38,5 +38,5 @@ def test_a_run_resumed_on_one_worker_ends_with_the_weights_of_an_uninterrupted_r
 
 def test_verify_finds_two_workers_equal_to_one(tmp_path: Path) -> None:
     verify = ("verify", "digits-lenet", "--workers", "1,2", "--steps", "2", "--json")
-    verdicts = json.loads(succeeded(paceline(*verify, cwd=tmp_path)).stdout)
-    assert [(verdict["workers"], verdict["outcome"]) for verdict in verdicts] == [(2, "equal")]
+    verdict = json.loads(succeeded(paceline(*verify, cwd=tmp_path)).stdout)
+    assert (verdict["workers"], verdict["outcome"]) == (2, "equal")

@@ -23,13 +23,14 @@ _STATES_CAUSE: tuple[tuple[str, set[Cause]], ...] = (
     ("the same run twice differs", {Cause.RANDOM}),
     ("of the same samples differs", {*Cause} - {Cause.SAMPLES, Cause.STEPS}),
     ("DIFFERENCE: initial weights", {Cause.WEIGHTS}),
+    ("made .* steps, and", {Cause.STEPS}),
     ("DIFFERENCE: samples", {Cause.SAMPLES, Cause.RANDOM}),
     ("read other values|would read other samples|read twice|collate function, called twice", {Cause.SAMPLES}),
-    (r"DIFFERENCE: gradient|has a hook on its gradient|calls backward\(\) itself", {Cause.GRADIENTS}),
-    ("DIFFERENCE: (learning rate|option)", {Cause.RATE}),
-    ("DIFFERENCE: weight|max_norm", {Cause.UPDATE}),
+    (r"DIFFERENCE: (loss|gradients)|has a hook on its gradient|calls backward\(\) itself", {Cause.GRADIENTS}),
+    ("DIFFERENCE: learning rate|different values of|(depends on|grows with) the number of workers", {Cause.RATE}),
+    ("DIFFERENCE: update|max_norm", {Cause.UPDATE}),
     ("DIFFERENCE: buffer", {Cause.BUFFERS}),
-    ("number of steps|needs its run.step", {Cause.STEPS}),
+    ("needs its run.step", {Cause.STEPS}),
 )
 """The causes that today's sentences state; of several the first counts."""
 
@@ -70,9 +71,9 @@ def shown_by(kind: type[Script], case: str, folder: Path) -> Shown:
         found += [one.weights for one in of_workers if one.weights is not None]
         runs.append(load(folder / name, num_workers))
     two, one, again = runs
-    if not compare(one, again)[0].passed:
+    if not compare(one, again).passed:
         return Shown("the same run twice differs", tuple(found))
-    verdict, _ = compare(one, two)
+    verdict = compare(one, two)
     return Shown("" if verdict.passed else verdict.sentence(), tuple(found))
 
 

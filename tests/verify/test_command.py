@@ -18,23 +18,26 @@ import paceline
 draw = torch.Generator().manual_seed(0)
 samples = [(torch.randn(4, generator=draw), number % 3) for number in range(16)]
 scale = 1.0
-with paceline.init(global_batch_size=8, virtual_shards=2, epochs=1, precision="float64", progress=False) as run:
+with paceline.init(global_batch_size=8, virtual_shards=4, epochs=1, precision="float64", progress=False) as run:
     {change}
     model = torch.nn.Linear(4, 3)
-    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.prepare(model, optimizer)
     for batch in run.batches(samples):
+        {each_step}
         run.step(batch, lambda model, shard: torch.nn.functional.cross_entropy(model(shard[0]), shard[1]) * scale)
 """
 
 
-def _verify(folder: Path, change: str, workers: str, exit_code: int) -> dict[str, Any]:
-    (folder / "mine.py").write_text(SCRIPT.format(change=change))
-    result = paceline("verify", "mine.py", "--workers", workers, "--steps", "2", "--json", cwd=folder)
+def _verify(
+    folder: Path, change: str, workers: str, exit_code: int, *options: str, each_step: str = "pass"
+) -> dict[str, Any]:
+    (folder / "mine.py").write_text(SCRIPT.format(change=change, each_step=each_step))
+    result = paceline("verify", "mine.py", "-n", workers, "--steps", "2", "--json", *options, cwd=folder)
     assert result.stdout and TRACEBACK not in result.stderr, result.stderr
     assert result.returncode == exit_code, result.stdout
     assert [path.name for path in folder.iterdir()] == ["mine.py"]
-    (verdict,) = json.loads(result.stdout)
-    return dict(verdict)
+    return dict(json.loads(result.stdout))
 
 
 @pytest.mark.nightly
@@ -48,7 +51,15 @@ def test_a_right_script_passes(tmp_path: Path) -> None:
 def test_the_first_difference_on_two_workers_is_named(tmp_path: Path) -> None:
     verdict = _verify(tmp_path, "scale = run.world_size", "2", 1)
     assert (verdict["workers"], verdict["outcome"], verdict["step"]) == (2, "differs", 1)
-    assert verdict["where"] == "gradient" and "2 times as large" in verdict["cause"]
+    assert verdict["first_difference"] == "loss" and "2 times as large" in verdict["cause"]
+
+
+@pytest.mark.budget(processor_s=60)
+def test_workers_that_compute_unequal_numbers_of_shards_are_compared_with_equal_ones(tmp_path: Path) -> None:
+    rate = 'optimizer.param_groups[0]["lr"] = 0.1 * len(batch)'
+    verdict = _verify(tmp_path, "pass", "2", 1, "--deal", each_step=rate)
+    assert (verdict["workers"], verdict["first_difference"], verdict["step"]) == (2, "learning_rate", 1)
+    assert verdict["ranks"] == [1] and "0.1 instead of 0.3" in verdict["cause"]
 
 
 @pytest.mark.budget(processor_s=45)
@@ -66,12 +77,20 @@ def test_a_run_that_is_refused_says_why_in_the_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.budget(processor_s=90)
-@pytest.mark.parametrize(("options", "exit_code"), [(["--accumulate", "{accumulate}"], 0), (["--scale", "3"], 1)])
-def test_a_script_that_knows_nothing_of_paceline(options: list[str], exit_code: int, tmp_path: Path) -> None:
-    script = str(Path(__file__).with_name("plain_ddp.py"))
-    command = ["verify", "--batch", "8", "-n", "2", "--json", script, "--", "--batch-size", "{batch}", *options]
+@pytest.mark.parametrize(
+    ("script", "options", "difference", "words"),
+    [
+        ("right_accumulation", ["--accumulate", "{accumulate}"], "none", ""),
+        ("loop_sums_gradients", [], "gradients", "2 times as large"),
+    ],
+)
+def test_a_script_that_knows_nothing_of_paceline(
+    script: str, options: list[str], difference: str, words: str, tmp_path: Path
+) -> None:
+    path = str(Path(__file__).parent / "corpus" / f"{script}.py")
+    command = ["verify", "--batch", "8", "-n", "2", "--json", path, "--", "--batch", "{batch}", *options]
     result = paceline(*command, cwd=tmp_path)
-    assert result.returncode == exit_code, result.stdout + result.stderr
-    (verdict,) = json.loads(result.stdout)
-    assert "batch norm and dropout" in verdict["notes"][-1]  # dropout differs, as is to be expected
-    assert exit_code == 0 or "3 times as large" in verdict["cause"]
+    assert result.returncode == (difference != "none"), result.stdout + result.stderr
+    verdict = json.loads(result.stdout)
+    assert verdict["first_difference"] == difference and words in verdict["cause"], verdict
+    assert verdict["step"] == (None if difference == "none" else 1) and verdict["steps"] == 4

@@ -34,7 +34,8 @@ def verify(context: typer.Context, as_json: AsJson = False, **options: Any) -> N
     """
     verdicts = workflow.verify(arguments=context.args, say=silent if as_json else to_stderr, **options)
     if as_json:
-        print(json.dumps([dataclasses.asdict(verdict) for verdict in verdicts]))
+        for verdict in verdicts:
+            print(json.dumps(dataclasses.asdict(verdict)))
     else:
         for verdict in verdicts:
             print(verdict.sentence())

@@ -29,7 +29,7 @@ from paceline.noise import NoiseScale, SmoothedNoise
 from paceline.parallel import Assignment
 from paceline.parallel.engine import Mark, seconds
 from paceline.parallel.gradient_norms import GradientNorms, TakeNorms
-from paceline.spec import Job, Mesh, StepTime
+from paceline.spec import Job, StepTime
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.step_records import StepRecord, write
 from paceline.train.batches import DataProgress
@@ -199,9 +199,9 @@ Whole = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
 class ParityTracer:
     """Writes a record of each step of this worker."""
 
-    def __init__(self, directory: Path, rank: int, job: Job, mesh: Mesh) -> None:
+    def __init__(self, directory: Path, rank: int, job: Job) -> None:
         self._path = directory / f"rank{rank}.jsonl"
-        self._header = {"precision": job.precision, "is_bitwise": job.parity == "bitwise", "tp": mesh.tp}
+        self._header = {"precision": job.precision, "is_bitwise": job.parity == "bitwise"}
         self._steps: list[StepRecord] = []
         self._step = StepRecord()
         write(self._path, self._header, [])  # `verify.observe` sees that this run records itself
@@ -212,12 +212,13 @@ class ParityTracer:
         """Note the loss, a scalar, and the samples of a batch. Where the model is spread: a collective, and rank 0
         writes for all."""
         weights = {} if self._steps else fingerprints(whole(dict(model.named_parameters())).items())
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         self._step = StepRecord(
-            [] if batch is None else [one for shard in batch for one in sample_digests(tensors(shard))],
-            [float(loss)],
-            weights,
-            fingerprints(whole({name: p.grad for name, p in model.named_parameters() if p.grad is not None}).items()),
-            options_of(optimizer),
+            samples=[] if batch is None else [one for shard in batch for one in sample_digests(tensors(shard))],
+            losses=[float(loss)],
+            initial_weights=weights,
+            gradients=fingerprints(whole(gradients).items()),
+            options=options_of(optimizer),
         )
 
     def after_update(self, model: nn.Module, whole: Whole) -> None:

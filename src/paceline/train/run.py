@@ -103,7 +103,7 @@ class Run:
         self._heartbeat = Heartbeat()
         self._heartbeat.step(0)
         trace_dir = env.value(env.TRACE_DIR, Path)
-        self._tracer = None if trace_dir is None else ParityTracer(trace_dir, self.rank, job, self.mesh)
+        self._tracer = None if trace_dir is None else ParityTracer(trace_dir, self.rank, job)
         if self._tracer is not None:
             self._at_close.callback(self._tracer.close)
         seed_generators(job.seed, self.device)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from paceline.step_records import Fingerprints, StepRecord
 from paceline.verify import causes
 from paceline.verify.causes import Cause
-from paceline.verify.records import ObservedRun, distances, farthest, unlike_rank_0
+from paceline.verify.records import Distances, ObservedRun, StepPair, distances_of
 from paceline.words import number_of
 
 # Above the rounding of a few steps, far below what a wrong mean or a lost sample does.
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
+_LOSS_TOLERANCE = {"float64": 1e-11, "float32": 2e-5, "bfloat16": 1e-2, "float16": 1e-2}
+_ROUNDING = {"float64": 1e-15, "float32": 2.4e-7, "bfloat16": 1.6e-2, "float16": 2e-3}
+"""Of a weight after an update, relative to its size."""
+_INITIAL_TOLERANCE = 1e-6
 _NEGLIGIBLE = 1e-5
 """A gradient this much smaller than all of them together is rounding, which Adam makes as large as any other."""
+
+MEND = "mend what the run says, and compare again."
+
+Kind = Literal["initial_weights", "samples", "loss", "gradients", "learning_rate", "update", "buffers", "none"]
 
 
 @dataclass(frozen=True)
@@ -25,15 +34,15 @@ class ParityVerdict:
     workers: int
     outcome: Literal["equal", "differs", "could not tell"]
     steps: int
-    largest_difference: float = 0.0
-    """Of gradients and weights up to the first difference, relative to their size."""
+    first_difference: Kind = "none"
     step: int | None = None
     """From 1."""
-    where: str = ""
-    """What differs: "initial weights", "samples", "gradient", "learning rate" …"""
-    tensor: str = ""
+    parameter: str = ""
+    """The tensor that differs, or the optimizer's option."""
     ranks: tuple[int, ...] = ()
-    """Those that differ from rank 0; empty where all agree with each other."""
+    """Those that differ from rank 0."""
+    largest_difference: float = 0.0
+    """Of gradients and weights up to the first difference, relative to their size."""
     cause: str = ""
     advice: str = ""
     notes: tuple[str, ...] = field(default=())
@@ -50,131 +59,158 @@ class ParityVerdict:
             lines = [f"EQUAL    {who}: {number_of(self.steps, 'step')}, {how}"]
         elif self.outcome == "differs":
             ranks = f", rank {', '.join(map(str, self.ranks))} from rank 0" if self.ranks else ""
-            tensor = f" of '{self.tensor}'" if self.tensor else ""
+            parameter = f" of '{self.parameter}'" if self.parameter else ""
             size = f" by {self.largest_difference:.1e}" if self.largest_difference else ""
-            place = f"FIRST DIFFERENCE: {self.where}{tensor} in step {self.step}{size}{ranks}"
+            what = self.first_difference.replace("_", " ")
+            place = f"FIRST DIFFERENCE: {what}{parameter} in step {self.step}{size}{ranks}"
             lines = [f"DIFFERS  {who}. {place}", f"  why: {self.cause}", f"  do:  {self.advice}"]
         else:
             lines = [f"UNKNOWN  {who}: {self.cause}", f"  do:  {self.advice}"]
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-@dataclass(frozen=True)
-class Difference:
-    where: str
-    cause: Cause
-    tensor: str = ""
-    size: float = 0.0
-    ranks: tuple[int, ...] = ()
-
-
-def compare(base: ObservedRun, other: ObservedRun) -> tuple[ParityVerdict, bool]:
-    """The verdict on `other`, and whether what differs is to be expected of workers that have samples of their own."""
-    num_steps = min(len(base.steps), len(other.steps))
-    tolerance = max(TOLERANCE[one.precision] for one in (base, other))
-    if base.is_bitwise and base.tp == other.tp:
-        tolerance = 0.0
+def compare(base: ObservedRun, other: ObservedRun) -> ParityVerdict:
+    """The verdict on `other`."""
+    other = other.named_like(base)
+    precision = max((one.precision for one in (base, other)), key=TOLERANCE.__getitem__)
+    tolerance = 0.0 if base.is_bitwise else TOLERANCE[precision]
+    equal = ParityVerdict(other.num_workers, "equal", len(other.steps), notes=tuple(_notes(base, other)))
     largest = 0.0
-    for step in range(num_steps):
-        for difference in _looks(_Step(base, other, step, tolerance)):
-            if isinstance(difference, float):
-                largest = max(largest, difference)
-                continue
-            verdict = ParityVerdict(
-                other.num_workers, "differs", num_steps, difference.size, step + 1, difference.where,
-                difference.tensor, difference.ranks, difference.cause.why, difference.cause.advice,
-            )  # fmt: skip
-            return verdict, difference.cause.is_expected
-    verdict = ParityVerdict(other.num_workers, "equal", num_steps, largest, notes=tuple(_notes(base, other)))
+    for number in range(equal.steps):
+        step = _Comparison(StepPair(base, other, number, tolerance), precision, equal)
+        found = step.first_difference()
+        if found is not None:
+            return found
+        largest = max(largest, step.largest)
+    if other.failure:
+        why = f"{other.failure} The steps before were equal."
+        return replace(equal, outcome="could not tell", cause=why, advice=MEND, notes=())
     if len({*base.num_steps, *other.num_steps}) > 1:
-        cause = causes.other_numbers_of_steps(base, other)
-        return replace(verdict, outcome="differs", step=num_steps + 1, where="number of steps", cause=cause.why,
-                       advice=cause.advice), False  # fmt: skip
-    return verdict, False
+        cause = causes.of_numbers_of_steps(base, other)
+        number = equal.steps + 1
+        return replace(equal, outcome="differs", first_difference="samples", step=number, cause=cause.why,
+                       advice=cause.advice)  # fmt: skip
+    return replace(equal, largest_difference=largest)
 
 
 def _notes(base: ObservedRun, other: ObservedRun) -> Iterator[str]:
+    if other.failure:
+        yield other.failure
     if not any(base.samples(step) for step in range(len(base.steps))):
         yield "samples were not seen, so they were not compared."
-    elif other.num_workers > 1 and other.tp == 1 and causes.share_all_samples(other, 0):
+    elif other.num_workers > 1 and other.steps and other.shared_samples(0):
         yield "every rank computed all samples; that is right where ranks divide the model, and else a waste."
-    if base.is_bitwise and base.tp != other.tp:
-        yield "layers that are divided (tp) add in another order, so this was compared up to rounding."
+    off = {layer for run in (base, other) for ranks in run.steps for one in ranks for layer in one.switched_off}
+    if off:
+        yield f"compared without {' and '.join(sorted(off))}, which differ between workers with good reason."
+    if "dropout" in off and other.num_workers > 1 and len({one.generator_state for one in other.steps[0]}) == 1:
+        yield "dropout draws the same masks on all ranks: seed each rank otherwise after the model is made."
 
 
-@dataclass(frozen=True)
-class _Step:
-    """A step of both runs."""
+class _Comparison:
+    """Of one step of both runs."""
 
-    base: ObservedRun
-    other: ObservedRun
-    number: int
-    tolerance: float
+    def __init__(self, pair: StepPair, precision: str, equal: ParityVerdict) -> None:
+        self._pair, self._precision, self._equal = pair, precision, equal
+        self.largest = 0.0
+        """The largest distance of the tensors that have been compared."""
 
-    @property
-    def mine(self) -> StepRecord:
-        return self.base.steps[self.number][0]
+    def first_difference(self) -> ParityVerdict | None:
+        """In the order in which one thing follows from another.
 
-    @property
-    def theirs(self) -> Sequence[StepRecord]:
-        return self.other.steps[self.number]
+        Samples and losses that differ are a difference where gradients follow: a batch may be padded otherwise, and a
+        loss divided later. Where no gradient was seen, the update stands for it.
+        """
+        pair = self._pair
+        exact = min(pair.tolerance, _INITIAL_TOLERANCE)
+        changes = self._tensors("update", lambda one: one.changes_before, causes.of_changes_before, is_update=True)
+        before = (
+            (changes and replace(changes, step=pair.number))
+            or self._tensors("initial_weights", lambda one: one.initial_weights, causes.of_initial_weights, exact)
+            or self._left_out()
+        )
+        if before is not None:
+            return before
+        gradients = self._tensors("gradients", lambda one: one.gradients, causes.of_gradients)
+        options = self._options()
+        update = self._tensors("update", lambda one: one.update or one.weights, causes.of_update, is_update=True)
+        is_seen = any(pair.mine.gradients.values())
+        if gradients is not None or (update is not None and options is None and not is_seen):
+            samples = causes.of_samples(pair)
+            return (samples and self._differs("samples", samples)) or self._loss() or gradients or update
+        buffers = self._tensors("buffers", lambda one: one.buffers, causes.of_buffers)
+        if pair.tolerance == 0 and pair.mine.weights_sha256 != pair.theirs[0].weights_sha256:
+            buffers = buffers or self._differs("update", causes.OF_BITS)
+        return options or update or buffers
 
+    def _differs(
+        self, kind: Kind, cause: Cause, parameter: str = "", size: float = 0.0, ranks: tuple[int, ...] = ()
+    ) -> ParityVerdict:
+        size = size if math.isfinite(size) else 0.0  # JSON has no infinity
+        return replace(
+            self._equal, outcome="differs", first_difference=kind, step=self._pair.number + 1, parameter=parameter,
+            ranks=ranks, largest_difference=size, cause=cause.why, advice=cause.advice,
+        )  # fmt: skip
 
-def _looks(step: _Step) -> Iterator[Difference | float]:
-    """What differs in a step, in the order in which one thing follows from another; the sizes of what does not."""
-    base, other, number = step.base, step.other, step.number
-    where, cause_of = (
-        ("weight before the step", causes.of_weights_before)
-        if number
-        else ("initial weights", causes.of_initial_weights)
-    )
-    yield from _tensors(step, where, lambda one: one.weights_before, cause_of)
-    cause = causes.of_samples(base, other, number)
-    if cause is not None:
-        yield Difference("samples", cause)
-    yield from _tensors(step, "gradient", lambda one: one.gradients, causes.of_gradients)
-    yield from _options(step)
-    yield from _tensors(step, "weight", lambda one: one.weights, causes.of_weights)
-    yield from _tensors(step, "buffer", lambda one: one.buffers, causes.of_buffers)
-    if step.tolerance == 0 and step.mine.weights_sha256 != step.theirs[0].weights_sha256:
-        yield Difference("weight", causes.of_bits())
+    def _left_out(self) -> ParityVerdict | None:
+        """The update of a rank that called `backward` more often than others before this step of the optimizer."""
+        counts = [len(one.losses) for one in self._pair.theirs]
+        late = tuple(rank for rank, count in enumerate(counts) if count > min(counts))
+        return self._differs("update", causes.of_left_out(late), ranks=late) if late else None
 
+    def _loss(self) -> ParityVerdict | None:
+        pair = self._pair
+        mine, theirs = pair.base.loss(pair.number), pair.other.loss(pair.number)
+        if mine is None or theirs is None:
+            return None
+        size = abs(theirs - mine) / abs(mine) if mine else abs(theirs)
+        is_equal = size <= _LOSS_TOLERANCE[self._precision]
+        return None if is_equal else self._differs("loss", causes.of_loss(pair, mine, theirs), size=size)
 
-def _tensors(
-    step: _Step,
-    where: str,
-    read: Callable[[StepRecord], Fingerprints],
-    cause_of: Callable[[ObservedRun, ObservedRun, int, dict[str, float], dict[str, list[int]]], Cause],
-) -> Iterator[Difference | float]:
-    """Ranks are compared with rank 0, and rank 0 with the other run."""
-    unlike = unlike_rank_0(step.theirs, read, step.tolerance)
-    found = distances(read(step.mine), read(step.theirs[0]))
-    if where.startswith("weight"):
-        negligible = _negligible(step.mine.gradients)
-        found = {name: size for name, size in found.items() if name not in negligible}
-        unlike = {name: ranks for name, ranks in unlike.items() if name not in negligible}
-    differing = {name: size for name, size in found.items() if size > step.tolerance}
-    if unlike or differing:
-        cause = cause_of(step.base, step.other, step.number, differing, unlike)
-        name = next(iter(unlike)) if unlike else farthest(differing)[0]
-        yield Difference(where, cause, name, found.get(name, 0.0), tuple(unlike.get(name, ())))
-    yield farthest(found)[1]
+    def _options(self) -> ParityVerdict | None:
+        """The learning rate's, or else that of another option of the optimizer; between ranks first."""
+        pair, found = self._pair, []
+        for rank, one in enumerate(pair.theirs):
+            for reference, ranks in (pair.theirs[0], (rank,)), (pair.mine, ()):
+                for mine, theirs in zip(reference.options, one.options, strict=False):
+                    for name in mine:
+                        if name in theirs and not _is_close(mine[name], theirs[name]):
+                            cause = causes.of_option(pair, name, mine[name], theirs[name], is_of_rank=bool(ranks))
+                            kind: Kind = "learning_rate" if name == "lr" else "update"
+                            found.append(self._differs(kind, cause, name, ranks=ranks))
+        return min(found, key=lambda one: (one.first_difference, not one.ranks), default=None)
 
-
-def _negligible(gradients: Fingerprints) -> set[str]:
-    sizes = {name: values[0] for name, values in gradients.items() if values}
-    return {name for name, size in sizes.items() if size < _NEGLIGIBLE * max(sizes.values())}
-
-
-def _options(step: _Step) -> Iterator[Difference]:
-    for rank, one in enumerate(step.theirs):
-        for reference, ranks in (step.theirs[0], (rank,)), (step.mine, ()):
-            for mine, theirs in zip(reference.options, one.options, strict=False):
-                name = next((name for name in mine if name in theirs and not _is_close(mine[name], theirs[name])), None)
-                if name is not None:
-                    where = "learning rate" if name == "lr" else f"option '{name}' of the optimizer"
-                    cause = causes.of_options(mine[name], theirs[name], step.other.num_workers, bool(ranks))
-                    yield Difference(where, cause, ranks=ranks)
+    def _tensors(
+        self,
+        kind: Kind,
+        read: Callable[[StepRecord], Fingerprints],
+        cause_of: Callable[[StepPair, Distances], Cause],
+        tolerance: float | None = None,
+        *,
+        is_update: bool = False,
+    ) -> ParityVerdict | None:
+        """Ranks are compared with rank 0, and rank 0 with the other run. Of updates not those that follow from rounding
+        alone, and the rounding of the weights that are left counts."""
+        pair = self._pair
+        rounding: dict[str, float] = {}
+        mine, theirs = read(pair.mine), [read(one) for one in pair.theirs]
+        if is_update:
+            sizes = {name: values[0] for name, values in pair.mine.gradients.items() if values}
+            least = _NEGLIGIBLE * max(sizes.values(), default=0.0)
+            mine, *theirs = (
+                {name: values for name, values in one.items() if sizes.get(name, least) >= least}
+                for one in (mine, *theirs)
+            )
+            if pair.mine.update:
+                relative = _ROUNDING[self._precision] / pair.tolerance
+                rounding = {name: relative * values[0] for name, values in pair.mine.weights.items()}
+        found = distances_of(mine, theirs, pair.tolerance if tolerance is None else tolerance, rounding)
+        self.largest = max(self.largest, found.largest)
+        if not found:
+            return None
+        name = next(iter(found.unlike), "") or max(found.differing, key=found.differing.__getitem__)
+        size, ranks = found.differing.get(name, 0.0), tuple(found.unlike.get(name, ()))
+        return self._differs(kind, cause_of(pair, found), name, size, ranks)
 
 
 def _is_close(one: Any, other: Any) -> bool:

@@ -1,15 +1,17 @@
 """Runs a training script as it is, and records its first steps.
 
-    python -m paceline.verify.observe SCRIPT.py ARGUMENTS …      (by the launcher, with what `request` returns)
+    python -m paceline.verify.observe SCRIPT.py ARGUMENTS …     (by the launcher, with what `env.trace_request` returns)
 
-Everything is seen from outside, by torch's global hooks: calls of modules, steps of optimizers, and, by a
-`TorchFunctionMode`, calls of `backward` and of dropout. Nothing of the script is changed. The process ends after the
-steps asked for. A run of `paceline.init` records its own steps, and ends itself.
+Everything is seen from outside: by torch's global hooks calls of modules and steps of optimizers, by a
+`TorchFunctionMode` calls of `backward`, and by hooks on parameters the gradients of this worker's own samples. What
+couples the samples of a worker or draws random numbers, batch norm and dropout, differs between workers with good
+reason: it is switched off, so that what lies behind it shows. The process ends after the steps asked for. A run of
+`paceline.init` records its own steps, and ends itself.
 """
 
 from __future__ import annotations
 
-import atexit
+import functools
 import inspect
 import os
 import runpy
@@ -33,44 +35,54 @@ from torch.overrides import TorchFunctionMode
 
 from paceline import env
 from paceline.containers import tensors
-from paceline.fingerprints import fingerprints, options_of, sample_digests
-from paceline.step_records import BATCH_NORM, DROPOUT, Fingerprints, StepRecord, write
+from paceline.fingerprints import difference, fingerprint, options_of, sample_digests
+from paceline.step_records import Fingerprints, StepRecord, write
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
-_DROPOUTS: Mapping[Callable[..., Any], str] = {
-    F.dropout: "p",
-    F.dropout1d: "p",
-    F.dropout2d: "p",
-    F.dropout3d: "p",
-    F.alpha_dropout: "p",
-    F.multi_head_attention_forward: "dropout_p",
-}
-"""The parameter of each that is the rate."""
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.multi_head_attention_forward}
 _ATTENTION_RATE = 4
 """Where the rate of dropout stands among the arguments of scaled_dot_product_attention, which has no signature."""
-_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module"})
+_RECURRENT = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
+"""Their only floating argument is the rate of dropout."""
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Parts of parameters' names that come from wrappers."""
-_PATIENCE_S = 30.0
-"""How long a worker whose steps are recorded waits for the others."""
+_LIBRARIES = "accelerate", "lightning", "transformers"
+"""Those that read data in an order of their own."""
+_SMALL = 0.01
+"""The square of a gradient, relative to the mean of its tensor, whose update counts half."""
+_PATIENCE_S = 3.0
+"""How long a worker whose steps are recorded waits for the others before it makes a further step."""
 
 
 class Observer(TorchFunctionMode):
     """Records the steps of this process."""
 
-    def __init__(self, path: Path, num_steps: int, num_workers: int, *, without_expected: bool = False) -> None:
-        """
-        Args:
-            without_expected: whether batch norm and dropout, which differ between workers with good reason, are off.
-        """
+    def __init__(self, path: Path, num_steps: int, num_workers: int) -> None:
         super().__init__()
         self._path, self._num_steps, self._num_workers = path, num_steps, num_workers
-        self._without_expected = without_expected
         self._depth = 0
         """How many modules are being called, each by the one before."""
+        self._num_synced = 0
+        """How many of them are batch norms over the samples of all workers."""
         self._is_in_backward = False
-        self._is_in_step = False
+        self._in_backward = ExitStack()
+        self._stepping: Optimizer | None = None
+        """The one that makes a step; it may wrap others."""
         self._models: list[nn.Module] = []
         """Those with parameters that the script itself calls."""
+        self._watched: dict[int, Tensor] = {}
+        """Parameters whose gradients are seen, by id."""
+        self._trained: set[int] = set()
+        """The ids of what the optimizers hold that have made a step."""
+        self._before: list[Tensor] = []
+        """Copies of the weights, while the optimizer changes them."""
+        self._gradients: list[list[float]] = []
+        self._drawn_from = 0
+        """The state of torch's generators as the first model was called since the last backward."""
+        self._initial: Fingerprints = {}
+        """Of buffers and frozen parameters, as their model was first called."""
+        self._left: dict[int, list[list[float]]] = {}
+        """Fingerprints of the weights as each optimizer left them."""
         self._is_low_precision = False
         self._step = StepRecord()
         self._steps: list[StepRecord] = []
@@ -80,114 +92,186 @@ class Observer(TorchFunctionMode):
         register_module_forward_hook(self._module_returned, with_kwargs=True, always_call=True)
         register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
-        atexit.register(self._write)
-
-    # --- what torch tells ---
 
     def _module_called(self, module: nn.Module, _arguments: Any) -> None:
         self._depth += 1
-        if isinstance(module, _BATCH_NORMS) and module.training:
-            self._saw(BATCH_NORM)
-            if self._without_expected:
-                module.eval()
-
-    def _module_returned(self, module: nn.Module, arguments: Any, named: Mapping[str, Any], _output: Any) -> None:
-        self._depth -= 1
-        is_outermost = self._depth == 0 and not self._is_in_backward and torch.is_grad_enabled()
-        if not is_outermost or not any(one.requires_grad for one in module.parameters()):
+        self._num_synced += isinstance(module, nn.SyncBatchNorm)
+        if self._depth > 1:
             return
-        if not any(module is one for one in self._models):
+        if self._is_in_backward:  # for what is computed again there, outside of this mode
+            self._in_backward.enter_context(self)
+            return
+        if torch.is_grad_enabled():
+            self._drawn_from = self._drawn_from or _generator_state()
+            self._step.generator_state = self._step.generator_state or self._drawn_from
+        if not any(module is one for one in self._models) and any(True for _ in module.parameters()):
             self._models.append(module)
+            self._watch(self._all_tensors())
+            if not _is_fsdp_1(module):
+                self._initial |= {n: one for n, one in self._fixed_tensors().items() if n not in self._initial}
+
+    def _module_returned(self, module: nn.Module, arguments: Any, *named_and_output: Any) -> None:
+        """After an exception, such as that by which activation checkpointing stops computing again, torch leaves out
+        the named arguments."""
+        self._depth -= 1
+        self._num_synced -= isinstance(module, nn.SyncBatchNorm)
+        if self._depth:
+            return
+        if self._is_in_backward:
+            self._in_backward.close()
+            return
+        is_trained = torch.is_grad_enabled() and any(one.requires_grad for one in module.parameters())
+        if not is_trained or len(named_and_output) < 2:
+            return
         self._is_low_precision |= torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        # The first tensor alone: a wrapper may be called with targets too, where the model it wraps is not.
-        given = [one for one in tensors((arguments, dict(named))) if one.dim() > 0]
-        self._step.samples += sample_digests(given[:1])
-        self._step.drew_from = self._step.drew_from or zlib.crc32(torch.get_rng_state().numpy().tobytes())
+        self._step.samples += _samples([*tensors((arguments, dict(named_and_output[0])))])
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
-        if func is Tensor.backward:
-            self._step.losses.append(float(args[0].detach().double().sum()))
-            self._is_in_backward = True
-            try:
-                return func(*args, **named)
-            finally:
-                self._is_in_backward = False
-        if func in _DROPOUTS:
+        if func in (Tensor.backward, torch.autograd.backward):
+            return self._backward(func, args, named)
+        if func in _DROPOUTS or func is F.batch_norm:
             bound = inspect.signature(func).bind(*args, **named)
             bound.apply_defaults()
+            rate = "dropout_p" if func is F.multi_head_attention_forward else "p"
+            if func is F.batch_norm:
+                self._use_running_statistics(bound.arguments)
+            elif bound.arguments["training"] and bound.arguments[rate]:
+                self._switched_off("dropout")
+                bound.arguments[rate] = 0.0
             args, named = bound.args, bound.kwargs
-            rate = _DROPOUTS[func]
-            if bound.arguments["training"] and bound.arguments[rate]:
-                self._saw(DROPOUT)
-                bound.arguments[rate] = 0.0 if self._without_expected else bound.arguments[rate]
-                args, named = bound.args, bound.kwargs
-        elif func is F.scaled_dot_product_attention and (named.get("dropout_p") or args[_ATTENTION_RATE:]):
-            args, named = self._attend(list(args), named)
+        elif func is F.scaled_dot_product_attention:
+            rates = args[_ATTENTION_RATE : _ATTENTION_RATE + 1]
+            if named.pop("dropout_p", 0.0) or any(rates):
+                self._switched_off("dropout")
+            args = (*args[:_ATTENTION_RATE], *(0.0 for _ in rates), *args[_ATTENTION_RATE + 1 :])
+        elif func in _RECURRENT and any(isinstance(one, float) and one for one in args):
+            self._switched_off("dropout")
+            args = [0.0 if isinstance(one, float) else one for one in args]
         return func(*args, **named)
 
-    def _attend(self, arguments: list[Any], named: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        rate = arguments[_ATTENTION_RATE] if len(arguments) > _ATTENTION_RATE else named["dropout_p"]
-        if rate:
-            self._saw(DROPOUT)
-        if rate and self._without_expected:
-            del arguments[_ATTENTION_RATE:]
-            named["dropout_p"] = 0.0
-        return arguments, named
+    def _use_running_statistics(self, arguments: dict[str, Any]) -> None:
+        """Change the arguments of `batch_norm`."""
+        if not arguments["training"] or self._num_synced:
+            return
+        self._switched_off("batch norm")
+        arguments["training"] = False
+        if arguments["running_mean"] is None:
+            size = arguments["input"].shape[1]
+            arguments["running_mean"] = arguments["input"].new_zeros(size)
+            arguments["running_var"] = arguments["input"].new_ones(size)
 
-    def _saw(self, layer: str) -> None:
-        if torch.is_grad_enabled() and layer not in self._step.layers:
-            self._step.layers.append(layer)
+    def _switched_off(self, layer: str) -> None:
+        if torch.is_grad_enabled() and layer not in self._step.switched_off:
+            self._step.switched_off.append(layer)
 
-    # --- a step ---
+    def _backward(self, func: Callable[..., Any], args: Any, named: Mapping[str, Any]) -> Any:
+        losses = [_full(one.detach()).double().sum() for one in tensors((args[:1], named.get("tensors", ())))]
+        self._step.losses.append(float(sum(losses)))
+        self._step.draws |= self._drawn_from not in (0, _generator_state())
+        self._drawn_from = 0
+        self._is_in_backward = True
+        try:
+            return func(*args, **named)
+        finally:
+            self._is_in_backward = False
+
+    def _watch(self, parameters: Mapping[str, Tensor]) -> None:
+        for name, one in parameters.items():
+            if one.requires_grad and one.is_leaf and id(one) not in self._watched and not isinstance(one, DTensor):
+                self._watched[id(one)] = one
+                one.register_hook(functools.partial(self._add_gradient, name))
+
+    def _add_gradient(self, name: str, gradient: Tensor) -> None:
+        if not isinstance(gradient, DTensor):
+            found, so_far = fingerprint(gradient), self._step.local_gradients
+            added = [a + b for a, b in zip(so_far[name], found, strict=True)] if name in so_far else found
+            self._step.local_gradients = {**so_far, name: added}
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
-        if self._is_in_step or self._path.exists():  # of an optimizer that wraps another; of a paceline.init run
+        if self._stepping is not None or self._path.exists():  # the path exists in a paceline.init run
             return
-        self._is_in_step = True
+        self._stepping = optimizer
         with self._whole(optimizer) as parameters:
-            self._step.weights_before = _fingerprints_of(parameters, lambda one: one)
-            if not (arguments or named):  # else a closure computes the gradient
-                self._step.gradients = _fingerprints_of(parameters, lambda one: one.grad)
+            self._before = [one.detach().clone() for one in parameters.values()]
+            self._gradients = []
+            if not (arguments or named):  # else a closure calls the model, and computes the gradient
+                self._gradients = [_fingerprint(one.grad) for one in parameters.values()]
         self._step.options = options_of(optimizer)
 
-    def _after_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
-        if not self._is_in_step:
+    def _after_step(self, optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
+        if len(self._steps) >= self._num_steps:
+            self._end(0.0)
+        if optimizer is not self._stepping:
             return
-        self._is_in_step = False
+        self._stepping = None
+        step, self._step = self._step, StepRecord()
         with self._whole(optimizer) as parameters:
-            if arguments or named:
-                self._step.gradients = _fingerprints_of(parameters, lambda one: one.grad)
-            self._step.weights = _fingerprints_of(parameters, lambda one: one)
-            buffers = {_clean(name): one for model in self._models for name, one in model.named_buffers()}
-        self._step.buffers = fingerprints((name, _full(one)) for name, one in buffers.items())
-        self._steps.append(self._step)
-        self._step = StepRecord()
+            self._watch(parameters)
+            before = {name: _fingerprint(one) for name, one in zip(parameters, self._before, strict=True)}
+            left = self._left.get(id(optimizer))
+            if left is None:
+                step.initial_weights = before | ({} if self._steps else _in_order(self._initial))
+            else:
+                step.changes_before = {
+                    name: difference(found, kept) for (name, found), kept in zip(before.items(), left, strict=True)
+                }
+            gradients = self._gradients or [_fingerprint(one.grad) for one in parameters.values()]
+            step.gradients = dict(zip(parameters, gradients, strict=True))
+            step.weights = {name: _fingerprint(one) for name, one in parameters.items()}
+            self._left[id(optimizer)] = [*step.weights.values()]
+            updates = map(_update, self._before, parameters.values())
+            step.update = dict(zip(parameters, map(fingerprint, updates), strict=True))
+            self._before = []
+            step.buffers = self._fixed_tensors()
+        self._steps.append(step)
         if len(self._steps) == self._num_steps:
-            self._end()
+            self.write()
+            self._end(_PATIENCE_S)
+
+    def _all_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers of all models, by names that are unique; not those of batch norm's statistics, which
+        stand still."""
+        found: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for model in self._models:
+            seen |= {id(one) for part in model.modules() if isinstance(part, _BATCH_NORMS) for one in part.buffers()}
+            for name, one in [*model.named_parameters(), *model.named_buffers()]:
+                unique = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+                while unique in found:
+                    unique += "'"
+                if id(one) not in seen:
+                    seen.add(id(one))
+                    found[unique] = one
+        return found
+
+    def _fixed_tensors(self) -> Fingerprints:
+        """Of what no optimizer changes: buffers, frozen parameters, models that are an average of another one."""
+        every, trained = self._all_tensors(), self._trained
+        fixed = {n: t for n, t in every.items() if not t.requires_grad or (trained and id(t) not in trained)}
+        return _in_order({name: _fingerprint(one) for name, one in fixed.items()})
 
     @contextmanager
     def _whole(self, optimizer: Optimizer) -> Iterator[dict[str, Tensor]]:
         """The optimizer's parameters by name, in its order; those of FSDP 1 are gathered, and are all of the model's.
         A collective where workers hold shards."""
-        spread = [one for one in self._models if any(isinstance(m, FullyShardedDataParallel) for m in one.modules())]
+        spread = [one for one in self._models if _is_fsdp_1(one)]
         with ExitStack() as stack, torch.no_grad():
             for model in spread:  # gradients are gathered too, where parameters are not flattened for good
                 is_flat = any(name.endswith("_flat_param") for name, _ in model.named_parameters())
                 stack.enter_context(
                     FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=not is_flat)
                 )
-            names = {id(one): _clean(name) for model in self._models for name, one in model.named_parameters()}
+            names = {id(one): name for name, one in self._all_tensors().items()}
             held = [one for group in optimizer.param_groups for one in group["params"]]
             if spread:
                 held = [one for model in self._models for one in model.parameters()]
+            self._trained |= {id(one) for one in held}
             yield {names.get(id(one), f"parameter {number}"): one for number, one in enumerate(held)}
 
-    # --- the end ---
-
-    def _write(self) -> None:
+    def write(self) -> None:
         if self._path.exists():
             return
         dtypes = {one.dtype for model in self._models for one in model.parameters()}
@@ -195,50 +279,92 @@ class Observer(TorchFunctionMode):
         if self._is_low_precision or dtypes & {torch.bfloat16, torch.float16}:
             precision = "bfloat16"
         partial = self._path.with_suffix(".part")
-        write(partial, {"precision": precision, "is_bitwise": False, "tp": 1}, self._steps)
+        libraries = [name for name in _LIBRARIES if name in sys.modules]
+        write(partial, {"precision": precision, "is_bitwise": False, "libraries": libraries}, self._steps)
         partial.rename(self._path)
 
-    def _end(self) -> None:
-        """End this process once all others have recorded their steps: they may wait for this one."""
-        self._write()
-        deadline = time.monotonic() + _PATIENCE_S
-        while time.monotonic() < deadline and len(list(self._path.parent.glob("*.jsonl"))) < self._num_workers:
-            time.sleep(0.05)
+    def all_have_recorded(self) -> bool:
+        num_records = len(list(self._path.parent.glob("*.jsonl")))
+        return len(self._steps) >= self._num_steps and num_records >= self._num_workers
+
+    def _end(self, patience_s: float) -> None:
+        """End this process once all others have recorded their steps. Those that made fewer may need this one to go on
+        with them."""
+        deadline = time.monotonic() + patience_s
+        while not self.all_have_recorded():
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
 
 
-def _fingerprints_of(parameters: Mapping[str, Tensor], read: Callable[[Tensor], Tensor | None]) -> Fingerprints:
-    """Of what `read` finds of each; empty where it finds nothing."""
-    found = {name: read(one) for name, one in parameters.items()}
-    return {name: [] if one is None else fingerprints([(name, _full(one))])[name] for name, one in found.items()}
+def _samples(given: list[Tensor]) -> Iterator[int]:
+    """Digests of the rows of a batch that a model was called with: of its first tensor, as a wrapper may be called with
+    targets too, where the model that it wraps is not. What another model has computed is none."""
+    batches = [_full(one.detach()) for one in given if one.dim() > 0 and one.grad_fn is None]
+    if not batches:
+        return iter(())
+    first = batches[0]
+    for mask in batches[1:]:
+        if mask.shape == first.shape and not mask.is_floating_point() and mask.min() >= 0 and mask.max() == 1:
+            first = first * mask
+            break
+    return sample_digests([first])
+
+
+def _update(before: Tensor, after: Tensor) -> Tensor:
+    """The change of a whole parameter, smaller where its gradient is small: Adam makes as much of rounding, such as the
+    gradient of an attention's key bias, as of any gradient."""
+    change = _full(after.detach() - before)
+    if after.grad is None:
+        return change
+    gradient = _full(after.grad).to_dense().abs().float()
+    relative = (gradient / gradient.square().mean().sqrt()).nan_to_num(0.0).square()
+    return change * relative / (relative + _SMALL)
+
+
+def _fingerprint(tensor: Tensor | None) -> list[float]:
+    return [] if tensor is None else fingerprint(_full(tensor))
+
+
+def _in_order(found: Fingerprints) -> Fingerprints:
+    """In the order of values: a library may call the parts of a model one by one on one worker, and as a whole on
+    several, by other names."""
+    return dict(sorted(found.items(), key=lambda item: item[1]))
+
+
+def _generator_state() -> int:
+    states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+    return zlib.crc32(b"".join(one.numpy().tobytes() for one in states))
+
+
+def _is_fsdp_1(model: nn.Module) -> bool:
+    return any(isinstance(one, FullyShardedDataParallel) for one in model.modules())
 
 
 def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _clean(name: str) -> str:
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
 def main() -> None:
+    """Run the script that is named on the command line, and leave the record that `env.trace_request` asks for."""
     script, *arguments = sys.argv[1:]
-    folder = env.value(env.TRACE_DIR, Path)
+    folder, facts = env.value(env.TRACE_DIR, Path), env.worker_facts()
     assert folder is not None
-    facts = env.worker_facts()
-    observer = Observer(
-        folder / f"rank{facts.rank}.jsonl",
-        env.value(env.MAX_STEPS, int) or 1,
-        facts.world_size,
-        without_expected=bool(env.text(env.WITHOUT_EXPECTED)),
-    )
+    observer = Observer(folder / f"rank{facts.rank}.jsonl", env.value(env.MAX_STEPS, int) or 1, facts.world_size)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     observer.begin()
-    with observer:
-        runpy.run_path(script, run_name="__main__")
+    try:
+        with observer:
+            runpy.run_path(script, run_name="__main__")
+    except Exception:
+        if not observer.all_have_recorded():  # else another worker has ended, while this one made a further step
+            raise
+    finally:
+        observer.write()
 
 
 if __name__ == "__main__":

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
-from paceline.errors import PacelineError, reason_of
+import numpy as np
+
+from paceline.errors import PacelineError
 from paceline.step_records import Fingerprints, StepRecord
 from paceline.words import number_of
 
@@ -21,28 +24,105 @@ class ObservedRun:
     num_workers: int
     precision: str
     is_bitwise: bool
-    tp: int
-    """Degree of the mesh axis along which workers divide layers, whose sums have another order then."""
+    libraries: Sequence[str]
+    """Those that the script has loaded of the ones that read data in an order of their own."""
     steps: Sequence[Sequence[StepRecord]]
     """steps[step][rank]."""
     num_steps: Sequence[int]
     """How many steps each rank recorded."""
+    failure: str = ""
+    """Why the run ended early."""
+
+    def named_like(self, base: ObservedRun) -> ObservedRun:
+        """This run, its tensors by the names that they have in another one: where names differ, by their place. A
+        library may wrap a model on several workers alone."""
+
+        def renamed(one: StepRecord, first: StepRecord) -> StepRecord:
+            changed: dict[str, Any] = {}
+            for field in fields(one):
+                theirs, mine = getattr(one, field.name), getattr(first, field.name)
+                if isinstance(theirs, dict) and len(mine) == len(theirs) and set(mine) != set(theirs):
+                    changed[field.name] = dict(zip(mine, theirs.values(), strict=True))
+            return replace(one, **changed)
+
+        pairs = zip(self.steps, base.steps, strict=False)
+        return replace(self, steps=[[renamed(one, first) for one in ranks] for ranks, (first, *_) in pairs])
 
     def samples(self, step: int) -> Counter[int]:
-        """The samples of all workers. Where all have the very same ones, they divide the model: they count once."""
-        of_ranks = [Counter(one.samples) for one in self.steps[step] if one.samples]
-        total: Counter[int] = sum(of_ranks, Counter())
-        return total
+        """The samples of all workers."""
+        return sum((Counter(one.samples) for one in self.steps[step]), Counter())
+
+    def shared_samples(self, step: int) -> Counter[int]:
+        """The samples of a step, if all ranks computed the very same ones."""
+        first, *others = (Counter(one.samples) for one in self.steps[step])
+        return first if all(one == first for one in others) else Counter()
+
+    def loss(self, step: int) -> float | None:
+        """The sum over micro-steps, mean over workers; None if `backward` was not seen."""
+        sums = [math.fsum(one.losses) for one in self.steps[step] if one.losses]
+        return math.fsum(sums) / len(sums) if sums else None
 
 
-def load(folder: Path, num_workers: int) -> ObservedRun:
+@dataclass(frozen=True)
+class StepPair:
+    """A step of both runs."""
+
+    base: ObservedRun
+    other: ObservedRun
+    number: int
+    """From 0."""
+    tolerance: float
+
+    @property
+    def mine(self) -> StepRecord:
+        return self.base.steps[self.number][0]
+
+    @property
+    def theirs(self) -> Sequence[StepRecord]:
+        return self.other.steps[self.number]
+
+    @property
+    def ratio(self) -> float:
+        """Of the numbers of workers."""
+        return self.other.num_workers / self.base.num_workers
+
+    @property
+    def num_micro_steps(self) -> tuple[int, int]:
+        """Calls of `backward` in this step on the workers of each run."""
+        return max(len(one.losses) for one in self.base.steps[self.number]), max(len(one.losses) for one in self.theirs)
+
+    def divides_the_model(self) -> bool:
+        """Whether every worker of the second run computed all samples of the first one."""
+        shared = self.other.shared_samples(self.number)
+        return self.ratio > 1 and bool(shared) and shared == self.base.samples(self.number)
+
+    def draws(self) -> bool:
+        """Whether forward passes drew random numbers."""
+        return any(one.draws for one in (self.mine, *self.theirs))
+
+    def shares(self) -> tuple[np.ndarray, bool]:
+        """The multiple of each worker's own gradient whose sum is the gradient of the first run, 1/N each if all is
+        well, by least squares over the projections of all tensors; whether there are such multiples."""
+        local = [one.local_gradients for one in self.base.steps[self.number]]
+        names = [name for name in local[0] if all(name in one.local_gradients for one in self.theirs)]
+        if not names or any(set(names) - set(one) for one in local):
+            return np.zeros(0), False
+        mine = np.mean([_projections(one, names) for one in local], axis=0)
+        theirs = [_projections(one.local_gradients, names) for one in self.theirs]
+        columns = np.stack(theirs, axis=1)
+        found = np.linalg.lstsq(columns, mine, rcond=None)[0]
+        left = np.linalg.norm(columns @ found - mine)
+        return found, bool(left <= 5 * self.tolerance * np.linalg.norm(mine))
+
+
+def load(folder: Path, num_workers: int, failure: str = "") -> ObservedRun:
     """What a run of `num_workers` workers left in `folder`.
 
     Raises:
-        PacelineError: there is none, because the program never made an optimizer's step.
+        PacelineError: there is none, because the program failed or never made an optimizer's step.
     """
     ranks: list[list[StepRecord]] = []
-    header: dict[str, object] = {}
+    header: dict[str, Any] = {}
     for rank in range(num_workers):
         path = folder / f"rank{rank}.jsonl"
         try:
@@ -51,71 +131,84 @@ def load(folder: Path, num_workers: int) -> ObservedRun:
             ranks.append([StepRecord(**line) for line in lines[1:]])
         except FileNotFoundError:
             ranks.append([])
-        except (OSError, ValueError, TypeError, IndexError) as problem:
-            raise PacelineError(f"The record '{path}' cannot be read: {reason_of(problem)}.") from None
     num_steps = [len(steps) for steps in ranks]
     if not max(num_steps):
         raise PacelineError(
-            f"The run on {number_of(num_workers, 'worker')} made no step of an optimizer that could be seen: it should "
-            "train a torch.nn.Module by an optimizer of torch."
+            failure
+            or f"The run on {number_of(num_workers, 'worker')} made no step of an optimizer that could be seen: each "
+            "process (RANK of WORLD_SIZE) should train a torch.nn.Module by an optimizer of torch."
         )
     return ObservedRun(
         num_workers,
-        str(header["precision"]),
-        bool(header["is_bitwise"]),
-        int(str(header["tp"])),
+        header["precision"],
+        header["is_bitwise"],
+        header.get("libraries", ()),
         list(zip(*ranks, strict=False)),
         num_steps,
+        failure,
     )
 
 
-def matched(mine: Fingerprints, theirs: Fingerprints) -> dict[str, tuple[Sequence[float], Sequence[float] | None]]:
-    """Each tensor of one run with that of the other: by its place where both have as many, else by its name."""
-    if len(mine) == len(theirs):
-        return {name: (mine[name], other) for name, other in zip(mine, theirs.values(), strict=True)}
-    return {name: (values, theirs.get(name)) for name, values in mine.items()}
+def _projections(tensors: Fingerprints, names: Sequence[str]) -> np.ndarray:
+    return np.array([value for name in names for value in tensors[name][1:]])
 
 
-def distances(mine: Fingerprints, theirs: Fingerprints, scale: float = 1.0) -> dict[str, float]:
+def distances(
+    mine: Fingerprints, theirs: Fingerprints, scale: float = 1.0, rounding: Mapping[str, float] | None = None
+) -> dict[str, float]:
     """|scale x a - b| of each tensor, relative to its size; one that hardly matters relative to the whole.
 
-    Infinite where only one run has the tensor.
+    Infinite where only one run has the tensor, or it is not finite in one; no tensor is as one of zeros.
+
+    Args:
+        rounding: by name, a size that counts if a tensor is smaller.
     """
     whole = math.hypot(*(values[0] for values in mine.values() if values and math.isfinite(values[0])))
     found = {}
-    for name, (values, other) in matched(mine, theirs).items():
+    for name, values in mine.items():
+        other = theirs.get(name, [])
         if not values or not other:
-            found[name] = 0.0 if not values and not other else math.inf
+            found[name] = math.inf if any(values) or any(other) else 0.0
             continue
-        size = abs(scale) * max(values[0], 0.01 * whole)
-        differences = [scale * a - b for a, b in zip(values[1:], other[1:], strict=True)]
-        distance = math.hypot(*differences) / math.sqrt(len(differences))
-        if _same(values, other, scale) or distance == 0:
-            found[name] = 0.0
-        else:
-            relative = distance / size if size > 0 else math.inf
-            found[name] = math.inf if math.isnan(relative) else relative
+        size = max(abs(scale) * max(values[0], 0.01 * whole), (rounding or {}).get(name, 0.0))
+        pairs = [(scale * a, b) for a, b in zip(values[1:], other[1:], strict=True)]
+        differing = [a - b for a, b in pairs if a != b and not (math.isnan(a) and math.isnan(b))]
+        far = math.hypot(*differing) / math.sqrt(len(pairs)) / size if size else math.inf
+        found[name] = (math.inf if math.isnan(far) else far) if differing else 0.0
     return found
 
 
-def _same(values: Sequence[float], other: Sequence[float], scale: float) -> bool:
-    return all(scale * a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(values, other, strict=True))
+def norm_of(tensors: Fingerprints) -> float:
+    return math.hypot(*(values[0] for values in tensors.values() if values))
 
 
-def farthest(found: Mapping[str, float]) -> tuple[str, float]:
-    """The tensor with the largest distance."""
-    name = max(found, key=found.__getitem__, default="")
-    return name, found.get(name, 0.0)
+@dataclass(frozen=True)
+class Distances:
+    """How far the tensors of one kind are apart in a step."""
+
+    differing: Mapping[str, float]
+    """Those of rank 0 that are another than in the first run."""
+    unlike: Mapping[str, Sequence[int]]
+    """Those of which some ranks hold another value than rank 0, with these ranks; of ranks that hold any."""
+    largest: float
+    """Of rank 0 from the first run."""
+
+    def __bool__(self) -> bool:
+        return bool(self.differing or self.unlike)
 
 
-def unlike_rank_0(
-    ranks: Sequence[StepRecord], read: Callable[[StepRecord], Fingerprints], tolerance: float
-) -> dict[str, list[int]]:
-    """The tensors of which some ranks hold another value than rank 0, with these ranks; of ranks that hold any."""
-    found: dict[str, list[int]] = {}
-    for rank, one in enumerate(ranks[1:], start=1):
-        if read(one) and read(ranks[0]):
-            for name, distance in distances(read(ranks[0]), read(one)).items():
-                if distance > tolerance:
-                    found.setdefault(name, []).append(rank)
-    return found
+def distances_of(
+    mine: Fingerprints, theirs: Sequence[Fingerprints], tolerance: float, rounding: Mapping[str, float] | None = None
+) -> Distances:
+    """Of a run's rank 0 from the tensors `mine` of the other, and of the other's ranks from each other.
+
+    A tensor whose place or name is not in `mine` is not compared.
+    """
+    found = distances(mine, theirs[0], 1.0, rounding)
+    unlike: dict[str, list[int]] = {}
+    for rank, one in enumerate(theirs[1:], start=1):
+        for name, far in (distances(theirs[0], one, 1.0, rounding) if one and theirs[0] else {}).items():
+            if far > tolerance:
+                unlike.setdefault(name, []).append(rank)
+    differing = {name: far for name, far in found.items() if far > tolerance}
+    return Distances(differing, unlike, max(found.values(), default=0.0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from paceline.launch.run import LaunchOptions, run_workers
 from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan, parse_mesh
 from paceline.spec.mesh_name import check_strategy
-from paceline.verify.comparison import ParityVerdict, compare
+from paceline.verify.comparison import MEND, ParityVerdict, compare
 from paceline.verify.records import ObservedRun, load
 from paceline.words import number_of
 from paceline.workflows.arguments import checked
@@ -91,7 +90,12 @@ def verify(
         runs = _Runs(
             steps, strategy, plans, lambda run_dir, count: write_run(resolved, plans[count], run_dir, quiet=True), say
         )
-    return tuple(_compared(runs, counts[0], count, deal) for count in ([counts[0]] if deal else counts[1:] or counts))
+    others = [counts[0]] if deal else counts[1:] or counts
+    try:
+        base = runs.make(counts[0])
+    except PacelineError as problem:
+        return tuple(_unknown(count, str(problem)) for count in others)
+    return tuple(_compared(runs, base, count, deal) for count in others)
 
 
 _OBSERVED = ("-m", "paceline.verify.observe")
@@ -108,56 +112,57 @@ class _Runs:
     """program(run folder, number of workers): what follows `python`."""
     say: Say
 
-    def make(self, count: int, **flags: bool) -> ObservedRun:
-        """A run on so many workers; `flags` are those of `env.trace_request`."""
+    def make(self, count: int, *, uneven_deal: bool = False, may_fail: bool = False) -> ObservedRun:
+        """A run on so many workers. If it `may_fail`, its steps before are those of the record."""
         self.say(f"training {self.num_steps} steps on {number_of(count, 'worker')} …")
         with tempfile.TemporaryDirectory(prefix="paceline-verify-") as scratch:
             run_dir = Path(scratch) / "run"
             program = self.program(run_dir, count)
             # Every worker is a new process: those that are forked hash texts alike, and would hide what depends on the
             # order of a set.
-            environ = env.trace_request(run_dir / "trace", self.num_steps, **flags)
+            environ = env.trace_request(run_dir / "trace", self.num_steps, uneven_deal=uneven_deal)
             environ |= env.note(env.STRATEGY, _shared(self.strategy, count))
-            run_workers(self.plans[count], program, LaunchOptions(run_dir, environ=environ))
-            return load(run_dir / "trace", count)
+            failure = ""
+            try:
+                run_workers(self.plans[count], program, LaunchOptions(run_dir, environ=environ))
+            except PacelineError as problem:
+                if not may_fail:
+                    raise
+                failure = str(problem)
+            return load(run_dir / "trace", count, failure)
 
 
-def _compared(runs: _Runs, smallest: int, count: int, deal: bool) -> ParityVerdict:
+def _compared(runs: _Runs, base: ObservedRun, count: int, deal: bool) -> ParityVerdict:
     try:
-        base, other = runs.make(smallest), runs.make(count, uneven_deal=deal)
-        verdict, is_expected = compare(base, other)
-        if verdict.passed:
+        verdict = compare(base, runs.make(count, uneven_deal=deal, may_fail=True))
+        # Where weights, samples and losses are the same on all ranks, no draw can be the reason.
+        if verdict.first_difference not in ("initial_weights", "samples", "loss") or verdict.ranks:
             return verdict
-        again, _ = compare(base, runs.make(smallest))
-        if not again.passed:
-            return dataclasses.replace(
-                again,
-                outcome="could not tell",
-                cause=f"the same run twice differs, first in the {again.where} of step {again.step}",
-                advice="draw random numbers from generators that are seeded alike in every run, and let nothing follow "
-                "from the clock, the process or the order of a set.",
-            )
-        if not is_expected:
-            return verdict
-        found, _ = compare(
-            runs.make(smallest, without_expected=True), runs.make(count, uneven_deal=deal, without_expected=True)
-        )
-        expected = (
-            f"with them the {verdict.where} of step {verdict.step} differs, as is to be expected: {verdict.cause}."
-        )
-        return dataclasses.replace(found, notes=(*found.notes, f"compared without batch norm and dropout; {expected}"))
+        again = compare(base, runs.make(base.num_workers))
     except PacelineError as problem:
-        advice = "mend what the run says, and compare again."
-        return ParityVerdict(count, "could not tell", 0, cause=str(problem), advice=advice)
+        return _unknown(count, str(problem))
+    if again.passed:
+        return verdict
+    what = again.first_difference.replace("_", " ")
+    return _unknown(
+        count,
+        f"the same run twice differs, first in the {what} of step {again.step}",
+        "draw random numbers from generators that are seeded alike in every run, and let nothing follow from the "
+        "clock, the process or the order of a set.",
+    )
+
+
+def _unknown(count: int, why: str, advice: str = MEND) -> ParityVerdict:
+    return ParityVerdict(count, "could not tell", 0, cause=why, advice=advice)
 
 
 def _filled(arguments: list[str], batch: int | None, counts: list[int]) -> dict[int, list[str]]:
     """The arguments of the script for each number of workers."""
     text = " ".join(arguments)
-    if (batch is None) != (_BATCH not in text):
+    if batch is None and _BATCH in text:
         raise JobError(
-            "batch and {batch} belong together: paceline verify --batch 8 train.py -- --size {batch} gives each of "
-            "2 workers --size 4."
+            "{batch} needs a batch to divide: paceline verify --batch 8 train.py -- --size {batch} gives each of 2 "
+            "workers --size 4."
         )
     most = max(counts)
     micro_steps = {count: most // count if _ACCUMULATE in text else 1 for count in counts}

@@ -1,0 +1,16 @@
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator, DataLoaderConfiguration
+from shared import net, options, rows
+from torch.utils.data import DataLoader
+
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True))
+model = net()
+model, optimizer, batches = accelerator.prepare(
+    model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(rows(), options.batch)
+)
+for inputs, targets, _ in batches:
+    accelerator.backward(F.mse_loss(model(inputs), targets))
+    optimizer.step()
+    optimizer.zero_grad()
