@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
+
+import numpy as np
 
 from paceline.step_records import Fingerprints, StepRecord
 from paceline.verify import causes
@@ -173,8 +175,8 @@ class _Comparison:
         for rank, one in enumerate(pair.theirs):
             for reference, ranks in (pair.theirs[0], (rank,)), (pair.mine, ()):
                 for mine, theirs in zip(reference.options, one.options, strict=False):
-                    for name in mine:
-                        if name in theirs and not _is_close(mine[name], theirs[name]):
+                    for name in mine.keys() & theirs.keys():
+                        if not np.allclose(mine[name], theirs[name], rtol=1e-9, atol=0.0):
                             cause = causes.of_option(pair, name, mine[name], theirs[name], is_of_rank=bool(ranks))
                             kind: Kind = "learning_rate" if name == "lr" else "update"
                             found.append(self._differs(kind, cause, name, ranks=ranks))
@@ -192,9 +194,11 @@ class _Comparison:
         """Ranks are compared with rank 0, and rank 0 with the other run. Of updates not those that follow from rounding
         alone, and the rounding of the weights that are left counts."""
         pair = self._pair
+        tolerance = pair.tolerance if tolerance is None else tolerance
         rounding: dict[str, float] = {}
         mine, theirs = read(pair.mine), [read(one) for one in pair.theirs]
         if is_update:
+            tolerance = min(10 * tolerance, max(tolerance, 0.3))  # Adam makes more of the rounding of a gradient
             sizes = {name: values[0] for name, values in pair.mine.gradients.items() if values}
             least = _NEGLIGIBLE * max(sizes.values(), default=0.0)
             mine, *theirs = (
@@ -204,16 +208,10 @@ class _Comparison:
             if pair.mine.update:
                 relative = _ROUNDING[self._precision] / pair.tolerance
                 rounding = {name: relative * values[0] for name, values in pair.mine.weights.items()}
-        found = distances_of(mine, theirs, pair.tolerance if tolerance is None else tolerance, rounding)
+        found = distances_of(mine, theirs, tolerance, rounding)
         self.largest = max(self.largest, found.largest)
         if not found:
             return None
         name = next(iter(found.unlike), "") or max(found.differing, key=found.differing.__getitem__)
         size, ranks = found.differing.get(name, 0.0), tuple(found.unlike.get(name, ()))
         return self._differs(kind, cause_of(pair, found), name, size, ranks)
-
-
-def _is_close(one: Any, other: Any) -> bool:
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(_is_close, one, other))
-    return bool(abs(one - other) <= 1e-9 * max(abs(one), abs(other)))
