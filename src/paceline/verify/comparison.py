@@ -175,7 +175,7 @@ class _Comparison:
         for rank, one in enumerate(pair.theirs):
             for reference, ranks in (pair.theirs[0], (rank,)), (pair.mine, ()):
                 for mine, theirs in zip(reference.options, one.options, strict=False):
-                    for name in mine.keys() & theirs.keys():
+                    for name in sorted(mine.keys() & theirs.keys()):
                         if not np.allclose(mine[name], theirs[name], rtol=1e-9, atol=0.0):
                             cause = causes.of_option(pair, name, mine[name], theirs[name], is_of_rank=bool(ranks))
                             kind: Kind = "learning_rate" if name == "lr" else "update"
