@@ -1,18 +1,15 @@
-"""Pages and drawings from the templates beside this file, and files of them."""
+"""Pages and drawings from the templates beside this file."""
 
 from __future__ import annotations
 
 import base64
 import functools
 import re
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import resources
-from pathlib import Path
 
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 
-from paceline.errors import file_problems
 from paceline.report import formats
 from paceline.words import listing
 
@@ -51,15 +48,3 @@ def _tie(text: str) -> str:
 def _printable(text: str) -> str:
     """Fit for XML, which has no place for control characters."""
     return "".join(letter for letter in text if letter.isprintable())
-
-
-def write_files(files: Mapping[str, str], out: Path, what: str = "report") -> None:
-    """Write texts by their names into the folder `out`, which is made.
-
-    Raises:
-        PacelineError: the folder cannot be made or written to; says that `what` could not be written.
-    """
-    with file_problems(f"The {what} cannot be written into '{out}'", remedy="name another folder"):
-        out.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            (out / name).write_text(text, encoding="utf-8", newline="\n")

@@ -7,21 +7,13 @@ import io
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from paceline.report.page import write_files
+from paceline.errors import file_problems
 from paceline.report.study import Study
 from paceline.spec.record import RunRecord
-
-_ROW_KEYS = (
-    *("devices", "seeds", "global_batch_size", "learning_rate", "accuracy", "accuracy_min", "accuracy_max"),
-    *("accuracy_std", "accuracy_change", "within_spread", "train_s", "speedup", "efficiency", "samples_per_s"),
-    *("forecast_samples_per_s", "forecast_error", "time_to_first_step_s", "wall_s", "step_p10_s", "step_p90_s"),
-    *("same_weights", "weights_sha256"),
-)
-"""The attributes of a row that scaling.json holds, beside the parts of a step."""
 
 
 def write_study(study: Study, out: Path) -> None:
@@ -30,7 +22,12 @@ def write_study(study: Study, out: Path) -> None:
     Raises:
         PacelineError: the folder cannot be made or written to.
     """
-    rows = [{key: getattr(row, key) for key in _ROW_KEYS} | {"step_time": asdict(row.step_time)} for row in study.rows]
+    rows = [
+        {field.name: getattr(row, field.name) for field in fields(row) if field.name != "runs"}
+        | {"seeds": row.seeds, "forecast_error": row.forecast_error, "weights_sha256": row.weights_sha256}
+        | {"step_time": asdict(row.step_time)}
+        for row in study.rows
+    ]
     everything = {
         "name": study.name,
         "grow": study.grow,
@@ -47,7 +44,10 @@ def write_study(study: Study, out: Path) -> None:
         "runs": [_run_mapping(run) for run in study.records],
     }
     text = json.dumps(_finite(everything), indent=2, allow_nan=False) + "\n"
-    write_files({"scaling.json": text, "scaling.csv": _csv(study), "report.html": study.page()}, out)
+    with file_problems(f"The report cannot be written into '{out}'", remedy="name another folder"):
+        out.mkdir(parents=True, exist_ok=True)
+        for name, content in {"scaling.json": text, "scaling.csv": _csv(study), "report.html": study.page()}.items():
+            (out / name).write_text(content, encoding="utf-8", newline="\n")
 
 
 def _run_mapping(run: RunRecord) -> dict[str, Any]:

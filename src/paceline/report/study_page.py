@@ -17,7 +17,7 @@ from paceline.spec.job import Job
 from paceline.words import listing, number_of
 
 if TYPE_CHECKING:
-    from paceline.report.study import Study, StudyRow
+    from paceline.report.study import Study
 
 _SAME = {None: formats.NOTHING, True: "same", False: "differ"}
 
@@ -55,7 +55,10 @@ def _grid(study: Study) -> Grid:
         ("error", lambda row: formats.signed_percent(row.forecast_error)),
         ("first step", lambda row: formats.duration(row.time_to_first_step_s)),
         ("wall", lambda row: formats.duration(row.wall_s)),
-        ("weights", lambda row: _weights(row, base) if several and not grows else ""),
+        (
+            "weights",
+            lambda row: "" if grows or not several else "reference" if row is base else _SAME[row.same_weights],
+        ),
     ]
     return grid_of(
         columns,
@@ -67,10 +70,6 @@ def _grid(study: Study) -> Grid:
             *("error", "forecast", "change (points)", "time"),
         ),
     )
-
-
-def _weights(row: StudyRow, base: StudyRow) -> str:
-    return "reference" if row is base else _SAME[row.same_weights]
 
 
 def study_page(study: Study) -> str:
