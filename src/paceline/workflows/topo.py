@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -61,10 +60,19 @@ def topo(
     from paceline.report.topology import pair_sentence  # loads rich
 
     cluster = detect() if source is None else source if isinstance(source, Cluster) else read_topology(source)
-    machine = with_busy_notes(choose_node(cluster, node), keep_busy=keep_busy)
-    free = free_gpus(machine, keep_busy=keep_busy)
+    machine = choose_node(cluster, node)
+    gpus = [device for device in machine.devices if device.kind == "cuda"]
+    left_out = [device for device in gpus if device.busy and not keep_busy]
+    notes = [
+        f"{device.label} is left out of every choice: {device.busy}; keep_busy = True takes it all the same."
+        for device in left_out
+    ]
+    machine = replace(machine, notes=(*machine.notes, *notes))
+    free = sorted(device.index for device in gpus if device not in left_out)
     if pick is not None and not 1 <= pick <= len(free):
-        raise ClusterError(f"pick = {pick} is not possible: {what_is_there(machine, free)}.")
+        there = f"it has {number_of(len(free), 'free GPU' if left_out else 'GPU')} ({', '.join(map(str, free)) or 'none'})"
+        busy = f" and {len(left_out)} busy, which keep_busy = True takes too" if left_out else ""
+        raise ClusterError(f"pick = {pick} is not possible on {machine.hostname or 'this node'}: {there}{busy}.")
     sentence = None if pair is None else pair_sentence(machine, *ends_of(machine, pair))
     choice = pick_devices(machine, pick or len(free), free) if free else None
     if svg is not None:
@@ -91,35 +99,6 @@ def choose_node(cluster: Cluster, hostname: str | None) -> Node:
         names = ", ".join(node.hostname for node in cluster.nodes)
         raise ClusterError(f"node = {hostname!r} is not in this cluster; its nodes are {names}.")
     return named[0]
-
-
-def with_busy_notes(node: Node, *, keep_busy: bool) -> Node:
-    """`node` with a note about each GPU that a choice leaves out because it is in use."""
-    if keep_busy:
-        return node
-    notes = [
-        f"{device.label} is left out of every choice: {device.busy}; keep_busy = True takes it all the same."
-        for device in node.devices
-        if device.busy
-    ]
-    return replace(node, notes=(*node.notes, *notes))
-
-
-def free_gpus(node: Node, *, keep_busy: bool) -> list[int]:
-    """Indices of the GPUs to choose among, ascending."""
-    return sorted(device.index for device in node.devices if device.kind == "cuda" and (keep_busy or not device.busy))
-
-
-def what_is_there(node: Node, free: Sequence[int]) -> str:
-    """ "a-node has 2 free GPUs (0, 3) and 2 busy, which keep_busy = True takes too", for the sentence of a mistake."""
-    where = node.hostname or "this node"
-    gpus = [device for device in node.devices if device.kind == "cuda"]
-    if not gpus:
-        return f"{where} has no GPU, only {node.num_cores} CPU cores" if node.num_cores else f"{where} has no GPU"
-    num_busy = len(gpus) - len(free)
-    listed = f" ({', '.join(map(str, free))})" if free else ""
-    words = f"{where} has {number_of(len(free), 'free GPU' if num_busy else 'GPU')}{listed}"
-    return f"{words} and {num_busy} busy, which keep_busy = True takes too" if num_busy else words
 
 
 def ends_of(node: Node, pair: str) -> tuple[str, str]:
