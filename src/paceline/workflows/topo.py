@@ -70,7 +70,8 @@ def topo(
     machine = replace(machine, notes=(*machine.notes, *notes))
     free = sorted(device.index for device in gpus if device not in left_out)
     if pick is not None and not 1 <= pick <= len(free):
-        there = f"it has {number_of(len(free), 'free GPU' if left_out else 'GPU')} ({', '.join(map(str, free)) or 'none'})"
+        listed = ", ".join(map(str, free)) or "none"
+        there = f"it has {number_of(len(free), 'free GPU' if left_out else 'GPU')} ({listed})"
         busy = f" and {len(left_out)} busy, which keep_busy = True takes too" if left_out else ""
         raise ClusterError(f"pick = {pick} is not possible on {machine.hostname or 'this node'}: {there}{busy}.")
     sentence = None if pair is None else pair_sentence(machine, *ends_of(machine, pair))
