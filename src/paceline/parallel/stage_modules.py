@@ -208,6 +208,8 @@ class Absent(nn.Module):
         """
         super().__init__()
         self._block = path, skeleton, calls
+        self._arriving = ""
+        """What is being added, which the skeleton has too."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         path, _, calls = self._block
@@ -223,11 +225,14 @@ class Absent(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == self._arriving:
+                raise
             return getattr(vars(self)["_block"][1], name)
 
     def hold(self, name: str, parameter: nn.Parameter) -> None:
         """Have a parameter of the block, which the model uses outside of it."""
         first, _, rest = name.partition(".")
+        self._arriving = first
         if not rest:
             self.register_parameter(first, parameter)
             return
