@@ -46,7 +46,8 @@ def hold_folder(folder: Path, name: str = RUN_LOCK) -> Iterator[None]:
             file.flush()
             yield
         finally:
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # an exception of the block counts more
+                path.unlink()
             del _held[path]
 
 
@@ -73,8 +74,9 @@ def _locked(path: Path, patience_s: float) -> IO[str]:
                     raise _in_use(path, holder) from None
                 time.sleep(0.05)
                 continue
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            return file
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
         file.close()  # whoever had locked it has just removed it
     raise _in_use(path, _held[path])
 

@@ -61,3 +61,13 @@ def test_a_folder_is_held_until_its_process_ends(tmp_path: Path, monkeypatch: py
         assert [path.name for path in tmp_path.iterdir()] == [RUN_LOCK]
     assert not list(tmp_path.iterdir())
     check_free(tmp_path)
+
+
+def test_a_lock_that_cannot_be_removed_replaces_no_exception(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="the user's"), hold_folder(tmp_path):
+        (tmp_path / RUN_LOCK).unlink()
+        (tmp_path / RUN_LOCK).mkdir()
+        raise KeyError("the user's")
+    (tmp_path / RUN_LOCK).rmdir()
+    with hold_folder(tmp_path):  # it counts as free
+        pass

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
 
 import paceline
-from tests.verify.scripts import Net, Read, Script, cases_of, inputs_of, mean_of, square, times
+from tests.verify.scripts import INPUTS, TARGETS, Net, Read, Script, cases_of, inputs_of, mean_of, square, times
 
 
 class ForALog(Script):
@@ -52,6 +53,13 @@ class Updates(Script):
 
     def an_average_of_weights_that_the_run_keeps(self) -> None:
         self.prepared = lambda: self.run.average(0.9)
+
+    def a_copy_of_the_prepared_model_that_follows_it(self) -> None:
+        def copy_it() -> None:
+            teacher = copy.deepcopy(self.model).requires_grad_(False)
+            self.after_step = lambda _: follow(teacher, self.model)
+
+        self.prepared = copy_it
 
     def a_teacher_that_follows_the_model(self) -> None:
         teacher = self.run.prepare(copy.deepcopy(self.model))
@@ -167,6 +175,12 @@ class Losses(Script):
 class Samples(Script):
     def random_transforms_of_the_data_set(self) -> None:
         self.data = Read(lambda inputs: inputs * torch.rand(4) + np.random.rand() * random.random())
+
+    def numbers_of_dtypes_that_gloo_does_not_know(self) -> None:
+        dtypes = (torch.int16, torch.uint16, torch.float8_e4m3fn)
+        columns = [torch.arange(22).view(22, 1).to(dtype) for dtype in dtypes]
+        self.data = TensorDataset(INPUTS, TARGETS, *columns)
+        self.loss = lambda model, shard: square(model, times(shard, sum(one.double() for one in shard[2:]) / 44))
 
     def noise_that_is_mapped_over_the_batch(self) -> None:
         self.before_step = lambda batch: batch.map(lambda shard: times(shard, 1 + torch.randn_like(shard[0])))

@@ -208,7 +208,8 @@ class Saver:
             self.written_step = snapshot.step
 
     def _file_name(self, rank: int) -> str:
-        return f"worker-{rank:05d}-{self._run}{self._num_begun}.safetensors"
+        kind = "rescue" if self._is_rescue else f"worker-{rank:05d}"  # only the latter are ever removed
+        return f"{kind}-{self._run}{self._num_begun}.safetensors"
 
     def _write_file(self, snapshot: Snapshot) -> _Receipt:
         """Write this worker's data file."""

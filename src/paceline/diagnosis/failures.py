@@ -18,7 +18,7 @@ from paceline.regular_files import make_run_folder, replace_text
 Kind = Literal["failure", "started", "ended"]
 """Of a note."""
 
-_TRACEBACK = "Traceback (most recent call last):"
+TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 
 
@@ -111,10 +111,11 @@ def _notes(run_dir: Path, kind: Kind, restart: int | None) -> dict[int, dict[str
 
 
 def failure_in(log: str, process: WorkerProcess) -> Failure | None:
-    """The exception of a program that left no note of it, from the last traceback in its output."""
+    """The exception of a program that left no note of it, from the last traceback in its output; it has the time of
+    `process`."""
     # Torch names the rank before each line once there is a process group.
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in log.replace("\0", "\\x00").splitlines()]
-    starts = [number for number, line in enumerate(lines) if line == _TRACEBACK]
+    starts = [number for number, line in enumerate(lines) if line == TRACEBACK]
     if not starts:
         return None
     of_last = lines[starts[-1] + 1 :]

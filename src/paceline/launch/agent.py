@@ -65,7 +65,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
         except SignalException as ended:
             exit_code = 128 + ended.sigval
     if exit_code == 1 and not has_launcher and (report := describe_failure(run_dir)) is not None:
-        print(f"\npaceline: {report.text()}The report: {report.save(run_dir)}", file=sys.stderr)
+        saved = report.save(run_dir)
+        print(f"\npaceline: {report.text()}", f"The report: {saved}" if saved else "", sep="", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)  # not through the interpreter's shutdown, which may wait for threads of torch

@@ -3,9 +3,10 @@
     python -m paceline.launch.worker train.py --flag
 
 The program is what would follow `python`; it runs unchanged, in a process group of its own. Its output is copied to
-its log, and in whole lines to the terminal. Signals that ask it to end, or to save, are passed on to it alone: it may
-need its loaders to save a checkpoint. When it has ended, in whatever way, all that it started is killed, a note says
-how it ended, and this process ends in the same way. When the agent dies, everything is killed.
+its log, and in whole lines to where the launcher's goes, by default that of rank 0 alone, which writes to a terminal
+itself. Signals that ask it to end, or to save, are passed on to it alone: it may need its loaders to save a checkpoint.
+When it has ended, in whatever way, all that it started is killed, a note says how it ended, and this process ends with
+its exit code, or 128 plus the number of the signal that ended it. When the agent dies, everything is killed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from paceline import env
-from paceline.diagnosis.failures import WorkerProcess, failure_in, log_path, note_path, write_note
+from paceline.diagnosis.failures import TRACEBACK, WorkerProcess, failure_in, log_path, note_path, write_note
 from paceline.diagnosis.report import describe_failure, tail_of
 from paceline.heartbeat import read_vitals
 from paceline.words import number_of
@@ -86,7 +87,7 @@ def main(program: Sequence[str]) -> NoReturn:
         exit_code = process.wait()
         _kill_orphans()
         for thread in copying:
-            thread.join()
+            thread.join(REAP_S)  # a process that is left may have the pipe open
         vitals = read_vitals(heartbeat)
     is_counted = any(count > kills_before.get(file, count) for file, count in kills_after.items())
     note = replace(
@@ -100,7 +101,8 @@ def main(program: Sequence[str]) -> NoReturn:
     )
     with contextlib.suppress(OSError):
         if exit_code == 1 and not note_path(run_dir, "failure", facts.rank, restart).exists():
-            failure = failure_in(tail_of(log_path(run_dir, facts.rank)), note)
+            raised = replace(note, time=output.traceback_at or note.time)
+            failure = failure_in(tail_of(log_path(run_dir, facts.rank)), raised)
             if failure is not None:
                 write_note(run_dir, failure, restart)
         write_note(run_dir, note, restart)
@@ -152,16 +154,20 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Output:
     """The output of the program: everything to its log, whole lines to the terminal, after the rank of the worker."""
 
     log: BinaryIO
     lock: BinaryIO
     """Workers of one node write one after the other; opened anew, since a lock belongs to an open file."""
+    threads: threading.Lock
+    """The threads of a worker, which have that file in common, write one after the other, too."""
     prefix: bytes | None
     """None: its lines are not shown."""
     is_direct: bool
+    traceback_at: float | None = None
+    """When the last traceback came, in seconds since the epoch; None: none did, or they are not copied."""
 
     @classmethod
     def of(cls, rank: int, run_dir: Path, restart: int) -> _Output:
@@ -171,7 +177,7 @@ class _Output:
         except OSError:  # a full disk is no reason not to train
             log = open(os.devnull, "wb", buffering=0)  # noqa: SIM115
         lock = open(env.text(env.OUTPUT_LOCK) or os.devnull, "wb")  # noqa: SIM115
-        return cls(log, lock, prefix, rank == 0 and os.isatty(2))
+        return cls(log, lock, threading.Lock(), prefix, rank == 0 and os.isatty(2))
 
     def start(self, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
         """Begin to copy what the program writes, in threads that end with its output."""
@@ -188,7 +194,10 @@ class _Output:
                 self.log.write(chunk)
             # Progress bars end their lines with \r; a very long line is shown as several.
             end = len(chunk) if len(unfinished) > CHUNK_BYTES else max(chunk.rfind(b"\n"), chunk.rfind(b"\r")) + 1
-            self._show(unfinished + chunk[:end] if end else b"", target)
+            lines = unfinished + chunk[:end] if end else b""
+            if TRACEBACK.encode() in lines:
+                self.traceback_at = time.time()
+            self._show(lines, target)
             unfinished = chunk[end:] if end else unfinished + chunk
         self._show(unfinished, target)
 
@@ -202,13 +211,14 @@ class _Output:
         text += b"" if text.endswith((b"\n", b"\r")) else b"\n"
         text = b"".join(self.prefix + line for line in text.splitlines(keepends=True))
         text = _CONTROLS.sub(lambda one: one[0] if len(one[0]) > 1 else b"\\x%02x" % one[0][0], text)
-        fcntl.flock(self.lock, fcntl.LOCK_EX)
-        try:
-            with contextlib.suppress(OSError):  # a reader that has gone
-                while text:
-                    text = text[os.write(target, text) :]
-        finally:
-            fcntl.flock(self.lock, fcntl.LOCK_UN)
+        with self.threads:
+            fcntl.flock(self.lock, fcntl.LOCK_EX)
+            try:
+                with contextlib.suppress(OSError):  # a reader that has gone
+                    while text:
+                        text = text[os.write(target, text) :]
+            finally:
+                fcntl.flock(self.lock, fcntl.LOCK_UN)
 
 
 def count_oom_kills(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> dict[Path, int]:

@@ -1,5 +1,5 @@
-"""The random number generators of Python, NumPy and torch: seeds of virtual shards and of a model's blocks, and states,
-which show whether some work drew random numbers."""
+"""The random number generators of Python, NumPy and torch: they are seeded for each virtual shard and for each block of
+a model, and equal states show that nothing was drawn in between."""
 
 from __future__ import annotations
 

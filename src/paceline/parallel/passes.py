@@ -44,7 +44,14 @@ class Passes:
         self.seeds = BlockSeeds(device, blocks_of(model) if blocks is None else blocks)
         self._outputs: list[Any] | None = None
         """What the model has returned in this pass, where the loss may count for nothing."""
-        model.register_forward_hook(self._keep_output)
+
+        def keep_output(_module: nn.Module, _arguments: Any, output: Any) -> None:
+            if self._outputs is not None:
+                self._outputs.append(output)
+
+        # A function: `copy.deepcopy` of a model would copy the object of a bound method, with its process groups.
+        self._keep_output = keep_output
+        model.register_forward_hook(keep_output)
 
     def forward(self, step: StepInput, shard: int) -> ShardLoss:
         """The loss of a shard of this worker's; `backward` has to follow before the next one."""
@@ -84,10 +91,6 @@ class Passes:
             return loss, self._outputs or ()
         finally:
             self._outputs = None
-
-    def _keep_output(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
-        if self._outputs is not None:
-            self._outputs.append(output)
 
     def backward(self, step: StepInput, loss: ShardLoss) -> None:
         """Add the gradient of a shard's loss, times its weight, to `.grad`."""

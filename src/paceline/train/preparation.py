@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.containers import to_device
 from paceline.errors import JobError, ModelError
@@ -116,6 +117,8 @@ def _checked_schedulers(scheduler: Any, optimizer: Optimizer, job: Job) -> tuple
     given = () if scheduler is None else tuple(scheduler) if isinstance(scheduler, list | tuple) else (scheduler,)
     for one in given:
         name = type(one).__name__
+        if isinstance(one, ReduceLROnPlateau):
+            raise JobError(f"{name} needs a metric: give it to run.keep, and call its step after run.evaluate.")
         if not any(getattr(one, "optimizer", None) is other for other in parts_of(optimizer)):
             raise JobError(f"The {name} given to run.prepare belongs to another optimizer; build it from this one.")
         if counts_epochs(job):

@@ -217,6 +217,8 @@ class Session:
         """The metrics in the newest checkpoint that was begun; None: the run has begun none."""
         self._in_writing: int | None = None
         """The step of a checkpoint that is not known to be complete."""
+        self._is_reported = False
+        """Whether the status in flight was sent since that checkpoint was begun."""
 
     # --- resuming ---
 
@@ -299,7 +301,7 @@ class Session:
         """After every step: receive every worker's status of the step before, act on it, and send that of this step,
         with the time of this worker's last known step without waiting for others."""
         self._tell_of_stragglers(self._receive())
-        self._status_exchange.send(self._requests(), own_time_s)
+        self._send(own_time_s)
 
     def _tell_of_stragglers(self, own_times_s: Sequence[float]) -> None:
         """Note a step's times, by rank, 0 if unknown; after a window compare each median with that of the others."""
@@ -325,12 +327,12 @@ class Session:
         if self._saver is not None:
             self._receive(may_stop=False)
             self._is_due |= self._spec.every_epoch
-            self._status_exchange.send(self._requests(may_stop=False))
+            self._send(may_stop=False)
             self._receive(may_stop=False)
 
     def on_pause(self) -> None:
         """Where all workers pause, as between updates by servers: exchange status at once, and save if due."""
-        self._status_exchange.send(self._requests())
+        self._send()
         self._receive()
 
     def wants_pause(self) -> bool:
@@ -352,6 +354,10 @@ class Session:
             requests.add(Request.BUSY)
         return requests
 
+    def _send(self, own_time_s: float = 0.0, *, may_stop: bool = True) -> None:
+        self._is_reported = True
+        self._status_exchange.send(self._requests(may_stop=may_stop), own_time_s)
+
     def _receive(self, *, may_stop: bool = True) -> list[float]:
         """Receive the status of all workers, and save or end the run as they ask; returns the times of their steps."""
         with self.heartbeat.inside("the exchange of all workers' requests"):
@@ -368,7 +374,8 @@ class Session:
         """Save if that is due; once all is saved, raise `KeyboardInterrupt` if this worker got SIGINT, else
         `SystemExit` if any got SIGTERM."""
         step = self.state.progress.steps
-        if Request.BUSY not in received and self._in_writing is not None:
+        is_reported, self._is_reported = self._is_reported, False
+        if is_reported and Request.BUSY not in received and self._in_writing is not None:
             saved, self._in_writing = self._in_writing, None
             if not saver.failed:  # the same on all workers
                 self.tell_saved(saved)
@@ -449,6 +456,7 @@ class Session:
         if again or snapshot.step != saver.last_step:
             saver.begin(snapshot)
             self._in_writing, self._saved_metrics = snapshot.step, dict(snapshot.shared["metrics"])
+            self._is_reported = False
 
     @property
     def newest_checkpoint(self) -> str | None:

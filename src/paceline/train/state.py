@@ -383,14 +383,20 @@ def optimizers_in(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
 
 
 def optimizer_state(optimizer: Optimizer, names: Names, model: nn.Module) -> dict[str, Any]:
-    """Its "state" by the names of parameters, its "groups", and the "numbers" that it keeps in attributes."""
+    """Its "state" by the names of parameters, its "groups", and the "numbers" that it keeps in attributes. Raises
+    `ModelError` where a group that was added to it holds parameters that are not the model's."""
     name_of = names.of_parameters(model)
+    added = optimizer.param_groups[len(names.groups) :]  # by the script, since it was prepared
+    if any(id(parameter) not in name_of for group in added for parameter in group["params"]):
+        raise ModelError(
+            "A group that was added to the optimizer after run.prepare holds parameters that are not the model's; add "
+            "only parameters of the model that run.prepare returned."
+        )
     state: dict[str, dict[str, Any]] = {}
     for prefix, one in optimizers_in(optimizer):
         for parameter, entries in one.state.items():
             kept = state.setdefault(name_of[id(parameter)], {})
             kept |= {f"{prefix}{key}": value for key, value in entries.items()}
-    added = optimizer.param_groups[len(names.groups) :]  # by the script, since it was prepared
     own_names = [*names.groups, *([name_of[id(parameter)] for parameter in group["params"]] for group in added)]
     return {
         "state": state,

@@ -24,7 +24,7 @@ from paceline.parallel import Assignment, Companions, StepInput
 from paceline.parallel.assignment import shard_sizes
 from paceline.parallel.dtensor import clip_gradients
 from paceline.parallel.fused import check_fused, fused
-from paceline.parallel.generators import seed_generators
+from paceline.parallel.generators import generator_states, seed_generators
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.step_input import AnyShard
 from paceline.spec import Mesh
@@ -385,10 +385,12 @@ class Stepper:
         """Have the optimizer, and the schedulers after it, make their step."""
         trained, optimizer, optim = one.trained, one.optimizer, self._job.optim
         scaler = trained.precision.scaler
-        if any(type(part).__module__.partition(".")[0] != "torch" for part in parts_of(optimizer)):
+        may_draw = any(type(part).__module__.partition(".")[0] != "torch" for part in parts_of(optimizer))
+        if may_draw:
             # It may draw random numbers: every worker makes the same update.
             seed = key(self._job.seed, random_streams.UPDATE, one.pending.num_steps, one.pending.index)
             seed_generators(seed, self._device)
+        before = generator_states(self._device) if may_draw and not trained.engine.holds_all else None
         if not trained.needs_closure:
             scaler.step(optimizer)
             scaler.update()
@@ -403,6 +405,11 @@ class Stepper:
                 return loss
 
             optimizer.step(torch.enable_grad()(gradients_again))  # type: ignore[arg-type]
+        if before is not None and before != generator_states(self._device):
+            raise ModelError(
+                f"{type(optimizer).__name__} draws random numbers for the update, which are others for parts of the "
+                "parameters than for all of them; choose the strategy dp."
+            )
         self._move_schedulers(one)
 
     def _move_schedulers(self, one: OneStep) -> None:
