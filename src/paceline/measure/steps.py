@@ -45,6 +45,12 @@ def time_jobs(request: StepsRequest) -> StepsProbe:
     return StepsProbe(tuple(timed), num_parameters, num_samples)
 
 
+def _settle(device: torch.device) -> None:
+    """Synchronise with the device, so that the clock can be read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _time_steps(run: Run, job: Job, train_set: Any, budget_s: float) -> TimedSteps:
     """Steps until the budget is spent by the first worker's clock, one at least after those that warm up."""
     loss_fn, step_s = training_loss(job.optim), 0.0
@@ -85,9 +91,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-
-
-def _settle(device: torch.device) -> None:
-    """Synchronise with the device, so that the clock can be read."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
