@@ -21,6 +21,8 @@ class StepRecord:
 
     samples: list[int] = field(default_factory=list)
     """A digest of each sample that this worker's model was called with."""
+    columns: list[int] = field(default_factory=list)
+    """A digest of each column of the same tensor: the batch may be its second dimension."""
     losses: list[float] = field(default_factory=list)
     """What `backward` was called on, or the step's loss where the run knows it."""
     initial_weights: Fingerprints = field(default_factory=dict)

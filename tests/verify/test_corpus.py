@@ -10,7 +10,9 @@ import os
 import re
 import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +22,6 @@ from paceline.verify.comparison import ParityVerdict, compare
 from paceline.verify.records import ObservedRun, load
 from tests.kit.workers import run_ranks
 
-pytestmark = pytest.mark.nightly  # each case starts three workers
 CORPUS = Path(__file__).with_name("corpus")
 BATCH, NUM_STEPS = 8, 4
 WHOLE_BATCHES = {"ddp_batch_not_divided", "trainer_batch_not_divided"}
@@ -34,6 +35,7 @@ EXPECTED = {
     "ddp_mean_over_tokens_of_each_rank": ("loss", "a mean of means.* tokens"),
     "ddp_sum_of_losses": ("loss", "0.5 of what it should be.* a sum over a worker's samples"),
     "ddp_loss_divided_by_the_ranks": ("loss", "0.5 of what it should be: it is divided by the number of workers"),
+    "ddp_places_come_first": ("loss", "0.5 of what it should be: it is divided by the number of workers"),
     "ddp_label_smoothing_by_rank": ("loss", "another one on some ranks"),
     "ddp_loss_scaled_on_rank_1": ("loss", "scaled otherwise on some ranks: on rank 1 it is 10 times"),
     "ddp_contrastive_within_a_rank": ("loss", "compares samples with each other"),
@@ -81,6 +83,14 @@ EXPECTED = {
 }
 
 
+QUICK = {"ddp_mean_over_tokens_of_each_rank", "ddp_step_skipped_on_rank_1", "right_transformer_with_adam"}
+"""Those that every change is tested with; each starts three workers."""
+
+
+def _cases(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.nightly) for name in names]
+
+
 def _observe(script: Path, arguments: list[str], path: Path, port: int) -> None:
     """Ends this process, as where the observer is started by its command."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
@@ -117,14 +127,14 @@ def test_every_script_is_in_the_table() -> None:
 
 
 @pytest.mark.budget(processor_s=40)
-@pytest.mark.parametrize("name", sorted(path.stem for path in CORPUS.glob("right_*.py")))
+@pytest.mark.parametrize("name", _cases(sorted(path.stem for path in CORPUS.glob("right_*.py"))))
 def test_a_right_script_is_equal(name: str, tmp_path: Path) -> None:
     verdict = _verdict(name, tmp_path)
     assert verdict.passed and verdict.steps == NUM_STEPS, verdict.sentence()
 
 
 @pytest.mark.budget(processor_s=40)
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", _cases(EXPECTED))
 def test_the_first_difference_of_a_wrong_script_and_its_cause_are_named(name: str, tmp_path: Path) -> None:
     verdict = _verdict(name, tmp_path)
     where, words = EXPECTED[name]

@@ -60,7 +60,8 @@ def of_samples(pair: StepPair) -> Cause | None:
     base, other, step = pair.base, pair.other, pair.number
     mine, theirs = base.samples(step), other.samples(step)
     times = theirs.total() // mine.total() if mine else 0
-    if theirs == mine:
+    columns = [Counter(one for rank in run.steps[step] for one in rank.columns) for run in (base, other)]
+    if theirs == mine or (columns[0] and columns[0] == columns[1]):
         return None
     if times > 1 and other.num_workers % times == 0 and theirs == Counter({one: times * mine[one] for one in mine}):
         return None  # so many ranks each divide the model, or compute the same
@@ -259,7 +260,7 @@ def of_gradients(pair: StepPair, found: Distances) -> Cause:
     if is_sum and np.ptp(shares) < _SCALED:
         return Cause(
             "each worker's own gradient is right, and what the optimizer finds is not their mean: it is changed before "
-            "the sum, or summed before the last micro-step, or in part",
+            "the sum, summed before the last micro-step or in part, or an earlier one was left in it (zero_grad)",
             "sum the gradients once, after the last backward of an update and before anything changes them.",
         )
     return _of_shares(pair, shares, "gradients are larger or smaller") if is_sum else _of_means(pair)

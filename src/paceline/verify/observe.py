@@ -124,7 +124,9 @@ class Observer(TorchFunctionMode):
         if not is_trained or len(named_and_output) < 2:
             return
         self._is_low_precision |= torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-        self._step.samples += _samples([*tensors((arguments, dict(named_and_output[0])))])
+        batch = _batch([*tensors((arguments, dict(named_and_output[0])))])
+        self._step.samples += sample_digests(batch)
+        self._step.columns += sample_digests(one.transpose(0, 1) for one in batch if one.dim() > 1)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -300,18 +302,14 @@ class Observer(TorchFunctionMode):
         os._exit(0)
 
 
-def _samples(given: list[Tensor]) -> Iterator[int]:
-    """Digests of the rows of a batch that a model was called with: of its first tensor, as a wrapper may be called with
+def _batch(given: list[Tensor]) -> list[Tensor]:
+    """The first of the tensors that a model was called with, if any, without padding: a wrapper may be called with
     targets too, where the model that it wraps is not. What another model has computed is none."""
-    batches = [_full(one.detach()) for one in given if one.dim() > 0 and one.grad_fn is None]
-    if not batches:
-        return iter(())
-    first = batches[0]
-    for mask in batches[1:]:
-        if mask.shape == first.shape and not mask.is_floating_point() and mask.min() >= 0 and mask.max() == 1:
-            first = first * mask
-            break
-    return sample_digests([first])
+    found = [_full(one.detach()) for one in given if one.dim() > 0 and one.grad_fn is None]
+    for mask in found[1:]:
+        if mask.shape == found[0].shape and not mask.is_floating_point() and mask.min() >= 0 and mask.max() == 1:
+            return [found[0] * mask]
+    return found[:1]
 
 
 def _update(before: Tensor, after: Tensor) -> Tensor:
