@@ -102,5 +102,6 @@ def _row_bytes(leaf: Tensor) -> list[bytes]:
         norms = exact.norm(dim=1, keepdim=True)
         found = torch.cat([norms.log(), _projections(exact)[:, :2] / norms], dim=1).nan_to_num(0.0, 0.0, 0.0)
         return [row.numpy().tobytes() for row in found.mul(_DIGITS).round().to(torch.int64)]
-    ends = [int(row.nonzero().max()) + 1 if row.any() else 0 for row in rows]
-    return [row[:end].numpy().tobytes() for row, end in zip(rows, ends, strict=True)]
+    exact_rows = rows.numpy()  # torch has no `nonzero` of unsigned integers
+    ends = [int(row.nonzero()[0].max()) + 1 if row.any() else 0 for row in exact_rows]
+    return [row[:end].tobytes() for row, end in zip(exact_rows, ends, strict=True)]

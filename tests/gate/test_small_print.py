@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline
 from paceline.errors import PacelineError
+from paceline.spec import Mesh
 from tests.kit.workers import run_ranks
 
 _sgd = functools.partial(torch.optim.SGD, lr=0.3)
@@ -302,15 +304,32 @@ class _CountingReads(Dataset[Any]):
         return torch.tensor([index / 32, self.num_reads / 32]), torch.zeros(1)
 
 
+class _Langevin(torch.optim.SGD):
+    """Adds noise to the weights."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data.mul_(1 + 0.01 * float(torch.randn(())))
+
+
 def _end_of(
-    model_of: Any = None, data: Any = None, *, has_own_order: bool = False, changes_weights: bool = False, **job: Any
+    model_of: Any = None,
+    data: Any = None,
+    *,
+    optimizer_of: Any = _sgd,
+    scheduler_of: Any = None,
+    has_own_order: bool = False,
+    changes_weights: bool = False,
+    **job: Any,
 ) -> tuple[int, str]:
     """How many steps are made, and why there are no more."""
     made = 0
     try:
         with _init(**job) as run:
             model = nn.Linear(2, 1) if model_of is None else model_of(run.rank)
-            run.prepare(model, _sgd(model.parameters()))
+            optimizer = optimizer_of(model.parameters())
+            run.prepare(model, optimizer, scheduler=scheduler_of and scheduler_of(optimizer))
             sampler = (lambda _seed, _epoch: range(32)[:: 1 - 2 * run.rank]) if has_own_order else None
             for batch in run.batches(data or _pairs(32), sampler=sampler):
                 run.step(batch, _squares)
@@ -329,6 +348,12 @@ REFUSED: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "more workers than virtual shards": ({"virtual_shards": 1}, 0, ("2", "virtual_shards = 1")),
     "samples that count how often they are read": ({"data": _CountingReads()}, 3, ("ample",)),
     "weights that rank 1 changes": ({"changes_weights": True}, 3, ("differ",)),
+    "noise that an optimizer adds to shards of parameters": (
+        {"optimizer_of": functools.partial(_Langevin, lr=0.1), "plan": paceline.Plan(world_size=2, mesh=Mesh(fsdp=2))},
+        0,
+        ("_Langevin", "random numbers", "strategy dp"),
+    ),
+    "a scheduler that needs a metric": ({"scheduler_of": ReduceLROnPlateau}, 0, ("run.keep", "run.evaluate")),
 }
 """What is wrong, how many steps may be made with it, and words of the refusal."""
 
