@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline import env
 from paceline.errors import JobError, LaunchError, PacelineError
@@ -15,13 +15,15 @@ from paceline.launch.run import LaunchOptions, run_workers
 from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan, parse_mesh
 from paceline.spec.mesh_name import check_strategy
-from paceline.verify.comparison import MEND, ParityVerdict, compare
-from paceline.verify.records import ObservedRun, load
 from paceline.words import number_of
 from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import Say, check_counts, is_script, read_counts, resolve_job, silent
 from paceline.workflows.run_folder import write_run
 from paceline.workflows.strategy import Strategy
+
+if TYPE_CHECKING:  # these load NumPy
+    from paceline.verify.comparison import ParityVerdict
+    from paceline.verify.records import ObservedRun
 
 _BATCH, _ACCUMULATE = "{batch}", "{accumulate}"
 
@@ -114,6 +116,8 @@ class _Runs:
 
     def make(self, count: int, *, uneven_deal: bool = False, may_fail: bool = False) -> ObservedRun:
         """A run on so many workers. If it `may_fail`, its steps before are those of the record."""
+        from paceline.verify.records import load
+
         self.say(f"training {self.num_steps} steps on {number_of(count, 'worker')} …")
         with tempfile.TemporaryDirectory(prefix="paceline-verify-") as scratch:
             run_dir = Path(scratch) / "run"
@@ -133,6 +137,8 @@ class _Runs:
 
 
 def _compared(runs: _Runs, base: ObservedRun, count: int, deal: bool) -> ParityVerdict:
+    from paceline.verify.comparison import compare
+
     try:
         verdict = compare(base, runs.make(count, uneven_deal=deal, may_fail=True))
         # Where weights, samples and losses are the same on all ranks, no draw can be the reason.
@@ -152,8 +158,10 @@ def _compared(runs: _Runs, base: ObservedRun, count: int, deal: bool) -> ParityV
     )
 
 
-def _unknown(count: int, why: str, advice: str = MEND) -> ParityVerdict:
-    return ParityVerdict(count, "could not tell", 0, cause=why, advice=advice)
+def _unknown(count: int, why: str, advice: str = "") -> ParityVerdict:
+    from paceline.verify.comparison import MEND, ParityVerdict
+
+    return ParityVerdict(count, "could not tell", 0, cause=why, advice=advice or MEND)
 
 
 def _filled(arguments: list[str], batch: int | None, counts: list[int]) -> dict[int, list[str]]:

@@ -66,6 +66,7 @@ def test_the_same_question_has_the_same_answer() -> None:
 
 @given(st.integers(1, 16), st.sampled_from([2e8, 1e9, 12.5e9]))
 @settings(max_examples=8)
+@pytest.mark.budget(processor_s=10)
 def test_a_faster_link_or_device_never_makes_a_step_slower(count: int, rate: float) -> None:
     slow = row_of(JOB, gpu_cluster(link_bytes_per_s=rate), count)
     assert row_of(JOB, gpu_cluster(link_bytes_per_s=2 * rate), count).step_s <= 1.03 * slow.step_s  # two fits
