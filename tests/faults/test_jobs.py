@@ -64,5 +64,6 @@ def test_a_mistake_in_a_jobs_data_is_one_sentence(stage: Stage) -> None:
     start(stage, MISTAKE)
     end = ended(stage.start("paceline", "train", "job.toml", "-n", "2", "--out", "run"))
     assert end.exit_code == 2, end
-    assert is_one_sentence(end.err) and "train.bin is cut short" in end.err, end.err
+    sentence = end.err.removeprefix("job on 2 workers\n")  # progress
+    assert is_one_sentence(sentence) and "train.bin is cut short" in sentence, end.err
     assert TRACEBACK not in end.out

@@ -168,11 +168,7 @@ def _split(spec: DataSpec, known: Published, split: str, idx_name: str, limit: i
 
 
 def read_idx(path: Path, num_dims: int) -> NDArray[np.uint8]:
-    """The bytes of an idx file of `num_dims` dimensions in its own shape.
-
-    Raises:
-        DataError: not such a file, or not whole; names the file.
-    """
+    """The bytes of an idx file of `num_dims` dimensions in its own shape. Raises `DataError`, which names the file."""
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as problem:
@@ -255,13 +251,10 @@ class TextOptions:
 
 
 def load_text(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
-    """Consecutive samples of `context` bytes, the target of each byte being the next; the last tenth is for
-    testing.
+    """Consecutive samples of `context` bytes, the target of each byte being the next; the last tenth is for testing.
 
-    The arrays are views of the mapped file: no copy, a byte a token.
-
-    Raises:
-        DataError: no such file, or too short for one sample of either split.
+    The arrays are views of the mapped file: no copy, a byte a token. Raises `DataError` where it cannot be read, or is
+    too short for one sample of either split.
     """
     options = read_options(TextOptions, spec)
     path = Path(spec.dir or ".").expanduser() / Path(options.file).expanduser()
