@@ -22,7 +22,6 @@ from scipy.optimize import nnls
 
 from paceline.plan.fit import fit, predict
 from paceline.plan.step_model import seconds_of
-from paceline.report.tables import markdown_table
 from paceline.spec import StepRow
 from paceline.workflows.step_rows import read_rows
 
@@ -219,6 +218,12 @@ class Score:
 
 
 HEAD = ["rows", "median, %", "90th percentile, %", "bias, %", "held, %", f"held where > {GROWTH}x, %", "width"]
+
+
+def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table, its first column to the left and all others to the right."""
+    rule = ["---", *["---:"] * (len(headings) - 1)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (headings, rule, *lines))
 
 
 def print_scores(cases: Sequence[Case]) -> None:

@@ -31,21 +31,16 @@ Rows = dict[str, tuple[str, ...]]
 Result = dict[str, float]
 
 
-def run(trainer: str, case: str, *options: str, source: Path | None = None, workers: int = 2) -> Result:
-    """What the clock of rank 0 saw.
-
-    Args:
-        source: a checkout whose Paceline is imported, or None: the one that is installed.
-    """
+def run(trainer: str, case: str, *options: str) -> Result:
+    """What the clock of rank 0 saw."""
     if trainer == "paceline":
-        launcher = [sys.executable, "-m", "paceline", "launch", "-n", str(workers), "--threads", "1"]
+        launcher = [sys.executable, "-m", "paceline", "launch", "-n", "2", "--threads", "1"]
     else:
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(workers)]
-    sources = [str(source.resolve() / "src")] if source else []
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environ = os.environ | {
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join([*sources, str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")]),
+        "PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")]),
         "BENCH_STARTED_AT": repr(time.time()),
     }
     with tempfile.TemporaryDirectory() as folder:  # where runs leave their reports

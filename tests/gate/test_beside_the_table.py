@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
+from paceline.models import build
 from tests.kit import losses, models
 from tests.kit.engines import ENGINES, Engine
 from tests.kit.oracle import Task, learn
@@ -21,6 +22,12 @@ from tests.law.tasks import rows, texts
 _sgd, _with_momentum = partial(SGD, lr=0.3), partial(SGD, lr=0.3, momentum=0.9)
 _CLASSES = Task(models.layers, losses.classes, rows(24), _sgd)
 _TIED = Task(models.tied, losses.counted_tokens, texts(16), _sgd, epochs=1)
+
+
+def _gpt() -> torch.nn.Module:
+    """Its output is a product with the weight of its embedding."""
+    torch.manual_seed(0)
+    return build("gpt", vocab_size=models.NUM_TOKENS, context=4, num_layers=3, num_heads=1, width=8, dropout=0.0)
 
 
 def _outer(num_workers: int, **keys: Any) -> Engine:
@@ -54,6 +61,9 @@ CASES = {
     ),
     "a stage whose layers are divided": Case(
         Engine(4, {"pp": 2, "tp": 2}, {"tensor_plan": models.TENSOR_PLAN}), replace(_CLASSES, clip_norm=0.1)
+    ),
+    "the weight of a block that another stage uses": Case(
+        Engine(2, {"pp": 2}), replace(_TIED, model=_gpt), num_shards=None
     ),
     "outer steps by Nesterov's method": Case(
         _NESTEROV, _CLASSES, _NESTEROV, partial(SGD, lr=0.3 * 0.7, momentum=0.9, nesterov=True)

@@ -50,7 +50,6 @@ class Passes:
                 self._outputs.append(output)
 
         # A function: `copy.deepcopy` of a model would copy the object of a bound method, with its process groups.
-        self._keep_output = keep_output
         model.register_forward_hook(keep_output)
 
     def forward(self, step: StepInput, shard: int) -> ShardLoss:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
@@ -201,15 +201,20 @@ class StagePass:
 class Absent(nn.Module):
     """Stands where a block of another stage is in the model."""
 
-    def __init__(self, path: str, skeleton: nn.Module, calls: BlockCalls) -> None:
+    def __init__(self, path: str, skeleton: nn.Module, calls: BlockCalls, held: Mapping[str, nn.Parameter]) -> None:
         """
         Args:
             skeleton: has the block's attributes, such as its configuration.
+            held: the parameters of the block that the model uses outside of it.
         """
         super().__init__()
-        self._block = path, skeleton, calls
-        self._arriving = ""
-        """What is being added, which the skeleton has too."""
+        for first in dict.fromkeys(name.partition(".")[0] for name in held):
+            if first in held:
+                self.register_parameter(first, held[first])
+            else:
+                inner = Absent(f"{path}.{first}", getattr(skeleton, first), calls, _inside(first, held))
+                self.add_module(first, inner)
+        self._block = path, skeleton, calls  # last: it has attributes of the same names
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         path, _, calls = self._block
@@ -225,21 +230,14 @@ class Absent(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == self._arriving:
+            if "_block" not in vars(self):
                 raise
             return getattr(vars(self)["_block"][1], name)
 
-    def hold(self, name: str, parameter: nn.Parameter) -> None:
-        """Have a parameter of the block, which the model uses outside of it."""
-        first, _, rest = name.partition(".")
-        self._arriving = first
-        if not rest:
-            self.register_parameter(first, parameter)
-            return
-        path, skeleton, calls = self._block
-        if first not in dict(self.named_children()):
-            self.add_module(first, Absent(f"{path}.{first}", getattr(skeleton, first), calls))
-        self.get_submodule(first).hold(rest, parameter)  # type: ignore[operator]
+
+def _inside(path: str, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The parameters below a path, by their names from there."""
+    return {name.removeprefix(f"{path}."): one for name, one in parameters.items() if name.startswith(f"{path}.")}
 
 
 def stage_module(
@@ -253,8 +251,13 @@ def stage_module(
         paths, parameters: the stage's blocks, and what else it holds.
     """
     blocks = blocks_of(model)
-    absent = {path: Absent(path, block, calls) for path, block in skeleton.blocks.items() if path not in paths}
-    held = {model.get_parameter(name) for name in parameters}
+    between = {name: model.get_parameter(name) for name in parameters}
+    absent = {
+        path: Absent(path, block, calls, _inside(path, between))
+        for path, block in skeleton.blocks.items()
+        if path not in paths
+    }
+    held = set(between.values())
     held |= {parameter for path in paths for parameter in blocks[path].parameters()}
     replaced: dict[int, Any] = {id(one): one for one in (*model.parameters(), *model.buffers())}
     replaced |= {id(block): absent.get(path, block) for path, block in blocks.items()}
@@ -264,8 +267,6 @@ def stage_module(
             if parameter not in held:
                 delattr(module, name)
                 setattr(module, name, _nothing_like(parameter, skeleton.device))
-    for path, name in ((path, name) for path in absent for name in parameters if name.startswith(f"{path}.")):
-        absent[path].hold(name.removeprefix(f"{path}."), model.get_parameter(name))
     forward = stage.forward
     stage.forward = lambda stage_pass, *arrived: stage_pass.run(calls, forward, arrived)
     return stage

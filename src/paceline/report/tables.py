@@ -77,12 +77,6 @@ def plain_table(rows: Iterable[Sequence[str | Text]]) -> Table:
     return found
 
 
-def markdown_table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, its first column to the left and all others to the right."""
-    rule = ["---", *["---:"] * (len(headings) - 1)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (headings, rule, *lines))
-
-
 def html_of(shown: RenderableType) -> str:
     """What a terminal of 160 columns would show, as an HTML fragment for notebooks."""
     console = Console(file=io.StringIO(), record=True, width=160, highlight=False, markup=False)

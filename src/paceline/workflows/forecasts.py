@@ -21,10 +21,13 @@ def with_forecasts(job: Job, plans: Sequence[Plan], cluster_file: Path, say: Say
     Raises:
         ClusterError: there is a file, but it cannot be read.
     """
-    if not cluster_file.exists():
+    cluster = Cluster.load(cluster_file) if cluster_file.exists() else None
+    if cluster is None or not any(timing.job == job.name for timing in cluster.timings):
         return list(plans)
-    cluster = Cluster.load(cluster_file)
-    if not any(timing.job == job.name for timing in cluster.timings):
+    meshed = [plan.mesh is not None and not plan.mesh.is_plain for plan in plans]
+    if any(meshed):
+        say("paceline: no forecast of a mesh: the steps that were probed are those of whole replicas")
+    if all(meshed):
         return list(plans)
     from paceline.plan.forecast import forecast  # NumPy and SciPy: not for those who have not probed
 
@@ -34,9 +37,6 @@ def with_forecasts(job: Job, plans: Sequence[Plan], cluster_file: Path, say: Say
         say(f"paceline: no forecast: {problem}")
         return list(plans)
     expected = {row.devices: row.samples_per_s for row in rows if not row.objection and not row.placement}
-    meshed = [plan.mesh is not None and not plan.mesh.is_plain for plan in plans]
-    if any(meshed):
-        say("paceline: no forecast of a mesh: the steps that were probed are those of whole replicas")
     return [
         plan if is_meshed else dataclasses.replace(plan, forecast_samples_per_s=expected.get(plan.world_size))
         for plan, is_meshed in zip(plans, meshed, strict=True)
