@@ -151,7 +151,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
 """By the name of a parameter: arguments of `typer.Option`; the option's `names`, where its own is not the one; and its
 `kind` where it may be a path or something else, such as the address of a checkpoint or the name of a recipe."""
 
-IN_PYTHON = frozenset({"model", "callbacks", "arguments", "say", "announce", "on_each", "on_failure", "quiet"})
+IN_PYTHON = frozenset({"model", "callbacks", "arguments", "say", "announce", "on_each", "quiet"})
 """Parameters that no command line can give."""
 
 _METAVARS: Mapping[type, str] = {Path: "FILE", str: "NAME", int: "N", float: "X"}

@@ -88,29 +88,7 @@ def _show_mesh(job: Job, mesh: str, *, as_json: bool) -> None:
     from paceline.workflows.mesh_dry_run import dry_run_mesh as try_mesh
 
     tried = try_mesh(job, mesh)
-    if not as_json:
+    if as_json:
+        print(json.dumps(tried.to_mapping()))
+    else:
         table_console(pipe_columns=120).print(tried.table())
-        return
-    stages = [
-        {
-            "first_layer": stage[0].name,
-            "last_layer": stage[-1].name,
-            "parameter_bytes": tried.parameter_bytes(stage),
-            "activation_bytes": tried.activation_bytes(stage),
-        }
-        for stage in tried.stages
-    ]
-    facts = {
-        "mesh": str(tried.mesh),
-        "num_workers": tried.mesh.num_workers,
-        "num_micro_batches": tried.num_micro_batches,
-        "stages": stages,
-        "memory_bytes": tried.memory.total_bytes,
-        "sent_bytes": tried.sent_bytes,
-        "bubble": tried.bubble,
-    }
-    if tried.mesh.pp > 1:
-        facts["cuts"] = tried.cuts
-    if tried.mesh.tp > 1:
-        facts["tensor_plan"] = dict(tried.tensor_plan)
-    print(json.dumps(facts))

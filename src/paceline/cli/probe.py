@@ -16,14 +16,13 @@ from paceline.workflows import probe as workflow
 @options_of(workflow.probe, budget={"min": 1}, out={"metavar": "FILE"})
 def probe(as_json: AsJson = False, **options: Any) -> None:
     """Time real steps of a job on 1, 2, 4, … workers; write them into cluster.json, for `paceline plan`."""
-    result = workflow.probe(**options)
-    timing = result.timing
+    timing = workflow.probe(**options)
     if as_json:
-        print(json.dumps({"timing": to_mapping(timing), "cluster": str(result.file)}))
+        print(json.dumps({"timing": to_mapping(timing), "cluster": str(options["out"])}))
         return
     print_table([_cells(row) for row in timing.steps], pipe_columns=100)
     print(f"{timing.job}: {timing.num_parameters:,} parameters on {timing.device}")
-    print(result.file)
+    print(options["out"])
 
 
 def _cells(row: StepRow) -> dict[str, str]:

@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 from paceline.cli.options import AsJson, options_of, to_stderr
-from paceline.errors import WorkerFailed
 from paceline.workflows import scale as workflow
-from paceline.workflows.jobs import read_counts, resolve_job
+from paceline.workflows.jobs import resolve_job
 from paceline.workflows.run_folder import new_run_dir
 
 
@@ -26,13 +25,7 @@ def scale(as_json: AsJson = False, **options: Any) -> None:
 
     job = resolve_job(options.pop("job"), options.pop("settings", ()), options.pop("data", None))
     study_dir = new_run_dir(options.pop("out", None), f"{job.name}-scaling")
-    failures: list[str] = []
-
-    def on_failure(name: str, failure: WorkerFailed) -> None:
-        failures.append(f"{name}: {failure}")
-        to_stderr(f"{failure.details}\npaceline: {failures[-1]}")
-
-    study = workflow.scale(job, out=study_dir, say=to_stderr, on_failure=on_failure, **options)
+    study = workflow.scale(job, out=study_dir, say=to_stderr, **options)
     if as_json:
         print(json.dumps(json.loads((study_dir / "scaling.json").read_text(encoding="utf-8"))))
     else:
@@ -40,6 +33,3 @@ def scale(as_json: AsJson = False, **options: Any) -> None:
 
         Console(markup=False).print(study_table(study))
         print(study_dir / "report.html")
-    if failures:
-        num_runs = len(read_counts("devices", options["devices"])) * options["seeds"]
-        raise WorkerFailed(workflow.failed_runs(failures, num_runs))

@@ -10,7 +10,7 @@ import typer
 
 from paceline.cli.options import AsJson, options_of, to_stderr
 from paceline.workflows import verify as workflow
-from paceline.workflows.jobs import silent
+from paceline.workflows.arguments import silent
 
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 

@@ -1,5 +1,4 @@
-"""Arguments of public functions and fields of their options: where a type is not what the annotation says, a sentence
-names the argument."""
+"""Arguments of public functions: what is not as its annotation says, or out of bounds, is named in one sentence."""
 
 from __future__ import annotations
 
@@ -7,57 +6,63 @@ import functools
 import inspect
 import numbers
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from paceline.errors import JobError, shown
+from paceline.errors import JobError, shortened, shown
+from paceline.spec.job import MOST_SAMPLES, MOST_WORKERS
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_NAMES: Mapping[Any, str] = {
+Say = Callable[[str], None]
+"""Receives progress messages of a workflow, one line at a time; such as `print`."""
+
+_WORDS: Mapping[Any, str] = {
     NoneType: "None",
     str: "a text",
     Path: "a path",
     int: "a whole number",
     float: "a number",
     Callable: "a function",
-    Sequence: "a list",
-    Iterable: "a list",
 }
+_BOUNDS: Mapping[str, tuple[int, int]] = {
+    "budget": (1, 10**9),
+    "efficiency_floor": (0, 1),
+    "link_rate": (1, 10**18),
+    "max_restarts": (0, MOST_SAMPLES),
+    "memory_bytes": (1, 10**18),
+    "noise_scale": (1, 10**18),
+    "pick": (-MOST_SAMPLES, MOST_SAMPLES),
+    "target_samples": (1, 10**18),
+    "tolerance": (0, 1),
+}
+"""The least and the most of numbers by their names."""
+_BOUNDS_OF_COUNTS, _BOUNDS_OF_AMOUNTS = (1, MOST_SAMPLES), (0, 10**18)
+"""Of other whole numbers, and of others."""
+
+
+def silent(_line: str) -> None:
+    """Discards the message."""
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """A decorator: the function raises `JobError` for an argument of another type than its annotation says.
-
-    Items of lists, and whether a number or a text is one that can be used, are left to the function.
-    """
+    """A decorator: the function raises `JobError` for an argument of another type than its annotation says, and for a
+    number out of bounds."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def with_checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        _check(signature.bind(*args, **kwargs).arguments, parameter_types(function))
+        types = parameter_types(function)
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            _check(name, value, _members(types[name]))
         return function(*args, **kwargs)
 
     return with_checked
-
-
-def check_fields(options: Any) -> None:
-    """Raise `JobError` for a field of a dataclass that is of another type than its annotation says."""
-    _check(vars(options), get_type_hints(type(options)))
-
-
-def _check(values: Mapping[str, Any], types: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        members = _members(types[name])
-        if {Callable, str} <= {get_origin(one) or one for one in members}:
-            continue  # a model or a data set that workers would have to import: the function says how
-        if not any(_is_of(value, one) for one in members):
-            wanted = list(dict.fromkeys(_name(one) for one in members))
-            raise JobError(f"{name} = {shown(value)} should be {' or '.join(wanted)}.")
 
 
 @functools.cache
@@ -73,22 +78,72 @@ def _members(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
+def _check(name: str, value: Any, kinds: Sequence[Any]) -> None:
+    if {Callable, str} <= {get_origin(one) or one for one in kinds}:
+        return  # a model or a data set that workers would have to import: the function says how
+    fitting = [one for one in kinds if _is_of(value, one)]
+    if not fitting:
+        raise JobError(f"{name} = {shown(value)} should be {' or '.join(dict.fromkeys(map(_in_words, kinds)))}.")
+    if fitting[0] in (int, float):
+        bounds = _BOUNDS.get(name, _BOUNDS_OF_COUNTS if fitting[0] is int else _BOUNDS_OF_AMOUNTS)
+        if not bounds[0] <= value <= bounds[1]:
+            raise JobError(
+                f"{name} = {shown(value)} should be {_in_words(fitting[0])} from {bounds[0]} to {bounds[1]:,}."
+            )
+
+
 def _is_of(value: Any, hint: Any) -> bool:
     kind = get_origin(hint) or hint
-    if kind in (int, float):  # what is no whole number is told with the numbers that there can be
-        return isinstance(value, numbers.Real)
+    if kind in (int, float):
+        return isinstance(value, numbers.Integral if kind is int else numbers.Real) and not isinstance(value, bool)
     if kind is Sequence:
-        return isinstance(value, Iterable)
+        is_list = isinstance(value, Collection) and not isinstance(value, str)
+        return is_list and all(any(_is_of(item, one) for one in _members(get_args(hint)[0])) for item in value)
     if kind is Path:
         return isinstance(value, str | os.PathLike)
     if kind is Literal:
         return isinstance(value, str) and value in get_args(hint)
-    return kind in (Any, bool) or not isinstance(kind, type) or isinstance(value, kind)
+    return kind is Any or isinstance(value, kind)
 
 
-def _name(hint: Any) -> str:
+def _in_words(hint: Any) -> str:
     kind = get_origin(hint) or hint
     if kind is Literal:
         return " or ".join(map(repr, get_args(hint)))
-    article = "an" if kind.__name__[0] in "AEIOU" else "a"
-    return _NAMES.get(kind) or f"{article} {kind.__name__}"
+    if kind is Sequence:
+        return f"a list, each {' or '.join(map(_in_words, _members(get_args(hint)[0])))}"
+    return _WORDS.get(kind) or f"a value of type {kind.__name__}"
+
+
+def read_counts(name: str, given: Sequence[int] | str) -> list[int]:
+    """Numbers, or a text such as "1..4,8", ascending and once each; long ranges are thinned out.
+
+    Raises:
+        JobError: something else; names the argument.
+    """
+    counts: set[int] = set()
+    for part in (given if isinstance(given, str) else ",".join(map(str, given))).split(","):
+        ends = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:\.\.\s*([0-9]{1,9})\s*)?", part)
+        first, last = (0, 0) if ends is None else (int(ends[1]), int(ends[2] or ends[1]))
+        if not 1 <= first <= last <= MOST_WORKERS:
+            raise JobError(f"{name} = {shortened(str(given))} should be counts such as 1,2,4 or a range such as 1..64.")
+        counts.add(first)
+        if first < last:
+            from paceline.plan.forecast import counts_between  # NumPy and SciPy
+
+            counts.update(counts_between(first, last))
+    return sorted(counts)
+
+
+def read_price(price: float | str | None) -> tuple[float | None, str]:
+    """The amount and the currency of 2.5, "2.5" or "2.5 USD"; an empty currency where none is given.
+
+    Raises:
+        JobError: it is not an amount of 0 or more, with a currency or without.
+    """
+    if price is None:
+        return None, ""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?) ?(\D{0,8})", str(price).strip())
+    if found is None:
+        raise JobError(f"price = {shown(price)} should be an amount and its currency, such as '2.5 USD'.")
+    return float(found[1]), found[2]

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import JobError
-from paceline.spec import Job
+from paceline.spec import Job, load_job
 from paceline.words import number_of
-from paceline.workflows.jobs import recipe, recipe_names
+from paceline.workflows.jobs import RECIPES
 
 _KIND_WORDS: Mapping[Any, str] = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 
@@ -68,8 +68,8 @@ def recipes() -> list[CatalogEntry]:
         JobError: never on a complete installation.
     """
     entries = []
-    for name in recipe_names():
-        job = recipe(name)
+    for name, file in RECIPES.items():
+        job = load_job(file)
         epochs = number_of(job.epochs, "epoch")
         meaning = f"{job.model.name} on {job.data.name}, {epochs}, global batch {job.global_batch_size}"
         entries.append(CatalogEntry(name, meaning))

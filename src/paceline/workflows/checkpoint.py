@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from paceline.errors import CheckpointError, JobError, file_problems, shown
 from paceline.spec.codec import from_mapping
 from paceline.spec.job import CheckpointSpec
-from paceline.workflows.arguments import checked
-from paceline.workflows.jobs import Say, silent
+from paceline.workflows.arguments import Say, checked, silent
 
 if TYPE_CHECKING:
     from paceline.checkpoint.retention import Pruning

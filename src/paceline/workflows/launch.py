@@ -12,14 +12,13 @@ from typing import Any
 
 from paceline import env
 from paceline.errors import LaunchError
+from paceline.launch.run import LaunchOptions
 from paceline.plan import spread
 from paceline.spec import Plan, parse_mesh
 from paceline.spec.mesh_name import check_strategy
-from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
 from paceline.workflows.arguments import checked
-from paceline.workflows.jobs import check_counts, check_words
 from paceline.workflows.run_folder import check_folder, new_run_dir
-from paceline.workflows.where import HERE, Where
+from paceline.workflows.where import HERE, Allocation, Where, allocation_on_paper, open_allocation
 
 TORCHRUN_FLAGS = frozenset({"--standalone", "--virtual-local-rank"})
 TORCHRUN_OPTIONS = frozenset(
@@ -72,18 +71,11 @@ def launch(
     """
     torchrun, script, arguments = torchrun_arguments(str(script), arguments)
     launching = _Launching(script, arguments, module, workers, threads, strategy, debug_comm)
-    check_counts(max_restarts=max_restarts or None)
     run_dir = new_run_dir(out, launching.name)
     with open_allocation(where, run_dir, None if module else Path(script)) as allocation:
-        allocation.run(
-            launching.plan_for(allocation),
-            launching.program,
-            run_dir=run_dir,
-            output="all",
-            environ=launching.notes,
-            max_restarts=max_restarts,
-            torchrun=torchrun,
-        )
+        plan = launching.plan_for(allocation)
+        options = LaunchOptions(run_dir, "all", max_restarts, launching.notes, tuple(torchrun))
+        allocation.run(plan, launching.program, options)
     return run_dir
 
 
@@ -104,14 +96,8 @@ def launch_commands(
     run_dir = out or Path("runs") / launching.name
     allocation = allocation_on_paper(where, run_dir)
     plan = launching.plan_for(allocation)
-    return allocation.commands(
-        plan,
-        launching.program,
-        run_dir=run_dir,
-        environ=launching.notes,
-        max_restarts=max_restarts,
-        torchrun=torchrun,
-    )
+    options = LaunchOptions(run_dir, "all", max_restarts, launching.notes, tuple(torchrun))
+    return allocation.commands(plan, launching.program, options)
 
 
 def torchrun_arguments(script: str, words: Sequence[str]) -> tuple[list[str], str, Sequence[str]]:
@@ -154,8 +140,6 @@ class _Launching:
     debug_comm: bool = False
 
     def __post_init__(self) -> None:
-        check_counts(workers=self.workers, threads=self.threads)
-        check_words(arguments=self.arguments)
         check_script(self.script, is_module=self.module)
 
     @property

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import JobError
-from paceline.plan.memory import device_memory, parts_in_words, state_bytes
+from paceline.plan.memory import device_memory, state_bytes
 from paceline.plan.search import num_gathers_and_scatters
 from paceline.spec import Job, Mesh, parse_mesh
 from paceline.spec.mesh import AxisName
 from paceline.spec.mesh_name import num_named
-from paceline.spec.model_cost import DeviceMemory, Layers
-from paceline.words import size
+from paceline.spec.model_cost import DeviceMemory
+from paceline.words import number_of, size
 from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import model_on_paper, resolve_job, trace_model
 
@@ -28,97 +28,59 @@ class MeshDryRun:
     """What each worker of a mesh would hold and send."""
 
     mesh: Mesh
-    virtual_shard_size: int
-    """Samples of one micro-batch."""
-    num_micro_batches: int
-    stages: tuple[Layers, ...]
-    """The layers of each stage of the pipeline."""
     memory: DeviceMemory
     """Of the fullest worker."""
+    sent_bytes: Mapping[AxisName, int]
+    """What the busiest worker sends in a step, along each axis, but for the loss, and gradients of parameters that
+    stages share."""
     tensor_plan: Mapping[str, str]
     """How the layers are divided along tp."""
 
     @property
     def cuts(self) -> tuple[str, ...]:
         """The modules that begin a stage, without the first stage's, as in `PipelineSpec`."""
-        return tuple(stage[0].name for stage in self.stages[1:])
+        return tuple(stage[0].name for stage in self.memory.stages[1:])
 
-    @property
-    def bubble(self) -> float:
-        """The fraction of time in which workers of a pipeline wait: 1 - m t / ((m + p - 1) t_max), where t is the mean
-        stage time (Huang et al. 2019, "GPipe", section 2.3, for stages that differ)."""
-        times = [sum(layer.time_s for layer in stage) for stage in self.stages]
-        num_turns = self.num_micro_batches + len(times) - 1
-        mean = sum(times) / len(times)
-        return 1 - self.num_micro_batches * mean / (num_turns * max(times)) if max(times) else 0.0
-
-    def parameter_bytes(self, stage: Layers) -> float:
-        """Bytes of a stage's parameters on one worker, gathered along fsdp."""
-        return sum(layer.parameter_bytes / layer.tensor_shards(self.mesh.tp) for layer in stage)
-
-    def activation_bytes(self, stage: Layers) -> float:
-        """Bytes that one micro-batch keeps on a worker of a stage for backward."""
-        tp = self.mesh.tp
-        return self.virtual_shard_size * sum(
-            layer.activation_bytes
-            * (layer.replicated_fraction + (1 - layer.replicated_fraction) / layer.tensor_shards(tp))
-            for layer in stage
-        )
-
-    @property
-    def sent_bytes(self) -> dict[AxisName, int]:
-        """The bytes that the busiest worker sends in a step, along each axis.
-
-        In an all-reduce of S bytes each of n workers sends 2 (n - 1)/n S, in an all-gather or reduce-scatter half. The
-        loss, and gradients of parameters that stages share, are not counted.
-        """
-        mesh = self.mesh
-        found: dict[AxisName, float] = {"pp": 0.0, "dp": 0.0, "fsdp": 0.0, "tp": 0.0}
-        num_exchanges = sum(num_gathers_and_scatters(mesh.zero_stage, self.num_micro_batches))
-        samples = self.virtual_shard_size * self.num_micro_batches
-        arriving = 0.0
-        for stage in self.stages:
-            own = self.parameter_bytes(stage)
-            leaving = stage[-1].output_bytes if stage is not self.stages[-1] else 0.0
-            summed = sum(
-                layer.num_all_reduces * layer.all_reduce_bytes for layer in stage if layer.is_sharded_by(mesh.tp)
-            )
-            sent: dict[AxisName, float] = {
-                "pp": samples * (leaving + arriving),
-                "dp": 2 * (mesh.dp - 1) / mesh.dp * own / mesh.fsdp,
-                "fsdp": num_exchanges * (mesh.fsdp - 1) / mesh.fsdp * own,
-                "tp": 2 * (mesh.tp - 1) / mesh.tp * samples * summed,
-            }
-            found = {axis: max(found[axis], num_bytes) for axis, num_bytes in sent.items()}
-            arriving = leaving
-        return {axis: round(num_bytes) for axis, num_bytes in found.items() if mesh.degree(axis) > 1}
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain dictionaries and lists, fit for JSON."""
+        parts = {name: value for name, value in vars(self.memory).items() if name != "stages"}
+        return {
+            "mesh": str(self.mesh),
+            "num_workers": self.mesh.num_workers,
+            "memory_bytes": self.memory.total_bytes,
+            **parts,
+            "sent_bytes": dict(self.sent_bytes),
+            "cuts": list(self.cuts),
+            "tensor_plan": dict(self.tensor_plan),
+        }
 
     def table(self) -> RenderableType:
-        """A table of the stages, and the lines around it."""
+        """What the fullest worker holds, and what the busiest one sends."""
         from rich.console import Group
 
         from paceline.report.tables import table
 
-        plan_lines = []
+        memory = self.memory
+        title = f"{self.mesh}, {number_of(self.mesh.num_workers, 'worker')}"
+        held = table(title, "one holds", "and sends a step", left=[title])
+        parts = {
+            "parameters": memory.parameter_bytes,
+            "gradients": memory.gradient_bytes,
+            "optimizer state": memory.optimizer_bytes,
+            "activations": memory.activation_bytes,
+            "in messages and sums": memory.gathered_bytes + memory.transit_bytes,
+            "in all": memory.total_bytes,
+        }
+        for name, num_bytes in parts.items():
+            held.add_row(name, size(num_bytes), "")
+        for axis, num_bytes in self.sent_bytes.items():
+            held.add_row(f"along {axis}", "", size(num_bytes))
+        lines = [f"--set 'plan.cut={json.dumps(self.cuts)}'"] if self.cuts else []
         if self.tensor_plan:
             from paceline.parallel.tensor_plan import described
 
-            plan_lines.append(f"tensor plan: {described(self.tensor_plan)}")
-        stages = table("stage", "layers", "parameters", "activations", left=["layers"])
-        for number, stage in enumerate(self.stages):
-            held = (self.parameter_bytes(stage), self.activation_bytes(stage))
-            stages.add_row(str(number), f"{stage[0].name} … {stage[-1].name}", *map(size, held))
-        count = self.num_micro_batches
-        return Group(
-            f"{self.mesh}: {self.mesh.num_workers} workers, {count} micro-batch{'es' * (count > 1)} of "
-            f"{self.virtual_shard_size} a share and step",
-            stages,
-            f"the fullest worker holds {size(self.memory.total_bytes)}: {parts_in_words(self.memory)}",
-            *([f"--set 'plan.cut={json.dumps(self.cuts)}'"] if self.cuts else []),
-            *plan_lines,
-            *(f"{axis}: a worker sends {size(num_bytes)} a step" for axis, num_bytes in self.sent_bytes.items()),
-            f"pipeline bubble: {self.bubble:.0%}",
-        )
+            lines.append(f"tensor plan: {described(self.tensor_plan)}")
+        return Group(held, *lines)
 
     def _repr_html_(self) -> str:
         from paceline.report.tables import html_of
@@ -137,7 +99,7 @@ def dry_run_mesh(
 ) -> MeshDryRun:
     """Try a mesh without its devices, with as many workers as its degrees make.
 
-    Example: `paceline.dry_run_mesh("digits-lenet", "dp4 x pp2").bubble`.
+    Example: `paceline.dry_run_mesh("digits-lenet", "dp4 x pp2").sent_bytes`.
 
     Args:
         job: a job, a job file (TOML) or the name of a recipe.
@@ -153,16 +115,14 @@ def dry_run_mesh(
     if degrees.num_assignments > resolved.virtual_shards:
         raise JobError(
             f"{degrees} divides the batch {degrees.num_assignments} ways, and the job has virtual_shards = "
-            f"{resolved.virtual_shards}; "
-            f"use virtual_shards = {degrees.num_assignments} or more, or fewer replicas."
+            f"{resolved.virtual_shards}; use more of them, or fewer replicas."
         )
     tensor_plan: Mapping[str, str] = {}
     if degrees.tp > 1:
         from paceline.parallel.tensor_plan import tensor_plan_of
 
         tensor_plan = tensor_plan_of(model_on_paper(resolved, 1)[0], None, degrees.tp)
-    cost = trace_model(resolved)
-    num_micro_batches = -(-resolved.virtual_shards // degrees.num_assignments)
+    cost, num_micro_batches = trace_model(resolved), -(-resolved.virtual_shards // degrees.num_assignments)
     memory = device_memory(
         cost.num_parameters,
         state_bytes(resolved),
@@ -172,4 +132,24 @@ def dry_run_mesh(
         num_micro_batches=num_micro_batches,
         layers=cost.layers,
     )
-    return MeshDryRun(degrees, resolved.shard_size, num_micro_batches, memory.stages, memory, tensor_plan)
+    sent = _sent_bytes(degrees, memory, num_micro_batches, resolved.shard_size * num_micro_batches)
+    return MeshDryRun(degrees, memory, sent, tensor_plan)
+
+
+def _sent_bytes(mesh: Mesh, memory: DeviceMemory, num_micro_batches: int, num_samples: int) -> dict[AxisName, int]:
+    """In an all-reduce of S bytes each of n workers sends 2 (n - 1)/n S, in an all-gather or reduce-scatter half."""
+    found: dict[AxisName, float] = {}
+    num_exchanges, arriving = sum(num_gathers_and_scatters(mesh.zero_stage, num_micro_batches)), 0.0
+    for stage in memory.stages:
+        own = sum(layer.parameter_bytes / layer.tensor_shards(mesh.tp) for layer in stage)
+        summed = sum(layer.num_all_reduces * layer.all_reduce_bytes for layer in stage if layer.is_sharded_by(mesh.tp))
+        leaving = stage[-1].output_bytes if stage is not memory.stages[-1] else 0.0
+        sent: dict[AxisName, float] = {
+            "pp": num_samples * (leaving + arriving),
+            "dp": 2 * (mesh.dp - 1) / mesh.dp * own / mesh.fsdp,
+            "fsdp": num_exchanges * (mesh.fsdp - 1) / mesh.fsdp * own,
+            "tp": 2 * (mesh.tp - 1) / mesh.tp * num_samples * summed,
+        }
+        found = {axis: max(found.get(axis, 0.0), num_bytes) for axis, num_bytes in sent.items()}
+        arriving = leaving
+    return {axis: round(num_bytes) for axis, num_bytes in found.items() if mesh.degree(axis) > 1}

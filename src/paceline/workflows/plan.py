@@ -1,29 +1,31 @@
-"""`paceline.plan`: forecasts a job, or a table of steps, on 1, 2, … N devices and recommends a number."""
+"""`paceline.plan`: forecasts a job, or a table of steps, on 1, 2, … N devices and recommends a number.
+
+A run's plan has the forecast too, and its error goes into cluster.json.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ClusterError, JobError, file_problems
+from paceline.errors import ClusterError, JobError, file_problems, reason_of
 from paceline.plan import place
-from paceline.spec import Cluster, Job, Plan
+from paceline.spec import Cluster, ForecastCheck, Job, Plan, RunRecord
 from paceline.spec.forecast import Forecast, Grow
 from paceline.spec.plan import PLAN_FILE
-from paceline.workflows.arguments import checked
-from paceline.workflows.forecasts import CLUSTER_FILE
-from paceline.workflows.jobs import check_amounts, check_counts, read_counts, read_price, resolve_job, trace_model
+from paceline.workflows.arguments import Say, checked, read_counts, read_price
+from paceline.workflows.jobs import resolve_job, trace_model
 from paceline.workflows.step_rows import read_rows
 
 if TYPE_CHECKING:
     from paceline.plan.inputs import ForecastRequest
     from paceline.spec.model_cost import ModelCost
 
+CLUSTER_FILE = Path("cluster.json")
 PAGE_FILE, FORECAST_FILE = "plan.html", "forecast.json"
-_TABLES = (".csv", ".tsv")
-"""How names of tables of steps end."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +101,6 @@ def plan(
     from paceline.plan.forecast import forecast
     from paceline.plan.inputs import ForecastRequest
 
-    check_amounts(efficiency_floor=efficiency_floor, noise_scale=noise_scale)
-    check_amounts(target_samples=target_samples, link_rate=link_rate)
-    check_counts(devices_per_node=devices_per_node)
     amount, currency = read_price(price)
     counts = None if devices is None else read_counts("devices", devices)
     request = ForecastRequest(
@@ -114,25 +113,30 @@ def plan(
         link_bytes_per_s=link_rate,
         devices_per_node=devices_per_node,
     )
-    if not isinstance(job, Job) and str(job).endswith(_TABLES):
-        jobs_alone: dict[str, Any] = {
-            "noise_scale": noise_scale,
-            "target_samples": target_samples,
-            "link_rate": link_rate,
-        }
-        jobs_alone |= {"model": model, "data": data, "settings": settings, "trace": trace, "grow": grow != "none"}
-        if given := [name for name, value in jobs_alone.items() if value]:
+    if not isinstance(job, Job) and str(job).endswith((".csv", ".tsv")):
+        of_jobs = {"noise_scale": noise_scale, "target_samples": target_samples, "link_rate": link_rate, "model": model}
+        of_jobs |= {"data": data, "settings": settings, "trace": trace, "grow": grow != "none"}
+        if given := [name for name, value in of_jobs.items() if value]:
             raise JobError(f"{given[0]} has no effect on the table of steps {job}: leave it out.")
         planned = PlannedJob(_forecast_of_table(Path(job), counts, request), None)
     else:
         resolved = resolve_job(job, settings, data, model)
-        known = cluster if isinstance(cluster, Cluster) else _load_cluster(Path(cluster), job)
-        counts = counts or read_counts("devices", f"1..{max(1, len(known.devices))}")
+        if not isinstance(cluster, Cluster):
+            if not Path(cluster).exists():
+                name = resolved.name if isinstance(job, Job) else job
+                raise ClusterError(f"There is no {cluster}: run paceline probe {name} first.")
+            cluster = Cluster.load(Path(cluster))
+        counts = counts or read_counts("devices", f"1..{max(1, len(cluster.devices))}")
         model_cost = trace_model(resolved) if trace else None
-        found = forecast(resolved, known, counts, request, model_cost)
-        planned = PlannedJob(found, recommended_plan(resolved, known, found, request, model_cost))
+        found = forecast(resolved, cluster, counts, request, model_cost)
+        planned = PlannedJob(found, _recommended_plan(resolved, cluster, found, request, model_cost))
     if out is not None:
-        _write(planned, Path(out))
+        with file_problems(f"The plan cannot be written into '{out}'"):
+            Path(out).mkdir(parents=True, exist_ok=True)
+            planned.forecast.save(Path(out) / FORECAST_FILE)
+            (Path(out) / PAGE_FILE).write_text(planned.page(), encoding="utf-8", newline="\n")
+            if planned.plan is not None:
+                planned.plan.save(Path(out) / PLAN_FILE)
     return planned
 
 
@@ -155,12 +159,8 @@ def _forecast_of_table(path: Path, counts: Sequence[int] | None, request: Foreca
     return forecast_of_rows(path.stem, measured, list(dict.fromkeys(asked)), request)
 
 
-def recommended_plan(
-    job: Job,
-    cluster: Cluster,
-    forecast: Forecast,
-    request: ForecastRequest | None = None,
-    model: ModelCost | None = None,
+def _recommended_plan(
+    job: Job, cluster: Cluster, forecast: Forecast, request: ForecastRequest, model: ModelCost | None
 ) -> Plan | None:
     """The plan of the recommended row; None where the cluster has too few devices for it.
 
@@ -175,23 +175,42 @@ def recommended_plan(
         return replace(plan, forecast_samples_per_s=row.samples_per_s)
     from paceline.plan.mesh_selection import choose_mesh, measured_model_cost
 
-    rate = None if request is None else request.link_bytes_per_s
-    choice = choose_mesh(grown, model or measured_model_cost(job, cluster), cluster, row.devices, link_bytes_per_s=rate)
+    cost, rate = model or measured_model_cost(job, cluster), request.link_bytes_per_s
+    choice = choose_mesh(grown, cost, cluster, row.devices, link_bytes_per_s=rate)
     return choice.applied(place(grown, cluster, row.devices, mesh=choice.mesh))
 
 
-def _load_cluster(path: Path, job: Job | str | Path) -> Cluster:
-    if not path.exists():
-        name = job.name if isinstance(job, Job) else job
-        raise ClusterError(f"There is no {path}, and this hardware was not measured; run paceline probe {name} first.")
-    return Cluster.load(path)
+def with_forecasts(job: Job, plans: Sequence[Plan], cluster_file: Path, say: Say) -> list[Plan]:
+    """The plans, each with its forecast; unchanged if this job was not probed, or where they are meshes, for the steps
+    of a probe are those of whole replicas.
+
+    Raises:
+        ClusterError: there is a file, but it cannot be read.
+    """
+    cluster = Cluster.load(cluster_file) if cluster_file.exists() else Cluster(())
+    plain = [plan for plan in plans if plan.mesh is None or plan.mesh.is_plain]
+    if not plain or all(timing.job != job.name for timing in cluster.timings):
+        return list(plans)
+    from paceline.plan.forecast import forecast  # NumPy and SciPy: not for those who have not probed
+
+    try:
+        rows = forecast(job, cluster, sorted({1, *(plan.world_size for plan in plain)})).rows
+    except (ClusterError, JobError) as problem:  # the job has changed since it was probed, or a link was not measured
+        say(f"paceline: no forecast: {problem}")
+        return list(plans)
+    expected = {row.devices: row.samples_per_s for row in rows if not row.objection and not row.placement}
+    return [
+        replace(plan, forecast_samples_per_s=expected.get(plan.world_size)) if plan in plain else plan for plan in plans
+    ]
 
 
-def _write(planned: PlannedJob, out: Path) -> None:
-    """forecast.json and plan.html, and plan.json if there is a plan."""
-    with file_problems(f"The plan cannot be written into '{out}'"):
-        out.mkdir(parents=True, exist_ok=True)
-        planned.forecast.save(out / FORECAST_FILE)
-        (out / PAGE_FILE).write_text(planned.page(), encoding="utf-8", newline="\n")
-        if planned.plan is not None:
-            planned.plan.save(out / PLAN_FILE)
+def feed_back(record: RunRecord, cluster_file: Path) -> None:
+    """Write the error of this run's forecast, if it had one, to cluster.json."""
+    forecast = record.plan.forecast_samples_per_s
+    if not forecast:
+        return
+    try:
+        check = ForecastCheck(record.job.name, record.world_size, forecast, record.samples_per_s)
+        Cluster.load(cluster_file).checked(check).save(cluster_file)
+    except (OSError, ClusterError) as problem:  # the run is good nevertheless
+        print(f"paceline: no forecast error noted in {cluster_file}: {reason_of(problem)}", file=sys.stderr)

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from paceline.spec.record import RECORD_FILE, RunRecord
 from paceline.workflows.arguments import checked
-from paceline.workflows.jobs import check_amounts
 
 if TYPE_CHECKING:
     from paceline.report.study import Study
@@ -35,7 +34,6 @@ def report(
     Raises:
         PacelineError: a folder without a record, or with a damaged one; records that are not of one study.
     """
-    check_amounts(tolerance=tolerance, efficiency_floor=efficiency_floor)
     from paceline.report.study import analyse, detect_grow
     from paceline.report.study_files import write_study
 

@@ -20,7 +20,7 @@ from paceline.regular_files import make_run_folder, replace_text
 from paceline.spec import Cluster, Device, DeviceKind, Job, Node, Plan
 from paceline.spec.job import MOST_WORKERS
 from paceline.workflows.arguments import checked
-from paceline.workflows.jobs import check_counts, check_names, check_words, is_script, resolve_job
+from paceline.workflows.jobs import check_names, is_script, resolve_job
 from paceline.workflows.launch import check_script
 from paceline.workflows.run_folder import check_folder, new_run_dir
 
@@ -74,8 +74,6 @@ def slurm(
         LaunchError: a command that runs no workers, or Slurm refuses the script.
         JobError: arguments that are no list of texts, or an invalid number.
     """
-    check_words(arguments=arguments)
-    check_counts(nodes=nodes, workers=workers, cpus=cpus)
     if command not in COMMANDS:
         raise LaunchError(f"paceline submit slurm {command!r} is not possible; submit {', '.join(COMMANDS)}.")
     _check_num_workers(nodes, workers)
@@ -187,7 +185,6 @@ def kubernetes(
         LaunchError: an invalid argument.
         JobError: a mistake in the job, or more workers than it has virtual shards.
     """
-    check_counts(nodes=nodes, workers=workers, cpus=cpus)
     _check_num_workers(nodes, workers)
     pods = Pods(
         image=image,

@@ -10,23 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from paceline import env
-from paceline.errors import JobError
+from paceline.errors import JobError, shortened
+from paceline.launch.run import LaunchOptions
 from paceline.spec import AlgorithmName, CallbackSpec, Job, Plan, RunRecord
 from paceline.spec.algorithm import SERVER_ALGORITHMS
+from paceline.spec.job import TRACKER_NAMES
 from paceline.spec.plan import RunLimit
-from paceline.workflows.allocation import Allocation, allocation_on_paper, open_allocation
-from paceline.workflows.arguments import check_fields, checked
-from paceline.workflows.forecasts import CLUSTER_FILE, feed_back, with_forecasts
-from paceline.workflows.jobs import (
-    Say,
-    check_counts,
-    check_names,
-    check_trackers,
-    import_folders,
-    resolve_job,
-    silent,
-    with_callbacks,
-)
+from paceline.workflows.arguments import Say, checked, silent
+from paceline.workflows.jobs import check_names, import_folders, resolve_job, with_callbacks
+from paceline.workflows.plan import CLUSTER_FILE, feed_back, with_forecasts
 from paceline.workflows.run_folder import (
     check_folder,
     finished_record,
@@ -37,7 +29,7 @@ from paceline.workflows.run_folder import (
     write_run,
 )
 from paceline.workflows.strategy import PLAIN, Strategy
-from paceline.workflows.where import HERE, Where
+from paceline.workflows.where import HERE, Allocation, Where, allocation_on_paper, open_allocation
 
 
 @checked
@@ -126,13 +118,9 @@ def train(
         put_record_aside(run_dir)
         started = time.monotonic()
         placed = training.plan_for(allocation)
-        allocation.run(
-            placed,
-            training.write(placed, run_dir),
-            run_dir=run_dir,
-            environ=env.import_note(import_folders(training.job)),
-            max_restarts=max_restarts,
-        )
+        environ = env.import_note(import_folders(training.job))
+        options = LaunchOptions(run_dir, max_restarts=max_restarts, environ=environ)
+        allocation.run(placed, training.write(placed, run_dir), options)
         record = finished_record(run_dir, started, was_elsewhere=allocation.is_elsewhere)
     feed_back(record, Path(cluster))
     return record
@@ -159,10 +147,10 @@ class _Training:
     say: Say = silent
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        check_counts(max_steps=self.max_steps, workers=self.workers, threads=self.threads, servers=self.servers)
         RunLimit.from_mapping({"max_minutes": self.max_minutes})
-        check_trackers(self.track)
+        for name in self.track:
+            if name not in TRACKER_NAMES:
+                raise JobError(f"There is no tracker '{shortened(name)}'; it is one of {', '.join(TRACKER_NAMES)}.")
         is_served = self.job.aggregation.method == "parameter_server_async"
         if self.servers > 1 and not is_served and self.chosen_algorithm not in SERVER_ALGORITHMS:
             raise JobError(
@@ -230,4 +218,4 @@ def train_commands(
     program = training_program(run_dir, training.quiet, training.track, training.force)
     allocation = allocation_on_paper(where, run_dir)
     placed = training.plan_for(allocation)
-    return allocation.commands(placed, program, run_dir=run_dir, max_restarts=max_restarts)
+    return allocation.commands(placed, program, LaunchOptions(run_dir, max_restarts=max_restarts))

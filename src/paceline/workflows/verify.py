@@ -16,8 +16,8 @@ from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan, parse_mesh
 from paceline.spec.mesh_name import check_strategy
 from paceline.words import number_of
-from paceline.workflows.arguments import checked
-from paceline.workflows.jobs import Say, check_counts, is_script, read_counts, resolve_job, silent
+from paceline.workflows.arguments import Say, checked, read_counts, silent
+from paceline.workflows.jobs import is_script, resolve_job
 from paceline.workflows.run_folder import write_run
 from paceline.workflows.strategy import Strategy
 
@@ -71,7 +71,6 @@ def verify(
         PacelineError: an invalid argument, or a mistake in the job.
     """
     cluster = detect()
-    check_counts(steps=steps)
     counts = read_counts("workers", workers)
     if counts[1:] == [] and counts[0] > 1 and not deal:
         counts = [1, *counts]

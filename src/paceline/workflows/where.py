@@ -1,17 +1,41 @@
-"""Arguments of `train`, `launch` and others: where workers run."""
+"""Where workers run: on this node, or on nodes reached by one of the launchers."""
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+import contextlib
+import json
+import runpy
+import shlex
+import socket
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from paceline.errors import LaunchError, shown
+from paceline import env
+from paceline.errors import LaunchError, file_problems
+from paceline.folder_lock import hold_folder
+from paceline.hardware import detect
+from paceline.launch.command_lines import container_argv, srun_argv, ssh_argv
 from paceline.launch.node_list import NodeSlots, parse_node_list, read_node_file
-from paceline.workflows.arguments import check_fields
+from paceline.launch.ray import FIRST_NODE, ray_argv, ray_nodes
+from paceline.launch.run import HERE as THIS_NODE
+from paceline.launch.run import LaunchOptions, Reach, agent_commands, run_workers
+from paceline.launch.slurm import allocation as slurm_allocation
+from paceline.plan import pick
+from paceline.regular_files import make_run_folder
+from paceline.spec import Cluster, Device, Node, Plan
+from paceline.spec.codec import at_least, check_values, from_mapping
+from paceline.workflows.node import versions
 
+Environ = Mapping[str, str]
 LauncherName = Literal["auto", "local", "debug", "ssh", "slurm", "ray"]
+
+DESCRIBE_S = 60.0
+"""Timeout for a node's first answer: login, start of a container and an interpreter, hardware detection."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +49,7 @@ class Where:
     """How workers are started; slurm, ray: on the allocation or cluster; debug: in this process."""
     hosts: str | None = None
     """Nodes and the number of workers on each."""
-    hosts_file: Path | None = None
+    hosts_file: Path | str | None = None
     """Nodes from a file, one on each line: name slots=8."""
     interface: str | None = None
     """Network interface that nodes use between each other, or several as "a,b"; None: found automatically."""
@@ -33,23 +57,230 @@ class Where:
     """Run in image.sif, docker://NAME@sha256:… or podman://NAME."""
     python: str | None = None
     """The Python interpreter on other nodes; None: the same path as here."""
-    hang_timeout_s: float | None = None
+    hang_timeout_s: float | None = at_least(1, None)
     """Seconds that workers of a run may wait for another one; None: 60, and before the first step as long as torch."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
-        if self.hang_timeout_s is not None and not 1 <= self.hang_timeout_s < math.inf:
-            raise LaunchError(f"hang_timeout_s = {self.hang_timeout_s} should be a number of seconds, 1 or more.")
+        check_values(self)
+        has_hosts = bool(self.named_hosts())  # a mistake in them is told before anything begins
+        if self.hosts is not None and self.hosts_file is not None:
+            raise LaunchError("hosts and hosts_file both name nodes; give one of them.")
+        if self.launcher in ("local", "debug") and has_hosts:
+            raise LaunchError(f"launcher = {self.launcher!r} runs on this node alone; leave hosts out.")
+        if self.launcher == "ssh" and not has_hosts:
+            raise LaunchError("launcher = 'ssh' needs nodes: hosts = 'a:8,b:8', or a hosts_file.")
+        python = self.python if self.container is None else None
+        for name, value in (("interface", self.interface), ("python", python)):
+            if value is not None and self.started_by in ("local", "debug"):
+                raise LaunchError(
+                    f"{name} = {value!r} is for workers on other nodes, and all run on this one; leave it out."
+                )
+
+    @property
+    def started_by(self) -> LauncherName:
+        """The launcher, in place of "auto" too."""
+        if self.launcher != "auto":
+            return self.launcher
+        return "local" if self.hosts is None and self.hosts_file is None else "ssh"
 
     def named_hosts(self) -> tuple[NodeSlots, ...]:
-        """The nodes that are named. Raises `LaunchError` where they are named twice, or a name is invalid."""
-        if self.hosts is not None and self.hosts_file is not None:
-            raise LaunchError(
-                f"hosts = {shown(self.hosts)} and hosts_file = {shown(str(self.hosts_file))} both name nodes; give one."
-            )
+        """The nodes that are named. Raises `LaunchError` where one is named twice, or a name is invalid."""
         if self.hosts is not None:
             return parse_node_list(self.hosts)
-        return () if self.hosts_file is None else read_node_file(self.hosts_file)
+        return () if self.hosts_file is None else read_node_file(Path(self.hosts_file))
 
 
 HERE = Where()
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The nodes of a command and the way to run workers on them."""
+
+    where: Where
+    cluster: Cluster
+    reaches: Callable[[Plan], Sequence[Reach]] = lambda _plan: (THIS_NODE,)
+    """How the agents of a plan's nodes are started."""
+    endpoint: str = "127.0.0.1:0"
+    """Address and port on the first node where the agents meet."""
+
+    @property
+    def is_elsewhere(self) -> bool:
+        return any(node.is_remote for node in self.cluster.nodes)
+
+    def run(self, plan: Plan, program: Sequence[str], options: LaunchOptions) -> None:
+        """Run `program` in every worker of `plan`; what it raises is as for `run_workers`."""
+        options = self._with_variables(plan, options)
+        if self.where.started_by != "debug":
+            run_workers(plan, program, options, self.reaches(plan), self.endpoint)
+            return
+        make_run_folder(options.run_dir)
+        sys.argv = list(program)
+        if program[0] == "-m":
+            del sys.argv[0]
+            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(program[0]).resolve().parent))
+            runpy.run_path(program[0], run_name="__main__")
+
+    def commands(self, plan: Plan, program: Sequence[str], options: LaunchOptions) -> str:
+        """The commands that `run` would start, as text for a shell; starts nothing and opens no connection."""
+        options = self._with_variables(plan, options)
+        lines = [f"# {plan.world_size} workers, launcher {self.where.started_by}, backend {plan.backend}"]
+        for command in agent_commands(plan, program, options, self.reaches(plan), self.endpoint):
+            environ = {} if command.reach.hostnames else command.environ  # else the command line has it
+            variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(environ.items())]
+            lines.append(f"# {', '.join(command.reach.hostnames) or 'this node'}")
+            lines.append(" ".join([*variables, shlex.join(command.argv)]))
+        return "\n".join(lines)
+
+    def _with_variables(self, plan: Plan, options: LaunchOptions) -> LaunchOptions:
+        """The options with what workers have to know of `where`; refuses a plan that these nodes cannot run."""
+        counts = [node.num_workers or sys.maxsize for node in self.where.named_hosts()]
+        if self.where.started_by == "debug" and plan.world_size != 1:
+            raise LaunchError("launcher = 'debug' runs one worker in this process; ask for 1 worker.")
+        if counts and plan.world_size > sum(counts):
+            raise LaunchError(
+                f"{plan.world_size} workers are more than the {sum(counts)} of hosts; ask for fewer of them."
+            )
+        environ = env.note(env.CONTAINER, self.where.container) | env.note(env.HANG_TIMEOUT, self.where.hang_timeout_s)
+        if self.where.interface:
+            environ |= dict.fromkeys(env.INTERFACE_VARIABLES, self.where.interface)
+        return replace(options, environ=environ | dict(options.environ))
+
+
+@contextlib.contextmanager
+def open_allocation(where: Where, run_dir: Path, script: Path | None = None) -> Iterator[Allocation]:
+    """Find the nodes that `where` names, and keep other runs from the folder until the block ends.
+
+    Args:
+        run_dir: the run's folder, which containers see besides the working directory.
+        script: a file whose folder containers see too.
+
+    Raises:
+        LaunchError: another run uses the folder, options that contradict each other, or nodes that cannot be reached
+            or differ in versions.
+    """
+    shown = [path.absolute() for path in (run_dir, script and script.parent) if path is not None]
+    with contextlib.ExitStack() as held:
+        with file_problems(f"The run folder {run_dir} cannot be used", LaunchError, "name another one with out = DIR"):
+            make_run_folder(run_dir)
+            held.enter_context(hold_folder(run_dir))
+        yield _found(where, shown, on_paper=False)
+
+
+def allocation_on_paper(where: Where, run_dir: Path) -> Allocation:
+    """The allocation without a connection to any node: other nodes are assumed equal to this one.
+
+    Raises:
+        LaunchError: options that contradict each other, or Slurm has allocated nothing to this command.
+    """
+    return _found(where, [run_dir.absolute()], on_paper=True)
+
+
+def _found(where: Where, shown: Sequence[Path], *, on_paper: bool) -> Allocation:
+    here, slots, cwd = detect(), where.named_hosts(), Path.cwd()
+    python = where.python or (sys.executable if where.container is None else "python3")
+    has_gpus = here.device_kind == "cuda"
+
+    def inside(program: Sequence[str], environ: Environ, gpus: bool = has_gpus) -> tuple[Sequence[str], Environ]:
+        """The program, in the container if there is one, and the variables that it needs around it."""
+        if where.container is None:
+            return program, env.passed_on() | dict(environ)
+        passed = {name: value for name, value in env.passed_on().items() if name != "PYTHONPATH"} | dict(environ)
+        return container_argv(program, where.container, cwd=cwd, binds=shown, gpus=gpus, environ=passed), {}
+
+    if where.started_by == "ssh":
+
+        def over_ssh(slot: NodeSlots) -> Reach:
+            def argv(program: Sequence[str], environ: Environ) -> Sequence[str]:
+                words, variables = inside(program, environ, True)
+                return ssh_argv(slot.address, words, cwd=cwd, environ=variables)
+
+            return Reach((slot.address,), argv, python)
+
+        by_name = {slot.address: over_ssh(slot) for slot in slots}
+        if on_paper:
+            cluster, endpoint = _like(here, slots), f"{slots[0].address}:PORT"
+        else:
+            cluster, endpoint = _ask(slots, by_name, where.interface)
+        return Allocation(where, cluster, lambda plan: [by_name[node.hostname] for node in plan.nodes], endpoint)
+    if where.started_by in ("slurm", "ray"):
+        is_slurm = where.started_by == "slurm"
+        slots = slots or (slurm_allocation(env.everything()) if is_slurm else ray_nodes())
+
+        def by_scheduler(plan: Plan) -> Sequence[Reach]:
+            counts, names = {node.num_workers for node in plan.nodes}, [node.hostname for node in plan.nodes]
+            if len(counts) > 1:
+                raise LaunchError(f"{where.launcher} starts as many workers on each node; ask for a multiple.")
+
+            def argv(program: Sequence[str], environ: Environ) -> Sequence[str]:
+                words, variables = inside(program, environ)
+                if is_slurm:
+                    return srun_argv(names, words, cwd=cwd, environ=variables)
+                gpus = max(counts) if plan.device_kind == "cuda" else 0
+                return ray_argv(len(names), words, cwd=cwd, environ=variables, num_gpus=gpus)
+
+            return [Reach(tuple(names), argv, python)]
+
+        port = 20000 + zlib.crc32((env.text("SLURM_JOB_ID") or "0").encode()) % 12000
+        endpoint = f"{slots[0].address}:{port}" if is_slurm else FIRST_NODE
+        return Allocation(where, _like(here, slots), by_scheduler, endpoint)
+    if where.started_by == "local" and where.container is not None:
+        reach = Reach((), lambda program, environ: inside(program, environ)[0], python)
+        return Allocation(where, here, lambda _plan: [reach])
+    return Allocation(where, here)
+
+
+def _like(here: Cluster, slots: Sequence[NodeSlots]) -> Cluster:
+    """Nodes of so many workers, assumed equal to this one."""
+    node, one = here.nodes[0], here.devices[0]
+    nodes = []
+    for slot in slots:
+        count = slot.num_workers or len(node.devices)
+        devices = tuple(Device(one.kind, index, one.name, one.memory_bytes) for index in range(count))
+        nodes.append(replace(node, hostname=slot.address, is_remote=True, devices=devices, links=()))
+    return Cluster(tuple(nodes))
+
+
+def _ask(slots: Sequence[NodeSlots], reaches: Mapping[str, Reach], interface: str | None) -> tuple[Cluster, str]:
+    """What nodes say of themselves, and where agents can meet on the first: at the address of its name, if it has that
+    one, else of the interface or the first one.
+
+    Raises:
+        LaunchError: a node does not answer, has other versions or fewer GPUs, or no such interface.
+    """
+    program = (next(iter(reaches.values())).python, "-m", "paceline.workflows.node")
+    with ThreadPoolExecutor(max_workers=len(slots)) as pool:
+        told = list(pool.map(lambda slot: json.loads(reaches[slot.address].output_of(program, DESCRIBE_S)), slots))
+    nodes, own = [], versions()
+    for slot, one in zip(slots, told, strict=True):
+        for package, version in own.items():
+            if (theirs := one["versions"].get(package)) != version:
+                raise LaunchError(
+                    f"{slot.address} has {package} {theirs}, but this machine {version}; install the same there."
+                )
+        node = replace(from_mapping(Node, one["node"]), hostname=slot.address, is_remote=True)
+        nodes.append(_with_num_workers(node, slot.num_workers or len(node.devices)))
+    name, addresses = slots[0].address, [address for one, address in told[0]["addresses"] if interface in (None, one)]
+    if not addresses:
+        raise LaunchError(f"{name} has no network interface {interface or ''} with an address that others could reach.")
+    with contextlib.suppress(OSError):
+        named = {entry[4][0] for entry in socket.getaddrinfo(name.rpartition("@")[2], None)}
+        addresses = [address for address in addresses if address in named] or addresses
+    address = f"[{addresses[0]}]" if ":" in addresses[0] else addresses[0]
+    return Cluster(tuple(nodes)), f"{address}:{told[0]['port']}"
+
+
+def _with_num_workers(node: Node, count: int) -> Node:
+    """The node with as many devices as the user gave it workers, the best connected ones; CPU workers may outnumber
+    cores."""
+    if count == len(node.devices):
+        return node
+    if node.device_kind == "cpu":
+        return node.with_cpu_workers(count)
+    free = [device.index for device in node.devices if not device.busy]
+    if count > len(free):
+        raise LaunchError(f"{node.hostname} has {len(free)} free GPUs, not {count}; see paceline topo there.")
+    chosen = pick(node, count, free).devices
+    return replace(node, devices=tuple(device for device in node.devices if device.index in chosen))

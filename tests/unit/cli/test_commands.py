@@ -35,7 +35,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 SHOWN = {"as_json", "_list", "show_all", "strict", "help"}
 """What a command prints, or which exit code it has; no matter for a function."""
 IN_PYTHON = {
-    *("model", "callbacks", "say", "on_failure", "on_each", "arguments", "quiet"),
+    *("model", "callbacks", "say", "on_each", "arguments", "quiet"),
     *(group.__name__.lower() for group in GROUPS),
 }
 """What a command line cannot give, or gives as options of its own."""
