@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +12,10 @@ from paceline.errors import JobError
 from paceline.plan.memory import device_memory, state_bytes
 from paceline.plan.search import num_gathers_and_scatters
 from paceline.spec import Job, Mesh, parse_mesh
+from paceline.spec.codec import JsonValue
 from paceline.spec.mesh import AxisName
 from paceline.spec.mesh_name import num_named
-from paceline.spec.model_cost import DeviceMemory
+from paceline.spec.model_cost import DeviceMemory, Layers
 from paceline.words import number_of, size
 from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import model_on_paper, resolve_job, trace_model
@@ -24,35 +25,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class MeshDryRun:
+class MeshDryRun(JsonValue):
     """What each worker of a mesh would hold and send."""
 
     mesh: Mesh
     memory: DeviceMemory
     """Of the fullest worker."""
-    sent_bytes: Mapping[AxisName, int]
+    sent_bytes: dict[AxisName, int]
     """What the busiest worker sends in a step, along each axis, but for the loss, and gradients of parameters that
     stages share."""
-    tensor_plan: Mapping[str, str]
+    cuts: tuple[str, ...]
+    """The modules that begin a stage, without the first stage's, as in `PipelineSpec`."""
+    tensor_plan: dict[str, str]
     """How the layers are divided along tp."""
-
-    @property
-    def cuts(self) -> tuple[str, ...]:
-        """The modules that begin a stage, without the first stage's, as in `PipelineSpec`."""
-        return tuple(stage[0].name for stage in self.memory.stages[1:])
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Plain dictionaries and lists, fit for JSON."""
-        parts = {name: value for name, value in vars(self.memory).items() if name != "stages"}
-        return {
-            "mesh": str(self.mesh),
-            "num_workers": self.mesh.num_workers,
-            "memory_bytes": self.memory.total_bytes,
-            **parts,
-            "sent_bytes": dict(self.sent_bytes),
-            "cuts": list(self.cuts),
-            "tensor_plan": dict(self.tensor_plan),
-        }
 
     def table(self) -> RenderableType:
         """What the fullest worker holds, and what the busiest one sends."""
@@ -117,11 +102,11 @@ def dry_run_mesh(
             f"{degrees} divides the batch {degrees.num_assignments} ways, and the job has virtual_shards = "
             f"{resolved.virtual_shards}; use more of them, or fewer replicas."
         )
-    tensor_plan: Mapping[str, str] = {}
+    tensor_plan: dict[str, str] = {}
     if degrees.tp > 1:
         from paceline.parallel.tensor_plan import tensor_plan_of
 
-        tensor_plan = tensor_plan_of(model_on_paper(resolved, 1)[0], None, degrees.tp)
+        tensor_plan = dict(tensor_plan_of(model_on_paper(resolved, 1)[0], None, degrees.tp))
     cost, num_micro_batches = trace_model(resolved), -(-resolved.virtual_shards // degrees.num_assignments)
     memory = device_memory(
         cost.num_parameters,
@@ -132,18 +117,19 @@ def dry_run_mesh(
         num_micro_batches=num_micro_batches,
         layers=cost.layers,
     )
-    sent = _sent_bytes(degrees, memory, num_micro_batches, resolved.shard_size * num_micro_batches)
-    return MeshDryRun(degrees, memory, sent, tensor_plan)
+    sent = _sent_bytes(degrees, memory.stages, num_micro_batches, resolved.shard_size * num_micro_batches)
+    cuts = tuple(stage[0].name for stage in memory.stages[1:])
+    return MeshDryRun(degrees, replace(memory, stages=()), sent, cuts, tensor_plan)
 
 
-def _sent_bytes(mesh: Mesh, memory: DeviceMemory, num_micro_batches: int, num_samples: int) -> dict[AxisName, int]:
+def _sent_bytes(mesh: Mesh, stages: Sequence[Layers], num_micro_batches: int, num_samples: int) -> dict[AxisName, int]:
     """In an all-reduce of S bytes each of n workers sends 2 (n - 1)/n S, in an all-gather or reduce-scatter half."""
     found: dict[AxisName, float] = {}
     num_exchanges, arriving = sum(num_gathers_and_scatters(mesh.zero_stage, num_micro_batches)), 0.0
-    for stage in memory.stages:
+    for stage in stages:
         own = sum(layer.parameter_bytes / layer.tensor_shards(mesh.tp) for layer in stage)
         summed = sum(layer.num_all_reduces * layer.all_reduce_bytes for layer in stage if layer.is_sharded_by(mesh.tp))
-        leaving = stage[-1].output_bytes if stage is not memory.stages[-1] else 0.0
+        leaving = stage[-1].output_bytes if stage is not stages[-1] else 0.0
         sent: dict[AxisName, float] = {
             "pp": num_samples * (leaving + arriving),
             "dp": 2 * (mesh.dp - 1) / mesh.dp * own / mesh.fsdp,

@@ -180,28 +180,25 @@ def _recommended_plan(
     return choice.applied(place(grown, cluster, row.devices, mesh=choice.mesh))
 
 
-def with_forecasts(job: Job, plans: Sequence[Plan], cluster_file: Path, say: Say) -> list[Plan]:
-    """The plans, each with its forecast; unchanged if this job was not probed, or where they are meshes, for the steps
-    of a probe are those of whole replicas.
+def with_forecast(job: Job, plan: Plan, cluster_file: Path, say: Say) -> Plan:
+    """The plan with its forecast; unchanged if this job was not probed, and for a mesh, since the steps of a probe are
+    those of whole replicas.
 
     Raises:
         ClusterError: there is a file, but it cannot be read.
     """
     cluster = Cluster.load(cluster_file) if cluster_file.exists() else Cluster(())
-    plain = [plan for plan in plans if plan.mesh is None or plan.mesh.is_plain]
-    if not plain or all(timing.job != job.name for timing in cluster.timings):
-        return list(plans)
+    is_meshed = plan.mesh is not None and not plan.mesh.is_plain
+    if is_meshed or all(timing.job != job.name for timing in cluster.timings):
+        return plan
     from paceline.plan.forecast import forecast  # NumPy and SciPy: not for those who have not probed
 
     try:
-        rows = forecast(job, cluster, sorted({1, *(plan.world_size for plan in plain)})).rows
+        row = forecast(job, cluster, sorted({1, plan.world_size})).rows[-1]
     except (ClusterError, JobError) as problem:  # the job has changed since it was probed, or a link was not measured
         say(f"paceline: no forecast: {problem}")
-        return list(plans)
-    expected = {row.devices: row.samples_per_s for row in rows if not row.objection and not row.placement}
-    return [
-        replace(plan, forecast_samples_per_s=expected.get(plan.world_size)) if plan in plain else plan for plan in plans
-    ]
+        return plan
+    return replace(plan, forecast_samples_per_s=None if row.objection or row.placement else row.samples_per_s)
 
 
 def feed_back(record: RunRecord, cluster_file: Path) -> None:

@@ -19,7 +19,7 @@ from paceline.spec.plan import RunLimit
 from paceline.spec.record import RECORD_FILE
 from paceline.workflows.arguments import Say, checked, read_counts, silent
 from paceline.workflows.jobs import import_folders, resolve_job
-from paceline.workflows.plan import CLUSTER_FILE, feed_back, with_forecasts
+from paceline.workflows.plan import CLUSTER_FILE, feed_back, with_forecast
 from paceline.workflows.run_folder import begun_with, finished_record, new_run_dir, write_run
 from paceline.workflows.strategy import PLAIN, Strategy
 from paceline.workflows.where import HERE, Where, open_allocation
@@ -92,13 +92,10 @@ def scale(
         options |= {"algorithm": algorithm}
         plans = [strategy.placed(jobs[count], allocation.cluster, count, say=say, **options) for count in counts]
         if grow == "none":
-            plans = with_forecasts(base, plans, Path(cluster), say)
+            plans = [with_forecast(base, plan, Path(cluster), say) for plan in plans]
         for (count, seed), name in names.items():
-            seeded, plan, run_dir = (
-                replace(jobs[count], seed=seed),
-                plans[counts.index(count)],
-                study_dir / "runs" / name,
-            )
+            seeded, run_dir = replace(jobs[count], seed=seed), study_dir / "runs" / name
+            plan = plans[counts.index(count)]
             if (run_dir / RECORD_FILE).exists():
                 _check_same(run_dir, seeded, plan, max_steps)
                 records.append(RunRecord.load(run_dir / RECORD_FILE))

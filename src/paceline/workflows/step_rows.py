@@ -101,6 +101,8 @@ def _row(columns: Sequence[str], cells: Sequence[str], *, has_decimal_commas: bo
             f"global_batch_size = {batch:.0f} is no multiple of the {samples_of_a_pass} samples that all devices pass "
             "at once."
         )
+    if numbers.get("sync_time_s", 0) > numbers.get("step_time_s", math.inf):
+        raise JobError(f"sync_time_s = {numbers['sync_time_s']:g} s is longer than the step.")
     values = {name: numbers[name] for name in (*_TIMES, *_BYTES) if name in numbers} | {
         "workers_per_node": layout,
         "micro_batch_size": int(numbers["micro_batch_size"]),
@@ -113,7 +115,7 @@ def _row(columns: Sequence[str], cells: Sequence[str], *, has_decimal_commas: bo
 def _layout(texts: Mapping[str, str], numbers: Mapping[str, float]) -> tuple[int, ...]:
     """Devices of each node: devices_on_node ("2+4") if it is given, else num_nodes nodes of devices_per_node."""
     if listed := texts.get("devices_on_node"):
-        if not re.fullmatch(r"\d{1,7}( ?\+ ?\d{1,7})*", listed):
+        if not re.fullmatch(r"[1-9][0-9]{0,5}( ?\+ ?[1-9][0-9]{0,5})*", listed):
             raise JobError(f"devices_on_node = {listed} should be the devices of each node, such as 2+4.")
         return tuple(map(int, listed.split("+")))
     devices, nodes = int(numbers["devices_per_node"]), int(numbers["num_nodes"])

@@ -18,7 +18,7 @@ from paceline.spec.job import TRACKER_NAMES
 from paceline.spec.plan import RunLimit
 from paceline.workflows.arguments import Say, checked, silent
 from paceline.workflows.jobs import check_names, import_folders, resolve_job, with_callbacks
-from paceline.workflows.plan import CLUSTER_FILE, feed_back, with_forecasts
+from paceline.workflows.plan import CLUSTER_FILE, feed_back, with_forecast
 from paceline.workflows.run_folder import (
     check_folder,
     finished_record,
@@ -194,7 +194,7 @@ class _Training:
             num_servers=self.servers,
         )
         plan = dataclasses.replace(plan, debug_comm=self.debug_comm)
-        return with_forecasts(self.job, [plan], self.cluster, self.say)[0]
+        return with_forecast(self.job, plan, self.cluster, self.say)
 
 
 def train_commands(

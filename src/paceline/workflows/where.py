@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -31,7 +32,6 @@ from paceline.spec import Cluster, Device, Node, Plan
 from paceline.spec.codec import at_least, check_values, from_mapping
 from paceline.workflows.node import versions
 
-Environ = Mapping[str, str]
 LauncherName = Literal["auto", "local", "debug", "ssh", "slurm", "ray"]
 
 DESCRIBE_S = 60.0
@@ -136,13 +136,8 @@ class Allocation:
 
     def _with_variables(self, plan: Plan, options: LaunchOptions) -> LaunchOptions:
         """The options with what workers have to know of `where`; refuses a plan that these nodes cannot run."""
-        counts = [node.num_workers or sys.maxsize for node in self.where.named_hosts()]
         if self.where.started_by == "debug" and plan.world_size != 1:
             raise LaunchError("launcher = 'debug' runs one worker in this process; ask for 1 worker.")
-        if counts and plan.world_size > sum(counts):
-            raise LaunchError(
-                f"{plan.world_size} workers are more than the {sum(counts)} of hosts; ask for fewer of them."
-            )
         environ = env.note(env.CONTAINER, self.where.container) | env.note(env.HANG_TIMEOUT, self.where.hang_timeout_s)
         if self.where.interface:
             environ |= dict.fromkeys(env.INTERFACE_VARIABLES, self.where.interface)
@@ -180,26 +175,22 @@ def allocation_on_paper(where: Where, run_dir: Path) -> Allocation:
 
 def _found(where: Where, shown: Sequence[Path], *, on_paper: bool) -> Allocation:
     here, slots, cwd = detect(), where.named_hosts(), Path.cwd()
-    python = where.python or (sys.executable if where.container is None else "python3")
-    has_gpus = here.device_kind == "cuda"
 
-    def inside(program: Sequence[str], environ: Environ, gpus: bool = has_gpus) -> tuple[Sequence[str], Environ]:
-        """The program, in the container if there is one, and the variables that it needs around it."""
-        if where.container is None:
-            return program, env.passed_on() | dict(environ)
-        passed = {name: value for name, value in env.passed_on().items() if name != "PYTHONPATH"} | dict(environ)
-        return container_argv(program, where.container, cwd=cwd, binds=shown, gpus=gpus, environ=passed), {}
+    def carried(names: Sequence[str], carry: Callable[..., Sequence[str]]) -> Reach:
+        """How a program is started by the command that `carry` makes of it, in the container if there is one."""
+
+        def argv(program: Sequence[str], environ: Mapping[str, str]) -> Sequence[str]:
+            if where.container is None:
+                return carry(program, cwd=cwd, environ=env.passed_on() | dict(environ))
+            gpus = where.started_by == "ssh" or here.device_kind == "cuda"
+            passed = {name: value for name, value in env.passed_on().items() if name != "PYTHONPATH"} | dict(environ)
+            inside = container_argv(program, where.container, cwd=cwd, binds=shown, gpus=gpus, environ=passed)
+            return carry(inside, cwd=cwd, environ={})
+
+        return Reach(tuple(names), argv, where.python or ("python3" if where.container else sys.executable))
 
     if where.started_by == "ssh":
-
-        def over_ssh(slot: NodeSlots) -> Reach:
-            def argv(program: Sequence[str], environ: Environ) -> Sequence[str]:
-                words, variables = inside(program, environ, True)
-                return ssh_argv(slot.address, words, cwd=cwd, environ=variables)
-
-            return Reach((slot.address,), argv, python)
-
-        by_name = {slot.address: over_ssh(slot) for slot in slots}
+        by_name = {slot.address: carried([slot.address], partial(ssh_argv, slot.address)) for slot in slots}
         if on_paper:
             cluster, endpoint = _like(here, slots), f"{slots[0].address}:PORT"
         else:
@@ -209,27 +200,20 @@ def _found(where: Where, shown: Sequence[Path], *, on_paper: bool) -> Allocation
         is_slurm = where.started_by == "slurm"
         slots = slots or (slurm_allocation(env.everything()) if is_slurm else ray_nodes())
 
-        def by_scheduler(plan: Plan) -> Sequence[Reach]:
+        def at_once(plan: Plan) -> Sequence[Reach]:
             counts, names = {node.num_workers for node in plan.nodes}, [node.hostname for node in plan.nodes]
             if len(counts) > 1:
                 raise LaunchError(f"{where.launcher} starts as many workers on each node; ask for a multiple.")
-
-            def argv(program: Sequence[str], environ: Environ) -> Sequence[str]:
-                words, variables = inside(program, environ)
-                if is_slurm:
-                    return srun_argv(names, words, cwd=cwd, environ=variables)
-                gpus = max(counts) if plan.device_kind == "cuda" else 0
-                return ray_argv(len(names), words, cwd=cwd, environ=variables, num_gpus=gpus)
-
-            return [Reach(tuple(names), argv, python)]
+            num_gpus = max(counts) if plan.device_kind == "cuda" else 0
+            to_all = partial(srun_argv, names) if is_slurm else partial(ray_argv, len(names), num_gpus=num_gpus)
+            return [carried(names, to_all)]
 
         port = 20000 + zlib.crc32((env.text("SLURM_JOB_ID") or "0").encode()) % 12000
         endpoint = f"{slots[0].address}:{port}" if is_slurm else FIRST_NODE
-        return Allocation(where, _like(here, slots), by_scheduler, endpoint)
-    if where.started_by == "local" and where.container is not None:
-        reach = Reach((), lambda program, environ: inside(program, environ)[0], python)
-        return Allocation(where, here, lambda _plan: [reach])
-    return Allocation(where, here)
+        return Allocation(where, _like(here, slots), at_once, endpoint)
+    if where.container is None:
+        return Allocation(where, here)
+    return Allocation(where, here, lambda _plan: [carried([], lambda inside, **_: inside)])
 
 
 def _like(here: Cluster, slots: Sequence[NodeSlots]) -> Cluster:

@@ -20,10 +20,9 @@ def test_a_probe_of_two_workers_is_all_that_a_plan_needs(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     before = Cluster((), timings=(OTHER,), checks=(ForecastCheck("digits-lenet", 2, 110.0, 100.0),))
     before.save(tmp_path / "cluster.json")
-    found = paceline.probe("digits-lenet", workers=2, budget=1.0)
+    timing = paceline.probe("digits-lenet", workers=2, budget=1.0)
     cluster = Cluster.load(tmp_path / "cluster.json")
     assert cluster.checks == before.checks and {timing.job for timing in cluster.timings} == {"other", "digits-lenet"}
-    timing = found.timing
     assert timing in cluster.timings
     assert timing.num_parameters == 129_068  # of LeNet for images of 8 x 8
     assert timing.num_samples is not None and timing.num_samples > 1000
