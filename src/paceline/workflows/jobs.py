@@ -145,18 +145,13 @@ def import_folders(job: Job) -> list[Path]:
 def trace_model(job: Job) -> ModelCost:
     """What the job's model tells without memory for it: its layers, with their arithmetic and their memory. Loads
     torch."""
-    from paceline.parallel import layer_costs
-
-    return layer_costs.trace_model(*model_on_paper(job, _TRACED_SAMPLES), _TRACED_SAMPLES)
-
-
-def model_on_paper(job: Job, num_samples: int) -> tuple[Any, tuple[Any, ...]]:
-    """The job's model without memory for its parameters, and what it is called with for so many samples. Loads
-    torch."""
     from paceline.data import load
     from paceline.models import build
-    from paceline.parallel.layer_costs import on_paper
+    from paceline.parallel import layer_costs
     from paceline.train.loop import data_facts
 
     train_set, _ = load(job.data)
-    return on_paper(lambda: build(job.model, **data_facts(train_set)), train_set[0][0], num_samples)
+    model, arguments = layer_costs.on_paper(
+        lambda: build(job.model, **data_facts(train_set)), train_set[0][0], _TRACED_SAMPLES
+    )
+    return layer_costs.trace_model(model, arguments, _TRACED_SAMPLES)

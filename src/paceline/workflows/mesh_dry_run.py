@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import JobError
+from paceline.errors import JobError, ModelError
 from paceline.plan.memory import device_memory, state_bytes
 from paceline.plan.search import num_gathers_and_scatters
 from paceline.spec import Job, Mesh, parse_mesh
@@ -18,7 +18,7 @@ from paceline.spec.mesh_name import num_named
 from paceline.spec.model_cost import DeviceMemory, Layers
 from paceline.words import number_of, size
 from paceline.workflows.arguments import checked
-from paceline.workflows.jobs import model_on_paper, resolve_job, trace_model
+from paceline.workflows.jobs import resolve_job, trace_model
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,8 +36,6 @@ class MeshDryRun(JsonValue):
     stages share."""
     cuts: tuple[str, ...]
     """The modules that begin a stage, without the first stage's, as in `PipelineSpec`."""
-    tensor_plan: dict[str, str]
-    """How the layers are divided along tp."""
 
     def table(self) -> RenderableType:
         """What the fullest worker holds, and what the busiest one sends."""
@@ -60,12 +58,7 @@ class MeshDryRun(JsonValue):
             held.add_row(name, size(num_bytes), "")
         for axis, num_bytes in self.sent_bytes.items():
             held.add_row(f"along {axis}", "", size(num_bytes))
-        lines = [f"--set 'plan.cut={json.dumps(self.cuts)}'"] if self.cuts else []
-        if self.tensor_plan:
-            from paceline.parallel.tensor_plan import described
-
-            lines.append(f"tensor plan: {described(self.tensor_plan)}")
-        return Group(held, *lines)
+        return Group(held, *([f"--set 'plan.cut={json.dumps(self.cuts)}'"] if self.cuts else []))
 
     def _repr_html_(self) -> str:
         from paceline.report.tables import html_of
@@ -102,12 +95,11 @@ def dry_run_mesh(
             f"{degrees} divides the batch {degrees.num_assignments} ways, and the job has virtual_shards = "
             f"{resolved.virtual_shards}; use more of them, or fewer replicas."
         )
-    tensor_plan: dict[str, str] = {}
-    if degrees.tp > 1:
-        from paceline.parallel.tensor_plan import tensor_plan_of
-
-        tensor_plan = dict(tensor_plan_of(model_on_paper(resolved, 1)[0], None, degrees.tp))
     cost, num_micro_batches = trace_model(resolved), -(-resolved.virtual_shards // degrees.num_assignments)
+    if degrees.tp > 1 and not any(layer.is_sharded_by(degrees.tp) for layer in cost.layers):
+        raise ModelError(
+            f"The model has no tensor plan by which {degrees.tp} workers could divide a layer; leave tp out."
+        )
     memory = device_memory(
         cost.num_parameters,
         state_bytes(resolved),
@@ -119,7 +111,7 @@ def dry_run_mesh(
     )
     sent = _sent_bytes(degrees, memory.stages, num_micro_batches, resolved.shard_size * num_micro_batches)
     cuts = tuple(stage[0].name for stage in memory.stages[1:])
-    return MeshDryRun(degrees, replace(memory, stages=()), sent, cuts, tensor_plan)
+    return MeshDryRun(degrees, replace(memory, stages=()), sent, cuts)
 
 
 def _sent_bytes(mesh: Mesh, stages: Sequence[Layers], num_micro_batches: int, num_samples: int) -> dict[AxisName, int]:
