@@ -13,7 +13,8 @@ from paceline.errors import JobError, did_you_mean, shortened, shown
 from paceline.spec import CallbackSpec, Job, load_job
 from paceline.spec.model_cost import ModelCost
 
-RECIPES = {file.stem: file for file in sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))}
+_FOLDER = Path(__file__).parents[1] / "recipes"
+RECIPES = {file.stem: file for file in sorted(_FOLDER.glob("*.toml"), key=lambda file: file.stem)}
 """The job files that come with the package, by name."""
 _TRACED_SAMPLES = 2
 

@@ -114,7 +114,12 @@ def plan(
         devices_per_node=devices_per_node,
     )
     if not isinstance(job, Job) and str(job).endswith((".csv", ".tsv")):
-        of_jobs = {"noise_scale": noise_scale, "target_samples": target_samples, "link_rate": link_rate, "model": model}
+        of_jobs: dict[str, Any] = {
+            "noise_scale": noise_scale,
+            "target_samples": target_samples,
+            "link_rate": link_rate,
+            "model": model,
+        }
         of_jobs |= {"data": data, "settings": settings, "trace": trace, "grow": grow != "none"}
         if given := [name for name, value in of_jobs.items() if value]:
             raise JobError(f"{given[0]} has no effect on the table of steps {job}: leave it out.")

@@ -88,9 +88,9 @@ def scale(
     failures: dict[str, WorkerFailed] = {}
     with open_allocation(where, study_dir) as allocation:
         # A CPU device is a fixed number of threads, or two devices would be no more than one.
-        options = {"threads_per_worker": threads or spread(allocation.cluster, counts[-1]).threads_per_worker}
-        options |= {"algorithm": algorithm}
-        plans = [strategy.placed(jobs[count], allocation.cluster, count, say=say, **options) for count in counts]
+        threads = threads or spread(allocation.cluster, counts[-1]).threads_per_worker
+        options: dict[str, Any] = {"say": say, "threads_per_worker": threads, "algorithm": algorithm}
+        plans = [strategy.placed(jobs[count], allocation.cluster, count, **options) for count in counts]
         if grow == "none":
             plans = [with_forecast(base, plan, Path(cluster), say) for plan in plans]
         for (count, seed), name in names.items():

@@ -39,7 +39,8 @@ def read_rows(path: Path) -> list[StepRow]:
     first = next(iter(lines.values()), "")
     told = re.match("sep=([,;\t])", first)  # the line by which Excel knows the delimiter
     delimiter = told[1] if told else max(",;\t", key=first.count)  # a comma where none of them is there
-    columns, rows = [], []
+    columns: list[str] = []
+    rows: list[StepRow] = []
     for number, line in list(lines.items())[1 if told else 0 :]:
         where = f"{path}, line {number}"
         try:
@@ -101,7 +102,7 @@ def _row(columns: Sequence[str], cells: Sequence[str], *, has_decimal_commas: bo
             f"global_batch_size = {batch:.0f} is no multiple of the {samples_of_a_pass} samples that all devices pass "
             "at once."
         )
-    if numbers.get("sync_time_s", 0) > numbers.get("step_time_s", math.inf):
+    if numbers.get("sync_time_s", -math.inf) > numbers.get("step_time_s", math.inf):
         raise JobError(f"sync_time_s = {numbers['sync_time_s']:g} s is longer than the step.")
     values = {name: numbers[name] for name in (*_TIMES, *_BYTES) if name in numbers} | {
         "workers_per_node": layout,

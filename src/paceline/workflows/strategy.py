@@ -26,7 +26,7 @@ class Strategy:
     stages_per_worker: int = at_least(1, 1)
     """Stages each worker of a pipeline computes, with the schedule interleaved."""
     cut: tuple[str, ...] = ()
-    """A module that begins a stage; none: stages of equal time."""
+    """A module that begins a stage; by default stages take equal time."""
     recompute: bool = False
     """Compute activations again in backward instead of keeping them."""
     cpu_offload: bool = False
@@ -69,8 +69,9 @@ class Strategy:
                     "workers out, or name another strategy."
                 )
             plan = place(job, cluster, num_devices, mesh=planned.mesh, **options)
-            of_mesh = {"pipeline": planned.pipeline, "recompute": planned.recompute, "tensor_plan": planned.tensor_plan}
-            return replace(plan, **of_mesh)
+            return replace(
+                plan, pipeline=planned.pipeline, recompute=planned.recompute, tensor_plan=planned.tensor_plan
+            )
         mesh = None
         if self.strategy not in (None, "dp"):
             mesh = parse_mesh(self.strategy, num_devices, len(cluster.nodes))
