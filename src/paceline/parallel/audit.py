@@ -28,13 +28,12 @@ from paceline.batch import Batch
 from paceline.containers import map_tensors, tensors
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects, broadcast_object
-from paceline.parallel.assignment import Assignment
 from paceline.parallel.buffers import buffers_kept, standing_in
 from paceline.parallel.dtensor import reshard
-from paceline.parallel.gradient_norms import norm_of
+from paceline.parallel.layout import norm_of
 from paceline.parallel.losses import ShardLoss
 from paceline.parallel.passes import Passes
-from paceline.parallel.step_input import StepInput
+from paceline.parallel.step_input import Assignment, StepInput
 
 _REMEDY = (
     "Besides the model and the samples it follows from a rank, from weights or buffers that a script has changed on "

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.containers import map_tensors, open_object, tensors
 from paceline.errors import ModelError
 from paceline.parallel.blocks import blocks_of
+from paceline.parallel.buckets import dense_form
 from paceline.parallel.buffers import BATCH_NORMS, buffers_kept
 from paceline.parallel.generators import host_states, torch_states
 
@@ -64,36 +65,18 @@ def _described(value: Any) -> Hashable:
 
 
 @dataclass(frozen=True)
-class Form:
-    """What is known of a tensor before it is computed."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    order: tuple[int, ...]
-    """Its dimensions as they lie in memory: random numbers are drawn in that order."""
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> Self:
-        order = sorted(range(tensor.dim()), key=tensor.stride().__getitem__, reverse=True)
-        if not tensor.permute(order).is_contiguous():  # a view with gaps, or expanded: its copy has another order
-            order = list(range(tensor.dim()))
-        return cls(tensor.shape, tensor.dtype, tuple(order))
-
-    @property
-    def has_gradient(self) -> bool:
-        return self.dtype.is_floating_point or self.dtype.is_complex
-
-
-@dataclass(frozen=True)
 class Returned:
-    """What a block or a model returns: the forms of its tensors, and what is around them."""
+    """What a block or a model returns."""
 
-    forms: Sequence[Form]
+    forms: Sequence[Tensor]
+    """What its tensors are like, without values: random numbers are drawn in the order in which dimensions lie in
+    memory."""
     around: Any
+    """What is around them."""
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        forms = [Form.of(one) for one in tensors(value, open_object)]
+        forms = [dense_form(one) for one in tensors(value, open_object)]
         return cls(forms, map_tensors(value, lambda one: one.new_empty(0), open_object))
 
     def filled(self, leaves: Sequence[Tensor]) -> Any:

@@ -149,7 +149,7 @@ class Buffers:
             for attribute, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
                 known = found.get(id(tensor), _Buffer(f"{path}.{attribute}" if path else attribute, ()))
                 found[id(tensor)] = _Buffer(known.name, (*known.places, (module, attribute)))
-        self._model = model
+        self.model = model
         self._constants = {buffer.name: buffer for buffer in found.values()}
         self._flats: list[_Flat] = []
         self._let_move(
@@ -294,26 +294,15 @@ class Buffers:
 
     # --- between steps ---
 
-    @contextmanager
-    def untouched(self) -> Iterator[None]:
-        """A context after which all buffers are as before it: an evaluation teaches nothing."""
-        with buffers_kept(self._model):
-            for flat in self._flats:
-                flat.begin_step()  # what passes begin with now
-            self._is_clean = True
-            yield
-        for flat in self._flats:
-            flat.gather()
-
     def hidden_state(self) -> dict[str, Tensor]:
         """The buffers, of any shapes, that passes change and a state_dict leaves out: a resumed run needs them too."""
-        saved = self._model.state_dict().keys() if self._flats else ()
+        saved = self.model.state_dict().keys() if self._flats else ()
         moving = (buffer for flat in self._flats for buffer in flat.buffers)
         return {buffer.name: buffer.now for buffer in moving if buffer.name not in saved}
 
     @torch.no_grad()
     def load_hidden_state(self, state: Mapping[str, Tensor]) -> None:
-        for name, module_buffer in self._model.named_buffers():
+        for name, module_buffer in self.model.named_buffers():
             if name in state:
                 module_buffer.copy_(state[name])
 
@@ -332,12 +321,13 @@ def _other_form(name: str) -> ModelError:
 
 
 @contextmanager
-def standing_in(model: nn.Module) -> Iterator[None]:
+def standing_in(*models: nn.Module) -> Iterator[None]:
     """A context for a stand-in sample, which may be a single one: batch norm layers do not normalise over it.
 
     Only they are switched: a model may use other parameters, and have other outputs, in evaluation mode.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, BATCH_NORMS) and layer.training]
+    every = (layer for model in models for layer in model.modules())
+    layers = [layer for layer in every if isinstance(layer, BATCH_NORMS) and layer.training]
     for layer in layers:
         layer.training = False
     try:
@@ -367,10 +357,25 @@ def _work_again(layer: nn.Module, _inputs: object, _output: object) -> None:
 
 
 @contextmanager
-def buffers_kept(model: nn.Module) -> Iterator[None]:
+def untouched(*several: Buffers) -> Iterator[None]:
+    """A context after which all buffers of these models are as before it: an evaluation teaches nothing."""
+    flats = [flat for one in several for flat in one._flats]
+    with buffers_kept(*[one.model for one in several]):
+        for flat in flats:
+            flat.begin_step()  # what passes begin with now
+        for one in several:
+            one._is_clean = True
+        yield
+    for flat in flats:
+        flat.gather()
+
+
+@contextmanager
+def buffers_kept(*models: nn.Module) -> Iterator[None]:
     """A context for passes, or tracing, that leave no trace: all buffers are afterwards as before it."""
     known = [
         (module, attribute, tensor, tensor.detach().clone())
+        for model in models
         for module in model.modules()
         for attribute, tensor in module.named_buffers(recurse=False)
         if not tensor.is_meta

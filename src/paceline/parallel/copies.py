@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from paceline.containers import to_device
 from paceline.errors import JobError, ModelError
-from paceline.parallel.assignment import shards_of_rank
 from paceline.parallel.engine import Reducer
+from paceline.parallel.layout import Whole
 from paceline.parallel.losses import LossLayouts, LossOf
 from paceline.parallel.passes import Passes
-from paceline.parallel.step_input import StepInput
+from paceline.parallel.step_input import StepInput, shards_of_rank
 from paceline.spec import Plan
 
 
@@ -71,7 +71,7 @@ class Copies:
             Passes(one, device, layouts, zero.to(device)) for one, device in zip(self._copies, devices[1:], strict=True)
         ]
 
-    def run(self, step: StepInput, passes: Passes, reducer: Reducer) -> None:
+    def run(self, step: StepInput, passes: Passes, reducer: Reducer, layout: Whole) -> None:  # noqa: ARG002 - whole
         """The step's shards, device by device; leaves the sum of gradients on the first one."""
         first, stop = step.assignment.own
         busy = [passes, *self._passes][: stop - first]

@@ -6,13 +6,12 @@ Plain tensors load nothing of DTensors, which takes long.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
+from paceline.dtensor_type import is_dtensor, shard_slice
 
 
 @torch.no_grad()
@@ -71,12 +70,3 @@ def is_sharded(tensor: Tensor, axis: str) -> bool:
     return any(
         name == axis and not placement.is_replicate() for name, placement in zip(names, tensor.placements, strict=True)
     )
-
-
-def clip_gradients(parameters: Iterable[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scale the gradients down so that the norm of the whole model's gradient, now `norm`, is at most `max_norm`."""
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as in torch's clip_grad_norm_
-    for parameter in parameters:
-        if parameter.grad is not None:
-            mine = local_shard(parameter.grad)
-            mine.mul_(factor.to(mine.device, mine.dtype))

@@ -25,12 +25,11 @@ from torch import Tensor
 from paceline.comm import Aggregator
 from paceline.parallel.audit import audit
 from paceline.parallel.fixed_order_sum import FixedOrderSum
-from paceline.parallel.gradient_norms import GradientNorms, TakeNorms
 from paceline.parallel.layout import Whole
 from paceline.parallel.losses import LossLayouts, StepLoss
 from paceline.parallel.passes import Passes
 from paceline.parallel.running_sum import RunningSum
-from paceline.parallel.step_input import StepInput
+from paceline.parallel.step_input import GradientNorms, StepInput, TakeNorms
 from paceline.spec import AlgorithmName
 
 Update = Callable[[Tensor], None]
@@ -59,7 +58,7 @@ class Aggregation:
 class Runner(Protocol):
     """Takes shards through a model otherwise than one after the other: a pipeline."""
 
-    def run(self, step: StepInput, passes: Passes, reducer: Reducer) -> None: ...
+    def run(self, step: StepInput, passes: Passes, reducer: Reducer, layout: Whole) -> None: ...
 
 
 class Engine:
@@ -122,7 +121,7 @@ class Engine:
         if self._runner is None:
             self._run_in_turn(step)
         else:
-            self._runner.run(step, self.passes, reducer)
+            self._runner.run(step, self.passes, reducer, self.layout)
         last_gradient = mark(self.layout.device)
         returned = self.layouts.of(step.loss_name)
         num_losses = returned.length if self.layout.knows_losses else 0

@@ -20,12 +20,10 @@ from paceline.comm.links import Links, message_links
 from paceline.comm.tree_exact import tree_all_reduce
 from paceline.containers import on_device
 from paceline.heartbeat import Heartbeat
-from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import dense_form, views
-from paceline.parallel.gradient_norms import norm_of, squared_norm
-from paceline.parallel.layout import Whole
+from paceline.parallel.layout import Whole, norm_of, squared_norm
 from paceline.parallel.losses import ShardLoss
-from paceline.parallel.step_input import StepInput
+from paceline.parallel.step_input import Assignment, StepInput
 
 
 class FixedOrderSum:

@@ -36,14 +36,13 @@ from torch import Tensor
 
 from paceline.errors import JobError
 from paceline.object_collectives import all_gather_objects
-from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import buckets
 from paceline.parallel.engine import Aggregation, Engine, Update, mark
 from paceline.parallel.initial_weights import broadcast
 from paceline.parallel.layout import Whole
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.running_sum import RunningSum
-from paceline.parallel.step_input import StepInput
+from paceline.parallel.step_input import Assignment, StepInput
 from paceline.spec import AggregationSpec
 
 _OWN_SAMPLES = "own_samples"

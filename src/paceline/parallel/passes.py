@@ -66,8 +66,8 @@ class Passes:
         seed = step.shard_seed(shard)
         seed_generators(seed, self.device)
         self.seeds.begin_shard(seed)
-        self.buffers.begin_pass()
-        step.companions.begin_pass()
+        for one in (self.buffers, *step.companions):
+            one.begin_pass()
 
     def leave(self, step: StepInput, shard: int) -> None:
         """After a forward pass, before its backward pass: note what it made of buffers."""
@@ -107,7 +107,9 @@ class Passes:
 
         Its backward pass belongs inside.
         """
-        with standing_in(self.model), step.companions.standing_in():
+        with standing_in(self.model, *[one.model for one in step.companions]):
+            for one in step.companions:
+                one.begin_pass()
             yield step.scale(self.loss_of_nothing(step).weighted)
 
     def loss_of_nothing(self, step: StepInput) -> ShardLoss:

@@ -1,23 +1,27 @@
 """`parity = "numeric"`: gradients add up in `.grad`, and buckets of them are summed over the replicas while the last
-backward pass goes on."""
+backward pass goes on.
+
+Under several replicas `.grad` is a view of its bucket's flat vector from the step's first pass on, so gradients exist
+once: backward adds to the vector in place, the sum over replicas replaces it, and the optimizer reads it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm import Aggregator
-from paceline.dtensor_type import is_dtensor, local_shard
+from paceline.dtensor_type import local_shard
 from paceline.errors import ModelError
-from paceline.parallel.assignment import Assignment
 from paceline.parallel.buckets import FIRST_BUCKET_BYTES, buckets, dense_form, views
 from paceline.parallel.dtensor import with_local
 from paceline.parallel.layout import Whole, sum_over
 from paceline.parallel.losses import ShardLoss
-from paceline.parallel.step_input import StepInput
+from paceline.parallel.step_input import Assignment, StepInput
 
 
 class RunningSum:
@@ -36,13 +40,11 @@ class RunningSum:
         self._layout = layout
         self._aggregator = aggregator
         self._sums_early = aggregator is not None and aggregator.links.group is layout.data
-        self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[Tensor, _Bucket] = {}
+        self._named = list(layout.module.named_parameters())
         self._trained: list[tuple[str, nn.Parameter]] = []
+        self._buckets: list[_Bucket] = []
+        self._gradients: dict[Tensor, _Gradient] = {}
         self._hooks: list[RemovableHandle] = []
-        self._changes_before: dict[Tensor, int] = {}
-        """How often each gradient has changed in the last backward pass of the step before."""
-        self._changes: dict[Tensor, int] = {}
         self._too_late = ""
 
     def close(self) -> None:
@@ -58,34 +60,36 @@ class RunningSum:
         self._step = step
         self._statistics: Tensor | None = None
         self._noise: Tensor | None = None
+        self._squares = [self._layout.zero]
+        """Of the norm of the first pass's gradient: what is known when buckets are sent in that pass."""
         self._arrived: Callable[[], object] | None = None
-        self._awaited: set[Tensor] = set()
         self._num_begun = 0
         if self._aggregator is None:
             return
         self._aggregator.scheduler.begin_step()
-        trained = [(name, p) for name, p in self._layout.module.named_parameters() if p.requires_grad]
-        if [name for name, _ in trained] != [name for name, _ in self._trained]:
+        trained = [named for named in self._named if named[1].requires_grad]
+        if [id(one) for _, one in trained] != [id(one) for _, one in self._trained]:
             self._arrange(self._aggregator, trained)
-        self._changes_before, self._changes = self._changes, {}
         for bucket in self._buckets:
-            bucket.num_missing = len(bucket.named)
+            bucket.begin_step()
 
     def _arrange(self, aggregator: Aggregator, trained: list[tuple[str, nn.Parameter]]) -> None:
         """Form the buckets, again where a user has frozen or unfrozen parameters."""
         self._trained = trained
         # Backward computes the last ones first; late ones must not hold the others up.
-        early = [(name, p) for name, p in reversed(trained) if name not in self._layout.late_parameters]
-        late = [(name, p) for name, p in trained if name in self._layout.late_parameters]
+        early = [named for named in reversed(trained) if named[0] not in self._layout.late_parameters]
+        late = [named for named in trained if named[0] in self._layout.late_parameters]
         grouped = buckets(
             [*early, *late], lambda named: (named[1].dtype, local_shard(named[1]).nbytes), FIRST_BUCKET_BYTES
         )
         self._buckets = [_Bucket(named, aggregator.links.device) for named in grouped]
-        self._bucket_of = {parameter: bucket for bucket in self._buckets for _, parameter in bucket.named}
+        self._gradients = {one.parameter: one for bucket in self._buckets for one in bucket.gradients}
         for hook in self._hooks:
             hook.remove()
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._on_gradient) for _, parameter in early]
-        self._changes = {}
+        self._hooks = []
+        for one in self._gradients.values():
+            one.is_late = one.name in self._layout.late_parameters
+            self._hooks.append(one.parameter.register_post_accumulate_grad_hook(partial(self._changed, one)))
 
     def forward_made(self, statistics: Tensor, *, is_last: bool) -> None:
         """After a shard's forward pass; `is_last`: of this step, so that all of this worker's statistics are known."""
@@ -95,34 +99,49 @@ class RunningSum:
 
     def expect_last(self, stage: nn.Module) -> None:
         """Say that the next gradients of this stage's parameters are the step's last ones."""
-        self._awaited.update(stage.parameters())
+        for parameter in stage.parameters() if self._gradients else ():
+            if parameter in self._gradients:
+                self._gradients[parameter].is_awaited = True
+
+    def _changed(self, gradient: _Gradient, _parameter: Tensor) -> None:
+        gradient.is_used = True
+        if not gradient.is_awaited or gradient.is_late:
+            return
+        gradient.num_changes += 1
+        bucket = gradient.bucket
+        if gradient.num_changes == gradient.num_changes_before:
+            bucket.num_missing -= 1
+            while self._num_begun < len(self._buckets) and not self._buckets[self._num_begun].num_missing:
+                self._begin_next()
+        elif gradient.num_changes > gradient.num_changes_before and bucket.arrived is not None:
+            self._too_late = gradient.name
 
     def pass_made(self, number: int, loss: ShardLoss | None) -> None:
         """After a backward pass, the step's `number`-th; of a stand-in without `loss`."""
         layout = self._layout
         if number or self._step.take_norms is None or not layout.measures_first_pass:
             return
+        unsent = [one.named for bucket in self._buckets[self._num_begun :] for one in bucket.gradients]
+        squares = [*self._squares, layout.local_squares(self._named if self._aggregator is None else unsent)]
         weight = layout.zero + (0.0 if loss is None else loss.weight) / layout.num_copies
-        squared, weight = layout.sum_in_replica(torch.stack([layout.local_squares(), weight])).unbind()
+        squared, weight = layout.sum_in_replica(torch.stack([torch.stack(squares).sum(), weight])).unbind()
         mean = torch.where(weight > 0, squared / weight, layout.zero)
         self._noise = torch.stack([mean, weight]) / layout.num_in_replica
 
-    def _on_gradient(self, parameter: Tensor) -> None:
-        if parameter not in self._awaited:
-            return
-        num_changes = self._changes[parameter] = self._changes.get(parameter, 0) + 1
-        num_before = self._changes_before.get(parameter, 0)
-        bucket = self._bucket_of[parameter]
-        if num_changes == num_before:
-            bucket.num_missing -= 1
-            while self._num_begun < len(self._buckets) and not self._buckets[self._num_begun].num_missing:
-                self._begin_next()
-        elif num_changes > num_before and bucket.arrived is not None:
-            self._too_late = next(name for name, one in bucket.named if one is parameter)
+    def take_gradients(self) -> list[Tensor | None]:
+        """Nothing: gradients stay in `.grad`."""
+        return []
+
+    def push(self, gradients: Sequence[Tensor | None], weight: float | Tensor) -> None:
+        """A micro-batch of a pipeline has gone backward through this worker's stages: `.grad` has its gradient."""
 
     def _begin_next(self) -> None:
+        """Begin to sum the next bucket over the replicas; what is there of the first pass's norm is gone then."""
         assert self._aggregator is not None
-        self._buckets[self._num_begun].send(self._aggregator)
+        bucket = self._buckets[self._num_begun]
+        if self._step.take_norms is not None and self._noise is None and self._layout.measures_first_pass:
+            self._squares.append(self._layout.local_squares([one.named for one in bucket.gradients]))
+        bucket.send(self._aggregator)
         self._num_begun += 1
 
     def _begin_statistics(self, statistics: Tensor) -> None:
@@ -147,7 +166,7 @@ class RunningSum:
         # unless they wait for norms of these.
         if self._arrived is None and self._step.take_norms is None:
             self._begin_statistics(statistics)
-        while self._aggregator is not None and self._num_begun < len(self._buckets):
+        while self._num_begun < len(self._buckets):
             self._begin_next()
         if self._arrived is None and self._step.take_norms is not None:
             self._begin_statistics(statistics)
@@ -172,7 +191,7 @@ class RunningSum:
             bucket.leave()
         self._layout.end_passes()
         if factor is not None:
-            for parameter in self._layout.module.parameters():
+            for _, parameter in self._named:
                 if parameter.grad is not None:
                     local_shard(parameter.grad).mul_(factor.to(parameter.grad.device))
 
@@ -188,46 +207,91 @@ class RunningSum:
 
 
 class _Bucket:
-    """Gradients that are summed together, and the flat vector in which they are."""
+    """Gradients that are summed together: slices of a flat vector."""
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> None:
-        self.named = named
-        self.num_missing = len(named)
-        self.arrived: torch.futures.Future[Tensor] | None = None
-        """Done when the sum has arrived; None: it has not begun."""
         own = [_real(local_shard(parameter)) for _, parameter in named]
         length = sum(one.numel() for one in own)
         self._values = torch.zeros(length + len(named), dtype=own[0].dtype, device=device)
         gradients, self._num_users = self._values.split([length, len(named)])
-        self._places = views(gradients, [dense_form(one) for one in own])
+        places = views(gradients, [dense_form(one) for one in own])
+        self.gradients = [_Gradient(self, *one, place) for one, place in zip(named, places, strict=True)]
+        self.num_missing = len(named)
+        self.arrived: torch.futures.Future[Tensor] | None = None
+        """Done when the sum has arrived; None: it has not begun."""
+
+    def begin_step(self) -> None:
+        """Have backward add to the vector."""
+        self._values.zero_()
+        self.num_missing = len(self.gradients)
+        for one in self.gradients:
+            one.begin_step()
 
     def send(self, aggregator: Aggregator) -> None:
-        """Begin to sum the gradients. They are copied: until all are there, `.grad` may be read."""
+        """Begin to sum the gradients."""
         self._num_users.fill_(1)
-        for number, ((_, parameter), place) in enumerate(zip(self.named, self._places, strict=True)):
-            if parameter.grad is None:
-                place.zero_()
+        for number, one in enumerate(self.gradients):
+            if not one.is_there():
                 self._num_users[number] = 0
-            else:
-                place.copy_(_real(local_shard(parameter.grad) if is_dtensor(parameter) else parameter.grad))
-        self.arrived = aggregator.sum_bucket(self._values, [name for name, _ in self.named])
+        self.arrived = aggregator.sum_bucket(self._values, [one.name for one in self.gradients])
 
     def wait(self) -> None:
-        """Wait until the sum has arrived."""
+        """Wait until the sum has arrived; passes that are made now, to compare them, are no longer the step's."""
         assert self.arrived is not None
         self.arrived.wait()
         self.arrived = None
+        for one in self.gradients:
+            one.is_awaited = False
 
     def leave(self) -> None:
         """Leave the sum in `.grad` of every parameter that some worker has used."""
         num_users: list[float] = []
-        for number, ((_, parameter), place) in enumerate(zip(self.named, self._places, strict=True)):
-            if parameter.grad is None:
+        for number, one in enumerate(self.gradients):
+            if not one.is_used:
                 num_users = num_users or self._num_users.tolist()
-                if not num_users[number]:
-                    continue
-            total = (torch.view_as_complex(place) if parameter.is_complex() else place).to(parameter.device)
-            parameter.grad = with_local(total, parameter) if is_dtensor(parameter) else total
+            one.parameter.grad = one.whole() if one.is_used or num_users[number] else None
+
+
+class _Gradient:
+    """The gradient of a parameter, and its place in a bucket."""
+
+    def __init__(self, bucket: _Bucket, name: str, parameter: nn.Parameter, place: Tensor) -> None:
+        self.bucket, self.name, self.parameter = bucket, name, parameter
+        self.named = name, parameter
+        self.is_late = False
+        """Whether it changes after the last backward pass."""
+        self.is_awaited = False
+        """Whether the step's last backward pass is under way."""
+        self.is_used = False
+        """Whether a pass of this step has a gradient."""
+        self.num_changes = 0
+        """In the step's last backward pass."""
+        self.num_changes_before = 0
+        """In that of the step before."""
+        self._place = place
+        self._view: Tensor | None = None
+        """What `.grad` is during a step; None: what torch makes, on another device than the bucket's."""
+        if place.device == local_shard(parameter).device:
+            self._view = self.whole()
+
+    def begin_step(self) -> None:
+        self.num_changes_before, self.num_changes = self.num_changes, 0
+        self.is_awaited, self.is_used = False, self.is_late
+        self.parameter.grad = self._view
+
+    def is_there(self) -> bool:
+        """Whether this worker has a gradient, which is in the bucket then."""
+        gradient = self.parameter.grad
+        if gradient is not self._view and gradient is not None:  # with create_graph backward puts another in its place
+            self._place.copy_(_real(local_shard(gradient)))
+        return self.is_used
+
+    def whole(self) -> Tensor:
+        """What is in the bucket, as a gradient of the parameter."""
+        if self._view is not None:
+            return self._view
+        values = torch.view_as_complex(self._place) if self.parameter.is_complex() else self._place
+        return with_local(values.to(local_shard(self.parameter).device), self.parameter)
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,16 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from paceline.dtensor_type import is_dtensor, local_shard
 from paceline.errors import JobError, ModelError
 from paceline.object_collectives import gather_objects
-from paceline.parallel.assignment import Assignment
 from paceline.parallel.block_calls import ModelCall
 from paceline.parallel.dtensor import full_tensor, is_sharded, reshard, shard_like
 from paceline.parallel.engine import Runner
-from paceline.parallel.gradient_norms import squared_norm
 from paceline.parallel.initial_weights import align, initial_weights
-from paceline.parallel.layout import Whole, statistics_dtype, sum_over
-from paceline.parallel.micro_batches import PipelineRunner
+from paceline.parallel.layout import Whole, squared_norm, statistics_dtype, sum_over
 from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.stage_modules import Absent
+from paceline.parallel.step_input import Assignment
 from paceline.parallel.tensor_plan import TensorPlan, apply_tensor_plan, described, tensor_plan_of
 from paceline.spec import Job, Mesh, Plan
 from paceline.spec.mesh import AXES
@@ -143,9 +141,9 @@ class Spread(Whole):
             if not is_used:
                 parameter.grad = None
 
-    def local_squares(self) -> Tensor:
+    def local_squares(self, named: Iterable[tuple[str, Tensor]]) -> Tensor:
         total = self.zero
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in named:
             if parameter.grad is not None:
                 own = squared_norm([local_shard(parameter.grad)], self.zero.to(parameter.grad.device))
                 total = total + own.to(total) / self._num_copies_of(name, parameter)
@@ -183,7 +181,7 @@ class Spread(Whole):
         return (1 if sharded["fsdp"] else mesh.fsdp) * (1 if sharded["tp"] else mesh.tp) * num_stages
 
     def gradient_norm(self) -> Tensor:
-        return self.sum_in_replica(self.local_squares().view(1)).sqrt().view(())
+        return self.sum_in_replica(self.local_squares(self.module.named_parameters()).view(1)).sqrt().view(())
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         gathered: dict[Tensor, Tensor] = {}  # tied ones stay tied
@@ -263,7 +261,7 @@ def spread(
         if axes.mesh.fsdp == 1:
             align(module)
         layout.keep_whole_gradients()
-    return layout, None if pipeline is None else PipelineRunner(pipeline, layout)
+    return layout, pipeline
 
 
 def _cut(

@@ -17,7 +17,6 @@ from paceline.parallel.block_calls import (
     BlockCalls,
     Call,
     Draw,
-    Form,
     ModelCall,
     Output,
     Returned,
@@ -80,7 +79,7 @@ class CutTrace:
         ]
         return cls(trace.calls, trace.returned, stage_of, needs, crossing)
 
-    def form_of(self, output: Output) -> Form:
+    def form_of(self, output: Output) -> Tensor:
         return self.calls[output.call].returned.forms[output.place]
 
     def paths(self, stage: int) -> set[str]:
@@ -186,10 +185,10 @@ class StagePass:
                 self._left[output] = self._leave(output, leaf)
         return value
 
-    def _value(self, output: Output, form: Form) -> Tensor:
+    def _value(self, output: Output, form: Tensor) -> Tensor:
         """What an earlier stage has sent, or zeros in place of what nothing in this stage or a later one needs."""
         arrived = self._arrived.get(output)
-        return torch.zeros(form.shape, dtype=form.dtype, device=self._device) if arrived is None else arrived
+        return torch.zeros_like(form, device=self._device) if arrived is None else arrived
 
     def _other_order(self) -> ModelError:
         return ModelError(
@@ -240,31 +239,42 @@ def _inside(path: str, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.P
     return {name.removeprefix(f"{path}."): one for name, one in parameters.items() if name.startswith(f"{path}.")}
 
 
-def stage_module(
-    model: nn.Module, skeleton: Skeleton, paths: Collection[str], parameters: Collection[str], calls: BlockCalls
-) -> nn.Module:
+@dataclass(frozen=True)
+class Held:
+    """What a stage holds of a model."""
+
+    paths: Collection[str]
+    """Its blocks."""
+    between: Mapping[str, nn.Parameter]
+    """Parameters that it uses outside of blocks, by name."""
+    parameters: Collection[nn.Parameter]
+    """These, and those of the blocks."""
+
+    @classmethod
+    def of(cls, model: nn.Module, paths: Collection[str], names: Collection[str]) -> Self:
+        blocks = blocks_of(model)
+        between = {name: model.get_parameter(name) for name in names}
+        of_blocks = {parameter for path in paths for parameter in blocks[path].parameters()}
+        return cls(paths, between, of_blocks | {*between.values()})
+
+
+def stage_module(model: nn.Module, skeleton: Skeleton, held: Held, calls: BlockCalls) -> nn.Module:
     """A stage as a copy of the model with the same blocks and parameters, under their names; of others it has none.
 
     Its forward method is called with a `StagePass` and what arrives.
-
-    Args:
-        paths, parameters: the stage's blocks, and what else it holds.
     """
     blocks = blocks_of(model)
-    between = {name: model.get_parameter(name) for name in parameters}
     absent = {
-        path: Absent(path, block, calls, _inside(path, between))
+        path: Absent(path, block, calls, _inside(path, held.between))
         for path, block in skeleton.blocks.items()
-        if path not in paths
+        if path not in held.paths
     }
-    held = set(between.values())
-    held |= {parameter for path in paths for parameter in blocks[path].parameters()}
     replaced: dict[int, Any] = {id(one): one for one in (*model.parameters(), *model.buffers())}
     replaced |= {id(block): absent.get(path, block) for path, block in blocks.items()}
     stage = copy_of_modules(model, replaced)
-    for module in set(stage.modules()) - {module for path in paths for module in blocks[path].modules()}:
+    for module in set(stage.modules()) - {module for path in held.paths for module in blocks[path].modules()}:
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in held:
+            if parameter not in held.parameters:
                 delattr(module, name)
                 setattr(module, name, _nothing_like(parameter, skeleton.device))
     forward = stage.forward

@@ -8,10 +8,12 @@ the last stage does the loss function go on from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -27,14 +29,16 @@ from torch.distributed.pipelining.schedules import (
 from paceline.containers import open_object, tensors
 from paceline.dtensor_type import local_shard
 from paceline.errors import JobError, ModelError
-from paceline.parallel.block_calls import BlockCalls, Form, ModelCall, Output, Skeleton, Trace, watch
+from paceline.parallel.block_calls import BlockCalls, ModelCall, Output, Skeleton, Trace, watch
 from paceline.parallel.blocks import blocks_of
-from paceline.parallel.stage_modules import CutTrace, StagePass, Stages, free_others, stage_module
+from paceline.parallel.engine import Reducer
+from paceline.parallel.layout import Whole
+from paceline.parallel.micro_batches import MicroBatch
+from paceline.parallel.passes import Passes
+from paceline.parallel.stage_modules import CutTrace, Held, StagePass, Stages, free_others, stage_module
+from paceline.parallel.step_input import StepInput
 from paceline.partition import even_cut
 from paceline.spec import PipelineSpec
-
-if TYPE_CHECKING:
-    from paceline.parallel.micro_batches import MicroBatch
 
 
 class Pipeline:
@@ -86,50 +90,41 @@ class Pipeline:
         self._calls = BlockCalls()
         self._cut_traces: dict[Hashable, CutTrace] = {}
         held = _held(model, CutTrace.of(trace, self.cuts), self.num_stages)
-        everywhere = [stage_module(model, self._skeleton, *one, self._calls) for one in held]
-        self._stages = {number: stage for number, stage in enumerate(everywhere) if self._owner(number) == self._rank}
-        holders: dict[nn.Parameter, dict[int, str]] = {one: {} for one in model.parameters()}
-        for number, stage in enumerate(everywhere):
-            for name, parameter in stage.named_parameters():
-                holders[parameter][number] = name
-        self.stages_that_share = {
-            name: tuple(holders[one]) for name, one in model.named_parameters() if len(holders[one]) > 1
-        }
-        """The stages of each parameter that is in several, by its name in the model."""
-        self.shared_parameters: dict[str, tuple[int, ...]] = {}
-        """This worker's parameters that others have too, and their ranks in the group; in the order of the model."""
-        for names in holders.values():
-            ranks = sorted({self._owner(number) for number in names})
-            own_names = [name for number, name in names.items() if self._owner(number) == self._rank]
-            if len(ranks) > 1 and own_names:
-                self.shared_parameters[own_names[0]] = tuple(ranks)
-        self._groups = {ranks: _part_of(group, ranks) for ranks in dict.fromkeys(self.shared_parameters.values())}
-        self.num_parameters = len(holders)
-        """The number of parameters of the whole model."""
-        order = {parameter: place for place, parameter in enumerate(holders)}
-        self.places = {
-            name: order[one]
-            for stage in self._stages.values()
-            for name, one in stage.named_parameters(remove_duplicate=False)
-        }
-        """For each of this worker's parameters, by name, its place among those of the model."""
-        own_paths = {path for number in self._stages for path in held[number][0]}
+        own = [number for number in range(self.num_stages) if self._owner(number) == self._rank]
+        self._stages = {number: stage_module(model, self._skeleton, held[number], self._calls) for number in own}
+        self.stages = [*self._stages.values()]
+        """This worker's stages, in their order: each is called with a `StagePass` and what arrives."""
+        own_paths = {path for number in own for path in held[number].paths}
         self.blocks = {path: block for path, block in blocks_of(model).items() if path in own_paths}
         """This worker's blocks, by path in the model."""
         for path, block in self.blocks.items():
             watch(block, path, self._calls)
-        self.stages: list[nn.Module] = [*self._stages.values()]
-        """This worker's stages, in their order: each is called with a `StagePass` and what arrives."""
-        free_others(model, {one for stage in self.stages for one in stage.parameters()})
+        stages_of = {one: [n for n, stage in enumerate(held) if one in stage.parameters] for one in model.parameters()}
+        self.stages_that_share = {
+            name: tuple(stages_of[one]) for name, one in model.named_parameters() if len(stages_of[one]) > 1
+        }
+        """The stages of each parameter that is in several, by its name in the model."""
+        self.num_parameters = len(stages_of)
+        """The number of parameters of the whole model."""
+        order = {parameter: place for place, parameter in enumerate(stages_of)}
+        own_names = [named for stage in self.stages for named in stage.named_parameters(remove_duplicate=False)]
+        self.places = {name: order[one] for name, one in own_names}
+        """For each of this worker's parameters, by name, its place among those of the model."""
+        own_name = {one: name for name, one in reversed(own_names)}
+        ranks_of = {one: tuple(sorted({self._owner(n) for n in numbers})) for one, numbers in stages_of.items()}
+        self.shared_parameters = {
+            own_name[one]: ranks for one, ranks in ranks_of.items() if len(ranks) > 1 and one in own_name
+        }
+        """This worker's parameters that others have too, and their ranks in the group; in the order of the model."""
+        self._groups = {ranks: _part_of(group, ranks) for ranks in dict.fromkeys(self.shared_parameters.values())}
+        free_others(model, own_name.keys())
         self.module = Stages(self.stages, self._evaluate, self._skeleton.model)
         """This worker's stages as one module; called, it computes the whole model."""
-        self.seed_block: Callable[[str], None] = lambda _path: None
-        """Called with the path of a block of an earlier stage where that would be called."""
         self._schedules: dict[Hashable, Any] = {}
         self._measured: dict[Hashable, CutTrace] = {}
         """How the loss function calls the model, for a micro-batch of some form."""
-        self._micro_batches: Sequence[MicroBatch] = ()
-        """Those of the step under way."""
+        self._seed_block: Callable[[str], None] = lambda _path: None
+        """Called with the path of a block of an earlier stage where that would be called."""
 
     def _owner(self, stage: int) -> int:
         """The rank in the group of the worker of a stage."""
@@ -142,26 +137,29 @@ class Pipeline:
 
     # --- a step ---
 
-    def train_step(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        nothing: MicroBatch,
-        before_last_backward: Callable[[nn.Module], None],
-    ) -> None:
-        """Forward and backward of all micro-batches; a collective of all workers, with as many of them on each.
+    def run(self, step: StepInput, passes: Passes, reducer: Reducer, layout: Whole) -> None:
+        """The step's shards forward and backward, and stand-ins where others have more; a collective.
 
-        Gradients are left in `.grad`: sums over micro-batches, and over workers where several have a parameter.
-
-        Args:
-            nothing: counts for nothing; goes through as well where torch's schedule wants more micro-batches.
-            before_last_backward: called with a stage just before its last backward pass of the step.
+        Gradients are sums over micro-batches, and over workers where several have a parameter.
         """
-        if not micro_batches:
+        step = replace(step, reads_again=True)  # every stage calls the loss function
+        passes.first_loss = passes.like + math.nan  # unless the last stage is here
+        self._seed_block = passes.seeds.seed_block
+
+        def expect_last(stage: nn.Module) -> None:
+            layout.begin_pass(stage, is_last=True)
+            reducer.expect_last(stage)
+
+        self.before_last_backward = expect_last
+        layout.begin_pass(passes.model, is_last=False)
+        num_passes = layout.num_passes(step.assignment)
+        if not num_passes:
             return
-        self.before_last_backward = before_last_backward
-        num_passes = self._num_passes(len(micro_batches))
-        self._micro_batches = [*micro_batches, *[nothing] * (num_passes - len(micro_batches))]
-        messages = _messages([self._measure(one) for one in self._micro_batches])
+        num_passes = self._num_passes(num_passes)
+        own = range(*step.assignment.own)
+        shards = [*own, *[None] * (num_passes - len(own))]
+        self.micro_batches = [MicroBatch(passes, step, shard, reducer, len(self.stages)) for shard in shards]
+        messages = _messages([self._measure(one) for one in self.micro_batches])
         key = num_passes, self.module.training, *(tuple(one.items()) for one in messages)
         if key not in self._schedules:
             self._schedules[key] = self._schedule(num_passes, messages)
@@ -174,6 +172,7 @@ class Pipeline:
             )
         except RuntimeError as problem:  # torch wraps what a stage raises
             raise problem.__cause__ or problem from None
+        passes.seeds.end()
         self._sum_shared_gradients()
 
     def _num_passes(self, num_micro_batches: int) -> int:
@@ -205,14 +204,13 @@ class Pipeline:
             raise _not_called()
         return self._measured[key]
 
-    def _schedule(self, num_passes: int, messages: Sequence[Mapping[Output, Form]]) -> Any:
+    def _schedule(self, num_passes: int, messages: Sequence[Message]) -> Any:
         stages = []
         for number, stage in self._stages.items():
             part = _Part(self, number, stage, messages)
-            inputs = [*map(_on_meta, part.arriving.values())] or [torch.zeros(1, dtype=torch.int64)]
-            loss = torch.zeros((), requires_grad=True)
-            outputs = [loss] if part.is_last else [*map(_on_meta, part.leaving.values())]
-            splits = self._splits_backward and self._measure(self._micro_batches[0]).can_split(number)
+            inputs = _on_meta(part.arriving) or [torch.zeros(1, dtype=torch.int64)]
+            outputs = [torch.zeros((), requires_grad=True)] if part.is_last else _on_meta(part.leaving)
+            splits = self._splits_backward and self._measure(self.micro_batches[0]).can_split(number)
             stages.append(
                 _TorchStage(
                     part,
@@ -231,7 +229,7 @@ class Pipeline:
 
     def compute(self, part: _Part, arrived: Sequence[Tensor]) -> Any:
         """The forward pass of a stage for the part's micro-batch: what leaves it, or the loss of the last."""
-        micro_batch = self.micro_batch(part.micro_batch)
+        micro_batch = self.micro_batches[part.micro_batch]
 
         def answer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             call = ModelCall(args, kwargs)
@@ -241,17 +239,14 @@ class Pipeline:
                     "The loss function calls the model with other arguments than for samples of the same shapes "
                     "before; in a pipeline their shapes have to follow from those of the samples."
                 )
-            values = [
-                _unpacked(form, sent, cut.form_of(output).shape)
-                for (output, form), sent in zip(part.arriving.items(), arrived, strict=True)
-            ]
+            values = [_unpacked(cut.form_of(output), sent) for output, sent in zip(part.arriving, arrived, strict=True)]
             stage_pass = StagePass(
                 call,
                 cut,
                 part.number,
                 self._device,
-                leave=lambda output, tensor: _packed(part.leaving[output], tensor),
-                seed_block=self.seed_block,
+                leave=lambda output, tensor: _packed(cut.form_of(output), tensor, part.leaving[output][1]),
+                seed_block=self._seed_block,
             )
             found = part.stage(stage_pass, *values)
             if part.is_last:
@@ -267,10 +262,6 @@ class Pipeline:
         if not part.is_last:
             raise _not_called()
         return micro_batch.scale(loss)
-
-    def micro_batch(self, number: int) -> MicroBatch:
-        """One of the step under way."""
-        return self._micro_batches[number]
 
     def _cut_trace(self, call: ModelCall) -> CutTrace:
         """What a call of the model runs, where it is cut.
@@ -303,7 +294,7 @@ class Pipeline:
                 if number and self._owner(number - 1) != self._rank:
                     arriving = [cut.form_of(output) for output in cut.crossing[number - 1]]
                     values = self._moved(arriving, partial(dist.recv, group_src=self._owner(number - 1)))
-                stage_pass = StagePass(call, cut, number, self._device, leave=_copied, seed_block=self.seed_block)
+                stage_pass = StagePass(call, cut, number, self._device, leave=_copied, seed_block=self._seed_block)
                 values = stage(stage_pass, *values)
                 if number < self.num_stages - 1 and self._owner(number + 1) != self._rank:
                     leaving = [cut.form_of(output) for output in cut.crossing[number]]
@@ -311,24 +302,21 @@ class Pipeline:
             own = [*tensors(values, open_object)] if self.has_last_stage else None
             spread = partial(dist.broadcast, group_src=self._owner(self.num_stages - 1))
             found = self._moved(cut.returned.forms, spread, own)
-        for one, form in zip(found, cut.returned.forms, strict=True):
-            one.requires_grad_(form.has_gradient and torch.is_grad_enabled())  # a loss wants to depend on something
+        for one in found:  # a loss wants to depend on something
+            one.requires_grad_(_has_gradient(one.dtype) and torch.is_grad_enabled())
         return cut.returned.filled(found)
 
     def _moved(
-        self, forms: Sequence[Form], move: Callable[..., Any], values: Sequence[Tensor] | None = None
+        self, forms: Sequence[Tensor], move: Callable[..., Any], values: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
         """Tensors of another worker, or this worker's `values`, after a message by `move`."""
         found = []
         for place, form in enumerate(forms):
-            sent = (
-                torch.empty_like(_on_meta(form), device=self._device)
-                if values is None
-                else _packed(form, values[place])
-            )
-            sent = sent.detach()
+            sent = torch.empty(form.numel(), dtype=form.dtype, device=self._device)
+            if values is not None:
+                sent = _packed(form, values[place], form.numel()).detach()
             move(sent, group=self._group)
-            found.append(_unpacked(form, sent, form.shape))
+            found.append(_unpacked(form, sent))
         return found
 
     def _sum_shared_gradients(self) -> None:
@@ -348,14 +336,12 @@ class Pipeline:
 class _Part(nn.Module):
     """A stage as torch's schedules call it."""
 
-    def __init__(
-        self, pipeline: Pipeline, number: int, stage: nn.Module, messages: Sequence[Mapping[Output, Form]]
-    ) -> None:
+    def __init__(self, pipeline: Pipeline, number: int, stage: nn.Module, messages: Sequence[Message]) -> None:
         super().__init__()
         self.pipeline, self.number, self.stage = pipeline, number, stage
         self.is_last = number == len(messages)
-        self.arriving: Mapping[Output, Form] = messages[number - 1] if number else {}
-        self.leaving: Mapping[Output, Form] = {} if self.is_last else messages[number]
+        self.arriving: Message = messages[number - 1] if number else {}
+        self.leaving: Message = {} if self.is_last else messages[number]
         self.micro_batch = 0
         """The number of the micro-batch that passes."""
 
@@ -391,13 +377,13 @@ class _TorchStage(PipelineStage):
             has_all: whether the gradients of all parameters are there afterwards.
         """
         pipeline, stage = self.submod.pipeline, self.submod.stage
-        micro_batch = pipeline.micro_batch(number)
+        micro_batch = pipeline.micro_batches[number]
         if has_all and number + 1 == self.chunks:
             pipeline.before_last_backward(stage)
-        micro_batch.before_backward()
+        micro_batch.begin_backward()
         yield
         if has_all:
-            micro_batch.after_backward(stage)
+            micro_batch.backward_made()
 
 
 _SCHEDULES = {
@@ -444,52 +430,59 @@ def _not_called() -> ModelError:
 # --- messages ---
 
 
-def _messages(cuts: Sequence[CutTrace]) -> list[dict[Output, Form]]:
-    """What leaves each stage but the last in a step: forms that are large enough for each of its micro-batches."""
-    found: list[dict[Output, Form]] = []
-    for crossings in zip(*(cut.crossing for cut in cuts), strict=True):
+Message = dict[Output, tuple[torch.dtype, int]]
+"""What leaves a stage, each tensor as a vector: its dtype and length."""
+
+
+def _messages(cuts: Sequence[CutTrace]) -> list[Message]:
+    """What leaves each stage but the last in a step: vectors that are long enough for each of its micro-batches."""
+    found: list[Message] = []
+    for outputs, *others in zip(*(cut.crossing for cut in cuts), strict=True):
         found.append({})
-        for output in crossings[0]:
-            forms = [cut.form_of(output) for cut in cuts if output in cut.crossing[len(found) - 1]]
-            if len({(form.dtype, len(form.shape)) for form in forms}) > 1 or any(
-                one != crossings[0] for one in crossings
-            ):
-                raise ModelError(
-                    "The loss function calls the model in another way for some virtual shards of a batch than for "
-                    "others; in a pipeline only the sizes of its inputs may differ."
-                )
-            largest = max(forms, key=lambda form: form.shape.numel())
-            sizes = torch.Size(map(max, zip(*(form.shape for form in forms), strict=True)))
-            found[-1][output] = Form(sizes, largest.dtype, largest.order)
+        for output in outputs if others.count(outputs) == len(others) else []:
+            forms = [cut.form_of(output) for cut in cuts]
+            if len({(form.dtype, form.dim()) for form in forms}) == 1:
+                found[-1][output] = forms[0].dtype, max(form.numel() for form in forms)
+        if len(found[-1]) < len(outputs):
+            raise ModelError(
+                "The loss function calls the model in another way for some virtual shards of a batch than for others; "
+                "in a pipeline only the sizes of its inputs may differ."
+            )
     return found
 
 
-def _on_meta(form: Form) -> Tensor:
-    """What is sent, on the meta device: dimensions as they lie in memory, so that they do where it arrives."""
-    found = torch.empty([form.shape[dim] for dim in form.order], dtype=form.dtype, device="meta")
-    return found.requires_grad_(form.has_gradient)
+def _has_gradient(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
-def _packed(form: Form, tensor: Tensor) -> Tensor:
-    """A tensor of this form, or a smaller one, as it is sent."""
-    lying = tensor.permute(*form.order)
-    shape = [form.shape[dim] for dim in form.order]
-    if list(lying.shape) != shape:
-        padded = tensor.new_zeros(shape)
-        padded[tuple(map(slice, lying.shape))] = lying
-        lying = padded
+def _on_meta(message: Message) -> list[Tensor]:
+    """What is sent, on the meta device."""
+    return [
+        torch.empty(length, dtype=dtype, device="meta", requires_grad=_has_gradient(dtype))
+        for dtype, length in message.values()
+    ]
+
+
+def _order(form: Tensor) -> list[int]:
+    """The dimensions of a tensor as they lie in memory."""
+    return sorted(range(form.dim()), key=form.stride().__getitem__, reverse=True)
+
+
+def _packed(form: Tensor, tensor: Tensor, length: int) -> Tensor:
+    """A tensor of this form as a vector, padded to a length."""
+    lying = tensor.permute(_order(form)).reshape(-1)
     # What a frozen stage sends gets a gradient too, so that messages do not depend on what is frozen.
-    if form.has_gradient and not lying.requires_grad:
+    if _has_gradient(form.dtype) and not lying.requires_grad:
         lying = lying.detach().requires_grad_()
     # A copy: torch detaches what leaves a stage in place, which an operation may have saved or a view not allow.
-    return lying.clone(memory_format=torch.contiguous_format)
+    return torch.cat([lying, lying.new_zeros(length - form.numel())])
 
 
-def _unpacked(form: Form, sent: Tensor, shape: torch.Size) -> Tensor:
-    """The tensor of some shape that was sent, as a copy: what arrives may not be changed in place."""
-    own = sent[tuple(slice(shape[dim]) for dim in form.order)]
-    back = sorted(range(len(form.order)), key=form.order.__getitem__)
-    return own.clone(memory_format=torch.contiguous_format).permute(*back)
+def _unpacked(form: Tensor, sent: Tensor) -> Tensor:
+    """The tensor of this form that was sent, as a copy: what arrives may not be changed in place."""
+    order = _order(form)
+    own = sent[: form.numel()].clone().view([form.shape[dim] for dim in order])
+    return own.permute(sorted(range(form.dim()), key=order.__getitem__))
 
 
 # --- where to cut ---
@@ -518,12 +511,14 @@ def _found_cuts(model: nn.Module, trace: Trace, num_stages: int) -> tuple[str, .
     return tuple(paths[start] for start in starts[1:])
 
 
-def _held(model: nn.Module, cut: CutTrace, num_stages: int) -> list[tuple[set[str], set[str]]]:
-    """The blocks of each stage and the other parameters that it uses; the first one has what no stage uses, too."""
-    held = [(cut.paths(stage), cut.parameters(stage)) for stage in range(num_stages)]
+def _held(model: nn.Module, cut: CutTrace, num_stages: int) -> list[Held]:
+    """What each stage holds: the blocks that it calls and the other parameters that it uses; the first one has what no
+    stage uses, too."""
     blocks = blocks_of(model)
-    used = {one for paths, _ in held for path in paths for one in blocks[path].parameters()}
-    used |= {model.get_parameter(name) for _, names in held for name in names}
-    held[0][0].update(path for path in blocks if not any(path in paths for paths, _ in held))
-    held[0][1].update(name for name, one in model.named_parameters() if one not in used)
-    return held
+    paths = [cut.paths(stage) for stage in range(num_stages)]
+    names = [cut.parameters(stage) for stage in range(num_stages)]
+    paths[0] |= {path for path in blocks if not any(path in one for one in paths)}
+    found = [Held.of(model, *one) for one in zip(paths, names, strict=True)]
+    used = set().union(*(one.parameters for one in found))
+    names[0] |= {name for name, one in model.named_parameters() if one not in used}
+    return [Held.of(model, paths[0], names[0]), *found[1:]]

@@ -1,85 +1,146 @@
-"""What one worker is given for one training step, and the other models that the step may call."""
+"""What one worker is given for one training step: virtual shards, which are the fixed subdivision of every global
+batch, and how to compute them.
+
+The shards depend on the batch alone. A worker takes neighbouring shards, so more workers means fewer shards each,
+never other shards.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
+from paceline import env
 from paceline.batch import Batch
 from paceline.containers import copied
-from paceline.parallel.assignment import Assignment
-from paceline.parallel.buffers import Buffers, standing_in
+from paceline.errors import JobError
+from paceline.parallel.buffers import Buffers, untouched
 from paceline.parallel.dtensor import reshard
-from paceline.parallel.gradient_norms import TakeNorms
 from paceline.parallel.losses import LossOf
 
 
-@dataclass(frozen=True)
-class Companion:
-    """Another model of a run, which a loss function may call beside the one that a step trains.
+def shard_sizes(num_samples: int, num_shards: int) -> tuple[int, ...]:
+    """Number of samples in each non-empty shard: as even as possible, larger shards first."""
+    small, extra = divmod(num_samples, num_shards)
+    return tuple(small + (shard < extra) for shard in range(min(num_shards, num_samples)))
 
-    A step changes the model that it trains and no other. The others compute with the weights and buffers that they
-    have: gradients flow through them and not into them, and a buffer that a forward pass of theirs changes is put back.
+
+def shards_of_rank(rank: int, world_size: int, num_shards: int) -> tuple[int, int]:
+    """The shards start … stop - 1 of `rank`; the number of shards per rank differs by at most one.
+
+    Where `paceline verify` asks for it, the first worker has one more and the last one fewer.
     """
+    shift = 1 if num_shards >= 2 * world_size and env.text(env.UNEVEN_DEAL) else 0
+    bounds = [number * num_shards // world_size + shift * (0 < number < world_size) for number in (rank, rank + 1)]
+    return bounds[0], bounds[1]
 
-    model: nn.Module
-    buffers: Buffers
-    """Those of the engine that trains the model, if steps of its own do."""
+
+def check_shards(world_size: int, num_shards: int) -> None:
+    """Raises `JobError` if some workers would never get a shard."""
+    if world_size > num_shards:
+        raise JobError(
+            f"{world_size} workers cannot share virtual_shards = {num_shards}; use at most {num_shards} workers, or "
+            f"set virtual_shards = {world_size} or more (it is part of the job: the same for every worker count)."
+        )
 
 
 @dataclass(frozen=True)
-class Companions:
-    """The companions of one step."""
+class Assignment:
+    """The virtual shards that one worker computes of one global batch."""
 
-    models: Sequence[Companion] = ()
+    shard_sizes: tuple[int, ...]
+    """Number of samples in every non-empty shard of the global batch."""
+    shards_of_rank: tuple[tuple[int, int], ...]
+    """The non-empty shards start … stop - 1 of every rank."""
+    rank: int
 
-    @contextmanager
-    def unchanged(self) -> Iterator[None]:
-        """A context for a step that trains another model; these models are afterwards as before."""
-        self._reshard()
-        trained = [p for one in self.models for p in one.model.parameters() if p.requires_grad]
+    @classmethod
+    def of(cls, num_samples: int, num_shards: int, rank: int, world_size: int) -> Assignment:
+        """The assignment of a global batch of `num_samples`; one of fewer samples than shards has fewer shards."""
+        return cls.of_sizes(shard_sizes(num_samples, num_shards), num_shards, rank, world_size)
+
+    @classmethod
+    def of_sizes(cls, sizes: Sequence[int], num_shards: int, rank: int, world_size: int) -> Assignment:
+        """The assignment of shards of these sizes; empty ones are left out, and the others numbered without gaps."""
+        num_before = list(itertools.accumulate((size > 0 for size in sizes), initial=0))
+        num_before += [num_before[-1]] * (num_shards + 1 - len(num_before))
+        of_ranks = (shards_of_rank(one, world_size, num_shards) for one in range(world_size))
+        own = tuple((num_before[start], num_before[stop]) for start, stop in of_ranks)
+        return cls(tuple(size for size in sizes if size > 0), own, rank)
+
+    @property
+    def global_size(self) -> int:
+        return sum(self.shard_sizes)
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """This worker's shards, start … stop - 1."""
+        return self.shards_of_rank[self.rank]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of samples in each of this worker's shards; empty for a worker without samples in this step."""
+        return self.shard_sizes[slice(*self.own)]
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """Positions start … stop - 1 of this worker's samples in the global batch."""
+        start = sum(self.shard_sizes[: self.own[0]])
+        return start, start + sum(self.sizes)
+
+    def weight(self, shard: int) -> float:
+        """The part of the global batch that a shard is."""
+        return self.shard_sizes[shard] / self.global_size
+
+
+Companions = Sequence[Buffers]
+"""Other models of a run, which a loss function may call beside the one that a step trains, each by its buffers.
+
+A step changes the model that it trains and no other. The others compute with the weights and buffers that they have:
+gradients flow through them and not into them, and a buffer that a forward pass of theirs changes is put back.
+"""
+
+
+@contextmanager
+def unchanged(companions: Companions) -> Iterator[None]:
+    """A context for a step that trains another model; these models are afterwards as before."""
+    models = [one.model for one in companions]
+    for model in models:
+        reshard(model)
+    trained = [parameter for model in models for parameter in model.parameters() if parameter.requires_grad]
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        with untouched(*companions):
+            yield
+    finally:
+        for model in models:
+            reshard(model)  # whole parameters would stay frozen, or keep a gradient, in the next step of their own
         for parameter in trained:
-            parameter.requires_grad_(False)
-        try:
-            with self.untouched():
-                yield
-        finally:
-            self._reshard()  # whole parameters would stay frozen, or keep a gradient, in the next step of their own
-            for parameter in trained:
-                parameter.requires_grad_(True)
-                parameter.grad = None  # of a graph that began before the step
+            parameter.requires_grad_(True)
+            parameter.grad = None  # of a graph that began before the step
 
-    def _reshard(self) -> None:
-        """Leave workers their shards of the parameters that they have gathered."""
-        for one in self.models:
-            reshard(one.model)
 
-    @contextmanager
-    def untouched(self) -> Iterator[None]:
-        """A context after which all buffers are as before it."""
-        with ExitStack() as stack:
-            for one in self.models:
-                stack.enter_context(one.buffers.untouched())
-            yield
+@dataclass(frozen=True)
+class GradientNorms:
+    """Squared norms of one step's gradients over fewer and over more samples; times the squared loss scale, if any."""
 
-    def begin_pass(self) -> None:
-        """Give the models the buffers of the step."""
-        for one in self.models:
-            one.buffers.begin_pass()
+    small_sqr: Tensor
+    """The mean over parts of the global batch before their gradients are summed, weighted by samples; a scalar."""
+    small_batch: float
+    """Mean number of samples per part: 1 / (weighted mean of 1 / samples), which is samples / parts."""
+    large_sqr: Tensor
+    """The squared norm of the gradient of the global batch; a scalar."""
+    large_batch: float
 
-    @contextmanager
-    def standing_in(self) -> Iterator[None]:
-        """A context for a stand-in sample, which batch norm layers do not normalise over."""
-        with ExitStack() as stack:
-            for one in self.models:
-                stack.enter_context(standing_in(one.model))
-            self.begin_pass()
-            yield
+
+TakeNorms = Callable[[GradientNorms], None]
 
 
 @dataclass(frozen=True)
@@ -103,8 +164,7 @@ class StepInput:
     """Names the loss function: it returns the same numbers in all steps with this name."""
     reads_again: bool = False
     """Whether the samples are needed again after they were given to the loss function, which may change them."""
-    companions: Companions = Companions()
-    """The other models that the loss function may call."""
+    companions: Companions = ()
     any_shard: AnyShard | None = None
     """Input for an engine that does not compute this worker's own assignment."""
 

@@ -31,7 +31,7 @@ from paceline.data.streams import StreamPosition, StreamStep, check_stream, is_s
 from paceline.errors import DataError, JobError
 from paceline.object_collectives import all_gather_objects, device_of, open_host_group
 from paceline.parallel import Assignment
-from paceline.parallel.assignment import shards_of_rank
+from paceline.parallel.step_input import shards_of_rank
 from paceline.spec import Job
 from paceline.train.optim import counts_epochs
 from paceline.train.process_group import World

@@ -28,9 +28,10 @@ from paceline.data.streams import StreamPosition, check_stream, is_split, stand_
 from paceline.errors import DataError, ModelError
 from paceline.object_collectives import broadcast_object, gather_objects
 from paceline.parallel import Companions
-from paceline.parallel.assignment import shards_of_rank
+from paceline.parallel.buffers import untouched
 from paceline.parallel.generators import seed_generators
 from paceline.parallel.losses import Mean
+from paceline.parallel.step_input import shards_of_rank
 from paceline.train.batches import check_read_alike, exchange_sizes
 
 if TYPE_CHECKING:
@@ -76,15 +77,16 @@ def evaluate_between_steps(
     states = MetricStates(metrics or {})
     try:
         with (
-            evaluation_mode(model, *(one.model for one in prepared.models)),
+            evaluation_mode(model, *(one.model for one in prepared)),
             run.consensus(),
-            prepared.untouched(),
+            untouched(*prepared),
             torch.no_grad(),
             run.precision.autocast(),
         ):
             for chunk in chunks:
                 seed_generators(key(run.job.seed, random_streams.EVALUATION, run.steps, chunk.number), run.device)
-                prepared.begin_pass()
+                for one in prepared:
+                    one.begin_pass()
                 found = states.of_chunk(measure(model, chunk.content), chunk.size)
                 if chunk.counts:
                     states.add(chunk.place, found)

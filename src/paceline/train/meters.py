@@ -28,7 +28,7 @@ from paceline.fingerprints import fingerprints, options_of, sample_digests
 from paceline.noise import NoiseScale, SmoothedNoise
 from paceline.parallel import Assignment
 from paceline.parallel.engine import Mark, seconds
-from paceline.parallel.gradient_norms import GradientNorms, TakeNorms
+from paceline.parallel.step_input import GradientNorms, TakeNorms
 from paceline.spec import Job, StepTime
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.step_records import StepRecord, write

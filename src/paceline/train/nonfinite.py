@@ -21,7 +21,7 @@ from torch.optim import SGD, Optimizer
 from paceline.dtensor_type import is_dtensor, local_shard
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
-from paceline.parallel.gradient_norms import norm_of
+from paceline.parallel.layout import norm_of
 from paceline.train.optim import FUSED, parts_of
 from paceline.train.session import Session
 from paceline.train.state import Trained

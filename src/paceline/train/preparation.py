@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from paceline.containers import to_device
 from paceline.errors import JobError, ModelError
-from paceline.parallel import Companion, parallelize
-from paceline.parallel.buffers import Buffers, accept_single_values
+from paceline.parallel import Buffers, parallelize
+from paceline.parallel.buffers import accept_single_values
 from paceline.parallel.initial_weights import broadcast, is_on_meta
 from paceline.parallel.parallelize import check_lazy_layers
 from paceline.spec import Job, Mesh, Plan
@@ -84,7 +84,7 @@ def prepare_model(
     return Trained(optimizer, names, engine, precision, rates, schedulers, needs_closure(optimizer, engine, job))
 
 
-def freeze(model: nn.Module, job: Job, plan: Plan, world: World) -> Companion:
+def freeze(model: nn.Module, job: Job, plan: Plan, world: World) -> Buffers:
     """Make `model` one that is called and not trained: on this worker's device, in evaluation mode, without gradients,
     with rank 0's weights. A collective. Raises `JobError` for a run that cannot have a frozen model beside the one
     that it trains."""
@@ -100,7 +100,7 @@ def freeze(model: nn.Module, job: Job, plan: Plan, world: World) -> Companion:
         model.double()
     model.requires_grad_(False).eval()
     broadcast([*model.parameters(), *model.buffers()], world.group)
-    return Companion(model, Buffers(model))
+    return Buffers(model)
 
 
 def check_several(job: Job, plan: Plan) -> None:

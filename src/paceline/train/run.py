@@ -22,9 +22,9 @@ from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
 from paceline.noise import SmoothedNoise
 from paceline.object_collectives import broadcast_object
-from paceline.parallel import Companions, Engine
-from paceline.parallel.assignment import check_shards
+from paceline.parallel import Engine
 from paceline.parallel.generators import seed_generators
+from paceline.parallel.step_input import check_shards
 from paceline.spec import Job, Mesh, Plan, parse_mesh
 from paceline.spec.mesh_name import check_strategy
 from paceline.spec.plan import RunLimit
@@ -342,7 +342,7 @@ class Run:
                 compute). `measure` then returns under this name what `update` takes, {"f1": (predictions, targets)}.
         """
         loading = loading_of(self.job, dataset, "evaluation", collate_fn=collate_fn, num_workers=num_workers)
-        companions = Companions(list(self._models.companions.values()))
+        companions = list(self._models.companions.values())
         results = evaluate_between_steps(self, loading, measure, metrics, model or self.model, companions)
         self.timer.resume()
         self.metrics.clear()

@@ -26,7 +26,7 @@ from paceline.checkpoint.load import Loaded, Stored
 from paceline.containers import to_device
 from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
 from paceline.errors import CheckpointError, ModelError
-from paceline.parallel import Companion, Engine
+from paceline.parallel import Buffers, Engine
 from paceline.parallel.dtensor import shard_like
 from paceline.train.numerics import Precision
 from paceline.train.optim import LearningRates, parts_of
@@ -159,7 +159,7 @@ class TrainedModels:
         self.frozen: dict[str, list[float] | None] = {}
         """The checksums of the weights that each frozen model was prepared with; None where the run has no
         checkpoints."""
-        self.companions: dict[str, Companion] = {}
+        self.companions: dict[str, Buffers] = {}
         """All models of the run, as loss functions call them."""
 
     @property
@@ -181,9 +181,9 @@ class TrainedModels:
 
     def add(self, name: str, trained: Trained) -> None:
         self.by_name[name] = trained
-        self.companions[name] = Companion(trained.model, trained.engine.buffers)
+        self.companions[name] = trained.engine.buffers
 
-    def add_frozen(self, name: str, companion: Companion, *, is_saved: bool) -> None:
+    def add_frozen(self, name: str, companion: Buffers, *, is_saved: bool) -> None:
         """Add one; with `is_saved` the run has checkpoints, and looks for changes of its weights."""
         self.frozen[name] = checksums(companion.model.state_dict()) if is_saved else None
         self.companions[name] = companion

@@ -21,12 +21,11 @@ from paceline.data import Loading, SampleRequest, random_streams
 from paceline.data.counter_random import key
 from paceline.errors import JobError, ModelError, PeerLost
 from paceline.parallel import Assignment, Companions, StepInput
-from paceline.parallel.assignment import shard_sizes
-from paceline.parallel.dtensor import clip_gradients
 from paceline.parallel.fused import check_fused, fused
 from paceline.parallel.generators import generator_states, seed_generators
+from paceline.parallel.layout import clip_gradients
 from paceline.parallel.losses import StepLoss
-from paceline.parallel.step_input import AnyShard
+from paceline.parallel.step_input import AnyShard, shard_sizes, unchanged
 from paceline.spec import Mesh
 from paceline.train.batches import GlobalBatch, GlobalBatches
 from paceline.train.meters import ParityTracer, StepTimer
@@ -235,7 +234,7 @@ class Stepper:
         name = self._trained_by(model, optimizer)
         trained = models.by_name[name]
         one = OneStep(trained, self._guards[name], pending, content, loss_fn, optimizer or trained.optimizer)
-        companions = Companions([companion for other, companion in models.companions.items() if other != name])
+        companions = [companion for other, companion in models.companions.items() if other != name]
         result = self._train(one, companions)
         pending.num_steps += 1
         if pending.num_steps == 1:
@@ -283,7 +282,7 @@ class Stepper:
         trained.rates.set(pending.samples_seen, batch.samples_per_epoch)
         trained.model.zero_grad()  # of parameters that no optimizer has, too: they count in the norm
         try:
-            with companions.unchanged():
+            with unchanged(companions):
                 if self._job.fuse_shards is not None:
                     together = fused(step_input, self._job.fuse_shards)
                     if pending.index == 0:
