@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.comm.asynchronous import AsynchronousWorker, ServerSettings, UpdateSchedule
 from paceline.errors import JobError
 from paceline.object_collectives import open_host_group
-from paceline.parallel.buffers import standing_in
+from paceline.parallel.buffers import standing_in, untouched
 from paceline.parallel.engine import Engine, Update
 from paceline.parallel.initial_weights import broadcast
 from paceline.parallel.layout import Whole
@@ -74,31 +74,24 @@ class AsyncServers(Engine):
             for batch, statistics in self._work:
                 assert batch == any_shard.batch
                 if batch + 1 == any_shard.stop:
-                    self._pause()
-                return self._end_of_batch(statistics, self._layout, any_shard)
+                    # Stop working after the last update and fetch the servers' parameters.
+                    more = next(self._work, None)
+                    assert more is None
+                    self._work = None
+                lengths = [self._layout.length, self.buffers.num_sums, 1]
+                losses, moved, num_left_out = statistics.to(self.layout.device).split(lengths)
+                self.buffers.end_step(self.buffers.combine(moved))
+                result = StepLoss.of(losses, self._layout)
+                any_shard.updated(result.loss, not num_left_out)
+                return result
             self._work = None  # some worker asked for a pause
-
-    def _end_of_batch(self, statistics: Tensor, layout: LossLayout, any_shard: AnyShard) -> StepLoss:
-        lengths = [layout.length, self.buffers.num_sums, 1]
-        losses, moved, num_left_out = statistics.to(self.layout.device).split(lengths)
-        self.buffers.end_step(self.buffers.combine(moved))
-        result = StepLoss.of(losses, layout)
-        any_shard.updated(result.loss, not num_left_out)
-        return result
 
     def _layout_of_stand_in(self, step: StepInput) -> LossLayout:
         """Which numbers the loss function returns, by a sample that leaves no trace."""
-        with standing_in(self.module), self.buffers.untouched(), torch.no_grad():
+        with standing_in(self.module), untouched(self.buffers), torch.no_grad():
             layout = self.passes.loss_of_nothing(step).layout
         self.layouts.has_returned(_LOSS_NAME, layout)
         return layout
-
-    def _pause(self) -> None:
-        """Stop working after the last update and fetch the servers' parameters."""
-        assert self._work is not None
-        more = next(self._work, None)
-        assert more is None
-        self._work = None
 
     def _compute(self, batch: int, shard: int) -> tuple[Tensor, float]:
         """Leave the gradient of a shard in `.grad`; returns its statistics, and its weight.

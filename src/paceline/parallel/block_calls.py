@@ -6,7 +6,6 @@ between its blocks. So a pipeline knows what a stage has to be sent, and how lar
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.containers import map_tensors, open_object, tensors
 from paceline.errors import ModelError
-from paceline.parallel.blocks import blocks_of
+from paceline.parallel.blocks import blocks_of, copy_of_modules
 from paceline.parallel.buckets import dense_form
 from paceline.parallel.buffers import BATCH_NORMS, buffers_kept
 from paceline.parallel.generators import host_states, torch_states
@@ -309,20 +308,3 @@ class Skeleton:
                 "sends on; draw from torch, or choose another strategy."
             )
         return Trace(tracer.calls, tracer.sources(output), Returned.of(output))
-
-
-def copy_of_modules(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
-    """A copy of a model in which what has these ids is replaced."""
-    originals = set(model.modules())
-    try:
-        copied = copy.deepcopy(model, replaced)
-    except RuntimeError as problem:  # torch copies no tensors that autograd has made
-        raise ModelError(
-            "The model cannot be cut: it holds a tensor that was computed, as the weight that "
-            "torch.nn.utils.weight_norm or prune makes; use torch.nn.utils.parametrizations, or the strategy dp."
-        ) from problem
-    for module in set(copied.modules()) - originals:
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):  # of transformers: to generate text, not to train
-            config.use_cache = False
-    return copied

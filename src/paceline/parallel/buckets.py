@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -17,22 +17,22 @@ Item = TypeVar("Item")
 
 
 def buckets(
-    items: Iterable[Item], kind_of: Callable[[Item], tuple[torch.dtype, int]], first_bytes: int = BUCKET_BYTES
+    items: Iterable[Item], kind_of: Callable[[Item], tuple[Hashable, int]], first_bytes: int = BUCKET_BYTES
 ) -> Iterator[list[Item]]:
-    """Group consecutive items of one dtype into buckets of `BUCKET_BYTES`, the first one of `first_bytes`.
+    """Group consecutive items of one kind into buckets of `BUCKET_BYTES`, the first one of `first_bytes`.
 
     Args:
-        kind_of: returns an item's dtype and its size in bytes.
+        kind_of: returns an item's kind, such as its dtype, and its size in bytes.
     """
     bucket: list[Item] = []
-    dtype, size_bytes, limit_bytes = torch.float32, 0, first_bytes
+    kind: Hashable = None
+    size_bytes, limit_bytes = 0, first_bytes
     for item in items:
-        item_dtype, item_bytes = kind_of(item)
-        if bucket and (size_bytes >= limit_bytes or item_dtype != dtype):
+        before, (kind, item_bytes) = kind, kind_of(item)
+        if bucket and (size_bytes >= limit_bytes or kind != before):
             yield bucket
             bucket, size_bytes, limit_bytes = [], 0, BUCKET_BYTES
         bucket.append(item)
-        dtype = item_dtype
         size_bytes += item_bytes
     if bucket:
         yield bucket

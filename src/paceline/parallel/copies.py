@@ -14,7 +14,6 @@ that travels hides behind computing.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -23,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.containers import to_device
-from paceline.errors import JobError, ModelError
+from paceline.errors import JobError
+from paceline.parallel.blocks import copy_of_modules
 from paceline.parallel.engine import Reducer
 from paceline.parallel.layout import Whole
 from paceline.parallel.losses import LossLayouts, LossOf
@@ -65,7 +65,7 @@ class Copies:
             f"One process drives {len(devices)} devices, one after the other, because the generators of random "
             "numbers, which belong to a virtual shard, are the process's."
         )
-        self._copies = [_copied(model).to(device) for device in devices[1:]]
+        self._copies = [copy_of_modules(model, {}).to(device) for device in devices[1:]]
         layouts = LossLayouts(None)
         self._passes = [
             Passes(one, device, layouts, zero.to(device)) for one, device in zip(self._copies, devices[1:], strict=True)
@@ -114,21 +114,6 @@ def _add_gradients(mine: nn.Module, model: nn.Module) -> None:
             gradient = own.grad.to(total.device, non_blocking=True)
             total.grad = gradient if total.grad is None else total.grad.add_(gradient)
             own.grad = None
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    """A copy of a model for another device.
-
-    Raises:
-        ModelError: torch cannot copy it.
-    """
-    try:
-        return copy.deepcopy(model)
-    except RuntimeError as problem:  # torch copies no tensors that autograd has made
-        raise ModelError(
-            "The model cannot be copied to other devices: it holds a tensor that was computed, as the weight that "
-            "torch.nn.utils.weight_norm or prune makes; use torch.nn.utils.parametrizations, or the strategy dp."
-        ) from problem
 
 
 def _on_device(loss_of: LossOf, device: torch.device) -> LossOf:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -82,10 +82,8 @@ class OuterSteps(Engine):
         self._outer_momentum = 0.0 if is_local_sgd else spec.outer_momentum
         self._trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         self._agreed: dict[str, Tensor] = {}
-        """The weights after the last outer step, in `_wide` precision."""
+        """The weights and floating-point buffers after the last outer step, in `_wide` precision."""
         self._momentum: dict[str, Tensor] = {}
-        self._buffers: dict[str, Tensor] = {}
-        """The floating-point buffers after the last outer step."""
         self._num_steps = 0
         """Since the last outer step."""
         self._own_samples = 0.0
@@ -119,7 +117,7 @@ class OuterSteps(Engine):
         if self._holds_consensus:
             raise JobError("run.step has no effect inside run.consensus, which restores the weights; call it outside.")
         if not self._agreed:  # weights may have been loaded since they were prepared
-            self._agree()
+            self._agreed = {name: _wide(one, copy=True) for name, one in self._averaged().items()}
         self._num_steps += 1
         self._mean = None
         mine = _own_part_of(step)
@@ -146,74 +144,62 @@ class OuterSteps(Engine):
         if self._aggregator is not None:
             # The scheduler counts this as a step, so that it compares the calls of the first outer steps.
             self._aggregator.scheduler.begin_step()
-        part = self._part_of_samples()
-        for name, move in self._mean_moves(part, exactly=False).items():
+        for name, move in self._mean_moves(exactly=False).items():
+            if name not in self._trained:
+                self._agreed[name].add_(move)
+                continue
             if self._outer_momentum:  # Nesterov's
                 momentum = self._momentum.setdefault(name, torch.zeros_like(move))
                 momentum.mul_(self._outer_momentum).add_(move)
                 move.add_(momentum, alpha=self._outer_momentum)
             self._agreed[name].add_(move, alpha=self._outer_lr)
-            self._trained[name].copy_(self._agreed[name])
-        self._average_buffers(part)
-        self._buffers = self._floating_buffers()
+        self._hold(self._agreed)
         self._num_steps, self._own_samples = 0, 0.0
 
-    @torch.no_grad()
-    def _agree(self) -> None:
-        """Take the present weights for those after the last outer step."""
-        self._agreed = {name: _wide(parameter, copy=True) for name, parameter in self._trained.items()}
-        self._buffers = self._floating_buffers()
+    def _averaged(self) -> dict[str, Tensor]:
+        """The weights and floating-point buffers of this worker, by name."""
+        floating = {name: one for name, one in self.module.named_buffers() if one.is_floating_point()}
+        return {name: one.detach() for name, one in (self._trained | floating).items()}
 
-    def _part_of_samples(self) -> float:
-        """This worker's fraction of the samples since the last outer step, or of the units of `Mean`s; equal fractions
-        if there are none. A collective."""
-        of_workers = all_gather_objects(self._own_samples, self._everyone)
-        total = math.fsum(of_workers)
-        return self._own_samples / total if total else 1 / len(of_workers)
+    def _hold(self, values: Mapping[str, Tensor]) -> None:
+        """Hold what workers agree on, and rank 0's other buffers."""
+        averaged = self._averaged()
+        for name, value in values.items():
+            averaged[name].copy_(value)
+        broadcast([one for name, one in self.module.named_buffers() if name not in averaged], self._everyone)
 
-    def _mean_moves(self, part: float, *, exactly: bool) -> dict[str, Tensor]:
-        """The differences from the last common weights to the mean of the current ones, by name.
+    def _mean_moves(self, *, exactly: bool) -> dict[str, Tensor]:
+        """The differences from what workers last agreed on to the mean of what they have, by name. A collective.
+
+        Each counts by its fraction of the samples since the last outer step, or of the units of `Mean`s; equally if
+        there are none.
 
         Args:
-            part: what this worker's weights count for.
-            exactly: whether nothing is rounded to the run's wire format.
+            exactly: whether no weight is rounded to the run's wire format; no buffer ever is.
         """
+        of_workers = all_gather_objects(self._own_samples, self._everyone)
+        total = math.fsum(of_workers)
+        part = self._own_samples / total if total else 1 / len(of_workers)
+        averaged = self._averaged()
         moves: dict[str, Tensor] = {}
         arriving = []
-        for bucket in buckets(self._agreed.items(), lambda named: (named[1].dtype, named[1].nbytes)):
+        for bucket in buckets(
+            self._agreed.items(), lambda named: ((named[0] in self._trained, named[1].dtype), named[1].nbytes)
+        ):
             names = [name for name, _ in bucket]
-            own = [(_wide(self._trained[name]) - agreed).reshape(-1) for name, agreed in bucket]
-            flat = torch.cat(own).mul_(part)
+            # What has not moved may be infinite.
+            own = [torch.where(now == old, 0.0, now - old) for now, old in ((_wide(averaged[n]), o) for n, o in bucket)]
+            flat = torch.cat([one.reshape(-1) for one in own]).mul_(part)
             pieces = flat.split([agreed.numel() for _, agreed in bucket])
             moves |= {name: piece.view_as(agreed) for (name, agreed), piece in zip(bucket, pieces, strict=True)}
             if (sums := self._aggregator) is not None:
-                arriving.append(sums.sum_exactly(flat, "weights") if exactly else sums.sum_bucket(flat, names))
+                is_exact = exactly or names[0] not in self._trained
+                arriving.append(sums.sum_exactly(flat, "weights") if is_exact else sums.sum_bucket(flat, names))
         for future in arriving:
             future.wait()
         if self._aggregator is not None:
             self._aggregator.scheduler.raise_error()
         return moves
-
-    def _average_buffers(self, part: float) -> None:
-        floating = self._floating_buffers()
-        if floating:
-            # A constant, were it infinite, is not moved at all.
-            moves = [
-                torch.where(now == self._buffers[name], 0.0, now.double() - self._buffers[name].double()).reshape(-1)
-                for name, now in floating.items()
-            ]
-            flat = torch.cat(moves).mul_(part)
-            if self._aggregator is not None:
-                self._aggregator.sum_now(flat, "buffers")
-            for name, move in zip(floating, flat.split([move.numel() for move in moves]), strict=True):
-                agreed = self._buffers[name]
-                self.module.get_buffer(name).copy_(agreed.double() + move.view(agreed.shape))
-        others = [buffer for name, buffer in self.module.named_buffers() if name not in floating]
-        broadcast(others, self._everyone)
-
-    def _floating_buffers(self) -> dict[str, Tensor]:
-        """Copies, by name."""
-        return {name: one.detach().clone() for name, one in self.module.named_buffers() if one.is_floating_point()}
 
     # --- workers that differ ---
 
@@ -237,10 +223,7 @@ class OuterSteps(Engine):
         tensors = [*self.module.parameters(), *self.module.buffers()]
         with torch.no_grad():
             kept = [tensor.detach().clone() for tensor in tensors]
-            part = self._part_of_samples()
-            for name, move in self._mean_moves(part, exactly=True).items():
-                self._trained[name].copy_(self._agreed[name] + move)
-            self._average_buffers(part)
+            self._hold({name: self._agreed[name] + move for name, move in self._mean_moves(exactly=True).items()})
         self._holds_consensus = True
         try:
             yield
@@ -271,7 +254,6 @@ class OuterSteps(Engine):
                 "own_samples": self._own_samples,
                 "agreed": dict(self._agreed),
                 "momentum": dict(self._momentum),
-                "buffers": dict(self._buffers),
             }
         return {"inside": super().shared_state(), "outer_steps": outer_steps}
 
@@ -281,11 +263,10 @@ class OuterSteps(Engine):
     def own_state(self) -> dict[str, Any]:
         if self.is_synchronised:
             return {}
-        means = {
-            "weights": {name: _wide(parameter) for name, parameter in self._trained.items()},
-            "buffers": dict(self.module.named_buffers()),
-        }
-        return {"sums": {_OWN_SAMPLES: torch.tensor(float(self._own_samples), dtype=torch.float64)}, "means": means}
+        every = (*self._trained.items(), *self.module.named_buffers())
+        means = {name: _wide(one) if one.is_floating_point() else one for name, one in every}
+        samples = torch.tensor(float(self._own_samples), dtype=torch.float64)
+        return {"sums": {_OWN_SAMPLES: samples}, "means": {"tensors": means}}
 
     @torch.no_grad()
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
@@ -294,12 +275,10 @@ class OuterSteps(Engine):
         state = shared.get("outer_steps")
         if state:
             self._num_steps, self._own_samples = state["num_steps"], state["own_samples"]
-            self._agreed, self._momentum, self._buffers = (
-                {name: one.to(self.layout.device) for name, one in state[key].items()}
-                for key in ("agreed", "momentum", "buffers")
+            self._agreed, self._momentum = (
+                {name: one.to(self.layout.device) for name, one in state[key].items()} for key in ("agreed", "momentum")
             )
-        means = own.get("means", {})
-        mine = means.get("weights", {}) | means.get("buffers", {})
+        mine = own.get("means", {}).get("tensors", {})
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             if name in mine:
                 tensor.copy_(mine[name])

@@ -25,50 +25,33 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.containers import map_tensors, open_object, tensors
 from paceline.errors import ModelError
-from paceline.parallel.blocks import can_be_called
+from paceline.parallel.blocks import can_be_called, elements_of_lists
 from paceline.spec.algorithm import MIN_BLOCK_BYTES
 
 
-def blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules with parameters that stand in a Sequential or a ModuleList: they are computed one by one.
+def _groups_of_blocks(model: nn.Module) -> Iterator[list[nn.Module]]:
+    """Neighbouring blocks together until they hold `MIN_BLOCK_BYTES` of parameters.
 
-    Of a ModuleDict that stands in one, its modules: nobody calls the dictionary itself.
+    Not those that share a parameter with any other module: the model itself gathers the rest.
     """
-    found: list[nn.Module] = []
-    for child in model.children():
-        if isinstance(child, nn.Sequential | nn.ModuleList):
-            found += blocks(child)
-        elif isinstance(model, nn.Sequential | nn.ModuleList) and not can_be_called(child):
-            found += blocks(nn.ModuleList(child.children()))
-        elif isinstance(model, nn.Sequential | nn.ModuleList):
-            found += [child] if any(True for _ in child.parameters()) else []
-        else:
-            found += blocks(child)
-    return found
-
-
-def block_groups(found: list[nn.Module], min_bytes: int = MIN_BLOCK_BYTES) -> Iterator[list[nn.Module]]:
-    """Neighbours together until they hold `min_bytes` of parameters."""
-    group: list[nn.Module] = []
-    size_bytes = 0
-    for block in found:
-        group.append(block)
-        size_bytes += sum(parameter.nbytes for parameter in block.parameters())
-        if size_bytes >= min_bytes:
-            yield group
-            group, size_bytes = [], 0
-    if group:
-        yield group
-
-
-def independent_blocks(model: nn.Module, found: list[nn.Module]) -> list[nn.Module]:
-    """The blocks that share no parameter with any other module; the model itself gathers the rest."""
 
     def places(module: nn.Module) -> Counter[nn.Parameter]:
         return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))
 
     everywhere = places(model)
-    return [block for block in found if all(num == everywhere[one] for one, num in places(block).items())]
+    group: list[nn.Module] = []
+    size_bytes = 0
+    for block in elements_of_lists(model):
+        own = places(block)
+        if any(number < everywhere[parameter] for parameter, number in own.items()):
+            continue
+        group.append(block)
+        size_bytes += sum(parameter.nbytes for parameter in own)
+        if size_bytes >= MIN_BLOCK_BYTES:
+            yield group
+            group, size_bytes = [], 0
+    if group:
+        yield group
 
 
 def shard(
@@ -98,10 +81,8 @@ def shard(
     wrap = functools.partial(
         fully_shard, mesh=mesh, reshard_after_forward=zero_stage == 3, offload_policy=offload, ignored_params=scalars
     )
-    found = [] if may_skip else independent_blocks(model, blocks(model))
-    if found and found[0] is not model:
-        for group in block_groups(found):
-            wrap(cast(Any, group if len(group) > 1 else group[0]))
+    for group in [] if may_skip else _groups_of_blocks(model):
+        wrap(cast(Any, group if len(group) > 1 else group[0]))
     wrap(model)
     if hasattr(model, "generate"):
         # That of adapters calls the model inside of them: no call of `model` itself would gather what no block has.
@@ -155,7 +136,7 @@ def sharded_modules(model: nn.Module) -> list[FSDPModule]:
 
 def recompute(model: nn.Module) -> None:
     """Let backward compute each block's activations again instead of keeping them (Chen et al. 2016)."""
-    for block in blocks(model) or [model]:
+    for block in elements_of_lists(model) or [model]:
         block.forward = _recomputed(block.forward)
 
 

@@ -23,9 +23,8 @@ from paceline.parallel.block_calls import (
     Skeleton,
     Source,
     Trace,
-    copy_of_modules,
 )
-from paceline.parallel.blocks import blocks_of
+from paceline.parallel.blocks import blocks_of, copy_of_modules
 
 
 @dataclass(frozen=True)
