@@ -94,7 +94,7 @@ def test_a_declared_plan_learns_what_one_device_learns(make: Callable[[], nn.Mod
         ({"frist": "colwise"}, 2, ("'frist'", "'first'")),
         ({"first": "columns"}, 2, ("no style 'columns'", "'first'", "colwise")),
         ({"norm": "colwise"}, 2, ("'norm' is a Identity", "Linear")),
-        ({"first": "colwise", "second": "rowwise"}, 3, ("8 out_features", "3 workers")),
+        ({"first": "colwise", "second": "rowwise"}, 3, ("out_features = 8", "3 workers")),
         ({"": "heads(num_heads)"}, 2, ("num_heads = None",)),
     ],
 )
@@ -105,7 +105,7 @@ def test_a_plan_that_does_not_fit_is_refused(plan: Mapping[str, str] | None, deg
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ModelError, match="'q_proj': 2 heads cannot be shared by 4 workers"):
+    with pytest.raises(ModelError, match="'q_proj' has heads = 2, which 4 workers cannot divide"):
         tensor_plan_of(Attending(), {"q_proj": "colwise", "together": "rowwise"}, 4)
 
 

@@ -50,11 +50,6 @@ Value = Tensor | float | Mean
 Loss = Tensor | Mean | tuple[Tensor | Mean, Mapping[str, Value]]
 """What a loss function returns: the mean over the samples it was given, or a `Mean`; and further numbers by name."""
 
-_RETURNS = (
-    "it should return one number, the mean loss over its samples, or paceline.Mean(loss, weight=…), or a pair of that "
-    "and a dict of further numbers"
-)
-
 
 @dataclass(frozen=True)
 class LossLayout:
@@ -174,21 +169,19 @@ def read_loss(returned: Any, fraction: float, num_in_batch: int, like: Tensor) -
     Raises:
         ModelError: it is no loss.
     """
-    loss: Any = returned
-    values: Mapping[str, Any] = {}
-    if isinstance(returned, tuple):
-        if len(returned) != 2 or not isinstance(returned[1], Mapping):
-            raise ModelError(f"The loss function returned a tuple of {len(returned)}; {_RETURNS}.")
-        loss, values = returned
-
-    def weighed(number: Tensor, weight: Any, name: str) -> list[Tensor]:
-        """[number times weight, weight]; the mean over nothing, which is NaN, counts for nothing."""
-        total = _weight(weight, name, like) / num_in_batch
-        return [torch.where(total == 0, 0.0, number.view(1).to(like.dtype) * total), total]
-
-    mean = _scalar(loss.value if isinstance(loss, Mean) else loss)
+    is_pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
+    loss, values = returned if is_pair else (returned, {})
+    mean = loss.value if isinstance(loss, Mean) else loss
+    if not isinstance(mean, Tensor) or mean.numel() != 1:
+        raise ModelError(
+            f"The loss function returned {_form(mean)}; it should return one number, the mean loss over its samples, "
+            "or paceline.Mean(loss, weight=…), or a pair of that and a dict of further numbers."
+        )
+    if torch.is_grad_enabled() and not mean.requires_grad:
+        raise ModelError("The loss does not depend on any trainable parameter of the prepared model.")
+    mean = mean.view(()) if mean.dim() else mean
     if isinstance(loss, Mean):
-        sums = weighed(mean.detach(), loss.weight, "loss")
+        sums = _weighed(mean, loss.weight, "loss", num_in_batch, like)
         weight: float | Tensor = sums[1].view(())
         weighted = mean * weight
     else:
@@ -196,54 +189,40 @@ def read_loss(returned: Any, fraction: float, num_in_batch: int, like: Tensor) -
         sums = [weighted.detach().to(like.dtype).view(1)]
     kinds = []
     for name, value in sorted(values.items()):
-        is_weighted = isinstance(value, Mean)
-        number = _number(value.value if is_weighted else value, name, like)
+        if is_weighted := isinstance(value, Mean):
+            sums += _weighed(value.value, value.weight, name, num_in_batch, like)
+        else:
+            sums.append(_number(value, f"'{name}'", like) * fraction)
         kinds.append((str(name), is_weighted))
-        sums += weighed(number, value.weight, name) if is_weighted else [number * fraction]
     layout = LossLayout(isinstance(loss, Mean), tuple(kinds))
     return ShardLoss(layout, mean, weight, weighted, sums[0] if len(sums) == 1 else torch.cat(sums))
 
 
-def _scalar(loss: Any) -> Tensor:
-    """
-    Raises:
-        ModelError: `loss` is not one number that can be differentiated.
-    """
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
-        raise ModelError(f"The loss function returned {_form(loss)}; {_RETURNS}.")
-    if torch.is_grad_enabled() and not loss.requires_grad:
-        raise ModelError("The loss does not depend on any trainable parameter of the prepared model.")
-    return loss.view(()) if loss.dim() else loss
+def _weighed(value: Any, weight: Any, name: str, num_in_batch: int, like: Tensor) -> list[Tensor]:
+    """[the value times its weight, the weight], of shape (1,) each; the mean over nothing, which is NaN, counts for
+    nothing, and a weight that turns out to be negative is NaN."""
+    if isinstance(weight, Tensor) and weight.requires_grad:
+        raise ModelError(
+            f"The weight of '{name}' requires a gradient; a weight only counts, so give paceline.Mean weight.detach()."
+        )
+    number = _number(weight, f"the weight of '{name}'", like)
+    if isinstance(weight, Tensor) and weight.device.type != "cpu":  # to read it would make the CPU wait
+        number = torch.where(number < 0, torch.nan, number)
+    elif not 0 <= float(number) < math.inf:
+        raise ModelError(
+            f"The weight of '{name}' is {float(number):g}; it should be 0 or more, such as the number of tokens."
+        )
+    total = number / num_in_batch
+    return [torch.where(total == 0, 0.0, _number(value, f"'{name}'", like) * total), total]
 
 
-def _number(value: Any, name: str, like: Tensor) -> Tensor:
+def _number(value: Any, what: str, like: Tensor) -> Tensor:
     """A value as a tensor of shape (1,), detached."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach().to(like.device, like.dtype, non_blocking=True).view(1)
     if isinstance(value, numbers.Real):
         return like.new_tensor([float(value)])
-    raise ModelError(
-        f"The loss function returned {_form(value)} as '{name}'; each of its values should be one number, or a "
-        "paceline.Mean."
-    )
-
-
-def _weight(weight: Any, name: str, like: Tensor) -> Tensor:
-    """A weight as a tensor of shape (1,): checked where that costs nothing; NaN if it turns out to be negative."""
-    if isinstance(weight, Tensor) and weight.requires_grad:
-        raise ModelError(
-            f"The weight of '{name}' requires a gradient; a weight only counts, so give paceline.Mean weight.detach()."
-        )
-    if not isinstance(weight, numbers.Real | Tensor) or (isinstance(weight, Tensor) and weight.numel() != 1):
-        raise ModelError(
-            f"The weight of '{name}' is {_form(weight)}; it should be one number, such as that of valid tokens."
-        )
-    if isinstance(weight, Tensor) and weight.device.type != "cpu":
-        number = weight.to(like.device, like.dtype).view(1)
-        return torch.where(number < 0, torch.nan, number)  # reading it would make the CPU wait
-    if not 0 <= (exact := float(weight)) < math.inf:
-        raise ModelError(f"The weight of '{name}' is {exact:g}; it should be 0 or more, such as the number of tokens.")
-    return like.new_tensor([exact])
+    raise ModelError(f"The loss function returned {_form(value)} as {what}; it should be one number.")
 
 
 def _form(value: Any) -> str:

@@ -67,8 +67,7 @@ def tensor_plan_of(model: nn.Module, given: Mapping[str, str] | None, degree: in
         )
     plan = {name: style for name, style in plan.items() if style != "replicate"}
     for name, style in plan.items():
-        _check_module(name, modules[name], style, degree)
-    _check_heads(modules, plan, degree)
+        _check_module(name, modules, style, degree)
     _check_tied(model, plan)
     return plan
 
@@ -79,54 +78,41 @@ def described(plan: Mapping[str, str]) -> str:
     return "; ".join(dict.fromkeys(lines))
 
 
-def _check_module(name: str, module: nn.Module, style: str, degree: int) -> None:
+def _check_module(name: str, modules: Mapping[str, nn.Module], style: str, degree: int) -> None:
     """Raises `ModelError` where `degree` workers cannot divide the module in this style."""
-    if attributes := _counts(style):
-        for attribute in attributes:
-            number = getattr(module, attribute, None)
-            if not isinstance(number, int) or number % degree:
-                raise ModelError(
-                    f"The tensor plan's '{name}' has {attribute} = {number}, which {degree} workers cannot divide; use "
-                    "a tp degree that divides it."
-                )
-        return
-    if style not in _DIVIDED_FEATURES:
-        hint = did_you_mean(style, [*_STYLES, *_ALIASES])
-        raise ModelError(
-            f"The tensor plan has no style '{style}', as it is given for '{name}': {hint}The styles are "
-            f"{', '.join(_STYLES)}; give run.prepare a tensor_plan of these, or use another strategy."
-        )
-    kind = nn.Embedding if style == "embedding_rowwise" else nn.Linear
-    if type(module) is not kind:
-        raise ModelError(
-            f"The tensor plan's '{name}' is a {type(module).__name__}, and '{style}' is for {kind.__name__}; give it "
-            "another style, or none."
-        )
-    length = getattr(module, _DIVIDED_FEATURES[style])
+    module = modules[name]
+    lengths = {attribute: getattr(module, attribute, None) for attribute in _counts(style)}
+    if not lengths:
+        if style not in _DIVIDED_FEATURES:
+            hint = did_you_mean(style, [*_STYLES, *_ALIASES])
+            raise ModelError(
+                f"The tensor plan has no style '{style}', as it is given for '{name}': {hint}The styles are "
+                f"{', '.join(_STYLES)}; give run.prepare a tensor_plan of these, or use another strategy."
+            )
+        kind = nn.Embedding if style == "embedding_rowwise" else nn.Linear
+        if type(module) is not kind:
+            raise ModelError(
+                f"The tensor plan's '{name}' is a {type(module).__name__}, and '{style}' is for {kind.__name__}; give "
+                "it another style, or none."
+            )
+        lengths = {_DIVIDED_FEATURES[style]: getattr(module, _DIVIDED_FEATURES[style])}
+        head_dim = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
+        if style == "colwise" and isinstance(head_dim, int):
+            lengths["heads"] = cast(nn.Linear, module).out_features // head_dim
     # What is gathered or looked up need not divide evenly; but every worker needs some of it.
-    if length % degree if style in ("colwise", "rowwise", "rowwise_split_input") else length < degree**2:
-        raise ModelError(
-            f"The tensor plan's '{name}' with {length} {_DIVIDED_FEATURES[style]} cannot be shared as {style} by "
-            f"{degree} workers; use a tp degree that divides it."
-        )
+    is_even = style not in ("colwise_gather_output", "embedding_rowwise")
+    for what, length in lengths.items():
+        if length is None or (length % degree if is_even else length < degree**2):
+            raise ModelError(
+                f"The tensor plan's '{name}' has {what} = {length}, which {degree} workers cannot divide as {style}; "
+                "use a tp degree that divides it."
+            )
 
 
 def _counts(style: str) -> list[str]:
     """The attributes of "heads(num_heads, width)"."""
     found = re.fullmatch(r"heads\(([\w\s,]+)\)", style)
     return [] if found is None else [one.strip() for one in found[1].split(",")]
-
-
-def _check_heads(modules: Mapping[str, nn.Module], plan: TensorPlan, degree: int) -> None:
-    """Raises `ModelError` for heads that do not divide."""
-    for name in [name for name, style in plan.items() if style == "colwise"]:
-        head_dim = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
-        features = cast(nn.Linear, modules[name]).out_features
-        if isinstance(head_dim, int) and features % (head_dim * degree):
-            raise ModelError(
-                f"'{name}': {features // head_dim} heads cannot be shared by {degree} workers; use a tp degree that "
-                "divides them."
-            )
 
 
 def _check_tied(model: nn.Module, plan: TensorPlan) -> None:
@@ -157,7 +143,10 @@ def apply_tensor_plan(model: nn.Module, axis: DeviceMesh, plan: Mapping[str, str
         if style in _DIVIDED_FEATURES:
             styles[name] = _parallel_style(style)
     parallelize_module(model, axis, styles, src_data_rank=None)
-    _tie_again(model, places)
+    for first, *others in places:  # one object again, as before they were divided
+        for other in others:
+            owner, _, key = other.rpartition(".")
+            setattr(model.get_submodule(owner), key, model.get_parameter(first))
     for name, style in plan.items():
         if style == "embedding_rowwise":
             # Torch gives an embedding's whole gradient to every worker; a norm would count it once for each.
@@ -179,21 +168,6 @@ def _places_of_tied(model: nn.Module) -> list[list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         places.setdefault(parameter, []).append(name)
     return [names for names in places.values() if len(names) > 1]
-
-
-def _tie_again(model: nn.Module, places: list[list[str]]) -> None:
-    """Give parameters that were one before they were divided one object again."""
-    for first, *others in places:
-        tied = model.get_parameter(first)
-        for name in others:
-            owner, _, key = name.rpartition(".")
-            setattr(model.get_submodule(owner), key, tied)
-
-
-def _refuse_unknown_words(module: nn.Embedding, arguments: tuple[Tensor]) -> None:
-    words = arguments[0]
-    if words.device.type == "cpu" and not bool(((words >= 0) & (words < module.num_embeddings)).all()):
-        raise IndexError("index out of range in self")  # as torch has it; divided, it would find zeros
 
 
 class _DividedRegion(TorchFunctionMode):
@@ -222,8 +196,6 @@ class _DividedRegion(TorchFunctionMode):
                 module.register_forward_hook(partial(self._begin, has_heads))
             elif style == "rowwise":
                 module.register_forward_pre_hook(partial(self._end_before, name))
-            elif style == "embedding_rowwise":
-                module.register_forward_pre_hook(_refuse_unknown_words, prepend=True)
             elif style is None and any(True for _ in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(partial(self._refuse_whole, name))
         model.register_forward_pre_hook(lambda _module, _arguments: self._end())  # an error may have left it open
