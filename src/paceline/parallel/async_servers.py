@@ -21,7 +21,7 @@ from paceline.parallel.layout import Whole
 from paceline.parallel.losses import LossLayout, StepLoss
 from paceline.parallel.running_sum import RunningSum
 from paceline.parallel.step_input import AnyShard, StepInput
-from paceline.spec import AggregationSpec, Job, Plan
+from paceline.spec import Job, Plan
 from paceline.words import number_of
 
 _LOSS_NAME = "loss"
@@ -42,7 +42,14 @@ class AsyncServers(Engine):
 
     def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
         layout = Whole(model, device, None)
-        super().__init__(layout, RunningSum(layout, None), notes=[describe_asynchrony(job.aggregation, plan)])
+        staleness = job.aggregation.staleness
+        note = f"{number_of(plan.num_servers, 'parameter server')}, staleness {staleness}: " + (
+            f"every gradient comes from parameters that are {number_of(staleness, 'update')} late, whatever the number "
+            "and speed of workers; SGD's momentum is lowered for it"
+            if staleness
+            else "workers take shards as they come, the result is that of synchronous training"
+        )
+        super().__init__(layout, RunningSum(layout, None), notes=[note])
         self.buffers.finds_others = False
         self._job = job
         self._plan = plan
@@ -156,15 +163,3 @@ class AsyncServers(Engine):
             )
         broadcast(self.module.buffers(), self._group)
         yield
-
-
-def describe_asynchrony(spec: AggregationSpec, plan: Plan) -> str:
-    """Notes for the run's log and report."""
-    servers = number_of(plan.num_servers, "parameter server")
-    if spec.staleness == 0:
-        return f"{servers}, staleness 0: workers take shards as they come, the result is that of synchronous training"
-    updates = "update" if spec.staleness == 1 else "updates"
-    return (
-        f"{servers}: every gradient comes from parameters that are {spec.staleness} {updates} late (fewer at first and "
-        "after an epoch or a checkpoint), whatever the number and speed of workers; SGD's momentum is lowered for it"
-    )

@@ -34,8 +34,8 @@ _NUM_FIRST_STEPS = 2
 _MOST_BYTES, _MOST_BOOLS = 1 << 26, 1 << 16
 """Larger buffers are constants, as quantised weights and masks are."""
 
-_FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_OTHERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_DTYPES = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_DTYPES |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 """Buffers of other types are constants."""
 
 
@@ -278,20 +278,6 @@ class Buffers:
                 "where it begins to change and resume: a resumed run looks again in its first steps."
             )
 
-    # --- copies of the model on other devices ---
-
-    def begin_step_like(self, other: Buffers) -> None:
-        """As `begin_step`, for those buffers that may move in another copy of the model."""
-        self._end_look()
-        moving = {buffer.name for flat in other._flats for buffer in flat.buffers}
-        self._let_move([name for name in self._constants if name in moving])
-        self._looked_at = [
-            _Flat([self._constants[buffer.name] for buffer in flat.buffers]) for flat in other._looked_at
-        ]
-        for flat in self._flats:
-            flat.begin_step()
-        self._is_clean = True
-
     # --- between steps ---
 
     def hidden_state(self) -> dict[str, Tensor]:
@@ -308,7 +294,7 @@ class Buffers:
 
 
 def _may_move(tensor: Tensor) -> bool:
-    is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.dtype in _FLOATS | _OTHERS
+    is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.dtype in _DTYPES
     most_bytes = _MOST_BOOLS if tensor.dtype == torch.bool else _MOST_BYTES
     return is_plain and not tensor.is_meta and tensor.nbytes <= most_bytes
 

@@ -14,7 +14,7 @@ that travels hides behind computing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ from paceline.errors import JobError
 from paceline.parallel.blocks import copy_of_modules
 from paceline.parallel.engine import Reducer
 from paceline.parallel.layout import Whole
-from paceline.parallel.losses import LossLayouts, LossOf
+from paceline.parallel.losses import LossOf
 from paceline.parallel.passes import Passes
 from paceline.parallel.step_input import StepInput, shards_of_rank
 from paceline.spec import Plan
@@ -56,54 +56,59 @@ class Copies:
     Equal to one device up to rounding.
     """
 
-    def __init__(self, model: nn.Module, devices: Sequence[torch.device], zero: Tensor) -> None:
-        """
-        Args:
-            zero: as of the layout.
-        """
+    def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
         self.note = (
             f"One process drives {len(devices)} devices, one after the other, because the generators of random "
             "numbers, which belong to a virtual shard, are the process's."
         )
-        self._copies = [copy_of_modules(model, {}).to(device) for device in devices[1:]]
-        layouts = LossLayouts(None)
-        self._passes = [
-            Passes(one, device, layouts, zero.to(device)) for one, device in zip(self._copies, devices[1:], strict=True)
-        ]
+        self._copies = {device: copy_of_modules(model, {}).to(device) for device in devices[1:]}
+        self._passes: list[Passes] = []
 
     def run(self, step: StepInput, passes: Passes, reducer: Reducer, layout: Whole) -> None:  # noqa: ARG002 - whole
         """The step's shards, device by device; leaves the sum of gradients on the first one."""
+        if not self._passes:
+            self._passes = [
+                Passes(model, device, passes.layouts, passes.like.to(device), buffers=passes.buffers)
+                for device, model in self._copies.items()
+            ]
         first, stop = step.assignment.own
         busy = [passes, *self._passes][: stop - first]
         for other in busy[1:]:
             _take_over(other.model, passes.model)
-            other.buffers.begin_step_like(passes.buffers)
         for place, own in enumerate(busy):
             here = replace(step, loss_of=_on_device(step.loss_of, own.device))
             with torch.cuda.device(own.device) if own.device.type == "cuda" else nullcontext():
                 for shard in range(*(first + bound for bound in shards_of_rank(place, len(busy), stop - first))):
-                    loss = own.forward(here, shard)
+                    own.enter(here, shard)
+                    _copy(passes.model.buffers(), own.model.buffers())
+                    loss = own.read(here, shard)
+                    _copy(own.model.buffers(), passes.model.buffers())
+                    own.leave(here, shard, loss)
                     reducer.forward_made(own.statistics(loss).to(passes.device), is_last=shard == stop - 1)
                     own.backward(here, loss)
                     if shard == first:
                         reducer.pass_made(0, loss)
-                    passes.layouts.has_returned(step.loss_name, loss.layout)
         for other in busy[1:]:
             _add_gradients(other.model, passes.model)
 
 
 @torch.no_grad()
+def _copy(source: Iterable[Tensor], target: Iterable[Tensor]) -> None:
+    for value, place in zip(source, target, strict=True):
+        if value is not place:
+            place.copy_(value, non_blocking=True)
+
+
+@torch.no_grad()
 def _take_over(mine: nn.Module, model: nn.Module) -> None:
-    """Give a copy the parameters, buffers, modes and settings (a dropout rate) of `model`; no gradients."""
+    """Give a copy the parameters, modes and settings (a dropout rate) of `model`; no gradients."""
     for module, original in zip(mine.modules(), model.modules(), strict=True):
         settings = {key: value for key, value in vars(original).items() if isinstance(value, bool | int | float)}
         vars(module).update(settings)
+    _copy(model.parameters(), mine.parameters())
     for own, other in zip(mine.parameters(), model.parameters(), strict=True):
-        own.copy_(other, non_blocking=True)
         own.requires_grad_(other.requires_grad)
         own.grad = None
-    for kept, current in zip(mine.buffers(), model.buffers(), strict=True):
-        kept.copy_(current, non_blocking=True)
 
 
 @torch.no_grad()

@@ -44,7 +44,7 @@ class MicroBatch:
             return
         self._passes.enter(self._step, self._shard)
         yield
-        self._passes.leave(self._step, self._shard)
+        self._passes.leave(self._step, self._shard, None)
         moves = self._passes.buffers.take_moves(self._moves)
         self._moves += torch.cat(moves) if moves else 0  # of other stages' layers nothing
 

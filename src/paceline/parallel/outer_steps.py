@@ -44,6 +44,7 @@ from paceline.parallel.losses import StepLoss
 from paceline.parallel.running_sum import RunningSum
 from paceline.parallel.step_input import Assignment, StepInput
 from paceline.spec import AggregationSpec
+from paceline.words import number_of
 
 _OWN_SAMPLES = "own_samples"
 """In a worker's own state: the weight of what it has computed since the last outer step."""
@@ -72,8 +73,12 @@ class OuterSteps(Engine):
             everyone: all workers, which have equal weights; None: there is one.
             sums: how they sum moves.
         """
-        notes = [*sums.notes, describe_outer_steps(spec)]
-        super().__init__(layout, RunningSum(layout, None), notes=notes, algorithm=sums.algorithm)
+        note = (
+            f"the weights of the workers are averaged every {number_of(spec.sync_every, 'step')} ({spec.method}); in "
+            "between each trains on its own samples of every batch, so the result depends on their number, and the "
+            "training loss is that of rank 0"
+        )
+        super().__init__(layout, RunningSum(layout, None), notes=[*sums.notes, note], algorithm=sums.algorithm)
         self._spec = spec
         self._everyone = everyone
         self._aggregator = sums.aggregator
@@ -105,33 +110,27 @@ class OuterSteps(Engine):
         Without any such sample, or where their `Mean`s have no weight, no parameter gets a gradient, and the loss is
         NaN.
         """
-        result = self._own_gradients(step)
-        update(result.loss)
-        if self._num_steps == self._spec.sync_every:
-            begin = mark(self.layout.device)
-            self._outer_step()
-            self.communication = begin, mark(self.layout.device)
-        return result
-
-    def _own_gradients(self, step: StepInput) -> StepLoss:
         if self._holds_consensus:
             raise JobError("run.step has no effect inside run.consensus, which restores the weights; call it outside.")
         if not self._agreed:  # weights may have been loaded since they were prepared
             self._agreed = {name: _wide(one, copy=True) for name, one in self._averaged().items()}
         self._num_steps += 1
         self._mean = None
+        begin = mark(self.layout.device)
+        self.communication = begin, begin
+        result = StepLoss(torch.full((), torch.nan, device=self.layout.device))
         mine = _own_part_of(step)
-        num_samples = mine.assignment.global_size
-        if not num_samples:
-            now = mark(self.layout.device)
-            self.communication = now, now
-            return StepLoss(torch.full((), torch.nan, device=self.layout.device))
-        result = self.gradients(mine)
-        weight = num_samples if result.rescale is None else num_samples / float(result.rescale)
-        self._own_samples += weight
-        if not weight:
-            for parameter in self.module.parameters():
-                parameter.grad = None
+        if num_samples := mine.assignment.global_size:
+            result = self.gradients(mine)
+            weight = num_samples if result.rescale is None else num_samples / float(result.rescale)
+            self._own_samples += weight
+            if not weight:
+                self.module.zero_grad()
+        update(result.loss)
+        if self._num_steps == self._spec.sync_every:
+            begin = mark(self.layout.device)
+            self._outer_step()
+            self.communication = begin, mark(self.layout.device)
         return result
 
     def audit(self, step: StepInput) -> None:
@@ -295,15 +294,3 @@ def _own_part_of(step: StepInput) -> StepInput:
     first, stop = step.assignment.own
     assignment = Assignment(step.assignment.sizes, ((0, stop - first),), rank=0)
     return replace(step, assignment=assignment, shard_seed=lambda shard: step.shard_seed(first + shard))
-
-
-def describe_outer_steps(spec: AggregationSpec) -> str:
-    """Notes for the run's log and report."""
-    when = "step" if spec.sync_every == 1 else f"{spec.sync_every} steps"
-    details: list[str] = [spec.method]
-    if spec.method == "diloco":
-        details += [f"outer lr {spec.outer_lr:g}", f"momentum {spec.outer_momentum:g}"]
-    return (
-        f"the weights of the workers are averaged every {when} ({', '.join(details)}); in between each trains on its "
-        "own samples of every batch, so the result depends on their number, and the training loss is that of rank 0"
-    )

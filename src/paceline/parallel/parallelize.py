@@ -63,7 +63,7 @@ def parallelize(
                 "parity = 'numeric'."
             )
         layout = Whole(model, device, None)
-        copies = Copies(model, devices_of_process(plan, device), layout.zero)
+        copies = Copies(model, devices_of_process(plan, device))
         return Engine(layout, RunningSum(layout, None), copies, [copies.note])
     if job.aggregation.is_infrequent:  # each worker trains alone, and weights are averaged every few steps
         sums = set_up_aggregation(job, plan, group, device)

@@ -28,17 +28,19 @@ class Passes:
         layouts: LossLayouts,
         like: Tensor,
         blocks: Mapping[str, nn.Module] | None = None,
+        buffers: Buffers | None = None,
     ) -> None:
         """
         Args:
             like: a scalar of the dtype, and on the device, in which losses are added.
             blocks: those that draw by names of their own, by path in the whole model; None: all of `model`.
+            buffers: what shards make of buffers is noted there; None: in those of `model`.
         """
         self.model = model
         self.device = device
         self.layouts = layouts
         self.like = like
-        self.buffers = Buffers(model)
+        self.buffers = Buffers(model) if buffers is None else buffers
         self.first_loss = like
         """The loss of this worker's first shard in the last step whose samples are needed again, a scalar."""
         self.seeds = BlockSeeds(device, blocks_of(model) if blocks is None else blocks)
@@ -56,9 +58,7 @@ class Passes:
         """The loss of a shard of this worker's; `backward` has to follow before the next one."""
         self.enter(step, shard)
         loss = self.read(step, shard)
-        self.leave(step, shard)
-        if step.reads_again and shard == step.assignment.own[0]:
-            self.first_loss = loss.mean.detach()
+        self.leave(step, shard, loss)
         return loss
 
     def enter(self, step: StepInput, shard: int) -> None:
@@ -69,9 +69,11 @@ class Passes:
         for one in (self.buffers, *step.companions):
             one.begin_pass()
 
-    def leave(self, step: StepInput, shard: int) -> None:
-        """After a forward pass, before its backward pass: note what it made of buffers."""
+    def leave(self, step: StepInput, shard: int, loss: ShardLoss | None) -> None:
+        """After a forward pass, before its backward pass: note what it made of buffers, and the first shard's loss."""
         self.buffers.end_pass(shard, step.assignment.weight(shard))
+        if loss is not None and step.reads_again and shard == step.assignment.own[0]:
+            self.first_loss = loss.mean.detach()
 
     def read(self, step: StepInput, shard: int) -> ShardLoss:
         """Call the loss function with a shard's samples, and see what it returned."""
