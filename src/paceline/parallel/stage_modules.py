@@ -106,33 +106,18 @@ class _NextStageError(BaseException):
     """The first block of the next stage is called; not an Exception, which a model might catch."""
 
 
+@dataclass
 class StagePass:
     """A forward pass of one stage: answers the calls of the model's blocks."""
 
-    def __init__(
-        self,
-        call: ModelCall,
-        cut: CutTrace,
-        stage: int,
-        device: torch.device,
-        *,
-        leave: Callable[[Output, Tensor], Tensor],
-        seed_block: Callable[[str], None],
-    ) -> None:
-        """
-        Args:
-            call: of the model.
-            leave: called with what leaves the stage as soon as it is there, which is then what it returns.
-            seed_block: called with the path of a block of an earlier stage where that is called.
-        """
-        self._call, self._cut, self._stage, self._device = call, cut, stage, device
-        self._leave, self._seed_block = leave, seed_block
-        self._is_trained = torch.is_grad_enabled()
-        self._is_last = stage == len(cut.crossing)
-        self._leaving: set[Output] = set() if self._is_last else set(cut.crossing[stage])
-        self._arrived: dict[Output, Tensor] = {}
-        self._left: dict[Output, Tensor] = {}
-        self._number = -1
+    call: ModelCall
+    cut: CutTrace
+    stage: int
+    device: torch.device
+    leave: Callable[[Output, Tensor], Tensor]
+    """Called with what leaves the stage as soon as it is there, which is then what it returns."""
+    seed_block: Callable[[str], None]
+    """Called with the path of a block of an earlier stage where that is called."""
 
     def run(self, calls: BlockCalls, forward: Callable[..., Any], arrived: Sequence[Tensor]) -> Any:
         """
@@ -143,31 +128,34 @@ class StagePass:
         Returns:
             What the model returns, from the last stage; from others a list of what leaves.
         """
+        self._is_trained = torch.is_grad_enabled()
+        crossing = self.cut.crossing
+        self._arrived = dict(zip(crossing[self.stage - 1], arrived, strict=True)) if self.stage else {}
+        self._leaving = crossing[self.stage] if self.stage < len(crossing) else ()
+        self._left = {one: self.leave(one, self._arrived[one]) for one in self._leaving if one in self._arrived}
         self._number = -1
-        self._arrived = dict(zip(self._cut.crossing[self._stage - 1], arrived, strict=True)) if self._stage else {}
-        self._left = {output: self._leave(output, self._arrived[output]) for output in self._leaving & {*self._arrived}}
         try:
             with calls.observed_by(self._answer):
-                returned = forward(*self._call.args, **self._call.kwargs)
+                returned = forward(*self.call.args, **self.call.kwargs)
         except _NextStageError:
-            return [self._left[output] for output in self._cut.crossing[self._stage]]
-        if not self._is_last or self._number + 1 < len(self._cut.calls):
+            return [self._left[output] for output in self._leaving]
+        if self.stage < len(crossing) or self._number + 1 < len(self.cut.calls):
             raise self._other_order()
         return returned
 
     def _answer(self, path: str, block: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._number += 1
         number = self._number
-        if number >= len(self._cut.calls) or self._cut.calls[number].path != path:
+        if number >= len(self.cut.calls) or self.cut.calls[number].path != path:
             raise self._other_order()
-        own, returned = self._cut.stage_of[number], self._cut.calls[number].returned
-        if own > self._stage:
+        own, returned = self.cut.stage_of[number], self.cut.calls[number].returned
+        if own > self.stage:
             raise _NextStageError
         outputs = [Output(number, place) for place in range(len(returned.forms))]
-        if own < self._stage:
-            self._seed_block(path)
+        if own < self.stage:
+            self.seed_block(path)
             return returned.filled([self._value(one, form) for one, form in zip(outputs, returned.forms, strict=True)])
-        if self._is_trained and self._cut.calls[number].is_trained and not torch.is_grad_enabled():
+        if self._is_trained and self.cut.calls[number].is_trained and not torch.is_grad_enabled():
             raise ModelError(
                 f"'{path}' has trained parameters and is called without gradients: freeze them "
                 "(requires_grad_(False)), and checkpoint activations by checkpoint(..., use_reentrant=False)."
@@ -181,13 +169,13 @@ class StagePass:
                         f"shape {tuple(form.shape)} with weights of zeros: cut the model elsewhere (pipeline.cuts), "
                         "where no tensor plan divides what is sent and no shape follows from values."
                     )
-                self._left[output] = self._leave(output, leaf)
+                self._left[output] = self.leave(output, leaf)
         return value
 
     def _value(self, output: Output, form: Tensor) -> Tensor:
         """What an earlier stage has sent, or zeros in place of what nothing in this stage or a later one needs."""
         arrived = self._arrived.get(output)
-        return torch.zeros_like(form, device=self._device) if arrived is None else arrived
+        return torch.zeros_like(form, device=self.device) if arrived is None else arrived
 
     def _other_order(self) -> ModelError:
         return ModelError(
