@@ -67,7 +67,10 @@ class AsyncServers(Engine):
         any_shard = self._any_shard = step.any_shard
         assert any_shard is not None
         if self._layout is None:
-            self._layout = self._layout_of_stand_in(step)
+            # By a sample that leaves no trace.
+            with standing_in(self.module), untouched(self.buffers), torch.no_grad():
+                self._layout = self.passes.loss_of_nothing(step).layout
+            self.layouts.has_returned(_LOSS_NAME, self._layout)
         if self._servers is None:
             self._servers = self._open(any_shard)
         while True:
@@ -92,13 +95,6 @@ class AsyncServers(Engine):
                 any_shard.updated(result.loss, not num_left_out)
                 return result
             self._work = None  # some worker asked for a pause
-
-    def _layout_of_stand_in(self, step: StepInput) -> LossLayout:
-        """Which numbers the loss function returns, by a sample that leaves no trace."""
-        with standing_in(self.module), untouched(self.buffers), torch.no_grad():
-            layout = self.passes.loss_of_nothing(step).layout
-        self.layouts.has_returned(_LOSS_NAME, layout)
-        return layout
 
     def _compute(self, batch: int, shard: int) -> tuple[Tensor, float]:
         """Leave the gradient of a shard in `.grad`; returns its statistics, and its weight.

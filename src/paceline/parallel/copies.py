@@ -14,7 +14,7 @@ that travels hides behind computing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -32,36 +32,32 @@ from paceline.parallel.step_input import StepInput, shards_of_rank
 from paceline.spec import Plan
 
 
-def devices_of_process(plan: Plan, first: torch.device) -> tuple[torch.device, ...]:
-    """The devices that one worker drives: GPUs from `first` on, or CPU threads.
-
-    Raises:
-        JobError: more GPUs than this process sees.
-    """
-    count = plan.devices_in_process
-    if first.type != "cuda":
-        return (first,) * count
-    start = first.index or 0
-    if start + count > torch.cuda.device_count():
-        raise JobError(
-            f"dp_one_process should drive {count} GPUs from GPU {start} on, but this process sees "
-            f"{torch.cuda.device_count()}; use fewer devices."
-        )
-    return tuple(torch.device("cuda", start + place) for place in range(count))
-
-
 class Copies:
     """Takes shards through copies of a model on several devices; the first device holds the model itself.
 
     Equal to one device up to rounding.
     """
 
-    def __init__(self, model: nn.Module, devices: Sequence[torch.device]) -> None:
+    def __init__(self, model: nn.Module, plan: Plan, first: torch.device) -> None:
+        """
+        Args:
+            first: the others are the next GPUs, or the CPU again.
+
+        Raises:
+            JobError: the plan has more GPUs than this process sees.
+        """
+        start, count = first.index or 0, plan.devices_in_process
+        if first.type == "cuda" and start + count > torch.cuda.device_count():
+            raise JobError(
+                f"dp_one_process should drive {count} GPUs from GPU {start} on, but this process sees "
+                f"{torch.cuda.device_count()}; use fewer devices."
+            )
         self.note = (
-            f"One process drives {len(devices)} devices, one after the other, because the generators of random "
-            "numbers, which belong to a virtual shard, are the process's."
+            f"One process drives {count} devices, one after the other, because the generators of random numbers, which "
+            "belong to a virtual shard, are the process's."
         )
-        self._copies = {device: copy_of_modules(model, {}).to(device) for device in devices[1:]}
+        others = [torch.device("cuda", start + place) if first.type == "cuda" else first for place in range(1, count)]
+        self._copies = [(copy_of_modules(model, {}).to(device), device) for device in others]
         self._passes: list[Passes] = []
 
     def run(self, step: StepInput, passes: Passes, reducer: Reducer, layout: Whole) -> None:  # noqa: ARG002 - whole
@@ -69,7 +65,7 @@ class Copies:
         if not self._passes:
             self._passes = [
                 Passes(model, device, passes.layouts, passes.like.to(device), buffers=passes.buffers)
-                for device, model in self._copies.items()
+                for model, device in self._copies
             ]
         first, stop = step.assignment.own
         busy = [passes, *self._passes][: stop - first]

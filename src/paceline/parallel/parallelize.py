@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, Scheduler, open_links
 from paceline.errors import JobError, ModelError
 from paceline.parallel.async_servers import AsyncServers
-from paceline.parallel.copies import Copies, devices_of_process
+from paceline.parallel.copies import Copies
 from paceline.parallel.engine import Aggregation, Engine, Runner
 from paceline.parallel.fixed_order_sum import FixedOrderSum
 from paceline.parallel.initial_weights import align, initial_weights
@@ -63,7 +63,7 @@ def parallelize(
                 "parity = 'numeric'."
             )
         layout = Whole(model, device, None)
-        copies = Copies(model, devices_of_process(plan, device))
+        copies = Copies(model, plan, device)
         return Engine(layout, RunningSum(layout, None), copies, [copies.note])
     if job.aggregation.is_infrequent:  # each worker trains alone, and weights are averaged every few steps
         sums = set_up_aggregation(job, plan, group, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
@@ -142,11 +143,14 @@ class Spread(Whole):
                 parameter.grad = None
 
     def local_squares(self, named: Iterable[tuple[str, Tensor]]) -> Tensor:
-        total = self.zero
+        mesh, total = self.axes.mesh, self.zero
         for name, parameter in named:
             if parameter.grad is not None:
                 own = squared_norm([local_shard(parameter.grad)], self.zero.to(parameter.grad.device))
-                total = total + own.to(total) / self._num_copies_of(name, parameter)
+                # So many workers of a replica hold the same shard.
+                num_copies = 1 if self._pipeline is None else len(self._pipeline.shared_parameters.get(name, (0,)))
+                num_copies *= math.prod(mesh.degree(one) for one in ("fsdp", "tp") if not is_sharded(parameter, one))
+                total = total + own.to(total) / num_copies
         return total
 
     def sum_in_replica(self, values: Tensor) -> Tensor:
@@ -172,13 +176,6 @@ class Spread(Whole):
             every[self._pipeline.places[name]] = norm
         assert self.axes.pp is not None
         return sum_over(every, self.axes.pp)  # each is 0 on all workers but one
-
-    def _num_copies_of(self, name: str, parameter: Tensor) -> int:
-        """How many workers of a replica hold the same shard of a parameter."""
-        mesh = self.axes.mesh
-        sharded = {axis: is_sharded(parameter, axis) for axis in ("fsdp", "tp")}
-        num_stages = 1 if self._pipeline is None else len(self._pipeline.shared_parameters.get(name, (0,)))
-        return (1 if sharded["fsdp"] else mesh.fsdp) * (1 if sharded["tp"] else mesh.tp) * num_stages
 
     def gradient_norm(self) -> Tensor:
         return self.sum_in_replica(self.local_squares(self.module.named_parameters()).view(1)).sqrt().view(())

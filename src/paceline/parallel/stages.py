@@ -220,7 +220,7 @@ class Pipeline:
                     input_args=tuple(inputs),
                     output_args=tuple(outputs),
                     group=self._group,
-                    dw_builder=None if splits else lambda: _do_nothing,
+                    dw_builder=None if splits else lambda: lambda: None,  # nothing is left of it then
                 )
             )
         schedule: Any = _SCHEDULES[self._spec.schedule]
@@ -294,7 +294,14 @@ class Pipeline:
                 if number and self._owner(number - 1) != self._rank:
                     arriving = [cut.form_of(output) for output in cut.crossing[number - 1]]
                     values = self._moved(arriving, partial(dist.recv, group_src=self._owner(number - 1)))
-                stage_pass = StagePass(call, cut, number, self._device, leave=_copied, seed_block=self._seed_block)
+                stage_pass = StagePass(
+                    call,
+                    cut,
+                    number,
+                    self._device,
+                    leave=lambda _output, tensor: tensor.clone(),
+                    seed_block=self._seed_block,
+                )
                 values = stage(stage_pass, *values)
                 if number < self.num_stages - 1 and self._owner(number + 1) != self._rank:
                     leaving = [cut.form_of(output) for output in cut.crossing[number]]
@@ -401,14 +408,6 @@ def _part_of(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGrou
     everywhere = [dist.get_global_rank(group, rank) for rank in ranks]
     made: dist.ProcessGroup = dist.new_group(everywhere, use_local_synchronization=True)
     return made
-
-
-def _do_nothing() -> None:
-    """What is left of a backward pass that was not split."""
-
-
-def _copied(_output: Output, tensor: Tensor) -> Tensor:
-    return tensor.clone()
 
 
 class _StoppedError(BaseException):

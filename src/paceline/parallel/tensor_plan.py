@@ -141,7 +141,11 @@ def apply_tensor_plan(model: nn.Module, axis: DeviceMesh, plan: Mapping[str, str
         for attribute in _counts(style):
             setattr(module, attribute, getattr(module, attribute) // axis.size())
         if style in _DIVIDED_FEATURES:
-            styles[name] = _parallel_style(style)
+            is_column, is_whole = style.startswith("colwise"), style not in ("colwise", "rowwise")
+            layouts = Replicate() if is_whole else None
+            styles[name] = (
+                ColwiseParallel(output_layouts=layouts) if is_column else RowwiseParallel(input_layouts=layouts)
+            )
     parallelize_module(model, axis, styles, src_data_rank=None)
     for first, *others in places:  # one object again, as before they were divided
         for other in others:
@@ -154,12 +158,6 @@ def apply_tensor_plan(model: nn.Module, axis: DeviceMesh, plan: Mapping[str, str
             if weight.requires_grad:
                 weight.register_hook(lambda grad, like=weight: grad.redistribute(placements=like.placements))
     _DividedRegion(axis).watch(model, plan)
-
-
-def _parallel_style(style: str) -> ParallelStyle:
-    if style.startswith("colwise"):
-        return ColwiseParallel(output_layouts=Replicate() if style == "colwise_gather_output" else None)
-    return RowwiseParallel(input_layouts=None if style == "rowwise" else Replicate())
 
 
 def _places_of_tied(model: nn.Module) -> list[list[str]]:
