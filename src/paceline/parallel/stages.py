@@ -294,14 +294,7 @@ class Pipeline:
                 if number and self._owner(number - 1) != self._rank:
                     arriving = [cut.form_of(output) for output in cut.crossing[number - 1]]
                     values = self._moved(arriving, partial(dist.recv, group_src=self._owner(number - 1)))
-                stage_pass = StagePass(
-                    call,
-                    cut,
-                    number,
-                    self._device,
-                    leave=lambda _output, tensor: tensor.clone(),
-                    seed_block=self._seed_block,
-                )
+                stage_pass = StagePass(call, cut, number, self._device, _cloned, self._seed_block)
                 values = stage(stage_pass, *values)
                 if number < self.num_stages - 1 and self._owner(number + 1) != self._rank:
                     leaving = [cut.form_of(output) for output in cut.crossing[number]]
@@ -408,6 +401,10 @@ def _part_of(group: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGrou
     everywhere = [dist.get_global_rank(group, rank) for rank in ranks]
     made: dist.ProcessGroup = dist.new_group(everywhere, use_local_synchronization=True)
     return made
+
+
+def _cloned(_output: Output, tensor: Tensor) -> Tensor:
+    return tensor.clone()
 
 
 class _StoppedError(BaseException):
