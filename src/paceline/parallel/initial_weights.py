@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,27 +18,10 @@ from paceline.parallel.dtensor import shard_like
 ALIGNMENT_BYTES = 64
 """Where torch lets host memory begin."""
 
-Fill = Callable[[nn.Module, torch.device], None]
-"""Initialises the part of a model that a worker holds; called with that and its device."""
-
 
 def is_on_meta(model: nn.Module) -> bool:
     """Whether a model is on the meta device (shapes without values)."""
     return any(parameter.is_meta for parameter in model.parameters())
-
-
-def initial_weights(model: nn.Module, group: dist.ProcessGroup | None) -> Fill:
-    """Make the weights of `model` equal on all workers before it is sharded; a collective of `group`.
-
-    A model on the meta device gets its weights after it was sharded, by the returned function: every worker makes one
-    layer of the whole model at a time in CPU memory, lets its `reset_parameters` draw, and keeps its shard. So the
-    weights do not depend on how the model is sharded, and no worker ever holds more than its shards and one layer.
-    """
-    if is_on_meta(model):
-        shapes = copy.deepcopy(model)
-        return lambda mine, device: _draw(shapes, mine, device)
-    broadcast([*model.parameters(), *model.buffers()], group)
-    return lambda _mine, _device: None
 
 
 def align(model: nn.Module) -> None:
@@ -50,8 +32,19 @@ def align(model: nn.Module) -> None:
             parameter.data = parameter.data.clone()
 
 
-def _draw(shapes: nn.Module, mine: nn.Module, device: torch.device) -> None:
-    """Raises `ModelError` for a layer that cannot draw its own weights."""
+def draw(shapes: nn.Module, mine: nn.Module, device: torch.device) -> None:
+    """Give the part of a model that a worker holds its weights, where the model was built on the meta device.
+
+    Every worker makes one layer of the whole model at a time in CPU memory, lets its `reset_parameters` draw, and keeps
+    its shard. So the weights do not depend on how the model is sharded, and no worker ever holds more than its shards
+    and one layer.
+
+    Args:
+        shapes: a copy of the whole model, before it was sharded.
+
+    Raises:
+        ModelError: a layer cannot draw its own weights.
+    """
     allocate(mine, device)
     targets = dict(_tensors(mine, remove_duplicate=False))
     drawn: set[int] = set()
@@ -94,14 +87,15 @@ def allocate(mine: nn.Module, device: torch.device) -> None:
 
 
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Broadcast rank 0's values to all workers, in messages of about a bucket; a collective.
+    """Broadcast rank 0's values to all workers, in messages of about a bucket; a collective. Not of meta tensors.
 
     Tensors may be on any device: a model that no GPU can hold is still in host memory when it is made equal.
     """
     if group is None:
         return
     device = device_of(group)
-    for bucket in buckets((tensor.detach() for tensor in tensors), lambda tensor: (tensor.dtype, tensor.nbytes)):
+    real = (tensor.detach() for tensor in tensors if not tensor.is_meta)
+    for bucket in buckets(real, lambda tensor: (tensor.dtype, tensor.nbytes)):
         flat = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket])
         dist.broadcast(flat, group_src=0, group=group)
         for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):

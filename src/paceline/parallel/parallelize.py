@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from paceline.parallel.async_servers import AsyncServers
 from paceline.parallel.copies import Copies
 from paceline.parallel.engine import Aggregation, Engine, Runner
 from paceline.parallel.fixed_order_sum import FixedOrderSum
-from paceline.parallel.initial_weights import align, initial_weights
+from paceline.parallel.initial_weights import align, broadcast, draw, is_on_meta
 from paceline.parallel.layout import Whole
 from paceline.parallel.outer_steps import OuterSteps
 from paceline.parallel.running_sum import RunningSum
@@ -53,7 +54,10 @@ def parallelize(
         return _every_step(
             *spread(model, job, plan, device, group, example, may_skip=find_unused_parameters), job, plan
         )
-    initial_weights(model, group)(model, device)
+    if is_on_meta(model):
+        draw(copy.deepcopy(model), model, device)
+    else:
+        broadcast([*model.parameters(), *model.buffers()], group)
     if job.parity == "bitwise":
         align(model)
     if plan.devices_in_process > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from paceline.object_collectives import gather_objects
 from paceline.parallel.block_calls import ModelCall
 from paceline.parallel.dtensor import full_tensor, is_sharded, reshard, shard_like
 from paceline.parallel.engine import Runner
-from paceline.parallel.initial_weights import align, initial_weights
+from paceline.parallel.initial_weights import align, broadcast, draw, is_on_meta
 from paceline.parallel.layout import Whole, squared_norm, statistics_dtype, sum_over
 from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.stage_modules import Absent
@@ -242,7 +243,8 @@ def spread(
     assert plan.mesh is not None
     axes = Axes.of(plan.mesh, device, world)
     zero = torch.zeros((), dtype=statistics_dtype(model), device=device)
-    weights = initial_weights(model, world)
+    shapes = copy.deepcopy(model) if is_on_meta(model) else None
+    broadcast([*model.parameters(), *model.buffers()], world)
     tensor_plan = tensor_plan_of(model, plan.tensor_plan, axes.mesh.tp) if axes.mesh.tp > 1 else {}
     pipeline = None if axes.pp is None else _cut(model, job, plan, axes, axes.pp, device, example)
     notes = [] if pipeline is None else list(pipeline.notes)
@@ -250,7 +252,8 @@ def spread(
     for stage in [model] if pipeline is None else pipeline.stages:
         _shard(stage, tensor_plan, axes, plan, device, may_skip=may_skip)
     module = model if pipeline is None else pipeline.module
-    weights(module, device)
+    if shapes is not None:
+        draw(shapes, module, device)
     layout = Spread(module, device, axes, zero, pipeline, may_skip=may_skip, notes=notes)
     if job.measure_noise and not layout.measures_first_pass:
         notes.append(f"the gradient noise scale is not measured under the strategy {axes.mesh}")
