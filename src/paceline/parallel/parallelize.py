@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, Scheduler, open_links
 from paceline.errors import JobError, ModelError
@@ -105,20 +104,6 @@ def set_up_aggregation(job: Job, plan: Plan, group: dist.ProcessGroup | None, de
     links = replace(links, wire=WIRE_FORMATS[wire], num_servers=min(plan.num_servers, links.world_size))
     scheduler = Scheduler(links.group, links.device, plan.debug_comm)
     return Aggregation(Aggregator(ALGORITHMS[algorithm], links, scheduler), algorithm, notes)
-
-
-def check_lazy_layers(model: nn.Module) -> None:
-    """Refuse layers whose parameters have no shape yet.
-
-    Raises:
-        ModelError: there is one.
-    """
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter):
-            raise ModelError(
-                f"The parameter '{name}' has no shape yet: its layer is a lazy one; call the model with some samples "
-                "before run.prepare, and build the optimizer after that."
-            )
 
 
 def check_layers(model: nn.Module, job: Job, plan: Plan, *, is_alone: bool) -> None:

@@ -15,7 +15,6 @@ from paceline.errors import JobError, ModelError
 from paceline.parallel import Buffers, parallelize
 from paceline.parallel.buffers import accept_single_values
 from paceline.parallel.initial_weights import broadcast, is_on_meta
-from paceline.parallel.parallelize import check_lazy_layers
 from paceline.spec import Job, Mesh, Plan
 from paceline.train.numerics import Precision, check_can_be_compiled, compile_options, uncompiled
 from paceline.train.optim import (
@@ -47,7 +46,6 @@ def prepare_model(
     Raises `JobError` for a strategy that cannot train this job, `ModelError` for another model's optimizer."""
     optimizer = optimizer if isinstance(optimizer, Optimizer) else JointOptimizer(optimizer)
     schedulers = _checked_schedulers(scheduler, optimizer, job)
-    check_lazy_layers(model)
     mesh = plan.mesh or Mesh()
     is_compiled = bool(job.compile) or uncompiled(model) is not model
     model = uncompiled(model)
