@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
-from paceline.dtensor_type import is_dtensor, local_shard
+from paceline.containers import is_dtensor, local_shard
 from paceline.spec import Job, Mesh, ModelSpec, PipelineSpec, parse_mesh
 from paceline.spec.mesh import ScheduleName
 from paceline.spec.model_cost import DeviceMemory, ModelCost

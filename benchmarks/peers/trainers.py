@@ -366,9 +366,9 @@ def paceline(case: Case, arguments: argparse.Namespace, clock: Clock) -> int:
 
 def limit(case: Case, arguments: argparse.Namespace, clock: Clock) -> int:
     """The same model on a batch that lies ready, in processes that never talk to each other."""
-    from paceline.train.process_group import keep_freed_memory
+    from paceline.train.process_group import set_malloc
 
-    keep_freed_memory()
+    set_malloc(keeps_freed=True)
     world_size = int(os.environ["WORLD_SIZE"])
     dataset = per_sample(case, arguments.data)
     inputs, targets = next(iter(DataLoader(dataset, batch_size=case.global_batch_size // world_size)))

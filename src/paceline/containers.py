@@ -1,20 +1,72 @@
-"""What a batch may be made of: containers of tensors, taken apart one level at a time and made again as the same type.
-
-Mappings, dataclasses, attrs classes, NamedTuples, lists and tuples.
-"""
+"""Tensors as a run meets them: in a batch and the containers that it consists of, as shards of DTensors, and by name in
+JSON, of which checkpoints and messages between workers consist."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+# --- a worker's batch: its virtual shards ---
+
+
+Apply = Callable[[Callable[[Any], Any], tuple[Any, ...]], tuple[Any, ...]]
+"""apply(function, shards): what a function returns for each shard."""
+
+
+def apply_to_each(function: Callable[[Any], Any], shards: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a function returns for each shard."""
+    return tuple(function(shard) for shard in shards)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The virtual shards of one global batch that this worker computes, each collated by itself.
+
+    How many they are depends on the number of workers; what is in each of them does not. The loss function is called
+    with one after the other.
+    """
+
+    shards: tuple[Any, ...]
+    """The content of each of this worker's shards."""
+    sizes: tuple[int, ...]
+    """How many samples are in each of them."""
+    apply: Apply = field(default=apply_to_each, repr=False, compare=False)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, or what another process gets, belongs to no run."""
+        return Batch, (self.shards, self.sizes)
+
+    @property
+    def num_samples(self) -> int:
+        return sum(self.sizes)
+
+    def __len__(self) -> int:
+        """The number of shards."""
+        return len(self.shards)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The content of one shard after the other."""
+        return iter(self.shards)
+
+    def map(self, function: Callable[[Any], Any]) -> Batch:
+        """A batch with `function` applied to each shard's content; what it draws is the shard's own."""
+        return replace(self, shards=self.apply(function, self.shards))
+
+
+# --- what a shard may be made of: mappings, dataclasses, attrs classes, NamedTuples, lists and tuples ---
 
 
 @dataclass(frozen=True)
@@ -30,23 +82,23 @@ class Container:
 
 def open_container(value: Any) -> Container | None:
     """`value` taken apart by one level; None if it is not a container."""
+    kind: Any = type(value)
     if isinstance(value, Mapping):
         places = tuple(f"[{key!r}]" for key in value)
         return Container(places, tuple(value.values()), lambda made: _mapping_like(value, made))
+    if isinstance(value, PackedSequence):
+        return Container((".data",), (value.data,), lambda made: _packed_like(value, *made))
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a NamedTuple
-        kind: Any = type(value)
         return Container(tuple(f".{name}" for name in value._fields), value, lambda made: kind(*made))
     if isinstance(value, list | tuple):
-        return Container(tuple(f"[{number}]" for number in range(len(value))), tuple(value), type(value))
-    fields: Any = getattr(type(value), "__attrs_attrs__", ())
-    fields = dataclasses.fields(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else fields
+        return Container(tuple(f"[{number}]" for number in range(len(value))), tuple(value), kind)
+    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    fields: Any = dataclasses.fields(value) if is_dataclass else getattr(kind, "__attrs_attrs__", ())
     return _record(value, [field.name for field in fields if hasattr(value, field.name)]) if fields else None
 
 
 def _mapping_like(mapping: Mapping[Any, Any], values: Sequence[Any]) -> Any:
     entries = dict(zip(mapping, values, strict=True))
-    if type(mapping) is dict:
-        return entries
     if not isinstance(mapping, MutableMapping):
         constructor: Any = type(mapping)
         return constructor(entries)
@@ -56,6 +108,12 @@ def _mapping_like(mapping: Mapping[Any, Any], values: Sequence[Any]) -> Any:
     for key, value in entries.items():
         new[key] = value
     return new
+
+
+def _packed_like(packed: PackedSequence, data: Tensor) -> PackedSequence:
+    """Its batch sizes stay in host memory; the order of its sequences goes with the data."""
+    orders = [one if one is None else one.to(data.device) for one in (packed.sorted_indices, packed.unsorted_indices)]
+    return PackedSequence(data, packed.batch_sizes, *orders)
 
 
 def _record(record: Any, names: Sequence[str]) -> Container:
@@ -74,8 +132,8 @@ def _record(record: Any, names: Sequence[str]) -> Container:
 def open_object(value: Any) -> Container | None:
     """As `open_container`, and any other object that has attributes; for what a model returns."""
     container = open_container(value)
-    is_record = hasattr(value, "__dict__") and not isinstance(value, type | nn.Module | PackedSequence)
-    return _record(value, [*vars(value)]) if container is None and is_record and not callable(value) else container
+    is_record = hasattr(value, "__dict__") and not isinstance(value, type | nn.Module) and not callable(value)
+    return _record(value, [*vars(value)]) if container is None and is_record else container
 
 
 Open = Callable[[Any], Container | None]
@@ -85,38 +143,25 @@ def map_tensors(value: Any, convert: Callable[[Tensor], Any], opened: Open = ope
     """`value` with every tensor in it converted, however nested; what is in unknown objects stays as it is."""
     if isinstance(value, Tensor):
         return convert(value)
-    if isinstance(value, PackedSequence):
-        data = convert(value.data)
-        # Its batch sizes stay in host memory; the order of its sequences goes with the data, as integers.
-        orders = [one if one is None else one.to(data.device) for one in (value.sorted_indices, value.unsorted_indices)]
-        return value if data is value.data else PackedSequence(data, value.batch_sizes, *orders)
-    return _map(value, lambda one: map_tensors(one, convert, opened), opened)
+    container = opened(value)
+    converted = [] if container is None else [map_tensors(one, convert, opened) for one in container.values]
+    if container is None or all(new is old for new, old in zip(converted, container.values, strict=True)):
+        return value
+    return container.make(converted)
 
 
 def tensors(value: Any, opened: Open = open_container) -> Iterator[Tensor]:
     """Every tensor in `value`, however nested."""
-    if isinstance(value, Tensor | PackedSequence):
-        yield value if isinstance(value, Tensor) else value.data
+    if isinstance(value, Tensor):
+        yield value
     elif (container := opened(value)) is not None:
         for one in container.values:
             yield from tensors(one, opened)
 
 
 def copied(value: Any) -> Any:
-    """`value` with a copy of every tensor and NumPy array in it."""
-    if isinstance(value, np.ndarray):
-        return value.copy()
-    if isinstance(value, Tensor | PackedSequence):
-        return map_tensors(value, torch.clone)
-    return _map(value, copied, open_container)
-
-
-def _map(value: Any, convert: Callable[[Any], Any], opened: Open) -> Any:
-    container = opened(value)
-    converted = [] if container is None else [convert(one) for one in container.values]
-    if container is None or all(new is old for new, old in zip(converted, container.values, strict=True)):
-        return value
-    return container.make(converted)
+    """`value` with a copy of every tensor in it."""
+    return map_tensors(value, torch.clone)
 
 
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -136,3 +181,140 @@ def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = Non
     """
     tensor = torch.as_tensor(values, dtype=dtype)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+# --- DTensors. A process without any loads nothing of them, which takes as long as half of torch ---
+
+
+def is_dtensor(value: object) -> TypeIs[DTensor]:
+    """Whether `value` is a DTensor; none can exist in a process that has not loaded their module."""
+    return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """This worker's shard of `tensor`, in the shape of the shard, or all of a plain tensor; shares its memory."""
+    return tensor.to_local().detach() if is_dtensor(tensor) else tensor.detach()
+
+
+def shard_slice(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The offsets of this worker's shard in the full tensor, and its sizes, along each dimension."""
+    (chunk,) = like.__create_chunk_list__()
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+# --- nested values as JSON and named tensors, and back. Nothing is ever written that could run code when it is read ---
+
+
+_KINDS = ("tensor", "tuple", "pairs", "object")
+"""Keys of the one-entry objects that stand for values that JSON lacks."""
+
+_TAKEN = "__metadata__"
+"""A name with another meaning in the safetensors format."""
+
+
+def flatten(value: Any, path: str = "", classes: Iterable[type] = ()) -> tuple[Any, dict[str, Tensor]]:
+    """`value` as JSON, and its tensors by name.
+
+    Tensors that share one memory, such as tied weights, have one name and are one tensor again after reading.
+
+    Args:
+        path: that of `value` itself, with which the names of tensors begin.
+        classes: the dataclasses that may be in it.
+
+    Raises:
+        TypeError: a value of another type; the message says where.
+    """
+    named: dict[str, Tensor] = {}
+    known: dict[object, str] = {}
+    kinds = set(classes)
+
+    def name(path: str, tensor: Tensor) -> str:
+        memory = memory_of(tensor)
+        if memory in known:
+            return known[memory]
+        while path in named or path == _TAKEN:  # "a/b" is a key too, and b in a
+            path += "'"
+        named[path] = tensor.detach()
+        if memory is not None:
+            known[memory] = path
+        return path
+
+    def plain(value: Any, path: str) -> Any:
+        def inside(items: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+            return [(key, plain(item, f"{path}/{key}" if path else str(key))) for key, item in items]
+
+        match value:
+            case None | bool() | int() | float() | str():
+                return value
+            case Tensor():
+                return {"tensor": name(path, value)}
+            case np.generic():
+                return plain(value.item(), path)
+            case list() | tuple():
+                items = [item for _, item in inside(enumerate(value))]
+                return items if isinstance(value, list) else {"tuple": items}
+            case Mapping() if all(isinstance(key, str | int) for key in value):
+                is_json = all(isinstance(key, str) for key in value) and not _is_kind(value)
+                items = inside(value.items())
+                return dict(items) if is_json else {"pairs": [list(item) for item in items]}
+        if dataclasses.is_dataclass(value) and type(value) in kinds:
+            fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
+            return {"object": [type(value).__name__, dict(inside(fields))]}
+        raise TypeError(
+            f"the value at '{path}' is a {type(value).__name__}; it should consist of tensors, numbers, texts, and "
+            "lists and dictionaries of these"
+        )
+
+    try:
+        return plain(value, path), named
+    except RecursionError:
+        raise TypeError(f"the value at '{path}' is nested too deeply, or contains itself") from None
+
+
+def unflatten(plain: Any, tensor_of: Callable[[str], Any], classes: Iterable[type] = ()) -> Any:
+    """The value that `flatten` was given.
+
+    Args:
+        tensor_of: returns a tensor, or what stands for one, by its name; a KeyError if there is none.
+        classes: the dataclasses that may be in it.
+
+    Raises:
+        ValueError: `plain` was not made by `flatten`, or is of another class.
+    """
+    kinds = {kind.__name__: kind for kind in classes}
+
+    def whole(plain: Any) -> Any:
+        if isinstance(plain, list):
+            return [whole(item) for item in plain]
+        if not isinstance(plain, dict):
+            return plain
+        if not _is_kind(plain):
+            return {key: whole(item) for key, item in plain.items()}
+        match plain:
+            case {"tensor": str(name)}:
+                return tensor_of(name)
+            case {"tuple": list(items)}:
+                return tuple(whole(item) for item in items)
+            case {"pairs": list(pairs)}:
+                return {key: whole(item) for key, item in pairs}
+            case {"object": [str(name), dict(fields)]}:
+                return kinds[name](**{key: whole(item) for key, item in fields.items()})
+        raise ValueError(f"there is a '{next(iter(plain))}' that is none")
+
+    try:
+        return whole(plain)
+    except KeyError as problem:
+        raise ValueError(f"{problem.args[0]!r} is missing") from None
+    except (TypeError, RecursionError) as problem:
+        raise ValueError(str(problem)) from None
+
+
+def _is_kind(value: Mapping[Any, Any]) -> bool:
+    return len(value) == 1 and next(iter(value)) in _KINDS
+
+
+def memory_of(tensor: Tensor) -> object:
+    """Equal for tensors that share memory; None where workers could not agree on it (shards may be empty)."""
+    if is_dtensor(tensor) or not tensor.numel() or tensor.layout != torch.strided or tensor.is_meta:
+        return None
+    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

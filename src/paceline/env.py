@@ -11,8 +11,7 @@ import re
 import socket
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -34,7 +33,6 @@ HEARTBEAT = "PACELINE_HEARTBEAT"
 CPUS = "PACELINE_CPUS"
 CONTAINER = "PACELINE_CONTAINER"
 STRATEGY = "PACELINE_STRATEGY"
-MEMORY_LIMIT = "PACELINE_MEMORY_LIMIT"
 DEBUG_COMM = "PACELINE_DEBUG_COMM"
 RAY_ADDRESS = "RAY_ADDRESS"
 RESTART = "TORCHELASTIC_RESTART_COUNT"
@@ -47,9 +45,6 @@ NODE = "PACELINE_NODE"
 """What the user calls this node."""
 AGENT = "PACELINE_AGENT"
 """The process id of torch's agent on this node."""
-
-PASSED_ON = (DEVICE, MEMORY_LIMIT, "PYTHONPATH")
-"""Variables of the user that hold on every node."""
 
 INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 """Where Gloo, the RPC layer and NCCL look for the interface to use."""
@@ -124,13 +119,10 @@ def _whole_number(env: Mapping[str, str], name: str, default: int = 0) -> int:
 
 def _num_tasks(tasks_per_node: str, node: int) -> int:
     """The tasks of `node` in Slurm's "2(x3),1": the first three nodes have two tasks, the fourth has one."""
-    counts: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node):
-        counts += [int(count)] * int(times or 1)
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node)
+    counts = [int(count) for count, times in found for _ in range(int(times or 1))]
     if not 0 <= node < len(counts):
-        raise LaunchError(
-            f"The environment variable SLURM_STEP_TASKS_PER_NODE = {tasks_per_node!r} says nothing of node {node}."
-        )
+        raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE = {tasks_per_node!r} says nothing of node {node}.")
     return counts[node]
 
 
@@ -172,7 +164,7 @@ def import_note(folders: Sequence[Path]) -> dict[str, str]:
 
 def passed_on() -> dict[str, str]:
     """The variables of this process that agents on other nodes also need."""
-    return {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    return {name: os.environ[name] for name in (DEVICE, "PYTHONPATH") if name in os.environ}
 
 
 def cpus(local_rank: int) -> set[int]:
@@ -189,23 +181,6 @@ def node_name() -> str:
 def launched_at() -> float:
     """When the launcher started this run, in seconds since the epoch; now, if it is not set."""
     return value(LAUNCHED_AT, float) or time.time()
-
-
-def memory_limit_bytes() -> int | None:
-    """The memory that a worker may use, as the user states it: "8GiB", "500MB" or a number of bytes; None: all.
-
-    Raises:
-        LaunchError: something else.
-    """
-    size = text(MEMORY_LIMIT)
-    if not size:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", size.strip(), re.IGNORECASE)
-    if found is None or float(found.group(1)) == 0:
-        raise LaunchError(f"The environment variable {MEMORY_LIMIT} = {size!r} should be a size, such as 8GiB.")
-    unit = (found.group(2) or "").upper()
-    base = 1024 if unit.endswith("I") else 1000
-    return int(float(found.group(1)) * base ** ("KMGT".index(unit[0]) + 1 if unit else 0))
 
 
 def device_kind() -> str | None:
@@ -231,17 +206,9 @@ def prepare_nccl() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
-@contextmanager
-def deterministic_cuda() -> Iterator[None]:
-    """A context in which cuBLAS is deterministic if its first handle is made there. A user's own setting stays."""
-    name = "CUBLAS_WORKSPACE_CONFIG"
-    is_ours = name not in os.environ
-    os.environ.setdefault(name, ":4096:8")
-    try:
-        yield
-    finally:
-        if is_ours:
-            os.environ.pop(name, None)
+def prepare_deterministic_cuda() -> None:
+    """Have cuBLAS be deterministic if its first handle is made from now on. A user's own setting stays."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 def visible_gpus() -> list[str] | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import reprlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,15 +17,11 @@ _LONGEST_SENTENCE = 1_500
 
 
 def shown(value: Any) -> str:
-    """`value` as it is written in Python, short enough for a sentence, whatever it is."""
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = _MOST_SHOWN
-    short.maxlist = short.maxtuple = short.maxdict = 8
+    """`value` as it is written in Python, short enough for a sentence."""
     try:
-        text = short.repr(value)
-    except (ValueError, RecursionError):  # a whole number of more digits than Python is willing to write
+        return shortened(repr(value))
+    except ValueError:  # a whole number of more digits than Python is willing to write
         return f"a very large {type(value).__name__}"
-    return text if len(text) <= 2 * _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def shortened(text: str, most: int = _MOST_SHOWN) -> str:
@@ -42,8 +37,6 @@ def did_you_mean(word: str, known: Iterable[str], form: str = "{} ") -> str:
 
 def printable(text: str) -> str:
     """`text` with control characters written as in Python, but for line ends and tabs."""
-    if text.isprintable():
-        return text
     return "".join(one if one.isprintable() or one in "\n\t" else repr(one)[1:-1] for one in text)
 
 
@@ -70,7 +63,7 @@ def file_problems(what: str, kind: type[PacelineError] = PacelineError, remedy: 
     the `remedy`."""
     try:
         yield
-    except OSError as problem:
+    except (OSError, UnicodeDecodeError) as problem:
         raise kind(f"{what}: {reason_of(problem)}{remedy and '; '}{remedy}.") from None
 
 

@@ -22,11 +22,11 @@ from paceline import env
 RENDEZVOUS = "the rendezvous of all workers"
 """The name shown for a worker that waits for the others to connect."""
 
-_LAYOUT = struct.Struct("=qddd240s")
-"""Steps done, -1 before a run; the times of the last heartbeat and of this process's first update, 0 before; the time
-when it entered a collective, or minus the time when it left the last one; the name of that."""
-_STEP, _BEAT, _TRAINED, _COLLECTIVE = 0, 8, 16, 24
-"""Where each begins; the name is behind its time."""
+_LAYOUT = struct.Struct("=qqd240s")
+"""Steps done, -1 before a run; whether this process has made one; the time when it entered a collective, or minus the
+time when it left the last one; the name of that."""
+_COLLECTIVE = 16
+"""Where the last two begin."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +35,12 @@ class Vitals:
 
     step: int | None = None
     """Optimizer updates done; None for a program without a `Run`."""
-    heartbeat_age_s: float | None = None
-    """Seconds since the last heartbeat; None before the first one."""
     inside_s: float | None = None
     """How long the worker has been inside a collective; None: it is in none."""
     collective: str = ""
     """The collective it is in, else the last one it was in."""
-    trained_s: float | None = None
-    """Seconds since the end of this process's first update; None before that."""
+    has_trained: bool = False
+    """Whether this process has made an update."""
 
 
 class Heartbeat:
@@ -52,7 +50,7 @@ class Heartbeat:
         """Map the file, created if missing."""
         with open(own_file(), "a+b") as file:  # its folder is this user's alone
             if file.tell() < _LAYOUT.size:
-                file.write(_LAYOUT.pack(-1, 0, 0, 0, b""))
+                file.write(_LAYOUT.pack(-1, 0, 0, b""))
                 file.flush()
             self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
         self._num_steps = -1
@@ -60,15 +58,9 @@ class Heartbeat:
 
     def step(self, number: int) -> None:
         """Record the number of optimizer updates done; after a resume the first call gives the initial number."""
-        struct.pack_into("=q", self._memory, _STEP, number)
-        if not self._has_trained and 0 <= self._num_steps == number - 1:
-            self._has_trained = True
-            struct.pack_into("=d", self._memory, _TRAINED, time.monotonic())
+        self._has_trained |= 0 <= self._num_steps == number - 1
+        struct.pack_into("=qq", self._memory, 0, number, self._has_trained)
         self._num_steps = number
-
-    def beat(self) -> None:
-        """Write a heartbeat: the interpreter is alive."""
-        struct.pack_into("=d", self._memory, _BEAT, time.monotonic())
 
     @contextmanager
     def inside(self, collective: str) -> Iterator[None]:
@@ -91,14 +83,9 @@ def own_file() -> Path:
 def read_vitals(path: Path) -> Vitals:
     """Read the state of the worker that writes the file; all unknown if there is no file."""
     try:
-        step, beat, trained, since, name = _LAYOUT.unpack_from(path.read_bytes())
+        step, has_trained, since, name = _LAYOUT.unpack_from(path.read_bytes())
     except (OSError, struct.error):
         return Vitals()
-    now = time.monotonic()
-    return Vitals(
-        step=step if step >= 0 else None,
-        heartbeat_age_s=now - beat if beat else None,
-        inside_s=now - since if since > 0 else None,
-        collective=name.rstrip(b"\0").decode(errors="replace"),
-        trained_s=now - trained if trained else None,
-    )
+    inside_s = time.monotonic() - since if since > 0 else None
+    collective = name.rstrip(b"\0").decode(errors="replace")
+    return Vitals(step if step >= 0 else None, inside_s, collective, bool(has_trained))

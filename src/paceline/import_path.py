@@ -39,8 +39,7 @@ def imported(path: str, key: str, error: type[PacelineError] = JobError) -> Call
 
 def takes(function: Callable[..., Any], name: str) -> bool:
     """Whether a function or class has a parameter of this name."""
-    signature = _signature(function)
-    return signature is not None and name in signature.parameters
+    return name in inspect.signature(function).parameters
 
 
 def checked_options(
@@ -48,21 +47,12 @@ def checked_options(
 ) -> dict[str, Any]:
     """`options` if `function` takes them besides its first `num_given` arguments, and, where these are none, needs no
     others. Raises `JobError` for others."""
-    signature = _signature(function)
-    if signature is not None:
-        bind = signature.bind_partial if num_given else signature.bind
-        try:
-            bind(*[None] * num_given, **options)
-        except TypeError as problem:
-            own = list(signature.parameters)[num_given:]
-            hint = "".join(did_you_mean(name, own) for name in options if name not in own)
-            raise JobError(f"{where}: {who}: {problem}; {hint}its options are {', '.join(own) or 'none'}.") from None
-    return options
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    """None for what is written in C and does not show its parameters."""
+    signature = inspect.signature(function)
+    bind = signature.bind_partial if num_given else signature.bind
     try:
-        return inspect.signature(function)
-    except ValueError:
-        return None
+        bind(*[None] * num_given, **options)
+    except TypeError as problem:
+        own = list(signature.parameters)[num_given:]
+        hint = "".join(did_you_mean(name, own) for name in options if name not in own)
+        raise JobError(f"{where}: {who}: {problem}; {hint}its options are {', '.join(own) or 'none'}.") from None
+    return options

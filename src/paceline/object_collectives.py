@@ -1,9 +1,9 @@
 """Process groups that send from host memory, and collectives on Python values, as torch.distributed's object
 collectives are, but with nothing pickled.
 
-A message is JSON text, then the memory of the tensors in it; see `nested_values` for what it may hold. What a stranger
-sends can at worst be a wrong value: unlike a pickle, decoding it runs no code. Tensors arrive in host memory, whatever
-the backend.
+A message is JSON text, then the memory of the tensors in it; `containers.flatten` says what it may hold. What a
+stranger sends can at worst be a wrong value: unlike a pickle, decoding it runs no code. Tensors arrive in host memory,
+whatever the backend.
 """
 
 from __future__ import annotations
@@ -18,11 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.containers import flatten, unflatten
 from paceline.errors import DivergenceError
-from paceline.nested_values import flatten, unflatten
-
-_MOST_BYTES = 1 << 40
-"""Longer messages are refused: nothing that workers tell each other comes near it."""
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
@@ -45,8 +42,8 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
         return value
     transfer = functools.partial(dist.broadcast, group_src=0, group=group)
     if dist.get_rank(group) != 0:
-        return _receive(transfer, device_of(group), ())
-    _send(value, transfer, device_of(group), ())
+        return decode(_transferred(None, transfer, device_of(group)))
+    _transferred(encode(value), transfer, device_of(group))
     return value
 
 
@@ -64,7 +61,7 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Ite
     length = torch.tensor([len(message)], device=device)
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, length, group=group)
-    sizes = [_checked(int(size)) for size in lengths]
+    sizes = [int(size) for size in lengths]
     messages = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in sizes]
     padding = message.new_zeros(max(sizes) - len(message))
     dist.all_gather(messages, torch.cat([message, padding]).to(device), group=group)
@@ -99,7 +96,7 @@ def send_object(
     def transfer(tensor: Tensor) -> None:
         _wait(dist.isend(tensor, group=group, group_dst=destination, tag=tag), timeout_s)
 
-    _send(value, transfer, device_of(group), classes)
+    _transferred(encode(value, classes), transfer, device_of(group))
 
 
 def recv_object(
@@ -110,7 +107,7 @@ def recv_object(
     def transfer(tensor: Tensor) -> None:
         _wait(dist.irecv(tensor, group=group, group_src=source, tag=tag), timeout_s)
 
-    return _receive(transfer, device_of(group), classes)
+    return decode(_transferred(None, transfer, device_of(group)), classes)
 
 
 def _wait(work: dist.Work | None, timeout_s: float | None) -> None:
@@ -118,26 +115,13 @@ def _wait(work: dist.Work | None, timeout_s: float | None) -> None:
     _ = work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
 
 
-def _send(value: Any, transfer: Callable[[Tensor], object], device: torch.device, classes: Iterable[type]) -> None:
-    """Have the length of a message transferred, then the message."""
-    message = encode(value, classes)
-    transfer(torch.tensor([len(message)], device=device))
-    transfer(message.to(device))
-
-
-def _receive(transfer: Callable[[Tensor], object], device: torch.device, classes: Iterable[type]) -> Any:
-    """The value of a message; `transfer` fills a tensor."""
-    length = torch.empty(1, dtype=torch.int64, device=device)
+def _transferred(message: Tensor | None, transfer: Callable[[Tensor], object], device: torch.device) -> Tensor:
+    """Have the length of a message transferred, then the message, which is returned; None: `transfer` receives it."""
+    length = torch.tensor([0 if message is None else len(message)], device=device)
     transfer(length)
-    message = torch.empty(_checked(int(length)), dtype=torch.uint8, device=device)
-    transfer(message)
-    return decode(message.cpu(), classes)
-
-
-def _checked(length: int) -> int:
-    if not 0 < length <= _MOST_BYTES:
-        raise DivergenceError(f"Another worker announced a message of {length:,} bytes, which no worker sends.")
-    return length
+    found = torch.empty(int(length), dtype=torch.uint8, device=device) if message is None else message.to(device)
+    transfer(found)
+    return found.cpu()
 
 
 def encode(value: Any, classes: Iterable[type] = ()) -> Tensor:
@@ -161,7 +145,7 @@ def decode(message: Tensor, classes: Iterable[type] = ()) -> Any:
             start, stop = stop, stop + tensors[name].nbytes
             _memory(tensors[name]).copy_(message[start:stop])
         return unflatten(plain, tensors.__getitem__, classes)
-    except (ValueError, TypeError, AttributeError, RecursionError, RuntimeError, OverflowError) as problem:
+    except Exception as problem:
         raise DivergenceError(
             f"A message from another worker cannot be read ({type(problem).__name__}: {problem})."
         ) from None

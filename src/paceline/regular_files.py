@@ -1,36 +1,40 @@
-"""Files that are complete or what they were before, and the permissions of what a run writes."""
+"""Files that are complete or what they were before, the permissions of what a run writes, and one run at a time in a
+folder.
+
+A run keeps a file of its folder locked, and the lock ends with its process, however that ends. The locks are those of
+POSIX (`fcntl.lockf`), which shared file systems have between nodes, too, and which the children of a process do not
+inherit. Where a file system has none, nothing is locked.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import fcntl
 import json
 import os
+import platform
+import re
+import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from paceline.errors import LaunchError
+
+RUN_LOCK, CHECKPOINTS_LOCK = ".run.lock", ".checkpoints.lock"
+"""A launcher locks the folder of a run, its first worker the one of the checkpoints, which may be the same."""
+
+_PATIENCE_S = 3.0
+"""How long a process that was killed may take to be gone."""
+
+_held: set[Path] = set()
+"""What this process has locked: the kernel would let it lock the same file again."""
 
 
-def read_text(path: Path | str, *, encoding: str = "utf-8", errors: str = "strict") -> str:
-    """The text of a file, line ends as they are. Raises `OSError`, also where it is not in `encoding`."""
-    try:
-        return Path(path).read_bytes().decode(encoding, errors)
-    except UnicodeDecodeError as problem:
-        raise OSError(errno.EILSEQ, f"no text in {encoding.upper()} (byte {problem.start})", str(path)) from None
-
-
-def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises `ValueError`, whatever is wrong with it."""
-    try:
-        return json.loads(text)
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
-
-
-def read_json(path: Path | str) -> dict[str, Any]:
-    """The object in a JSON file. Raises `OSError` as `read_text`, and `ValueError` where it holds no object."""
-    value = parse_json(read_text(path))
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `OSError`, and `ValueError` where it holds no object."""
+    value = json.loads(path.read_text("utf-8"))
     if not isinstance(value, dict):
         raise ValueError("it is not a JSON object")
     return value
@@ -95,9 +99,46 @@ def run_file_mode() -> int:
 
     People who share their runs with a group set such an umask.
     """
-    try:
-        status = Path("/proc/self/status").read_text()
-        umask = int(status.partition("\nUmask:")[2].split()[0], 8)  # asking for it any other way changes it
-    except (OSError, ValueError, IndexError):
-        return 0o600
+    status = Path("/proc/self/status")  # asking for the umask any other way changes it
+    found = re.search(r"^Umask:\s+(\d+)", status.read_text() if status.exists() else "", re.MULTILINE)
+    umask = int(found[1], 8) if found else 0o077
     return 0o600 if umask & 0o020 else 0o666 & ~umask
+
+
+@contextlib.contextmanager
+def hold_folder(folder: Path, name: str = RUN_LOCK) -> Iterator[None]:
+    """Let no other run use the folder, which exists, while the block is open.
+
+    Raises:
+        LaunchError: another run uses it; says which.
+        OSError: nothing can be written there.
+    """
+    path = folder.resolve() / name
+    if path in _held:
+        raise LaunchError(f"{folder} is in use by another run of this process; end that first, or choose another one.")
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, run_file_mode()), "r+", encoding="utf-8") as file:
+        _lock(file, path.parent)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        file.flush()
+        _held.add(path)
+        try:
+            yield
+        finally:
+            _held.remove(path)
+
+
+def _lock(file: IO[str], folder: Path) -> None:
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except (BlockingIOError, PermissionError):  # another process has locked it, maybe one that was just killed
+            if time.monotonic() >= deadline:
+                file.seek(0)
+                holder = file.read(1000) or "another run"
+                raise LaunchError(f"{folder} is in use by {holder}; wait for its end, or choose another.") from None
+        except OSError:  # no locks in this file system
+            return
+        time.sleep(0.05)

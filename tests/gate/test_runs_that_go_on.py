@@ -117,11 +117,6 @@ def _scheduling(run: paceline.Run, _model: nn.Module, optimizer: torch.optim.Opt
     return lambda _step: scheduler.step(), scheduler.get_last_lr
 
 
-def _asking_for_total_steps(run: paceline.Run, *_: object) -> tuple[AfterStep, AtEnd]:
-    run.total_steps(NUM_SAMPLES)
-    return _nothing()
-
-
 def _rows(num_samples: int = NUM_SAMPLES) -> TensorDataset:
     draw = torch.Generator().manual_seed(0)
     return TensorDataset(torch.randn(num_samples, 3, generator=draw), torch.randn(num_samples, 1, generator=draw))
@@ -200,12 +195,10 @@ def _backwards(_seed: int, _epoch: int) -> range:
     return range(NUM_SAMPLES)[::-1]
 
 
-_ASKING = {"script": _asking_for_total_steps}
 _COSINE = {"optim": {"schedule": "cosine"}}
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "data of another size": ({}, {"num_samples": 32}, ("24", "32")),
     "another order of samples": ({"sampler": _forwards}, {"sampler": _backwards}, ("order",)),
-    "another length of a script's schedule": (_ASKING, _ASKING, ("total_steps", "9")),
     "more epochs of a schedule that ends with them": (_COSINE, _COSINE | {"epochs": 5}, ("epochs", "5")),
 }
 """What the first part of a run has, what the second has, and words of the refusal."""

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from paceline import folder_lock
+from paceline import regular_files
 from paceline.errors import LaunchError
-from paceline.folder_lock import RUN_LOCK, check_free, hold_folder
-from paceline.regular_files import write_file
+from paceline.regular_files import hold_folder, write_file
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from paceline.folder_lock import hold_folder
-with hold_folder(Path(sys.argv[1])):
+from paceline import regular_files
+regular_files._PATIENCE_S = 0.1
+with regular_files.hold_folder(Path(sys.argv[1])):
     if os.fork():
         print("held", flush=True)
     time.sleep(60)
@@ -46,28 +46,18 @@ def test_a_file_whose_writing_fails_is_what_it_was_before(tmp_path: Path, as_it_
 
 
 def test_a_folder_is_held_until_its_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_lock, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(regular_files, "_PATIENCE_S", 0.1)
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-    for use in (check_free, lambda folder: hold_folder(folder).__enter__()):
-        with pytest.raises(LaunchError, match=f"process {holder.pid} on "):
-            use(tmp_path)
+    with pytest.raises(LaunchError, match=f"process {holder.pid} on "), hold_folder(tmp_path):
+        pass
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
-    monkeypatch.setattr(folder_lock, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(regular_files, "_PATIENCE_S", 60.0)
     with hold_folder(tmp_path):
-        with pytest.raises(LaunchError, match=f"process {os.getpid()} on "), hold_folder(tmp_path):
+        with pytest.raises(LaunchError, match="of this process"), hold_folder(tmp_path):
             pass
-        assert [path.name for path in tmp_path.iterdir()] == [RUN_LOCK]
-    assert not list(tmp_path.iterdir())
-    check_free(tmp_path)
-
-
-def test_a_lock_that_cannot_be_removed_replaces_no_exception(tmp_path: Path) -> None:
-    with pytest.raises(KeyError, match="the user's"), hold_folder(tmp_path):
-        (tmp_path / RUN_LOCK).unlink()
-        (tmp_path / RUN_LOCK).mkdir()
-        raise KeyError("the user's")
-    (tmp_path / RUN_LOCK).rmdir()
-    with hold_folder(tmp_path):  # it counts as free
+        again = subprocess.run([sys.executable, "-c", HOLDER, str(tmp_path)], capture_output=True, text=True)
+        assert f"process {os.getpid()} on " in again.stderr
+    with hold_folder(tmp_path):
         pass

@@ -18,8 +18,8 @@ from typing import Any, Self
 
 import torch
 
+from paceline.containers import unflatten
 from paceline.errors import CheckpointError, JobError
-from paceline.nested_values import unflatten
 from paceline.spec.codec import NOT_NEGATIVE, POSITIVE, from_mapping, to_mapping
 
 FORMAT = 2
@@ -132,7 +132,7 @@ class Manifest:
     job: dict[str, Any]
     """What was trained."""
     values: dict[str, Any]
-    """All state but tensors; see `nested_values`."""
+    """All state but tensors; see `containers.flatten`."""
     workers: tuple[dict[str, Any], ...] = ()
     """For each worker, the part of `values` in which workers differ."""
     files: tuple[DataFile, ...] = ()

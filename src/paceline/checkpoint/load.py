@@ -21,8 +21,8 @@ from torch import Tensor
 from paceline.checkpoint.format import DTYPES, MANIFEST_FILE, DataFile, Manifest, Slice, StoredSlice
 from paceline.checkpoint.staging import checksum
 from paceline.checkpoint.storage import LATEST_FILE, Storage, step_of
+from paceline.containers import memory_of, unflatten
 from paceline.errors import CheckpointError, PacelineError, reason_of
-from paceline.nested_values import memory_of, unflatten
 from paceline.object_collectives import all_gather_objects, broadcast_object
 
 _Read = TypeVar("_Read")

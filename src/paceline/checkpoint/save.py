@@ -28,9 +28,8 @@ from paceline.checkpoint.format import MANIFEST_FILE, DataFile, Manifest, Stored
 from paceline.checkpoint.retention import KnownCheckpoint, best_of, known_checkpoints, wanted
 from paceline.checkpoint.staging import StagedFile, WritePlan, plan_writes
 from paceline.checkpoint.storage import BEST_FILE, LATEST_FILE, Storage, folder_name
-from paceline.dtensor_type import local_shard
+from paceline.containers import flatten, local_shard
 from paceline.errors import CheckpointError, PacelineError, reason_of
-from paceline.nested_values import flatten
 from paceline.object_collectives import all_gather_objects, broadcast_object, gather_objects, open_host_group
 from paceline.spec.job import CheckpointSpec
 

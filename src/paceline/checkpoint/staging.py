@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.checkpoint.format import DTYPES, Slice
-from paceline.dtensor_type import is_dtensor, shard_slice
+from paceline.containers import is_dtensor, shard_slice
 from paceline.errors import CheckpointError
 from paceline.object_collectives import all_gather_objects
 

@@ -61,6 +61,8 @@ class WorkerState(Vitals):
     pid: int
     hostname: str = ""
     local_rank: int = 0
+    heartbeat_age_s: float | None = None
+    """Seconds since it last posted its state; None: not known."""
     stopped_s: float | None = None
     """How long the process has been stopped (SIGSTOP); None: it is not."""
     output_blocked_s: float | None = None

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from paceline.errors import ClusterError, file_problems, shown
 from paceline.hardware.datasheet import links_of_pairs
-from paceline.regular_files import read_text
 from paceline.spec import Cluster, Device, Node, Peripheral
 from paceline.words import number_of
 
@@ -58,7 +57,7 @@ def read_topology(source: Path | str) -> Cluster:
         return _parse(source)
     path = Path(source)
     with file_problems(f"The topology file {shown(str(source))} cannot be read", ClusterError):
-        text = read_text(path, encoding="utf-8-sig", errors="replace")
+        text = path.read_text("utf-8-sig", errors="replace")
     try:
         return _parse(text)
     except ClusterError as problem:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import LaunchError, file_problems, shown
-from paceline.regular_files import read_text
 
 _ENTRY = re.compile(
     r"(?P<user>\w[\w.-]*@)?(?:(?P<name>\w[\w.-]*)|\[(?P<ipv6>[0-9a-f.]*:[0-9a-f:.]+(?:%[\w.-]+)?)\])"
@@ -53,7 +52,7 @@ def read_node_file(path: Path) -> tuple[NodeSlots, ...]:
         LaunchError: the file cannot be read or names no node, a line is invalid, or a node is named twice.
     """
     with file_problems(f"The hosts file {path} cannot be read", LaunchError):
-        lines = read_text(path, encoding="utf-8-sig").splitlines()
+        lines = path.read_text("utf-8-sig").splitlines()
     entries = [(f"{path}, line {number}", line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
     if not any(entry for _, entry in entries):
         raise LaunchError(f"The hosts file {path} names no node; write one per line, such as gpu1 slots=8.")

@@ -24,8 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.batch import Batch
-from paceline.containers import map_tensors, tensors
+from paceline.containers import Batch, map_tensors, tensors
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects, broadcast_object
 from paceline.parallel.buffers import buffers_kept, standing_in

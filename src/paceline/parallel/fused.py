@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.batch import Batch
-from paceline.containers import map_tensors, tensors
+from paceline.containers import Batch, map_tensors, tensors
 from paceline.errors import ModelError
 from paceline.parallel.audit import compute_again, tolerance_of
 from paceline.parallel.buffers import BATCH_NORMS

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.dtensor_type import local_shard
+from paceline.containers import local_shard
 from paceline.errors import ModelError
 from paceline.object_collectives import device_of
 from paceline.parallel.buckets import buckets

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.dtensor_type import local_shard
+from paceline.containers import local_shard
 from paceline.parallel.step_input import Assignment
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm import Aggregator
-from paceline.dtensor_type import local_shard
+from paceline.containers import local_shard
 from paceline.errors import ModelError
 from paceline.parallel.buckets import FIRST_BUCKET_BYTES, buckets, dense_form, views
 from paceline.parallel.dtensor import with_local

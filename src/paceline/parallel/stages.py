@@ -26,8 +26,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
-from paceline.containers import open_object, tensors
-from paceline.dtensor_type import local_shard
+from paceline.containers import local_shard, open_object, tensors
 from paceline.errors import JobError, ModelError
 from paceline.parallel.block_calls import BlockCalls, ModelCall, Output, Skeleton, Trace, watch
 from paceline.parallel.blocks import blocks_of

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline import env
-from paceline.batch import Batch
-from paceline.containers import copied
+from paceline.containers import Batch, copied
 from paceline.errors import JobError
 from paceline.parallel.buffers import Buffers, untouched
 from paceline.parallel.dtensor import reshard

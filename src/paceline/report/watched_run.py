@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import PacelineError
-from paceline.regular_files import parse_json, read_json
+from paceline.regular_files import read_json
 from paceline.spec.job import JOB_FILE, flat
 from paceline.spec.record import RECORD_FILE, StepTime
 from paceline.spec.run_status import STATUS_FILE, GpuUse, RunStatus, WorkerStatus
@@ -127,7 +127,7 @@ class RunFollower:
         self._read_bytes += len(whole)
         for text in whole.splitlines():
             try:
-                line = parse_json(text)
+                line = json.loads(text)
             except ValueError:
                 continue
             if isinstance(line, dict) and isinstance(line.get("step"), int):

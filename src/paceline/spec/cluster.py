@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from paceline.errors import ClusterError, JobError, file_problems
-from paceline.regular_files import parse_json, read_text, replace_text
+from paceline.regular_files import replace_text
 from paceline.spec.codec import ABOVE_ZERO, ANY, NOT_NEGATIVE, POSITIVE, JsonValue, at_least, between
 from paceline.spec.step_row import StepRow
 
@@ -186,14 +186,14 @@ class Cluster(JsonValue):
             ClusterError: no such file, not JSON, of another version, or unknown keys and invalid values.
         """
         with file_problems(f"{path} cannot be read as a cluster", ClusterError):
-            text = read_text(path)
+            text = path.read_text("utf-8")
         return cls.from_json(text, str(path))
 
     @classmethod
     def from_json(cls, text: str, source: str) -> Cluster:
         """Parse the content of cluster.json; `source` names it in a `ClusterError`."""
         try:
-            mapping = parse_json(text)
+            mapping = json.loads(text)
         except ValueError as problem:
             raise ClusterError(f"{source} cannot be read as a cluster: not JSON ({problem}).") from None
         if not isinstance(mapping, dict) or mapping.pop("schema", None) != SCHEMA:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from paceline.errors import JobError, shortened, shown
-from paceline.regular_files import read_text
 from paceline.spec.aggregation import AggregationSpec
 from paceline.spec.codec import PLAIN, JsonValue, above_zero, at_least, between, check_values
 from paceline.spec.evaluation import EarlyStoppingSpec, Mode
@@ -388,7 +387,7 @@ def load_job(source: str | Path) -> Job:
     """The job in a TOML file. Raises `JobError` for a file that is missing, no TOML, or no job."""
     path = Path(source)
     try:
-        mapping = _parse_toml(read_text(path).removeprefix("\ufeff"))  # some editors begin a file with it
+        mapping = _parse_toml(path.read_text("utf-8").removeprefix("\ufeff"))  # some editors begin a file with it
     except FileNotFoundError:
         raise JobError(f"There is no job file '{path}'.") from None
     except IsADirectoryError:

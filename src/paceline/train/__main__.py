@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 from paceline import env
-from paceline.regular_files import make_run_folder, parse_json
+from paceline.regular_files import make_run_folder
 from paceline.spec import Job, Plan
 from paceline.spec.job import JOB_FILE
 from paceline.spec.plan import LIMIT_FILE, PLAN_FILE, RunLimit
@@ -27,8 +28,8 @@ def main() -> None:
     tell_failures(env.worker_facts())
     run_dir: Path = arguments.run_dir
     make_run_folder(run_dir)
-    job = Job.from_mapping(parse_json(arguments.job)) if arguments.job else Job.load(run_dir / JOB_FILE)
-    plan = Plan.from_mapping(parse_json(arguments.plan)) if arguments.plan else Plan.load(run_dir / PLAN_FILE)
+    job = Job.from_mapping(json.loads(arguments.job)) if arguments.job else Job.load(run_dir / JOB_FILE)
+    plan = Plan.from_mapping(json.loads(arguments.plan)) if arguments.plan else Plan.load(run_dir / PLAN_FILE)
     limit = run_dir / LIMIT_FILE
     is_limited = arguments.job is None and limit.exists()
     limits = RunLimit.load(limit) if is_limited else RunLimit()

@@ -22,13 +22,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.batch import Batch
-from paceline.containers import tensors, to_device
+from paceline.containers import Batch, tensors, to_device
 from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, is_loader, read_samples, set_size
 from paceline.data.loading import collated, is_stream
 from paceline.data.order import EpochOrder, digest_of
 from paceline.data.streams import StreamPosition, StreamStep, check_stream, is_split, read_stream, stand_in
-from paceline.errors import DataError, JobError
+from paceline.errors import DataError
 from paceline.object_collectives import all_gather_objects, device_of, open_host_group
 from paceline.parallel import Assignment
 from paceline.parallel.step_input import shards_of_rank
@@ -355,31 +354,13 @@ class DataProgress:
         """How far the stream of this epoch has been trained on; its states are those that this worker knows."""
         self.has_ended = False
         """Whether the stream of this epoch is known to have ended."""
-        self._told_steps: dict[int, int] = {}
-        """What `total_steps` first told the script, by the number of samples."""
-        self._told_before: dict[int, int] = {}
-        """The `_told_steps` of the checkpoint, which must not change after a resume."""
 
     # --- the whole run ---
 
     def total_steps(self, num_samples: int) -> int:
-        """Updates of the whole run on a training set of `num_samples`, in batches of the job's size. Raises `JobError`
-        where it was another number before the run was saved: a schedule of learning rates may have been made of it."""
+        """Updates of the whole run on a training set of `num_samples`, in batches of the job's size."""
         steps = self.job.epochs * -(-num_samples // self.job.global_batch_size)
-        steps = steps if self._max_steps is None else min(steps, self._max_steps)
-        self._told_steps.setdefault(num_samples, steps)
-        self._check_told_steps()
-        return steps
-
-    def _check_told_steps(self) -> None:
-        for num_samples, now in self._told_steps.items():
-            before = self._told_before.get(num_samples, now)
-            if now != before:
-                raise JobError(
-                    f"run.total_steps({num_samples}) is {now:,}, and was {before:,} when this run was saved, so a "
-                    "schedule of learning rates that is made of it would be another one. Set epochs and max_steps as "
-                    "they were, or make the schedule of a number of your own; with force = True the run goes on so."
-                )
+        return steps if self._max_steps is None else min(steps, self._max_steps)
 
     @property
     def last_step(self) -> int | None:
@@ -514,7 +495,6 @@ class DataProgress:
             "next": self._next,
             "num_samples": self._set_size,
             "order": self.digest,
-            "told_steps": list((self._told_before | self._told_steps).items()),
         }
         if self._position is not None:
             states: dict[str, Any] = {}
@@ -525,8 +505,7 @@ class DataProgress:
         return {"steps": self.steps, "samples_seen": self.samples_seen, "course": course}
 
     def load_state_dict(self, state: dict[str, Any], *, check_order: bool = True) -> None:
-        """Continue from `state`; with `check_order` the order of samples has to be the same as then, and what
-        `total_steps` tells. Raises `JobError` where it has told the script another number."""
+        """Continue from `state`; with `check_order` the order of samples has to be the same as then."""
         self.steps, self.samples_seen, course = state["steps"], state["samples_seen"], state["course"]
         self.epoch, self._next = course["epoch"], course["next"]
         self._set_size, self.digest = course["num_samples"], course["order"]
@@ -535,5 +514,3 @@ class DataProgress:
             states = json.loads(stream["states"])
             self._position = StreamPosition(self._next, tuple(stream["taken"]), states, fingerprint)
         self._is_resumed, self._checks_order = True, check_order
-        self._told_before = dict(course.get("told_steps", ())) if check_order else {}
-        self._check_told_steps()

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from paceline import __version__, env
 from paceline.checkpoint.storage import IN_RUN_FOLDER
 from paceline.errors import JobError
-from paceline.regular_files import parse_json, replace_text, run_file_mode
+from paceline.regular_files import replace_text, run_file_mode
 from paceline.spec import EpochRecord, RunRecord
 from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, from_mapping, to_mapping
 from paceline.train.callbacks import Callback, Training, best_evaluation
@@ -288,7 +288,7 @@ def json_lines(run_dir: Path, first_step: int, say: Callable[[str], None]) -> Si
         kept = []
         for line in path.read_text(errors="replace").splitlines(keepends=True) if first_step and path.exists() else []:
             with contextlib.suppress(ValueError, TypeError, KeyError):  # such as the last one, which a crash has cut
-                kept += [line] if line.endswith("}\n") and parse_json(line)["step"] <= first_step else []
+                kept += [line] if line.endswith("}\n") and json.loads(line)["step"] <= first_step else []
         replace_text(path, "".join(kept), run_file_mode())
         file = open(os.open(path, os.O_WRONLY | os.O_APPEND), "w", encoding="utf-8")  # noqa: SIM115 - by `close`
     except OSError as problem:

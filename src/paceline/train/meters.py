@@ -22,10 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.batch import Batch
-from paceline.containers import tensors
+from paceline.containers import Batch, tensors
 from paceline.fingerprints import fingerprints, options_of, sample_digests
-from paceline.noise import NoiseScale, SmoothedNoise
 from paceline.parallel import Assignment
 from paceline.parallel.engine import Mark, seconds
 from paceline.parallel.step_input import GradientNorms, TakeNorms
@@ -122,6 +120,76 @@ def _median(steps: Collection[StepTime]) -> StepTime:
         return StepTime()
     components = zip(*map(dataclasses.astuple, steps), strict=True)
     return StepTime(*map(statistics.median, components))
+
+
+# --- the gradient noise scale: `paceline.noise` says what it means ---
+
+
+@dataclass(frozen=True)
+class NoiseScale:
+    """Estimates of |G|^2 and tr(Sigma) in the units of the squared gradient; either may come out below zero."""
+
+    grad_sqr: float
+    grad_var: float
+    """The variance of one sample's gradient."""
+
+    @property
+    def samples(self) -> float:
+        """B_noise; 0 without variance, infinite where no signal can be told from zero."""
+        if self.grad_var <= 0:
+            return 0.0
+        return self.grad_var / self.grad_sqr if self.grad_sqr > 0 else math.inf
+
+    @classmethod
+    def from_norms(cls, small_sqr: float, small_batch: float, large_sqr: float, large_batch: float) -> NoiseScale:
+        """Unbiased, from mean squared norms of gradients over `small_batch` and over `large_batch` samples.
+
+        McCandlish et al. 2018, appendix A.1: two equations E|G_B|^2 = |G|^2 + tr(Sigma) / B for two unknowns. The two
+        norms may come from the same samples, since expectations add up whatever depends on what. Where batches of one
+        kind differ in size, `small_batch` is 1 / (mean of 1 / B), with the weights of the mean of the norms.
+
+        Raises:
+            ValueError: `small_batch` is not the smaller one.
+        """
+        if not 0 < small_batch < large_batch:
+            raise ValueError(f"a batch of {small_batch} samples is not smaller than one of {large_batch}")
+        grad_sqr = (large_batch * large_sqr - small_batch * small_sqr) / (large_batch - small_batch)
+        grad_var = (small_sqr - large_sqr) / (1 / small_batch - 1 / large_batch)
+        return cls(grad_sqr, grad_var)
+
+
+@dataclass(frozen=True)
+class SmoothedNoise:
+    """Exponential averages of |G|^2 and of tr(Sigma), each by itself: a mean of ratios would be biased.
+
+    The first measurements would count for too little, so averages are divided by 1 - decay^n (Kingma and Ba, "Adam",
+    2014, section 3).
+    """
+
+    decay: float = 0.99
+    num_measured: int = 0
+    _grad_sqr: float = 0.0
+    _grad_var: float = 0.0
+
+    def after(self, one: NoiseScale) -> SmoothedNoise:
+        """With one more measurement; one that is not finite, as after an overflow, is left out."""
+        if not (math.isfinite(one.grad_sqr) and math.isfinite(one.grad_var)):
+            return self
+        kept, new = self.decay, 1 - self.decay
+        return SmoothedNoise(
+            self.decay,
+            self.num_measured + 1,
+            kept * self._grad_sqr + new * one.grad_sqr,
+            kept * self._grad_var + new * one.grad_var,
+        )
+
+    @property
+    def mean(self) -> NoiseScale | None:
+        """None before the first measurement."""
+        if not self.num_measured:
+            return None
+        weight = 1 - self.decay**self.num_measured
+        return NoiseScale(self._grad_sqr / weight, self._grad_var / weight)
 
 
 @dataclass

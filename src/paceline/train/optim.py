@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.dtensor_type import is_dtensor
+from paceline.containers import is_dtensor
 from paceline.errors import JobError, ModelError, did_you_mean
 from paceline.import_path import checked_options, imported, takes
 from paceline.parallel import Engine
@@ -37,7 +37,6 @@ FUSED = (*_FUSED_ON_SHARDS, torch.optim.SGD)
 BY_ELEMENT = (
     *FUSED,
     torch.optim.Adadelta,
-    torch.optim.Adagrad,
     torch.optim.Adamax,
     torch.optim.ASGD,
     torch.optim.NAdam,

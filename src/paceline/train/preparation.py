@@ -16,7 +16,6 @@ from paceline.parallel import Buffers, parallelize
 from paceline.parallel.buffers import accept_single_values
 from paceline.parallel.initial_weights import broadcast, is_on_meta
 from paceline.spec import Job, Mesh, Plan
-from paceline.train.numerics import Precision, check_can_be_compiled, compile_options, uncompiled
 from paceline.train.optim import (
     JointOptimizer,
     LearningRates,
@@ -27,7 +26,7 @@ from paceline.train.optim import (
     parts_of,
 )
 from paceline.train.process_group import World
-from paceline.train.state import Names, Trained, rebind
+from paceline.train.state import Names, Precision, Trained, rebind
 
 
 def prepare_model(
@@ -125,3 +124,37 @@ def _checked_schedulers(scheduler: Any, optimizer: Optimizer, job: Job) -> tuple
                 "choose one of them."
             )
     return given
+
+
+# --- torch.compile: the model itself is trained, compiled once its layers are what a strategy made of them ---
+
+_OPTIONS: dict[str, dict[str, bool]] = {
+    "reduce-overhead": {"triton.cudagraphs": True},
+    "max-autotune": {"max_autotune": True, "triton.cudagraphs": True, "coordinate_descent_tuning": True},
+}
+"""torch.compile's modes as its options, which cannot be given beside a mode."""
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model that `torch.compile(model)` wraps, or the model itself: strategies find its layers, and its weights
+    have their own names."""
+    return dict(model.named_children()).get("_orig_mod", model)
+
+
+def compile_options(job: Job) -> dict[str, bool]:
+    """The options of torch.compile for a job's mode.
+
+    Compiled kernels draw the random numbers of eager ones: a worker that meets too many shapes computes without
+    kernels of its own, at a moment that depends on the number of workers, and dropout masks must not change with it.
+    """
+    return {"fallback_random": True, **_OPTIONS.get(str(job.compile), {})}
+
+
+def check_can_be_compiled(job: Job, plan: Plan) -> None:
+    """Raises `JobError` where a compiled model would not be used, as torch.compile sees no copies and stages of it, or
+    would train otherwise, as compiled kernels may differ between shapes."""
+    if job.parity == "bitwise" or (plan.mesh or Mesh()).pp > 1 or plan.devices_in_process > 1:
+        raise JobError(
+            "A model from torch.compile needs parity = 'numeric' and the strategy dp, fsdp or tp; choose these, or "
+            "leave compile out."
+        )

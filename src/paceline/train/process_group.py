@@ -1,28 +1,29 @@
-"""A worker's process: joining the other workers of a run, and leaving them; what malloc does with freed blocks, and a
-stated limit of memory."""
+"""A worker's process: joining the other workers of a run, and leaving them; what malloc does with freed blocks, and
+torch's settings for the whole process."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import ctypes
-import re
-import resource
+import dataclasses
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.utils.deterministic
 
 from paceline import env
 from paceline.errors import LaunchError
 from paceline.heartbeat import RENDEZVOUS, Heartbeat
-from paceline.spec import Plan
+from paceline.object_collectives import all_gather_objects
+from paceline.spec import Job, Plan
 from paceline.train.watch import begin_watch, end_watch
 
 GLOO_THREAD = "pt_gloo_runloop"
@@ -56,10 +57,7 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
     """
     device = _device(facts, plan)
     if device.type == "cpu":
-        if plan.mesh is None or plan.mesh.is_plain:
-            keep_freed_memory()
-        else:
-            give_back_freed_memory()
+        set_malloc(keeps_freed=plan.mesh is None or plan.mesh.is_plain)
     if dist.is_initialized():  # a run before this one, or the user's script, was first
         if (dist.get_rank(), dist.get_world_size()) != (facts.rank, facts.world_size):
             raise LaunchError(
@@ -129,69 +127,88 @@ def _device(facts: env.WorkerFacts, plan: Plan) -> torch.device:
 
 # --- memory ---
 
-# mallopt's parameters in glibc's malloc.h.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-# The largest size glibc serves from its heap; activations of a CPU worker are mostly smaller.
-_LARGEST_FROM_HEAP = 32 * 2**20
-_NEVER = 2**31 - 1
-# Blocks larger than this are returned to the kernel as soon as they are freed.
-_LARGE = 2**20
-_STATUS = Path("/proc/self/status")
+"""mallopt's parameters in glibc's malloc.h."""
 
 
-def keep_freed_memory() -> None:
-    """Make glibc's malloc keep freed memory instead of returning it to the kernel; other C libraries go on as they do.
+def set_malloc(*, keeps_freed: bool) -> None:
+    """Have glibc's malloc keep freed memory, or return large blocks to the kernel at once; other C libraries go on as
+    they do.
 
-    A training step frees megabytes of activations that the next one asks for again. By default they go back and
-    come again page by page, each page zeroed by the kernel: a quarter of a small model's step on CPU.
+    A training step frees megabytes of activations that the next one asks for again. By default they go back and come
+    again page by page, each page zeroed by the kernel: a quarter of a small model's step on CPU. But sharded parameters
+    are gathered and freed block by block: served from the heap, what is allocated in between keeps it from shrinking
+    and from being used again, and a worker that should hold a quarter of a model was seen to hold all.
     """
-    _set_thresholds(_LARGEST_FROM_HEAP, _NEVER)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        # The largest size that glibc serves from its heap is 32 MiB; activations of a CPU worker are mostly smaller.
+        mmap_bytes, trim_bytes = (32 * 2**20, 2**31 - 1) if keeps_freed else (2**20, 2**20)
+        mallopt(_M_MMAP_THRESHOLD, mmap_bytes)
+        mallopt(_M_TRIM_THRESHOLD, trim_bytes)
 
 
-def give_back_freed_memory() -> None:
-    """Make glibc's malloc return large blocks to the kernel as soon as they are freed, and what was kept so far.
-
-    Sharded parameters are gathered and freed block by block. Served from the heap, what is allocated in between keeps
-    it from shrinking and from being used again: a worker that should hold a quarter of a model was seen to hold all.
-    """
-    if _set_thresholds(_LARGE, _LARGE):
-        ctypes.CDLL(None).malloc_trim(0)
+# --- torch's settings: decided, said and restored here ---
 
 
-def _set_thresholds(mmap_bytes: int, trim_bytes: int) -> bool:
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
-    if mallopt is None:
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, mmap_bytes)) and bool(mallopt(_M_TRIM_THRESHOLD, trim_bytes))
+TF32_CAPABILITY = (8, 0)
+"""The first compute capability of NVIDIA's with TF32, and with bfloat16: Ampere."""
 
 
 @contextmanager
-def memory_limit(limit_bytes: int | None, device: torch.device, model: nn.Module) -> Iterator[None]:
-    """A context in which `model`, and all that training it needs, may use at most `limit_bytes`; None: any number.
+def torch_settings(job: Job, plan: Plan, device: torch.device) -> Iterator[list[str]]:
+    """A context in which torch is set as a job needs it, and what was set before is restored after it; gives what the
+    run's log and report say of that.
 
-    On a GPU torch's allocator keeps the limit; on a CPU the kernel does, counted from now on: what else the process
-    holds does not count. Raises `LaunchError` where this system cannot hold a process to a limit.
+    Numeric parity: cuDNN tries which of its kernels is fastest, products of float32 matrices may round their factors
+    to TF32 (10 bits of mantissa, not 23), and products in 16 bits may add up in these. Bitwise parity: none of that,
+    and operations without a deterministic kernel are errors.
     """
-    if limit_bytes is None:
-        yield
-    elif device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
-        try:
-            yield
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
-    else:
-        give_back_freed_memory()  # the kernel counts what the allocator keeps
-        # What RLIMIT_DATA counts: the process's private writable memory, shared libraries left out.
-        held_kb = re.search(r"^VmData:\s+(\d+) kB$", _STATUS.read_text() if _STATUS.exists() else "", re.MULTILINE)
-        if held_kb is None:
-            raise LaunchError("PACELINE_MEMORY_LIMIT needs Linux on a worker without a GPU; unset it.")
-        before = resource.getrlimit(resource.RLIMIT_DATA)
-        weights_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-        limit = 1024 * int(held_kb[1]) - weights_bytes + limit_bytes
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, before[1]))
-        try:
-            yield
-        finally:
-            resource.setrlimit(resource.RLIMIT_DATA, before)
+    is_numeric = job.parity == "numeric"
+    uses_tf32 = (is_numeric if job.tf32 is None else job.tf32) and has_tf32(device)
+    cudnn: Any = torch.backends.cudnn
+    matmul = torch.backends.cuda.matmul
+    wanted: list[tuple[Any, str, bool]] = [
+        (cudnn, "benchmark", is_numeric and device.type == "cuda"),
+        (cudnn, "deterministic", not is_numeric or cudnn.deterministic),
+        (matmul, "allow_fp16_reduced_precision_reduction", is_numeric),
+        (matmul, "allow_bf16_reduced_precision_reduction", is_numeric),
+    ]
+    if not is_numeric:
+        # Memory that nobody has written is read by nobody: filling it only takes time.
+        wanted.append((torch.utils.deterministic, "fill_uninitialized_memory", False))
+    with ExitStack() as before:
+        before.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(plan.threads_per_worker)
+        if not is_numeric or uses_tf32:
+            # Their former values are read by the newer name, which never refuses to answer.
+            before.callback(setattr, matmul, "allow_tf32", matmul.fp32_precision == "tf32")
+            before.callback(setattr, cudnn, "allow_tf32", cudnn.conv.fp32_precision == "tf32")
+            matmul.allow_tf32 = cudnn.allow_tf32 = uses_tf32
+        for holder, name, value in wanted:
+            before.callback(setattr, holder, name, getattr(holder, name))
+            setattr(holder, name, value)
+        if not is_numeric:
+            env.prepare_deterministic_cuda()
+            # Not use_deterministic_algorithms, which loads torch's whole compiler: seconds at the end of every run.
+            before.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+            torch.set_deterministic_debug_mode("error")
+        note = "float32 products are computed in TF32, to 10 bits of mantissa; tf32 = false computes them in float32"
+        yield [note] if uses_tf32 and job.precision != "float64" else []
+
+
+def decide_precision(job: Job, world: World) -> tuple[Job, list[str]]:
+    """The job with the precision that "auto" means on these workers, the same for all; and what the log says of it. A
+    collective where it is "auto"."""
+    if job.precision != "auto":
+        return job, []
+    if all(all_gather_objects(has_tf32(world.device), world.group)):
+        note = "forward passes compute in bfloat16, as all GPUs have it; precision = 'float32' computes in float32"
+        return dataclasses.replace(job, precision="bfloat16"), [note]
+    note = "forward passes compute in float32, as not every worker has a GPU that is fast in bfloat16"
+    return dataclasses.replace(job, precision="float32"), [note]
+
+
+def has_tf32(device: torch.device) -> bool:
+    """Whether a device computes in TF32, and fast in bfloat16."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= TF32_CAPABILITY

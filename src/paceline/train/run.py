@@ -20,7 +20,6 @@ from paceline import env
 from paceline.data.loading import Collate
 from paceline.errors import JobError
 from paceline.heartbeat import Heartbeat
-from paceline.noise import SmoothedNoise
 from paceline.object_collectives import broadcast_object
 from paceline.parallel import Engine
 from paceline.parallel.generators import seed_generators
@@ -30,13 +29,12 @@ from paceline.spec.mesh_name import check_strategy
 from paceline.spec.plan import RunLimit
 from paceline.train.batches import DataProgress, DatasetReader, GlobalBatches, loading_of
 from paceline.train.evaluate import Measure, evaluate_between_steps
-from paceline.train.meters import NoiseMeter, ParityTracer, Progress, StepTimer, end_rows
-from paceline.train.numerics import LossFn, Precision, decide_precision, torch_settings
+from paceline.train.meters import NoiseMeter, ParityTracer, Progress, SmoothedNoise, StepTimer, end_rows
 from paceline.train.preparation import check_several, freeze, prepare_model
-from paceline.train.process_group import join, leave, memory_limit
+from paceline.train.process_group import decide_precision, join, leave, torch_settings
 from paceline.train.run_state import Keepable, Kept, RunState
 from paceline.train.session import Session, Stopping
-from paceline.train.state import Trained, TrainedModels, weights_sha256
+from paceline.train.state import LossFn, Precision, Trained, TrainedModels, weights_sha256
 from paceline.train.step import Stepper
 from paceline.train.watch import tell_failures
 
@@ -179,7 +177,6 @@ class Run:
             self._at_close.callback(session.close)
             session.resume(**self._resume_from)
             self._prepared = Stepper(session, self.mesh, self.timer, self._batches, self._tracer)
-            self._at_close.enter_context(memory_limit(env.memory_limit_bytes(), self.device, engine.module))
         else:
             self._prepared.session.add(name)
         for number, one in enumerate(trained.schedulers):
@@ -444,8 +441,7 @@ class Run:
         return self._progress.samples_seen
 
     def total_steps(self, num_samples: int) -> int:
-        """Optimizer updates of the whole run on a training set of `num_samples`: of all epochs, or `max_steps`. Raises
-        `JobError` where it was another number before the run was saved: a schedule may have been made of it."""
+        """Optimizer updates of the whole run on a training set of `num_samples`: of all epochs, or `max_steps`."""
         return self._progress.total_steps(num_samples)
 
     @property

@@ -29,11 +29,10 @@ from paceline.checkpoint.storage import Storage, folder_name
 from paceline.data import random_streams
 from paceline.data.counter_random import key
 from paceline.errors import PeerLost
-from paceline.folder_lock import CHECKPOINTS_LOCK, hold_folder
 from paceline.heartbeat import Heartbeat
 from paceline.object_collectives import all_gather_objects, open_host_group
 from paceline.parallel.generators import seed_generators
-from paceline.regular_files import make_run_folder
+from paceline.regular_files import CHECKPOINTS_LOCK, hold_folder, make_run_folder
 from paceline.train.batches import DataProgress
 from paceline.train.process_group import World
 from paceline.train.run_state import Found, RunState, newest_checkpoint

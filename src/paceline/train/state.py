@@ -13,24 +13,54 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Adagrad, Optimizer
+from torch.optim import Optimizer
 
 from paceline.checkpoint.format import Slice
 from paceline.checkpoint.load import Loaded, Stored
-from paceline.containers import to_device
-from paceline.dtensor_type import is_dtensor, local_shard, shard_slice
+from paceline.containers import is_dtensor, local_shard, shard_slice, to_device
 from paceline.errors import CheckpointError, ModelError
 from paceline.parallel import Buffers, Engine
 from paceline.parallel.dtensor import shard_like
-from paceline.train.numerics import Precision
+from paceline.parallel.losses import Loss
+from paceline.spec import Job
 from paceline.train.optim import LearningRates, parts_of
 from paceline.words import and_more, on_one_line
+
+LossFn = Callable[[nn.Module, Any], Loss]
+"""The loss of a batch, from the prepared model and the batch: the mean over its samples, or a `Mean`."""
+
+_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Precision:
+    """A job's precision on this worker's device."""
+
+    def __init__(self, job: Job, device: torch.device) -> None:
+        self._kind = device.type
+        self._dtype = _AUTOCAST.get(job.precision)
+        self.scaler = torch.amp.GradScaler(device.type, enabled=job.precision == "float16")
+        """Scales the loss, so that small gradients do not become zero in float16; does nothing in other precisions."""
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context of forward passes (autocast)."""
+        return nullcontext() if self._dtype is None else torch.autocast(self._kind, dtype=self._dtype)
+
+    def of(self, loss_fn: LossFn) -> LossFn:
+        """The same loss function, computing in this precision."""
+
+        def loss_of(model: nn.Module, batch: Any) -> Loss:
+            with self.autocast():
+                return loss_fn(model, batch)
+
+        return loss_of
+
 
 _ALONE = "alone"
 """In a worker's own state: what another number of workers does not use."""
@@ -347,28 +377,21 @@ class Names:
 
 def rebind(optimizer: Optimizer, names: Names, model: nn.Module) -> None:
     """Let the optimizer update what this worker now holds of its parameters, in the same groups. Raises `ModelError`
-    where it has made steps already, which belong to the parameters as they were."""
+    where it has state already, which belongs to the parameters as they were."""
     mine = {names.first[name]: parameter for name, parameter in model.named_parameters()}
     held = [[mine[name] for name in group if name in mine] for group in names.groups]
     before = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    fresh = [
-        part
-        for part in parts_of(optimizer)
-        if isinstance(part, Adagrad) and not any(float(state["step"]) for state in part.state.values())
-    ]
-    for part in fresh:
-        part.state.clear()
     if before != [id(parameter) for group in held for parameter in group]:
         if optimizer.state:
-            raise ModelError("The optimizer has been used before run.prepare; give it a new one, or the strategy dp.")
+            raise ModelError(
+                "The optimizer has state of whole parameters before run.prepare (one that was used, or Adagrad); give "
+                "another one, or choose the strategy dp."
+            )
         for group, parameters in zip(optimizer.param_groups, held, strict=True):
             group["params"] = parameters
-    for part in fresh:
-        for group in part.param_groups:
-            for parameter in group["params"]:
-                # As its constructor does, the only one of torch's that makes state at once.
-                total = torch.full_like(parameter, group["initial_accumulator_value"], requires_grad=False)
-                part.state[parameter] |= {"step": torch.tensor(0.0), "sum": total}
+    for part in parts_of(optimizer):
+        if part.state:
+            part.load_state_dict(part.state_dict())  # on the device and in the type that the parameters have by now
 
 
 def optimizers_in(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:

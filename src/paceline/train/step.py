@@ -5,21 +5,23 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
-from paceline.batch import Apply, Batch
-from paceline.containers import copied
+from paceline.containers import Apply, Batch, copied, is_dtensor, local_shard
 from paceline.data import Loading, SampleRequest, random_streams
 from paceline.data.counter_random import key
 from paceline.errors import JobError, ModelError, PeerLost
+from paceline.object_collectives import all_gather_objects
 from paceline.parallel import Assignment, Companions, StepInput
 from paceline.parallel.fused import check_fused, fused
 from paceline.parallel.generators import generator_states, seed_generators
@@ -29,11 +31,10 @@ from paceline.parallel.step_input import AnyShard, shard_sizes, unchanged
 from paceline.spec import Mesh
 from paceline.train.batches import GlobalBatch, GlobalBatches
 from paceline.train.meters import ParityTracer, StepTimer
-from paceline.train.nonfinite import NonFiniteGuard, left_out_where, skips_on_device, spoil_gradients_where
-from paceline.train.numerics import LossFn, loss_name
-from paceline.train.optim import lr_factor, parts_of
+from paceline.train.optim import FUSED, lr_factor, parts_of
 from paceline.train.session import Session
-from paceline.train.state import Trained
+from paceline.train.state import LossFn, Trained
+from paceline.words import and_more
 
 _AUDITED_STEPS = 2
 """So many steps of a run are audited, the last one of each epoch, and those before checkpoints every so many steps."""
@@ -354,9 +355,7 @@ class Stepper:
                 self._make_update(one, step_input)
             return
         if scaler.is_enabled() and has_gradient and self._job.nonfinite == "skip":
-            # As where the device leaves the update out: the scale goes down.
-            spoil_gradients_where(optimizer, torch.ones_like(loss))
-            scaler.unscale_(optimizer)
+            scaler.unscale_(optimizer)  # finds the gradients that are not finite, so that the scale goes down
             scaler.update()
         if engine.weights_diverge:  # other workers make theirs, at the same learning rate
             self._move_schedulers(one)
@@ -365,20 +364,14 @@ class Stepper:
         self, one: OneStep, loss: Tensor, norm: Callable[[], Tensor], has_gradient: bool
     ) -> tuple[bool, AbstractContextManager[None]]:
         """Whether the update is made, and a context for it in which the device may still leave it out."""
-        trained, guard, index, samples = one.trained, one.guard, one.pending.index, one.pending.batch.samples
+        guard, index, samples = one.guard, one.pending.index, one.pending.batch.samples
         guard.catch_up()
         if not has_gradient:
             self.session.check_peers()
             return False, nullcontext()
-        # Schedulers of the script move only after an update that was made: the host has to know of it.
-        may_be_late = guard.may_be_late and not trained.needs_closure and not trained.schedulers
-        if self._device.type != "cuda" or not may_be_late or not skips_on_device(one.optimizer):
+        if self._device.type != "cuda" or not guard.may_be_late or not skips_on_device(one.optimizer):
             return guard.allows_update(index, loss, norm, samples), nullcontext()
-        is_bad = guard.judge_on_device(index, loss, samples)
-        if not trained.precision.scaler.is_enabled():
-            return True, left_out_where(one.optimizer, is_bad)
-        spoil_gradients_where(one.optimizer, is_bad)
-        return True, nullcontext()
+        return True, left_out_where(one.optimizer, guard.judge_on_device(index, loss, norm, samples))
 
     def _make_update(self, one: OneStep, step_input: StepInput) -> None:
         """Have the optimizer, and the schedulers after it, make their step."""
@@ -470,3 +463,160 @@ class Stepper:
             on_pause=self.session.on_pause,
             updated=updated,
         )
+
+
+def loss_name(loss_fn: LossFn) -> str:
+    """Where a loss function is written: a name that is the same on all workers, in all steps and after a resume."""
+    function: Any = inspect.unwrap(loss_fn)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return f"{type(function).__module__}.{type(function).__qualname__}"
+    return f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno}"
+
+
+# --- the finiteness check: whether a step's loss and gradients are finite, before they change the weights ---
+#
+# Either the host waits for the result before the update. Or the check is deferred: the GPU itself skips an update that
+# is not finite, and the host reads the result while the next step's gradients are computed. The check is deferred only
+# while steps are finite: after a skipped step the host waits for it until a step is finite again, so that a run ends in
+# the same step either way.
+
+MOST_IN_A_ROW = 10
+"""The run ends after this many consecutive steps without an update."""
+
+_SHOWN_SAMPLES = 8
+
+
+class NonFiniteGuard:
+    """Looks at the loss and gradients of every step before they become an update."""
+
+    def __init__(self, session: Session, trained: Trained) -> None:
+        self._session = session
+        self._trained = trained
+        self._reaction = session.state.job.nonfinite
+        trained.catch_up = self.catch_up
+        self._late: Callable[[], None] | None = None
+        """Reads the result of a check on the GPU, which has made or skipped the update."""
+
+    @property
+    def may_be_late(self) -> bool:
+        """Whether the next check may be deferred.
+
+        It may not if a step that is not finite has other effects than a skipped update, workers hold shards of the
+        gradient, or the host has to wait anyway: for news of lost workers, a loss scale, or schedulers of the script,
+        which move only after an update that was made.
+        """
+        trained = self._trained
+        is_plain = not (trained.needs_closure or trained.schedulers or trained.precision.scaler.is_enabled())
+        is_alone = trained.engine.holds_all and self._session.peers is None
+        return self._reaction == "skip" and not trained.num_nonfinite and is_plain and is_alone
+
+    def allows_update(self, step: int, loss: Tensor, norm: Callable[[], Tensor], samples: NDArray[Any]) -> bool:
+        """Whether to make the update after `step` others; the same answer on all workers that aggregate every step.
+
+        `norm` returns the norm of the whole model's gradient, a scalar; a collective if workers hold shards. Raises
+        `ModelError` where the run is to end because of this step, `PeerLost` where a worker is gone.
+        """
+        is_ignored = self._reaction == "ignore"
+        # The scaler skips a step that overflows under its loss scale, and scales less.
+        loss_alone = self._trained.precision.scaler.is_enabled()
+        found = [loss] if loss_alone or is_ignored else [loss, norm().to(loss)]
+        is_good = is_ignored or bool(torch.stack(found).isfinite().all())
+        self._session.check_peers(has_waited=not is_ignored)
+        if is_good:
+            self._trained.num_nonfinite = 0
+            return True
+        parameters = self._trained.model.named_parameters()
+        gradients = {name: local_shard(p.grad) for name, p in parameters if p.grad is not None}
+        culprits = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
+        if not self._trained.engine.holds_all:
+            of_all = set().union(*all_gather_objects(culprits, self._session.world.group))
+            culprits = [name for name in self._trained.names.first if name in of_all]  # in the model's order
+        self.leave_out(step, loss, culprits, samples)
+        return False
+
+    def leave_out(self, step: int, loss: Tensor, culprits: Sequence[str], samples: NDArray[Any]) -> None:
+        """React to a step whose loss or gradient is not finite, and that makes no update. Raises `ModelError` where the
+        run is to end because of this step."""
+        num_in_a_row = self._trained.num_nonfinite + 1
+        wrong = _describe(step, loss, culprits, samples)
+        if self._reaction == "stop":
+            raise ModelError(f"{wrong}. The run ends, as nonfinite = 'stop' says; lower optim.lr or look at the data.")
+        if num_in_a_row >= MOST_IN_A_ROW:
+            raise ModelError(f"{wrong}. That is the {MOST_IN_A_ROW}th in a row; lower optim.lr or look at the data.")
+        if self._reaction == "skip":
+            self._session.say(f"{wrong}. The step is skipped.")
+        elif (checkpoint := self._session.roll_back()) is not None:
+            self._session.say(f"{wrong}. Weights and optimizer are again those of {checkpoint}; the data goes on.")
+        else:
+            raise ModelError(f"{wrong}. There is no checkpoint yet to go back to; lower optim.lr or look at the data.")
+        self._trained.num_nonfinite = num_in_a_row  # a step that ends the run is not made, and repeated by a resume
+
+    def judge_on_device(self, step: int, loss: Tensor, norm: Callable[[], Tensor], samples: NDArray[Any]) -> Tensor:
+        """1 if the update is to be skipped, else 0: a float32 scalar on the device. The host reads it in `catch_up`.
+        Only for steps whose check `may_be_late`."""
+        found = torch.stack([loss, norm().to(loss)])
+        in_host_memory = found.to("cpu", non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def read() -> None:
+            arrived.synchronize()  # of a step whose work is followed by that of the next
+            if not in_host_memory.isfinite().all():
+                self._trained.num_nonfinite += 1
+                self._session.say(f"{_describe(step, in_host_memory[0], (), samples)}. The step is skipped.")
+
+        self._late = read
+        return (~found.isfinite()).any().float()
+
+    def catch_up(self) -> None:
+        """Read the result of the last step's check if it is pending, and tell the user if its update was skipped."""
+        late, self._late = self._late, None
+        if late is not None:
+            late()
+
+
+def _describe(step: int, loss: Tensor, culprits: Sequence[str], samples: NDArray[Any]) -> str:
+    """What is not finite in step `step`, and the numbers of the samples in its batch."""
+    what = [] if bool(torch.isfinite(loss)) else [f"the loss is {float(loss)}"]
+    if not what and not culprits:
+        what.append("the norm of the gradient is not finite")
+    if culprits:
+        what.append(f"the gradient of '{culprits[0]}'{and_more(len(culprits) - 1)} is not finite")
+    shown = ", ".join(map(str, samples[:_SHOWN_SAMPLES].tolist()))
+    rest = and_more(len(samples) - _SHOWN_SAMPLES)
+    return f"Step {step + 1}: {' and '.join(what)}; its batch is samples {shown}{rest}"
+
+
+# --- updates that the device leaves out by itself, as torch's fused kernels do ---
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether the next update can be left out without the host, so that nothing of the optimizer changes.
+
+    Not the first update of a parameter: its state would then be there, and torch's SGD takes what lies in memory for
+    the momentum of the second one.
+    """
+    for one in parts_of(optimizer):
+        if type(one) not in FUSED or not all(group.get("fused") for group in one.param_groups):
+            return False
+        has_state = not isinstance(one, SGD) or any(group["momentum"] for group in one.param_groups)
+        for parameter in (parameter for group in one.param_groups for parameter in group["params"]):
+            is_new = has_state and parameter.grad is not None and not one.state.get(parameter)
+            if is_new or is_dtensor(parameter):  # torch's kernels take no shards of the flag
+                return False
+    return True
+
+
+@contextmanager
+def left_out_where(optimizer: Optimizer, is_bad: Tensor) -> Iterator[None]:
+    """A context in which an optimizer that `skips_on_device` updates where `is_bad`, a float32 scalar, is 0, not 1."""
+    for one in parts_of(optimizer):
+        one.found_inf = is_bad  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for one in parts_of(optimizer):
+            del one.found_inf  # type: ignore[attr-defined]

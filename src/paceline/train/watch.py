@@ -42,7 +42,7 @@ from paceline.diagnosis.failures import Failure, write_note
 from paceline.diagnosis.hang import HANG_TIMEOUT_S, STALE_S, Hang, WatchClock, WorkerState, find_hang
 from paceline.diagnosis.report import FailureReport, describe_exception, describe_hang, describe_lost_peer, of_the_user
 from paceline.errors import PacelineError, PeerLost, shortened
-from paceline.heartbeat import Heartbeat, Vitals, own_file, read_vitals
+from paceline.heartbeat import Vitals, own_file, read_vitals
 from paceline.regular_files import run_file_mode
 from paceline.spec.run_status import STATUS_FILE, RunStatus, WorkerStatus
 
@@ -69,7 +69,6 @@ class Watch:
         """Collectives wait for `timeout_s`; so long may anything take before all workers have made a step."""
         self._facts = facts
         self._hostname = socket.gethostname()
-        self._heartbeat = Heartbeat()
         self._hang_timeout_s = env.value(env.HANG_TIMEOUT, float) or HANG_TIMEOUT_S
         self._first_timeout_s = env.value(env.HANG_TIMEOUT, float) or timeout_s
         self._clock = WatchClock(self._hang_timeout_s)
@@ -125,7 +124,6 @@ class Watch:
     def _run(self) -> None:
         number = 0
         while not self._is_over.wait(self._clock.interval_s if number else 0.0):
-            self._heartbeat.beat()
             number += 1
             try:
                 if self._has_store:
@@ -135,7 +133,7 @@ class Watch:
             except RuntimeError as error:  # rank 0 is gone, or stopped
                 self._is_store_lost |= isinstance(error, dist.DistNetworkError)
             states = [self._as_of_now(state) for state in self.states]  # none where this worker does not look at others
-            have_trained = all(state.trained_s is not None for state in states)
+            have_trained = all(state.has_trained for state in states)
             bound_s = (self._hang_timeout_s if have_trained else self._first_timeout_s) - 2 * self._clock.interval_s
             hang = find_hang(states, bound_s)
             if hang is not None and not self._is_over.is_set():
@@ -160,7 +158,7 @@ class Watch:
             "step": vitals.step,
             "inside_s": vitals.inside_s,
             "collective": vitals.collective,
-            "trained_s": vitals.trained_s,
+            "has_trained": vitals.has_trained,
             "memory_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(),
             "processor_s": usage.ru_utime + usage.ru_stime,
             "is_behind": _is_behind(1) or _is_behind(2),

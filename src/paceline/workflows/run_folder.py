@@ -13,7 +13,6 @@ from datetime import datetime
 from pathlib import Path
 
 from paceline.errors import LaunchError, PacelineError, file_problems
-from paceline.folder_lock import check_free
 from paceline.regular_files import make_run_folder, run_file_mode
 from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.job import JOB_FILE, differences
@@ -99,8 +98,7 @@ def check_folder(folder: Path) -> None:
     """Check that a run could create and use this folder, without creating it.
 
     Raises:
-        LaunchError: something else has its name or that of a folder above it, nothing may be written there, or
-            another run of this node uses it.
+        LaunchError: something else has its name or that of a folder above it, or nothing may be written there.
     """
     (folder / RECORD_FILE).exists()  # raises for a name that is too long
     there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
@@ -109,7 +107,6 @@ def check_folder(folder: Path) -> None:
     if problem:
         why = os.strerror(problem)
         raise LaunchError(f"The run folder {folder} cannot be used: {why}; name another one with out = DIR.")
-    check_free(folder)
 
 
 def write_run(

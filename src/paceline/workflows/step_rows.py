@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.errors import InvalidFileError, JobError, file_problems, shortened
-from paceline.regular_files import read_text
 from paceline.spec import StepRow
 from paceline.spec.codec import from_mapping
 from paceline.spec.job import MOST_WORKERS
@@ -34,7 +33,7 @@ def read_rows(path: Path) -> list[StepRow]:
     """
     what = f"{path} cannot be read as a table of comma-separated values"
     with file_problems(what, InvalidFileError):
-        text = read_text(path).removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}")
+        text = path.read_text("utf-8").removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}")
     lines = {number: line for number, line in enumerate(text.splitlines(), 1) if re.match(r"[\s,;]*[^\s,;#]", line)}
     first = next(iter(lines.values()), "")
     told = re.match("sep=([,;\t])", first)  # the line by which Excel knows the delimiter

@@ -18,7 +18,6 @@ from typing import Literal
 
 from paceline import env
 from paceline.errors import LaunchError, file_problems
-from paceline.folder_lock import hold_folder
 from paceline.hardware import detect
 from paceline.launch.command_lines import container_argv, srun_argv, ssh_argv
 from paceline.launch.node_list import NodeSlots, parse_node_list, read_node_file
@@ -27,7 +26,7 @@ from paceline.launch.run import HERE as THIS_NODE
 from paceline.launch.run import LaunchOptions, Reach, agent_commands, run_workers
 from paceline.launch.slurm import allocation as slurm_allocation
 from paceline.plan import pick
-from paceline.regular_files import make_run_folder
+from paceline.regular_files import hold_folder, make_run_folder
 from paceline.spec import Cluster, Device, Node, Plan
 from paceline.spec.codec import at_least, check_values, from_mapping
 from paceline.workflows.node import versions

@@ -231,7 +231,6 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], object]] = {
     "unknown dtype": put(*WEIGHT, "dtype", to="COMPLEX"),
     "tensor that is not there": put("values", "models", "model", "model", to={"tensor": "nothing"}),
     "own tensor that is not there": put("workers", 1, to={"sums": {"tensor": "nothing"}}),
-    "number that is none": put("values", "models", "model", "model", to={"number": "1e5"}),
     "pairs that are none": put("values", "models", "model", "model", to={"pairs": [[1, 2, 3]]}),
     "deep": put("values", "deep", to=nested(900)),
     "many workers": put("world_size", to=10**12),

@@ -103,22 +103,6 @@ def test_any_environment_is_read_or_refused_in_a_sentence(variables: dict[str, s
         assert 0 <= facts.rank < facts.world_size, asdict(facts)
 
 
-@pytest.mark.parametrize(
-    ("text", "num_bytes"),
-    [("", None), ("8GiB", 8 * 2**30), ("500MB", 500 * 10**6), ("1024", 1024), ("1.5 KiB", 1536), ("2t", 2 * 10**12)],
-)
-def test_a_limit_of_memory_is_a_size(monkeypatch: pytest.MonkeyPatch, text: str, num_bytes: int | None) -> None:
-    monkeypatch.setenv("PACELINE_MEMORY_LIMIT", text)
-    assert env.memory_limit_bytes() == num_bytes
-
-
-@pytest.mark.parametrize("text", ["0", "-1GiB", "8 GiBs", "lots", "nan", "GB"])
-def test_a_limit_that_is_no_size_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    monkeypatch.setenv("PACELINE_MEMORY_LIMIT", text)
-    with pytest.raises(LaunchError, match="PACELINE_MEMORY_LIMIT"):
-        env.memory_limit_bytes()
-
-
 def test_a_device_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in ("cpu", "cuda"):
         monkeypatch.setenv("PACELINE_DEVICE", kind)

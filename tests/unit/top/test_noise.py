@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.noise import NoiseScale, SmoothedNoise, efficiency
+from paceline.noise import efficiency
+from paceline.train.meters import NoiseScale, SmoothedNoise
 
 positive = st.floats(1e-3, 1e6)
 batches = st.integers(1, 2**20)
