@@ -4,9 +4,11 @@ at every moment."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
+import time
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -85,7 +87,7 @@ MOMENTS: list[Moment] = ["in a step", "between steps", "epoch's end", "evaluatio
 
 @pytest.mark.nightly
 @pytest.mark.budget(processor_s=10)
-@pytest.mark.parametrize(("moment", "strategy", "victim"), list(product(MOMENTS, ["dp", "fsdp"], [None, 0])))
+@pytest.mark.parametrize(("moment", "strategy", "victim"), list(itertools.product(MOMENTS, ["dp", "fsdp"], [None, 0])))
 def test_a_run_killed_at_any_moment_goes_on_exactly(
     tmp_path: Path, undisturbed: Undisturbed, moment: Moment, strategy: str, victim: int | None
 ) -> None:
@@ -94,6 +96,34 @@ def test_a_run_killed_at_any_moment_goes_on_exactly(
     outcomes = run_ranks(train, 1, tmp_path, 1, timeout_s=TIMEOUT_S)
     assert first_steps(tmp_path) == [0, begin]
     undisturbed.assert_equal(outcomes, tmp_path)
+
+
+@pytest.mark.nightly
+@pytest.mark.budget(processor_s=300)
+def test_twenty_kills_at_random_times_leave_the_bits_as_they_are(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Each run is killed up to twice, by a clock, and goes on with as many workers as are drawn, 1 to 3."""
+    draw = random.Random(20)
+    began = time.monotonic()
+    run_ranks(train, 2, tmp_path, timeout_s=TIMEOUT_S)
+    usual_s = time.monotonic() - began
+    num_kills = 0
+    for number in itertools.count():
+        folder = tmp_path / f"run-{number}"
+        folder.mkdir()
+        for attempt in range(3):
+            team = Team(draw.randint(1, 3), draw.choice(["dp", "fsdp"]))
+            victim = draw.choice([None, *range(team.num_workers)])
+            kill = Kill("a time", 0, victim, draw.uniform(0, usual_s)) if attempt < 2 else None
+            try:
+                outcomes = run_ranks(train, team.num_workers, folder, attempt, team.strategy, kill, timeout_s=TIMEOUT_S)
+            except AssertionError:
+                (folder / "killed").unlink()  # else it was not the kill
+                num_kills += 1
+            else:
+                undisturbed.assert_equal(outcomes, folder)  # also of a run that ended before it was to be killed
+                break
+        if num_kills >= 20:
+            return
 
 
 def test_an_undisturbed_run_sees_each_sample_once_an_epoch(undisturbed: Undisturbed) -> None:

@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,8 +31,9 @@ FIRST_SAVE = 3
 TIMEOUT_S = 200.0
 """For a training, on a machine that does much else."""
 
-Moment = Literal["in a step", "between steps", "epoch's end", "evaluation", "snapshot", "worker-", "manifest"]
-"""The last three: while the state is copied; before a file of that name in a checkpoint is opened or renamed."""
+Moment = Literal["in a step", "between steps", "epoch's end", "evaluation", "snapshot", "worker-", "manifest", "a time"]
+"""The three before the last: while the state is copied; before a file of that name in a checkpoint is opened or
+renamed."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Kill:
     step: int
     victim: int | None
     """The rank of the one that meets the moment and is killed; None: rank 0 meets it, and all are killed."""
+    after_s: float = 0.0
+    """Seconds after the start of the training, of the moment "a time"."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,11 @@ class _Killer:
         self._folder, self._attempt, self._kill = folder, attempt, kill
         (folder / f"pid-{attempt}-{rank}").write_text(str(os.getpid()))
         self._is_it = rank == (kill.victim or 0)
-        if self._is_it:
+        if self._is_it and kill.moment == "a time":
+            timer = threading.Timer(kill.after_s, self._kill_now)
+            timer.daemon = True
+            timer.start()
+        elif self._is_it:
             sys.addaudithook(self._watch_files)
 
     def pass_by(self, moment: Moment, num_steps: int) -> None:
