@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from types import NoneType, SimpleNamespace, UnionType
+from types import SimpleNamespace, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import JobError, shortened, shown
@@ -22,14 +22,6 @@ R = TypeVar("R")
 Say = Callable[[str], None]
 """Receives progress messages of a workflow, one line at a time; such as `print`."""
 
-_WORDS: Mapping[Any, str] = {
-    NoneType: "None",
-    str: "a text",
-    Path: "a path",
-    int: "a whole number",
-    float: "a number",
-    Callable: "a function",
-}
 _BOUNDS: Mapping[str, tuple[int, int]] = {
     "budget": (1, 10**9),
     "efficiency_floor": (0, 1),
@@ -59,7 +51,20 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     def with_checked(*args: P.args, **kwargs: P.kwargs) -> R:
         types = parameter_types(function)
         for name, value in signature.bind(*args, **kwargs).arguments.items():
-            _check(name, value, _members(types[name]))
+            kinds = _members(types[name])
+            if {Callable, str} <= {get_origin(one) or one for one in kinds}:
+                continue  # a model or a data set that workers would have to import: the function says how
+            choices = [repr(choice) for one in kinds if get_origin(one) is Literal for choice in get_args(one)]
+            if not any(_is_of(value, one) for one in kinds):
+                wanted = (
+                    f"one of {', '.join(choices)}"
+                    if choices
+                    else function.__annotations__[name].removesuffix(" | None")
+                )
+                raise JobError(f"{name} = {shown(value)} should be {wanted}.")
+            bounds = _BOUNDS.get(name, _BOUNDS_OF_COUNTS if int in kinds else _BOUNDS_OF_AMOUNTS)
+            if isinstance(value, numbers.Real) and not bounds[0] <= value <= bounds[1]:
+                raise JobError(f"{name} = {shown(value)} should be a number from {bounds[0]} to {bounds[1]:,}.")
         return function(*args, **kwargs)
 
     return with_checked
@@ -78,20 +83,6 @@ def _members(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
-def _check(name: str, value: Any, kinds: Sequence[Any]) -> None:
-    if {Callable, str} <= {get_origin(one) or one for one in kinds}:
-        return  # a model or a data set that workers would have to import: the function says how
-    fitting = [one for one in kinds if _is_of(value, one)]
-    if not fitting:
-        raise JobError(f"{name} = {shown(value)} should be {' or '.join(dict.fromkeys(map(_in_words, kinds)))}.")
-    if fitting[0] in (int, float):
-        bounds = _BOUNDS.get(name, _BOUNDS_OF_COUNTS if fitting[0] is int else _BOUNDS_OF_AMOUNTS)
-        if not bounds[0] <= value <= bounds[1]:
-            raise JobError(
-                f"{name} = {shown(value)} should be {_in_words(fitting[0])} from {bounds[0]} to {bounds[1]:,}."
-            )
-
-
 def _is_of(value: Any, hint: Any) -> bool:
     kind = get_origin(hint) or hint
     if kind in (int, float):
@@ -104,15 +95,6 @@ def _is_of(value: Any, hint: Any) -> bool:
     if kind is Literal:
         return isinstance(value, str) and value in get_args(hint)
     return kind is Any or isinstance(value, kind)
-
-
-def _in_words(hint: Any) -> str:
-    kind = get_origin(hint) or hint
-    if kind is Literal:
-        return " or ".join(map(repr, get_args(hint)))
-    if kind is Sequence:
-        return f"a list, each {' or '.join(map(_in_words, _members(get_args(hint)[0])))}"
-    return _WORDS.get(kind) or f"a value of type {kind.__name__}"
 
 
 def read_counts(name: str, given: Sequence[int] | str) -> list[int]:

@@ -38,22 +38,18 @@ def read_rows(path: Path) -> list[StepRow]:
     first = next(iter(lines.values()), "")
     told = re.match("sep=([,;\t])", first)  # the line by which Excel knows the delimiter
     delimiter = told[1] if told else max(",;\t", key=first.count)  # a comma where none of them is there
-    columns: list[str] = []
-    rows: list[StepRow] = []
-    for number, line in list(lines.items())[1 if told else 0 :]:
-        where = f"{path}, line {number}"
+    numbers, texts = list(lines)[bool(told) :], list(lines.values())[bool(told) :]
+    try:
+        table = list(csv.reader(texts, skipinitialspace=True, delimiter=delimiter, strict=True))
+    except csv.Error:
+        raise InvalidFileError(f"{path} has a quotation mark that is not closed.") from None
+    cells = [[shortened(cell.strip()) for cell in row] for row in table]
+    columns, rows = _checked_columns(path, cells[0] if cells else []), []
+    for number, row in zip(numbers[1:], cells[1:], strict=False):
         try:
-            (cells,) = csv.reader([line], skipinitialspace=True, delimiter=delimiter, strict=True)
-            cells = [shortened(cell.strip()) for cell in cells]
-            if columns:
-                rows.append(_row(columns, cells, has_decimal_commas=delimiter != ","))
-        except csv.Error:
-            raise InvalidFileError(f"{where} has a quotation mark that is not closed.") from None
+            rows.append(_row(columns, row, has_decimal_commas=delimiter != ","))
         except JobError as problem:
-            raise InvalidFileError(f"{where}: {problem}") from None
-        columns = columns or _checked_columns(path, cells)
-    if not columns:
-        _checked_columns(path, [])
+            raise InvalidFileError(f"{path}, line {number}: {problem}") from None
     if all(row.step_time_s is None for row in rows):
         raise InvalidFileError(f"{path} has no row with a step_time_s; measure one device and two devices at least.")
     return rows
