@@ -63,7 +63,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
                 )
                 raise JobError(f"{name} = {shown(value)} should be {wanted}.")
             bounds = _BOUNDS.get(name, _BOUNDS_OF_COUNTS if int in kinds else _BOUNDS_OF_AMOUNTS)
-            if isinstance(value, numbers.Real) and not bounds[0] <= value <= bounds[1]:
+            if isinstance(value, numbers.Real) and not bounds[0] <= float(value) <= bounds[1]:
                 raise JobError(f"{name} = {shown(value)} should be a number from {bounds[0]} to {bounds[1]:,}.")
         return function(*args, **kwargs)
 
