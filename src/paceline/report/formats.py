@@ -16,17 +16,7 @@ def percent(fraction: float | None, digits: int = 1) -> str:
 
 def points(change: float | None, digits: int = 2) -> str:
     """A difference of two fractions in percentage points: -0.0125 as -1.25, with a true minus sign."""
-    if change is None:
-        return NOTHING
-    number = f"{100 * change:+.{digits}f}"
-    if float(number) == 0:
-        return f"{0:.{digits}f}"
-    return number.replace("-", "\N{MINUS SIGN}")
-
-
-def signed_percent(fraction: float | None) -> str:
-    """An error: -0.034 as "-3.4 %", with a true minus sign."""
-    return NOTHING if fraction is None else f"{points(fraction, 1)} %"
+    return NOTHING if change is None else f"{100 * change:+z.{digits}f}".replace("-", "\N{MINUS SIGN}")
 
 
 def spread(low: float | None, high: float | None) -> str:
@@ -48,16 +38,6 @@ def short_points(fraction: float) -> str:
 def duration(seconds: float | None) -> str:
     """In the fitting unit: "340 ms", "8.1 s", "3 min 20 s", "2 h 05 min"."""
     return NOTHING if seconds is None else words.duration(seconds)
-
-
-def duration_range(low: float | None, high: float | None) -> str:
-    """Two durations, the unit once where both have it: "17.0 to 19.9 ms" with a dash."""
-    if low is None or high is None:
-        return NOTHING
-    first, last = duration(low), duration(high)
-    number, _, unit = first.rpartition(" ")
-    shares_unit = last.endswith(f" {unit}") and last.count(" ") == first.count(" ") == 1
-    return f"{number if shares_unit else first}\N{EN DASH}{last}"
 
 
 def times(factor: float | None) -> str:

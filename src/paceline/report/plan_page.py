@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from paceline.device_count import RULE
 from paceline.report import formats
-from paceline.report.charts import Chart, Series, amounts, beside_ideal, fill_the_grid, step_parts
+from paceline.report.charts import Chart, Series, beside_ideal, step_parts
 from paceline.report.page import render
 from paceline.report.tables import Grid, grid_of
 from paceline.spec.forecast import Forecast, ForecastRow
+from paceline.words import and_more
 
 _MOST_ROWS = 24
 """Beyond so many, tables leave counts out; the JSON and the page's second table have them all."""
@@ -50,7 +50,6 @@ def _shown_rows(forecast: Forecast) -> list[ForecastRow]:
 
 def _grid(forecast: Forecast, rows: list[ForecastRow]) -> Grid:
     grows = forecast.grow == "batch"  # else the samples to the target are one number, which the page's head says
-    has_target = rows[0].samples_to_target is not None
 
     def micro_batch(row: ForecastRow) -> str:
         size = f"{row.micro_batch_size:,}"
@@ -59,6 +58,7 @@ def _grid(forecast: Forecast, rows: list[ForecastRow]) -> Grid:
     def memory(row: ForecastRow) -> str:
         return "" if row.memory_bytes is None else f"{row.memory_bytes / 2**30:.1f} GiB"
 
+    cost = f"cost of {_cost_of(forecast)}"
     columns: list[tuple[str, Callable[[ForecastRow], str]]] = [
         ("devices", lambda row: f"{row.devices:,}"),
         ("nodes", lambda row: f"{row.nodes:,}"),
@@ -76,8 +76,8 @@ def _grid(forecast: Forecast, rows: list[ForecastRow]) -> Grid:
         ("memory", memory),
         ("samples to target", lambda row: formats.quantity(row.samples_to_target) if grows else ""),
         ("time to target", lambda row: formats.duration(row.time_to_target_s)),
-        ("run", lambda row: "" if has_target else formats.duration(_run_s(forecast, row))),
-        (f"cost of {_cost_of(forecast)}", lambda row: _money(forecast, _cost(forecast, row))),
+        ("run", lambda row: formats.duration(_run_s(forecast, row))),
+        (cost, lambda row: _money(forecast, _cost(forecast, row))),
     ]
     return grid_of(
         columns,
@@ -87,20 +87,22 @@ def _grid(forecast: Forecast, rows: list[ForecastRow]) -> Grid:
         left=("placement", "algorithm", "bound by"),
         least_important=(
             *("memory", "samples to target", "compute", "waits", "nodes", "placement", "algorithm", "micro-batch"),
-            *("useful", "samples/s", f"cost of {_cost_of(forecast)}", "time to target", "run"),
+            *("useful", "samples/s", cost, "time to target", "run"),
         ),
     )
 
 
 def _run_s(forecast: Forecast, row: ForecastRow) -> float | None:
-    """Seconds of all the job's epochs, without failures."""
-    return None if forecast.run_samples is None else forecast.run_samples / row.samples_per_s
+    """Seconds of all the job's epochs, without failures; None where their samples are not known, or a target counts."""
+    if forecast.run_samples is None or row.samples_to_target is not None:
+        return None
+    return forecast.run_samples / row.samples_per_s
 
 
 def _cost(forecast: Forecast, row: ForecastRow) -> float | None:
     """To the target, else of all the job's epochs, else of a million samples; None without a price."""
     seconds, price = _run_s(forecast, row), forecast.price_per_device_hour
-    if row.cost_to_target is not None or seconds is None or price is None:
+    if seconds is None or price is None:
         return row.cost_to_target or row.cost_per_million_samples
     return price * row.devices * seconds / 3600
 
@@ -122,6 +124,11 @@ def _money(forecast: Forecast, amount: float | None) -> str:
 def plan_page(forecast: Forecast) -> str:
     """The whole page."""
     rows, best = _shown_rows(forecast), forecast.recommended
+    base = forecast.base_devices  # more than one where the forecast has no row of one device
+    impossible: dict[str, list[str]] = {}
+    for row in forecast.rows:
+        if row.objection:
+            impossible.setdefault(row.objection, []).append(f"{row.devices:,}")
     return render(
         "plan.html",
         forecast=forecast,
@@ -132,75 +139,29 @@ def plan_page(forecast: Forecast) -> str:
         price=_money(forecast, forecast.price_per_device_hour),
         grid=_grid(forecast, rows),
         all_rows=_grid(forecast, list(forecast.rows)) if len(rows) < len(forecast.rows) else None,
-        objections=_objections(forecast),
-        one_device=_one_device(forecast),
+        objections=[f"{', '.join(of[:8])}{and_more(len(of) - 8)}: {why}" for why, of in impossible.items()],
+        one_device="one device" if base == 1 else f"one of {formats.devices(base)}",
         rule=RULE,
         charts=_charts(forecast.fastest_of_each_count()),
     )
 
 
-def _objections(forecast: Forecast) -> list[str]:
-    """Which counts cannot run the job, and why."""
-    counts: dict[str, list[int]] = {}
-    for row in forecast.rows:
-        if row.objection:
-            counts.setdefault(row.objection, []).append(row.devices)
-    return [f"{_ranges(found)}: {sentence}" for sentence, found in counts.items()]
-
-
-def _ranges(numbers: list[int]) -> str:
-    """Ascending numbers as "3, 5 to 7"."""
-    runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
-    return ", ".join(f"{run[0]:,}" if len(run) == 1 else f"{run[0]:,} to {run[-1]:,}" for run in runs)
-
-
-def _one_device(forecast: Forecast) -> str:
-    """ "one device", or which of several is meant where the forecast has no row of one."""
-    count = forecast.base_devices
-    return "one device" if count == 1 else f"one of {formats.devices(count)}"
-
-
 def _charts(forecast: Forecast) -> list[Chart]:
-    """All that have data, in the order of the page: the fastest row of each count."""
-    rows, best, first = forecast.rows, forecast.recommended, forecast.rows[0]
-    counts = [row.devices for row in rows]
-    caption = f"The coloured area is the 90 % prediction interval; the dashed line is {_one_device(forecast)} times n."
-    for row in rows:
-        most, even = row.micro_batch_size * row.num_micro_batches, row.global_batch_size / row.devices
-        if 1.1 < most / even < 2:  # more where devices share a replica
-            caption += (
-                f" On {formats.devices(row.devices)} the batch cannot be dealt out evenly: the slowest worker computes "
-                f"{most:,} of {row.global_batch_size:,} samples, {most / even - 1:.0%} more than the mean."
-            )
-            break
+    """Throughput and the parts of a step, of the fastest row of each count."""
+    rows, first = forecast.rows, forecast.rows[0]
     throughput = Series(
         "line",
-        counts,
+        [row.devices for row in rows],
         [row.samples_per_s for row in rows],
         "forecast",
         "series-1",
         low=[row.samples_per_s * row.step_s / row.high_s for row in rows],
         high=[row.samples_per_s * row.step_s / row.low_s for row in rows],
-        hover="%{x} devices: %{y:.4~g} samples/s",
-        size=6 if len(rows) <= _MOST_ROWS else 0,
     )
+    caption = "The coloured area is the 90 % prediction interval; the dashed line is what one device does, times n."
+    per_device = first.samples_per_s / first.speedup
     text = ("Throughput", "samples/s", caption)
-    charts = [beside_ideal(counts, [throughput], first.samples_per_s / first.speedup, best.devices, text)]
     shown = _shown_rows(forecast)
-    counts = [row.devices for row in shown]
-    colors = ["series-1" if row is best else "series-8" for row in shown]
-    with_failures = "Failures, checkpoints and restarts are part of it."
-    if best.time_to_target_s is not None:
-        hours = [None if row.time_to_target_s is None else row.time_to_target_s / 3600 for row in shown]
-        texts = [formats.duration(row.time_to_target_s) for row in shown]
-        text = ("Time to the target", "hours", with_failures)
-        charts.append(amounts(counts, hours, texts, colors, text))
-    if _cost(forecast, best) is not None:
-        caption = with_failures if _cost_of(forecast) == "the target" else "Without failures."
-        costs = [_cost(forecast, row) for row in shown]
-        texts = [_money(forecast, cost) for cost in costs]
-        text = (f"Cost of {_cost_of(forecast)}", forecast.currency or "cost", caption)
-        charts.append(amounts(counts, costs, texts, colors, text))
     parts = [
         ("compute", "part-compute", [row.compute_s for row in shown]),
         ("waiting for gradients", "part-communication", [row.exposed_s for row in shown]),
@@ -210,4 +171,7 @@ def _charts(forecast: Forecast) -> list[Chart]:
             [max(0.0, row.step_s - row.compute_s - row.exposed_s) for row in shown],
         ),
     ]
-    return fill_the_grid([*charts, step_parts(counts, parts, "Communication that compute hides is not in it.")])
+    return [
+        beside_ideal(throughput, per_device, forecast.recommended_devices, text),
+        step_parts([row.devices for row in shown], parts, "Communication that compute hides is not in it."),
+    ]

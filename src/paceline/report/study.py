@@ -6,14 +6,14 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 from paceline.device_count import RULE, fewest_near_fastest
 from paceline.errors import PacelineError
 from paceline.report import formats
 from paceline.spec.forecast import Grow
-from paceline.spec.job import Job, flat
+from paceline.spec.job import flat
 from paceline.spec.record import RunRecord, StepTime
 from paceline.words import listing, number_of
 
@@ -28,15 +28,10 @@ class StudyRow:
     devices: int
     runs: tuple[RunRecord, ...]
     """Ordered by seed."""
-    global_batch_size: int
-    learning_rate: float
-    """Peak rate, after the job's scaling rule."""
     accuracy: float | None
     """Mean over seeds, in [0, 1]."""
     accuracy_min: float | None
     accuracy_max: float | None
-    accuracy_std: float | None
-    """Sample standard deviation over seeds (n - 1); None with fewer than two."""
     accuracy_change: float | None
     """Mean accuracy minus that of the smallest device count."""
     within_spread: bool | None
@@ -55,9 +50,6 @@ class StudyRow:
     """Median over seeds, as the other times and rates above."""
     step_time: StepTime
     """Mean over seeds, part by part, so that the parts still add up."""
-    step_p10_s: float | None
-    step_p90_s: float | None
-    """Means over seeds of the 10th and 90th percentile of a run's steps."""
     same_weights: bool | None
     """Whether every seed ended with the weights of that seed at the smallest device count, bit for bit."""
 
@@ -75,10 +67,6 @@ class StudyRow:
     def weights_sha256(self) -> dict[int, str]:
         """The fingerprint of the trained weights, by seed."""
         return {run.job.seed: run.weights_sha256 for run in self.runs}
-
-    @property
-    def has_spread(self) -> bool:
-        return self.accuracy_std is not None
 
 
 @dataclass(frozen=True)
@@ -115,11 +103,6 @@ class Study:
         return next(row for row in self.rows if row.devices == self.recommendation.devices)
 
     @property
-    def job(self) -> Job:
-        """The job of the first run at the smallest device count."""
-        return self.base.runs[0].job
-
-    @property
     def records(self) -> tuple[RunRecord, ...]:
         return tuple(run for row in self.rows for run in row.runs)
 
@@ -133,7 +116,7 @@ class Study:
         return len(self.rows) > 1 and all(row.same_weights for row in self.rows)
 
     def page(self) -> str:
-        """The HTML page: the table, with plots of every run."""
+        """The HTML page: the table, with plots."""
         from paceline.report.study_page import study_page
 
         return study_page(self)
@@ -166,18 +149,12 @@ def analyse(records: Sequence[RunRecord], *, grow: Grow, tolerance: float, effic
         raise PacelineError("There is no finished run to report on; train the job on at least one device count.")
     _check_one_study(records, grow)
     by_devices: dict[int, list[RunRecord]] = defaultdict(list)
-    for record in records:
+    for record in sorted(records, key=lambda run: (run.world_size, run.job.seed)):
         by_devices[record.world_size].append(record)
-    groups = [tuple(sorted(by_devices[count], key=lambda run: run.job.seed)) for count in sorted(by_devices)]
-    rows = tuple(_row(group, base=groups[0]) for group in groups)
-    return Study(
-        name=rows[0].runs[0].job.name,
-        grow=grow,
-        tolerance=tolerance,
-        efficiency_floor=efficiency_floor,
-        rows=rows,
-        recommendation=_recommend(rows, tolerance, efficiency_floor),
-    )
+    base = next(iter(by_devices.values()))
+    rows = tuple(_row(runs, base) for runs in by_devices.values())
+    recommendation = _recommend(rows, tolerance, efficiency_floor)
+    return Study(base[0].job.name, grow, tolerance, efficiency_floor, rows, recommendation)
 
 
 def detect_grow(records: Iterable[RunRecord]) -> Grow:
@@ -190,18 +167,29 @@ def _check_one_study(records: Sequence[RunRecord], grow: Grow) -> None:
 
     Names, seeds and folders of data may differ, and what `grow` lets grow. Runs that stopped early may be shorter.
     """
+
+    def identity(record: RunRecord) -> dict[str, Any]:
+        plain = flat(record.job.to_mapping())
+        free = {"name", "seed", "data.dir"}
+        if grow == "batch":
+            free |= {"global_batch_size", "virtual_shards", "optim.base_batch_size"}
+            plain["the batch per device"] = record.job.global_batch_size / record.world_size
+        return {key: value for key, value in plain.items() if key not in free}
+
+    def which(record: RunRecord) -> str:
+        return f"{formats.devices(record.world_size)} (seed {record.job.seed})"
+
     first, *others = records
-    expected = _identity(first, grow)
+    expected = identity(first)
     for record in others:
-        found = _identity(record, grow)
+        found = identity(record)
         for key in sorted(expected.keys() | found.keys()):
             if expected.get(key) != found.get(key):
-                hint = "; if the batch grew with the devices, say grow = 'batch'" if key == "global_batch_size" else ""
                 raise PacelineError(
-                    f"These are not runs of one job: {key} is {expected.get(key)!r} on {_which(first)} and "
-                    f"{found.get(key)!r} on {_which(record)}{hint}."
+                    f"These are not runs of one job: {key} is {expected.get(key)!r} on {which(first)} and "
+                    f"{found.get(key)!r} on {which(record)}."
                 )
-    (most_common, count), *_ = Counter(map(_which, records)).most_common()
+    (most_common, count), *_ = Counter(map(which, records)).most_common()
     if count > 1:
         raise PacelineError(
             f"Two of these runs are on {most_common}: a study takes one run for each number of devices and seed; leave "
@@ -213,75 +201,53 @@ def _check_one_study(records: Sequence[RunRecord], grow: Grow) -> None:
         has_as_many_epochs = grow == "batch" and len(longer.epochs) == len(shorter.epochs)
         if longer.steps != shorter.steps and not has_as_many_epochs:
             raise PacelineError(
-                f"These runs are not of one length: {number_of(longer.steps, 'step')} on {_which(longer)} and "
-                f"{number_of(shorter.steps, 'step')} on {_which(shorter)}; train the shorter one on, with the same "
+                f"These runs are not of one length: {number_of(longer.steps, 'step')} on {which(longer)} and "
+                f"{number_of(shorter.steps, 'step')} on {which(shorter)}; train the shorter one on, with the same "
                 "--out and the epochs and steps of the longer one."
             )
 
 
-def _identity(record: RunRecord, grow: Grow) -> dict[str, Any]:
-    """What all runs of a study share, by key."""
-    plain = flat(record.job.to_mapping())
-    free = {"name", "seed", "data.dir"}
-    if grow == "batch":
-        free |= {"global_batch_size", "virtual_shards", "optim.base_batch_size"}
-        plain["the batch per device"] = record.job.global_batch_size / record.world_size
-    return {key: value for key, value in plain.items() if key not in free}
+def _row(runs: Sequence[RunRecord], base: Sequence[RunRecord]) -> StudyRow:
+    """The row of these runs, compared with those at the smallest device count."""
 
+    def middle(name: str, of: Sequence[RunRecord] = runs) -> float:
+        return median(getattr(run, name) for run in of)
 
-def _which(record: RunRecord) -> str:
-    return f"{formats.devices(record.world_size)} (seed {record.job.seed})"
+    def mean(values: Sequence[float]) -> float | None:
+        return fmean(values) if values else None
 
-
-def _row(runs: tuple[RunRecord, ...], base: tuple[RunRecord, ...]) -> StudyRow:
-    accuracies, base_accuracies = _accuracies(runs), _accuracies(base)
-    accuracy, base_accuracy = _mean(accuracies), _mean(base_accuracies)
-    rate, base_rate = median(run.samples_per_s for run in runs), median(run.samples_per_s for run in base)
-    speedup = rate / base_rate if rate > 0 and base_rate > 0 else None
-    expected = [run.plan.forecast_samples_per_s for run in runs if run.plan.forecast_samples_per_s is not None]
+    accuracies, base_accuracies = (
+        [run.accuracy for run in group if run.accuracy is not None and math.isfinite(run.accuracy)]
+        for group in (runs, base)
+    )
+    accuracy, base_accuracy = mean(accuracies), mean(base_accuracies)
     within_spread = None
     if runs is not base and len(accuracies) > 1 and len(base_accuracies) > 1:
         within_spread = min(accuracies) <= max(base_accuracies) and min(base_accuracies) <= max(accuracies)
+    rate, base_rate = middle("samples_per_s"), middle("samples_per_s", base)
+    speedup = rate / base_rate if rate > 0 and base_rate > 0 else None
+    expected = [run.plan.forecast_samples_per_s for run in runs if run.plan.forecast_samples_per_s is not None]
+    weights = {run.job.seed: run.weights_sha256 for run in base}
+    pairs = [(run.weights_sha256, weights.get(run.job.seed, "")) for run in runs]
+    is_known = all(here and there for here, there in pairs)
     return StudyRow(
         devices=runs[0].world_size,
-        runs=runs,
-        global_batch_size=runs[0].job.global_batch_size,
-        learning_rate=runs[0].job.optim.lr * runs[0].job.lr_scale,
+        runs=tuple(runs),
         accuracy=accuracy,
         accuracy_min=min(accuracies, default=None),
         accuracy_max=max(accuracies, default=None),
-        accuracy_std=stdev(accuracies) if len(accuracies) > 1 else None,
         accuracy_change=None if accuracy is None or base_accuracy is None else accuracy - base_accuracy,
         within_spread=within_spread,
-        train_s=median(run.train_s for run in runs),
+        train_s=middle("train_s"),
         samples_per_s=rate,
         speedup=speedup,
         efficiency=None if speedup is None else speedup * base[0].world_size / runs[0].world_size,
         forecast_samples_per_s=median(expected) if expected else None,
-        time_to_first_step_s=median(run.time_to_first_step_s for run in runs),
-        wall_s=median(run.wall_s for run in runs),
+        time_to_first_step_s=middle("time_to_first_step_s"),
+        wall_s=middle("wall_s"),
         step_time=StepTime(*map(fmean, zip(*(astuple(run.step_time) for run in runs), strict=True))),
-        step_p10_s=_mean([run.step_p10_s for run in runs if run.step_p10_s is not None]),
-        step_p90_s=_mean([run.step_p90_s for run in runs if run.step_p90_s is not None]),
-        same_weights=_same_weights(runs, base),
+        same_weights=all(here == there for here, there in pairs) if is_known else None,
     )
-
-
-def _accuracies(runs: Iterable[RunRecord]) -> list[float]:
-    return [run.accuracy for run in runs if run.accuracy is not None and math.isfinite(run.accuracy)]
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return fmean(values) if values else None
-
-
-def _same_weights(runs: Iterable[RunRecord], base: Iterable[RunRecord]) -> bool | None:
-    """None where a seed has no run, or no hash, to be compared with."""
-    expected = {run.job.seed: run.weights_sha256 for run in base}
-    pairs = [(run.weights_sha256, expected.get(run.job.seed, "")) for run in runs]
-    if not all(here and there for here, there in pairs):
-        return None
-    return all(here == there for here, there in pairs)
 
 
 def _recommend(rows: Sequence[StudyRow], tolerance: float, floor: float) -> Recommendation:
@@ -307,14 +273,13 @@ def _recommend(rows: Sequence[StudyRow], tolerance: float, floor: float) -> Reco
 
 def _objections(row: StudyRow, base: StudyRow, tolerance: float, floor: float) -> list[str]:
     found = []
-    if base.accuracy is not None:
-        if row.accuracy_change is None:
-            found.append("its accuracy was not measured")
-        elif row.accuracy_change < -tolerance - _ROUNDING:
-            found.append(
-                f"it loses {-100 * row.accuracy_change:.2f} points of accuracy, more than the tolerance of "
-                f"{formats.short_points(tolerance)}"
-            )
+    if base.accuracy is not None and row.accuracy_change is None:
+        found.append("its accuracy was not measured")
+    elif row.accuracy_change is not None and row.accuracy_change < -tolerance - _ROUNDING:
+        found.append(
+            f"it loses {-100 * row.accuracy_change:.2f} points of accuracy, more than the tolerance of "
+            f"{formats.short_points(tolerance)}"
+        )
     if row.efficiency is None:
         found.append("its speed-up is unknown because a throughput is missing")
     elif row.efficiency < floor - _ROUNDING:

@@ -69,14 +69,6 @@ def table(*headings: str, left: Collection[str] = (), no_wrap: bool = False) -> 
     return found
 
 
-def plain_table(rows: Iterable[Sequence[str | Text]]) -> Table:
-    """A table without headings, to the left."""
-    found = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for row in rows:
-        found.add_row(*row)
-    return found
-
-
 def html_of(shown: RenderableType) -> str:
     """What a terminal of 160 columns would show, as an HTML fragment for notebooks."""
     console = Console(file=io.StringIO(), record=True, width=160, highlight=False, markup=False)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -11,10 +11,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from paceline.report.formats import NOTHING, duration, times
-from paceline.report.tables import Grid, grid_of, plain_table, table
+from paceline.report.tables import Grid, grid_of, table
 from paceline.spec import Device, Link, Node, Peripheral
 from paceline.spec.device_choice import DeviceChoice, DeviceRing
-from paceline.words import listing, number_of
+from paceline.words import listing, number_of, size
 
 RING_MARK = "*"
 """Stands after the links of the ring, so that it survives a pipe without colours."""
@@ -28,7 +28,7 @@ _LABELS = {
     "NODE": ("host", "between PCIe host bridges of one NUMA node"),
     "SYS": ("sockets", "across the link between the sockets"),
 }
-"""Kind of wire, and what `nvidia-smi topo -m` prints in its own words as a legend; the nearest first."""
+"""Kind of wire, and what `nvidia-smi topo -m` prints in its own words as a legend."""
 
 _STYLES = {"NVLink": "bold green", "PCIe": "cyan", "host": "yellow", "sockets": "red", "other": ""}
 
@@ -66,6 +66,15 @@ def link_text(link: Link | None) -> str:
     return link.label if link.bytes_per_s is None else f"{link.label}, {bandwidth_text(link.bytes_per_s)}"
 
 
+def rate_words(links: Iterable[Link]) -> str:
+    """What links carry in one direction, the range if they differ, and whether that was measured; may be empty."""
+    known = sorted((link.bytes_per_s, link.source) for link in links if link.bytes_per_s is not None)
+    if not known:
+        return ""
+    words = " to ".join(dict.fromkeys(bandwidth_text(known[place][0]) for place in (0, -1)))
+    return f"{words} measured" if all(source == "measured" for _, source in known) else f"about {words}"
+
+
 def pair_sentence(node: Node, one: str, other: str) -> str:
     """How two parts of a node, by their labels, reach each other and how fast.
 
@@ -74,8 +83,16 @@ def pair_sentence(node: Node, one: str, other: str) -> str:
     link = node.link(one, other)
     if link is None:
         return f"Nothing is known of the link between {one} and {other}."
-    rate = label_bandwidth(replace(node, links=(link,)), link.label) or "at a bandwidth nobody knows"
+    rate = rate_words([link]) or "at a bandwidth nobody knows"
     return f"{one} and {other} talk {label_words(link.label)} ({link.label}), {rate}."
+
+
+def legend(node: Node) -> list[tuple[str, str]]:
+    """Each label of the node with what it goes through and carries, the fastest first."""
+    by_label: dict[str, list[Link]] = {}
+    for link in sorted(node.links, key=lambda link: -(link.bytes_per_s or 0.0)):
+        by_label.setdefault(link.label, []).append(link)
+    return [(label, f"{label_words(label)}, {rate_words(links)}".strip(", ")) for label, links in by_label.items()]
 
 
 # --- The table ---
@@ -90,13 +107,17 @@ def node_view(node: Node, width: int, ring: Sequence[int] = ()) -> RenderableTyp
     """
     parts: list[RenderableType] = [Text(title(node), style="bold")]
     if node.device_kind == "cpu":
-        memory = f", {memory_text(node.memory_bytes)} of memory" if node.memory_bytes else ""
+        memory = f", {size(node.memory_bytes)} of memory" if node.memory_bytes else ""
         parts.append(Text(f"{node.num_cores} cores{memory}, {node.cpu_name}"))
     known = _parts_table(node)
     if len(known.headings) > 1:
         parts += [Text(), known]
     if node.device_kind != "cpu" and node.links:
-        parts += [*_matrices(node, width, ring), *_legend(node, ring)]
+        parts += [*_matrices(node, width, ring), Text()]
+        for label, words in legend(node):
+            parts.append(Text.assemble((f"{label:6}", _STYLES[label_class(label)]), words))
+    if len(ring) > 1:
+        parts.append(Text(f"{RING_MARK} a link of the ring"))
     if node.notes:
         parts += [Text(), *map(Text, node.notes)]
     if node.device_kind == "cpu":
@@ -106,17 +127,13 @@ def node_view(node: Node, width: int, ring: Sequence[int] = ()) -> RenderableTyp
 
 def title(node: Node) -> str:
     """ "gpu-7: 8 x NVIDIA H100 80GB HBM3, 8 NICs, 2 NUMA nodes"."""
-    kinds: dict[str, int] = {}
-    for device in node.devices:
-        name = device.name or ("GPU" if device.kind == "cuda" else "CPU core")
-        kinds[name] = kinds.get(name, 0) + 1
-    numa_nodes = {device.numa_node for device in node.devices} - {None}
+    kinds = Counter(device.name or ("GPU" if device.kind == "cuda" else "CPU core") for device in node.devices)
     words = [f"{count} x {name}" for name, count in kinds.items()] or ["no device"]
-    num_nics = sum(peripheral.kind == "nic" for peripheral in node.peripherals)
-    if num_nics:
+    if num_nics := sum(peripheral.kind == "nic" for peripheral in node.peripherals):
         words.append(number_of(num_nics, "NIC"))
-    if len(numa_nodes) > 1:
-        words.append(f"{len(numa_nodes)} NUMA nodes")
+    num_numa_nodes = len({device.numa_node for device in node.devices} - {None})
+    if num_numa_nodes > 1:
+        words.append(f"{num_numa_nodes} NUMA nodes")
     return f"{node.hostname}: {', '.join(words)}" if node.hostname else ", ".join(words)
 
 
@@ -125,20 +142,14 @@ def _parts_table(node: Node) -> Grid:
     columns: list[tuple[str, Callable[[Device | Peripheral], str]]] = [
         ("", lambda part: part.label),
         ("name", lambda part: "" if part.name == part.label else part.name),
-        ("memory", lambda part: memory_text(part.memory_bytes) if isinstance(part, Device) else ""),
+        ("memory", lambda part: size(part.memory_bytes) if isinstance(part, Device) and part.memory_bytes else ""),
         ("speed", lambda part: bandwidth_text(part.bytes_per_s) if isinstance(part, Peripheral) else ""),
         ("NUMA", lambda part: "" if part.numa_node is None else str(part.numa_node)),
         ("PCI", lambda part: part.pci_bus_id),
         ("busy", lambda part: part.busy if isinstance(part, Device) else ""),
     ]
     devices = () if node.device_kind == "cpu" else node.devices
-    parts: list[Device | Peripheral] = [*devices, *node.peripherals]
-    return grid_of(columns, parts, left=[heading for heading, _ in columns])
-
-
-def memory_text(num_bytes: int) -> str:
-    """ "80 GiB"; empty where it is not known."""
-    return f"{num_bytes / 2**30:.0f} GiB" if num_bytes else ""
+    return grid_of(columns, [*devices, *node.peripherals], left=[heading for heading, _ in columns])
 
 
 def _matrices(node: Node, width: int, ring: Sequence[int]) -> list[RenderableType]:
@@ -146,59 +157,26 @@ def _matrices(node: Node, width: int, ring: Sequence[int]) -> list[RenderableTyp
     rows = [device.label for device in node.devices]
     columns = [*rows, *(part.label for part in node.peripherals)]
     hops = {frozenset((f"GPU{ring[place - 1]}", f"GPU{end}")) for place, end in enumerate(ring)}
-    cells = {(row, column): _cell(node, row, column, hops) for row in rows for column in columns}
-    widest = max(len(text) for text in (*columns, *map(str, cells.values()))) + 2
-    num_columns = max(1, (width - widest) // widest)
+
+    def cell(row: str, column: str) -> Text:
+        link = node.link(row, column)
+        if row == column or link is None:
+            return Text("X" if row == column else NOTHING, style="dim")
+        style = _STYLES[label_class(link.label)]
+        return (
+            Text(f"{link.label}{RING_MARK}", f"{style} reverse") if {row, column} in hops else Text(link.label, style)
+        )
+
+    widest = max(map(len, (*columns, *(f"{link.label}{RING_MARK}" for link in node.links)))) + 2
+    per_table = max(1, (width - widest) // widest)
     tables: list[RenderableType] = []
-    for start in range(0, len(columns), num_columns):
-        part = columns[start : start + num_columns]
+    for start in range(0, len(columns), per_table):
+        part = columns[start : start + per_table]
         found = table("", *part, left=("", *part), no_wrap=True)
         for row in rows:
-            found.add_row(row, *(cells[row, column] for column in part))
+            found.add_row(row, *(cell(row, column) for column in part))
         tables += [Text(), found]
     return tables
-
-
-def _cell(node: Node, row: str, column: str, hops: set[frozenset[str]]) -> Text:
-    link = node.link(row, column)
-    if row == column or link is None:
-        return Text("X" if row == column else NOTHING, style="dim")
-    is_hop = frozenset((row, column)) in hops
-    style = f"{_STYLES[label_class(link.label)]}{' reverse' if is_hop else ''}".strip()
-    return Text(f"{link.label}{RING_MARK if is_hop else ''}", style=style)
-
-
-def _legend(node: Node, ring: Sequence[int]) -> list[RenderableType]:
-    found = plain_table(
-        (
-            Text(label, style=_STYLES[label_class(label)]),
-            label_words(label)[0].upper() + label_words(label)[1:],
-            label_bandwidth(node, label),
-        )
-        for label in labels_in_use(node)
-    )
-    return [Text(), found, *([Text(f"{RING_MARK} a link of the ring")] if len(ring) > 1 else [])]
-
-
-def labels_in_use(node: Node) -> list[str]:
-    """Each label once, the fastest kind of wire first."""
-    kinds, near = list(_STYLES), list(_LABELS)
-
-    def order(label: str) -> tuple[int, int, int, str]:
-        place = near.index(label) if label in near else len(near)
-        return kinds.index(label_class(label)), -num_nvlinks(label), place, label
-
-    return sorted({link.label for link in node.links}, key=order)
-
-
-def label_bandwidth(node: Node, label: str) -> str:
-    """What links of this label carry in one direction, the range if they differ, and whether that was measured."""
-    links = [link for link in node.links if link.label == label and link.bytes_per_s is not None]
-    if not links:
-        return ""
-    rates = [link.bytes_per_s or 0.0 for link in links]
-    words = " to ".join(dict.fromkeys([bandwidth_text(min(rates)), bandwidth_text(max(rates))]))
-    return f"{words} measured" if all(link.source == "measured" for link in links) else f"about {words}"
 
 
 # --- The choice ---
@@ -215,15 +193,15 @@ def choice_lines(choice: DeviceChoice) -> list[str]:
     if not choice.is_exact:
         lines.append("This ring was found by improving step by step, not by trying all: a better one may exist.")
     naive_s, best_s = naive.all_reduce_s(NAIVE_SIZE_BYTES), ring.all_reduce_s(NAIVE_SIZE_BYTES)
+    cost = ""
+    if naive_s and best_s:
+        cost = (
+            f" and would all_reduce 1 GB in {duration(naive_s)} instead of {duration(best_s)}, "
+            f"{times(naive_s / best_s)} the time"
+        )
     if len(ring.devices) > 1 and naive.devices == ring.devices:
         lines.append("A naive choice, the first ones in the order of their ids, is the same.")
     elif len(ring.devices) > 1:
-        cost = ""
-        if naive_s is not None and best_s is not None:
-            cost = (
-                f" and would all_reduce 1 GB in {duration(naive_s)} instead of {duration(best_s)}, "
-                f"{times(naive_s / best_s)} the time"
-            )
         lines.append(
             f"A naive choice, {device_words(naive.devices)} in this order, has {link_text(naive.bottleneck)} as its "
             f"slowest link{cost}."
@@ -248,25 +226,24 @@ def ring_words(devices: Sequence[int]) -> str:
 
 def topology_mapping(node: Node, choice: DeviceChoice | None) -> dict[str, Any]:
     """The result of `paceline topo --json`; lists are empty and the rest is null where there is no GPU."""
-    devices = sorted(choice.ring.devices) if choice else []
+
+    def ring_mapping(ring: DeviceRing | None) -> dict[str, Any]:
+        link = ring and ring.bottleneck
+        return {
+            "ring": list(ring.devices) if ring else [],
+            "bottleneck": link and {"label": link.label, "bytes_per_s": link.bytes_per_s},
+            "all_reduce_1_gb_s": ring and ring.all_reduce_s(NAIVE_SIZE_BYTES),
+        }
+
+    devices = choice.devices if choice else ()
     links = {(one, other): node.link(f"GPU{one}", f"GPU{other}") for one, other in combinations(devices, 2)}
-    ring = {"ring": [], "bottleneck": None, "all_reduce_1_gb_s": None} if choice is None else _ring_mapping(choice.ring)
     return {
         "hostname": node.hostname,
-        "devices": devices,
-        **ring,
+        "devices": list(devices),
+        **ring_mapping(choice and choice.ring),
         "pairs": {f"{one}-{other}": link.label for (one, other), link in links.items() if link},
-        "is_exact": choice.is_exact if choice else None,
-        "naive": _ring_mapping(choice.naive) if choice else None,
+        "is_exact": choice and choice.is_exact,
+        "naive": choice and ring_mapping(choice.naive),
         "environment": visible_devices(choice.ring.devices) if choice else {},
         "notes": list(node.notes),
-    }
-
-
-def _ring_mapping(ring: DeviceRing) -> dict[str, Any]:
-    link = ring.bottleneck
-    return {
-        "ring": list(ring.devices),
-        "bottleneck": None if link is None else {"label": link.label, "bytes_per_s": link.bytes_per_s},
-        "all_reduce_1_gb_s": ring.all_reduce_s(NAIVE_SIZE_BYTES),
     }

@@ -35,7 +35,7 @@ def report(
         PacelineError: a folder without a record, or with a damaged one; records that are not of one study.
     """
     from paceline.report.study import analyse, detect_grow
-    from paceline.report.study_files import write_study
+    from paceline.report.study_page import write_study
 
     folders = [runs] if isinstance(runs, Path | str) else runs
     records = [RunRecord.load(Path(folder) / RECORD_FILE) for folder in folders]

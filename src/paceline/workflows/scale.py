@@ -111,7 +111,7 @@ def scale(
             feed_back(records[-1], Path(cluster))
     if records:
         from paceline.report.study import analyse
-        from paceline.report.study_files import write_study  # loads a template engine
+        from paceline.report.study_page import write_study  # loads a template engine
 
         study = analyse(records, grow=grow, tolerance=tolerance, efficiency_floor=efficiency_floor)
         write_study(study, study_dir)

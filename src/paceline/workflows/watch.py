@@ -18,7 +18,7 @@ INTERVAL_S = 1.0
 def watch(runs: Iterable[Path | str] | Path | str) -> None:
     """Show runs side by side in the terminal, and keep the tables up to date until all have ended, or Ctrl-C.
 
-    Loss, throughput, where a step's time goes, evaluations, every worker's memory and processor time, events, and how
+    Loss, throughput, where a step's time goes, evaluations, what every worker does, events, and how
     the jobs of the runs differ. Where standard output is no terminal, the tables are printed once.
 
     Example: `paceline.watch("runs/mnist-lenet")`.
@@ -33,20 +33,18 @@ def watch(runs: Iterable[Path | str] | Path | str) -> None:
     from rich.live import Live
 
     from paceline.hardware.nvml import gpu_use
-    from paceline.report.watch_table import watch_table
-    from paceline.report.watched_run import RunFollower
+    from paceline.report.watch import read_run, watch_table
 
-    followers = [RunFollower(Path(run)) for run in ([runs] if isinstance(runs, Path | str) else runs)]
-    if not followers:
+    folders = [Path(run) for run in ([runs] if isinstance(runs, Path | str) else runs)]
+    if not folders:
         raise PacelineError("watch needs at least one run folder, such as runs/mnist-lenet.")
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         console = Console(highlight=False, markup=False, width=160)
     with Live(console=console, auto_refresh=False) as shown, contextlib.suppress(KeyboardInterrupt):
         while True:
-            gpus = gpu_use()
-            found = [follower.read(gpus) for follower in followers]
-            shown.update(watch_table(found), refresh=console.is_terminal)
+            found = [read_run(folder) for folder in folders]
+            shown.update(watch_table(found, gpu_use()), refresh=console.is_terminal)
             if not console.is_terminal or all(run.state in ("finished", "failed", "silent") for run in found):
                 break
             time.sleep(INTERVAL_S)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.report.watched_run import RunFollower
+from paceline.report.watch import read_run
 from paceline.spec.run_status import RunStatus, WorkerStatus
 
 
@@ -23,8 +23,8 @@ def _write(folder: Path, lr: float, losses: list[float]) -> None:
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 99, "lo')
 
 
-def _status(folder: Path, when_s: float, processor_s: float) -> None:
-    worker = WorkerStatus(1, "gpu2", 77, 41, "summing gradients", True, 2 * 10**9, processor_s)
+def _status(folder: Path, when_s: float) -> None:
+    worker = WorkerStatus(1, "gpu2", 77, 41, "summing gradients", True, 2 << 30)
     RunStatus(when_s, (worker,)).save(folder / "workers.json")
 
 
@@ -35,7 +35,7 @@ def test_a_run_is_shown_as_its_files_tell_of_it(tmp_path: Path, capsys: pytest.C
     (other / "failure.json").write_text(
         json.dumps({"sentence": "Rank 1 raised ValueError.", "noticed_at": time.time()})
     )
-    _status(one, time.time(), 1.0)
+    _status(one, time.time())
     paceline.watch([one, other])
     shown = capsys.readouterr().out
     for fact in (
@@ -49,28 +49,26 @@ def test_a_run_is_shown_as_its_files_tell_of_it(tmp_path: Path, capsys: pytest.C
         "accuracy 0.875",
     ):
         assert fact in shown, fact
-    for fact in ("gpu2", "summing gradients", "2000", "optim.lr", "0.1", "0.2", "Epoch 1 ended", "Rank 1 raised"):
+    for fact in ("gpu2", "summing gradients", "2 GiB", "optim.lr", "0.1", "0.2", "Epoch 1 ended", "Rank 1 raised"):
         assert fact in shown, fact
 
 
-def test_a_run_is_followed_from_where_it_was_read_last(tmp_path: Path) -> None:
+def test_a_line_that_was_half_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     _write(folder, 0.1, [2.0])
-    follower, now_s = RunFollower(folder), time.time()
-    _status(folder, now_s - 2, 1.0)
-    assert follower.read().loss == 2.0
+    _status(folder, time.time())
+    assert read_run(folder).number("loss") == 2.0
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('ss": 0.125}\n{"step": 100, "loss": NaN}\n')
-    _status(folder, now_s, 4.0)
-    run = follower.read()
-    assert (run.step, run.loss) == (100, None)
-    assert run.processor_use[1] == pytest.approx(1.5)
+    run = read_run(folder)
+    assert (run.number("step"), run.number("loss")) == (100, None)
     (folder / "record.json").write_text(json.dumps({"steps": 100, "accuracy": 0.9}))
-    assert (follower.read().state, follower.read().workers) == ("finished", ())
-    assert "accuracy 90.00%" in follower.read().sentence
+    run = read_run(folder)
+    assert (run.state, run.workers) == ("finished", ())
+    assert "accuracy 90.00%" in run.sentence
 
 
 def test_a_run_of_which_nothing_was_heard_is_silent(tmp_path: Path) -> None:
     _write(tmp_path / "run", 0.1, [2.0])
-    _status(tmp_path / "run", time.time() - 60, 1.0)
-    assert RunFollower(tmp_path / "run").read().state == "silent"
+    _status(tmp_path / "run", time.time() - 60)
+    assert read_run(tmp_path / "run").state == "silent"

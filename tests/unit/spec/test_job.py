@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import JobError
-from paceline.report.study_page import job_toml
 from paceline.spec import Job, OptimSpec, load_job
 from paceline.spec.evaluation import best_place
 from paceline.spec.job import differences
@@ -282,13 +281,11 @@ jobs = st.builds(
 
 
 @given(jobs)
-def test_a_job_reads_back_from_json_and_from_toml(tmp_path_factory: pytest.TempPathFactory, job: Job) -> None:
+def test_a_job_reads_back_from_json(tmp_path_factory: pytest.TempPathFactory, job: Job) -> None:
     assert Job.from_mapping(json.loads(json.dumps(job.to_mapping()))) == job
     folder = tmp_path_factory.getbasetemp()
     job.save(folder / "job.json")
     assert Job.load(folder / "job.json") == job
-    (folder / "job.toml").write_text(job_toml(job), encoding="utf-8")
-    assert load_job(folder / "job.toml") == job
 
 
 def test_a_job_file_needs_no_name_and_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:

@@ -1,0 +1,216 @@
+"""Runs as their folders show them while they train or afterwards, side by side as tables for a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from paceline.errors import PacelineError
+from paceline.regular_files import read_json
+from paceline.report.formats import NOTHING, duration, percent, quantity
+from paceline.report.tables import Grid, grid_of
+from paceline.spec.job import JOB_FILE, flat
+from paceline.spec.record import RECORD_FILE
+from paceline.spec.run_status import STATUS_FILE, GpuUse, RunStatus, WorkerStatus
+from paceline.words import size
+
+METRICS_FILE, FAILURE_FILE = "metrics.jsonl", "failure.json"
+_SILENT_S = 10.0
+"""The launcher writes the workers' status every second; after so long without one it is not there any more."""
+_TAIL_BYTES = 1 << 20
+"""How much of the end of the metrics is read, some 10,000 lines."""
+_MOST_EVENTS = 8
+
+
+State = Literal["starting", "training", "finished", "failed", "silent"]
+
+
+@dataclass(frozen=True)
+class WatchedRun:
+    """One run, as it is now."""
+
+    name: str
+    """The name of its folder."""
+    state: State
+    sentence: str
+    """What to know about it first."""
+    job: Mapping[str, str]
+    """Key to value, as texts; keys of tables with a dot."""
+    metrics: Mapping[str, Any]
+    """The latest value of each name that was logged, as in metrics.jsonl."""
+    workers: tuple[WorkerStatus, ...]
+    events: tuple[tuple[float, str], ...]
+    """(seconds since the epoch, sentence), the latest first."""
+
+    def number(self, name: str) -> float | None:
+        """A value of the metrics; None where there is none, or it is not finite."""
+        return _number(self.metrics, name)
+
+
+def read_run(folder: Path) -> WatchedRun:
+    """A run now, from the files in its folder.
+
+    Raises:
+        PacelineError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise PacelineError(f"There is no run folder '{folder}'.")
+    lines, status = _last_lines(folder / METRICS_FILE), RunStatus.read(folder / STATUS_FILE)
+    metrics = {name: value for line in lines for name, value in line.items()}
+    record, failure = _mapping(folder / RECORD_FILE), _mapping(folder / FAILURE_FILE)
+    last_s = status.time if status is not None else _modified_s(folder / METRICS_FILE)
+    state, sentence = _state(record, failure, "loss" in metrics, time.time() - last_s)
+    return WatchedRun(
+        name=folder.resolve().name,
+        state=state,
+        sentence=sentence,
+        job={key: str(value) for key, value in flat(_mapping(folder / JOB_FILE)).items()},
+        metrics=metrics,
+        workers=status.workers if status is not None and state in ("starting", "training") else (),
+        events=tuple(sorted(_events(folder, lines, record, failure), reverse=True)),
+    )
+
+
+def _last_lines(path: Path) -> list[dict[str, Any]]:
+    """The last whole lines of the metrics."""
+    found = []
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+        for text in file:
+            with contextlib.suppress(ValueError):  # the first is cut, the last may be half written
+                line = json.loads(text)
+                if isinstance(line, dict):
+                    found.append(line)
+    return found
+
+
+def _events(
+    folder: Path, lines: Sequence[Mapping[str, Any]], record: Mapping[str, Any], failure: Mapping[str, Any]
+) -> Iterator[tuple[float, str]]:
+    if started_s := _modified_s(folder / JOB_FILE):
+        yield started_s, "The job was written; workers start."
+    for manifest in folder.glob("checkpoints/step-*/manifest.json"):
+        yield _modified_s(manifest), f"Checkpoint {manifest.parent.name} was saved."
+    for earlier in map(_mapping, folder.glob("failure-*.json")):
+        if earlier:
+            yield _number(earlier, "noticed_at") or 0.0, f"{earlier.get('sentence')} The run was started again."
+    for line in lines:
+        if "epoch" in line and "time" in line:
+            loss = _number(line, "train_loss") or 0.0
+            yield _number(line, "time") or 0.0, f"Epoch {line['epoch']} ended: train loss {loss:.4g}."
+    if failure:
+        yield _number(failure, "noticed_at") or 0.0, str(failure.get("sentence"))
+    if record:
+        yield _modified_s(folder / RECORD_FILE), "The run has finished."
+
+
+def _state(
+    record: Mapping[str, Any], failure: Mapping[str, Any], has_trained: bool, silent_s: float
+) -> tuple[State, str]:
+    if failure:
+        return "failed", str(failure.get("sentence", "The run has failed."))
+    if record:
+        accuracy = record.get("accuracy")
+        result = f", accuracy {accuracy:.2%}" if isinstance(accuracy, float) else ""
+        return "finished", f"Finished after {record.get('steps')} steps{result}."
+    if silent_s > _SILENT_S:
+        said = f"Nothing was written for {silent_s:,.0f} s: the run has ended without a record, or is stopped."
+        return "silent", said
+    return ("training", "Training.") if has_trained else ("starting", "Starting.")
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    """A JSON object in a file; empty where there is none that can be read."""
+    with contextlib.suppress(OSError, ValueError):
+        return read_json(path)
+    return {}
+
+
+def _modified_s(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _number(mapping: Mapping[str, Any], name: str) -> float | None:
+    """None where there is none, or it is not finite."""
+    value = mapping.get(name)
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+# --- the tables ---
+
+
+def watch_table(runs: Sequence[WatchedRun], gpus: Mapping[int, GpuUse]) -> RenderableType:
+    """Loss, throughput, where the time of a step goes, every worker, how the jobs differ, and what happened.
+
+    Args:
+        gpus: by process id, what programs use of this machine's GPUs.
+    """
+
+    def evaluation(run: WatchedRun) -> str:
+        found = {name.removeprefix("test_"): run.number(name) for name in run.metrics if name.startswith("test_")}
+        return ", ".join(f"{name} {value:.4g}" for name, value in found.items() if value is not None)
+
+    columns = [
+        ("run", lambda run: run.name),
+        ("state", lambda run: run.state),
+        ("step", lambda run: f"{max(run.number('step') or 0, *(worker.step or 0 for worker in run.workers), 0):,.0f}"),
+        ("loss", lambda run: NOTHING if run.number("loss") is None else f"{run.number('loss'):.4g}"),
+        ("samples/s", lambda run: quantity(run.number("samples_per_s"))),
+        ("step time", _step_time),
+        ("last evaluation", evaluation),
+    ]
+    parts: list[RenderableType] = [grid_of(columns, runs, left=("run", "state", "step time", "last evaluation"))]
+    parts += [Text(f"{run.name}: {run.sentence}", style="bold") for run in runs if run.state != "training"]
+    for run in runs:
+        if run.workers:
+            parts += [Text(f"\nWorkers of {run.name}", style="bold"), _workers(run, gpus)]
+    keys = sorted({key for run in runs for key in run.job})
+    rows = [(key, *(run.job.get(key, NOTHING) for run in runs)) for key in keys]
+    if differing := [row for row in rows if len(set(row[1:])) > 1]:
+        grid = Grid(["key", *(run.name for run in runs)], differing, left=("key",))
+        parts += [Text("\nHow their jobs differ", style="bold"), grid]
+    events = sorted(((when, run.name, said) for run in runs for when, said in run.events), reverse=True)
+    parts.append(Text("\nEvents", style="bold"))
+    for when, name, said in events[:_MOST_EVENTS]:
+        parts.append(Text(f"{datetime.fromtimestamp(when):%H:%M:%S}  {f'{name}  ' * (len(runs) > 1)}{said}"))
+    return Group(*parts)
+
+
+def _step_time(run: WatchedRun) -> str:
+    total_s = run.number("step_total_s")
+    if not total_s:
+        return ""
+    names = {"compute": "compute", "data": "data", "exposed communication": "exposed_comm"}
+    shares = {name: (run.number(f"step_{key}_s") or 0.0) / total_s for name, key in names.items()}
+    return f"{duration(total_s)}: {', '.join(f'{name} {percent(share, 0)}' for name, share in shares.items())}"
+
+
+def _workers(run: WatchedRun, gpus: Mapping[int, GpuUse]) -> Grid:
+    def gpu(worker: WorkerStatus) -> str:
+        use = None if worker.node else gpus.get(worker.pid)
+        if use is None:
+            return NOTHING
+        held = "" if use.memory_bytes is None else f", {size(use.memory_bytes)}"
+        return f"{use.index}{held}" + ("" if use.busy is None else f", {use.busy:.0%} busy")
+
+    columns = [
+        ("rank", lambda worker: str(worker.rank)),
+        ("node", lambda worker: worker.node or "this node"),
+        ("step", lambda worker: NOTHING if worker.step is None else f"{worker.step:,}"),
+        ("memory", lambda worker: NOTHING if worker.memory_bytes is None else size(worker.memory_bytes)),
+        ("GPU", gpu),
+        ("doing", lambda worker: worker.doing),
+    ]
+    return grid_of(columns, run.workers, left=("node", "GPU", "doing"))
