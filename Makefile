@@ -36,9 +36,9 @@ nightly: $(READY)
 docs: $(READY)
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs runs/docs
 
-# Needs DATA=DIR with mnist/ and cifar10/ in it, and a machine that does nothing else.
+# Needs a machine that does nothing else.
 bench: $(READY)
-	$(BIN)/python benchmarks/side_by_side.py --data $(DATA)
+	$(BIN)/python benchmarks/side_by_side.py
 	$(BIN)/python -m benchmarks.step_costs
 	$(BIN)/python -m benchmarks.starts
 

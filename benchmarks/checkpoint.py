@@ -3,15 +3,12 @@
     python -m benchmarks.checkpoint [--parameters 30e6] [--rounds 5] [--scratch DIR]
 
 Prints: the stall of a save beside a copy in memory, torch.save and DCP; the bytes that the process reads during a save
-and after it; every flipped bit and every cut end of a small checkpoint, noticed or not, here and by DCP; what becomes
-of a run where the disk is full and where nothing can be written; a checkpoint in fsspec's memory.
+and after it; every flipped bit and every cut end of a small checkpoint, noticed or not, here and by DCP.
 """
 
 from __future__ import annotations
 
 import argparse
-import resource
-import signal
 import statistics
 import tempfile
 import time
@@ -150,36 +147,6 @@ def integrity(scratch: Path) -> None:
     print(f"  DCP: {silent:,} of {len(some):,} damages of its data file load silently")
 
 
-def refusals(scratch: Path) -> None:
-    """A disk that is full after 4 MB, and a place where no folder can be made."""
-    said: list[str] = []
-    full = Saver(Storage(scratch / "full"), CheckpointSpec(), None, said.append)
-    full.begin(Snapshot(1, {}, {"a": torch.zeros(10)}, {}))
-    full.wait()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, before[1]))
-    for step in (2, 3):
-        full.begin(Snapshot(step, {}, {"a": torch.zeros(2 << 20)}, {}))
-        full.wait()
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    left = sorted(path.name for path in (scratch / "full").iterdir())
-    print(f"  full disk: {said}; left: {left}")
-    verify_checkpoint(Storage(scratch / "full"), folder_name(1))
-    (scratch / "file").touch()
-    said.clear()
-    nowhere = Saver(Storage(scratch / "file" / "checkpoints"), CheckpointSpec(), None, said.append)
-    nowhere.begin(Snapshot(1, {}, {"a": torch.zeros(10)}, {}))
-    nowhere.wait()
-    print(f"  no folder can be made: {said}")
-    memory = Storage("memory://checkpoints")
-    saver = Saver(memory, CheckpointSpec(keep_last=2), None, said.append)
-    for step in range(4):
-        saver.begin(Snapshot(step, {}, {"a": torch.zeros(10)}, {}))
-        saver.wait()
-    print(f"  fsspec's memory: {[verify_checkpoint(memory, name).step for name in memory.checkpoints()]} are good")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
     parser.add_argument("--parameters", type=float, default=30e6)
@@ -190,7 +157,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as scratch:
         stalls(int(arguments.parameters), arguments.rounds, Path(scratch))
         integrity(Path(scratch))
-        refusals(Path(scratch))
 
 
 if __name__ == "__main__":

@@ -3,31 +3,32 @@
     python -m benchmarks.memory_forecasts [--models lenet,resnet18] [--strategies "dp,fsdp2 x pp2"] [--workers 4]
 
 Each model trains on CPU workers over Gloo, under each strategy, with and without recomputation. Measured is the most
-that tensors hold at once in any step after the first, on the worker where that is most: parameters, gradients, the
-optimizer's state, what autograd keeps, and what lives for a moment only. The forecast comes from a trace on the meta
-device with two samples, by the formulas that choose meshes, and the stages of a pipeline are cut as they say.
+that torch's allocator has given out at once in any step after the first, on the worker where that is most: parameters,
+gradients, the optimizer's state, what autograd keeps, and what lives for a moment only. The forecast comes from a trace
+on the meta device with two samples, by the formulas that choose meshes, and the stages of a pipeline are cut as they
+say.
 """
 
 from __future__ import annotations
 
 import argparse
-import weakref
+import json
+import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, count
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tests.kit.workers import run_ranks
-from torch import Tensor, UntypedStorage, nn
-from torch._subclasses.fake_tensor import is_fake
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import TensorDataset
 
-from paceline.containers import is_dtensor, local_shard
+from paceline.containers import local_shard
 from paceline.spec import Job, Mesh, ModelSpec, PipelineSpec, parse_mesh
 from paceline.spec.mesh import ScheduleName
 from paceline.spec.model_cost import DeviceMemory, ModelCost
@@ -104,71 +105,12 @@ class Held:
     """Parameters, gradients and the optimizer's numbers, after a step."""
 
 
-class LiveBytes(TorchDispatchMode):
-    """Follows the memory of all tensors that operations of this thread make, each piece of memory once.
-
-    What was there before does not count. Kernels' scratch memory is not seen, nor what a backend of collectives holds.
-    Fake tensors, which DTensor makes to know shapes, take none. Memory may be freed and taken again under a living
-    tensor, as FSDP does, so all pieces are looked at after every operation.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._numbers = count()
-        self._piece_at: dict[int, int] = {}
-        """The piece of memory of each living storage, by the storage's address."""
-        self._storages: dict[int, weakref.ref[UntypedStorage]] = {}
-        self._sizes: dict[int, int] = {}
-        self._changes: list[tuple[int, int]] = []
-        """A piece, and by how many bytes it grew, in the order of time."""
-        self._ignored: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        given = pytree.tree_leaves((args, kwargs))
-        if any(map(is_dtensor, given)):  # operations on their local tensors come here too
-            return NotImplemented
-        for leaf in given:
-            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._piece_at:
-                self._ignored.add(self._piece_of(leaf))
-        result = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and not is_dtensor(leaf) and not is_fake(leaf):
-                self._piece_of(leaf)
-        for piece, reference in self._storages.copy().items():
-            storage = reference()
-            if storage is not None:
-                self._resize(piece, storage.nbytes())
-        return result
-
-    def begin(self) -> None:
-        """Forget the peak; what is alive counts on."""
-        self._changes = list(self._sizes.copy().items())
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that was alive at once since `begin`."""
-        changes = (change for piece, change in self._changes if piece not in self._ignored)
-        return max(accumulate(changes, initial=0))
-
-    def _piece_of(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        address = storage._cdata
-        if address not in self._piece_at:
-            piece = self._piece_at[address] = next(self._numbers)
-            self._storages[piece] = weakref.ref(storage, lambda _: self._forget(address))
-            self._resize(piece, storage.nbytes())
-        return self._piece_at[address]
-
-    def _forget(self, address: int) -> None:
-        piece = self._piece_at.pop(address)
-        self._resize(piece, 0)
-        del self._storages[piece], self._sizes[piece]
-
-    def _resize(self, piece: int, num_bytes: int) -> None:
-        change = num_bytes - self._sizes.get(piece, 0)
-        self._sizes[piece] = num_bytes
-        if change:
-            self._changes.append((piece, change))
+def peak_bytes(trace: Path) -> int:
+    """The most that torch's allocator has given out at once since "measured" began, from a profiler's trace."""
+    events = json.loads(trace.read_text())["traceEvents"]
+    began = min(event["ts"] for event in events if event["name"] == "measured")
+    totals = [(event["ts"], event["args"]["Total Allocated"]) for event in events if event["name"] == "[memory]"]
+    return max(total for when, total in totals if when >= began)
 
 
 def sample(case: Case, num_samples: int) -> Tensor:
@@ -213,19 +155,21 @@ def held(case: Case, column: Column, cuts: tuple[str, ...]) -> Held | str:
     data = TensorDataset(sample(case, JOB.global_batch_size), targets(case, JOB.global_batch_size))
     spec = ModelSpec(case.model, case.options)
     try:
-        with LiveBytes() as live, paceline.init(JOB, plan=plan, max_steps=STEPS) as run:
+        watched = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        with watched, paceline.init(JOB, plan=plan, max_steps=STEPS) as run:
             model = models.build(spec)
             model, optimizer = run.prepare(model, build_optimizer(JOB.optim, model), example=data[:2][0])
             for number, batch in enumerate(run.batches(data)):
-                if number == 1:
-                    live.begin()
-                run.step(batch, loss_fn)
+                with record_function("measured") if number else nullcontext():
+                    run.step(batch, loss_fn)
             gradients = [parameter.grad for parameter in model.parameters()]
             numbers = [value for values in optimizer.state.values() for value in values.values()]
             state = num_bytes([*model.parameters(), *gradients, *numbers])
     except PacelineError as problem:
         return str(problem)
-    return Held(live.peak_bytes, state)
+    with tempfile.NamedTemporaryFile(suffix=".json") as trace:
+        watched.export_chrome_trace(trace.name)
+        return Held(peak_bytes(Path(trace.name)), state)
 
 
 def traced(case: Case) -> ModelCost:

@@ -1,11 +1,10 @@
 """Paceline beside plain DDP, Accelerate, Fabric and Lightning on two workers, alternately in one run.
 
-    python benchmarks/side_by_side.py --data DIR [--cases lenet gpt] [--shards 2,8] [--bf16] [--rounds 3]
+    python benchmarks/side_by_side.py [--cases lenet gpt] [--shards 2,8] [--bf16] [--rounds 3]
 
-DIR holds mnist/ and cifar10/. Paceline has a row for each number of virtual shards: eight keep a result on any number
-of workers up to eight, two (one on each worker) are normalised and draw as with DDP. Peers get the number of loader
-processes with which plain DDP is fastest here. The limit is the same model on a batch that lies ready, in two processes
-that never talk to each other. Medians over the rounds; ratios are to Paceline with the first number of shards.
+Paceline has a row for each number of virtual shards: eight keep a result on any number of workers up to eight, two (one
+on each worker) are normalised and draw as with DDP. Peers get the number of loader processes with which plain DDP is
+fastest here. Medians over the rounds; ratios are to Paceline with the first number of shards.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def rows_of(shards: list[int]) -> Rows:
 
 
 def best_loader_workers(case: str, options: list[str]) -> str:
-    if not CASES[case].is_of_images:  # samples that lie in memory
+    if not CASES[case].shape:  # texts, which lie in memory
         return "0"
     trial = [*options, "--steps", str(TRIAL_STEPS)]
     rates = {number: run("ddp", case, *trial, "--loader-workers", number)["steps_per_s"] for number in LOADER_WORKERS}
@@ -86,7 +85,6 @@ def compare(case: str, rows: Rows, options: list[str], num_steps: int, rounds: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--shards", default="2,8", help="Paceline's numbers of virtual shards")
     parser.add_argument("--bf16", action="store_true")
@@ -94,8 +92,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    options = ["--data", str(arguments.data.resolve())]
-    options += [f"--{name}" for name in ("bf16", "fused") if getattr(arguments, name)]
+    options = [f"--{name}" for name in ("bf16", "fused") if getattr(arguments, name)]
     rows = rows_of([int(number) for number in arguments.shards.split(",")])
     print(
         "| case | trainer | steps/s | processor s/step | first step s | peak MiB | steps/s over the first's | loaders |"

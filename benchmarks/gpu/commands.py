@@ -1,4 +1,4 @@
-"""Parts 3 to 6, by commands of Paceline; as a script, what `paceline launch` starts for the last of them."""
+"""Parts 3 to 5, by commands of Paceline; as a script, what `paceline launch` starts for the last of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .notes import Cases, Notes
+from .notes import RESULTS, Cases, Notes
+from .workloads import ALL, loss_fn
 
 _EPOCH, _PUBLISHED_EPOCH_S = 50_000, 28.3
 """Samples of CIFAR-10; EfficientNet-B7's seconds on one A100 (707 s for 25 epochs)."""
@@ -19,13 +20,13 @@ _TINY = ("data.train_limit=64", "data.test_limit=32", "epochs=1", "global_batch_
 _STEPS, _DEATH = 15, 8
 
 
-def epoch(notes: Notes) -> Cases:
-    """Part 3: EfficientNet-B7 by 200 steps."""
-    return {f"global batch of {batch}": partial(_epoch, notes, batch) for batch in (128, 512)[: 1 + notes.is_gpu]}
+def cifar10(notes: Notes) -> Cases:
+    """Part 3: EfficientNet-B7 by 200 steps, and a whole training."""
+    return {"an epoch of EfficientNet-B7": partial(_epoch, notes), "94 %": partial(_accuracy, notes)}
 
 
-def _epoch(notes: Notes, batch: int) -> None:
-    settings = (f"global_batch_size={batch}",) if notes.is_gpu else (*_TINY, "model=lenet")
+def _epoch(notes: Notes) -> None:
+    settings = ("global_batch_size=512",) if notes.is_gpu else (*_TINY, "model=lenet")
     record = _train(notes, "cifar10-efficientnet-b7", 200 if notes.is_gpu else 4, *settings)
     epoch_s = _EPOCH / record["samples_per_s"]
     row = {"global batch": record["job"]["global_batch_size"], "model": record["job"]["model"]["name"]}
@@ -35,15 +36,9 @@ def _epoch(notes: Notes, batch: int) -> None:
     notes.row("EfficientNet-B7 on CIFAR-10: seconds an epoch, by the median step", row)
 
 
-def accuracy(notes: Notes) -> Cases:
-    """Part 4: CIFAR-10 to 94 %."""
-    return {f"seed {seed}": partial(_accuracy, notes, seed) for seed in range(1)}
-
-
-def _accuracy(notes: Notes, seed: int) -> None:
-    settings = (f"seed={seed}",) if notes.is_gpu else (f"seed={seed}", *_TINY)
-    record = _train(notes, "cifar10-one-gpu", None if notes.is_gpu else 4, *settings)
-    row = {"seed": seed, "accuracy": f"{record['accuracy']:.2%}", "steps": record["steps"]}
+def _accuracy(notes: Notes) -> None:
+    record = _train(notes, "cifar10-one-gpu", None, *(() if notes.is_gpu else _TINY))
+    row = {"accuracy": f"{record['accuracy']:.2%}", "steps": record["steps"]}
     row |= {key: round(record[key], 1) for key in ("train_s", "wall_s", "samples_per_s")}
     is_reached = record["accuracy"] >= 0.94 or not notes.is_gpu
     notes.row("CIFAR-10 by cifar10-one-gpu, aim 94 %", row, good=is_reached)
@@ -53,9 +48,8 @@ def _train(notes: Notes, recipe: str, max_steps: int | None, *settings: str) -> 
     """The record of a recipe, trained on one device."""
     if notes.data is None:
         raise RuntimeError("left out: it needs --data DIR with cifar10/train.parquet and test.parquet")
-    run = notes.scratch / settings[0]
-    command = ["paceline", "train", recipe, "-n", "1", "--out", str(run)]
-    command += ["--data", str(notes.data / "cifar10")]
+    run = notes.scratch / recipe
+    command = ["paceline", "train", recipe, "-n", "1", "--out", str(run), "--data", str(notes.data / "cifar10")]
     command += [] if max_steps is None else ["--max-steps", str(max_steps)]
     for setting in ("checkpoint.every_epoch=false", *settings):
         command += ["--set", setting]
@@ -65,35 +59,28 @@ def _train(notes: Notes, recipe: str, max_steps: int | None, *settings: str) -> 
 
 
 def machine(notes: Notes) -> Cases:
-    """Part 5: what the machine says of itself, and a probe's forecast of the steps of part 2."""
-    matrix = str(notes.out / "nvidia-smi-topo.txt")
+    """Part 4: what the machine says of itself, and a probe's forecast of the steps of part 2."""
     asked: dict[str, tuple[str, ...]] = {"machine.txt": ("paceline", "doctor", "--all")}
     if notes.is_gpu:
         asked |= {"topo.json": ("paceline", "topo", "--json"), "nvidia-smi-topo.txt": ("nvidia-smi", "topo", "-m")}
-        asked |= {
-            "topo of nvidia-smi's": ("paceline", "topo", "--from", matrix),
-            "nvidia-smi.txt": ("nvidia-smi", "-q"),
-        }
-    found = {name: partial(_ask, notes, name, *command) for name, command in asked.items()}
-    parts = json.loads((notes.out / "results.json").read_text())["parts"]
-    rows = [row["values"] for part in parts for row in part["rows"]]
+        asked["topo.txt"] = ("paceline", "topo", "--from", str(notes.out / "nvidia-smi-topo.txt"))
+        asked["nvidia-smi.txt"] = ("nvidia-smi", "-q")
+    found: dict[str, Any] = {name: partial(_ask, notes, name, *command) for name, command in asked.items()}
+    rows = [json.loads(line).get("values", {}) for line in (notes.out / RESULTS).read_text().splitlines()]
     steps = [row for row in rows if row.get("way") == "numeric, 8 shards" and "ratio" in row]
     return found | {f"forecast of {row['workload']}": partial(_forecast, notes, row) for row in steps}
 
 
 def _ask(notes: Notes, name: str, *command: str) -> None:
     said = notes.command(*command, may_fail="doctor" in command)  # it judges the machine, not Paceline
-    if "." in name:
-        (notes.out / name).write_text(said)
+    (notes.out / name).write_text(said)
     row = {"command": " ".join(command), "ends with": said.strip().splitlines()[-1][-200:]}
     notes.row("What the machine says", row)
 
 
 def _forecast(notes: Notes, measured: dict[str, Any]) -> None:
-    from .workloads import FULL, TINY
-
     name, budget = measured["workload"], "8" if notes.is_gpu else "2"
-    workload = (FULL | TINY)[name]
+    workload = ALL[name]
     job, cluster, out = (str(notes.scratch / f"{name}{end}") for end in (".toml", ".json", ""))
     lines = [f"{key} = {json.dumps(value)}" for key, value in workload.job.items()]
     for table in ("model", "data"):
@@ -102,18 +89,17 @@ def _forecast(notes: Notes, measured: dict[str, Any]) -> None:
     notes.command("paceline", "probe", job, "-n", "1", "--budget", budget, "--out", cluster)
     notes.command("paceline", "plan", job, "--cluster", cluster, "--devices", "1", "--out", out)
     (forecast,) = json.loads((Path(out) / "forecast.json").read_text())["rows"]
-    ms = 1e3 * forecast["step_s"]
-    row = {"workload": name, "forecast ms": round(ms, 2), "measured ms": measured["ms a step"]}
-    row |= {"error": f"{ms / measured['ms a step'] - 1:+.0%}"}
+    row, found = {"workload": name}, {"ms a step": 1e3 * forecast["step_s"]}
     if "MiB" in measured and forecast["memory_bytes"] is not None:
-        mib = forecast["memory_bytes"] / 2**20
-        row |= {"forecast MiB": round(mib), "measured MiB": measured["MiB"]}
-        row |= {"error of MiB": f"{mib / measured['MiB'] - 1:+.0%}"}
+        found["MiB"] = forecast["memory_bytes"] / 2**20
+    for unit, value in found.items():
+        row |= {f"forecast {unit}": f"{value:.4g}", f"measured {unit}": measured[unit]}
+        row |= {f"error of {unit}": f"{value / measured[unit] - 1:+.0%}"}
     notes.row("A probe's forecast beside the steps of part 2", row)
 
 
 def recovery(notes: Notes) -> Cases:
-    """Part 6: what a checkpoint costs, a restart after a kill, the report of a killed worker."""
+    """Part 5: what a checkpoint costs, a restart after a kill, the report of a killed worker."""
     parts = {"checkpoint": _checkpoint, "restart after a kill": _restart, "report of a killed worker": _report}
     return {name: partial(part, notes) for name, part in parts.items()}
 
@@ -121,8 +107,7 @@ def recovery(notes: Notes) -> Cases:
 def _checkpoint(notes: Notes) -> None:
     found = _trained(notes, "saved", "GPT-2 small" if notes.is_gpu else "GPT of 2 layers", 0)
     for save in found["saves"]:
-        row = {"device": found["device"], "MiB": round(found["bytes"] / 2**20, 1), "a step, ms": found["step_ms"]}
-        notes.row("A checkpoint: training waits, the checkpoint is complete", row | save)
+        notes.row("A checkpoint: training waits, the checkpoint is complete", {"device": found["device"], **save})
 
 
 def _restart(notes: Notes) -> None:
@@ -158,17 +143,13 @@ def main(folder: Path, name: str, death: int) -> None:
     """Train and save twice; the last rank is killed in step `death`, once."""
     import paceline
 
-    from .workloads import FULL, TINY, loss_fn
-
-    workload, saves, died = (FULL | TINY)[name], [], folder / "died"
+    workload, saves, died = ALL[name], [], folder / "died"
     values = {**workload.job, "parity": "bitwise", "checkpoint": {"dir": str(folder / "checkpoints")}}
     with paceline.init(**values, progress=False) as run:
         model = workload.build()
         run.prepare(model, workload.build_optimizer(model))
         for batch in run.batches(workload.samples(_STEPS)):
-            began = time.perf_counter()
-            loss = float(run.step(batch, loss_fn))
-            step_ms = round(1e3 * (time.perf_counter() - began), 2)
+            float(run.step(batch, loss_fn))
             if run.steps == death and run.rank == run.world_size - 1 and not died.exists():
                 died.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -179,11 +160,12 @@ def main(folder: Path, name: str, death: int) -> None:
                 while len(list(folder.glob("checkpoints/*/manifest.json"))) < 3 * run.steps // _STEPS:
                     time.sleep(0.01)  # a thread writes it
                 complete_s = round(time.perf_counter() - began, 2)
-                saves.append({"step": run.steps, "waits ms": round(1e3 * saved_s, 1), "complete s": complete_s})
-        size = sum(file.stat().st_size for file in folder.glob("checkpoints/*/*") if file.is_file()) / 2
-        found = {"sha": run.weights_sha256(), "steps": run.steps, "device": run.device.type, "loss": loss}
+                size = sum(file.stat().st_size for file in folder.glob(f"checkpoints/*{run.steps}/*"))
+                save = {"MiB": round(size / 2**20), "waits ms": round(1e3 * saved_s, 1), "complete s": complete_s}
+                saves.append({"step": run.steps, **save})
+        found = {"sha": run.weights_sha256(), "steps": run.steps, "device": run.device.type, "saves": saves}
         if run.rank == 0:
-            (folder / "result.json").write_text(json.dumps(found | {"saves": saves, "bytes": size, "step_ms": step_ms}))
+            (folder / "result.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -3,18 +3,17 @@ messages from a GPU: here Gloo sends them through host memory."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial, partialmethod
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from tests.kit.workers import run_ranks
 from torch import Tensor
 
 import paceline
@@ -102,75 +101,63 @@ def train(parity: Any, workload: Workload) -> dict[str, Any]:
         return {"sha": run.weights_sha256(), "weights": weights, "loss": losses[-1], "device": run.device.type}
 
 
-def work(folder: Path, device: Device, group: str, cases: dict[str, Case], rank: int, world_size: int) -> None:
-    """A worker: every case in turn; rank 0 writes the results."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    torch.set_num_threads(1)
+def train_all(device: Device, group: str, cases: dict[str, Case]) -> dict[str, Any]:
+    """In a worker: every case in turn, up to the first that fails, whose traceback is the "error"."""
+    os.environ["LOCAL_RANK"] = "0"  # all workers on one device
     found: dict[str, Any] = {}
     try:
         use_device(device)
         create: Callable[..., Any] = StagedGroup
         dist.Backend.register_backend("staged", create, devices=["cpu", "cuda"])
         if group:
-            meeting = f"file://{folder}/store"
-            dist.init_process_group(group, init_method=meeting, rank=rank, world_size=world_size)
+            dist.init_process_group(group, init_method="env://")
         if group == "nccl":
             dist.all_reduce(torch.ones(1000, device="cuda"))
         for name, case in cases.items():
-            try:
-                found[name] = train(*case)
-            except Exception:
-                (folder / f"error of {name}").write_text(traceback.format_exc()[-2500:])
-                if world_size > 1:  # the others wait
-                    raise
-            if rank == 0:
-                torch.save(found, folder / "part")
-                (folder / "part").rename(folder / "found.pt")
-    except BaseException:
-        (folder / f"error of rank {rank}").write_text(f"rank {rank}: {traceback.format_exc()[-2500:]}")
-    os._exit(0)  # no group is taken down: workers end at different times, and after an error others wait
+            found[name] = train(*case)
+    except Exception:
+        found["error"] = traceback.format_exc()[-2500:]
+    return found
 
 
 def law(notes: Notes) -> Cases:
-    """Runs all worlds of workers, forked before anything asks for a GPU; what is left is to compare them."""
+    """Runs all worlds of workers beside each other; what is left is to compare them."""
     chosen, device = all_cases(notes.device), notes.device
     if device == "simulated":
         from tests.kit.sim_gpu.build import build
 
         build()
     beside = {name: one for name, one in chosen.items() if one[0] == "numeric"}
-    worlds = {"1 worker": (device, "", chosen, 1)}
+    worlds: dict[str, tuple[Device, str, dict[str, Case], int]] = {"1 worker": (device, "", chosen, 1)}
     worlds |= {f"{number} workers": (device, "staged", chosen, number) for number in (2, 4)}
     worlds |= {"1 over NCCL": (device, "nccl", chosen, 1)} if notes.is_gpu else {}
     worlds |= {"CPU": ("cpu", "", beside, 1)} if device != "cpu" else {}
-    running = []
-    for name, (kind, group, own, world_size) in worlds.items():
-        (notes.scratch / name).mkdir()
-        for rank in range(world_size):
-            arguments = (notes.scratch / name, kind, group, own, rank, world_size)
-            running.append(multiprocessing.get_context("fork").Process(target=work, args=arguments, daemon=True))
-            running[-1].start()
-    while any(one.is_alive() for one in running) and notes.left_s > 10:
-        time.sleep(0.05)
-    for one in running:
-        one.kill()
+
+    def result(kind: Device, group: str, own: dict[str, Case], world_size: int) -> dict[str, Any]:
+        try:
+            found: dict[str, Any] = run_ranks(train_all, world_size, kind, group, own, timeout_s=notes.left_s - 10)[0]
+        except (AssertionError, TimeoutError) as problem:
+            return {"error": str(problem)}
+        return found
+
+    with ThreadPoolExecutor(len(worlds)) as pool:
+        found = dict(zip(worlds, pool.map(lambda one: result(*one), worlds.values()), strict=True))
     return {
-        name: partial(_compare, notes, name, parity, [world for world in worlds if name in worlds[world][2]])
+        name: partial(
+            _compare, notes, name, parity, {world: found[world] for world in worlds if name in worlds[world][2]}
+        )
         for name, (parity, _) in chosen.items()
     }
 
 
-def _compare(notes: Notes, case: str, parity: str, worlds: list[str]) -> None:
-    found = {}
-    for world in worlds:
-        results = notes.scratch / world / "found.pt"
-        if not results.exists() or case not in (known := torch.load(results)):
-            errors = [file.read_text() for file in (notes.scratch / world).glob("error of *")]
-            raise RuntimeError(f"{world} ended early, or had no time\n{''.join(errors)}")
-        found[world] = known[case]
-    first = found.pop("1 worker")
+def _compare(notes: Notes, case: str, parity: str, found: dict[str, Any]) -> None:
+    for world, known in found.items():
+        if case not in known:
+            raise RuntimeError(f"{world} ended early, or had no time\n{known.get('error', '')}")
+    first = found["1 worker"][case]
     row, is_good = {"case": case, "device": first["device"], "1 worker": first["sha"][:12]}, first["loss"] < 100
-    for world, other in found.items():
+    for world, known in list(found.items())[1:]:
+        other = known[case]
         is_equal, distance = other["sha"] == first["sha"], difference(first["weights"], other["weights"])
         row[world] = "equal bits" if is_equal else f"{distance:.1e}"
         is_good &= is_equal or (parity == "numeric" and distance <= (_BESIDE_CPU if world == "CPU" else _NUMERIC))

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 Device = Literal["cuda", "simulated", "cpu"]
 Cases = Mapping[str, Callable[[], None]]
+RESULTS = "results.jsonl"
 _LEAST_S = 4.0
 """What has to be left of a part's time for a case to begin."""
 
@@ -23,6 +24,7 @@ _LEAST_S = 4.0
 class Notes:
     """Where a part's results go, and what its cases have to know; `deadline` is a time of `time.monotonic`."""
 
+    part: str
     out: Path
     scratch: Path
     data: Path | None
@@ -37,25 +39,24 @@ class Notes:
     def left_s(self) -> float:
         return self.deadline - time.monotonic()
 
-    def write(self, **found: list[Any]) -> None:
-        with (self.scratch / "lines").open("a") as file:
-            file.write(json.dumps(found) + "\n")
+    def write(self, **found: Any) -> None:
+        """Append to the lines of results.jsonl."""
+        with (self.out / RESULTS).open("a") as file:
+            file.write(json.dumps({"part": self.part, **found}) + "\n")
 
     def row(self, table: str, values: Mapping[str, Any], *, good: bool = True) -> None:
         """A row of a table, by heading. Not `good`: the part has failed."""
-        self.write(rows=[{"table": table, "values": values, "good": good}])
+        self.write(table=table, values=values, good=good)
 
     def run(self, cases: Cases) -> None:
         """Run every case for which there is time; an error of one is kept, and does not stop the others."""
-        self.write(planned=list(cases))
         for name, case in cases.items():
-            if self.left_s < _LEAST_S:
-                return
             try:
+                if self.left_s < _LEAST_S:
+                    raise TimeoutError("no time left")
                 case()
             except Exception:
-                self.write(failures=[f"{name}\n{traceback.format_exc()[-5000:]}"])
-            self.write(done=[name])
+                self.write(failure=f"{name}\n{traceback.format_exc()[-5000:]}")
 
     def command(self, *command: str, may_fail: bool = False, **environ: str) -> str:
         """The output of a program, errors included; "paceline" is run by this Python. Raises `RuntimeError` with it."""
@@ -68,10 +69,11 @@ class Notes:
                 done = subprocess.run(
                     whole, cwd=self.scratch, env=env, stdout=output, stderr=output, timeout=self.left_s
                 )
-            except subprocess.TimeoutExpired as problem:
-                raise RuntimeError(f"{' '.join(command)}: no time left\n{log.read_text()[-3000:]}") from problem
-        if done.returncode and not may_fail:
-            raise RuntimeError(f"{' '.join(command)}: exit code {done.returncode}\n{log.read_text()[-3000:]}")
+                exit_code = f"exit code {done.returncode}" if done.returncode else ""
+            except subprocess.TimeoutExpired:
+                exit_code = "no time left"
+        if exit_code and not (may_fail and exit_code != "no time left"):
+            raise RuntimeError(f"{' '.join(command)}: {exit_code}\n{log.read_text()[-3000:]}")
         return log.read_text()
 
 

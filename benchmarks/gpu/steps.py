@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import paceline
 
 from .notes import Cases, Notes, use_device
-from .workloads import FULL, TINY, loss_fn, plain_loop
+from .workloads import ALL, FULL, TINY, loss_fn, plain_loop
 
 Step = Callable[[], Any]
 _WARM_STEPS, _ROUND_S = 4, 0.4
@@ -40,7 +39,7 @@ def steps(notes: Notes) -> Cases:
 
 
 def _compare(notes: Notes, name: str, way: str) -> None:
-    workload, is_gpu = (FULL | TINY)[name], notes.is_gpu
+    workload, is_gpu = ALL[name], notes.is_gpu
     num_rounds, most_steps = (5, 8) if is_gpu else (3, 2)
     samples = workload.samples(_WARM_STEPS + 4 + num_rounds * most_steps)
     with paceline.init(**workload.job, **_WAYS[way], progress=False) as run:
@@ -68,8 +67,7 @@ def _compare(notes: Notes, name: str, way: str) -> None:
             for heading, values in (("MiB", [round(peak / 2**20) for peak in peaks]), ("kernels", kernels)):
                 row |= {heading: values[0], f"plain {heading}": values[1]}
             row |= {"host waits": len(waits[0]), "plain host waits": len(waits[1])}
-            for line, number in Counter(waits[0]).items():
-                notes.row("Lines that wait for the GPU", {"workload": name, "way": way, "line": line, "times": number})
+            row |= {"lines that wait": ", ".join(sorted(set(waits[0])))}
     notes.row("Steps, medians of rounds in turns with a plain loop under the same settings (TF32, determinism)", row)
 
 

@@ -76,16 +76,17 @@ TINY = {
     "ResNet-20": Workload("resnet20", 8, (3, 8, 8)),
     "small LeNet": Workload("lenet", 8, (1, 28, 28)),
 }
+ALL = FULL | TINY
 
 
 def job_model(workload: str) -> nn.Module:
     """`model` of a job file."""
-    return (FULL | TINY)[workload].build()
+    return ALL[workload].build()
 
 
 def job_data(split: str, workload: str) -> TensorDataset:
     """`data` of a job file."""
-    return (FULL | TINY)[workload].samples(8 if split == "train" else 1)
+    return ALL[workload].samples(8 if split == "train" else 1)
 
 
 def loss_fn(model: nn.Module, samples: Any) -> Tensor:
