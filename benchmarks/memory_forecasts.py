@@ -109,8 +109,8 @@ def peak_bytes(trace: Path) -> int:
     """The most that torch's allocator has given out at once since "measured" began, from a profiler's trace."""
     events = json.loads(trace.read_text())["traceEvents"]
     began = min(event["ts"] for event in events if event["name"] == "measured")
-    totals = [(event["ts"], event["args"]["Total Allocated"]) for event in events if event["name"] == "[memory]"]
-    return max(total for when, total in totals if when >= began)
+    later = [event["args"] for event in events if event["name"] == "[memory]" and event["ts"] >= began]
+    return max(int(memory["Total Allocated"]) for memory in later)
 
 
 def sample(case: Case, num_samples: int) -> Tensor:

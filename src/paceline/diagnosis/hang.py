@@ -69,8 +69,6 @@ class WorkerState(Vitals):
     """Seconds since its output was last blocked by a slow reader; None: never."""
     memory_bytes: int | None = None
     """Memory of the process that lies in RAM; None: not known."""
-    processor_s: float | None = None
-    """Processor time that the process has used so far; None: not known."""
 
     @property
     def doing(self) -> str:

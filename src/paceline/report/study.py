@@ -211,7 +211,7 @@ def _row(runs: Sequence[RunRecord], base: Sequence[RunRecord]) -> StudyRow:
     """The row of these runs, compared with those at the smallest device count."""
 
     def middle(name: str, of: Sequence[RunRecord] = runs) -> float:
-        return median(getattr(run, name) for run in of)
+        return median(float(getattr(run, name)) for run in of)
 
     def mean(values: Sequence[float]) -> float | None:
         return fmean(values) if values else None

@@ -195,8 +195,12 @@ def write_study(study: Study, out: Path) -> None:
     Raises:
         PacelineError: the folder cannot be made or written to.
     """
-    found = {"recommended_devices": study.recommendation.devices, "same_weights": study.same_weights}
-    everything = to_mapping(study) | found
+    everything = to_mapping(study) | {"same_weights": study.same_weights}
+    everything["recommended_devices"] = study.recommendation.devices
+    everything["job"] = to_mapping(study.base.runs[0].job)
+    for run in (run for row in everything["rows"] for run in row["runs"]):
+        job = run.pop("job")  # what differs in a study stays
+        run |= {key: job[key] for key in ("name", "seed", "global_batch_size")}
     lines = [
         {"name": run.job.name, "devices": run.world_size, "seed": run.job.seed}
         | {"global_batch_size": run.job.global_batch_size, "learning_rate": run.job.optim.lr * run.job.lr_scale}

@@ -149,7 +149,8 @@ def _parts_table(node: Node) -> Grid:
         ("busy", lambda part: part.busy if isinstance(part, Device) else ""),
     ]
     devices = () if node.device_kind == "cpu" else node.devices
-    return grid_of(columns, [*devices, *node.peripherals], left=[heading for heading, _ in columns])
+    parts: list[Device | Peripheral] = [*devices, *node.peripherals]
+    return grid_of(columns, parts, left=[heading for heading, _ in columns])
 
 
 def _matrices(node: Node, width: int, ring: Sequence[int]) -> list[RenderableType]:
@@ -240,7 +241,7 @@ def topology_mapping(node: Node, choice: DeviceChoice | None) -> dict[str, Any]:
     return {
         "hostname": node.hostname,
         "devices": list(devices),
-        **ring_mapping(choice and choice.ring),
+        **ring_mapping(choice.ring if choice else None),
         "pairs": {f"{one}-{other}": link.label for (one, other), link in links.items() if link},
         "is_exact": choice and choice.is_exact,
         "naive": choice and ring_mapping(choice.naive),

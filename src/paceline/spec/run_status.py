@@ -27,8 +27,6 @@ class WorkerStatus:
     """Whether it was inside a collective."""
     memory_bytes: int | None = None
     """Memory of the process that lies in RAM."""
-    processor_s: float | None = None
-    """Processor time that the process has used so far."""
 
 
 @dataclass(frozen=True)

@@ -149,7 +149,6 @@ class Watch:
 
     def _post(self, number: int) -> None:
         vitals = self._with_calls_of_torch(read_vitals(own_file()))
-        usage = resource.getrusage(resource.RUSAGE_SELF)
         told = {
             "number": number,
             "pid": os.getpid(),
@@ -160,7 +159,6 @@ class Watch:
             "collective": vitals.collective,
             "has_trained": vitals.has_trained,
             "memory_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(),
-            "processor_s": usage.ru_utime + usage.ru_stime,
             "is_behind": _is_behind(1) or _is_behind(2),
             "stacks": self._stacks.name,
             "heartbeat": str(own_file()),
@@ -339,7 +337,6 @@ class Watch:
                 doing=state.doing,
                 is_waiting=state.inside_s is not None,
                 memory_bytes=state.memory_bytes,
-                processor_s=state.processor_s,
             )
             for state in self.states
         )

@@ -238,8 +238,10 @@ def test_a_study_leaves_a_page_json_and_csv(study: Study, tmp_path: Path) -> Non
     assert plain["recommended_devices"] == 4
     assert [row["devices"] for row in plain["rows"]] == [1, 2, 4]
     assert [row["speedup"] for row in plain["rows"]] == [row.speedup for row in study.rows]
+    assert plain["job"] == json.loads(json.dumps(study.base.runs[0].job.to_mapping()))
     runs = [run for row in plain["rows"] for run in row["runs"]]
-    assert runs == json.loads(json.dumps([run.to_mapping() for run in study.records]))
+    assert [run["weights_sha256"] for run in runs] == [run.weights_sha256 for run in study.records]
+    assert [epoch["epoch"] for epoch in runs[0]["epochs"]] == [1, 2, 3, 4]
     with open(folder / "scaling.csv", newline="") as file:
         lines = list(csv.DictReader(file))
     assert [(int(line["devices"]), int(line["seed"])) for line in lines] == [

@@ -43,7 +43,7 @@ def test_a_run_is_shown_as_its_files_tell_of_it(tmp_path: Path, capsys: pytest.C
         "41",
         "1.25",
         "1,234",
-        "10 ms",
+        "10.0 ms",
         "compute 70",
         "exposed communication 20",
         "accuracy 0.875",

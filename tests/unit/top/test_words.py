@@ -45,8 +45,6 @@ NOTHING = formats.NOTHING
         (formats.duration(3599.7), "60 min 00 s"),
         (formats.duration(7500.0), "2 h 05 min"),
         (formats.duration(None), NOTHING),
-        (formats.duration_range(0.017, 0.0199), "17.0\N{EN DASH}19.9 ms"),
-        (formats.duration_range(0.5, 1.5), "500 ms\N{EN DASH}1.5 s"),
         (formats.points(-0.0125), "\N{MINUS SIGN}1.25"),
         (formats.points(0.005), "+0.50"),
         (formats.points(-0.00001), "+0.00"),
