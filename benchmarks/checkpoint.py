@@ -26,7 +26,7 @@ from paceline.checkpoint.load import newest_that, verify_checkpoint
 from paceline.checkpoint.save import Saver, Snapshot
 from paceline.checkpoint.storage import Storage, folder_name
 from paceline.errors import CheckpointError
-from paceline.spec import CheckpointSpec
+from paceline.spec.job import CheckpointSpec
 
 _LAYER = 2048 * 2048
 """Parameters of a layer."""

@@ -29,7 +29,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import TensorDataset
 
 from paceline.containers import local_shard
-from paceline.spec import Job, Mesh, ModelSpec, PipelineSpec, parse_mesh
+from paceline.spec import Job, Mesh, PipelineSpec, parse_mesh
+from paceline.spec.job import ModelSpec
 from paceline.spec.mesh import ScheduleName
 from paceline.spec.model_cost import DeviceMemory, ModelCost
 

@@ -20,7 +20,7 @@ import torch
 
 from paceline.containers import unflatten
 from paceline.errors import CheckpointError, JobError
-from paceline.spec.codec import NOT_NEGATIVE, POSITIVE, from_mapping, to_mapping
+from paceline.spec.codec import NonNegativeInt, PositiveInt, from_mapping, to_mapping
 
 FORMAT = 2
 """Raised when older programs could not read what is written."""
@@ -56,7 +56,7 @@ class DataFile:
     """One file of tensors, in the safetensors format."""
 
     name: str
-    num_bytes: int = field(metadata=NOT_NEGATIVE)
+    num_bytes: NonNegativeInt
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,8 @@ class TensorEntry:
 class Manifest:
     """Everything about a checkpoint but the numbers in its tensors."""
 
-    step: int = field(metadata=NOT_NEGATIVE)
-    world_size: int = field(metadata=POSITIVE)
+    step: NonNegativeInt
+    world_size: PositiveInt
     """Workers that saved it; any number may load it."""
     saved_at: str
     """UTC, as in 2031-04-05T06:07:08Z."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from paceline.checkpoint.load import read_manifest, verify_checkpoint
 from paceline.checkpoint.storage import Storage
 from paceline.errors import PacelineError
-from paceline.spec.evaluation import best_place
 from paceline.spec.job import CheckpointSpec
+from paceline.spec.record import best_place
 
 
 @dataclass(frozen=True)

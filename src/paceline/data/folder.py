@@ -20,7 +20,7 @@ from paceline.data.augment import Augmentation
 from paceline.data.sources import folder_of, import_extra, read_options
 from paceline.errors import DataError
 from paceline.spec import DataSpec
-from paceline.spec.codec import at_least
+from paceline.spec.codec import PositiveInt
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -31,7 +31,7 @@ Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class FolderOptions:
-    image_size: int = at_least(1, 224)
+    image_size: PositiveInt = 224
     """Pixels a side of the square that every image becomes."""
 
 

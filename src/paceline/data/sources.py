@@ -31,7 +31,7 @@ from paceline.data.arrays import ArraySet
 from paceline.errors import DataError
 from paceline.regular_files import write_file
 from paceline.spec import DataSpec
-from paceline.spec.codec import at_least, from_mapping
+from paceline.spec.codec import PositiveInt, from_mapping
 
 T = TypeVar("T")
 
@@ -246,7 +246,7 @@ def _decoded(encoded: Iterable[bytes], count: int, known: Published, where: obje
 class TextOptions:
     file: str
     """A path, relative to data.dir if that is given."""
-    context: int = at_least(1, 128)
+    context: PositiveInt = 128
     """Tokens in a sample."""
 
 

@@ -98,7 +98,7 @@ def parse_matrix(text: str) -> Node:
         for index, words in sorted((int(name[3:]), words) for name, words in rows if _GPU.fullmatch(name))
     ]
     cards = [column for column in columns if not _GPU.fullmatch(column)]
-    nics = [Peripheral("nic", f"NIC{number}", legend.get(card, card)) for number, card in enumerate(cards)]
+    nics = [Peripheral(f"NIC{number}", legend.get(card, card)) for number, card in enumerate(cards)]
     # Old drivers call a card by its name, not NIC0.
     column_of = {nic.label: card for nic, card in zip(nics, cards, strict=True)}
     links = links_of_pairs(devices, nics, lambda one, other: cells[one, column_of.get(other, other)])

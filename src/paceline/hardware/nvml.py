@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.spec import Device
-from paceline.spec.run_status import GpuUse
+from paceline.spec.record import GpuUse
 
 BUSY_PERCENT = 10
 """Utilisation from which a GPU counts as in use; a desktop stays below."""

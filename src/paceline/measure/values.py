@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paceline.spec import Job, Plan
-from paceline.spec.codec import ABOVE_ZERO, NOT_NEGATIVE, JsonValue, above_zero, at_least, between
+from paceline.spec.codec import JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 REQUEST_FILE, STEPS_FILE = "request.json", "steps.json"
 """The request, and the first worker's result, in the given folder."""
@@ -17,7 +17,7 @@ class StepsRequest(JsonValue):
 
     jobs: tuple[Job, ...]
     plan: Plan
-    budget_s: float = above_zero(60.0)
+    budget_s: PositiveFloat = 60.0
     """Seconds of steps, for all jobs together."""
 
 
@@ -25,14 +25,14 @@ class StepsRequest(JsonValue):
 class TimedSteps:
     """The median step of a job, on the first worker."""
 
-    step_time_s: float = field(metadata=ABOVE_ZERO)
-    sync_time_s: float | None = at_least(0, None)
+    step_time_s: PositiveFloat
+    sync_time_s: NonNegativeFloat | None = None
     """How long it waited for gradients; None: not known."""
-    loading_s: float | None = at_least(0, None)
+    loading_s: NonNegativeFloat | None = None
     """How long it waited for its samples; None: not known."""
-    spread: float = between(0, 10, 0.0)
+    spread: NonNegativeFloat = 0.0
     """Standard deviation of the logarithm of the step's time."""
-    peak_memory_bytes: int | None = at_least(0, None)
+    peak_memory_bytes: NonNegativeInt | None = None
     """The most that tensors held of its GPU; None: it has none."""
 
 
@@ -42,6 +42,6 @@ class StepsProbe(JsonValue):
 
     timed: tuple[TimedSteps, ...]
     """Of each of the request's jobs."""
-    num_parameters: int = field(metadata=NOT_NEGATIVE)
-    num_samples: int | None = at_least(1, None)
+    num_parameters: NonNegativeInt
+    num_samples: PositiveInt | None = None
     """Samples of the training set; None: not known."""

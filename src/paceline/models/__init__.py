@@ -16,8 +16,8 @@ from paceline.models.efficientnet import VARIANTS, efficientnet
 from paceline.models.gpt import GPT
 from paceline.models.lenet import lenet, mlp
 from paceline.models.resnet import resnet18, resnet20, resnet50
-from paceline.spec import ModelSpec
-from paceline.spec.codec import at_least, between, from_mapping
+from paceline.spec.codec import PositiveInt, UnitInterval, from_mapping
+from paceline.spec.job import ModelSpec
 
 __all__ = ["MODELS", "build"]
 
@@ -31,6 +31,12 @@ MODELS: Final[Mapping[str, Callable[..., nn.Module]]] = {
     "gpt": GPT,
 }
 """Name -> constructor. Its whole-number parameters are counts (at least 1), its floats probabilities."""
+_BOUNDED: Final[Mapping[Any, Any]] = {
+    int: PositiveInt,
+    int | None: PositiveInt | None,
+    float: UnitInterval,
+    float | None: UnitInterval | None,
+}
 
 
 def build(spec: ModelSpec | str, **data_facts: Any) -> nn.Module:
@@ -98,21 +104,16 @@ def _arguments(constructor: Callable[..., Any], spec: ModelSpec, data_facts: Map
 
     # Options are checked like any table of a job, against a dataclass: here one read off the signature.
     fields = [
-        (parameter.name, parameter.annotation if ours else Any, _field(parameter, ours)) for parameter in parameters
+        (
+            parameter.name,
+            _BOUNDED.get(parameter.annotation, parameter.annotation) if ours else Any,
+            # Defaults stay with the constructor: here they only mark what may be left out.
+            field() if parameter.default is parameter.empty else field(default=None),
+        )
+        for parameter in parameters
     ]
     try:
         checked: object = from_mapping(make_dataclass("Options", fields, kw_only=True), declared, "model.options")
     except JobError as problem:
         raise ModelError(f"The model '{spec.name}' cannot be built: {problem}") from None
     return {name: getattr(checked, name) for name in declared} | undeclared
-
-
-def _field(parameter: inspect.Parameter, ours: bool) -> Any:
-    if parameter.default is parameter.empty:
-        return field()
-    # Defaults stay with the constructor: here they only mark what may be left out.
-    if ours and parameter.annotation in (int, int | None):
-        return at_least(1, None)
-    if ours and parameter.annotation in (float, float | None):
-        return between(0, 1, None)
-    return field(default=None)

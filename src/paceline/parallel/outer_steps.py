@@ -43,7 +43,7 @@ from paceline.parallel.layout import Whole
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.running_sum import RunningSum
 from paceline.parallel.step_input import Assignment, StepInput
-from paceline.spec import AggregationSpec
+from paceline.spec.job import AggregationSpec
 from paceline.words import number_of
 
 _OWN_SAMPLES = "own_samples"

@@ -20,8 +20,9 @@ from paceline.parallel.initial_weights import align, broadcast, draw, is_on_meta
 from paceline.parallel.layout import Whole
 from paceline.parallel.outer_steps import OuterSteps
 from paceline.parallel.running_sum import RunningSum
-from paceline.spec import Job, Plan, check_mesh
+from paceline.spec import Job, Plan
 from paceline.spec.algorithm import automatic_algorithm
+from paceline.spec.mesh import check_mesh
 
 
 def parallelize(

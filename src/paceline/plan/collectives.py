@@ -23,11 +23,9 @@ import numpy as np
 from paceline.errors import JobError
 from paceline.spec import AlgorithmName
 from paceline.spec.algorithm import (
-    EXACT_ALGORITHM,
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
     NUM_CHUNKS,
-    WIRE_BYTES,
     AlphaBeta,
 )
 
@@ -72,7 +70,7 @@ Cost = Callable[[float, Layout, Network], Any]
 def wire_bytes(algorithm: AlgorithmName, size_bytes: float, wire: str) -> float:
     """Bytes of a vector of `size_bytes` in float32 as an algorithm sends it in a wire format; "auto-lossy" counts as
     float32, the most it costs."""
-    return size_bytes * (1.0 if algorithm == EXACT_ALGORITHM else WIRE_BYTES.get(wire, 4.0) / 4)
+    return size_bytes / 2 if wire in ("bfloat16", "float16") and algorithm != "tree_exact" else size_bytes
 
 
 def cost_of(algorithm: AlgorithmName) -> Cost:

@@ -20,7 +20,8 @@ from paceline.plan.memory import state_bytes
 from paceline.plan.peak_memory import USABLE_FRACTION
 from paceline.plan.recommendation import batch_advice, explain_choice, recommend, scaling_knee
 from paceline.plan.reliability import DEVICE_MTBF_S, RESTART_S, availability
-from paceline.spec import Cluster, ForecastCheck, Job, StepRow
+from paceline.spec import Cluster, Job, StepRow
+from paceline.spec.cluster import ForecastCheck
 from paceline.spec.forecast import BoundBy, Forecast, ForecastRow, fastest_of_each_count
 from paceline.spec.model_cost import ModelCost
 from paceline.words import duration, size

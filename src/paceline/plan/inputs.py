@@ -23,9 +23,11 @@ from paceline.plan.peak_memory import USABLE_FRACTION
 from paceline.plan.pick import pick
 from paceline.plan.search import SearchResult, Workload, search
 from paceline.plan.step_model import network_at
-from paceline.spec import AlgorithmName, Cluster, Job, JobTiming, Mesh, Node, StepRow, check_mesh
+from paceline.spec import AlgorithmName, Cluster, Job, Mesh, Node, StepRow
 from paceline.spec.algorithm import automatic_algorithm
+from paceline.spec.cluster import JobTiming
 from paceline.spec.forecast import Grow
+from paceline.spec.mesh import check_mesh
 from paceline.spec.model_cost import Activations, Layers, ModelCost
 from paceline.words import size
 
@@ -213,8 +215,6 @@ def _timing_of(job: Job, cluster: Cluster) -> JobTiming:
         )
     others = sorted({timing.job for timing in cluster.timings})
     known = f"it has timings of {', '.join(others)}" if others else "it has timings of no job"
-    if job.name in others:
-        known = "an earlier version timed it in parts"
     raise ClusterError(
         f"The cluster has no timed steps of the job '{job.name}' ({known}); run paceline probe JOB first."
     )

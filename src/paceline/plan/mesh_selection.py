@@ -18,8 +18,9 @@ from paceline.plan.memory import (
 )
 from paceline.plan.peak_memory import USABLE_FRACTION
 from paceline.plan.search import SearchResult, Workload, search
-from paceline.spec import Cluster, DeviceKind, Job, Mesh, PipelineSpec, Plan
+from paceline.spec import Cluster, Job, Mesh, PipelineSpec, Plan
 from paceline.spec.algorithm import AlphaBeta
+from paceline.spec.cluster import DeviceKind
 from paceline.spec.model_cost import Activations, DeviceMemory, ModelCost
 from paceline.words import duration, size
 

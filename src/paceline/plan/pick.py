@@ -27,8 +27,7 @@ from itertools import combinations, permutations
 
 from paceline.errors import ClusterError
 from paceline.spec import Node
-from paceline.spec.cluster import Link
-from paceline.spec.device_choice import DeviceChoice, DeviceRing
+from paceline.spec.cluster import DeviceChoice, DeviceRing, Link
 from paceline.words import number_of
 
 _MOST_RINGS = 10_000
@@ -86,7 +85,7 @@ class _Graph:
     def of(cls, node: Node, allowed: Sequence[int] | None) -> _Graph:
         chosen = {device.index: device for device in node.devices if allowed is None or device.index in allowed}
         devices = [chosen[index] for index in sorted(chosen)]
-        nics = [peripheral.label for peripheral in node.peripherals if peripheral.kind == "nic"]
+        nics = [peripheral.label for peripheral in node.peripherals]
         by_ends = {frozenset(link.ends): link for link in node.links}
         links = [[by_ends.get(frozenset((one.label, other.label))) for other in devices] for one in devices]
         ways = [[by_ends.get(frozenset((device.label, nic))) for nic in nics] for device in devices]

@@ -7,7 +7,10 @@ import dataclasses
 from paceline.errors import JobError
 from paceline.plan.mesh_order import mesh_order
 from paceline.plan.pick import pick
-from paceline.spec import AlgorithmName, Cluster, DeviceKind, Job, Mesh, Node, NodePlacement, Plan, check_mesh
+from paceline.spec import AlgorithmName, Cluster, Job, Mesh, Node, Plan
+from paceline.spec.cluster import DeviceKind
+from paceline.spec.mesh import check_mesh
+from paceline.spec.plan import NodePlacement
 
 
 def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = None, mesh: Mesh | None = None) -> Plan:

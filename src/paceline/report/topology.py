@@ -13,7 +13,7 @@ from rich.text import Text
 from paceline.report.formats import NOTHING, duration, times
 from paceline.report.tables import Grid, grid_of, table
 from paceline.spec import Device, Link, Node, Peripheral
-from paceline.spec.device_choice import DeviceChoice, DeviceRing
+from paceline.spec.cluster import DeviceChoice, DeviceRing
 from paceline.words import listing, number_of, size
 
 RING_MARK = "*"
@@ -129,7 +129,7 @@ def title(node: Node) -> str:
     """ "gpu-7: 8 x NVIDIA H100 80GB HBM3, 8 NICs, 2 NUMA nodes"."""
     kinds = Counter(device.name or ("GPU" if device.kind == "cuda" else "CPU core") for device in node.devices)
     words = [f"{count} x {name}" for name, count in kinds.items()] or ["no device"]
-    if num_nics := sum(peripheral.kind == "nic" for peripheral in node.peripherals):
+    if num_nics := len(node.peripherals):
         words.append(number_of(num_nics, "NIC"))
     num_numa_nodes = len({device.numa_node for device in node.devices} - {None})
     if num_numa_nodes > 1:
@@ -143,9 +143,8 @@ def _parts_table(node: Node) -> Grid:
         ("", lambda part: part.label),
         ("name", lambda part: "" if part.name == part.label else part.name),
         ("memory", lambda part: size(part.memory_bytes) if isinstance(part, Device) and part.memory_bytes else ""),
-        ("speed", lambda part: bandwidth_text(part.bytes_per_s) if isinstance(part, Peripheral) else ""),
-        ("NUMA", lambda part: "" if part.numa_node is None else str(part.numa_node)),
-        ("PCI", lambda part: part.pci_bus_id),
+        ("NUMA", lambda part: "" if isinstance(part, Peripheral) or part.numa_node is None else str(part.numa_node)),
+        ("PCI", lambda part: part.pci_bus_id if isinstance(part, Device) else ""),
         ("busy", lambda part: part.busy if isinstance(part, Device) else ""),
     ]
     devices = () if node.device_kind == "cpu" else node.devices

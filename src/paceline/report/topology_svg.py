@@ -53,7 +53,7 @@ def draw_topology(node: Node, ring: Sequence[int]) -> str:
     gpus = {device.index: device for device in node.devices if device.kind == "cuda"}
     devices = [gpus[index] for index in ring if index in gpus]
     devices += [device for index, device in gpus.items() if index not in ring]
-    nics = [part for part in node.peripherals if part.kind == "nic"] if devices else []
+    nics = list(node.peripherals) if devices else []
     heading = [title(node)]
     if ring:
         heading.append(f"Best ring: {ring_words(ring)}" if len(ring) > 2 else f"Best choice: {device_words(ring)}")

@@ -20,8 +20,7 @@ from paceline.regular_files import read_json
 from paceline.report.formats import NOTHING, duration, percent, quantity
 from paceline.report.tables import Grid, grid_of
 from paceline.spec.job import JOB_FILE, flat
-from paceline.spec.record import RECORD_FILE
-from paceline.spec.run_status import STATUS_FILE, GpuUse, RunStatus, WorkerStatus
+from paceline.spec.record import RECORD_FILE, STATUS_FILE, GpuUse, RunStatus, WorkerStatus
 from paceline.words import size
 
 METRICS_FILE, FAILURE_FILE = "metrics.jsonl", "failure.json"

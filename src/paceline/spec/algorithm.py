@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 AlgorithmName = Literal[
     "auto",
@@ -16,11 +16,11 @@ AlgorithmName = Literal[
     "hierarchical",
     "tree_exact",
 ]
+"""How gradients are summed; "tree_exact" sends values unchanged in any wire format, and its sums do not depend on the
+number of workers; "auto" is a choice among the others."""
 
 WireName = Literal["float32", "bfloat16", "float16"]
 """The wire format of gradients; "float32" sends values unchanged."""
-WIRE_BYTES: dict[str, float] = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0}
-"""Bytes of a message for each value; values that are exact and wider than float32 take their own."""
 
 BUCKET_BYTES = 25 << 20
 """The size of a bucket, as in DistributedDataParallel (Li et al. 2020, "PyTorch Distributed", section 4.2)."""
@@ -44,24 +44,8 @@ class AlphaBeta:
         return self.alpha_s + num_bytes * self.beta_s_per_byte
 
 
-EXACT_ALGORITHM: AlgorithmName = "tree_exact"
-"""The one that sends values unchanged in any wire format, and whose sums do not depend on the number of workers."""
-SERVER_ALGORITHMS: tuple[AlgorithmName, ...] = ("parameter_server", "parameter_server_two_level")
-"""Those in which some of the workers serve."""
-
-
-def algorithm_names() -> tuple[AlgorithmName, ...]:
-    """Every algorithm there is; "auto" is a choice among them."""
-    return tuple(name for name in get_args(AlgorithmName) if name != "auto")
-
-
 def automatic_algorithm(workers_per_node: Sequence[int], *, is_gloo: bool, wire: str = "float32") -> AlgorithmName:
     """What "auto" is: torch's own sum; between nodes of several workers "hierarchical", over Gloo, which knows nothing
-    of nodes, and in a lossy wire format, which torch's sum cannot have.
-
-    Args:
-        workers_per_node: of each node.
-        is_gloo: whether the workers send by Gloo, as those that compute on CPUs do.
-    """
+    of nodes, and in a lossy wire format, which torch's sum cannot have."""
     has_levels = len(workers_per_node) > 1 and max(workers_per_node) > 1
     return "hierarchical" if has_levels and (is_gloo or wire != "float32") else "all_reduce"

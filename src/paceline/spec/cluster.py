@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
-from paceline.errors import ClusterError, JobError, file_problems
-from paceline.regular_files import replace_text
-from paceline.spec.codec import ABOVE_ZERO, ANY, NOT_NEGATIVE, POSITIVE, JsonValue, at_least, between
+from paceline.errors import ClusterError, PacelineError
+from paceline.spec.codec import JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from paceline.spec.step_row import StepRow
 
 DeviceKind = Literal["cpu", "cuda"]
-Source = Literal["datasheet", "measured"]
-
-_LONGEST_S = 1e6
-"""Seconds that no message takes."""
-SCHEMA = 1
-"""The version of cluster.json; files of other versions are refused."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +17,15 @@ class Device:
     """One device that can hold one worker."""
 
     kind: DeviceKind
-    index: int = field(metadata=NOT_NEGATIVE)
+    index: NonNegativeInt
     """The number of the device in the order of CUDA_DEVICE_ORDER=PCI_BUS_ID."""
     name: str
-    memory_bytes: int = field(metadata=NOT_NEGATIVE)
+    memory_bytes: NonNegativeInt
     uuid: str = ""
     pci_bus_id: str = ""
     """The PCI address as in sysfs: "0000:3b:00.0"."""
     numa_node: int | None = None
-    cpus: tuple[int, ...] = at_least(0, ())
+    cpus: tuple[NonNegativeInt, ...] = ()
     """The cores nearest to the device; empty if unknown."""
     busy: str = ""
     """How the device is in use, such as "62 % busy, 31 GiB in use"; empty if it is free."""
@@ -48,16 +38,12 @@ class Device:
 
 @dataclass(frozen=True)
 class Peripheral:
-    """A network card or a disk, with its location relative to devices."""
+    """A network card."""
 
-    kind: Literal["nic", "disk"]
     label: str
-    """Its name in `Link.ends`: "NIC0", "DISK1"."""
+    """Its name in `Link.ends`: "NIC0"."""
     name: str
-    """The system's name: "mlx5_0", "eth0", "nvme0n1"."""
-    pci_bus_id: str = ""
-    numa_node: int | None = None
-    bytes_per_s: float | None = at_least(0, None)
+    """The system's name: "mlx5_0", "eth0"."""
 
 
 @dataclass(frozen=True)
@@ -68,10 +54,10 @@ class Link:
     """Labels of both ends, devices first and in ascending order: ("GPU0", "GPU3"), ("GPU0", "NIC1")."""
     label: str
     """The label as in `nvidia-smi topo -m`: NV1 … NV18, PIX, PXB, PHB, NODE, SYS."""
-    bytes_per_s: float | None = at_least(0, None)
+    bytes_per_s: NonNegativeFloat | None = None
     """Bandwidth in one direction; None if neither a datasheet nor a measurement gives it."""
-    latency_s: float | None = between(0, _LONGEST_S, None)
-    source: Source = "datasheet"
+    latency_s: NonNegativeFloat | None = None
+    source: Literal["datasheet", "measured"] = "datasheet"
 
 
 @dataclass(frozen=True)
@@ -79,8 +65,8 @@ class Node:
     """One machine. Without GPUs its devices are CPU workers, one a core."""
 
     hostname: str
-    num_cores: int = field(metadata=NOT_NEGATIVE)
-    memory_bytes: int = field(metadata=NOT_NEGATIVE)
+    num_cores: NonNegativeInt
+    memory_bytes: NonNegativeInt
     cpu_name: str
     devices: tuple[Device, ...] = ()
     peripherals: tuple[Peripheral, ...] = ()
@@ -104,27 +90,16 @@ class Node:
         return replace(self, devices=devices)
 
 
-_FORMER_TIMINGS = (
-    *("micro_batches", "largest_micro_batch_size", "loader_samples_per_s", "checkpoint_bytes_per_s"),
-    *("loads_between_passes", "update_s", "workers_together", "workers_together_on_node", "load", "sums"),
-    *("together_micro_batch_size", "together_slowdown", "sharding"),
-)
-"""What earlier versions timed, part by part."""
-_PROBE_AGAIN = (ANY, "run paceline probe again, which times whole steps.")
-
-
 @dataclass(frozen=True)
 class JobTiming:
     """The steps of one job that were timed on this cluster, on 1, 2, … N workers."""
 
-    FORMER_KEYS: ClassVar[Mapping[str, tuple[Any, str]]] = dict.fromkeys(_FORMER_TIMINGS, _PROBE_AGAIN)
-
     job: str
     device: str
-    num_parameters: int = field(metadata=NOT_NEGATIVE)
-    threads_per_worker: int = field(metadata=POSITIVE)
+    num_parameters: NonNegativeInt
+    threads_per_worker: PositiveInt
     steps: tuple[StepRow, ...] = ()
-    num_samples: int | None = at_least(1, None)
+    num_samples: PositiveInt | None = None
     """Samples of the training set, that is of an epoch; None: not known."""
     settings: tuple[str, ...] = ()
     """The job's `timed_settings` when it was timed; empty: not known."""
@@ -135,9 +110,9 @@ class ForecastCheck:
     """A forecast and the measurement of the run."""
 
     job: str
-    devices: int = field(metadata=POSITIVE)
-    forecast_samples_per_s: float = field(metadata=ABOVE_ZERO)
-    measured_samples_per_s: float = field(metadata=ABOVE_ZERO)
+    devices: PositiveInt
+    forecast_samples_per_s: PositiveFloat
+    measured_samples_per_s: PositiveFloat
 
     @property
     def error(self) -> float:
@@ -145,15 +120,12 @@ class ForecastCheck:
         return self.forecast_samples_per_s / self.measured_samples_per_s - 1
 
 
-MOST_CHECKS = 50
-"""The number of forecast checks that are kept."""
-
-
 @dataclass(frozen=True)
 class Cluster(JsonValue):
     """Nodes, and timings of jobs on them."""
 
-    FORMER_KEYS: ClassVar[Mapping[str, tuple[Any, str]]] = {"network": _PROBE_AGAIN}
+    error: ClassVar[type[PacelineError]] = ClusterError
+    remedy: ClassVar[str] = "write one with paceline probe"
 
     nodes: tuple[Node, ...]
     timings: tuple[JobTiming, ...] = ()
@@ -161,8 +133,8 @@ class Cluster(JsonValue):
     """The accuracy of earlier forecasts, the latest last."""
 
     def checked(self, check: ForecastCheck) -> Cluster:
-        """A copy with one more checked forecast."""
-        return replace(self, checks=(*self.checks, check)[-MOST_CHECKS:])
+        """A copy with one more checked forecast; the latest 50 are kept."""
+        return replace(self, checks=(*self.checks, check)[-50:])
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -174,31 +146,36 @@ class Cluster(JsonValue):
         """The device kind of all nodes; "cuda" only if every node has GPUs."""
         return "cuda" if all(node.device_kind == "cuda" for node in self.nodes) else "cpu"
 
-    def save(self, path: Path, mode: int = 0o666) -> None:
-        """Write cluster.json, complete or not at all."""
-        replace_text(path, json.dumps({"schema": SCHEMA, **self.to_mapping()}, indent=1) + "\n", mode)
 
-    @classmethod
-    def load(cls, path: Path) -> Cluster:
-        """Read cluster.json.
+@dataclass(frozen=True)
+class DeviceRing:
+    """Devices in the order in which they pass data on; the last passes it to the first."""
 
-        Raises:
-            ClusterError: no such file, not JSON, of another version, or unknown keys and invalid values.
-        """
-        with file_problems(f"{path} cannot be read as a cluster", ClusterError):
-            text = path.read_text("utf-8")
-        return cls.from_json(text, str(path))
+    devices: tuple[int, ...]
+    bottleneck: Link | None
+    """The slowest link; None for one device, and if a link is unknown."""
 
-    @classmethod
-    def from_json(cls, text: str, source: str) -> Cluster:
-        """Parse the content of cluster.json; `source` names it in a `ClusterError`."""
-        try:
-            mapping = json.loads(text)
-        except ValueError as problem:
-            raise ClusterError(f"{source} cannot be read as a cluster: not JSON ({problem}).") from None
-        if not isinstance(mapping, dict) or mapping.pop("schema", None) != SCHEMA:
-            raise ClusterError(f"{source} is not a cluster file of version {SCHEMA}; write one with paceline probe.")
-        try:
-            return cls.from_mapping(mapping)
-        except JobError as problem:
-            raise ClusterError(f"{source} cannot be read as a cluster: {problem}") from None
+    def all_reduce_s(self, size_bytes: float) -> float | None:
+        """2 (n - 1) / n * size / bottleneck (Patarasuk and Yuan 2009), without latency; None without a bandwidth."""
+        n = len(self.devices)
+        if n == 1:
+            return 0.0
+        if self.bottleneck is None or not self.bottleneck.bytes_per_s:
+            return None
+        return 2 * (n - 1) / n * size_bytes / self.bottleneck.bytes_per_s
+
+
+@dataclass(frozen=True)
+class DeviceChoice:
+    """The chosen devices, and for comparison the first ones by id."""
+
+    ring: DeviceRing
+    naive: DeviceRing
+    """The first ones, in the order of their ids."""
+    is_exact: bool
+    """Whether the choice is optimal; False: found by local search, so a better one may exist."""
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Ascending."""
+        return tuple(sorted(self.ring.devices))

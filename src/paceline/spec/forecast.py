@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Literal
 
 from paceline.spec.algorithm import AlgorithmName
-from paceline.spec.codec import JsonValue, at_least
+from paceline.spec.codec import JsonValue, NonNegativeInt
 
 BoundBy = Literal["compute", "communication", "loader", "overhead"]
 Grow = Literal["none", "batch"]
@@ -62,8 +62,6 @@ class ForecastRow:
 class Forecast(JsonValue):
     """Rows in ascending order of devices, the recommended one, and the reasons."""
 
-    json_indent: ClassVar[int] = 1
-
     job: str
     device: str
     device_kind: str
@@ -95,7 +93,7 @@ class Forecast(JsonValue):
     """What looks wrong in the measured step times, one sentence each."""
     base_devices: int = 1
     """The fewest devices, to whose throughput per device speed-up and efficiency refer."""
-    recommended_row: int | None = at_least(0, None)
+    recommended_row: NonNegativeInt | None = None
     """The recommended one of `rows`, counted from 0; None: the one row of `recommended_devices`."""
 
     @property

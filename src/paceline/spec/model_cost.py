@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
-
-from paceline.spec.codec import ANY
 
 
 @dataclass(frozen=True)
 class LayerCost:
     """The cost of one layer for one micro-batch; in a `ModelCost`, for one sample."""
-
-    FORMER_KEYS: ClassVar[Mapping[str, tuple[Any, str]]] = {"draws": (ANY, "a virtual shard is a pass.")}
 
     name: str = ""
     time_s: float = 0.0

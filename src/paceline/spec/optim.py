@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from paceline.errors import JobError, shown
-from paceline.spec.codec import PLAIN, above_zero, at_least, between
+from paceline.errors import JobError
+from paceline.spec.codec import Bounds, NonNegativeFloat, PositiveFloat, PositiveInt, UnitInterval
+
+DecayRate = Annotated[float, Bounds(low=0, below=1)]
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class SchedulerSpec:
     """An import path, such as "torch.optim.lr_scheduler:OneCycleLR", called with the optimizer and `options`."""
     every: Literal["step", "epoch"] = "step"
     """After what it moves."""
-    options: dict[str, Any] = field(default_factory=dict, metadata=PLAIN)
+    options: dict[str, Any] = field(default_factory=dict)
     """Its keyword arguments; `total_steps` or `num_training_steps`, where it has it, is the run's number of them."""
 
 
@@ -27,49 +29,47 @@ class OptimSpec:
 
     name: str = "sgd"
     """A class of torch.optim, such as "sgd", "adamw" or "rmsprop", or an import path "package.module:Optimizer"."""
-    lr: float = above_zero(0.1)
+    lr: PositiveFloat = 0.1
     """The learning rate, for `base_batch_size` samples a step."""
-    momentum: float = between(0, 1, 0.9)
+    momentum: UnitInterval = 0.9
     """Momentum of "sgd"."""
     nesterov: bool = False
     """Whether the momentum of "sgd" is Nesterov's."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[DecayRate, DecayRate] = (0.9, 0.999)
     """Decay rates of the two running means of "adam" and "adamw"."""
-    eps: float = above_zero(1e-8)
+    eps: PositiveFloat = 1e-8
     """The number that "adam" and "adamw" add to the denominator."""
-    weight_decay: float = at_least(0, 0.0)
+    weight_decay: NonNegativeFloat = 0.0
     """Weight decay, as the optimizer defines it."""
     decay_norms_and_biases: bool = True
     """Whether parameters of fewer than two dimensions, which are those of norm layers and biases, decay too."""
-    options: dict[str, Any] = field(default_factory=dict, metadata=PLAIN)
+    options: dict[str, Any] = field(default_factory=dict)
     """Further keyword arguments for the optimizer."""
-    groups: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=PLAIN)
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Other options for some parameters, by a pattern of their names: "head.*" = { lr = 0.01 }; the first counts."""
     scheduler: SchedulerSpec = field(default_factory=SchedulerSpec)
     """A scheduler that sets the rate by itself; needs schedule = "constant" and no warm-up."""
     schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
     """How the learning rate changes after the warm-up, counted in samples: not at all, along a cosine or a line to 0,
     in steps."""
-    step_epochs: tuple[float, ...] = above_zero(())
-    """Epochs at which the step schedule multiplies the rate by `step_factor`."""
-    step_factor: float = above_zero(0.1)
+    step_epochs: tuple[PositiveFloat, ...] = ()
+    """Epochs at which the step schedule multiplies the rate by `step_factor`, in any order."""
+    step_factor: PositiveFloat = 0.1
     """What each step of the step schedule multiplies the rate by."""
-    warmup_epochs: float = at_least(0, 0.0)
+    warmup_epochs: NonNegativeFloat = 0.0
     """Epochs in which the rate rises linearly to its full value."""
-    base_batch_size: int | None = at_least(1, None)
+    base_batch_size: PositiveInt | None = None
     """The global batch size for which `lr` was chosen; None: this job's own."""
     lr_scaling: Literal["linear", "sqrt", "none"] = "linear"
     """How the rate follows a global batch other than `base_batch_size`: in proportion, by the square root, or not."""
-    label_smoothing: float = between(0, 1, 0.0)
+    label_smoothing: UnitInterval = 0.0
     """The share of a target that is spread evenly over all classes."""
-    clip_norm: float | None = above_zero(None)
+    clip_norm: PositiveFloat | None = None
     """The largest norm of the whole gradient; None: not clipped."""
 
     def __post_init__(self) -> None:
         if self.nesterov and self.momentum == 0:
             raise JobError("optim.nesterov = True needs optim.momentum greater than 0.")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise JobError(f"optim.betas = {list(self.betas)} should both lie in [0, 1).")
         if self.scheduler.name is not None and (
             self.schedule != "constant" or self.warmup_epochs or self.base_batch_size
         ):
@@ -79,13 +79,6 @@ class OptimSpec:
             )
         if self.schedule == "step" and not self.step_epochs:
             raise JobError("optim.schedule = 'step' needs optim.step_epochs, such as [15, 25].")
-        if list(self.step_epochs) != sorted(self.step_epochs):
-            raise JobError(f"optim.step_epochs = {shown(list(self.step_epochs))} should be in ascending order.")
-
-    @property
-    def clips(self) -> bool:
-        """Whether gradients are clipped."""
-        return self.clip_norm is not None
 
     @property
     def state_copies(self) -> int:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated
 
 from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.cluster import DeviceKind
-from paceline.spec.codec import ANY, JsonValue, above_zero, at_least, between
-from paceline.spec.job import MOST_WORKERS
+from paceline.spec.codec import Bounds, JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from paceline.spec.job import WorkerCount
 from paceline.spec.mesh import Mesh, ScheduleName
 
 PLAN_FILE, LIMIT_FILE = "plan.json", "limit.json"
@@ -22,10 +21,10 @@ class NodePlacement:
 
     hostname: str = ""
     """The node's address for the launcher; empty: this node."""
-    num_workers: int = at_least(1, 1)
-    devices: tuple[int, ...] = at_least(0, ())
+    num_workers: PositiveInt = 1
+    devices: tuple[NonNegativeInt, ...] = ()
     """GPUs in the order of the local ranks, by PCI bus; empty: as in the caller's CUDA_VISIBLE_DEVICES."""
-    cpus: tuple[tuple[int, ...], ...] = at_least(0, ())
+    cpus: tuple[tuple[NonNegativeInt, ...], ...] = ()
     """The cores each worker is pinned to; empty: the operating system decides."""
 
 
@@ -34,7 +33,7 @@ class PipelineSpec:
     """How the stages of a pipeline are cut and take turns."""
 
     schedule: ScheduleName = "1f1b"
-    stages_per_worker: int = at_least(1, 1)
+    stages_per_worker: PositiveInt = 1
     """More than one with the schedules "interleaved" and "zero_bubble"."""
     cuts: tuple[str, ...] = ()
     """The blocks that begin a stage, all but the first's; empty: stages that compute equally much."""
@@ -44,22 +43,16 @@ class PipelineSpec:
 class Plan(JsonValue):
     """World size, devices and how gradients are aggregated; nothing in it changes what a run learns."""
 
-    FORMER_KEYS: ClassVar[Mapping[str, tuple[Any, str]]] = {
-        "micro_batch_size": (ANY, "a virtual shard is a pass."),
-        "sequence_parallel": (False, "recompute = true saves memory under tp, and so does fsdp beside it."),
-        "exclude_slower": (ANY, "a straggler is reported, and goes on."),
-    }
-
-    world_size: int = between(1, MOST_WORKERS, 1)
+    world_size: WorkerCount = 1
     device_kind: DeviceKind = "cpu"
     nodes: tuple[NodePlacement, ...] = ()
     """The nodes in the order of their ranks; empty: all workers on this node."""
-    threads_per_worker: int = at_least(1, 1)
+    threads_per_worker: PositiveInt = 1
     """CPU threads a worker computes with. A CPU device is a fixed number of threads."""
     algorithm: AlgorithmName = "auto"
     """How gradients are summed over workers; "auto": torch's own sum, and "hierarchical" between
     nodes of several workers that compute on CPUs."""
-    num_servers: int = at_least(1, 1)
+    num_servers: PositiveInt = 1
     """Workers that also serve, with parameter servers."""
     mesh: Mesh | None = None
     """The axes the workers are laid out on; None: data parallelism over all of them."""
@@ -71,14 +64,14 @@ class Plan(JsonValue):
     model's own tensor plan, its attribute `_tp_plan`."""
     cpu_offload: bool = False
     """Keep sharded parameters and optimizer state in CPU memory while they are not in use."""
-    devices_in_process: int = at_least(1, 1)
+    devices_in_process: PositiveInt = 1
     """Devices that one worker drives by itself (the strategy dp_one_process)."""
     debug_comm: bool = False
     """Compare every collective across workers before it runs, not only those of the first steps."""
-    timeout_s: float = at_least(1, 600.0)
+    timeout_s: Annotated[float, Bounds(low=1)] = 600.0
     """How long a collective waits for a silent peer."""
 
-    forecast_samples_per_s: float | None = at_least(0, None)
+    forecast_samples_per_s: NonNegativeFloat | None = None
     """The planner's forecast of this run; None: there is none."""
 
     @property
@@ -95,7 +88,7 @@ class Plan(JsonValue):
 class RunLimit(JsonValue):
     """Where a run ends before its epochs do."""
 
-    max_steps: int | None = at_least(1, None)
+    max_steps: PositiveInt | None = None
     """The number of optimizer updates; None: it does not."""
-    max_minutes: float | None = above_zero(None)
+    max_minutes: PositiveFloat | None = None
     """Minutes since the launch; None: it does not."""

@@ -1,22 +1,21 @@
-"""`RunRecord`: what happened in one run."""
+"""`RunRecord`: what happened in one run; `RunStatus`: what its workers were doing a moment ago."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from paceline.errors import JobError, PacelineError
-from paceline.regular_files import read_json
-from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, JsonValue, at_least
-from paceline.spec.evaluation import EvaluationRecord
-from paceline.spec.job import Job
+from paceline.spec.codec import DivergingFloat, JsonValue, NonNegativeFloat, NonNegativeInt
+from paceline.spec.job import Job, Mode
 from paceline.spec.plan import Plan
 
 RECORD_FILE = "record.json"
 """The file name of `RunRecord` in a run folder."""
+STATUS_FILE = "workers.json"
+"""The file name of `RunStatus` in a run folder."""
 
 _SUMMARY = (
     *("accuracy", "loss", "samples_per_s", "time_to_first_step_s", "wall_s"),
@@ -28,51 +27,83 @@ _SUMMARY = (
 class StepTime:
     """Where the median step's time went, in seconds of rank 0."""
 
-    total_s: float = at_least(0, 0.0)
-    data_s: float = at_least(0, 0.0)
-    compute_s: float = at_least(0, 0.0)
-    exposed_comm_s: float = at_least(0, 0.0)
+    total_s: NonNegativeFloat = 0.0
+    data_s: NonNegativeFloat = 0.0
+    compute_s: NonNegativeFloat = 0.0
+    exposed_comm_s: NonNegativeFloat = 0.0
 
 
 @dataclass(frozen=True)
 class EpochRecord:
     """One epoch: mean training loss over its samples, then the evaluation if there was one."""
 
-    epoch: int = field(metadata=NOT_NEGATIVE)
-    train_loss: float = field(metadata=MAY_DIVERGE)
-    lr: float = field(metadata=NOT_NEGATIVE)
-    train_s: float = field(metadata=NOT_NEGATIVE)
-    metrics: dict[str, float] = field(default_factory=dict, metadata=MAY_DIVERGE)
-    noise_scale: float | None = field(default=None, metadata=MAY_DIVERGE)
+    epoch: NonNegativeInt
+    train_loss: DivergingFloat
+    lr: NonNegativeFloat
+    train_s: NonNegativeFloat
+    metrics: dict[str, DivergingFloat] = field(default_factory=dict)
+    noise_scale: DivergingFloat | None = None
     """The gradient noise scale at the end of the epoch, in samples; None if it was not measured."""
-    values: dict[str, float] = field(default_factory=dict, metadata=MAY_DIVERGE)
+    values: dict[str, DivergingFloat] = field(default_factory=dict)
     """The means over the epoch's samples of what the loss function returned besides the loss."""
+
+
+@dataclass(frozen=True)
+class EvaluationRecord:
+    """One evaluation of a run."""
+
+    step: NonNegativeInt
+    """After how many steps."""
+    epoch: NonNegativeInt
+    metrics: dict[str, DivergingFloat]
+    is_scheduled: bool = True
+    """Whether `eval_every_steps` or `eval_every_epochs` asked for it; else it was made because the run ended."""
+
+
+def smaller_is_better(metric: str, mode: Mode) -> bool:
+    """Whether the best value of a metric is its smallest."""
+    return mode == "min" or (mode == "auto" and any(word in metric for word in ("loss", "error", "perplexity")))
+
+
+def best_place(values: Sequence[float], metric: str, mode: Mode, min_change: float = 0.0) -> int | None:
+    """The place of the best of a metric's values; None if none is finite.
+
+    The first of equal values; a later one must be better by more than `min_change`.
+    """
+    sign = -1.0 if smaller_is_better(metric, mode) else 1.0
+    best: int | None = None
+    for place, value in enumerate(values):
+        if math.isfinite(value) and (best is None or sign * value > sign * values[best] + min_change):
+            best = place
+    return best
 
 
 @dataclass(frozen=True)
 class RunRecord(JsonValue):
     """What happened: `accuracy` and `loss` are the last evaluation's (None where nothing was evaluated)."""
 
+    remedy: ClassVar[str] = f"name folders of finished runs, which hold a {RECORD_FILE}"
+
     job: Job
     plan: Plan
-    steps: int = field(metadata=NOT_NEGATIVE)
-    samples_seen: int = field(metadata=NOT_NEGATIVE)
-    accuracy: float | None = field(metadata=MAY_DIVERGE)
-    loss: float | None = field(metadata=MAY_DIVERGE)
-    train_loss: float | None = field(metadata=MAY_DIVERGE)
-    train_s: float = field(metadata=NOT_NEGATIVE)
+    steps: NonNegativeInt
+    samples_seen: NonNegativeInt
+    accuracy: DivergingFloat | None
+    loss: DivergingFloat | None
+    train_loss: DivergingFloat | None
+    train_s: NonNegativeFloat
     """Seconds of training steps, without start-up and evaluation."""
-    wall_s: float = field(metadata=NOT_NEGATIVE)
+    wall_s: NonNegativeFloat
     """Seconds from launch to the end of the last worker."""
-    time_to_first_step_s: float = field(metadata=NOT_NEGATIVE)
+    time_to_first_step_s: NonNegativeFloat
     """Seconds from launch to the end of the first optimizer update."""
-    samples_per_s: float = field(metadata=NOT_NEGATIVE)
+    samples_per_s: NonNegativeFloat
     """Steady throughput over all workers: samples a step over the median step time, or over all training where workers
     synchronise every few steps only."""
     step_time: StepTime
     weights_sha256: str
-    step_p10_s: float | None = field(default=None, metadata=NOT_NEGATIVE)
-    step_p90_s: float | None = field(default=None, metadata=NOT_NEGATIVE)
+    step_p10_s: NonNegativeFloat | None = None
+    step_p90_s: NonNegativeFloat | None = None
     """One step in ten was shorter than `step_p10_s`, one in ten longer than `step_p90_s`; None: not measured."""
     epochs: tuple[EpochRecord, ...] = ()
     notes: tuple[str, ...] = ()
@@ -91,40 +122,51 @@ class RunRecord(JsonValue):
     def world_size(self) -> int:
         return self.plan.world_size
 
-    @classmethod
-    def load(cls, path: Path) -> RunRecord:
-        """The record in a file.
-
-        Raises:
-            PacelineError: there is none, or it is damaged; the message names the file.
-        """
-        try:
-            return cls.from_mapping(read_json(path))
-        except (FileNotFoundError, NotADirectoryError):
-            raise PacelineError(
-                f"There is no run record '{path.absolute()}': name folders of finished runs, which hold a "
-                f"{RECORD_FILE}."
-            ) from None
-        except OSError as problem:
-            raise PacelineError(f"The run record '{path}' cannot be read: {problem.strerror}.") from None
-        except ValueError as problem:
-            raise PacelineError(f"The run record '{path}' is damaged ({problem}); train that run again.") from None
-        except JobError as problem:
-            raise PacelineError(f"The run record '{path}' is damaged or of another version: {problem}") from None
-
     def _repr_html_(self) -> str:
         """The summary as a table, for notebooks."""
-
-        def cell(value: Any) -> str:
-            is_small = isinstance(value, float) and abs(value) < 1000
-            return f"{value:.4g}" if is_small else f"{value:,.0f}" if isinstance(value, int | float) else str(value)
-
-        rows = "".join(
-            f"<tr><th>{name}</th><td>{escape(cell(value))}</td></tr>" for name, value in self.summary().items()
-        )
-        return f"<table>{rows}</table>"
+        cells = [(name, f"{x:,.6g}" if isinstance(x, float) else escape(str(x))) for name, x in self.summary().items()]
+        return f"<table>{''.join(f'<tr><th>{name}</th><td>{cell}</td></tr>' for name, cell in cells)}</table>"
 
     def summary(self) -> dict[str, Any]:
         """The stable one-line result of `paceline train --json`; null for what diverged, since JSON has no NaN."""
         values = {name: getattr(self, name) for name in _SUMMARY}
         return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in values.items()}
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """One worker."""
+
+    rank: NonNegativeInt
+    node: str
+    """Its hostname; empty: the launcher's own."""
+    pid: NonNegativeInt
+    step: int | None
+    """Optimizer updates done; None for a program without a `Run`."""
+    doing: str
+    """What it was doing, as a phrase."""
+    is_waiting: bool
+    """Whether it was inside a collective."""
+    memory_bytes: int | None = None
+    """Memory of the process that lies in RAM."""
+
+
+@dataclass(frozen=True)
+class GpuUse:
+    """What a process uses of the GPU that it computes on."""
+
+    index: int
+    memory_bytes: int | None
+    """GPU memory of the process."""
+    busy: float | None
+    """The fraction of the last moments in which the GPU computed, for any process."""
+
+
+@dataclass(frozen=True)
+class RunStatus(JsonValue):
+    """All workers, at one time."""
+
+    time: NonNegativeFloat
+    """Seconds since the epoch."""
+    workers: tuple[WorkerStatus, ...]
+    """The status of each worker, by rank."""

@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from paceline.spec.algorithm import AlgorithmName
-from paceline.spec.codec import ABOVE_ZERO, POSITIVE, above_zero, at_least, between
+from paceline.spec.codec import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
 class StepRow:
     """One step. The rows that `probe` writes, rows of a file, and the steps that a forecast is asked for are alike."""
 
-    workers_per_node: tuple[int, ...] = field(metadata=POSITIVE)
-    micro_batch_size: int = field(metadata=POSITIVE)
+    workers_per_node: tuple[PositiveInt, ...]
+    micro_batch_size: PositiveInt
     """Samples of one pass of one worker."""
-    num_passes: int = at_least(1, 1)
+    num_passes: PositiveInt = 1
     """Passes of a worker in a step, which accumulate gradients and then sum them once."""
     algorithm: AlgorithmName = "all_reduce"
-    gradient_bytes: float | None = above_zero(None)
+    gradient_bytes: PositiveFloat | None = None
     """Bytes of gradients that a worker sums in a step; None: as in the other rows."""
-    link_bytes_per_s: float | None = above_zero(None)
+    link_bytes_per_s: PositiveFloat | None = None
     """A datasheet's rate of a node's link to the others, which is a bound; None: as in the other rows."""
-    sync_every: int = at_least(1, 1)
+    sync_every: PositiveInt = 1
     """Steps between two sums."""
-    step_time_s: float | None = field(default=None, metadata=ABOVE_ZERO)
+    step_time_s: PositiveFloat | None = None
     """None: it was not measured."""
-    sync_time_s: float | None = at_least(0, None)
+    sync_time_s: NonNegativeFloat | None = None
     """How long a worker waited for gradients; None: not measured."""
-    loading_s: float | None = at_least(0, None)
+    loading_s: NonNegativeFloat | None = None
     """How long a worker waited for its samples; None: not measured."""
-    spread: float = between(0, 10, 0.0)
+    spread: NonNegativeFloat = 0.0
     """Standard deviation of the logarithm of the step's time; 0: not known."""
-    peak_memory_bytes: int | None = at_least(0, None)
+    peak_memory_bytes: NonNegativeInt | None = None
     """The most that tensors of one worker held of its GPU; None: not measured."""
 
     def unmeasured(self) -> StepRow:

@@ -22,8 +22,9 @@ from paceline import __version__, env
 from paceline.checkpoint.storage import IN_RUN_FOLDER
 from paceline.errors import JobError
 from paceline.regular_files import replace_text, run_file_mode
-from paceline.spec import EpochRecord, RunRecord
-from paceline.spec.codec import MAY_DIVERGE, NOT_NEGATIVE, from_mapping, to_mapping
+from paceline.spec import RunRecord
+from paceline.spec.codec import DivergingFloat, NonNegativeFloat, NonNegativeInt, from_mapping, to_mapping
+from paceline.spec.record import EpochRecord
 from paceline.train.callbacks import Callback, Training, best_evaluation
 from paceline.train.meters import batch_warning, samples_per_s, shown_metrics
 from paceline.train.optim import describe_scaling
@@ -56,15 +57,15 @@ class _SoFar:
     """What the journal knows across checkpoints."""
 
     epochs: tuple[EpochRecord, ...] = ()
-    epoch_loss: float = field(default=0.0, metadata=MAY_DIVERGE)
+    epoch_loss: DivergingFloat = 0.0
     """The sum over this epoch's samples."""
-    epoch_values: dict[str, float] = field(default_factory=dict, metadata=MAY_DIVERGE)
+    epoch_values: dict[str, DivergingFloat] = field(default_factory=dict)
     """The same of other numbers from the loss function, by name."""
-    epoch_start: tuple[int, float] = field(default=(0, 0.0), metadata=NOT_NEGATIVE)
+    epoch_start: tuple[NonNegativeInt, NonNegativeFloat] = (0, 0.0)
     """Samples and seconds of training when the epoch began."""
-    samples_logged: int = field(default=0, metadata=NOT_NEGATIVE)
+    samples_logged: NonNegativeInt = 0
     has_warned: bool = False
-    train_s: float = field(default=0.0, metadata=NOT_NEGATIVE)
+    train_s: NonNegativeFloat = 0.0
     wall_s: float = 0.0
     """The time that this run took before it was resumed, up to the checkpoint."""
 

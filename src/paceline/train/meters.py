@@ -27,8 +27,9 @@ from paceline.fingerprints import fingerprints, options_of, sample_digests
 from paceline.parallel import Assignment
 from paceline.parallel.engine import Mark, seconds
 from paceline.parallel.step_input import GradientNorms, TakeNorms
-from paceline.spec import Job, StepTime
+from paceline.spec import Job
 from paceline.spec.codec import from_mapping, to_mapping
+from paceline.spec.record import StepTime
 from paceline.step_records import StepRecord, write
 from paceline.train.batches import DataProgress
 from paceline.train.state import weights_sha256

@@ -6,7 +6,6 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +19,8 @@ from paceline.containers import is_dtensor
 from paceline.errors import JobError, ModelError, did_you_mean
 from paceline.import_path import checked_options, imported, takes
 from paceline.parallel import Engine
-from paceline.spec import Job, Mesh, OptimSpec
-from paceline.spec.optim import SchedulerSpec
+from paceline.spec import Job, Mesh
+from paceline.spec.optim import OptimSpec, SchedulerSpec
 
 _OF_SGD = ("momentum", "nesterov")
 _OF_ADAM = ("betas", "eps")
@@ -293,7 +292,9 @@ def lr_factor(job: Job, samples_seen: int, samples_per_epoch: int) -> float:
     elif optim.schedule == "linear":
         decay = 1.0 - progress
     elif optim.schedule == "step":
-        decay = float(optim.step_factor ** bisect_right(optim.step_epochs, samples_seen / samples_per_epoch))
+        decay = float(
+            optim.step_factor ** sum(epoch <= samples_seen / samples_per_epoch for epoch in optim.step_epochs)
+        )
     factor = scale * decay
     warmup = optim.warmup_epochs * samples_per_epoch
     if samples_seen >= warmup:

@@ -25,7 +25,6 @@ from paceline.parallel import Engine
 from paceline.parallel.generators import seed_generators
 from paceline.parallel.step_input import check_shards
 from paceline.spec import Job, Mesh, Plan, parse_mesh
-from paceline.spec.mesh_name import check_strategy
 from paceline.spec.plan import RunLimit
 from paceline.train.batches import DataProgress, DatasetReader, GlobalBatches, loading_of
 from paceline.train.evaluate import Measure, evaluate_between_steps
@@ -495,7 +494,7 @@ def init(
     tell_failures(facts)
     job = (job or Job()).with_values(**values)
     strategy = strategy or env.text(env.STRATEGY) or "dp"
-    check_strategy(strategy)
+    parse_mesh(strategy)
     # A Plan made in Python is checked here too.
     plan = Plan.from_mapping(plan.to_mapping()) if plan else _default_plan(job, facts, strategy)
     limits = [limit for limit in (max_steps, env.value(env.MAX_STEPS, int)) if limit is not None]

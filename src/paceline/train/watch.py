@@ -44,7 +44,7 @@ from paceline.diagnosis.report import FailureReport, describe_exception, describ
 from paceline.errors import PacelineError, PeerLost, shortened
 from paceline.heartbeat import Vitals, own_file, read_vitals
 from paceline.regular_files import run_file_mode
-from paceline.spec.run_status import STATUS_FILE, RunStatus, WorkerStatus
+from paceline.spec.record import STATUS_FILE, RunStatus, WorkerStatus
 
 STORE_TIMEOUT_S = 10.0
 STACKS_S = 1.0

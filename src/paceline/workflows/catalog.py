@@ -9,10 +9,12 @@ import json
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import JobError
-from paceline.spec import Job, load_job
+from paceline.spec import Job
+from paceline.spec.codec import Bounds
+from paceline.spec.job import load_job
 from paceline.words import number_of
 from paceline.workflows.jobs import RECIPES
 
@@ -107,7 +109,7 @@ def data_sets() -> list[CatalogEntry]:
 
 def _keys_of(table: type, prefix: str, *, is_left_out: bool = False) -> Iterator[JobKey]:
     """The keys of a table; `is_left_out`: the whole table is, by default, and so its keys have no default either."""
-    hints, meanings = get_type_hints(table), field_meanings(table)
+    hints, meanings = get_type_hints(table, include_extras=True), field_meanings(table)
     for field in dataclasses.fields(table):
         kind, name = hints[field.name], f"{prefix}{field.name}"
         nested = [one for one in (kind, *get_args(kind)) if isinstance(one, type) and dataclasses.is_dataclass(one)]
@@ -119,8 +121,7 @@ def _keys_of(table: type, prefix: str, *, is_left_out: bool = False) -> Iterator
             default = field.default_factory()
         elif field.default is not dataclasses.MISSING:
             default = field.default
-        bounds = _bounds(field.metadata)
-        values = _values(kind) + (f", {bounds}" if bounds else "")
+        values = ", ".join([_values(kind), *_bounds(kind)])
         shown = "" if default is None or is_left_out else json.dumps(default)
         yield JobKey(name, values, shown, meanings[field.name])
 
@@ -142,6 +143,8 @@ def field_meanings(table: type) -> dict[str, str]:
 
 def _values(kind: Any) -> str:
     origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _values(arguments[0])
     if origin is Literal:
         return " | ".join(json.dumps(choice) for choice in arguments)
     if origin in (Union, types.UnionType):
@@ -151,11 +154,13 @@ def _values(kind: Any) -> str:
     return "table" if origin is dict or dataclasses.is_dataclass(kind) else _KIND_WORDS[kind]
 
 
-def _bounds(metadata: Mapping[str, Any]) -> str:
-    words = {"above": "above {}", "low": "at least {}", "high": "at most {}"}
-    return ", ".join(
-        text.format(metadata[key]) for key, text in words.items() if key in metadata and metadata[key] < 2**20
-    )
+def _bounds(kind: Any) -> list[str]:
+    """The bounds of the numbers in a type, in words, but for those that nobody meets."""
+    if isinstance(kind, Bounds):
+        words = {"low": "at least {}", "above": "above {}", "high": "at most {}", "below": "below {}"}
+        limits = {text: getattr(kind, name) for name, text in words.items()}
+        return [text.format(limit) for text, limit in limits.items() if abs(limit) < 2**20]
+    return next(filter(None, map(_bounds, get_args(kind))), [])
 
 
 def _parameters(build: Callable[..., Any]) -> list[str]:

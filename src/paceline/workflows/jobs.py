@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import JobError, did_you_mean, shortened, shown
-from paceline.spec import CallbackSpec, Job, load_job
+from paceline.spec import Job
+from paceline.spec.job import CallbackSpec, load_job
 from paceline.spec.model_cost import ModelCost
 
 _FOLDER = Path(__file__).parents[1] / "recipes"

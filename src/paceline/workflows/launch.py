@@ -15,7 +15,6 @@ from paceline.errors import LaunchError
 from paceline.launch.run import LaunchOptions
 from paceline.plan import spread
 from paceline.spec import Plan, parse_mesh
-from paceline.spec.mesh_name import check_strategy
 from paceline.workflows.arguments import checked
 from paceline.workflows.run_folder import check_folder, new_run_dir
 from paceline.workflows.where import HERE, Allocation, Where, allocation_on_paper, open_allocation
@@ -163,7 +162,7 @@ class _Launching:
         num_workers = self.workers or (1 if allocation.where.launcher == "debug" else len(cluster.devices))
         plan = spread(cluster, num_workers, self.threads)
         if self.strategy is not None:  # as the script will read it
-            check_strategy(self.strategy)
+            parse_mesh(self.strategy)
             if num_workers > 1:
                 mesh = parse_mesh(self.strategy, num_workers, len(plan.placements))
                 plan = spread(cluster, num_workers, self.threads, mesh)

@@ -14,7 +14,6 @@ from paceline.plan.search import num_gathers_and_scatters
 from paceline.spec import Job, Mesh, parse_mesh
 from paceline.spec.codec import JsonValue
 from paceline.spec.mesh import AxisName
-from paceline.spec.mesh_name import num_named
 from paceline.spec.model_cost import DeviceMemory, Layers
 from paceline.words import number_of, size
 from paceline.workflows.arguments import checked
@@ -88,7 +87,7 @@ def dry_run_mesh(
         JobError: not a mesh, or one that divides the batch into more than the job's virtual shards.
         ModelError: the model cannot be cut into these stages, or its layers not be divided so.
     """
-    degrees = parse_mesh(mesh, num_named(mesh))
+    degrees = parse_mesh(mesh)
     resolved = resolve_job(job, settings, data, model)
     if degrees.num_assignments > resolved.virtual_shards:
         raise JobError(

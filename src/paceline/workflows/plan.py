@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ClusterError, JobError, file_problems, reason_of
 from paceline.plan import place
-from paceline.spec import Cluster, ForecastCheck, Job, Plan, RunRecord
+from paceline.spec import Cluster, Job, Plan, RunRecord
+from paceline.spec.cluster import ForecastCheck
 from paceline.spec.forecast import Forecast, Grow
 from paceline.spec.plan import PLAN_FILE
 from paceline.workflows.arguments import Say, checked, read_counts, read_price

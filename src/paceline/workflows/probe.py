@@ -15,8 +15,9 @@ from paceline.launch.run import LaunchOptions
 from paceline.measure.values import REQUEST_FILE, STEPS_FILE, StepsProbe, StepsRequest
 from paceline.plan import place, spread
 from paceline.regular_files import make_run_folder
-from paceline.spec import CheckpointSpec, Cluster, Job, JobTiming, Plan, StepRow
-from paceline.spec.job import MOST_SAMPLES
+from paceline.spec import Cluster, Job, Plan, StepRow
+from paceline.spec.cluster import JobTiming
+from paceline.spec.job import MOST_SAMPLES, CheckpointSpec
 from paceline.words import number_of
 from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import import_folders, resolve_job

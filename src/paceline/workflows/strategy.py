@@ -8,7 +8,7 @@ from typing import Any
 from paceline.errors import JobError
 from paceline.plan import place
 from paceline.spec import Cluster, Job, Mesh, PipelineSpec, Plan, parse_mesh
-from paceline.spec.codec import at_least, check_values
+from paceline.spec.codec import PositiveInt, check_values
 from paceline.spec.mesh import ScheduleName
 from paceline.workflows.arguments import Say, silent
 from paceline.workflows.jobs import trace_model
@@ -23,7 +23,7 @@ class Strategy:
     'dp2 x pp2', or auto: the planner chooses."""
     schedule: ScheduleName = "1f1b"
     """The schedule of a pipeline."""
-    stages_per_worker: int = at_least(1, 1)
+    stages_per_worker: PositiveInt = 1
     """Stages each worker of a pipeline computes, with the schedule interleaved."""
     cut: tuple[str, ...] = ()
     """A module that begins a stage; by default stages take equal time."""

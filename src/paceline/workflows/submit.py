@@ -17,7 +17,8 @@ from paceline.launch.slurm import batch_script
 from paceline.launch.slurm import submit as submit_script
 from paceline.plan import place
 from paceline.regular_files import make_run_folder, replace_text
-from paceline.spec import Cluster, Device, DeviceKind, Job, Node, Plan
+from paceline.spec import Cluster, Device, Job, Node, Plan
+from paceline.spec.cluster import DeviceKind
 from paceline.spec.job import MOST_WORKERS
 from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import check_names, is_script, resolve_job

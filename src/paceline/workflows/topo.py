@@ -9,7 +9,7 @@ from paceline.errors import ClusterError, file_problems
 from paceline.hardware import detect, read_topology
 from paceline.plan.pick import pick as pick_devices
 from paceline.spec import Cluster, Node
-from paceline.spec.device_choice import DeviceChoice
+from paceline.spec.cluster import DeviceChoice
 from paceline.words import number_of
 from paceline.workflows.arguments import checked
 

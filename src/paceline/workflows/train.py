@@ -12,9 +12,8 @@ from typing import Any
 from paceline import env
 from paceline.errors import JobError, shortened
 from paceline.launch.run import LaunchOptions
-from paceline.spec import AlgorithmName, CallbackSpec, Job, Plan, RunRecord
-from paceline.spec.algorithm import SERVER_ALGORITHMS
-from paceline.spec.job import TRACKER_NAMES
+from paceline.spec import AlgorithmName, Job, Plan, RunRecord
+from paceline.spec.job import TRACKER_NAMES, CallbackSpec
 from paceline.spec.plan import RunLimit
 from paceline.workflows.arguments import Say, checked, silent
 from paceline.workflows.jobs import check_names, import_folders, resolve_job, with_callbacks
@@ -152,9 +151,9 @@ class _Training:
             if name not in TRACKER_NAMES:
                 raise JobError(f"There is no tracker '{shortened(name)}'; it is one of {', '.join(TRACKER_NAMES)}.")
         is_served = self.job.aggregation.method == "parameter_server_async"
-        if self.servers > 1 and not is_served and self.chosen_algorithm not in SERVER_ALGORITHMS:
+        if self.servers > 1 and not is_served and not self.chosen_algorithm.startswith("parameter_server"):
             raise JobError(
-                f"servers = {self.servers} goes with algorithm = '{SERVER_ALGORITHMS[0]}' or '{SERVER_ALGORITHMS[1]}', "
+                f"servers = {self.servers} goes with algorithm = 'parameter_server' or 'parameter_server_two_level', "
                 "or a job's aggregation.method = 'parameter_server_async'; leave it out."
             )
 

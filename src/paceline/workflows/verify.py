@@ -14,7 +14,6 @@ from paceline.hardware import detect
 from paceline.launch.run import LaunchOptions, run_workers
 from paceline.plan import spread
 from paceline.spec import Cluster, Job, Plan, parse_mesh
-from paceline.spec.mesh_name import check_strategy
 from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, read_counts, silent
 from paceline.workflows.jobs import is_script, resolve_job
@@ -75,7 +74,7 @@ def verify(
     if counts[1:] == [] and counts[0] > 1 and not deal:
         counts = [1, *counts]
     if strategy not in (None, "auto", "dp_one_process"):  # which ones there are does not depend on the counts
-        check_strategy(strategy)
+        parse_mesh(strategy)
     if is_script(job, arguments, settings, data, model):
         filled = _filled(list(arguments), batch, counts)
         plans = {count: _script_plan(Path(str(job)), _shared(strategy, count), count, cluster) for count in counts}

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from paceline import env
 from paceline.errors import LaunchError, file_problems
@@ -28,7 +28,7 @@ from paceline.launch.slurm import allocation as slurm_allocation
 from paceline.plan import pick
 from paceline.regular_files import hold_folder, make_run_folder
 from paceline.spec import Cluster, Device, Node, Plan
-from paceline.spec.codec import at_least, check_values, from_mapping
+from paceline.spec.codec import Bounds, check_values, from_mapping
 from paceline.workflows.node import versions
 
 LauncherName = Literal["auto", "local", "debug", "ssh", "slurm", "ray"]
@@ -56,7 +56,7 @@ class Where:
     """Run in image.sif, docker://NAME@sha256:… or podman://NAME."""
     python: str | None = None
     """The Python interpreter on other nodes; None: the same path as here."""
-    hang_timeout_s: float | None = at_least(1, None)
+    hang_timeout_s: Annotated[float, Bounds(low=1)] | None = None
     """Seconds that workers of a run may wait for another one; None: 60, and before the first step as long as torch."""
 
     def __post_init__(self) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 import paceline
 from paceline.errors import ClusterError, JobError
-from paceline.spec import Cluster, ForecastCheck, JobTiming, StepRow
+from paceline.spec import Cluster, StepRow
+from paceline.spec.cluster import ForecastCheck, JobTiming
 
 OTHER = JobTiming("other", "a device", 10, 1, (StepRow((1,), 1, step_time_s=1.0),))
 

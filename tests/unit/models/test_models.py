@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.errors import ModelError
 from paceline.models import build
-from paceline.spec import ModelSpec
+from paceline.spec.job import ModelSpec
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ from itertools import combinations
 from typing import Any
 
 import paceline
-from paceline.spec import Cluster, Device, Job, JobTiming, Link, Node, StepRow
+from paceline.spec import Cluster, Device, Job, Link, Node, StepRow
+from paceline.spec.cluster import JobTiming
 from paceline.spec.forecast import Forecast
 
 GIB = 2**30

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import paceline
 from paceline.errors import ClusterError, JobError, PacelineError
 from paceline.plan.step_model import expected_maximum
-from paceline.spec import Cluster, ForecastCheck, Job
+from paceline.spec import Cluster, Job
+from paceline.spec.cluster import ForecastCheck
 from paceline.spec.forecast import Forecast, ForecastRow
 from tests.unit.plan.clusters import GIB, cpu_cluster, forecast_of, gpu_cluster, with_nodes
 
@@ -422,18 +423,6 @@ def test_a_job_that_was_probed_with_other_settings_asks_for_a_new_probe(
     with pytest.raises(ClusterError) as caught:
         forecast_of(timed.with_values(**changes), cluster, [1])
     assert all(word in str(caught.value) for word in (*words, "probe")), caught.value
-
-
-def test_a_cluster_that_an_earlier_version_timed_in_parts_loads_and_asks_for_a_new_probe() -> None:
-    mapping = gpu_cluster(1).to_mapping()
-    timing = {"micro_batches": [{"micro_batch_size": 1, "seconds": 0.1}], "update_s": 0.1, "sums": [], "load": None}
-    mapping |= {"network": [{"ends": ["a", "b"], "bytes_per_s": 1e9, "latency_s": 1e-5}]}
-    mapping["timings"] = [{key: mapping["timings"][0][key] for key in ("job", "device")} | timing]
-    mapping["timings"][0] |= {"num_parameters": 10, "threads_per_worker": 1}
-    before = Cluster.from_mapping(mapping)
-    assert before.nodes == gpu_cluster(1).nodes
-    with pytest.raises(ClusterError, match=r"earlier version.*paceline probe"):
-        forecast_of(SMALL, before, [1])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 import paceline
 from paceline.errors import ClusterError
 from paceline.spec import Cluster, Device, Link, Node, Peripheral
-from paceline.spec.device_choice import DeviceChoice
+from paceline.spec.cluster import DeviceChoice
 from tests.data import topologies
 
 NEAREST_FIRST = ("NV", "PIX", "PXB", "PHB", "NODE", "SYS", "")
@@ -41,7 +41,7 @@ def node_of(
     links = [Link((f"GPU{i}", f"GPU{j}"), label, rates.get(label)) for (i, j), label in matrix.items()]
     for i, labels in enumerate(nics):
         links += [Link((f"GPU{i}", f"NIC{place}"), label, rates.get(label)) for place, label in enumerate(labels)]
-    cards = tuple(Peripheral("nic", f"NIC{place}", f"mlx5_{place}") for place in range(len(nics[0]) if nics else 0))
+    cards = tuple(Peripheral(f"NIC{place}", f"mlx5_{place}") for place in range(len(nics[0]) if nics else 0))
     return Node("a-node", 8, 2**36, "", devices, cards, tuple(links))
 
 
@@ -57,7 +57,7 @@ class Trial:
     def __init__(self, node: Node) -> None:
         self.devices = sorted(device.index for device in node.devices)
         self.numa_of = {device.index: device.numa_node for device in node.devices}
-        nics = [peripheral.label for peripheral in node.peripherals if peripheral.kind == "nic"]
+        nics = [peripheral.label for peripheral in node.peripherals]
         self.ways = {i: [way for nic in nics if (way := node.link(f"GPU{i}", nic))] for i in self.devices}
         pairs = {(i, j): node.link(f"GPU{i}", f"GPU{j}") for i, j in permutations(self.devices, 2)}
         self.rate = {pair: link.bytes_per_s or 0.0 if link else 0.0 for pair, link in pairs.items()}

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from paceline.errors import JobError
 from paceline.plan import place, spread
-from paceline.spec import Cluster, Device, DeviceKind, Job, Link, Mesh, Node, NodePlacement
+from paceline.spec import Cluster, Device, Job, Link, Mesh, Node
+from paceline.spec.cluster import DeviceKind
+from paceline.spec.plan import NodePlacement
 from tests.data import topologies
 
 

@@ -14,7 +14,8 @@ from rich.console import Console, RenderableType
 
 import paceline
 from paceline.report.study import Study
-from paceline.spec import EpochRecord, Job, Plan, RunRecord, StepTime
+from paceline.spec import Job, Plan, RunRecord
+from paceline.spec.record import EpochRecord, StepTime
 
 ENVIRONMENT = {
     "paceline": "0.1.0",

@@ -10,7 +10,7 @@ import pytest
 
 import paceline
 from paceline.report.watch import read_run
-from paceline.spec.run_status import RunStatus, WorkerStatus
+from paceline.spec.record import RunStatus, WorkerStatus
 
 
 def _write(folder: Path, lr: float, losses: list[float]) -> None:

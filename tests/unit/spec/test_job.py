@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import JobError
-from paceline.spec import Job, OptimSpec, load_job
-from paceline.spec.evaluation import best_place
-from paceline.spec.job import differences
+from paceline.spec import Job
+from paceline.spec.job import differences, load_job
+from paceline.spec.optim import OptimSpec
+from paceline.spec.record import best_place
 
 
 def nested(path: str, value: object) -> dict[str, Any]:
@@ -100,20 +101,20 @@ def test_the_nearest_key_is_proposed(path: str, nearest: str) -> None:
         ("optim.lr", [0.1], ["number"]),
         ("optim", "sgd", ["'sgd'", "table"]),
         ("optim.betas", [0.9], ["list of 2"]),
-        ("optim.betas", [0.9, 1.0], ["[0, 1)"]),
+        ("optim.betas", [0.9, 1.0], ["below 1"]),
         ("optim.betas", 0.9, ["list"]),
         ("epochs", 2.5, ["2.5", "whole number"]),
         ("epochs", True, ["whole number"]),
         ("epochs", "3", ["'3'", "whole number"]),
         ("epochs", None, ["whole number"]),
-        ("epochs", 2**80, ["large"]),
-        ("compile", 1, ["true or false"]),
+        ("epochs", 2**80, ["at most"]),
+        ("compile", 1, ["True", "'max-autotune'"]),
         ("compile", "fast", ["'fast'"]),
         ("name", 3, ["text"]),
         ("name", "", ["1 to 200"]),
         ("name", "x" * 201, ["1 to 200"]),
         ("name", "a\nb", ["one line"]),
-        ("name", "a\0b", ["null"]),
+        ("name", "a\0b", ["one line"]),
         ("parity", "bitwize", ["'bitwize'", "'bitwise'"]),
         ("precision", "bf16", ["'bf16'", "'bfloat16'"]),
         ("nonfinite", "ignor", ["'ignore'"]),
@@ -123,8 +124,7 @@ def test_the_nearest_key_is_proposed(path: str, nearest: str) -> None:
         ("aggregation.wire", "bf16", ["'bfloat16'"]),
         ("data.augment", "crop", ["list"]),
         ("data.augment", ["corp"], ["[0]", "'crop'"]),
-        ("data.options", {"a": object()}, ["data.options.a"]),
-        ("model.options", {"a": 2**70}, ["model.options.a"]),
+        ("data.options", {"a": object()}, ["data.options", "'a'"]),
         ("model.options", ["a"], ["table"]),
         ("model", 3, ["table"]),
         ("callbacks", [{"name": 3}], ["callbacks[0].name", "text"]),
@@ -203,7 +203,7 @@ def test_bounds_hold_where_a_job_is_made_in_python() -> None:
     ("settings", "words"),
     [
         ({"virtual_shards": 9, "global_batch_size": 8}, ["virtual_shards = 9", "global_batch_size = 8"]),
-        ({"parity": "bitwise", "compile": True}, ["compile = false"]),
+        ({"parity": "bitwise", "compile": True}, ["compile = False"]),
         ({"parity": "bitwise", "aggregation.wire": "bfloat16"}, ["aggregation.wire = 'float32'", "'bfloat16'"]),
         ({"parity": "bitwise", "aggregation.method": "diloco"}, ["'every_step'", "'diloco'"]),
         ({"parity": "bitwise", "aggregation.method": "local_sgd"}, ["'every_step'", "'local_sgd'"]),
@@ -215,7 +215,6 @@ def test_bounds_hold_where_a_job_is_made_in_python() -> None:
         ({"nonfinite": "rollback", "aggregation.method": "local_sgd"}, ["'rollback'", "'local_sgd'"]),
         ({"optim.nesterov": True, "optim.momentum": 0.0}, ["optim.nesterov", "optim.momentum"]),
         ({"optim.schedule": "step"}, ["optim.step_epochs"]),
-        ({"optim.schedule": "step", "optim.step_epochs": [3, 1]}, ["optim.step_epochs", "ascending"]),
         ({"optim.step_epochs": [0.0]}, ["optim.step_epochs", "greater than 0"]),
         ({"optim.scheduler.name": "a:B", "optim.schedule": "cosine"}, ["optim.scheduler", "optim.schedule"]),
         ({"optim.scheduler.name": "a:B", "optim.warmup_epochs": 1}, ["optim.scheduler", "optim.warmup_epochs"]),
@@ -225,22 +224,6 @@ def test_keys_that_contradict_each_other_are_both_named(settings: dict[str, obje
     sentence = refusal(settings)
     for word in words:
         assert word in sentence, sentence
-
-
-@pytest.mark.parametrize(
-    ("key", "before", "value", "instead"),
-    [
-        ("micro_batch_size", None, 32, "virtual_shards"),
-        ("norm", "shard", "sync", "virtual_shards"),
-        ("shard_by_shard", False, True, "by itself"),
-    ],
-)
-def test_a_key_of_earlier_releases_says_what_stands_in_its_place(
-    key: str, before: object, value: object, instead: str
-) -> None:
-    sentence = refusal({key: value})
-    assert key in sentence and instead in sentence
-    assert job_of({key: before}) == job_of({})
 
 
 # --- files and settings ---

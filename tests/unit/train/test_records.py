@@ -17,8 +17,9 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import JobError, PacelineError
-from paceline.spec import EvaluationRecord, Job, RunRecord
-from paceline.spec.evaluation import EarlyStoppingSpec, smaller_is_better
+from paceline.spec import Job, RunRecord
+from paceline.spec.job import EarlyStoppingSpec
+from paceline.spec.record import EvaluationRecord, smaller_is_better
 from paceline.train.callbacks import best_evaluation, why_to_stop
 from tests.kit.workers import run_ranks
 
