@@ -152,6 +152,7 @@ def test_the_report_shows_the_users_line_and_no_line_of_the_launcher(stage: Stag
     )
     err = ended(stage.launch(script)).err
     assert "in read_sample" in err
+    assert any("script.py, line" in line for line in stage.report()["workers"])
     assert "/paceline/" not in err and "/torch/" not in err
 
 
@@ -166,6 +167,9 @@ def test_a_crash_in_native_code_shows_where_python_was(stage: Stage) -> None:
         """
     )
     assert "in call_the_library" in ended(stage.launch(script)).err
+    lines = Path(script).read_text().splitlines()
+    number = 1 + next(number for number, line in enumerate(lines) if "os.abort()" in line)
+    assert f"SIGABRT at script.py, line {number}" in stage.report()["sentence"]
 
 
 def test_the_last_lines_of_a_failed_worker_are_shown(stage: Stage) -> None:

@@ -75,21 +75,12 @@ def test_the_cause_is_the_earliest_failure_of_its_own(ended: list[WorkerProcess]
         assert cause in before
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "file"),
-    [
-        ("0::/user.slice/job\n", "user.slice/job/memory.events"),
-        ("0::/job (deleted)\n", "job/memory.events"),
-        ("1:cpu:/job\n0::/job\n", "unified/job/memory.events"),
-    ],
-    ids=["alone", "removed", "beside version 1"],
-)
-def test_the_kernels_count_of_kills_for_memory_is_read(tmp_path: Path, cgroup: str, file: str) -> None:
+def test_the_kernels_count_of_kills_for_memory_is_read(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
-    (tmp_path / "7" / "cgroup").write_text(cgroup)
-    assert count_oom_kills(7, tmp_path, tmp_path / "groups") == {}
-    counters = tmp_path / "groups" / file
+    (tmp_path / "7" / "cgroup").write_text("1:cpu:/job\n0::/user.slice/job\n")
+    assert count_oom_kills(7, tmp_path, tmp_path / "groups") == 0
+    counters = tmp_path / "groups" / "user.slice" / "job" / "memory.events"
     counters.parent.mkdir(parents=True)
     counters.write_text("oom 5\noom_kill 3\nunder_oom 0\n")
-    assert count_oom_kills(7, tmp_path, tmp_path / "groups") == {counters: 3}
-    assert count_oom_kills(8, tmp_path, tmp_path / "groups") == {}
+    assert count_oom_kills(7, tmp_path, tmp_path / "groups") == 3
+    assert count_oom_kills(8, tmp_path, tmp_path / "groups") == 0

@@ -1,5 +1,6 @@
-"""What equals a plain loop beside the law's table: limits that act or do not, parameters that are unused or shared, and
-outer steps, also where a run goes on, on another number of workers."""
+"""What equals a plain loop beside the law's table: limits that act or do not, parameters that are unused or shared,
+blocks that recompute, shards without a target, and outer steps, also where a run goes on
+on another number of workers."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
 
 from paceline.models import build
 from tests.kit import losses, models
@@ -30,6 +34,40 @@ def _gpt() -> torch.nn.Module:
     return build("gpt", vocab_size=models.NUM_TOKENS, context=4, num_layers=3, num_heads=1, width=8, dropout=0.0)
 
 
+class _Recomputed(models.Layers):
+    """A block that is used twice, and run again in the backward pass in the old way."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for _ in range(2):
+            hidden = checkpoint(self.second, hidden, use_reentrant=True)
+        logits: Tensor = self.head(self.third(hidden))
+        return logits
+
+
+class _Routed(models.Layers):
+    """Two experts, of which a virtual shard may use one alone."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = [(self.first if float(row[0]) > 0 else self.second)(row) for row in inputs]
+        logits: Tensor = self.head(self.third(torch.stack(outputs).tanh()))
+        return logits
+
+
+def _seeded(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+def _with_some_targets(model: nn.Module, batch: Any) -> Tensor:
+    """The loss of some classes alone; of a shard without these a zero in which the model has no part."""
+    inputs, targets = batch
+    chosen = targets > 1
+    if not chosen.any():
+        return torch.zeros((), dtype=inputs.dtype, requires_grad=True)
+    return F.cross_entropy(model(inputs[chosen]), targets[chosen])
+
+
 def _outer(num_workers: int, **keys: Any) -> Engine:
     """Workers that train by themselves between outer steps."""
     return Engine(num_workers, job={"aggregation": {"sync_every": 1, **keys}}, has_own_losses=True)
@@ -47,6 +85,7 @@ class Case:
     """Into how many the plain loop cuts a batch; None: as the task says."""
 
 
+_TWO = Engine(2)
 _NESTEROV = _outer(2, method="diloco", outer_lr=0.7, outer_momentum=0.9)
 CASES = {
     "a limit that no gradient reaches": Case(ENGINES["one worker"], replace(_CLASSES, clip_norm=1e6)),
@@ -65,6 +104,16 @@ CASES = {
     "the weight of a block that another stage uses": Case(
         Engine(2, {"pp": 2}), replace(_TIED, model=_gpt), num_shards=None
     ),
+    "a block that recomputes itself twice": Case(
+        _TWO, replace(_CLASSES, model=partial(_seeded, _Recomputed)), num_shards=None
+    ),
+    "recomputing in a fixed order": Case(
+        ENGINES["dp, bitwise"], replace(_CLASSES, model=partial(_seeded, _Recomputed)), num_shards=None
+    ),
+    "experts that some shards do not use": Case(
+        _TWO, replace(_CLASSES, model=partial(_seeded, _Routed)), num_shards=None
+    ),
+    "shards without a target": Case(_TWO, replace(_CLASSES, loss=_with_some_targets), num_shards=None),
     "outer steps by Nesterov's method": Case(
         _NESTEROV, _CLASSES, _NESTEROV, partial(SGD, lr=0.3 * 0.7, momentum=0.9, nesterov=True)
     ),

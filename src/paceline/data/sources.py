@@ -18,7 +18,7 @@ import io
 import math
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -96,68 +96,56 @@ class Published:
     std: tuple[float, ...]
 
 
-MNIST = Published("ylecun/mnist", "label", 10, (1, 28, 28), (0.1307,), (0.3081,))
-FASHION_MNIST = Published("zalando-datasets/fashion_mnist", "label", 10, (1, 28, 28), (0.2860,), (0.3530,))
-CIFAR10 = Published("uoft-cs/cifar10", "label", 10, (3, 32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
-CIFAR100 = Published(
-    "uoft-cs/cifar100", "fine_label", 100, (3, 32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+def published(about: str, known: Published) -> Callable[[DataSpec], tuple[ArraySet, ArraySet]]:
+    """What loads the training and the test set of a published set, with `about` as its docstring.
+
+    It raises `DataError` for files missing or damaged, or a package that reads them is not installed; names the file.
+    """
+
+    def load(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
+        read_options(NoOptions, spec)
+        train = _split(spec, known, "train", "train", spec.train_limit)
+        return train, _split(spec, known, "test", "t10k", spec.test_limit)
+
+    load.__doc__ = about
+    return load
+
+
+load_mnist = published(
+    "Handwritten digits, 60,000 and 10,000 images 1 x 28 x 28.",
+    Published("ylecun/mnist", "label", 10, (1, 28, 28), (0.1307,), (0.3081,)),
+)
+load_fashion_mnist = published(
+    "Zalando's articles of clothing, 60,000 and 10,000 images 1 x 28 x 28.",
+    Published("zalando-datasets/fashion_mnist", "label", 10, (1, 28, 28), (0.2860,), (0.3530,)),
+)
+load_cifar10 = published(
+    "Ten classes, 50,000 and 10,000 images 3 x 32 x 32.",
+    Published("uoft-cs/cifar10", "label", 10, (3, 32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+)
+load_cifar100 = published(
+    "A hundred (fine) classes, 50,000 and 10,000 images 3 x 32 x 32.",
+    Published("uoft-cs/cifar100", "fine_label", 100, (3, 32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
 )
 
 
-def load_mnist(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
-    """Handwritten digits, 60,000 and 10,000 images 1 x 28 x 28."""
-    return load_published(spec, MNIST)
-
-
-def load_fashion_mnist(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
-    """Zalando's articles of clothing, 60,000 and 10,000 images 1 x 28 x 28."""
-    return load_published(spec, FASHION_MNIST)
-
-
-def load_cifar10(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
-    """Ten classes, 50,000 and 10,000 images 3 x 32 x 32."""
-    return load_published(spec, CIFAR10)
-
-
-def load_cifar100(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
-    """A hundred (fine) classes, 50,000 and 10,000 images 3 x 32 x 32."""
-    return load_published(spec, CIFAR100)
-
-
-def load_published(spec: DataSpec, known: Published) -> tuple[ArraySet, ArraySet]:
-    """The training and the test set.
-
-    Raises:
-        DataError: files missing or damaged, or a package that reads them is not installed; names the file.
-    """
-    read_options(NoOptions, spec)
-    train = _split(spec, known, "train", "train", spec.train_limit)
-    return train, _split(spec, known, "test", "t10k", spec.test_limit)
-
-
 def _split(spec: DataSpec, known: Published, split: str, idx_name: str, limit: int | None) -> ArraySet:
-    if spec.dir is None:
+    folder = None if spec.dir is None else folder_of(spec)
+    where: object = f"{known.repository} on the hub"
+    if folder is None:
         images, labels = _from_hub(spec.name, known, split, limit)
-        where = f"{known.repository} on the hub"
+    elif len(idx_files := sorted(folder.glob(f"{idx_name}-*idx?-ubyte*"))) > 1:  # images, labels
+        where = idx_files[-1]
+        images, labels = read_idx(idx_files[0], 3)[:, None], read_idx(idx_files[-1], 1)
+    elif files := sorted(folder.glob(f"{split}*.parquet")) or sorted(folder.glob(f"*/{split}*.parquet")):
+        where = files[0]
+        parts = [read_parquet(file, known) for file in files]
+        images, labels = (part[0] if len(part) == 1 else np.concatenate(part) for part in zip(*parts, strict=True))
     else:
-        folder = folder_of(spec)
-        images_file, labels_file = (
-            next(iter(sorted(folder.glob(f"{idx_name}-{kind}?idx{dims}-ubyte*"))), None)
-            for kind, dims in (("images", 3), ("labels", 1))
+        raise DataError(
+            f"{folder} has neither {split}*.parquet nor both {idx_name}-images-idx3-ubyte and "
+            f"{idx_name}-labels-idx1-ubyte (or .gz); point data.dir to the folder that has them."
         )
-        files = sorted(folder.glob(f"{split}*.parquet")) or sorted(folder.glob(f"*/{split}*.parquet"))
-        if images_file and labels_file:
-            images, labels, where = read_idx(images_file, 3)[:, None], read_idx(labels_file, 1), str(labels_file)
-        elif files:
-            parts = [read_parquet(file, known) for file in files]
-            joined = (part[0] if len(part) == 1 else np.concatenate(part) for part in zip(*parts, strict=True))
-            images, labels = joined
-            where = str(files[0])
-        else:
-            raise DataError(
-                f"{folder} has neither {split}*.parquet nor both {idx_name}-images-idx3-ubyte and "
-                f"{idx_name}-labels-idx1-ubyte (or .gz); point data.dir to the folder that has them."
-            )
     labels = labels.astype(np.int64)
     if len(labels) != len(images) or not len(labels) or labels.min() < 0 or labels.max() >= known.num_classes:
         raise DataError(

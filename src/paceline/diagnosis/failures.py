@@ -20,6 +20,8 @@ Kind = Literal["failure", "started", "ended"]
 
 TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
+_FOREIGN = re.compile(rf"/site-packages/|/lib/python3\.\d+/|^{re.escape(str(Path(__file__).parents[1]))}/")
+"""Files that are not a user's own."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,12 @@ class Failure:
     is_user_error: bool = False
     is_consequence: bool = False
     """Whether the worker failed only because a peer had gone: it was waiting for one in a collective."""
+
+    @property
+    def innermost(self) -> tuple[str, str]:
+        """(type, message) of the exception that began it: one of another process, if the message has its traceback."""
+        kind, message = _raised(self.message.splitlines()) if TRACEBACK in self.message else (self.type, self.message)
+        return kind.rpartition(".")[2], message
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,8 @@ class WorkerProcess:
     """Optimizer updates done; None for a program without a `Run`."""
     collective: str = ""
     """The last collective it entered."""
+    place: str = ""
+    """Where its program was when it failed, such as "train.py, line 12"; empty where its output does not say so."""
     failure: Failure | None = None
 
     @property
@@ -121,7 +131,7 @@ def failure_in(log: str, process: WorkerProcess) -> Failure | None:
     of_last = lines[starts[-1] + 1 :]
     while len(starts) > 1 and lines[max(0, starts[-1] - 2)].startswith(_CHAINED):
         starts.pop()
-    kind, _, message = " ".join(line for line in of_last if line and not line.startswith(" ")).partition(": ")
+    kind, message = _raised(of_last)
     files = re.findall(r'^  File "([^"]+)", line', "\n".join(of_last), re.MULTILINE)
     is_of_torch = kind == "RuntimeError" or kind.startswith("torch.distributed.")
     return Failure(
@@ -133,6 +143,27 @@ def failure_in(log: str, process: WorkerProcess) -> Failure | None:
         traceback="\n".join(lines[starts[-1] :]) + "\n",
         is_consequence=is_of_torch and "/torch/distributed/" in "".join(files[-1:]),
     )
+
+
+def place_in(log: str) -> str:
+    """The innermost line of a user's own file, in the last traceback or dump of stacks of a program's output."""
+    crash = log.rfind("Fatal Python error: ")
+    is_crash = crash > log.rfind(TRACEBACK)
+    # A dump has the main thread last, and begins with its innermost call.
+    text = log[log.rfind("hread 0x", crash) :] if is_crash else log[log.rfind(TRACEBACK) :]
+    frames = re.findall(r'File "([^"<>]+)", line (\d+)', text)
+    own = [frame for frame in frames if not _FOREIGN.search(frame[0])]
+    file, line = own[0 if is_crash else -1] if own else ("", "")
+    return f"{Path(file).name}, line {line}" if file else ""
+
+
+def _raised(lines: Sequence[str]) -> tuple[str, str]:
+    """(type, message) of the exception below a traceback; of the innermost one where its message has a traceback of its
+    own, as that of another process: torch's loaders and process pools pass on exceptions so."""
+    begins = max((number for number, line in enumerate(lines, 1) if line.endswith(TRACEBACK)), default=0)
+    told = "\n".join(line for line in lines[begins:] if line and not line.startswith(" "))
+    kind, _, message = told.partition(": ")
+    return kind, message
 
 
 def root_cause(ended: Sequence[WorkerProcess]) -> WorkerProcess | None:

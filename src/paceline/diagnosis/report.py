@@ -42,7 +42,7 @@ _TEXTS: dict[Cause, tuple[str, str]] = {
     ),
     "exit": ("{who} ended with exit code {exit_code}.", "Read the last lines of the worker's log, {log}."),
     "signal": (
-        "{who} was killed by {signal}.",
+        "{who} was killed by {signal}{place}.",
         "Read where Python was; a crash in native code is often a mismatch of versions: `paceline doctor`.",
     ),
     "out_of_memory": (
@@ -192,7 +192,7 @@ def _of_ending(root: WorkerProcess, ended: Sequence[WorkerProcess], log: Path) -
     fields: dict[str, Any] = {}
     if failure is None:
         cause: Cause = "out_of_memory" if root.out_of_memory else "signal" if exit_code < 0 else "exit"
-        facts["signal"] = signal_name(-exit_code)
+        facts |= {"signal": signal_name(-exit_code), "place": f" at {root.place}" if root.place else ""}
         evidence = "\n".join(tail_of(log).splitlines()[-MOST_EVIDENCE_LINES:])
     else:
         # The peers that it may have lost have raised nothing; times say nothing: sockets close before a process ends.
@@ -295,7 +295,8 @@ def of_ended(process: WorkerProcess) -> str:
     last = f"; its last collective was {process.collective}" if process.collective else ""
     exit_code = process.exit_code or 0
     how = "" if not exit_code else f" with exit code {exit_code}" if exit_code > 0 else f" by {signal_name(-exit_code)}"
-    return f"rank {process.rank}: ended{step}{how}{last}"
+    place = f" at {process.place}" if process.place else ""
+    return f"rank {process.rank}: ended{step}{how}{place}{last}"
 
 
 def signal_name(number: int) -> str:
@@ -306,8 +307,8 @@ def signal_name(number: int) -> str:
 
 
 def _message_of(failure: Failure) -> str:
-    message = shortened(on_one_line(failure.message), MOST_MESSAGE_CHARACTERS)
-    return ": ".join(filter(None, (failure.type, message)))
+    kind, message = failure.innermost
+    return ": ".join(filter(None, (kind, shortened(on_one_line(message), MOST_MESSAGE_CHARACTERS))))
 
 
 def tail_of(path: Path) -> str:

@@ -104,8 +104,6 @@ def only_visible(node: Node, allowed: list[str] | None) -> Node:
         return node
     left_out = [device.label for device in node.devices if device not in devices]
     notes = [f"{label} is left out: CUDA_VISIBLE_DEVICES does not name it." for label in left_out]
-    if any(name.startswith("MIG-") for name in allowed or ()):
-        notes.append("CUDA_VISIBLE_DEVICES names a MIG slice, which has no links and is not used; name whole GPUs.")
     links = tuple(link for link in node.links if not set(left_out) & set(link.ends))
     return dataclasses.replace(node, devices=devices, links=links, notes=(*node.notes, *notes))
 

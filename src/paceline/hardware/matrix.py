@@ -8,7 +8,7 @@ separate them.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +18,6 @@ from paceline.spec import Cluster, Device, Node, Peripheral
 from paceline.words import number_of
 
 PCIE_LABELS = ("SYS", "NODE", "PHB", "PXB", "PIX")
-OLD_NAMES = {"SOC": "SYS"}
-"""Drivers before 384 called the way between sockets SOC."""
 CPUS, NUMA_NODES = "CPU Affinity", "NUMA Affinity"
 AFFINITIES = (CPUS, NUMA_NODES, "GPU NUMA ID")
 """The columns behind the labels, as far as a driver prints them."""
@@ -35,9 +33,7 @@ _LABEL = re.compile(r"[A-Za-z][\w+-]*", re.ASCII)
 _KNOWN_LABEL = re.compile(rf"X|{'|'.join(PCIE_LABELS)}|NV\d{{1,3}}", re.ASCII)
 # A wide matrix loses a tab now and then, in its header (NIC8NIC9) and its rows (NODENODE): vllm-project/vllm#13855.
 _GLUED = re.compile(r"(NODE|SYS|PHB|PXB|PIX|(?:NV|GPU|NIC)\d{1,4})(?=NODE|SYS|PHB|PXB|PIX|(?:NV|GPU|NIC)\d)", re.ASCII)
-_LISTED_GPU = re.compile(r"\bGPU (\d{1,4}(?:,\d{1,4})*): (.+)", re.ASCII)
-_UUID = re.compile(r"(.*)\(UUID: (GPU-[\w-]+)\)")
-_LISTED_SLICE = re.compile(r"\s*MIG\s+(\S+)\s+Device\s+\d+:", re.ASCII)
+_LISTED_GPU = re.compile(r"GPU (\d{1,4}): (.+?) *(?:\(UUID: (GPU-[\w-]+)\))?\s*", re.ASCII)
 _NIC_LEGEND = re.compile(r"(NIC\d{1,4}):\s+(\S+)", re.ASCII)
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 
@@ -92,7 +88,7 @@ def parse_matrix(text: str) -> Node:
     columns, affinities = _header(lines[start])
     rows, legend = _rows(lines[start + 1 :], columns)
     cells = _cells(columns, rows)
-    gpus, notes = _listed(lines[:start])
+    gpus = _listed(lines[:start])
     devices = [
         _with_affinities(gpus.get(index, Device("cuda", index, "", 0)), words[len(columns) :], affinities)
         for index, words in sorted((int(name[3:]), words) for name, words in rows if _GPU.fullmatch(name))
@@ -103,7 +99,7 @@ def parse_matrix(text: str) -> Node:
     column_of = {nic.label: card for nic, card in zip(nics, cards, strict=True)}
     links = links_of_pairs(devices, nics, lambda one, other: cells[one, column_of.get(other, other)])
     unknown = dict.fromkeys(link.label for link in links if not _KNOWN_LABEL.fullmatch(link.label))
-    notes += [f"{label} is not a label of a link that is known; such links are ranked last." for label in unknown]
+    notes = (f"{label} is not a label of a link that is known; such links are ranked last." for label in unknown)
     num_cores = len({core for device in devices for core in device.cpus})
     return Node("", num_cores, 0, "", tuple(devices), tuple(nics), links, tuple(notes))
 
@@ -165,7 +161,7 @@ def _cells(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) ->
                     f"Row {row}, column {column} of the topology matrix says {word[:40]!r}, which is not the label of "
                     "a link, or X in the wrong place."
                 )
-            cells[row, column] = OLD_NAMES.get(word, word)
+            cells[row, column] = word
     for (row, column), cell in cells.items():
         if cells[column, row] != cell:
             raise ClusterError(
@@ -210,21 +206,7 @@ def parse_cpus(text: str) -> tuple[int, ...]:
     return tuple(sorted(numbers))
 
 
-def _listed(lines: Sequence[str]) -> tuple[Mapping[int, Device], list[str]]:
-    """GPUs by index from `nvidia-smi -L`, or from the "GPU 0,1: name" of a report on the environment; notes on MIG."""
-    gpus: dict[int, Device] = {}
-    slices: dict[int, list[str]] = {}
-    for line in lines:
-        if gpu := _LISTED_GPU.search(line):
-            known = _UUID.match(gpu[2])
-            for index in map(int, gpu[1].split(",")):
-                name, uuid = (known[1].strip(), known[2]) if known else (gpu[2].strip(), "")
-                gpus[index] = Device("cuda", index, name, 0, uuid)
-                slices[index] = []
-        elif (mig := _LISTED_SLICE.match(line)) and gpus:
-            slices[next(reversed(slices))].append(mig[1])
-    return gpus, [
-        f"GPU{index} is split into {len(names)} MIG devices ({', '.join(names)}), which have no links."
-        for index, names in sorted(slices.items())
-        if names
-    ]
+def _listed(lines: Sequence[str]) -> dict[int, Device]:
+    """GPUs by index from `nvidia-smi -L`."""
+    found = filter(None, map(_LISTED_GPU.fullmatch, lines))
+    return {int(gpu[1]): Device("cuda", int(gpu[1]), gpu[2], 0, gpu[3] or "") for gpu in found}

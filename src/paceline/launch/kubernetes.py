@@ -46,34 +46,11 @@ class Pods:
     """The memory of a pod, /dev/shm included; None: all memory of its node."""
 
     def __post_init__(self) -> None:
-        leads_out = ".." in self.mount.parts or ".." in self.run_dir.parts
-        if leads_out or not self.mount.is_absolute() or not self.run_dir.is_relative_to(self.mount):
+        if not self.mount.is_absolute() or not self.run_dir.is_relative_to(self.mount) or ".." in self.run_dir.parts:
             raise LaunchError(
                 f"The run folder {shortened(str(self.run_dir))} should lie below {self.mount}, where pods see their "
                 "volume."
             )
-
-    @property
-    def variables(self) -> list[dict[str, str]]:
-        variables = {
-            # Workers that torch's agent restarts would read addresses of dead peers from the store of the agents.
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-            "OMP_NUM_THREADS": str(self.cpus_per_worker),
-            "PYTHONUNBUFFERED": "1",
-            env.RUN_DIR: str(self.run_dir),
-            env.OUTPUT: "all",
-            **({} if self.use_gpus else {env.DEVICE: "cpu"}),
-        }
-        return [{"name": name, "value": _literal(value)} for name, value in variables.items()]
-
-    @property
-    def resources(self) -> dict[str, dict[str, str]]:
-        """Limits, which Kubernetes copies to requests; cores as a request, to use idle ones."""
-        limits = {"nvidia.com/gpu": str(self.workers_per_pod)} if self.use_gpus else {}
-        if self.memory_bytes is not None:
-            limits["memory"] = f"{math.ceil(self.memory_bytes / (1 << 20))}Mi"
-        requests = {"cpu": str(self.workers_per_pod * self.cpus_per_worker), **limits}
-        return {"requests": requests, **({"limits": limits} if limits else {})}
 
 
 def manifest(kind: Literal["job", "trainjob"], name: str, program: Sequence[str], pods: Pods) -> str:
@@ -92,6 +69,20 @@ def manifest(kind: Literal["job", "trainjob"], name: str, program: Sequence[str]
     if kind == "job":
         command += [f"--nnodes={pods.num_pods}", f"--nproc-per-node={pods.workers_per_pod}"]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={name}-0.{name}:{PORT}", f"--rdzv-id={name}"]
+    variables = {
+        # Workers that torch's agent restarts would read addresses of dead peers from the store of the agents.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": str(pods.cpus_per_worker),
+        "PYTHONUNBUFFERED": "1",
+        env.RUN_DIR: str(pods.run_dir),
+        env.OUTPUT: "all",
+        **({} if pods.use_gpus else {env.DEVICE: "cpu"}),
+    }
+    # Kubernetes copies limits to requests; cores are a request alone, to use idle ones.
+    limits = {"nvidia.com/gpu": str(pods.workers_per_pod)} if pods.use_gpus else {}
+    if pods.memory_bytes is not None:
+        limits["memory"] = f"{math.ceil(pods.memory_bytes / (1 << 20))}Mi"
+    requests = {"cpu": str(pods.workers_per_pod * pods.cpus_per_worker), **limits}
     values = {
         "name": name,
         "labels": {"app.kubernetes.io/name": "paceline", "app.kubernetes.io/instance": name},
@@ -102,8 +93,8 @@ def manifest(kind: Literal["job", "trainjob"], name: str, program: Sequence[str]
         "command": [_literal(word) for word in (*command, *program)],
         "mount": str(pods.mount),
         "claim": pods.claim,
-        "variables": pods.variables,
-        "resources": pods.resources,
+        "variables": [{"name": key, "value": _literal(value)} for key, value in variables.items()],
+        "resources": {"requests": requests, **({"limits": limits} if limits else {})},
     }
     template = Template(Path(__file__).with_name(f"{kind}.yaml").read_text(encoding="utf-8"))
     return template.substitute({key: json.dumps(value, ensure_ascii=False) for key, value in values.items()})

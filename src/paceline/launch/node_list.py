@@ -13,7 +13,6 @@ Ports, keys and jump hosts are written to ~/.ssh/config, where every other use o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +41,7 @@ def parse_node_list(text: str) -> tuple[NodeSlots, ...]:
     Raises:
         LaunchError: an invalid entry, a node named twice, or no node.
     """
-    return _parse((f"hosts, entry {number}", entry.strip()) for number, entry in enumerate(text.split(","), 1))
+    return _parse({f"hosts, entry {number}": entry for number, entry in enumerate(text.split(","), 1)})
 
 
 def read_node_file(path: Path) -> tuple[NodeSlots, ...]:
@@ -53,21 +52,22 @@ def read_node_file(path: Path) -> tuple[NodeSlots, ...]:
     """
     with file_problems(f"The hosts file {path} cannot be read", LaunchError):
         lines = path.read_text("utf-8-sig").splitlines()
-    entries = [(f"{path}, line {number}", line.partition("#")[0].strip()) for number, line in enumerate(lines, 1)]
-    if not any(entry for _, entry in entries):
+    entries = {f"{path}, line {number}": line.partition("#")[0] for number, line in enumerate(lines, 1)}
+    named = {where: entry for where, entry in entries.items() if entry.strip()}
+    if not named:
         raise LaunchError(f"The hosts file {path} names no node; write one per line, such as gpu1 slots=8.")
-    return _parse((where, entry) for where, entry in entries if entry)
+    return _parse(named)
 
 
-def _parse(entries: Iterable[tuple[str, str]]) -> tuple[NodeSlots, ...]:
-    """The nodes of entries, each with the place where it stands."""
+def _parse(entries: dict[str, str]) -> tuple[NodeSlots, ...]:
+    """The nodes of entries, by the place where each stands."""
     nodes: dict[str, NodeSlots] = {}
-    for where, entry in entries:
-        found = _ENTRY.fullmatch(entry)
+    for where, entry in entries.items():
+        found = _ENTRY.fullmatch(entry.strip())
         if found is None:
             raise LaunchError(
-                f"{where}: {shown(entry)} should be a node such as gpu1, kim@gpu1:8, gpu1 slots=8 or [fd00::3]:8, with "
-                "the number of its workers; ports and keys are for ~/.ssh/config."
+                f"{where}: {shown(entry.strip())} should be a node such as gpu1, kim@gpu1:8, gpu1 slots=8 or "
+                "[fd00::3]:8, with the number of its workers; ports and keys are for ~/.ssh/config."
             )
         name = found["name"] or found["ipv6"]
         if name.lower() in nodes:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from paceline import env
-from paceline.errors import LaunchError, reason_of
+from paceline.errors import LaunchError
 from paceline.launch.command_lines import with_variables
 from paceline.launch.node_list import NodeSlots
 from paceline.words import on_one_line
@@ -60,11 +60,6 @@ def ray_nodes() -> tuple[NodeSlots, ...]:
     Raises:
         LaunchError: Ray is not installed, or no cluster answers.
     """
-    if found := re.fullmatch(r"([^/]+):([0-9]+)", env.text(env.RAY_ADDRESS)):  # Ray itself would retry for minutes
-        try:
-            socket.create_connection((found[1].strip("[]"), int(found[2])), timeout=10).close()
-        except OSError as problem:
-            raise LaunchError(f"No Ray cluster answers at {found[0]}: {reason_of(problem)}.") from None
     command = [sys.executable, "-c", _LIST]
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIST_TIMEOUT_S)
@@ -73,11 +68,12 @@ def ray_nodes() -> tuple[NodeSlots, ...]:
     if done.returncode != 0:
         last = (done.stderr.splitlines() or [""])[-1]
         raise LaunchError(f"No Ray cluster answers ({last}); it needs paceline[ray], and `ray status` shows it.")
-    nodes = (node for node in json.loads(done.stdout.splitlines()[-1]) if node["Alive"])
-    return tuple(
+    nodes = (
         NodeSlots(node["NodeManagerHostname"], int(node["Resources"].get("GPU", 0)) or None)
-        for node in sorted(nodes, key=lambda node: (node["NodeManagerHostname"], node["NodeID"]))
+        for node in json.loads(done.stdout.splitlines()[-1])
+        if node["Alive"]
     )
+    return tuple(sorted(nodes, key=lambda node: node.address))
 
 
 def main(num_nodes: int, num_gpus: int, cwd: str, program: Sequence[str]) -> int:

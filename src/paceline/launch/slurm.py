@@ -7,6 +7,7 @@ Inside an allocation (`salloc`, `sbatch`) the nodes are those that Slurm allocat
 from __future__ import annotations
 
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -44,13 +45,10 @@ def allocation(environ: Mapping[str, str]) -> tuple[NodeSlots, ...]:
     Raises:
         LaunchError: there is no allocation, or Slurm's description of it cannot be read.
     """
-    nodelist = environ.get("SLURM_JOB_NODELIST")
-    if nodelist is None:
-        raise LaunchError(
-            "This is not a Slurm allocation; get one with salloc or sbatch, or let paceline submit a job."
-        )
+    if "SLURM_JOB_NODELIST" not in environ:
+        raise LaunchError("This is no Slurm allocation; get one with salloc or sbatch, or use paceline submit slurm.")
     # scontrol spells out compressed lists such as gpu[03-05,9]-ib.
-    names = _answer(["scontrol", "show", "hostnames", nodelist]).split()
+    names = _answer(["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]]).split()
     # "8", or "h100:8" as it was asked for.
     gpus = environ.get("SLURM_GPUS_PER_NODE") or environ.get("SLURM_GPUS_ON_NODE", "")
     if found := re.fullmatch(r"(?:[^:,]+:)?([1-9]\d*)", gpus, re.ASCII):
@@ -117,27 +115,16 @@ def submit(script: str) -> str:
     Raises:
         LaunchError: sbatch is missing or refuses; the sentence holds its reason.
     """
-    answer = _answer(["sbatch", "--parsable"], script).strip()
-    job_id = answer.partition(";")[0]  # "7;cluster" where there are several clusters
-    if not re.fullmatch(r"[0-9]+", job_id):
-        raise LaunchError(f"sbatch answered {answer!r}, which is not a job id.")
-    return job_id
+    return _answer(["sbatch", "--parsable"], script).strip().partition(";")[0]  # "7;cluster" where there are several
 
 
 def _answer(argv: Sequence[str], stdin: str = "") -> str:
     """What a command of Slurm on this machine prints."""
     try:
-        # UTF-8 whatever the locale: paths in a script may have any bytes, and so may Slurm's reasons.
-        done = subprocess.run(
-            argv,
-            input=stdin,
-            capture_output=True,
-            encoding="utf-8",
-            errors="surrogateescape",
-            timeout=ASK_TIMEOUT_S,
-        )
+        done = subprocess.run(argv, input=os.fsencode(stdin), capture_output=True, timeout=ASK_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as problem:
         raise LaunchError(f"{argv[0]} does not answer here ({reason_of(problem)}); is this a login node?") from None
     if done.returncode != 0:
-        raise LaunchError(f"{argv[0]} refused: {on_one_line(done.stderr) or f'exit code {done.returncode}'}")
-    return done.stdout
+        told = on_one_line(done.stderr.decode(errors="replace"))
+        raise LaunchError(f"{argv[0]} refused: {told or f'exit code {done.returncode}'}")
+    return done.stdout.decode(errors="replace")

@@ -23,12 +23,12 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from paceline import env
-from paceline.diagnosis.failures import TRACEBACK, WorkerProcess, failure_in, log_path, note_path, write_note
+from paceline.diagnosis.failures import TRACEBACK, WorkerProcess, failure_in, log_path, note_path, place_in, write_note
 from paceline.diagnosis.report import describe_failure, tail_of
 from paceline.heartbeat import read_vitals
 from paceline.words import number_of
@@ -41,9 +41,6 @@ SAVE_S = 28.0
 REAP_S = 2.0
 """The maximum wait for the end of killed processes; one in uninterruptible sleep is left."""
 CHUNK_BYTES = 1 << 16
-
-_CONTROLS = re.compile(rb"\x1b\[[0-9;]*[mK]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-"""Colours of text and the erasing of a line, whole, or single control characters."""
 
 
 def main(program: Sequence[str]) -> NoReturn:
@@ -63,7 +60,7 @@ def main(program: Sequence[str]) -> NoReturn:
         _tell_restart(run_dir, restart)
     with tempfile.TemporaryDirectory(prefix="paceline-worker-") as folder:
         heartbeat = Path(folder) / "heartbeat"
-        output = _Output.of(facts.rank, run_dir, restart)
+        output = _Output(facts.rank, run_dir, restart)
         # On a terminal, where it may draw progress, rank 0 writes itself.
         pipe = None if output.is_direct else subprocess.PIPE
         process = subprocess.Popen(
@@ -89,21 +86,21 @@ def main(program: Sequence[str]) -> NoReturn:
         for thread in copying:
             thread.join(REAP_S)  # a process that is left may have the pipe open
         vitals = read_vitals(heartbeat)
-    is_counted = any(count > kills_before.get(file, count) for file, count in kills_after.items())
+    tail = tail_of(log_path(run_dir, facts.rank)) if exit_code else ""
     note = replace(
         note,
         exit_code=exit_code,
         time=time.time(),
         asked_at=asked_at,
-        out_of_memory=exit_code == -signal.SIGKILL and (is_counted or _kernel_log_names(process.pid)),
+        out_of_memory=exit_code == -signal.SIGKILL and (kills_after > kills_before or _kernel_log_names(process.pid)),
         step=vitals.step,
         collective=vitals.collective,
+        place=place_in(tail),
     )
     with contextlib.suppress(OSError):
         if exit_code == 1 and not note_path(run_dir, "failure", facts.rank, restart).exists():
             raised = replace(note, time=output.traceback_at or note.time)
-            failure = failure_in(tail_of(log_path(run_dir, facts.rank)), raised)
-            if failure is not None:
+            if (failure := failure_in(tail, raised)) is not None:
                 write_note(run_dir, failure, restart)
         write_note(run_dir, note, restart)
     os._exit(exit_code if exit_code >= 0 else 128 - exit_code)
@@ -154,30 +151,19 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-@dataclass
 class _Output:
     """The output of the program: everything to its log, whole lines to the terminal, after the rank of the worker."""
 
-    log: BinaryIO
-    lock: BinaryIO
-    """Workers of one node write one after the other; opened anew, since a lock belongs to an open file."""
-    threads: threading.Lock
-    """The threads of a worker, which have that file in common, write one after the other, too."""
-    prefix: bytes | None
-    """None: its lines are not shown."""
-    is_direct: bool
-    traceback_at: float | None = None
-    """When the last traceback came, in seconds since the epoch; None: none did, or they are not copied."""
-
-    @classmethod
-    def of(cls, rank: int, run_dir: Path, restart: int) -> _Output:
-        prefix = b"" if rank == 0 else b"[rank %d] " % rank if env.text(env.OUTPUT) == "all" else None
+    def __init__(self, rank: int, run_dir: Path, restart: int) -> None:
+        self.prefix = b"" if rank == 0 else b"[rank %d] " % rank if env.text(env.OUTPUT) == "all" else None
+        """None: its lines are not shown."""
+        self.is_direct = rank == 0 and os.isatty(2)
+        self.traceback_at: float | None = None
+        """When the last traceback came, in seconds since the epoch; None: none did, or they are not copied."""
         try:
-            log = open(log_path(run_dir, rank), "ab" if restart else "wb", buffering=0)  # noqa: SIM115
+            self.log = open(log_path(run_dir, rank), "ab" if restart else "wb", buffering=0)  # noqa: SIM115
         except OSError:  # a full disk is no reason not to train
-            log = open(os.devnull, "wb", buffering=0)  # noqa: SIM115
-        lock = open(env.text(env.OUTPUT_LOCK) or os.devnull, "wb")  # noqa: SIM115
-        return cls(log, lock, threading.Lock(), prefix, rank == 0 and os.isatty(2))
+            self.log = open(os.devnull, "wb", buffering=0)  # noqa: SIM115
 
     def start(self, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
         """Begin to copy what the program writes, in threads that end with its output."""
@@ -188,7 +174,8 @@ class _Output:
         return threads
 
     def _copy(self, pipe: BinaryIO, target: int) -> None:
-        unfinished = b""
+        # A lock belongs to an open file: with one for each pipe, all pipes of a node write one after the other.
+        lock, unfinished = open(env.text(env.OUTPUT_LOCK) or os.devnull, "wb"), b""  # noqa: SIM115
         while chunk := os.read(pipe.fileno(), CHUNK_BYTES):
             with contextlib.suppress(OSError):  # a full disk must not stop the program, which would block
                 self.log.write(chunk)
@@ -197,53 +184,45 @@ class _Output:
             lines = unfinished + chunk[:end] if end else b""
             if TRACEBACK.encode() in lines:
                 self.traceback_at = time.time()
-            self._show(lines, target)
+            self._show(lines, target, lock)
             unfinished = chunk[end:] if end else unfinished + chunk
-        self._show(unfinished, target)
+        self._show(unfinished, target, lock)
 
-    def _show(self, text: bytes, target: int) -> None:
-        """Write whole lines, whose control characters are in words (ESC as \\x1b), but for colours, tabs and ends.
-
-        Escape sequences could move to other workers' lines, change the title, or have the terminal type an answer.
-        """
+    def _show(self, text: bytes, target: int, lock: BinaryIO) -> None:
+        """Write whole lines."""
         if self.prefix is None or not text:
             return
         text += b"" if text.endswith((b"\n", b"\r")) else b"\n"
         text = b"".join(self.prefix + line for line in text.splitlines(keepends=True))
-        text = _CONTROLS.sub(lambda one: one[0] if len(one[0]) > 1 else b"\\x%02x" % one[0][0], text)
-        with self.threads:
-            fcntl.flock(self.lock, fcntl.LOCK_EX)
-            try:
-                with contextlib.suppress(OSError):  # a reader that has gone
-                    while text:
-                        text = text[os.write(target, text) :]
-            finally:
-                fcntl.flock(self.lock, fcntl.LOCK_UN)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # a reader that has gone
+            while text:
+                text = text[os.write(target, text) :]
+        fcntl.flock(lock, fcntl.LOCK_UN)
 
 
-def count_oom_kills(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> dict[Path, int]:
-    """The number of out-of-memory kills in the control group (version 2) of `pid`, by the file that counts them.
+def count_oom_kills(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """The number of out-of-memory kills in the control group (version 2) of `pid`; 0 where it is not known.
 
     The control group of a process that has ended is known until the process is reaped.
     """
-    with contextlib.suppress(OSError):
-        groups = re.search(r"^0::/(.*?)( \(deleted\))?$", (proc / str(pid) / "cgroup").read_text(), re.MULTILINE)
-        for root in (cgroups, cgroups / "unified"):
-            file = root / (groups[1] if groups else "") / "memory.events"
-            if file.exists() and (found := re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE)):
-                return {file: int(found[1])}
-    return {}
+    with contextlib.suppress(OSError, ValueError):
+        (group,) = re.findall(r"^0::/(.*)$", (proc / str(pid) / "cgroup").read_text(), re.MULTILINE)
+        events = (cgroups / group / "memory.events").read_text()
+        return int(dict(line.split() for line in events.splitlines())["oom_kill"])
+    return 0
 
 
 def _kernel_log_names(pid: int) -> bool:
-    """Whether the kernel's log records that it killed `pid` for memory: in version 1 of control groups the one of a
-    process that has ended is not known. False if the log is not readable."""
+    """Whether the kernel's log, where it can be read, says that it killed `pid` for memory: version 1 of control groups
+    counts nothing."""
     wanted = re.compile(rb"[Oo]ut of memory: Killed process %d\b" % pid)
-    try:
-        with open(os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as log:
-            return any(wanted.search(record) for record in iter(lambda: log.read(8192), None))
-    except OSError:  # EPIPE where it was overwritten meanwhile
-        return False
+    with (
+        contextlib.suppress(OSError),
+        open(os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as log,
+    ):
+        return any(wanted.search(record) for record in iter(lambda: log.read(8192), None))
+    return False
 
 
 def _kill_orphans() -> None:

@@ -87,33 +87,26 @@ def _arguments(constructor: Callable[..., Any], spec: ModelSpec, data_facts: Map
     """Keyword arguments for `constructor`: the facts it asks for, then the options, held to its signature."""
     ours = spec.name in MODELS
     try:
-        signature = inspect.signature(constructor, eval_str=ours)
+        parameters = inspect.signature(constructor, eval_str=ours).parameters.values()
     except ValueError:  # some callables written in C do not show theirs
         return dict(spec.options)
-    parameters = [
-        parameter
-        for parameter in signature.parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-    ]
-    names = {parameter.name for parameter in parameters}
-    facts = {name: value for name, value in data_facts.items() if name in names and value is not None}
-    given = facts | spec.options
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
-    undeclared = {name: value for name, value in given.items() if takes_any and name not in names}
-    declared = {name: value for name, value in given.items() if name not in undeclared}
-
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    names = {one.name for one in named}
+    given = {name: value for name, value in data_facts.items() if name in names and value is not None} | spec.options
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return given
     # Options are checked like any table of a job, against a dataclass: here one read off the signature.
     fields = [
         (
-            parameter.name,
-            _BOUNDED.get(parameter.annotation, parameter.annotation) if ours else Any,
+            one.name,
+            _BOUNDED.get(one.annotation, one.annotation) if ours else Any,
             # Defaults stay with the constructor: here they only mark what may be left out.
-            field() if parameter.default is parameter.empty else field(default=None),
+            field() if one.default is one.empty else field(default=None),
         )
-        for parameter in parameters
+        for one in named
     ]
     try:
-        checked: object = from_mapping(make_dataclass("Options", fields, kw_only=True), declared, "model.options")
+        checked: object = from_mapping(make_dataclass("Options", fields, kw_only=True), given, "model.options")
     except JobError as problem:
         raise ModelError(f"The model '{spec.name}' cannot be built: {problem}") from None
-    return {name: getattr(checked, name) for name in declared} | undeclared
+    return {name: getattr(checked, name) for name in given}

@@ -103,13 +103,7 @@ class MBConv(nn.Module):
     """
 
     def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        expansion: int,
-        kernel_size: int,
-        stride: int,
-        skip_rate: float,
+        self, in_channels: int, out_channels: int, expansion: int, kernel_size: int, stride: int, skip_rate: float
     ) -> None:
         super().__init__()
         wide = in_channels * expansion
@@ -159,6 +153,3 @@ class StochasticDepth(nn.Module):
         if not self.training or self.p == 0:
             return x
         return x * F.dropout(x.new_ones(x.shape[0], *[1] * (x.dim() - 1)), self.p)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}"

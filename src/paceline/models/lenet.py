@@ -40,23 +40,13 @@ def lenet(num_classes: int = 10, in_channels: int = 1, image_size: int = 28) -> 
 
 
 def mlp(
-    num_classes: int = 10,
-    in_features: int | None = None,
-    in_channels: int = 1,
-    image_size: int = 28,
-    hidden: int = 256,
-    dropout: float = 0.5,
+    num_classes: int = 10, in_channels: int = 1, image_size: int = 28, hidden: int = 256, dropout: float = 0.5
 ) -> nn.Sequential:
-    """One hidden layer and dropout: inputs (b, ...) of `in_features` values each -> logits (b, num_classes).
-
-    `in_features` None: in_channels * image_size * image_size.
-    """
-    if in_features is None:
-        in_features = in_channels * image_size**2
+    """One hidden layer and dropout: images (b, in_channels, s, s) -> logits (b, num_classes)."""
     return nn.Sequential(
         OrderedDict(
             flatten=nn.Flatten(),
-            fc1=nn.Linear(in_features, hidden),
+            fc1=nn.Linear(in_channels * image_size**2, hidden),
             relu=nn.ReLU(),
             dropout=nn.Dropout(dropout),
             fc2=nn.Linear(hidden, num_classes),

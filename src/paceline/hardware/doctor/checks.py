@@ -14,8 +14,6 @@ MIN_OPEN_FILES = 4096
 out in long epochs ("Too many open files")."""
 UNLIMITED = -1
 """As `resource.RLIM_INFINITY` is."""
-SHARED_MEMORY_BYTES = 32 * 2**20
-"""The most bytes that sums through shared memory take, for all workers of a node."""
 LOADER_BYTES = 2**30
 """Batches under way between loader processes and workers: tens of megabytes each, a few of every process."""
 MIN_DISK_BYTES = 2**30
@@ -117,21 +115,6 @@ def check_quota(num_cores: int, quota_cores: float) -> list[Finding]:
     return every("cpu quota", f"All of {num_cores} cores may be used.", [row])
 
 
-def check_load(num_cores: int, other_cores: float, stolen_cores: float) -> list[Finding]:
-    """Cores that other programs keep busy, and cores that the host gives to other virtual machines.
-
-    A tenth is let pass: idle systems stay far below, one busy neighbour of a small machine is above.
-    """
-    most = 0.1 * num_cores
-    stolen = f"Other virtual machines of the host use {stolen_cores:.1f} of {num_cores} cores."
-    other = f"Other programs use {other_cores:.1f} of {num_cores} cores: training and measurements are slow."
-    rows: list[Row] = [
-        (stolen_cores > most, "warning", stolen, "Use a machine whose cores are its own, or fewer workers."),
-        (other_cores > most, "warning", other, "See which they are: top -o %CPU"),
-    ]
-    return every("cpu load", "The processors have nothing else to do.", rows)
-
-
 def check_open_files(soft: int, hard: int) -> list[Finding]:
     """What a process may open, and what it may ask for."""
     fix = f"ulimit -n {MIN_OPEN_FILES if hard == UNLIMITED else hard}"
@@ -143,17 +126,15 @@ def check_open_files(soft: int, hard: int) -> list[Finding]:
 
 
 def check_shared_memory(total_bytes: int, free_bytes: int) -> list[Finding]:
-    """Too little of it shows as "Bus error" in loaders; containers have 64 MB unless told otherwise."""
-    room = f"/dev/shm has {size(free_bytes)} free of {size(total_bytes)}"
+    """Loader processes pass batches through it; containers have 64 MB unless told otherwise."""
     larger = "sudo mount -o remount,size=8G /dev/shm; in a container: --shm-size=8g or --ipc=host"
     fix = larger if total_bytes < LOADER_BYTES else "See what fills it: ls -lS /dev/shm"
-    none = "There is no /dev/shm: workers of this node sum over sockets, and loader processes cannot pass batches."
-    sums = f"{room}; sums through shared memory take up to {size(SHARED_MEMORY_BYTES)}."
-    loaders = f'{room}: enough for sums, but data loader processes may end with "Bus error".'
+    room = f"/dev/shm has {size(free_bytes)} free of {size(total_bytes)}"
+    none = "There is no /dev/shm, through which loader processes pass batches."
+    little = f'{room}: data loader processes may end with "Bus error".'
     rows: list[Row] = [
         (not total_bytes, "warning", none, "sudo mount -t tmpfs -o size=8G shm /dev/shm"),
-        (free_bytes < SHARED_MEMORY_BYTES, "error", sums, fix),
-        (free_bytes < LOADER_BYTES, "warning", loaders, fix),
+        (free_bytes < LOADER_BYTES, "warning", little, fix),
     ]
     return first("/dev/shm", f"/dev/shm has {size(free_bytes)} free.", rows)
 

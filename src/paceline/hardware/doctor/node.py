@@ -84,7 +84,6 @@ def examine(folder: Path, peers: Sequence[str] = (), library: Any = None) -> Nod
     found += [
         *checks.check_torch(torch, python),
         *checks.check_quota(len(os.sched_getaffinity(0)), quota_cores(read_text(Path("/proc/self/cgroup")))),
-        *checks.check_load(*measure_load()),
         *checks.check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE)),
         *checks.check_shared_memory(shm.total if shm else 0, shm.free if shm else 0),
         *checks.check_run_folder(
@@ -176,14 +175,6 @@ def quota_cores(own_cgroup: str, root: Path = Path("/sys/fs/cgroup")) -> float:
         if level.is_relative_to(root) and quota.isdigit() and period.isdigit():  # "max" means no limit
             limits.append(int(quota) / int(period))
     return min(limits)
-
-
-def measure_load(seconds: float = 0.5) -> tuple[int, float, float]:
-    """The number of cores, those that programs use during `seconds`, and those that other virtual machines do."""
-    num_cores = psutil.cpu_count() or 1
-    share = psutil.cpu_times_percent(seconds)
-    used = share.user + share.nice + share.system
-    return num_cores, used / 100 * num_cores, share.steal / 100 * num_cores
 
 
 def look_up(name: str) -> Lookup:
