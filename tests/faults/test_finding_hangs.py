@@ -146,7 +146,7 @@ class Clock:
 
     def pause(self, seconds: float) -> None:
         self.time_s += seconds
-        self.watch.look()
+        self.watch.watched_s(0.0)
 
 
 def test_time_in_which_the_observer_stood_still_does_not_count() -> None:

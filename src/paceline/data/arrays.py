@@ -42,14 +42,13 @@ class ArraySet:
             raise DataError(
                 f"An array set has {len(self.inputs)} inputs and {len(self.targets)} targets; give each input one."
             )
-        if self.mean is None or self.std is None:
-            if self.mean is not self.std or self.augment is not None:
-                raise DataError("An array set of images needs both mean and std; one of tokens has no augmentation.")
-        elif self.inputs.ndim != 4 or not self.inputs.shape[1] == len(self.mean) == len(self.std):
+        num_channels = [len(values or ()) for values in (self.mean, self.std)]
+        if (self.mean, self.std) != (None, None) and (
+            self.inputs.ndim != 4 or num_channels != 2 * [self.inputs.shape[1]]
+        ):
             raise DataError(
                 "An array set of images has inputs of shape (n, channels, height, width), not "
-                f"{self.inputs.shape}, and one mean and std per channel, not {len(self.mean)} and "
-                f"{len(self.std)}."
+                f"{self.inputs.shape}, and one mean and std per channel, not {num_channels}."
             )
 
     def __len__(self) -> int:

@@ -89,23 +89,12 @@ class Loading:
                 f"The DataLoader has batch_size={loader.batch_size} and the job global_batch_size={global_batch_size}; "
                 "set both to the number of samples that all workers together train on in one step."
             )
-        if loader.batch_size is None:
-            sampler: Any = loader.batch_sampler
-        else:
+        sampler: Any = loader.batch_sampler
+        if loader.batch_size is not None:
             sampler = None if _is_shuffle(loader) or is_stream(loader.dataset) else loader.sampler
-        return cls(
-            dataset=loader.dataset,
-            collate_fn=loader.collate_fn,
-            sampler=sampler,
-            drop_last=loader.drop_last,
-            num_workers=loader.num_workers,
-            worker_init_fn=loader.worker_init_fn,
-            pin_memory=loader.pin_memory or None,
-            prefetch_factor=loader.prefetch_factor,
-            timeout=loader.timeout,
-            multiprocessing_context=loader.multiprocessing_context,
-            batch_size=loader.batch_size,
-        )
+        names = ("collate_fn", "drop_last", "num_workers", "worker_init_fn", "prefetch_factor", "timeout", "batch_size")
+        given = {name: getattr(loader, name) for name in (*names, "multiprocessing_context")}
+        return cls(loader.dataset, sampler=sampler, pin_memory=loader.pin_memory or None, **given)
 
     def order(self, set_size: int, global_batch_size: int, seed: int, epoch: int) -> EpochOrder:
         """The order of an epoch in training. Raises `DataError` where it has no batch."""

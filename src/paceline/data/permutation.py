@@ -44,15 +44,9 @@ def _network(
 ) -> NDArray[np.int64]:
     right, left = np.divmod(numbers, left_size)
     for round_ in range(_NUM_ROUNDS):
-        if round_ % 2 == 0:
-            left = _added(left, right, left_size, round_, (seed, stream, epoch))
+        hashes = hash_keys(seed, stream, epoch, (left if round_ % 2 else right) + (round_ << _ROUND_BITS))
+        if round_ % 2:
+            right = (right + (hashes % np.uint64(right_size)).astype(np.int64)) % right_size
         else:
-            right = _added(right, left, right_size, round_, (seed, stream, epoch))
+            left = (left + (hashes % np.uint64(left_size)).astype(np.int64)) % left_size
     return right * left_size + left
-
-
-def _added(
-    half: NDArray[np.int64], other: NDArray[np.int64], size: int, round_: int, key: tuple[int, int, int]
-) -> NDArray[np.int64]:
-    hashes = hash_keys(*key, other + (round_ << _ROUND_BITS))
-    return (half + (hashes % np.uint64(size)).astype(np.int64)) % size

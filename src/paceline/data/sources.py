@@ -66,17 +66,13 @@ def load_digits(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
     """Images 1 x 28 x 28, the size that nets for MNIST take; every fifth image is for testing."""
     read_options(NoOptions, spec)
     with resources.as_file(resources.files("paceline.data") / "digits.npz") as path, np.load(path) as file:
-        images, labels = _enlarged(file["images"]), file["labels"].astype(np.int64)
+        small, labels = file["images"], file["labels"].astype(np.int64)
+    # (n, 8, 8) in 0 … 16 to (n, 1, 28, 28) in 0 … 255: each pixel becomes 3 x 3, with a border of 2.
+    pixels = np.rint(small.astype(np.float32) * (255 / 16)).astype(np.uint8)
+    images = np.pad(pixels.repeat(3, axis=1).repeat(3, axis=2), ((0, 0), (2, 2), (2, 2)))[:, None]
     test = np.arange(len(images)) % 5 == 4
     train, held_out = (ArraySet(images[part], labels[part], 10, (0.2247,), (0.3497,)) for part in (~test, test))
     return train, held_out
-
-
-def _enlarged(images: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """(n, 8, 8) in 0 … 16 to (n, 1, 28, 28) in 0 … 255: each pixel becomes 3 x 3, with a border of 2."""
-    pixels = np.rint(images.astype(np.float32) * (255 / 16)).astype(np.uint8)
-    large = pixels.repeat(3, axis=1).repeat(3, axis=2)
-    return np.pad(large, ((0, 0), (2, 2), (2, 2)))[:, None]
 
 
 IMAGE_COLUMNS = ("img", "image")
@@ -261,10 +257,5 @@ def load_text(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
 
 
 def _windows(tokens: NDArray[Any], context: int) -> ArraySet:
-    num_samples = (len(tokens) - 1) // context
-    end = num_samples * context
-    return ArraySet(
-        inputs=tokens[:end].reshape(num_samples, context),
-        targets=tokens[1 : end + 1].reshape(num_samples, context),
-        num_classes=256,
-    )
+    end = (len(tokens) - 1) // context * context
+    return ArraySet(tokens[:end].reshape(-1, context), tokens[1 : end + 1].reshape(-1, context), num_classes=256)

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from paceline.regular_files import make_run_folder, replace_text
+from paceline.words import number_of
 
 Kind = Literal["failure", "started", "ended"]
 """Of a note."""
@@ -70,6 +72,17 @@ class WorkerProcess:
     place: str = ""
     """Where its program was when it failed, such as "train.py, line 12"; empty where its output does not say so."""
     failure: Failure | None = None
+
+    @property
+    def line(self) -> str:
+        """The worker's line in a report."""
+        code = self.exit_code
+        how = "lost" if code is None else "ended" if not code else f"ended by {signal_name(-code)}"
+        how = f"ended with exit code {code}" if code is not None and code > 0 else how
+        step = "" if self.step is None else f" after {number_of(self.step, 'step')}"
+        place = f" at {self.place}" if self.place else ""
+        last = f"; its last collective was {self.collective}" if self.collective else ""
+        return f"rank {self.rank} on {self.hostname}: {how}{step}{place}{last}"
 
     @property
     def was_asked(self) -> bool:
@@ -174,6 +187,13 @@ def root_cause(ended: Sequence[WorkerProcess]) -> WorkerProcess | None:
     stopped_at = min((one.asked_at for one in ended if one.asked_at is not None), default=float("inf"))
     failed = [one for one in ended if one.exit_code]
     return min(failed, key=lambda one: (one.time > stopped_at, one.is_consequence, one.time, one.rank), default=None)
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"  # real-time signals have no names
 
 
 def log_path(run_dir: Path, rank: int) -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,16 +12,8 @@ from paceline.heartbeat import Vitals
 
 STALE_S = 5.0
 """A worker without a heartbeat for this long is stuck outside Python, even if its last heartbeat showed progress."""
-
-
 HANG_TIMEOUT_S = 60.0
 """How long workers of a `Run` wait for another one before that is a hang."""
-LONGEST_INTERVAL_S = 1.0
-
-
-def interval_s(hang_timeout_s: float) -> float:
-    """How often a worker posts its state, and how often states are looked at."""
-    return min(LONGEST_INTERVAL_S, hang_timeout_s / 10)
 
 
 class WatchClock:
@@ -33,22 +24,18 @@ class WatchClock:
     """
 
     def __init__(self, hang_timeout_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        """Start measuring; `look` must be called every `interval_s` seconds, from any thread."""
+        """Start measuring; `watched_s` must be called every `interval_s` seconds."""
         self._now = now
-        self.interval_s = interval_s(hang_timeout_s)
+        self.interval_s = min(1.0, hang_timeout_s / 10)
+        """How often a worker posts its state, and looks at those of others."""
         self._looked_at = now()
         self._pauses: deque[tuple[float, float]] = deque(maxlen=100)
-        self._lock = threading.Lock()
-
-    def look(self) -> None:
-        with self._lock:
-            looked_at, self._looked_at = self._looked_at, self._now()
-            if self._looked_at - looked_at > 2 * self.interval_s:
-                self._pauses.append((looked_at + self.interval_s, self._looked_at))
 
     def watched_s(self, seconds: float) -> float:
         """The number of the last `seconds` in which this process ran."""
-        self.look()
+        looked_at, self._looked_at = self._looked_at, self._now()
+        if self._looked_at - looked_at > 2 * self.interval_s:
+            self._pauses.append((looked_at + self.interval_s, self._looked_at))
         began = self._looked_at - seconds
         return seconds - sum(end - max(start, began) for start, end in tuple(self._pauses) if end > began)
 
@@ -78,6 +65,12 @@ class WorkerState(Vitals):
         if self.inside_s is not None:
             return f"in {self.collective} for {self.inside_s:.1f} s"
         return f"in no collective; its last was {self.collective}" if self.collective else "in no collective so far"
+
+    @property
+    def line(self) -> str:
+        """The worker's line in a report."""
+        step = "" if self.step is None else f"step {self.step}, "
+        return f"rank {self.rank} (pid {self.pid} on {self.hostname}): {step}{self.doing}"
 
 
 @dataclass(frozen=True)

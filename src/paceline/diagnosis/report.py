@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.diagnosis.failures import Failure, WorkerProcess, log_path, read_processes, root_cause
+from paceline.diagnosis.failures import Failure, WorkerProcess, log_path, read_processes, root_cause, signal_name
 from paceline.diagnosis.hang import Hang, WorkerState
 from paceline.errors import shortened
 from paceline.regular_files import replace_text
@@ -173,11 +173,9 @@ def describe_failure(run_dir: Path, loss: NodeLoss | None = None, restart: int |
         ranks = tuple(one.rank for one in loss.workers)
         return _report(
             "node_lost",
-            loss.workers[0],
-            loss.workers[0].world_size,
-            [f"{name_ranks(ranks)}: lost with node {loss.hostname}", *_lines(ended, of_ended, ranks)],
-            {"ranks": name_ranks(ranks), "how": loss.how},
-            ranks=ranks,
+            [*loss.workers, *(one for one in ended if one.rank not in ranks)],
+            ranks,
+            {"ranks": name_ranks(ranks), "how": loss.how, "world_size": loss.workers[0].world_size},
             pid=None,
             step=min((one.step for one in ended if one.step is not None), default=None),
             noticed_at=loss.time,
@@ -187,80 +185,66 @@ def describe_failure(run_dir: Path, loss: NodeLoss | None = None, restart: int |
 
 def _of_ending(root: WorkerProcess, ended: Sequence[WorkerProcess], log: Path) -> FailureReport:
     """The report of the worker that ended first, of its own."""
-    exit_code = root.exit_code or 0
-    failure, facts = root.failure, {"exit_code": exit_code, "log": log}
-    fields: dict[str, Any] = {}
+    exit_code, failure = root.exit_code or 0, root.failure
+    facts = {"exit_code": exit_code, "log": log, "signal": signal_name(-exit_code), "world_size": root.world_size}
+    facts["place"] = f" at {root.place}" if root.place else ""
     if failure is None:
         cause: Cause = "out_of_memory" if root.out_of_memory else "signal" if exit_code < 0 else "exit"
-        facts |= {"signal": signal_name(-exit_code), "place": f" at {root.place}" if root.place else ""}
         evidence = "\n".join(tail_of(log).splitlines()[-MOST_EVIDENCE_LINES:])
     else:
-        # The peers that it may have lost have raised nothing; times say nothing: sockets close before a process ends.
-        gone = [one.rank for one in ended if not one.exit_code]
-        silent = [one.rank for one in ended if one.failure is None and one is not root]
-        facts["peers"] = f" ({name_ranks(silent)} had not failed)" if silent else ""
-        facts["peers"] = f" ({name_ranks(gone)} had ended without an error)" if gone else facts["peers"]
-        cause = "lost_touch" if root.is_consequence else "exception"
+        cause, evidence = "lost_touch" if root.is_consequence else "exception", failure.traceback
         facts["what"] = _message_of(failure)
-        evidence = failure.traceback
-        if failure.is_user_error:
-            fields = {"is_user_error": True, "sentence": failure.message}
+        # The peers that it may have lost; times say nothing: sockets close before a process ends.
+        gone = [one.rank for one in ended if not one.exit_code]
+        facts["peers"] = f" ({name_ranks(gone)} had ended without an error)" if gone else ""
+    values: dict[str, Any] = {"exit_code": root.exit_code, "noticed_at": root.time, "evidence": evidence}
     if advice := _ON_EXIT.get(exit_code):
-        fields["next"] = advice
-    lines = [of_ended(root), *_lines(ended, of_ended, [root.rank])]
-    fields |= {"exit_code": root.exit_code, "noticed_at": root.time, "evidence": evidence}
-    return _report(cause, root, root.world_size, lines, facts, **fields)
+        values["next"] = advice
+    if failure is not None and failure.is_user_error:
+        values |= {"is_user_error": True, "sentence": failure.message}
+    return _report(cause, ended, (root.rank,), facts, **values)
 
 
 def describe_hang(hang: Hang, states: Sequence[WorkerState], stacks: dict[int, str], now: float) -> FailureReport:
     """The report of a hang; `stacks` are those of the culprits, by rank."""
-    culprits = [state for state in states if state.rank in hang.culprits]
+    is_one = len(hang.culprits) == 1
     facts = {
-        "doing": culprits[0].doing,
+        "doing": next(state.doing for state in states if state.rank in hang.culprits),
         "seconds": hang.seconds,
         "waiting": name_ranks(hang.waiting) if hang.waiting else "nobody yet",
-        "hangs": "hangs" if len(culprits) == 1 else "hang",
+        "hangs": "hangs" if is_one else "hang",
     }
-    if len(culprits) > 1 and hang.kind != "stopped":
+    if not is_one and hang.kind != "stopped":
         facts["who"] = f"{name_ranks(hang.culprits).capitalize()} of {len(states)}"
-    return _report(
-        hang.kind,
-        culprits[0],
-        len(states),
-        [*map(of_running, culprits), *_lines(states, of_running, hang.culprits)],
-        facts,
-        ranks=hang.culprits,
-        noticed_at=now,
-        evidence="\n".join(f"Stack of rank {rank}:\n{text}" for rank, text in stacks.items() if text),
-    )
+    evidence = "\n".join(f"Stack of rank {rank}:\n{text}" for rank, text in stacks.items() if text)
+    return _report(hang.kind, states, hang.culprits, facts, noticed_at=now, evidence=evidence)
 
 
-def describe_exception(
-    failure: Failure, hostname: str, world_size: int, step: int | None, states: Sequence[WorkerState]
-) -> FailureReport:
-    """The report of an exception, by the worker that it ends."""
-    first = WorkerState(rank=failure.rank, pid=failure.pid, hostname=hostname, step=step)
-    lines, facts = _lines(states, of_running), {"what": _message_of(failure)}
-    return _report("exception", first, world_size, lines, facts, noticed_at=failure.time, evidence=failure.traceback)
+def describe_exception(failure: Failure, world_size: int, states: Sequence[WorkerState]) -> FailureReport:
+    """The report of an exception, by the worker that it ends; `states` are those that it knows, its own at least."""
+    facts = {"what": _message_of(failure), "world_size": world_size}
+    evidence = failure.traceback
+    return _report("exception", states, (failure.rank,), facts, noticed_at=failure.time, evidence=evidence)
 
 
 def describe_lost_peer(lost: WorkerState, states: Sequence[WorkerState], now: float) -> FailureReport:
     """The report on a worker that has ended without a note, by a worker that was waiting for it."""
-    return _report("peer_lost", lost, len(states), _lines(states, of_running), {}, noticed_at=now)
+    return _report("peer_lost", states, (lost.rank,), {}, noticed_at=now)
 
 
 def _report(
     cause: Cause,
-    first: WorkerProcess | WorkerState,
-    world_size: int,
-    workers: Sequence[str],
+    workers: Sequence[WorkerProcess] | Sequence[WorkerState],
+    ranks: tuple[int, ...],
     facts: dict[str, Any],
     **values: Any,
 ) -> FailureReport:
     """The texts of a cause, filled in with `facts` and those of the first worker to blame; `values` are further fields
     of the report."""
+    workers = sorted(workers, key=lambda one: (one.rank not in ranks, one.rank))
+    first = workers[0]
     facts = {
-        "who": f"Rank {first.rank} of {world_size} (pid {first.pid} on {first.hostname})",
+        "who": f"Rank {first.rank} of {facts.get('world_size', len(workers))} (pid {first.pid} on {first.hostname})",
         "in_step": "" if first.step is None else f" in step {first.step + 1}",
         "node": first.hostname,
         "pid": first.pid,
@@ -268,7 +252,7 @@ def _report(
     }
     sentence, advice = _TEXTS[cause]
     fields = {
-        "ranks": (first.rank,),
+        "ranks": ranks,
         "hostname": first.hostname,
         "pid": first.pid,
         "exit_code": None,
@@ -276,34 +260,10 @@ def _report(
         "evidence": "",
         "sentence": sentence.format_map(facts),
         "next": advice.format_map(facts),
+        "workers": tuple(one.line for one in workers),
         **values,
     }
-    return FailureReport(cause=cause, workers=tuple(workers), **fields)
-
-
-def _lines(workers: Sequence[Any], line_of: Callable[[Any], str], but: Sequence[int] = ()) -> list[str]:
-    return [line_of(one) for one in workers if one.rank not in but]
-
-
-def of_running(state: WorkerState) -> str:
-    step = "" if state.step is None else f"step {state.step}, "
-    return f"rank {state.rank} (pid {state.pid} on {state.hostname}): {step}{state.doing}"
-
-
-def of_ended(process: WorkerProcess) -> str:
-    step = "" if process.step is None else f" after {number_of(process.step, 'step')}"
-    last = f"; its last collective was {process.collective}" if process.collective else ""
-    exit_code = process.exit_code or 0
-    how = "" if not exit_code else f" with exit code {exit_code}" if exit_code > 0 else f" by {signal_name(-exit_code)}"
-    place = f" at {process.place}" if process.place else ""
-    return f"rank {process.rank}: ended{step}{how}{place}{last}"
-
-
-def signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"  # real-time signals have no names
+    return FailureReport(cause=cause, **fields)
 
 
 def _message_of(failure: Failure) -> str:

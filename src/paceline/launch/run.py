@@ -18,8 +18,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Literal
 
 from paceline import env
-from paceline.diagnosis.failures import read_processes
-from paceline.diagnosis.report import NodeLoss, describe_failure, signal_name
+from paceline.diagnosis.failures import read_processes, signal_name
+from paceline.diagnosis.report import NodeLoss, describe_failure
 from paceline.errors import LaunchError, PacelineError, WorkerFailed, file_problems, reason_of
 from paceline.regular_files import make_run_folder
 

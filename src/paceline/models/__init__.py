@@ -67,14 +67,7 @@ def build(spec: ModelSpec | str, **data_facts: Any) -> nn.Module:
 def constructor(name: str) -> Callable[..., Any]:
     """What builds the model of a name or an import path. Raises `ModelError` if there is nothing."""
     if ":" in name:
-        found = imported(name, "model.name", ModelError)
-        # A module that is already built is callable too, but calling it would run it.
-        if isinstance(found, nn.Module):
-            raise ModelError(
-                f"model.name = '{name}' is of type {type(found).__name__}; name a function or class that returns the "
-                "model."
-            )
-        return found
+        return imported(name, "model.name", ModelError)
     if name not in MODELS:
         raise ModelError(
             f"There is no model '{name}': {did_you_mean(name.lower(), MODELS)}The models are {', '.join(MODELS)}, "

@@ -36,8 +36,6 @@ STAGES: Final = (
     (6, 3, 1, 320, 1),
 )
 """The paper's table 1, at the scale of B0: expansion, kernel size, stride, output channels and blocks of each stage."""
-STEM_CHANNELS: Final = 32
-HEAD_CHANNELS: Final = 1280
 
 
 def efficientnet(
@@ -59,7 +57,7 @@ def efficientnet(
         variant: a name in `VARIANTS`.
     """
     width, depth, usual_dropout = VARIANTS[variant]
-    channels = scaled_channels(STEM_CHANNELS, width)
+    channels = scaled_channels(32, width)
     stem = nn.Sequential(*conv_norm(in_channels, channels, 3, stem_stride, activation=nn.SiLU))
     parts: OrderedDict[str, nn.Module] = OrderedDict(stem=stem)
     num_blocks = sum(math.ceil(stage[-1] * depth) for stage in STAGES)
@@ -73,7 +71,7 @@ def efficientnet(
             channels = out_channels
             place += 1
         parts[f"stage{number}"] = nn.Sequential(*blocks)
-    head_channels = scaled_channels(HEAD_CHANNELS, width)
+    head_channels = scaled_channels(1280, width)
     parts["head"] = nn.Sequential(
         OrderedDict(
             conv=nn.Sequential(*conv_norm(channels, head_channels, 1, activation=nn.SiLU)),

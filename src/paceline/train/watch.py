@@ -307,9 +307,11 @@ class Watch:
     def tell(self, failure: Failure) -> None:
         """Report an exception that ends this worker, or the loss of the peer that it comes of."""
         if not failure.is_consequence:
-            step = read_vitals(own_file()).step
+            own = WorkerState(
+                rank=failure.rank, pid=failure.pid, hostname=self._hostname, step=read_vitals(own_file()).step
+            )
             states = [self._as_of_now(state) for state in self.states]
-            self._publish(describe_exception(failure, self._hostname, self._facts.world_size, step, states))
+            self._publish(describe_exception(failure, self._facts.world_size, states or [own]))
         deadline = time.monotonic() + OTHERS_S
         while failure.is_consequence and time.monotonic() < deadline:
             states = [self._as_of_now(state) for state in self.states]

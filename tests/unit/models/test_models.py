@@ -43,7 +43,7 @@ class Case:
 
 
 CASES = [
-    Case("mlp", (3, 5, 7), {"in_features": 105, "dropout": 0.2}),
+    Case("mlp", (3, 6, 6), {"in_channels": 3, "image_size": 6, "dropout": 0.2}),
     Case("lenet", (1, 28, 28)),
     Case("lenet", (3, 16, 16), {"in_channels": 3, "image_size": 16}),
     Case("resnet20", (3, 8, 8)),
