@@ -33,7 +33,7 @@ _LABEL = re.compile(r"[A-Za-z][\w+-]*", re.ASCII)
 _KNOWN_LABEL = re.compile(rf"X|{'|'.join(PCIE_LABELS)}|NV\d{{1,3}}", re.ASCII)
 # A wide matrix loses a tab now and then, in its header (NIC8NIC9) and its rows (NODENODE): vllm-project/vllm#13855.
 _GLUED = re.compile(r"(NODE|SYS|PHB|PXB|PIX|(?:NV|GPU|NIC)\d{1,4})(?=NODE|SYS|PHB|PXB|PIX|(?:NV|GPU|NIC)\d)", re.ASCII)
-_LISTED_GPU = re.compile(r"GPU (\d{1,4}): (.+?) *(?:\(UUID: (GPU-[\w-]+)\))?\s*", re.ASCII)
+_LISTED_GPU = re.compile(r"GPU (\d{1,4}(?:,\d{1,4})*): (.+?) *(?:\(UUID: (GPU-[\w-]+)\))?\s*", re.ASCII)
 _NIC_LEGEND = re.compile(r"(NIC\d{1,4}):\s+(\S+)", re.ASCII)
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 
@@ -99,9 +99,9 @@ def parse_matrix(text: str) -> Node:
     column_of = {nic.label: card for nic, card in zip(nics, cards, strict=True)}
     links = links_of_pairs(devices, nics, lambda one, other: cells[one, column_of.get(other, other)])
     unknown = dict.fromkeys(link.label for link in links if not _KNOWN_LABEL.fullmatch(link.label))
-    notes = (f"{label} is not a label of a link that is known; such links are ranked last." for label in unknown)
+    notes = tuple(f"{label} is not a label of a link that is known; such links are ranked last." for label in unknown)
     num_cores = len({core for device in devices for core in device.cpus})
-    return Node("", num_cores, 0, "", tuple(devices), tuple(nics), links, tuple(notes))
+    return Node("", num_cores, 0, "", tuple(devices), tuple(nics), links, notes)
 
 
 def _is_header(line: str) -> bool:
@@ -173,11 +173,6 @@ def _cells(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) ->
 
 def _with_affinities(device: Device, words: Sequence[str], affinities: Sequence[str]) -> Device:
     """The device with its cores and NUMA node from the columns behind the labels, as far as the driver says."""
-    if len(words) > len(affinities):
-        raise ClusterError(
-            f"Row {device.label} of the topology matrix has {words[len(affinities)][:40]!r} after its last column"
-            f"{f', {affinities[-1]}' if affinities else ''}."
-        )
     told = {name: word for name, word in zip(affinities, words, strict=False) if word != "N/A"}
     try:
         cpus = parse_cpus(told[CPUS]) if CPUS in told else ()
@@ -207,6 +202,8 @@ def parse_cpus(text: str) -> tuple[int, ...]:
 
 
 def _listed(lines: Sequence[str]) -> dict[int, Device]:
-    """GPUs by index from `nvidia-smi -L`."""
-    found = filter(None, map(_LISTED_GPU.fullmatch, lines))
-    return {int(gpu[1]): Device("cuda", int(gpu[1]), gpu[2], 0, gpu[3] or "") for gpu in found}
+    """GPUs by index from `nvidia-smi -L`, or from the "GPU 0,1: name" of a report on the environment."""
+    found = [gpu for line in lines if (gpu := _LISTED_GPU.fullmatch(line.strip()))]
+    return {
+        index: Device("cuda", index, gpu[2], 0, gpu[3] or "") for gpu in found for index in map(int, gpu[1].split(","))
+    }

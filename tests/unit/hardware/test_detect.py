@@ -213,12 +213,6 @@ def test_cuda_visible_devices_is_read_as_cuda_reads_it(
     assert len(left_out) == 3 - len(indices)
 
 
-def test_a_mig_slice_that_is_named_is_explained(bin_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(3, answers()))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-7a0e1f52-3b6d-5c1e-8a55-000000000000")
-    assert any("MIG slice" in note for note in paceline.topo().node.notes)
-
-
 def test_the_user_may_force_the_cpu(bin_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(3, answers()))
     monkeypatch.setenv("PACELINE_DEVICE", "cpu")

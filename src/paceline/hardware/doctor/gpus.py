@@ -12,13 +12,10 @@ from paceline.hardware.nvml import Nvml, busy, throttling
 Handles = Mapping[int, Any]
 """The GPUs that NVML opened, by index."""
 
-UNCORRECTED, VOLATILE, PROHIBITED, READ, RETIREMENT_CAUSES = 1, 0, 2, 0, (0, 1)
-"""Values of nvmlMemoryErrorType_t, nvmlEccCounterType_t, nvmlComputeMode_t, nvmlGpuP2PCapsIndex_t and
-nvmlPageRetirementCause_t."""
+UNCORRECTED, VOLATILE, PROHIBITED, READ = 1, 0, 2, 0
+"""Values of nvmlMemoryErrorType_t, nvmlEccCounterType_t, nvmlComputeMode_t and nvmlGpuP2PCapsIndex_t."""
 HELD_CLOCKS = 0x02
 """A bit of nvmlClocksThrottleReasons*: the clocks are held by a setting."""
-MOST_RETIRED = 60
-"""Of 64 memory pages that can be retired ("Dynamic Page Retirement")."""
 
 
 def check_peer_access(nvml: Nvml, gpus: Handles) -> list[Finding]:
@@ -40,7 +37,6 @@ def check_memory(nvml: Nvml, gpus: Handles) -> list[Finding]:
         _, _, is_row_pending, is_repair_failed = nvml.ask("nvmlDeviceGetRemappedRows", gpu) or (0, 0, 0, 0)
         is_pending = is_row_pending or nvml.ask("nvmlDeviceGetRetiredPagesPendingStatus", gpu)
         errors = nvml.ask("nvmlDeviceGetTotalEccErrors", gpu, UNCORRECTED, VOLATILE)
-        retired = sum(len(nvml.ask("nvmlDeviceGetRetiredPages", gpu, cause) or ()) for cause in RETIREMENT_CAUSES)
         ecc = nvml.ask("nvmlDeviceGetEccMode", gpu)
         uncorrected = f"GPU {i} had {errors} uncorrectable memory errors since the driver was loaded."
         off = f"GPU {i} could correct memory errors, but does not: a flipped bit changes a result in silence."
@@ -50,7 +46,6 @@ def check_memory(nvml: Nvml, gpus: Handles) -> list[Finding]:
             (is_repair_failed, "error", f"GPU {i} has no spare memory row left for a broken one.", replace),
             (is_pending, "error", f"GPU {i} has broken memory that its next reset takes out of use.", reset),
             (errors, "error", uncorrected, f"{reset}; if they come back, have it replaced."),
-            (retired >= MOST_RETIRED, "error", f"GPU {i} has retired {retired} memory pages of 64 at most.", replace),
             (ecc and not ecc[0], "warning", off, f"sudo nvidia-smi -i {i} -e 1, then reboot"),
         ]
 
