@@ -158,16 +158,17 @@ def failure_in(log: str, process: WorkerProcess) -> Failure | None:
     )
 
 
-def place_in(log: str) -> str:
-    """The innermost line of a user's own file, in the last traceback or dump of stacks of a program's output."""
-    crash = log.rfind("Fatal Python error: ")
-    is_crash = crash > log.rfind(TRACEBACK)
-    # A dump has the main thread last, and begins with its innermost call.
-    text = log[log.rfind("hread 0x", crash) :] if is_crash else log[log.rfind(TRACEBACK) :]
+def place_in(log: str, exit_code: int) -> str:
+    """Where a program of this output and exit code failed, as `WorkerProcess.place` has it: the innermost line of a
+    user's own file in its last traceback, or in what Python's fault handler wrote of its main thread."""
+    is_crash = exit_code < 0
+    start = log.rfind("Fatal Python error: " if is_crash else TRACEBACK) if exit_code <= 1 else -1
+    if start < 0:
+        return ""
+    text = log[max(start, log.rfind("hread 0x")) :] if is_crash else log[start:]  # of all threads, the main one is last
     frames = re.findall(r'File "([^"<>]+)", line (\d+)', text)
-    own = [frame for frame in frames if not _FOREIGN.search(frame[0])]
-    file, line = own[0 if is_crash else -1] if own else ("", "")
-    return f"{Path(file).name}, line {line}" if file else ""
+    own = [f"{Path(file).name}, line {line}" for file, line in frames if not _FOREIGN.search(file)]
+    return own[0 if is_crash else -1] if own else ""  # a crash is told from its innermost call on
 
 
 def _raised(lines: Sequence[str]) -> tuple[str, str]:

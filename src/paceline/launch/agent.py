@@ -25,6 +25,7 @@ from typing import NoReturn
 from paceline import env
 from paceline.diagnosis.failures import read_processes
 from paceline.diagnosis.report import describe_failure
+from paceline.launch import worker
 from paceline.launch.run import prepare
 from paceline.network_addresses import address_towards, addresses
 
@@ -54,12 +55,12 @@ def main(arguments: Sequence[str]) -> NoReturn:
             _use_interface_of(own)
             # Torch would compare names, which on many machines lead to 127.0.1.1.
             config.rdzv_configs.setdefault("is_host", own in {entry[4][0] for entry in socket.getaddrinfo(host, None)})
-    worker = ["-m", "paceline.launch.worker", *words[words.index("-u") + 1 :]]
+    config.start_method = "fork"  # the process beside each worker begins at once: this one has loaded all that it needs
     exit_code = 0
     with tempfile.NamedTemporaryFile(prefix="paceline-output-") as lock:
         os.environ |= {env.OUTPUT_LOCK: lock.name, env.AGENT: str(os.getpid())}
         try:
-            elastic_launch(config, sys.executable)(*worker)
+            elastic_launch(config, worker.main)(words[words.index("-u") + 1 :])
         except ChildFailedError:
             exit_code = 1
         except SignalException as ended:
@@ -78,10 +79,10 @@ def _obey(line: int, run_dir: Path) -> None:
         for request in requests:
             if request.strip() == b"TERM":
                 os.kill(os.getpid(), signal.SIGTERM)
-            for worker in read_processes(run_dir, "started") if request.strip() == b"USR1" else ():
-                if worker.hostname == env.node_name():
+            for process in read_processes(run_dir, "started") if request.strip() == b"USR1" else ():
+                if process.hostname == env.node_name():
                     with contextlib.suppress(OSError):
-                        os.kill(worker.pid, signal.SIGUSR1)
+                        os.kill(process.pid, signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGKILL)  # the workers' supervisors see it, and kill all that they have started
 
 

@@ -1,12 +1,11 @@
 """The process between torch's agent and one worker: it starts the worker's program and sees it to its end.
 
-    python -m paceline.launch.worker train.py --flag
-
-The program is what would follow `python`; it runs unchanged, in a process group of its own. Its output is copied to
-its log, and in whole lines to where the launcher's goes, by default that of rank 0 alone, which writes to a terminal
-itself. Signals that ask it to end, or to save, are passed on to it alone: it may need its loaders to save a checkpoint.
-When it has ended, in whatever way, all that it started is killed, a note says how it ended, and this process ends with
-its exit code, or 128 plus the number of the signal that ended it. When the agent dies, everything is killed.
+The agent forks it. The program is what would follow `python`; it runs unchanged, in a process group of its own. Its
+output is copied to its log, and in whole lines to where the launcher's goes, by default that of rank 0 alone, which
+writes to a terminal itself. Signals that ask it to end, or to save, are passed on to it alone: it may need its loaders
+to save a checkpoint. When it has ended, in whatever way, all that it started is killed, a note says how it ended, and
+this process ends with its exit code, or 128 plus the number of the signal that ended it. When the agent dies,
+everything is killed.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO, NoReturn
+from typing import BinaryIO
 
 from paceline import env
 from paceline.diagnosis.failures import TRACEBACK, WorkerProcess, failure_in, log_path, note_path, place_in, write_note
@@ -43,8 +42,8 @@ REAP_S = 2.0
 CHUNK_BYTES = 1 << 16
 
 
-def main(program: Sequence[str]) -> NoReturn:
-    """Run `program` to its end, and end as it did."""
+def main(program: Sequence[str]) -> None:
+    """Run `program` to its end, and end as it did; returns where it ended without an error."""
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
     agent = env.value(env.AGENT, int)
     _prctl(PR_SET_PDEATHSIG, signal.SIGHUP)
@@ -95,7 +94,7 @@ def main(program: Sequence[str]) -> NoReturn:
         out_of_memory=exit_code == -signal.SIGKILL and (kills_after > kills_before or _kernel_log_names(process.pid)),
         step=vitals.step,
         collective=vitals.collective,
-        place=place_in(tail),
+        place=place_in(tail, exit_code),
     )
     with contextlib.suppress(OSError):
         if exit_code == 1 and not note_path(run_dir, "failure", facts.rank, restart).exists():
@@ -103,7 +102,11 @@ def main(program: Sequence[str]) -> NoReturn:
             if (failure := failure_in(tail, raised)) is not None:
                 write_note(run_dir, failure, restart)
         write_note(run_dir, note, restart)
-    os._exit(exit_code if exit_code >= 0 else 128 - exit_code)
+    if exit_code:
+        os._exit(exit_code if exit_code > 0 else 128 - exit_code)
+    for number in AWAITED:  # the agent has it wait for the other workers
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGUSR1 else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, AWAITED)
 
 
 def _tell_restart(run_dir: Path, restart: int) -> None:
@@ -235,7 +238,3 @@ def _kill_orphans() -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(left, timeout=0.1)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
