@@ -82,8 +82,8 @@ _TEXTS: dict[Cause, tuple[str, str]] = {
 
 _ON_EXIT = {
     -signal.SIGKILL: "Somebody, a scheduler or a script sent it: the kernel has not counted a kill for memory here.",
-    -signal.SIGABRT: "Compare what the workers were in: where some are in another collective than others, because only "
-    "some ranks run code that is a collective, the backend ends the process. Else read where Python was.",
+    -signal.SIGABRT: "Look at where the workers were: backends end a process when ranks call different collectives, as "
+    "after loops of different lengths or in a branch that only some ranks take. Else read where Python was.",
     128
     + signal.SIGTERM: "It was ended by SIGTERM from outside this run; see who sent it: a scheduler, a limit, a user.",
 }
@@ -188,6 +188,9 @@ def _of_ending(root: WorkerProcess, ended: Sequence[WorkerProcess], log: Path) -
     exit_code, failure = root.exit_code or 0, root.failure
     facts = {"exit_code": exit_code, "log": log, "signal": signal_name(-exit_code), "world_size": root.world_size}
     facts["place"] = f" at {root.place}" if root.place else ""
+    elsewhere = [one for one in ended if one.place not in ("", root.place)]
+    if exit_code == -signal.SIGABRT and root.place and elsewhere:
+        facts["place"] = f" at {root.place}, while rank {elsewhere[0].rank} was at {elsewhere[0].place}"
     if failure is None:
         cause: Cause = "out_of_memory" if root.out_of_memory else "signal" if exit_code < 0 else "exit"
         evidence = "\n".join(tail_of(log).splitlines()[-MOST_EVIDENCE_LINES:])

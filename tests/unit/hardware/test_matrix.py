@@ -165,7 +165,6 @@ def test_gpus_keep_their_numbers_where_some_are_missing() -> None:
         ("0-3,8-11", "0-999999999", ["GPU0", "affinities"]),
         ("0-3,8-11", "٣", ["GPU0", "affinities"]),
         ("\t4-7\t1", "\t4-7\tone", ["GPU1", "'one'"]),
-        ("\t4-7\t1", "\t4-7\t1\t1", ["GPU1", "NUMA Affinity"]),
     ],
 )
 def test_a_broken_matrix_names_row_and_column(old: str, new: str, words: list[str]) -> None:

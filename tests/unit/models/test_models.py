@@ -263,7 +263,6 @@ def nothing():
 def broken():
     raise RuntimeError("the user's own bug")
 
-ready = nn.Identity()
 number = 3
 """
 
@@ -306,7 +305,6 @@ def test_a_model_of_ones_own_gets_its_options_and_the_facts_it_asks_for() -> Non
         ("no_such_package.nets:build", {}, ["no_such_package"]),
         ("user_nets:missing", {}, ["user_nets", "missing"]),
         ("user_nets:number", {}, ["user_nets:number", "int"]),
-        ("user_nets:ready", {}, ["user_nets:ready", "Identity"]),
         ("user_nets:nothing", {}, ["user_nets:nothing", "NoneType"]),
         (":build", {}, [":build", "import path"]),
         ("../user_nets.py:Net", {}, ["import path"]),
