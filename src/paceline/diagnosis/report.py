@@ -244,8 +244,8 @@ def _report(
 ) -> FailureReport:
     """The texts of a cause, filled in with `facts` and those of the first worker to blame; `values` are further fields
     of the report."""
-    workers = sorted(workers, key=lambda one: (one.rank not in ranks, one.rank))
-    first = workers[0]
+    blamed_first: list[Any] = sorted(workers, key=lambda one: (one.rank not in ranks, one.rank))
+    first = blamed_first[0]
     facts = {
         "who": f"Rank {first.rank} of {facts.get('world_size', len(workers))} (pid {first.pid} on {first.hostname})",
         "in_step": "" if first.step is None else f" in step {first.step + 1}",
@@ -263,7 +263,7 @@ def _report(
         "evidence": "",
         "sentence": sentence.format_map(facts),
         "next": advice.format_map(facts),
-        "workers": tuple(one.line for one in workers),
+        "workers": tuple(one.line for one in blamed_first),
         **values,
     }
     return FailureReport(cause=cause, **fields)
