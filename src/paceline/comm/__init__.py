@@ -7,8 +7,7 @@ Wire formats say how its messages are written. `Aggregator` puts them together.
 
 from __future__ import annotations
 
-from paceline.comm.aggregator import Aggregator, Algorithm
-from paceline.comm.all_reduce import all_reduce
+from paceline.comm.aggregator import Aggregator, Algorithm, all_reduce
 from paceline.comm.hierarchical import hierarchical
 from paceline.comm.links import Links, open_links
 from paceline.comm.parameter_server import all_to_one, parameter_server, parameter_server_two_level

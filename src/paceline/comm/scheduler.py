@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+import zlib
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -20,13 +22,36 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.comm.fingerprint import CollectiveCall, check_agreement
+from paceline.errors import DivergenceError
 from paceline.heartbeat import Heartbeat
+from paceline.object_collectives import all_gather_objects
+from paceline.words import and_more
 
 CLOSE_S = 1.0
 
 CHECKED_STEPS = 3
 """Steps whose calls are compared across workers in any case: DDP settles its buckets within the first two."""
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """A collective that one worker is about to call."""
+
+    sequence: int
+    step: int
+    operation: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape))
+        return f"call {self.sequence} in step {self.step}: {self.operation} of {self.name} ({shape} {self.dtype})"
+
+    def fingerprint(self) -> list[int]:
+        """Whole numbers, equal for equal calls and always as many."""
+        text = f"{self.operation}|{self.name}|{self.dtype}|{self.shape}"
+        return [self.sequence, self.step, zlib.crc32(text.encode())]
 
 
 @dataclass(frozen=True)
@@ -141,3 +166,34 @@ class Scheduler:
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+# --- whether all workers call the same. Unchecked, a mix-up of calls with equal shapes gives a silently wrong result,
+# and one with different shapes ends the process without a Python error ---
+
+
+def check_agreement(call: CollectiveCall, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Compare `call` with what the other workers are about to do; one small all-gather.
+
+    Raises:
+        DivergenceError: on every worker, naming the ranks that differ, the tensor and the step.
+    """
+    mine = torch.tensor(call.fingerprint(), device=device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    if all(torch.equal(theirs, mine) for theirs in gathered):
+        return
+    raise DivergenceError(describe_divergence(all_gather_objects(call, group, [CollectiveCall])))
+
+
+def describe_divergence(calls: Sequence[CollectiveCall]) -> str:
+    """One sentence that names the ranks whose call differs from the most common one (in a tie, from rank 0's)."""
+    counts = Counter(calls)
+    common = max(counts, key=lambda call: (counts[call], call == calls[0]))
+    differing = [rank for rank, call in enumerate(calls) if call != common]
+    others = " and ".join(f"rank {rank} is at {calls[rank]}" for rank in differing[:4])
+    more = and_more(len(differing) - 4)
+    return (
+        f"The workers are no longer doing the same: {others}{more}, while the other {counts[common]} are at {common}; "
+        "look for code that depends on the rank, or on data of its own, before that step."
+    )

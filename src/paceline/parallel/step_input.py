@@ -7,6 +7,7 @@ never other shards.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -30,6 +31,7 @@ def shard_sizes(num_samples: int, num_shards: int) -> tuple[int, ...]:
     return tuple(small + (shard < extra) for shard in range(min(num_shards, num_samples)))
 
 
+@functools.cache
 def shards_of_rank(rank: int, world_size: int, num_shards: int) -> tuple[int, int]:
     """The shards start … stop - 1 of `rank`; the number of shards per rank differs by at most one.
 

@@ -232,7 +232,7 @@ def describe_environment(world: World) -> dict[str, str]:
         "processor": model[1] if model else platform.processor() or platform.machine(),
         "threads per worker": str(torch.get_num_threads()),
         "backend": "none (one worker)" if world.group is None else torch.distributed.get_backend(world.group),
-        "started by": world.facts.started_by,
+        "started by": world.started_by,
     }
     if world.device.type == "cuda":
         facts["GPU"] = torch.cuda.get_device_name(world.device)

@@ -31,21 +31,12 @@ _REST_S = 2.0
 """The maximum wait for Gloo's threads at the end of a process."""
 
 
-@dataclass(frozen=True)
-class World:
-    """This worker among the others: its facts, its device, and the group of all (None in a world of one)."""
+@dataclass(frozen=True, kw_only=True)
+class World(env.WorkerFacts):
+    """This worker among the others: its device, and the group of all workers (None in a world of one)."""
 
-    facts: env.WorkerFacts
     device: torch.device
     group: dist.ProcessGroup | None
-
-    @property
-    def rank(self) -> int:
-        return self.facts.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.facts.world_size
 
 
 def join(facts: env.WorkerFacts, plan: Plan) -> World:
@@ -65,9 +56,9 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
                 f"there, but the environment says rank {facts.rank} of {facts.world_size}; call paceline.init before "
                 "init_process_group, or start both alike."
             )
-        return World(facts, device, dist.group.WORLD if facts.world_size > 1 else None)
+        return World(**vars(facts), device=device, group=dist.group.WORLD if facts.world_size > 1 else None)
     if facts.world_size == 1:
-        return World(facts, device, None)
+        return World(**vars(facts), device=device, group=None)
     timeout = timedelta(seconds=plan.timeout_s)
     with Heartbeat().inside(RENDEZVOUS):
         dist.init_process_group(
@@ -80,7 +71,7 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
         )
     begin_watch(facts, plan.timeout_s)
     atexit.register(leave)
-    return World(facts, device, dist.group.WORLD)
+    return World(**vars(facts), device=device, group=dist.group.WORLD)
 
 
 def leave() -> None:
