@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -492,6 +493,10 @@ def init(
     """
     facts = env.worker_facts()
     tell_failures(facts)
+    if not gc.get_freeze_count():
+        # What is loaded by now stays. Else the collector walks through it several times while the first optimizer loads
+        # torch's compiler, which takes a quarter longer then.
+        gc.freeze()
     job = (job or Job()).with_values(**values)
     strategy = strategy or env.text(env.STRATEGY) or "dp"
     parse_mesh(strategy)
