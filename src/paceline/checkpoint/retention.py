@@ -37,12 +37,9 @@ def known_checkpoints(storage: Storage) -> tuple[list[KnownCheckpoint], dict[str
 
 
 def wanted(known: Sequence[KnownCheckpoint], spec: CheckpointSpec) -> set[str]:
-    """The names of the checkpoints that the rules keep.
+    """The names of the checkpoints that the rules keep, of `known`, oldest first.
 
     The last `keep_last`; of every span of `keep_every_hours` hours the first; the best by `keep_best`.
-
-    Args:
-        known: oldest first.
     """
     keep = {one.name for one in known[-spec.keep_last :]}
     if spec.keep_every_hours is not None:
@@ -53,11 +50,8 @@ def wanted(known: Sequence[KnownCheckpoint], spec: CheckpointSpec) -> set[str]:
 
 
 def best_of(known: Sequence[KnownCheckpoint], spec: CheckpointSpec) -> str | None:
-    """The name of the best by `keep_best`, of equals the oldest: later ones have other weights, not evaluated yet.
-
-    Args:
-        known: oldest first.
-    """
+    """The name of the best by `keep_best` of `known`, oldest first; of equals the oldest: later ones have other weights,
+    not evaluated yet."""
     if spec.keep_best is None:
         return None
     values = [one.metrics.get(spec.keep_best, math.nan) for one in known]

@@ -6,6 +6,7 @@ Either may be absent.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import platform
@@ -89,12 +90,12 @@ def output_of(command: Sequence[str], timeout_s: float) -> str | None:
 
 
 def _cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines:
-            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    except OSError:
-        names = []
-    return names[0] if names else platform.machine()
+    with (
+        contextlib.suppress(OSError, StopIteration),
+        open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines,
+    ):
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return platform.machine()
 
 
 def only_visible(node: Node, allowed: list[str] | None) -> Node:
