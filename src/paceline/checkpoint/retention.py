@@ -50,8 +50,8 @@ def wanted(known: Sequence[KnownCheckpoint], spec: CheckpointSpec) -> set[str]:
 
 
 def best_of(known: Sequence[KnownCheckpoint], spec: CheckpointSpec) -> str | None:
-    """The name of the best by `keep_best` of `known`, oldest first; of equals the oldest: later ones have other weights,
-    not evaluated yet."""
+    """The name of the best by `keep_best` of `known`, oldest first; of equals the oldest: later ones have other
+    weights, not evaluated yet."""
     if spec.keep_best is None:
         return None
     values = [one.metrics.get(spec.keep_best, math.nan) for one in known]

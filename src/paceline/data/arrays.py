@@ -43,9 +43,8 @@ class ArraySet:
                 f"An array set has {len(self.inputs)} inputs and {len(self.targets)} targets; give each input one."
             )
         num_channels = [len(values or ()) for values in (self.mean, self.std)]
-        if (self.mean, self.std) != (None, None) and (
-            self.inputs.ndim != 4 or num_channels != 2 * [self.inputs.shape[1]]
-        ):
+        is_of_images = (self.mean, self.std, self.augment) != (None, None, None)
+        if is_of_images and (self.inputs.ndim != 4 or num_channels != 2 * [self.inputs.shape[1]]):
             raise DataError(
                 "An array set of images has inputs of shape (n, channels, height, width), not "
                 f"{self.inputs.shape}, and one mean and std per channel, not {num_channels}."
