@@ -7,7 +7,8 @@ once: backward adds to the vector in place, the sum over replicas replaces it, a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -43,7 +44,7 @@ class RunningSum:
         self._named = list(layout.module.named_parameters())
         self._trained: list[tuple[str, nn.Parameter]] = []
         self._buckets: list[_Bucket] = []
-        self._gradients: dict[Tensor, _Gradient] = {}
+        self._gradients: dict[nn.Parameter, _Gradient] = {}
         self._hooks: list[RemovableHandle] = []
         self._too_late = ""
 
@@ -82,14 +83,14 @@ class RunningSum:
         grouped = buckets(
             [*early, *late], lambda named: (named[1].dtype, local_shard(named[1]).nbytes), FIRST_BUCKET_BYTES
         )
-        self._buckets = [_Bucket(named, aggregator.links.device) for named in grouped]
+        self._buckets = [_Bucket(named, aggregator.links.device, self._layout.late_parameters) for named in grouped]
         self._gradients = {one.parameter: one for bucket in self._buckets for one in bucket.gradients}
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
-        for one in self._gradients.values():
-            one.is_late = one.name in self._layout.late_parameters
-            self._hooks.append(one.parameter.register_post_accumulate_grad_hook(partial(self._changed, one)))
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(partial(self._changed, one))
+            for parameter, one in self._gradients.items()
+        ]
 
     def forward_made(self, statistics: Tensor, *, is_last: bool) -> None:
         """After a shard's forward pass; `is_last`: of this step, so that all of this worker's statistics are known."""
@@ -121,7 +122,7 @@ class RunningSum:
         layout = self._layout
         if number or self._step.take_norms is None or not layout.measures_first_pass:
             return
-        unsent = [one.named for bucket in self._buckets[self._num_begun :] for one in bucket.gradients]
+        unsent = [named for bucket in self._buckets[self._num_begun :] for named in bucket.named]
         squares = [*self._squares, layout.local_squares(self._named if self._aggregator is None else unsent)]
         weight = layout.zero + (0.0 if loss is None else loss.weight) / layout.num_copies
         squared, weight = layout.sum_in_replica(torch.stack([torch.stack(squares).sum(), weight])).unbind()
@@ -140,7 +141,7 @@ class RunningSum:
         assert self._aggregator is not None
         bucket = self._buckets[self._num_begun]
         if self._step.take_norms is not None and self._noise is None and self._layout.measures_first_pass:
-            self._squares.append(self._layout.local_squares([one.named for one in bucket.gradients]))
+            self._squares.append(self._layout.local_squares(bucket.named))
         bucket.send(self._aggregator)
         self._num_begun += 1
 
@@ -206,33 +207,77 @@ class RunningSum:
         return len(replicas), sum(assignment.shard_sizes[shard] for shard in first_shards.values())
 
 
+@dataclass(eq=False)
+class _Gradient:
+    """The gradient of a parameter."""
+
+    name: str
+    parameter: nn.Parameter
+    bucket: _Bucket
+    place: Tensor
+    """Its part of the bucket, as real numbers."""
+    is_late: bool
+    """Whether it changes after the last backward pass."""
+    view: Tensor | None = None
+    """What `.grad` is during a step; None: what torch makes, where the bucket is on another device."""
+    is_awaited: bool = False
+    """Whether the step's last backward pass is under way."""
+    is_used: bool = False
+    """Whether a pass of this step has a gradient."""
+    num_changes: int = 0
+    """In the step's last backward pass."""
+    num_changes_before: int = 0
+    """In that of the step before."""
+
+    def whole(self) -> Tensor:
+        """What is in the bucket, as a gradient of the parameter."""
+        values = torch.view_as_complex(self.place) if self.parameter.is_complex() else self.place
+        return with_local(values.to(local_shard(self.parameter).device), self.parameter)
+
+
 class _Bucket:
     """Gradients that are summed together: slices of a flat vector."""
 
-    def __init__(self, named: Sequence[tuple[str, nn.Parameter]], device: torch.device) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], device: torch.device, late_parameters: Collection[str]
+    ) -> None:
         own = [_real(local_shard(parameter)) for _, parameter in named]
         length = sum(one.numel() for one in own)
         self._values = torch.zeros(length + len(named), dtype=own[0].dtype, device=device)
-        gradients, self._num_users = self._values.split([length, len(named)])
-        places = views(gradients, [dense_form(one) for one in own])
-        self.gradients = [_Gradient(self, *one, place) for one, place in zip(named, places, strict=True)]
+        values, self._num_users = self._values.split([length, len(named)])
+        places = views(values, [dense_form(one) for one in own])
+        self.gradients = [
+            _Gradient(name, parameter, self, place, name in late_parameters)
+            for (name, parameter), place in zip(named, places, strict=True)
+        ]
+        for one, part in zip(self.gradients, own, strict=True):
+            one.view = one.whole() if part.device == one.place.device else None
         self.num_missing = len(named)
         self.arrived: torch.futures.Future[Tensor] | None = None
         """Done when the sum has arrived; None: it has not begun."""
+
+    @property
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        return [(one.name, one.parameter) for one in self.gradients]
 
     def begin_step(self) -> None:
         """Have backward add to the vector."""
         self._values.zero_()
         self.num_missing = len(self.gradients)
         for one in self.gradients:
-            one.begin_step()
+            one.num_changes_before, one.num_changes = one.num_changes, 0
+            one.is_awaited, one.is_used = False, one.is_late
+            one.parameter.grad = one.view
 
     def send(self, aggregator: Aggregator) -> None:
         """Begin to sum the gradients."""
         self._num_users.fill_(1)
         for number, one in enumerate(self.gradients):
-            if not one.is_there():
+            if not one.is_used:
                 self._num_users[number] = 0
+            gradient = one.parameter.grad
+            if gradient is not one.view and gradient is not None:  # with create_graph backward puts another there
+                one.place.copy_(_real(local_shard(gradient)))
         self.arrived = aggregator.sum_bucket(self._values, [one.name for one in self.gradients])
 
     def wait(self) -> None:
@@ -249,49 +294,8 @@ class _Bucket:
         for number, one in enumerate(self.gradients):
             if not one.is_used:
                 num_users = num_users or self._num_users.tolist()
-            one.parameter.grad = one.whole() if one.is_used or num_users[number] else None
-
-
-class _Gradient:
-    """The gradient of a parameter, and its place in a bucket."""
-
-    def __init__(self, bucket: _Bucket, name: str, parameter: nn.Parameter, place: Tensor) -> None:
-        self.bucket, self.name, self.parameter = bucket, name, parameter
-        self.named = name, parameter
-        self.is_late = False
-        """Whether it changes after the last backward pass."""
-        self.is_awaited = False
-        """Whether the step's last backward pass is under way."""
-        self.is_used = False
-        """Whether a pass of this step has a gradient."""
-        self.num_changes = 0
-        """In the step's last backward pass."""
-        self.num_changes_before = 0
-        """In that of the step before."""
-        self._place = place
-        self._view: Tensor | None = None
-        """What `.grad` is during a step; None: what torch makes, on another device than the bucket's."""
-        if place.device == local_shard(parameter).device:
-            self._view = self.whole()
-
-    def begin_step(self) -> None:
-        self.num_changes_before, self.num_changes = self.num_changes, 0
-        self.is_awaited, self.is_used = False, self.is_late
-        self.parameter.grad = self._view
-
-    def is_there(self) -> bool:
-        """Whether this worker has a gradient, which is in the bucket then."""
-        gradient = self.parameter.grad
-        if gradient is not self._view and gradient is not None:  # with create_graph backward puts another in its place
-            self._place.copy_(_real(local_shard(gradient)))
-        return self.is_used
-
-    def whole(self) -> Tensor:
-        """What is in the bucket, as a gradient of the parameter."""
-        if self._view is not None:
-            return self._view
-        values = torch.view_as_complex(self._place) if self.parameter.is_complex() else self._place
-        return with_local(values.to(local_shard(self.parameter).device), self.parameter)
+            is_used = one.is_used or num_users[number]
+            one.parameter.grad = (one.whole() if one.view is None else one.view) if is_used else None
 
 
 def _real(tensor: Tensor) -> Tensor:
