@@ -433,16 +433,15 @@ def _messages(cuts: Sequence[CutTrace]) -> list[Message]:
     """What leaves each stage but the last in a step: vectors that are long enough for each of its micro-batches."""
     found: list[Message] = []
     for outputs, *others in zip(*(cut.crossing for cut in cuts), strict=True):
-        found.append({})
-        for output in outputs if others.count(outputs) == len(others) else []:
-            forms = [cut.form_of(output) for cut in cuts]
-            if len({(form.dtype, form.dim()) for form in forms}) == 1:
-                found[-1][output] = forms[0].dtype, max(form.numel() for form in forms)
-        if len(found[-1]) < len(outputs):
+        is_alike = others.count(outputs) == len(others)
+        forms = [[cut.form_of(output) for cut in cuts] for output in outputs] if is_alike else []
+        if not is_alike or any(len({(form.dtype, form.dim()) for form in of_output}) > 1 for of_output in forms):
             raise ModelError(
                 "The loss function calls the model in another way for some virtual shards of a batch than for others; "
                 "in a pipeline only the sizes of its inputs may differ."
             )
+        lengths = [(of_output[0].dtype, max(form.numel() for form in of_output)) for of_output in forms]
+        found.append(dict(zip(outputs, lengths, strict=True)))
     return found
 
 
