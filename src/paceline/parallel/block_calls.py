@@ -270,10 +270,9 @@ class Skeleton:
         self.model = copy_of_modules(model, zeros)
         self._training = {module: module.training for module in self.model.modules()}
         self.device = device
-        self._calls = BlockCalls()
-        self.blocks = blocks_of(self.model)
-        for path, block in self.blocks.items():
-            watch(block, path, self._calls)
+        self.calls = BlockCalls()
+        for path, block in blocks_of(self.model).items():
+            watch(block, path, self.calls)
 
     @torch.no_grad()
     def trace(self, call: ModelCall, *, training: bool) -> Trace:
@@ -293,7 +292,7 @@ class Skeleton:
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), buffers_kept(self.model), FlopCounterMode(display=False) as flops:
             tracer = _Tracer(self.model, self.device, flops)
-            with self._calls.observed_by(tracer.call), tracer:
+            with self.calls.observed_by(tracer.call), tracer:
                 output = self.model(*call.args, **call.kwargs)
             now = dict(self.model.named_buffers())
             changed = [name for name, one in before.items() if not torch.equal(now.get(name, one.new_empty(0)), one)]

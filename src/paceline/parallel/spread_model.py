@@ -22,7 +22,6 @@ from paceline.parallel.engine import Runner
 from paceline.parallel.initial_weights import align, broadcast, draw, is_on_meta
 from paceline.parallel.layout import Whole, squared_norm, statistics_dtype, sum_over
 from paceline.parallel.sharded import recompute, shard, sharded_modules
-from paceline.parallel.stage_modules import Absent
 from paceline.parallel.step_input import Assignment
 from paceline.parallel.tensor_plan import TensorPlan, apply_tensor_plan, described, tensor_plan_of
 from paceline.spec import Job, Mesh, Plan
@@ -300,7 +299,7 @@ def _shard(
     """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""
     mesh = axes.mesh
     if tensor_plan:
-        here = {name for name, module in stage.named_modules() if not isinstance(module, Absent)}
+        here = {name for name, module in stage.named_modules() if any(True for _ in module.parameters())}
         own = {name: style for name, style in tensor_plan.items() if name in here}
         apply_tensor_plan(stage, axes.device_mesh["tp"], own)
     if plan.recompute:

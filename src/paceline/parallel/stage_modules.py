@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
@@ -184,53 +184,11 @@ class StagePass:
         )
 
 
-class Absent(nn.Module):
-    """Stands where a block of another stage is in the model."""
-
-    def __init__(self, path: str, skeleton: nn.Module, calls: BlockCalls, held: Mapping[str, nn.Parameter]) -> None:
-        """
-        Args:
-            skeleton: has the block's attributes, such as its configuration.
-            held: the parameters of the block that the model uses outside of it.
-        """
-        super().__init__()
-        for first in dict.fromkeys(name.partition(".")[0] for name in held):
-            if first in held:
-                self.register_parameter(first, held[first])
-            else:
-                inner = Absent(f"{path}.{first}", getattr(skeleton, first), calls, _inside(first, held))
-                self.add_module(first, inner)
-        self._block = path, skeleton, calls  # last: it has attributes of the same names
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        path, _, calls = self._block
-        return calls.call(path, self.forward, args, kwargs)
-
-    def forward(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise ModelError(
-            f"'{self._block[0]}' is used in another stage than in training, or in evaluation alone; cut the model "
-            "elsewhere (pipeline.cuts), or choose another strategy."
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "_block" not in vars(self):
-                raise
-            return getattr(vars(self)["_block"][1], name)
-
-
-def _inside(path: str, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """The parameters below a path, by their names from there."""
-    return {name.removeprefix(f"{path}."): one for name, one in parameters.items() if name.startswith(f"{path}.")}
-
-
 @dataclass(frozen=True)
 class Held:
     """What a stage holds of a model."""
 
-    paths: Collection[str]
+    paths: Set[str]
     """Its blocks."""
     between: Mapping[str, nn.Parameter]
     """Parameters that it uses outside of blocks, by name."""
@@ -238,34 +196,40 @@ class Held:
     """These, and those of the blocks."""
 
     @classmethod
-    def of(cls, model: nn.Module, paths: Collection[str], names: Collection[str]) -> Self:
+    def of(cls, model: nn.Module, paths: Set[str], names: Collection[str]) -> Self:
         blocks = blocks_of(model)
         between = {name: model.get_parameter(name) for name in names}
         of_blocks = {parameter for path in paths for parameter in blocks[path].parameters()}
         return cls(paths, between, of_blocks | {*between.values()})
 
 
-def stage_module(model: nn.Module, skeleton: Skeleton, held: Held, calls: BlockCalls) -> nn.Module:
-    """A stage as a copy of the model with the same blocks and parameters, under their names; of others it has none.
+def stage_module(model: nn.Module, skeleton: Skeleton, held: Held) -> nn.Module:
+    """A stage as a copy of the model with the same blocks and parameters, under their names.
 
-    Its forward method is called with a `StagePass` and what arrives.
+    Blocks of other stages are the skeleton's: they have a block's attributes, such as its configuration, and neither
+    parameters nor buffers, but for parameters that the model uses outside of them. Its forward method is called with a
+    `StagePass` and what arrives.
     """
     blocks = blocks_of(model)
-    absent = {
-        path: Absent(path, block, calls, _inside(path, held.between))
-        for path, block in skeleton.blocks.items()
-        if path not in held.paths
-    }
-    replaced: dict[int, Any] = {id(one): one for one in (*model.parameters(), *model.buffers())}
-    replaced |= {id(block): absent.get(path, block) for path, block in blocks.items()}
+    absent = {path: block for path, block in blocks_of(skeleton.model).items() if path not in held.paths}
+    between = {id(skeleton.model.get_parameter(name)): parameter for name, parameter in held.between.items()}
+    replaced: dict[int, Any] = {id(one): one for one in (*model.parameters(), *model.buffers(), skeleton.calls)}
+    replaced |= {id(one): between.get(id(one), one) for one in skeleton.model.parameters()}
+    replaced |= {id(block): block for block in blocks.values()}
+    replaced |= {id(blocks[path]): copy_of_modules(block, replaced) for path, block in absent.items()}
     stage = copy_of_modules(model, replaced)
     for module in set(stage.modules()) - {module for path in held.paths for module in blocks[path].modules()}:
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in held.parameters:
                 delattr(module, name)
                 setattr(module, name, _nothing_like(parameter, skeleton.device))
+    for path in absent:
+        for module in stage.get_submodule(path).modules():
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                delattr(module, name)
+                setattr(module, name, buffer)
     forward = stage.forward
-    stage.forward = lambda stage_pass, *arrived: stage_pass.run(calls, forward, arrived)
+    stage.forward = lambda stage_pass, *arrived: stage_pass.run(skeleton.calls, forward, arrived)
     return stage
 
 

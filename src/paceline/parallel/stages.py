@@ -28,7 +28,7 @@ from torch.distributed.pipelining.schedules import (
 
 from paceline.containers import local_shard, open_object, tensors
 from paceline.errors import JobError, ModelError
-from paceline.parallel.block_calls import BlockCalls, ModelCall, Output, Skeleton, Trace, watch
+from paceline.parallel.block_calls import ModelCall, Output, Skeleton, Trace, watch
 from paceline.parallel.blocks import blocks_of
 from paceline.parallel.engine import Reducer
 from paceline.parallel.layout import Whole
@@ -86,18 +86,17 @@ class Pipeline:
             f"the model is cut into {self.num_stages} stages on {self._num_workers} workers, before "
             + ", ".join(self.cuts),
         )
-        self._calls = BlockCalls()
         self._cut_traces: dict[Hashable, CutTrace] = {}
-        held = _held(model, CutTrace.of(trace, self.cuts), self.num_stages)
+        held = self._held = _held(model, CutTrace.of(trace, self.cuts), self.num_stages)
         own = [number for number in range(self.num_stages) if self._owner(number) == self._rank]
-        self._stages = {number: stage_module(model, self._skeleton, held[number], self._calls) for number in own}
+        self._stages = {number: stage_module(model, self._skeleton, held[number]) for number in own}
         self.stages = [*self._stages.values()]
         """This worker's stages, in their order: each is called with a `StagePass` and what arrives."""
         own_paths = {path for number in own for path in held[number].paths}
         self.blocks = {path: block for path, block in blocks_of(model).items() if path in own_paths}
         """This worker's blocks, by path in the model."""
         for path, block in self.blocks.items():
-            watch(block, path, self._calls)
+            watch(block, path, self._skeleton.calls)
         stages_of = {one: [n for n, stage in enumerate(held) if one in stage.parameters] for one in model.parameters()}
         self.stages_that_share = {
             name: tuple(stages_of[one]) for name, one in model.named_parameters() if len(stages_of[one]) > 1
@@ -275,7 +274,7 @@ class Pipeline:
             cut = CutTrace.of(self._skeleton.trace(call, training=self.module.training), self.cuts)
             for number, stage in self._stages.items():
                 names = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
-                if missing := cut.parameters(number) - names:
+                if missing := (cut.parameters(number) - names) | (cut.paths(number) - self._held[number].paths):
                     raise ModelError(
                         f"A call of the model uses '{missing.pop()}' in another stage than in training, or in "
                         "evaluation alone; cut the model elsewhere (pipeline.cuts), or choose another strategy."
