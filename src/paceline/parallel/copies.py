@@ -1,15 +1,12 @@
 """`dp_one_process`: one process drives several devices, as textbooks describe data parallelism.
 
 Every step: copy the parameters from the first device, scatter the batch, compute forward and backward on every device,
-gather the losses, and sum the gradients on the first device, which alone updates. The devices are given their work in
-turn, since the random generators of the host, which are seeded for every virtual shard, belong to the process; GPUs
-still compute side by side, as far as the host does not wait for them. (Zhang et al., "Dive into Deep Learning", section
-13.5; torch's `nn.DataParallel` differs in that it gathers outputs, so that one device computes all of the loss, and in
-that it refuses CPU.)
+and sum losses and gradients on the first device, which alone updates. (Zhang et al., "Dive into Deep Learning", section
+13.5; torch's `nn.DataParallel` gathers outputs instead, so that one device computes all of the loss, and refuses CPUs.)
 
-Prefer a process for each device. Here one Python interpreter launches the kernels of all devices; every step copies all
-parameters to every device; and the first device holds the gradients, and the optimizer's state, of all, while nothing
-that travels hides behind computing.
+The devices are given their work in turn, since the random generators of the host, which are seeded for every virtual
+shard, belong to the process; GPUs still compute side by side, as far as the host does not wait for them. Prefer a
+process for each device, in which what travels hides behind computing.
 """
 
 from __future__ import annotations
