@@ -158,6 +158,32 @@ def test_complex_weights_learn_the_same_on_any_number_of_workers() -> None:
     assert all(found == pytest.approx(alone, rel=1e-5) for found in run_ranks(_complex_weights, 2))
 
 
+def _places_of_gradients() -> tuple[int, int, bool]:
+    """How many places gradients of one layer had in all passes and steps, and all gradients after a step; and whether a
+    parameter that nobody uses has none."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+    seen: set[int] = set()
+
+    def squares(model: nn.Module, batch: Any) -> Any:
+        if (gradient := model.get_parameter("0.weight").grad) is not None:
+            seen.add(gradient.data_ptr())
+        return _squares(model, batch)
+
+    with _init() as run:
+        run.prepare(model, _sgd(model.parameters()))
+        for batch in run.batches(_pairs(24)):
+            run.step(batch, squares)
+            gradients = [one.grad for one in model.parameters() if one.grad is not None]
+            seen.add(gradients[0].data_ptr())
+    return len(seen), len({one.untyped_storage().data_ptr() for one in gradients}), model.unused.grad is None
+
+
+def test_gradients_of_replicas_exist_once_in_the_vector_that_is_sent() -> None:
+    assert run_ranks(_places_of_gradients, 2) == [(1, 1, True)] * 2
+
+
 def _beside_the_optimizer(parity: str) -> list[Any]:
     """Train one of two layers: the other gets gradients, which count in the norm, and no update."""
     torch.manual_seed(0)
