@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,14 +61,21 @@ def audit(passes: Passes, step: StepInput, group: dist.ProcessGroup | None, *, h
     batch = Batch((samples if is_shared else step.batch.shards[0],), (sizes[shard],))
     alone = replace(step, assignment=Assignment(sizes, ((shard, shard + 1),), rank=0), batch=batch)
     with nullcontext() if is_shared or has_samples else standing_in(passes.model):  # others may wait in its layers
-        (loss,), gradients = compute_again(passes, alone, [shard], has_gradients=has_gradients and is_shared)
+        norms: list[Any] = [0.0 for _ in passes.model.parameters()] if has_gradients and is_shared else []
+
+        def note(place: int, parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            norms[place] = norms[place] + norm_of(parameter.grad)
+            parameter.grad = None  # at once, so that there is memory for one and no more
+
+        (loss,), _ = compute_again(passes, alone, [shard], has_gradients=bool(norms), on_gradient=note)
     knows_first = has_samples and step.assignment.own[0] == shard
     numbers = [
         passes.first_loss if knows_first else math.nan,
         loss.mean.detach() if is_shared or has_samples else math.nan,
     ]
-    norms = [0.0 if one is None else norm_of(one) / loss.weight for one in gradients]
-    everyone = all_gather_objects([str(float(number)) for number in (*numbers, *norms)], group)
+    numbers += [norm / loss.weight for norm in norms]
+    everyone = all_gather_objects([str(float(number)) for number in numbers], group)
     _compare([[float(number) for number in one] for one in everyone], tolerance_of(passes.model, step), is_shared)
 
 
@@ -92,10 +100,18 @@ def _compare(everyone: Sequence[Sequence[float]], tolerance: float, is_shared: b
 
 
 def compute_again(
-    passes: Passes, step: StepInput, shards: Iterable[int], *, has_gradients: bool = True
+    passes: Passes,
+    step: StepInput,
+    shards: Iterable[int],
+    *,
+    has_gradients: bool = True,
+    on_gradient: Callable[[int, Tensor], None] | None = None,
 ) -> tuple[list[ShardLoss], list[Tensor | None]]:
     """The losses of some shards; and the gradients of their weighted sum for all parameters, none without
     `has_gradients`. Gradients and buffers are afterwards as before.
+
+    Args:
+        on_gradient: called with the place of a parameter, and the parameter, whenever it gets a gradient.
 
     Raises:
         ModelError: the loss function left a gradient: it calls `backward` itself.
@@ -114,8 +130,13 @@ def compute_again(
                     raise ModelError(
                         "The loss function calls backward() itself; return the loss, run.step calls backward."
                     )
-                if has_gradients:
-                    loss.weighted.backward()
+                with ExitStack() as hooks:
+                    for place, one in enumerate(parameters):
+                        if has_gradients and on_gradient is not None and one.requires_grad:
+                            hook = partial(on_gradient, place)
+                            hooks.enter_context(one.register_post_accumulate_grad_hook(hook))
+                    if has_gradients:
+                        loss.weighted.backward()
                 losses.append(loss)
             return losses, [parameter.grad for parameter in parameters] if has_gradients else []
         finally:
