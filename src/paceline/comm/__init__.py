@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from paceline.comm.aggregator import Aggregator, Algorithm, all_reduce
 from paceline.comm.hierarchical import hierarchical
-from paceline.comm.links import Links, open_links
+from paceline.comm.links import WIRE_FORMATS, Links, open_links
 from paceline.comm.parameter_server import all_to_one, parameter_server, parameter_server_two_level
 from paceline.comm.ring import ring
 from paceline.comm.scheduler import Scheduler
 from paceline.comm.tree_exact import tree_exact
-from paceline.comm.wire import WIRE_FORMATS
 
 ALGORITHMS: dict[str, Algorithm] = {
     "all_reduce": all_reduce,

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paceline.comm.links import Links
+from paceline.comm.links import FLOAT32, Links
 from paceline.comm.parameter_server import sum_at_servers
 from paceline.comm.scheduler import Scheduler
-from paceline.comm.wire import FLOAT32
 
 Algorithm = Callable[[Tensor, Links], None]
 """Sums a vector (1-D, contiguous, float32 or float64) over all workers, in place; called by all of them alike."""
