@@ -116,8 +116,7 @@ def hold_folder(folder: Path, name: str = RUN_LOCK) -> Iterator[None]:
     path = folder.resolve() / name
     if path in _held:
         raise LaunchError(f"{folder} is in use by another run of this process; end that first, or choose another one.")
-    with open(os.open(path, os.O_RDWR | os.O_CREAT, run_file_mode()), "r+", encoding="utf-8") as file:
-        _lock(file, path.parent)
+    with _locked(path) as file:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
         file.flush()
@@ -126,19 +125,28 @@ def hold_folder(folder: Path, name: str = RUN_LOCK) -> Iterator[None]:
             yield
         finally:
             _held.remove(path)
+            with contextlib.suppress(OSError):  # an exception of the block counts more
+                path.unlink()
 
 
-def _lock(file: IO[str], folder: Path) -> None:
+def _locked(path: Path) -> IO[str]:
     deadline = time.monotonic() + _PATIENCE_S
     while True:
+        file = open(os.open(path, os.O_RDWR | os.O_CREAT, run_file_mode()), "r+", encoding="utf-8")  # noqa: SIM115
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
         except (BlockingIOError, PermissionError):  # another process has locked it, maybe one that was just killed
-            if time.monotonic() >= deadline:
-                file.seek(0)
+            with file:
                 holder = file.read(1000) or "another run"
-                raise LaunchError(f"{folder} is in use by {holder}; wait for its end, or choose another.") from None
+            if time.monotonic() >= deadline:
+                raise LaunchError(
+                    f"{path.parent} is in use by {holder}; wait for its end, or choose another folder."
+                ) from None
+            time.sleep(0.05)
+            continue
         except OSError:  # no locks in this file system
-            return
-        time.sleep(0.05)
+            return file
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()  # whoever had locked it has just removed it
