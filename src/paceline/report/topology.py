@@ -162,10 +162,8 @@ def _matrices(node: Node, width: int, ring: Sequence[int]) -> list[RenderableTyp
         link = node.link(row, column)
         if row == column or link is None:
             return Text("X" if row == column else NOTHING, style="dim")
-        style = _STYLES[label_class(link.label)]
-        return (
-            Text(f"{link.label}{RING_MARK}", f"{style} reverse") if {row, column} in hops else Text(link.label, style)
-        )
+        mark = RING_MARK if {row, column} in hops else ""
+        return Text(f"{link.label}{mark}", style=_STYLES[label_class(link.label)])
 
     widest = max(map(len, (*columns, *(f"{link.label}{RING_MARK}" for link in node.links)))) + 2
     per_table = max(1, (width - widest) // widest)
@@ -193,19 +191,15 @@ def choice_lines(choice: DeviceChoice) -> list[str]:
     if not choice.is_exact:
         lines.append("This ring was found by improving step by step, not by trying all: a better one may exist.")
     naive_s, best_s = naive.all_reduce_s(NAIVE_SIZE_BYTES), ring.all_reduce_s(NAIVE_SIZE_BYTES)
-    cost = ""
-    if naive_s and best_s:
-        cost = (
-            f" and would all_reduce 1 GB in {duration(naive_s)} instead of {duration(best_s)}, "
-            f"{times(naive_s / best_s)} the time"
-        )
     if len(ring.devices) > 1 and naive.devices == ring.devices:
         lines.append("A naive choice, the first ones in the order of their ids, is the same.")
     elif len(ring.devices) > 1:
-        lines.append(
-            f"A naive choice, {device_words(naive.devices)} in this order, has {link_text(naive.bottleneck)} as its "
-            f"slowest link{cost}."
-        )
+        said = f"A naive choice, {device_words(naive.devices)} in this order, has {link_text(naive.bottleneck)} as its "
+        said += "slowest link"
+        if naive_s and best_s:
+            said += f" and would all_reduce 1 GB in {duration(naive_s)} instead of {duration(best_s)}, "
+            said += f"{times(naive_s / best_s)} the time"
+        lines.append(f"{said}.")
     return [*lines, " ".join(f"{name}={value}" for name, value in visible_devices(ring.devices).items())]
 
 

@@ -13,15 +13,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from paceline.report.page import render
-from paceline.report.topology import (
-    device_words,
-    label_class,
-    legend,
-    link_text,
-    num_nvlinks,
-    ring_words,
-    title,
-)
+from paceline.report.topology import device_words, label_class, legend, link_text, num_nvlinks, ring_words, title
 from paceline.spec import Device, Link, Node, Peripheral
 
 Point = tuple[float, float]

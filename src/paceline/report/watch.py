@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -31,16 +31,14 @@ _TAIL_BYTES = 1 << 20
 _MOST_EVENTS = 8
 
 
-State = Literal["starting", "training", "finished", "failed", "silent"]
-
-
 @dataclass(frozen=True)
 class WatchedRun:
     """One run, as it is now."""
 
     name: str
     """The name of its folder."""
-    state: State
+    state: str
+    """ "starting", "training", "finished", "failed" or "silent"."""
     sentence: str
     """What to know about it first."""
     job: Mapping[str, str]
@@ -115,7 +113,7 @@ def _events(
 
 def _state(
     record: Mapping[str, Any], failure: Mapping[str, Any], has_trained: bool, silent_s: float
-) -> tuple[State, str]:
+) -> tuple[str, str]:
     if failure:
         return "failed", str(failure.get("sentence", "The run has failed."))
     if record:
