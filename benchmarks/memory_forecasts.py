@@ -107,11 +107,23 @@ class Held:
 
 
 def peak_bytes(trace: Path) -> int:
-    """The most that torch's allocator has given out at once since "measured" began, from a profiler's trace."""
-    events = json.loads(trace.read_text())["traceEvents"]
-    began = min(event["ts"] for event in events if event["name"] == "measured")
-    later = [event["args"] for event in events if event["name"] == "[memory]" and event["ts"] >= began]
-    return max(int(memory["Total Allocated"]) for memory in later)
+    """The most that torch's allocator has given out at once since "measured" began, from a profiler's trace.
+
+    What was there before the trace does not count.
+    """
+    events = sorted(json.loads(trace.read_text())["traceEvents"], key=lambda event: event.get("ts", 0))
+    began = next(event["ts"] for event in events if event["name"] == "measured")
+    held: dict[int, int] = {}
+    total = peak = 0
+    for event in events:
+        if event["name"] != "[memory]":
+            continue
+        address, size = event["args"]["Addr"], int(event["args"]["Bytes"])
+        if size > 0:
+            held[address] = size
+        total += size if size > 0 else -held.pop(address, 0)
+        peak = max(peak, total) if event["ts"] >= began else 0
+    return peak
 
 
 def sample(case: Case, num_samples: int) -> Tensor:
