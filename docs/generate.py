@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any, get_args, get_type_hints
-
-import typer
+from typing import get_args, get_type_hints
 
 import paceline
-from paceline.cli import command_line
+from paceline.cli.commands import COMMANDS
+from paceline.cli.options import parser_of
 from paceline.workflows import catalog
 
 
@@ -28,7 +26,7 @@ def write_pages(folder: Path) -> None:
 
 def job_keys() -> str:
     """Every key of a job file, a table for each of its tables."""
-    tables: dict[str, list[catalog.JobKey]] = {}
+    tables: dict[str, list[catalog.CatalogEntry]] = {}
     for key in catalog.job_keys():
         table, _, _ = key.name.rpartition(".")
         tables.setdefault(table, []).append(key)
@@ -49,37 +47,10 @@ def job_keys() -> str:
 
 def commands() -> str:
     """Every command with its arguments and options, in the order of `paceline --help`."""
-    lines = ["# Commands", "", "`paceline COMMAND --help` prints the same.", ""]
-    root = typer.main.get_command(command_line())
-    for words, command in _commands(root, ("paceline",)):
-        lines += [f"## {' '.join(words)}", "", str(command.help or "").partition("\f")[0].strip(), ""]
-        rows = [_option_row(parameter) for parameter in command.params if not getattr(parameter, "hidden", False)]
-        rows = [row for row in rows if row]
-        if rows:
-            lines += ["| argument or option | default | meaning |", "|---|---|---|", *rows, ""]
+    lines = ["# Commands", "", "What `paceline COMMAND --help` prints.", ""]
+    for name, command in COMMANDS.items():
+        lines += [f"## paceline {name}", "", "```text", parser_of(name, command).format_help().rstrip(), "```", ""]
     return "\n".join(lines)
-
-
-def _commands(group: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    for name in group.list_commands(None):
-        command = group.commands[name]
-        if command.hidden:
-            continue
-        if hasattr(command, "commands"):
-            yield from _commands(command, (*words, name))
-        else:
-            yield (*words, name), command
-
-
-def _option_row(parameter: Any) -> str:
-    if parameter.name == "help":
-        return ""
-    is_argument = parameter.param_type_name == "argument"
-    names = parameter.metavar or parameter.name.upper() if is_argument else ", ".join(parameter.opts)
-    default = parameter.default
-    shown = "" if callable(default) or default in (None, False, (), ...) else str(default)
-    meaning = getattr(parameter, "help", "") or ""
-    return f"| `{names}` | {_code(shown)} | {_cell(meaning)} |"
 
 
 def python_api() -> str:

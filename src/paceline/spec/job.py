@@ -33,7 +33,7 @@ Mode = Literal["auto", "min", "max"]
 JOB_FILE = "job.json"
 """The job, in a run folder."""
 
-TRACKER_NAMES = ("tensorboard", "wandb", "mlflow")
+TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 """Where measured values can be logged besides the run folder."""
 MOST_SAMPLES = 2**31 - 1
 """In a global batch, or a pass over it."""

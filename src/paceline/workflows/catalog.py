@@ -15,34 +15,25 @@ from paceline.errors import JobError
 from paceline.spec import Job
 from paceline.spec.codec import Bounds
 from paceline.spec.job import load_job
-from paceline.words import number_of
 from paceline.workflows.jobs import RECIPES
 
 _KIND_WORDS: Mapping[Any, str] = {bool: "true or false", int: "whole number", float: "number", str: "text"}
 
 
 @dataclass(frozen=True)
-class JobKey:
-    """A key of a job file."""
-
-    name: str
-    """The key with its table, such as "optim.lr"."""
-    values: str
-    """What it can be."""
-    default: str
-    """The default value in TOML; empty for a key that is left out by default."""
-    meaning: str
-
-
-@dataclass(frozen=True)
 class CatalogEntry:
-    """A recipe, model or data set, and what it is."""
+    """A recipe, model or data set, or a key of a job file."""
 
     name: str
+    """Of a key with its table, such as "optim.lr"."""
     meaning: str
+    values: str = ""
+    """What a key can be."""
+    default: str = ""
+    """The default value of a key in TOML; empty for one that is left out by default."""
 
 
-def job_keys(prefix: str = "") -> list[JobKey]:
+def job_keys(prefix: str = "") -> list[CatalogEntry]:
     """The keys of a job file, in the order of their declaration, tables last.
 
     Example: `paceline.catalog.job_keys("optim.")`.
@@ -53,8 +44,7 @@ def job_keys(prefix: str = "") -> list[JobKey]:
     Raises:
         JobError: no key begins with `prefix`.
     """
-    found = list(_keys_of(Job, ""))
-    found.sort(key=lambda key: "." in key.name)  # a TOML file has its tables last too
+    found = sorted(_keys_of(Job, ""), key=lambda key: "." in key.name)  # a TOML file has its tables last too
     found = [key for key in found if key.name.startswith(prefix)]
     if not found:
         raise JobError(f"No key of a job begins with '{prefix}'; leave it out to see all keys.")
@@ -69,13 +59,9 @@ def recipes() -> list[CatalogEntry]:
     Raises:
         JobError: never on a complete installation.
     """
-    entries = []
-    for name, file in RECIPES.items():
-        job = load_job(file)
-        epochs = number_of(job.epochs, "epoch")
-        meaning = f"{job.model.name} on {job.data.name}, {epochs}, global batch {job.global_batch_size}"
-        entries.append(CatalogEntry(name, meaning))
-    return entries
+    jobs = {name: load_job(file) for name, file in RECIPES.items()}
+    meaning = "{0.model.name} on {0.data.name}, epochs = {0.epochs}, global_batch_size = {0.global_batch_size}"
+    return [CatalogEntry(name, meaning.format(job)) for name, job in jobs.items()]
 
 
 def models() -> list[CatalogEntry]:
@@ -88,10 +74,14 @@ def models() -> list[CatalogEntry]:
     """
     from paceline.models import MODELS  # loads torch
 
-    return [
-        CatalogEntry(name, f"{_first_sentence(build)} Options: {', '.join(_parameters(build))}.")
-        for name, build in MODELS.items()
-    ]
+    entries = []
+    for name, build in MODELS.items():
+        options = [
+            one.name if one.default is one.empty else f"{one.name} = {json.dumps(one.default)}"
+            for one in inspect.signature(build).parameters.values()
+        ]
+        entries.append(CatalogEntry(name, f"{_first_sentence(build)} Options: {', '.join(options)}."))
+    return entries
 
 
 def data_sets() -> list[CatalogEntry]:
@@ -107,23 +97,20 @@ def data_sets() -> list[CatalogEntry]:
     return [CatalogEntry(name, _first_sentence(load)) for name, load in SOURCES.items()]
 
 
-def _keys_of(table: type, prefix: str, *, is_left_out: bool = False) -> Iterator[JobKey]:
+def _keys_of(table: type, prefix: str, *, is_left_out: bool = False) -> Iterator[CatalogEntry]:
     """The keys of a table; `is_left_out`: the whole table is, by default, and so its keys have no default either."""
-    hints, meanings = get_type_hints(table, include_extras=True), field_meanings(table)
+    kinds, meanings = get_type_hints(table, include_extras=True), field_meanings(table)
     for field in dataclasses.fields(table):
-        kind, name = hints[field.name], f"{prefix}{field.name}"
+        kind, name = kinds[field.name], f"{prefix}{field.name}"
         nested = [one for one in (kind, *get_args(kind)) if isinstance(one, type) and dataclasses.is_dataclass(one)]
         if nested and get_origin(kind) is not tuple:
             yield from _keys_of(nested[0], f"{name}.", is_left_out=is_left_out or field.default is None)
             continue
-        default: Any = None
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        elif field.default is not dataclasses.MISSING:
-            default = field.default
+        default = None if field.default is dataclasses.MISSING else field.default
+        default = default if field.default_factory is dataclasses.MISSING else field.default_factory()
         values = ", ".join([_values(kind), *_bounds(kind)])
         shown = "" if default is None or is_left_out else json.dumps(default)
-        yield JobKey(name, values, shown, meanings[field.name])
+        yield CatalogEntry(name, meanings[field.name], values, shown)
 
 
 def field_meanings(table: type) -> dict[str, str]:
@@ -161,12 +148,6 @@ def _bounds(kind: Any) -> list[str]:
         limits = {text: getattr(kind, name) for name, text in words.items()}
         return [text.format(limit) for text, limit in limits.items() if abs(limit) < 2**20]
     return next(filter(None, map(_bounds, get_args(kind))), [])
-
-
-def _parameters(build: Callable[..., Any]) -> list[str]:
-    required = inspect.Parameter.empty
-    parameters = inspect.signature(build).parameters.values()
-    return [one.name if one.default is required else f"{one.name} = {json.dumps(one.default)}" for one in parameters]
 
 
 def _first_sentence(build: Callable[..., Any]) -> str:

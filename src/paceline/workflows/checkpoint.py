@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.checkpoint.retention import Pruning
     from paceline.checkpoint.storage import Storage
 
-__all__ = ["CheckpointList", "CheckpointState", "ExportedWeights", "export", "ls", "prune", "verify"]
+__all__ = ["CheckpointState", "export", "ls", "prune", "verify"]
 
 
 @dataclass(frozen=True)
@@ -37,29 +36,11 @@ class CheckpointState:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class CheckpointList:
-    """The checkpoints in a storage, oldest first."""
-
-    address: str
-    states: tuple[CheckpointState, ...]
-
-
-@dataclass(frozen=True)
-class ExportedWeights:
-    """The checkpoint whose weights were written."""
-
-    name: str
-    address: str
-    """The storage it lies in."""
-    step: int
-
-
 @checked
-def ls(place: str | Path) -> CheckpointList:
+def ls(place: str | Path) -> tuple[CheckpointState, ...]:
     """The checkpoints of a run, oldest first, by what their manifests say; only `verify` reads them.
 
-    Example: `paceline.checkpoint.ls("runs/mine").states[-1].step`.
+    Example: `paceline.checkpoint.ls("runs/mine")[-1].step`.
 
     Args:
         place: a run folder, a folder of checkpoints, one checkpoint, or an address such as s3://…
@@ -67,8 +48,8 @@ def ls(place: str | Path) -> CheckpointList:
     Raises:
         CheckpointError: there are none, or the storage fails.
     """
-    with open_checkpoints(place) as (storage, names):
-        return CheckpointList(storage.address, tuple(_state(storage, name) for name in names))
+    with _opened(place) as (storage, names):
+        return tuple(_state(storage, name) for name in names)
 
 
 @checked
@@ -85,7 +66,7 @@ def verify(place: str | Path, on_each: Callable[[CheckpointState], None] | None 
         CheckpointError: there are none, or the storage fails.
     """
     states = []
-    with open_checkpoints(place) as (storage, names):
+    with _opened(place) as (storage, names):
         for name in names:
             states.append(_state(storage, name, is_verified=True))
             if on_each is not None:
@@ -124,14 +105,16 @@ def prune(
 
     rules = {"keep_last": keep_last, "keep_every_hours": keep_every_hours, "keep_best": keep_best}
     spec = from_mapping(CheckpointSpec, rules)
-    with open_checkpoints(place) as (storage, names):
-        if keep_best is not None:
-            _check_metric(storage, names, keep_best)
+    with _opened(place) as (storage, names):
+        metrics = {metric for name in names for metric in _state(storage, name).metrics}
+        if keep_best is not None and keep_best not in metrics:
+            known = f"they have {', '.join(sorted(metrics))}" if metrics else "they have no metrics"
+            raise JobError(f"keep_best = {shown(keep_best)}: no checkpoint in {storage.address} has it; {known}.")
         return retention.prune(storage, spec, dry_run=dry_run)
 
 
 @checked
-def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, say: Say = silent) -> ExportedWeights:
+def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, say: Say = silent) -> CheckpointState:
     """Write the model of a checkpoint into one safetensors file, under plain state_dict names.
 
     Example: `paceline.checkpoint.export("runs/mine", "model.safetensors")`.
@@ -141,6 +124,9 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
         target: the file, such as model.safetensors.
         force: replace the file if there is one.
         say: receives messages about newer checkpoints that cannot be used.
+
+    Returns:
+        The checkpoint whose weights were written.
 
     Raises:
         CheckpointError: there is none that can be used, the file is there already, or a storage fails.
@@ -153,25 +139,22 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
         beside = Storage(folder)
         if not force and file in beside.names():
             raise CheckpointError(f"{target} is there already; choose another name, or replace it with force = True.")
-    problems: list[str] = []
-    with open_checkpoints(checkpoint) as (storage, names):
+    with _opened(checkpoint) as (storage, names):
         for name in reversed(names):
             try:
-                manifest, weights = read_weights(storage, name)
+                _, weights = read_weights(storage, name)
                 break
             except CheckpointError as problem:
-                problems.append(f"The checkpoint {name} in {storage.address} cannot be used: {problem}.")
+                say(f"The checkpoint {name} in {storage.address} cannot be used: {problem}.")
         else:
-            raise CheckpointError(problems[0])
-    for sentence in problems:
-        say(sentence)
-    with file_problems(f"{target} cannot be written", CheckpointError):
-        save_weights(weights, beside, file)
-    return ExportedWeights(name, storage.address, manifest.step)
+            raise CheckpointError(f"There is no checkpoint in {storage.address} that can be used.")
+        with file_problems(f"{target} cannot be written", CheckpointError):
+            save_weights(weights, beside, file)
+        return _state(storage, name)
 
 
 @contextlib.contextmanager
-def open_checkpoints(place: Path | str) -> Iterator[tuple[Storage, list[str]]]:
+def _opened(place: Path | str) -> Iterator[tuple[Storage, list[str]]]:
     """The storage that is meant by a run folder, a folder of checkpoints or one checkpoint, as a path or an address;
     and the checkpoints there, complete or not, oldest first, or the one.
 
@@ -186,12 +169,11 @@ def open_checkpoints(place: Path | str) -> Iterator[tuple[Storage, list[str]]]:
         content = storage.names()
         if MANIFEST_FILE in content:
             folder, name = _split(str(place))
-            storage, names = Storage(folder), [name]
-        else:
-            names = list(storage.checkpoints())
-            if not names and f"{IN_RUN_FOLDER}/" in content:
-                storage = Storage(f"{storage.address.rstrip('/')}/{IN_RUN_FOLDER}")
-                names = list(storage.checkpoints())
+            yield Storage(folder), [name]
+            return
+        if f"{IN_RUN_FOLDER}/" in content:
+            storage = Storage(f"{storage.address.rstrip('/')}/{IN_RUN_FOLDER}")
+        names = list(storage.checkpoints())
         if not names:
             raise CheckpointError(f"There is no checkpoint in '{storage.address}'.")
         yield storage, names
@@ -202,16 +184,6 @@ def _split(address: str) -> tuple[str, str]:
     path = address if "://" in address else str(Path(address).resolve())  # "." and ".." are no names
     folder, _, name = path.rstrip("/").rpartition("/")
     return folder or "/", name
-
-
-def _check_metric(storage: Storage, names: Iterable[str], metric: str) -> None:
-    """Raise `JobError` where no checkpoint has a finite value of a metric: none would be kept as the best."""
-    values = [item for name in names for item in _state(storage, name).metrics.items()]
-    if any(name == metric and math.isfinite(value) for name, value in values):
-        return
-    known = sorted({name for name, _ in values})
-    there = f"they have {', '.join(known)}" if known else "they have no metrics"
-    raise JobError(f"keep_best = {shown(metric)}: no checkpoint in {storage.address} has a value of it; {there}.")
 
 
 def _state(storage: Storage, name: str, *, is_verified: bool = False) -> CheckpointState:

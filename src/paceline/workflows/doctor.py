@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from paceline.errors import LaunchError, reason_of
+from paceline.errors import LaunchError, file_problems
 from paceline.workflows.arguments import checked
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ANSWER_LIMIT_S = 180.0
 """Looking up every peer of a cluster without a name server takes this long."""
+_ANSWER = "import sys; from paceline.hardware.doctor.node import answer; answer(sys.stdin, sys.stdout)"
 Process = subprocess.Popen[str]
 StartOn = Callable[[str, Sequence[str]], Process]
 """Starts a program on a node, by its arguments, with text pipes for all three streams; the program has to end when its
@@ -61,39 +62,33 @@ def survey(nodes: Sequence[str], start_on: StartOn, folder: Path) -> tuple[Findi
     from paceline.hardware.doctor.node import facts_of
 
     findings = []
-    with (
-        _marked(folder) as (marker, text),
-        _running(nodes, start_on) as running,
-        ThreadPoolExecutor(len(nodes)) as pool,
-    ):
-        others = {node: [other for other in nodes if other != node] for node in nodes}
-        questions = {node: {"folder": str(folder), "marker": str(marker), "peers": others[node]} for node in nodes}
-        told = dict(zip(nodes, pool.map(lambda node: _ask(running[node], questions[node]), nodes), strict=True))
+    program = [sys.executable, "-c", _ANSWER]
+    with ExitStack() as at_end, ThreadPoolExecutor(len(nodes)) as pool:
+        marker = at_end.enter_context(_marker_in(folder))
+        asked: dict[str, Process] = {}
+        for node in nodes:
+            asked[node] = start_on(node, program)
+            at_end.callback(_end, asked[node])
+        question = {"folder": str(folder), "marker": str(marker)}
+        told = pool.map(lambda node: _ask(asked[node], {**question, "peers": [*{*nodes} - {node}]}), nodes)
         found: dict[str, Surveyed] = {}
-        for node, (answer, skew_s) in told.items():
+        doors: dict[str, tuple[str, int]] = {}
+        for node, (answer, skew_s) in zip(nodes, told, strict=True):
             try:
-                found[node] = Surveyed(facts_of(answer["facts"]), skew_s, answer["marker"] == text, {})
+                facts = facts_of(answer["facts"])
+                found[node] = Surveyed(facts, skew_s, answer["marker"] == marker.name, {})
+                doors |= {node: (facts.address, answer["port"])} if facts.address else {}
             except (KeyError, TypeError):
                 reason, fix = f"{node} has another version of Paceline.", ONE_ENVIRONMENT
                 if not answer:
-                    reason, fix = f"{node} did not answer: {_complaint(running[node])}.", f"Try: ssh {node} hostname"
+                    reason, fix = f"{node} did not answer: {_complaint(asked[node])}.", f"Try: ssh {node} hostname"
                 findings.append(Finding("error", "node", reason, fix, node))
-        doors = {node: (one.facts.address, told[node][0]["port"]) for node, one in found.items() if one.facts.address}
-        targets = [{other: doors[other] for other in others[node] if other in doors} for node in found]
-        reached = pool.map(lambda node, doors: _ask(running[node], doors)[0], found, targets)
-        found = {
-            node: replace(found[node], unreachable=problems) for node, problems in zip(found, reached, strict=True)
-        }
+        others = [{other: doors[other] for other in doors if other != node} for node in found]
+        problems = pool.map(lambda node, doors: _ask(asked[node], doors)[0], found, others)
+        found = {node: replace(found[node], unreachable=one) for node, one in zip(found, problems, strict=True)}
     for node, one in found.items():
         findings += [replace(finding, node=node) for finding in one.facts.findings]
     return (*findings, *(check_nodes(found, str(folder)) if len(found) > 1 else ()))
-
-
-def answer(questions: TextIO, out: TextIO) -> None:
-    """Be the doctor of this node for one on another node, whose questions are lines."""
-    from paceline.hardware.doctor import node
-
-    node.answer(questions, out)
 
 
 def _ask(process: Process, question: Mapping[str, Any]) -> tuple[dict[str, Any], float]:
@@ -121,30 +116,24 @@ def _complaint(process: Process) -> str:
     return lines[-1] if lines else "it did not say why"
 
 
-@contextmanager
-def _running(nodes: Sequence[str], start_on: StartOn) -> Iterator[dict[str, Process]]:
-    """A doctor on every node, which ends with the `with`: its input does."""
-    running = {node: start_on(node, [sys.executable, "-m", "paceline", "doctor", "--answer"]) for node in nodes}
-    try:
-        yield running
-    finally:
-        for process in running.values():
-            with suppress(subprocess.TimeoutExpired):
-                process.communicate(timeout=5)
-            process.kill()
-            process.wait()
+def _end(process: Process) -> None:
+    """End a doctor on another node: closing its input does, or else a signal."""
+    with suppress(subprocess.TimeoutExpired):
+        process.communicate(timeout=5)
+    process.kill()
+    process.wait()
 
 
 @contextmanager
-def _marked(folder: Path) -> Iterator[tuple[Path, str]]:
-    """A file with a random text in `folder`, or in its nearest existing parent, as far as it can be written."""
-    text = secrets.token_hex(16)
+def _marker_in(folder: Path) -> Iterator[Path]:
+    """A file that holds its own random name, in `folder` or in its nearest existing parent; absent where none can be
+    written there, which the check of the folder says."""
     there = next(level for level in (folder, *folder.parents) if level.is_dir())
-    path = there / f".paceline-doctor-{secrets.token_hex(4)}"
+    path = there / f".paceline-doctor-{secrets.token_hex(16)}"
     try:
-        with suppress(OSError):  # the check of the folder says so
-            path.write_text(text)
-        yield path, text
+        with suppress(OSError):
+            path.write_text(path.name)
+        yield path
     finally:
         with suppress(OSError):
             path.unlink(missing_ok=True)
@@ -153,9 +142,6 @@ def _marked(folder: Path) -> Iterator[tuple[Path, str]]:
 def _start_over_ssh(host: str, program: Sequence[str]) -> Process:
     from paceline.launch.command_lines import ssh_argv
 
-    argv = ssh_argv(host, program, cwd=Path.cwd(), environ={})
-    pipe = subprocess.PIPE
-    try:
+    argv, pipe = ssh_argv(host, program, cwd=Path.cwd(), environ={}), subprocess.PIPE
+    with file_problems("ssh cannot be started", LaunchError, "install the OpenSSH client"):
         return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, text=True, errors="replace")
-    except OSError as problem:
-        raise LaunchError(f"ssh cannot be started: {reason_of(problem)}; install the OpenSSH client.") from None

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import os
+import itertools
 import re
 import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from paceline.errors import LaunchError, PacelineError, file_problems
+from paceline.errors import PacelineError, file_problems
 from paceline.regular_files import make_run_folder, run_file_mode
 from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.job import JOB_FILE, differences
@@ -35,18 +34,15 @@ def new_run_dir(out: Path | str | None, name: str) -> Path:
         return Path(out)
     # Whatever a job is called, its folder lies below runs/, and its name is one that file systems take.
     safe = re.sub(r"[^\w.+=@ -]", "-", name)[:_MOST_NAME_CHARACTERS].strip(". ") or "run"
-    stem = Path("runs") / f"{safe}-{datetime.now():%Y%m%d-%H%M%S}"
-    candidates = (stem if n == 0 else stem.with_name(f"{stem.name}-{n}") for n in range(1000))
-    for candidate in candidates:
-        try:
-            candidate.parent.mkdir(exist_ok=True)
-            candidate.mkdir(mode=0o700)
-        except FileExistsError:
-            continue
-        except OSError as problem:
-            raise PacelineError(f"{problem.strerror}: {candidate}; name another one with out = DIR.") from None
-        return candidate
-    raise PacelineError(f"No free folder name under {stem}; name one with out = DIR.")
+    stem = f"{safe}-{datetime.now():%Y%m%d-%H%M%S}"
+    with file_problems("No run folder can be made under runs", remedy="name another one with out = DIR"):
+        Path("runs").mkdir(exist_ok=True)
+        for number in itertools.count(1):
+            run_dir = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+            with contextlib.suppress(FileExistsError):
+                run_dir.mkdir(mode=0o700)
+                break
+        return run_dir
 
 
 def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool) -> RunRecord | None:
@@ -55,23 +51,30 @@ def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool)
     Raises:
         PacelineError: the folder holds a finished run of another job, or of more epochs or steps.
     """
-    file = run_dir / RECORD_FILE
+    file, limit_file = run_dir / RECORD_FILE, run_dir / LIMIT_FILE
     if not file.exists():
         return None
     record = RunRecord.load(file)
-    changes = differences(record.job.to_mapping(), dataclasses.replace(job, epochs=record.job.epochs).to_mapping())
+    before = record.job
+    changes = differences(before.to_mapping(), dataclasses.replace(job, epochs=before.epochs).to_mapping())
     if changes and not force:
         raise PacelineError(
             f"{run_dir} already holds a finished run of another job ({'; '.join(changes)}); name another folder, or "
             "remove the folder."
         )
-    if job.epochs < record.job.epochs or (max_steps is not None and max_steps < record.steps):
-        asked = f"epochs = {job.epochs}" if job.epochs < record.job.epochs else f"max_steps = {max_steps}"
+    if job.epochs < before.epochs or (max_steps is not None and max_steps < record.steps):
         raise PacelineError(
             f"{run_dir} already holds a finished run that is longer: it has made {number_of(record.steps, 'step')} of "
-            f"{number_of(record.job.epochs, 'epoch')}, and {asked} here; name another folder, or remove the folder."
+            f"{number_of(before.epochs, 'epoch')}, and epochs = {job.epochs}, max_steps = {max_steps} here; name "
+            "another folder, or remove the folder."
         )
-    return record if _is_all(record, run_dir, job, max_steps) else None
+    limit = RunLimit.load(limit_file).max_steps if limit_file.exists() else -1
+    is_same = not changes and (job.epochs, max_steps, job.early_stopping) == (
+        before.epochs,
+        limit,
+        before.early_stopping,
+    )
+    return record if is_same and record.is_complete else None
 
 
 def put_record_aside(run_dir: Path) -> None:
@@ -82,31 +85,6 @@ def put_record_aside(run_dir: Path) -> None:
     file = run_dir / RECORD_FILE
     if file.exists():
         file.rename(run_dir / f"record-{RunRecord.load(file).steps}-steps.json")
-
-
-def _is_all(record: RunRecord, run_dir: Path, job: Job, max_steps: int | None) -> bool:
-    """Whether the finished run of this record is exactly the one asked for."""
-    if not (run_dir / LIMIT_FILE).exists():  # the folder was deleted during the run, and made again for its results
-        return False
-    before, limit = record.job, RunLimit.load(run_dir / LIMIT_FILE).max_steps
-    same = (job.epochs, max_steps, job.early_stopping) == (before.epochs, limit, before.early_stopping)
-    is_other = differences(before.to_mapping(), job.to_mapping())
-    return same and not is_other and record.is_complete
-
-
-def check_folder(folder: Path) -> None:
-    """Check that a run could create and use this folder, without creating it.
-
-    Raises:
-        LaunchError: something else has its name or that of a folder above it, or nothing may be written there.
-    """
-    (folder / RECORD_FILE).exists()  # raises for a name that is too long
-    there = next(place for place in (folder, *folder.absolute().parents) if os.path.lexists(place))
-    problem = 0 if os.access(there, os.W_OK | os.X_OK) else errno.EACCES
-    problem = problem if there.is_dir() else errno.EEXIST
-    if problem:
-        why = os.strerror(problem)
-        raise LaunchError(f"The run folder {folder} cannot be used: {why}; name another one with out = DIR.")
 
 
 def write_run(
@@ -154,15 +132,12 @@ def finished_record(run_dir: Path, started: float, *, was_elsewhere: bool) -> Ru
         PacelineError: it is not there, or damaged.
     """
     file, wall_s = run_dir / RECORD_FILE, time.monotonic() - started  # only here is known when the last worker ended
-    gone = PacelineError(f"The run has ended well, but its record {file} is gone: was the folder deleted?")
     until = time.monotonic() + (STALE_VIEW_S if was_elsewhere else 0.0)
-    while not file.exists():
-        if time.monotonic() >= until:
-            raise gone
+    while not file.exists() and time.monotonic() < until:
         time.sleep(0.1)
+    if not file.exists():
+        raise PacelineError(f"The run has ended well, but its record {file} is gone: was the folder deleted?")
     record = dataclasses.replace(RunRecord.load(file), wall_s=wall_s)
     with contextlib.suppress(OSError):  # the worker's own record is there
         record.save(file, run_file_mode())
-    if not file.exists():
-        raise gone
     return record

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,13 +15,10 @@ from paceline.launch.slurm import batch_script
 from paceline.launch.slurm import submit as submit_script
 from paceline.plan import place
 from paceline.regular_files import make_run_folder, replace_text
-from paceline.spec import Cluster, Device, Job, Node, Plan
-from paceline.spec.cluster import DeviceKind
-from paceline.spec.job import MOST_WORKERS
+from paceline.spec import Cluster, Device, Job, Node
 from paceline.workflows.arguments import checked
-from paceline.workflows.jobs import check_names, is_script, resolve_job
-from paceline.workflows.launch import check_script
-from paceline.workflows.run_folder import check_folder, new_run_dir
+from paceline.workflows.jobs import is_script, resolve_job
+from paceline.workflows.run_folder import new_run_dir
 
 __all__ = ["SlurmJob", "kubernetes", "slurm"]
 
@@ -49,7 +44,7 @@ def slurm(
     workers: int = 1,
     cpus: int = 1,
     on_cpu: bool = False,
-    time_limit_s: float | None = None,
+    max_minutes: float | None = None,
     partition: str | None = None,
     account: str | None = None,
     out: Path | str | None = None,
@@ -65,7 +60,7 @@ def slurm(
         workers: number of workers on each node, one per GPU.
         cpus: cores for each worker.
         on_cpu: train on CPUs, without GPUs.
-        time_limit_s: the time limit of the job; None: the cluster's.
+        max_minutes: the time limit of the job; None: the cluster's.
         partition: the partition of the cluster; None: its default.
         account: the account that the job is charged to; None: the user's default.
         out: the run's folder, which all nodes see; None: a new one under runs/.
@@ -77,14 +72,19 @@ def slurm(
     """
     if command not in COMMANDS:
         raise LaunchError(f"paceline submit slurm {command!r} is not possible; submit {', '.join(COMMANDS)}.")
-    _check_num_workers(nodes, workers)
-    if not dry_run and out is not None:
-        check_folder(Path(out))
-    run_dir = Path("runs") / command if dry_run and not out else new_run_dir(out, command)
-    options = ["--launcher", "slurm", "--out", str(run_dir.absolute())]
-    program = [command, *options, *arguments]
+    run_dir = Path(out or f"runs/{command}") if dry_run else new_run_dir(out, command)
     script = batch_script(
-        [sys.executable, "-m", "paceline", *program],
+        [
+            sys.executable,
+            "-m",
+            "paceline",
+            command,
+            "--launcher",
+            "slurm",
+            "--out",
+            str(run_dir.absolute()),
+            *arguments,
+        ],
         name=f"paceline-{command}",
         run_dir=run_dir,
         cwd=Path.cwd(),
@@ -92,58 +92,16 @@ def slurm(
         workers_per_node=workers,
         cpus_per_worker=cpus,
         use_gpus=not on_cpu,
-        time_limit_s=time_limit_s,
+        time_limit_s=None if max_minutes is None else 60 * max_minutes,
         partition=partition,
         account=account,
     )
     if dry_run:
         return SlurmJob(script, run_dir)
-    was_there = out is not None and run_dir.exists()
-    try:
-        with file_problems(f"The run folder {run_dir} cannot be used", LaunchError, "name another one with out = DIR"):
-            make_run_folder(run_dir)  # before the job begins: its output goes there
-        job_id = submit_script(script)
-    except LaunchError:
-        if not was_there:
-            with contextlib.suppress(OSError):  # it could not be made
-                run_dir.rmdir()
-        raise
-    with file_problems(f"Slurm job {job_id} is submitted, but {run_dir / SCRIPT_FILE} cannot be written", LaunchError):
+    with file_problems(f"The run folder {run_dir} cannot be used", LaunchError, "name another one with out = DIR"):
+        make_run_folder(run_dir)  # before the job begins: its output goes there
         replace_text(run_dir / SCRIPT_FILE, script)
-    return SlurmJob(script, run_dir, job_id)
-
-
-def check_command(command: str, given: Mapping[str, Any]) -> None:
-    """Refuse what a command would refuse in the allocation, as far as that can be known here.
-
-    Args:
-        given: the values of the command's options, by the names of its workflow's parameters.
-
-    Raises:
-        LaunchError: an option that the submission decides, or a script that is not there.
-        JobError: a mistake in the job.
-    """
-    if given.get("dry_run"):
-        raise LaunchError(
-            f"--dry-run behind {command} would be for the job, once it runs; to see the job script write "
-            f"paceline submit slurm --dry-run {command} …"
-        )
-    if given.get("out") is not None:
-        raise LaunchError(
-            f"--out behind {command} would part the run from its log; write paceline submit slurm --out DIR {command} …"
-        )
-    for name in ("hosts", "hosts_file"):
-        if given.get(name) is not None:
-            option = f"--{name.replace('_', '-')}"
-            raise LaunchError(f"{option} behind {command} has no place here: Slurm chooses the nodes; leave it out.")
-    if given.get("launcher", "auto") not in ("auto", "slurm"):
-        raise LaunchError(f"--launcher behind {command} should be slurm, which runs the job; leave it out.")
-    if command == "launch":
-        check_script(given["script"], is_module=given["module"])
-    if "job" in given:
-        check_names(resolve_job(given["job"], given.get("settings"), given.get("data")))
-    if given.get("plan") is not None:
-        Plan.load(Path(given["plan"]))
+    return SlurmJob(script, run_dir, submit_script(script))
 
 
 @checked
@@ -159,7 +117,7 @@ def kubernetes(
     workers: int = 1,
     cpus: int = 1,
     on_cpu: bool = False,
-    memory_bytes: int | None = None,
+    memory_gib: float | None = None,
     kind: Literal["job", "trainjob"] = "job",
     name: str | None = None,
     settings: Sequence[str] = (),
@@ -176,7 +134,7 @@ def kubernetes(
         claim: the PersistentVolumeClaim that all pods share.
         out: the run's folder, below the mount.
         mount: where pods see the volume.
-        memory_bytes: memory of each pod in bytes (on a command line also as 64GiB); None: no limit.
+        memory_gib: memory of each pod in GiB; None: no limit.
         kind: "job": any cluster; "trainjob": one with the Kubeflow Trainer.
         name: name of the Kubernetes Job; None: the name of the Paceline job.
         nodes, workers, cpus, on_cpu: as for `slurm`.
@@ -186,7 +144,7 @@ def kubernetes(
         LaunchError: an invalid argument.
         JobError: a mistake in the job, or more workers than it has virtual shards.
     """
-    _check_num_workers(nodes, workers)
+    runs_script = is_script(job, arguments, settings, data, model)
     pods = Pods(
         image=image,
         num_pods=nodes,
@@ -196,27 +154,16 @@ def kubernetes(
         mount=Path(mount),
         run_dir=Path(out),
         cpus_per_worker=cpus,
-        memory_bytes=memory_bytes,
+        memory_bytes=None if memory_gib is None else int(memory_gib * 2**30),
     )
-    if is_script(job, arguments, settings, data, model):
+    if runs_script:
         program, stem = [str(job), *arguments], Path(str(job)).stem
     else:
-        resolved = resolve_job(job, settings, data, model)
-        plan = place(resolved, _pods_on_paper(pods), nodes * workers, threads_per_worker=cpus)
-        plan = dataclasses.replace(plan, nodes=())  # torchrun tells every worker where it is
+        resolved, device = resolve_job(job, settings, data, model), Device("cpu" if on_cpu else "cuda", 0, "", 0)
+        devices = tuple(replace(device, index=index) for index in range(workers))
+        on_paper = (Node(f"pod{n}", workers * cpus, 0, "", devices, is_remote=True) for n in range(nodes))
+        plan = place(resolved, Cluster(tuple(on_paper)), nodes * workers, threads_per_worker=cpus)
+        plan = replace(plan, nodes=())  # torchrun tells every worker where it is
         texts = ["--job", json.dumps(resolved.to_mapping()), "--plan", json.dumps(plan.to_mapping())]
         program, stem = ["-m", "paceline.train", str(out), *texts], resolved.name
     return manifest(kind, name or stem.lower().replace("_", "-"), program, pods)
-
-
-def _check_num_workers(nodes: int, workers: int) -> None:
-    if nodes * workers > MOST_WORKERS:
-        raise LaunchError(f"{nodes} nodes with {workers} workers each are more than {MOST_WORKERS:,} workers.")
-
-
-def _pods_on_paper(pods: Pods) -> Cluster:
-    """The nodes that the pods will be, as far as a plan asks for them."""
-    kind: DeviceKind = "cuda" if pods.use_gpus else "cpu"
-    devices = tuple(Device(kind, index, "", 0) for index in range(pods.workers_per_pod))
-    cores = pods.workers_per_pod * pods.cpus_per_worker
-    return Cluster(tuple(Node(f"pod{n}", cores, 0, "", devices, is_remote=True) for n in range(pods.num_pods)))

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline import env
-from paceline.errors import JobError, shortened
+from paceline.errors import JobError
 from paceline.launch.run import LaunchOptions
 from paceline.spec import AlgorithmName, Job, Plan, RunRecord
-from paceline.spec.job import TRACKER_NAMES, CallbackSpec
+from paceline.spec.job import CallbackSpec, TrackerName
 from paceline.spec.plan import RunLimit
 from paceline.workflows.arguments import Say, checked, silent
 from paceline.workflows.jobs import check_names, import_folders, resolve_job, with_callbacks
 from paceline.workflows.plan import CLUSTER_FILE, feed_back, with_forecast
 from paceline.workflows.run_folder import (
-    check_folder,
     finished_record,
     finished_run,
     new_run_dir,
@@ -47,7 +45,7 @@ def train(
     threads: int | None = None,
     algorithm: AlgorithmName = "auto",
     servers: int = 1,
-    track: Sequence[str] = (),
+    track: Sequence[TrackerName] = (),
     quiet: bool = True,
     where: Where = HERE,
     max_restarts: int = 0,
@@ -91,109 +89,34 @@ def train(
         PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
         WorkerFailed: a worker failed; its message names the rank and the reason.
     """
-    training = _Training(
-        with_callbacks(resolve_job(job, settings, data, model), callbacks),
-        workers=workers,
-        max_steps=max_steps,
-        max_minutes=max_minutes,
-        force=force,
-        threads=threads,
-        algorithm=algorithm,
-        servers=servers,
-        track=track,
-        quiet=quiet,
-        strategy=Strategy(strategy) if isinstance(strategy, str) else strategy,
-        debug_comm=debug_comm,
-        cluster=Path(cluster),
-        plan=plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan)),
-        say=say,
-    )
-    run_dir = new_run_dir(out, training.job.name)
-    if record := training.finished(run_dir):
+    resolved = with_callbacks(resolve_job(job, settings, data, model), callbacks)
+    limit = RunLimit.from_mapping({"max_steps": max_steps, "max_minutes": max_minutes})
+    run_dir = new_run_dir(out, resolved.name)
+    if record := finished_run(run_dir, resolved, max_steps, force=force):
+        say(f"{run_dir} holds this run, finished; this is its result")
         return record
     with open_allocation(where, run_dir) as allocation:
-        if record := training.finished(run_dir):  # by another run, which held the folder until now
-            return record
         put_record_aside(run_dir)
         started = time.monotonic()
-        placed = training.plan_for(allocation)
-        environ = env.import_note(import_folders(training.job))
-        options = LaunchOptions(run_dir, max_restarts=max_restarts, environ=environ)
-        allocation.run(placed, training.write(placed, run_dir), options)
+        placed = _plan_on(
+            allocation,
+            resolved,
+            workers=workers,
+            threads=threads,
+            algorithm=algorithm,
+            servers=servers,
+            strategy=strategy,
+            debug_comm=debug_comm,
+            cluster=cluster,
+            plan=plan,
+            say=say,
+        )
+        program = write_run(resolved, placed, run_dir, limit, quiet=quiet, trackers=track, force=force)
+        imports = env.import_note(import_folders(resolved))
+        allocation.run(placed, program, LaunchOptions(run_dir, max_restarts=max_restarts, environ=imports))
         record = finished_record(run_dir, started, was_elsewhere=allocation.is_elsewhere)
     feed_back(record, Path(cluster))
     return record
-
-
-@dataclass(frozen=True)
-class _Training:
-    """A job, and the arguments of `train` that say how far it is trained, and how it is spread over workers."""
-
-    job: Job
-    workers: int | None = None
-    max_steps: int | None = None
-    max_minutes: float | None = None
-    force: bool = False
-    threads: int | None = None
-    algorithm: AlgorithmName = "auto"
-    servers: int = 1
-    track: Sequence[str] = ()
-    quiet: bool = True
-    strategy: Strategy = PLAIN
-    debug_comm: bool = False
-    cluster: Path = CLUSTER_FILE
-    plan: Plan | None = None
-    say: Say = silent
-
-    def __post_init__(self) -> None:
-        RunLimit.from_mapping({"max_minutes": self.max_minutes})
-        for name in self.track:
-            if name not in TRACKER_NAMES:
-                raise JobError(f"There is no tracker '{shortened(name)}'; it is one of {', '.join(TRACKER_NAMES)}.")
-        is_served = self.job.aggregation.method == "parameter_server_async"
-        if self.servers > 1 and not is_served and not self.chosen_algorithm.startswith("parameter_server"):
-            raise JobError(
-                f"servers = {self.servers} goes with algorithm = 'parameter_server' or 'parameter_server_two_level', "
-                "or a job's aggregation.method = 'parameter_server_async'; leave it out."
-            )
-
-    @property
-    def chosen_algorithm(self) -> AlgorithmName:
-        """The algorithm that is asked for, or else the plan's."""
-        return self.plan.algorithm if self.plan and self.algorithm == "auto" else self.algorithm
-
-    def finished(self, run_dir: Path) -> RunRecord | None:
-        """The record of the run in `run_dir` if nothing is left to do of it; raises as `finished_run`."""
-        record = finished_run(run_dir, self.job, self.max_steps, force=self.force)
-        if record is not None:
-            self.say(f"{run_dir} holds this run, finished; this is its result")
-        return record
-
-    def write(self, plan: Plan, run_dir: Path) -> list[str]:
-        """Write the run into its folder; returns the program of its workers."""
-        limit = RunLimit(self.max_steps, self.max_minutes)
-        return write_run(self.job, plan, run_dir, limit, quiet=self.quiet, trackers=self.track, force=self.force)
-
-    def num_workers_on(self, allocation: Allocation) -> int:
-        """The number of workers that is asked for, or what the plan, the nodes and the job allow."""
-        num_devices = 1 if allocation.where.launcher == "debug" else len(allocation.cluster.devices)
-        planned = self.plan.world_size if self.plan else min(num_devices, self.job.virtual_shards)
-        return planned if self.workers is None else self.workers
-
-    def plan_for(self, allocation: Allocation) -> Plan:
-        """The plan of the run on these nodes."""
-        plan = self.strategy.placed(
-            self.job,
-            allocation.cluster,
-            self.num_workers_on(allocation),
-            self.plan,
-            self.say,
-            threads_per_worker=self.threads,
-            algorithm=self.chosen_algorithm,
-            num_servers=self.servers,
-        )
-        plan = dataclasses.replace(plan, debug_comm=self.debug_comm)
-        return with_forecast(self.job, plan, self.cluster, self.say)
 
 
 def train_commands(
@@ -201,20 +124,53 @@ def train_commands(
     *,
     data: str | Path | None = None,
     settings: Sequence[str] = (),
-    out: Path | None = None,
+    max_steps: int | None = None,
+    max_minutes: float | None = None,
+    out: Path | str | None = None,
+    force: bool = False,
+    track: Sequence[str] = (),
+    quiet: bool = True,
     where: Where = HERE,
-    plan: Path | None = None,
     max_restarts: int = 0,
-    **options: Any,
+    **spread: Any,
 ) -> str:
     """The commands that `train` would start, with the same arguments; starts nothing and opens no connection."""
-    training = _Training(resolve_job(job, settings, data), plan=None if plan is None else Plan.load(plan), **options)
-    check_names(training.job)
-    if out is not None:
-        check_folder(out)
-        finished_run(out, training.job, training.max_steps, force=training.force)
-    run_dir = (out or Path("runs") / training.job.name).absolute()
-    program = training_program(run_dir, training.quiet, training.track, training.force)
+    resolved = resolve_job(job, settings, data)
+    check_names(resolved)
+    RunLimit.from_mapping({"max_steps": max_steps, "max_minutes": max_minutes})
+    run_dir = Path(out or f"runs/{resolved.name}").absolute()
+    finished_run(run_dir, resolved, max_steps, force=force)
     allocation = allocation_on_paper(where, run_dir)
-    placed = training.plan_for(allocation)
-    return allocation.commands(placed, program, LaunchOptions(run_dir, max_restarts=max_restarts))
+    program, options = training_program(run_dir, quiet, track, force), LaunchOptions(run_dir, max_restarts=max_restarts)
+    return allocation.commands(_plan_on(allocation, resolved, **spread), program, options)
+
+
+def _plan_on(
+    allocation: Allocation,
+    job: Job,
+    *,
+    workers: int | None = None,
+    threads: int | None = None,
+    algorithm: AlgorithmName = "auto",
+    servers: int = 1,
+    strategy: Strategy | str = PLAIN,
+    debug_comm: bool = False,
+    cluster: Path | str = CLUSTER_FILE,
+    plan: Plan | Path | str | None = None,
+    say: Say = silent,
+) -> Plan:
+    """The plan of the run on these nodes: of as many workers as are asked for, or as plan, nodes and job allow."""
+    given = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
+    strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
+    algorithm = given.algorithm if given and algorithm == "auto" else algorithm
+    is_served = job.aggregation.method == "parameter_server_async" or algorithm.startswith("parameter_server")
+    if servers > 1 and not is_served:
+        raise JobError(
+            f"servers = {servers} goes with algorithm = 'parameter_server' or 'parameter_server_two_level', or a job's "
+            "aggregation.method = 'parameter_server_async'; leave it out."
+        )
+    num_devices = 1 if allocation.where.started_by == "debug" else len(allocation.cluster.devices)
+    num_workers = workers or (given.world_size if given else min(num_devices, job.virtual_shards))
+    options = {"threads_per_worker": threads, "algorithm": algorithm, "num_servers": servers}
+    placed = strategy.placed(job, allocation.cluster, num_workers, given, say, **options)
+    return with_forecast(job, replace(placed, debug_comm=debug_comm), Path(cluster), say)

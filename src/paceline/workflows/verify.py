@@ -13,7 +13,7 @@ from paceline.errors import JobError, LaunchError, PacelineError
 from paceline.hardware import detect
 from paceline.launch.run import LaunchOptions, run_workers
 from paceline.plan import spread
-from paceline.spec import Cluster, Job, Plan, parse_mesh
+from paceline.spec import Job, Plan, parse_mesh
 from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, read_counts, silent
 from paceline.workflows.jobs import is_script, resolve_job
@@ -75,21 +75,32 @@ def verify(
         counts = [1, *counts]
     if strategy not in (None, "auto", "dp_one_process"):  # which ones there are does not depend on the counts
         parse_mesh(strategy)
+    shared = {count: strategy if count > 1 else None for count in counts}  # one worker has nobody to share with
     if is_script(job, arguments, settings, data, model):
+        if not Path(str(job)).is_file():
+            raise LaunchError(f"There is no script '{job}'.")
         filled = _filled(list(arguments), batch, counts)
-        plans = {count: _script_plan(Path(str(job)), _shared(strategy, count), count, cluster) for count in counts}
-        runs = _Runs(steps, strategy, plans, lambda _, count: [*_OBSERVED, str(job), *filled[count]], say)
+        for count in counts:
+            if strategy is not None and count > 1:
+                parse_mesh(strategy, count)  # as the script will read it
+        plans = {count: spread(cluster, count, threads_per_worker=1) for count in counts}
+
+        def program(run_dir: Path, count: int) -> list[str]:  # noqa: ARG001 - as below
+            return ["-m", "paceline.verify.observe", str(job), *filled[count]]
     else:
         if batch is not None:
             raise JobError("A job says its own global_batch_size; leave batch out.")
-        resolved = _in_float64(resolve_job(job, settings, data, model))
+        resolved = resolve_job(job, settings, data, model)
+        resolved = resolved.with_values(precision="float64") if resolved.parity == "numeric" else resolved
         plans = {
-            count: Strategy(_shared(strategy, count)).placed(resolved, cluster, count, say=say, threads_per_worker=1)
+            count: Strategy(shared[count]).placed(resolved, cluster, count, say=say, threads_per_worker=1)
             for count in counts
         }
-        runs = _Runs(
-            steps, strategy, plans, lambda run_dir, count: write_run(resolved, plans[count], run_dir, quiet=True), say
-        )
+
+        def program(run_dir: Path, count: int) -> list[str]:
+            return write_run(resolved, plans[count], run_dir, quiet=True)
+
+    runs = _Runs(steps, shared, plans, program, say)
     others = [counts[0]] if deal else counts[1:] or counts
     try:
         base = runs.make(counts[0])
@@ -98,15 +109,13 @@ def verify(
     return tuple(_compared(runs, base, count, deal) for count in others)
 
 
-_OBSERVED = ("-m", "paceline.verify.observe")
-
-
 @dataclass
 class _Runs:
     """Makes the runs to compare, each in new processes."""
 
     num_steps: int
-    strategy: str | None
+    shared: Mapping[int, str | None]
+    """The strategy of each number of workers."""
     plans: Mapping[int, Plan]
     program: Callable[[Path, int], Sequence[str]]
     """program(run folder, number of workers): what follows `python`."""
@@ -123,7 +132,7 @@ class _Runs:
             # Every worker is a new process: those that are forked hash texts alike, and would hide what depends on the
             # order of a set.
             environ = env.trace_request(run_dir / "trace", self.num_steps, uneven_deal=uneven_deal)
-            environ |= env.note(env.STRATEGY, _shared(self.strategy, count))
+            environ |= env.note(env.STRATEGY, self.shared[count])
             failure = ""
             try:
                 run_workers(self.plans[count], program, LaunchOptions(run_dir, environ=environ))
@@ -164,40 +173,17 @@ def _unknown(count: int, why: str, advice: str = "") -> ParityVerdict:
 
 def _filled(arguments: list[str], batch: int | None, counts: list[int]) -> dict[int, list[str]]:
     """The arguments of the script for each number of workers."""
-    text = " ".join(arguments)
-    if batch is None and _BATCH in text:
+    is_accumulating = any(_ACCUMULATE in one for one in arguments)
+    if batch is None and any(_BATCH in one for one in arguments):
         raise JobError(
             "{batch} needs a batch to divide: paceline verify --batch 8 train.py -- --size {batch} gives each of 2 "
             "workers --size 4."
         )
-    most = max(counts)
-    micro_steps = {count: most // count if _ACCUMULATE in text else 1 for count in counts}
+    filled = {}
     for count in counts:
-        if batch is not None and batch % (count * micro_steps[count]):
-            raise JobError(f"A batch of {batch} cannot be divided by {count * micro_steps[count]}; take another one.")
-    return {
-        count: [
-            one.replace(_BATCH, str((batch or 0) // (count * micro_steps[count]))).replace(
-                _ACCUMULATE, str(micro_steps[count])
-            )
-            for one in arguments
-        ]
-        for count in counts
-    }
-
-
-def _in_float64(job: Job) -> Job:
-    return job.with_values(precision="float64") if job.parity == "numeric" else job
-
-
-def _shared(strategy: str | None, count: int) -> str | None:
-    """The strategy of so many workers: one has nobody to share with."""
-    return strategy if count > 1 else None
-
-
-def _script_plan(script: Path, strategy: str | None, count: int, cluster: Cluster) -> Plan:
-    if not script.is_file():
-        raise LaunchError(f"There is no script '{script}'.")
-    if strategy is not None:
-        parse_mesh(strategy, count)  # as the script will read it
-    return spread(cluster, count, threads_per_worker=1)
+        micro_steps = max(counts) // count if is_accumulating else 1
+        size, rest = divmod(batch or 0, count * micro_steps)
+        if rest:
+            raise JobError(f"A batch of {batch} cannot be divided by {count * micro_steps}; take another one.")
+        filled[count] = [one.replace(_BATCH, str(size)).replace(_ACCUMULATE, str(micro_steps)) for one in arguments]
+    return filled

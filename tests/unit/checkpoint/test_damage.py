@@ -75,7 +75,7 @@ def problem_of(folder: Path, name: str = NEWER) -> str:
 
 def test_whole_checkpoints_are_good_and_the_newest_is_resumed(folder: Path) -> None:
     assert [(one.name, one.state) for one in paceline.checkpoint.verify(folder)] == [(OLDER, "good"), (NEWER, "good")]
-    listed = paceline.checkpoint.ls(folder).states
+    listed = paceline.checkpoint.ls(folder)
     assert [(one.step, one.workers, one.state) for one in listed] == [(2, 2, "complete"), (4, 2, "complete")]
     assert train(folder, 4).first_step == 4  # on one worker
 

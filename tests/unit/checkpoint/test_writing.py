@@ -87,7 +87,7 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
         train(tmp_path, 4, saves=range(9))  # it ends as if nothing had been
     assert [one.state for one in paceline.checkpoint.verify(tmp_path)] == ["good"]
     assert train(tmp_path, 6).first_step == 2
-    assert [one.step for one in paceline.checkpoint.ls(tmp_path).states] == [2, 6]
+    assert [one.step for one in paceline.checkpoint.ls(tmp_path)] == [2, 6]
 
 
 def test_a_failure_after_the_manifest_leaves_the_checkpoint_complete(
@@ -114,7 +114,7 @@ def test_every_kind_of_address_is_written_read_and_pruned(tmp_path: Path, addres
     assert [(one.step, one.state) for one in paceline.checkpoint.verify(address)] == [(2, "good"), (3, "good")]
     assert train(address, 4).first_step == 3
     paceline.checkpoint.prune(address, keep_last=1)
-    assert [one.step for one in paceline.checkpoint.ls(address).states] == [4]
+    assert [one.step for one in paceline.checkpoint.ls(address)] == [4]
     target = f"{address}/model.safetensors"
     assert paceline.checkpoint.export(address, target).step == 4
     with fsspec.open(target) as file:
@@ -131,12 +131,12 @@ def test_a_run_a_folder_and_a_checkpoint_are_all_places(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     train("run/checkpoints", 3, saves=range(9), keep_last=2)
     for place in ("run", "run/", "run/checkpoints", str(tmp_path / "run"), f"file://{tmp_path}/run", "run/../run"):
-        assert [one.step for one in paceline.checkpoint.ls(place).states] == [2, 3], place
+        assert [one.step for one in paceline.checkpoint.ls(place)] == [2, 3], place
     one = "run/checkpoints/step-00000003"
     for place in (one, f"{one}/", f"file://{tmp_path}/{one}"):
-        assert [state.step for state in paceline.checkpoint.ls(place).states] == [3], place
+        assert [state.step for state in paceline.checkpoint.ls(place)] == [3], place
     monkeypatch.chdir(one)
-    assert [state.step for state in paceline.checkpoint.ls(".").states] == [3]
+    assert [state.step for state in paceline.checkpoint.ls(".")] == [3]
 
 
 def _save_a_step_again(path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import operator
 import re
 import subprocess
 import sys
@@ -12,77 +13,65 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import typer
 
 import paceline
-from paceline.cli import COMMANDS, command_line
-from paceline.cli.options import GROUPS, keys_of
+from paceline.cli.commands import COMMANDS
+from paceline.cli.options import GROUPS, IN_PYTHON, parameters_of, parse, parser_of
 from paceline.spec import Job
 from paceline.workflows import catalog
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{
-        name: getattr(paceline, name)
-        for name in (*("topo", "probe", "plan", "launch", "train", "scale", "verify", "watch", "report", "doctor"),)
-    },
-    **{f"submit {name}": getattr(paceline.submit, name) for name in ("slurm", "kubernetes")},
-    **{f"checkpoint {name}": getattr(paceline.checkpoint, name) for name in ("ls", "verify", "prune", "export")},
-    "list recipes": paceline.catalog.recipes,
-    "list models": paceline.catalog.models,
-    "list data": paceline.catalog.data_sets,
-    "list keys": paceline.catalog.job_keys,
-}
-SHOWN = {"as_json", "_list", "show_all", "strict", "help"}
-"""What a command prints, or which exit code it has; no matter for a function."""
-IN_PYTHON = {
-    *("model", "callbacks", "say", "on_each", "arguments", "quiet"),
-    *(group.__name__.lower() for group in GROUPS),
-}
-"""What a command line cannot give, or gives as options of its own."""
-OF_OTHER_FUNCTIONS = {
-    "plan": {"fit", "predict", "dry_run_mesh"},
-    "train": {"dry_run"},
-    "launch": {"dry_run"},
+    name: operator.attrgetter(command.function)(paceline) for name, command in COMMANDS.items()
 }
 
 
-def commands() -> dict[str, Any]:
-    """Every command that is not hidden, by its words."""
-    found: dict[str, Any] = {}
-    for name, command in typer.main.get_command(command_line()).commands.items():  # type: ignore[attr-defined]
-        below = getattr(command, "commands", None)
-        if below is not None:
-            found |= {f"{name} {inner}": one for inner, one in below.items()}
-        elif not command.hidden:
-            found[name] = command
-    return found
-
-
-def test_every_command_has_its_function() -> None:
-    assert set(commands()) == set(FUNCTIONS)
+def test_every_function_of_the_package_has_its_command() -> None:
+    public = {name for name in paceline.__all__ if inspect.isfunction(getattr(paceline, name))}
+    for group in (paceline.checkpoint, paceline.submit, paceline.catalog):
+        own = [one for one in vars(group).values() if inspect.isfunction(one) and one.__module__ == group.__name__]
+        names = {f"{group.__name__.rpartition('.')[2]}.{one.__name__}" for one in own if one.__name__[0] != "_"}
+        public |= names
+    without = {"init", "dry_run_mesh", "catalog.field_meanings"}
+    assert {command.function for command in COMMANDS.values()} == public - without
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_command_and_its_function_take_the_same(name: str) -> None:
-    options = {parameter.name for parameter in commands()[name].params if not getattr(parameter, "hidden", False)}
-    parameters = inspect.signature(FUNCTIONS[name]).parameters
-    of_groups = {
-        field
-        for group in GROUPS
-        if group.__name__.lower() in parameters and group.__name__ in str(parameters[group.__name__.lower()].annotation)
-        for field in inspect.signature(group).parameters
-    }
-    options |= {key.partition(".")[2] for key in keys_of(FUNCTIONS[name])}  # which --set takes
-    assert of_groups <= options
-    others = OF_OTHER_FUNCTIONS.get(name, set())
-    plain_strategy = {"strategy"} if "strategy" in parameters and "strategy" not in of_groups else set()
-    assert options - of_groups - SHOWN - others == set(parameters) - IN_PYTHON | plain_strategy
+    parameters = set(inspect.signature(FUNCTIONS[name]).parameters)
+    given = {one.name for one in COMMANDS[name].parameters} - {*COMMANDS[name].own}
+    groups = {one.group for one in parameters_of(COMMANDS[name].function) if one.group}
+    fields = {field for group in groups for field in inspect.signature(GROUPS[group]).parameters}
+    assert given == parameters - groups - IN_PYTHON | fields
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name.split()[0] not in ("submit", "list")])
 def test_a_command_has_at_most_15_options(name: str) -> None:
-    parameters = commands()[name].params
-    assert len([one for one in parameters if one.param_type_name == "option" and not one.hidden]) <= 15
+    assert parser_of(name, COMMANDS[name]).format_usage().count("[-") - 1 <= 15
+
+
+def test_what_a_command_line_gives_reaches_the_function() -> None:
+    settings = ("optim.lr=1", "plan.threads=3", "where.interface=eth1", "plan.cut=layers.1")
+    words = ["job.toml", "-n", "2", "--strategy", "pp", "--hosts", "a:2"]
+    given = parse("train", COMMANDS["train"], [*words, *(f"--set={one}" for one in settings)])
+    assert (given["job"], given["workers"], given["threads"]) == ("job.toml", 2, 3)
+    assert given["settings"] == ["optim.lr=1"] and given["quiet"] is False
+    assert given["where"] == paceline.Where(hosts="a:2", interface="eth1")
+    assert given["strategy"] == paceline.Strategy("pp", cut=("layers.1",))
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "script", "arguments"),
+    [
+        ("launch", "-n 2 train.py -n 3 --out x", "train.py", ["-n", "3", "--out", "x"]),
+        ("launch", "--rdzv-conf a=1 --standalone -m package.module", "package.module", []),
+        ("verify", "train.py --rate 1 -n 2", "train.py", ["--rate", "1"]),
+        ("verify", "-n 2 train.py -- -n 3", "train.py", ["-n", "3"]),
+    ],
+)
+def test_words_for_a_script_go_on_to_it(name: str, line: str, script: str, arguments: list[str]) -> None:
+    given = parse(name, COMMANDS[name], line.split())
+    assert (given.get("script", given.get("job")), given["arguments"]) == (script, arguments)
+    assert given.get("torchrun", []) == (["--rdzv-conf", "a=1", "--standalone"] if "--rdzv-conf" in line else [])
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -99,7 +88,7 @@ def test_functions_stay_when_packages_of_their_names_are_imported() -> None:
     code = """
 import sys
 import paceline
-assert not {"torch", "numpy", "typer", "rich"} & set(sys.modules), "loaded too much"
+assert not {"torch", "numpy", "rich"} & set(sys.modules), "loaded too much"
 import paceline.checkpoint.load, paceline.launch.slurm, paceline.plan.placement
 import paceline.report.study, paceline.train.loop
 for name in ("launch", "plan", "report", "train"):
@@ -121,7 +110,11 @@ for sys.argv in json.loads(sys.argv[1]):
 heavy = {"torch", "numpy", "scipy", "plotly", "jinja2", "pyarrow", "PIL"} & set(sys.modules)
 assert not heavy, heavy
 """
-    asked = [["paceline", "--help"], *(["paceline", name, "--help"] for name in COMMANDS), ["paceline", "train", "nix"]]
+    asked = [
+        ["paceline", "--help"],
+        *(["paceline", *name.split(), "--help"] for name in COMMANDS),
+        ["paceline", "train", "nix"],
+    ]
     done = subprocess.run(
         [sys.executable, "-c", code, json.dumps(asked)], capture_output=True, text=True, timeout=120, check=False
     )

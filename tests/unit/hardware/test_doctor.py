@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import paceline
-from paceline.cli.doctor import exit_code
+from paceline.cli import commands
 from paceline.hardware.doctor import checks
 from paceline.hardware.doctor.checks import Finding, Lookup, Torch
 from paceline.hardware.doctor.cluster import Surveyed, check_nodes
@@ -214,8 +214,9 @@ def test_this_machine_is_judged_in_sentences_with_advice_where_something_is_wron
         (["error"], True, 2),
     ],
 )
-def test_exit_codes(levels: list[checks.Level], strict: bool, code: int) -> None:
-    assert exit_code([Finding(level, "x", "X.", "fix") for level in levels], strict=strict) == code
+def test_exit_codes(levels: list[checks.Level], strict: bool, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paceline, "doctor", lambda: [Finding(level, "x", "X.", "fix") for level in levels])
+    assert commands.doctor(strict=strict) == code
 
 
 # --- several nodes ---
@@ -294,15 +295,16 @@ def test_a_node_that_does_not_answer_is_a_finding(program: str, sentence: str, t
     assert (found.level, found.what, found.node) == ("error", sentence, "b")
 
 
-def test_what_needs_action_comes_first_each_with_its_fix(capsys: pytest.CaptureFixture[str]) -> None:
-    from paceline.cli.doctor import _show
-
+def test_what_needs_action_comes_first_each_with_its_fix(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     findings = [Finding("ok", "a", "A."), Finding("warning", "b", "B.", "do b"), Finding("error", "c", "C.", "do c")]
-    _show(findings, as_json=False, show_all=False)
+    monkeypatch.setattr(paceline, "doctor", lambda: findings)
+    assert commands.doctor() == 2
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert lines[0].split() == ["error", "C."] and lines[1] == "→ do c" and lines[2].split() == ["warning", "B."]
     assert lines[-1] == "1 check passed, 1 warning, 1 error."
-    _show(findings, as_json=True, show_all=False)
+    assert commands.doctor(as_json=True) == 2
     listed = json.loads(capsys.readouterr().out)
     assert [finding["level"] for finding in listed["findings"]] == ["error", "warning", "ok"]
     assert (listed["num_error"], listed["num_warning"], listed["num_ok"]) == (1, 1, 1)

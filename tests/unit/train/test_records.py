@@ -137,7 +137,7 @@ def test_tensorboard_gets_the_same_numbers(trained: tuple[Path, RunRecord, list[
 
 def test_a_tracker_that_is_none_is_refused_before_the_run(tmp_path: Path) -> None:
     with pytest.raises(JobError, match=r"tensorbord.*tensorboard"):
-        paceline.train("digits-lenet", out=tmp_path / "run", track=["tensorbord"])
+        paceline.train("digits-lenet", out=tmp_path / "run", track=["tensorbord"])  # type: ignore[list-item]
     assert not (tmp_path / "run").exists()
 
 
