@@ -315,18 +315,17 @@ def doctor(as_json: bool = False, strict: bool = False, show_all: bool = False, 
         listed = [dataclasses.asdict(finding) for finding in findings]
         print(json.dumps({**{f"num_{level}": count for level, count in counts.items()}, "findings": listed}))
     else:
+        from rich.table import Table
         from rich.text import Text
 
-        from paceline.report.tables import plain_table
-
-        rows = []
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         for finding in findings:
             if show_all or finding.level != "ok":
                 body = Text(f"{finding.node}: {finding.what}" if finding.node else finding.what)
                 body.append(f"\n→ {finding.fix}" if finding.fix else "", style="cyan")
-                rows.append((Text(finding.level, style=LEVELS[finding.level]), body))
-        if rows:
-            table_console(pipe_columns=100).print(plain_table(rows))
+                table.add_row(Text(finding.level, style=LEVELS[finding.level]), body)
+        if table.row_count:
+            table_console(pipe_columns=100).print(table)
         warnings, errors = number_of(counts["warning"], "warning"), number_of(counts["error"], "error")
         print(f"{number_of(counts['ok'], 'check')} passed, {warnings}, {errors}.")
     return 2 if counts["error"] else int(strict and counts["warning"] > 0)

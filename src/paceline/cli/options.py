@@ -282,7 +282,7 @@ def split_settings(settings: Sequence[str], command: Command) -> tuple[list[str]
             there = f"beside those of a job there are {', '.join(sorted(keys))}" if keys else "use keys of a job"
             raise JobError(f"There is no key {shown(key)} here: {did_you_mean(key, keys)}{there}.")
         (_, name), value = parse_setting(setting)
-        chosen[name] = [value] if name == "cut" and isinstance(value, str) else value
+        chosen[name] = tuple([value] if isinstance(value, str) else value) if name == "cut" else value
     return of_job, chosen
 
 

@@ -91,6 +91,7 @@ def train(
     """
     resolved = with_callbacks(resolve_job(job, settings, data, model), callbacks)
     limit = RunLimit.from_mapping({"max_steps": max_steps, "max_minutes": max_minutes})
+    given = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
     run_dir = new_run_dir(out, resolved.name)
     if record := finished_run(run_dir, resolved, max_steps, force=force):
         say(f"{run_dir} holds this run, finished; this is its result")
@@ -108,7 +109,7 @@ def train(
             strategy=strategy,
             debug_comm=debug_comm,
             cluster=cluster,
-            plan=plan,
+            plan=given,
             say=say,
         )
         program = write_run(resolved, placed, run_dir, limit, quiet=quiet, trackers=track, force=force)
