@@ -132,14 +132,13 @@ def train(as_json: bool = False, dry_run: bool = False, **options: Any) -> None:
         return
     job = resolve_job(options.pop("job"), options.pop("settings", ()), options.pop("data", None))
     run_dir = new_run_dir(options.pop("out", None), job.name)
-    is_complete = False
     try:
         record = paceline.train(job, out=run_dir, **options)
-        is_complete = record.is_complete
-    finally:
-        if not is_complete and (run_dir / "checkpoints" / "latest").exists():
-            command = shlex.join(["paceline", *sys.argv[1:]])
-            to_stderr(f"To go on: {command}{'' if '--out' in command else f' --out {run_dir}'}")
+    except (KeyboardInterrupt, SystemExit):
+        say_how_to_go_on(run_dir)
+        raise
+    if not record.is_complete:
+        say_how_to_go_on(run_dir)
     if as_json:
         print(json.dumps(record.summary()))
         return
@@ -151,6 +150,15 @@ def train(as_json: bool = False, dry_run: bool = False, **options: Any) -> None:
         f"{record.plan.device_kind}, {record.steps} steps in {record.train_s:.1f} s ({record.wall_s:.1f} s in all)\n"
         f"weights_sha256 {record.weights_sha256}\n{run_dir}/record.json"
     )
+
+
+def say_how_to_go_on(run_dir: Path) -> None:
+    """Say which command goes on with a run that was interrupted."""
+    if (run_dir / "checkpoints" / "latest").exists():
+        is_named = any(word.startswith("--out") for word in sys.argv)
+        to_stderr(
+            f"To go on: {shlex.join(['paceline', *sys.argv[1:], *([] if is_named else ['--out', str(run_dir)])])}"
+        )
 
 
 @command("scale", "as_json")
