@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -12,7 +13,7 @@ from paceline.report import formats
 from paceline.report.charts import Chart, Series, beside_ideal, step_parts
 from paceline.report.page import render
 from paceline.report.tables import Grid, grid_of
-from paceline.spec.forecast import Forecast, ForecastRow
+from paceline.spec.forecast import Forecast, ForecastRow, fastest_of_each_count
 from paceline.words import and_more
 
 _MOST_ROWS = 24
@@ -142,7 +143,7 @@ def plan_page(forecast: Forecast) -> str:
         objections=[f"{', '.join(of[:8])}{and_more(len(of) - 8)}: {why}" for why, of in impossible.items()],
         one_device="one device" if base == 1 else f"one of {formats.devices(base)}",
         rule=RULE,
-        charts=_charts(forecast.fastest_of_each_count()),
+        charts=_charts(replace(forecast, rows=fastest_of_each_count(forecast.rows), recommended_row=None)),
     )
 
 

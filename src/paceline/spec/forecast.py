@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from paceline.spec.algorithm import AlgorithmName
@@ -101,10 +101,6 @@ class Forecast(JsonValue):
         if self.recommended_row is not None:
             return self.rows[self.recommended_row]
         return next(row for row in self.rows if row.devices == self.recommended_devices)
-
-    def fastest_of_each_count(self) -> Forecast:
-        """The same with one row for each number of devices, the fastest; the recommended one is among them."""
-        return replace(self, rows=fastest_of_each_count(self.rows), recommended_row=None)
 
 
 def fastest_of_each_count(rows: Iterable[ForecastRow]) -> tuple[ForecastRow, ...]:

@@ -66,10 +66,8 @@ def smaller_is_better(metric: str, mode: Mode) -> bool:
 
 
 def best_place(values: Sequence[float], metric: str, mode: Mode, min_change: float = 0.0) -> int | None:
-    """The place of the best of a metric's values; None if none is finite.
-
-    The first of equal values; a later one must be better by more than `min_change`.
-    """
+    """The place of the best of a metric's values, the first of equal ones; a later one must be better by more than
+    `min_change`. None if none is finite."""
     sign = -1.0 if smaller_is_better(metric, mode) else 1.0
     best: int | None = None
     for place, value in enumerate(values):
