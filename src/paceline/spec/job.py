@@ -278,8 +278,9 @@ class Job(JsonValue):
     def timed_settings(self) -> tuple[str, ...]:
         """The settings that times of passes, updates and loading follow from, as "model.name = 'lenet'"; without a
         precision that each run decides."""
-        values = {key: value for key, value in flat(self.to_mapping()).items() if key.startswith(_TIMED)}
-        return tuple(f"{key} = {value!r}" for key, value in values.items() if (key, value) != ("precision", "auto"))
+        plain = self.to_mapping()
+        values = flat(plain) | {"model.options": plain["model"]["options"], "data.options": plain["data"]["options"]}
+        return tuple(f"{key} = {values[key]!r}" for key in _TIMED if (key, values[key]) != ("precision", "auto"))
 
     def with_values(self, **changes: Any) -> Job:
         """A copy with other values; nested tables take mappings, `optim={"lr": 0.2}`, merged into what is there."""
@@ -307,11 +308,10 @@ class Job(JsonValue):
 
 
 def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"optim": {"lr": 1}} as {"optim.lr": 1}; tables of options stay whole."""
+    """{"optim": {"lr": 1}} as {"optim.lr": 1}."""
     found: dict[str, Any] = {}
     for key, value in mapping.items():
-        is_table = isinstance(value, Mapping) and key != "options"
-        found |= flat(value, f"{prefix}{key}.") if is_table else {f"{prefix}{key}": value}
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
 
 
@@ -331,7 +331,6 @@ _TIMED = (
     *("model.name", "model.options", "data.name", "data.augment", "data.options", "optim.name"),
     *("precision", "channels_last", "compile"),
 )
-"""How the keys of settings begin that times follow from."""
 _LEARNS_THE_SAME = (
     *("name", "measure_noise", "eval_every_", "eval_batch_size", "data.dir", "data.loader_workers"),
     *("checkpoint.", "early_stopping."),
