@@ -296,7 +296,7 @@ def _cut(
 def _shard(
     stage: nn.Module, tensor_plan: TensorPlan, axes: Axes, plan: Plan, device: torch.device, *, may_skip: bool
 ) -> None:
-    """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis."""
+    """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis; move it to `device`."""
     mesh = axes.mesh
     if tensor_plan:
         here = {name for name, module in stage.named_modules() if any(True for _ in module.parameters())}
@@ -306,20 +306,12 @@ def _shard(
         recompute(stage)
     if mesh.fsdp > 1:
         shard(stage, axes.device_mesh["fsdp"], mesh.zero_stage, cpu_offload=plan.cpu_offload, may_skip=may_skip)
-    _place(stage, device, plan)
-
-
-def _place(stage: nn.Module, device: torch.device, plan: Plan) -> None:
-    """Move to `device` what has values and was not moved with its shards; with `cpu_offload` these stay."""
-
-    def stays(tensor: Tensor) -> bool:
-        is_offloaded = plan.cpu_offload and is_dtensor(tensor)
-        return tensor.is_meta or is_offloaded or tensor.device == device
-
+    # What has values and was not moved with its shards; with `cpu_offload` these stay.
     for parameter in stage.parameters():
-        if not stays(parameter):
+        is_offloaded = plan.cpu_offload and is_dtensor(parameter)
+        if not (parameter.is_meta or is_offloaded or parameter.device == device):
             parameter.data = parameter.data.to(device)
     for module in stage.modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if not stays(buffer):
+            if not (buffer.is_meta or buffer.device == device):
                 setattr(module, name, buffer.to(device))
