@@ -77,17 +77,8 @@ class Column:
 
 
 STRATEGIES = (
-    "dp",
-    "zero1",
-    "zero2",
-    "fsdp",
-    "hsdp",
-    "tp",
-    "pp",
-    "dp2 x pp2",
-    "fsdp2 x tp2",
-    "fsdp2 x pp2",
-    "tp2 x pp2",
+    *("dp", "zero1", "zero2", "fsdp", "hsdp", "tp", "pp"),
+    *("dp2 x pp2", "fsdp2 x tp2", "fsdp2 x pp2", "tp2 x pp2"),
 )
 SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 COLUMNS = (
@@ -107,22 +98,20 @@ class Held:
 
 
 def peak_bytes(trace: Path) -> int:
-    """The most that torch's allocator has given out at once since "measured" began, from a profiler's trace.
-
-    What was there before the trace does not count.
-    """
+    """The most that the allocator has given to the training thread at once since "measured" began, from a profiler's
+    trace. What was there before the trace does not count, nor what a backend of collectives holds."""
     events = sorted(json.loads(trace.read_text())["traceEvents"], key=lambda event: event.get("ts", 0))
-    began = next(event["ts"] for event in events if event["name"] == "measured")
+    first = next(event for event in events if event["name"] == "measured")
     held: dict[int, int] = {}
     total = peak = 0
-    for event in events:
-        if event["name"] != "[memory]":
-            continue
+    for event in (event for event in events if event["name"] == "[memory]"):
         address, size = event["args"]["Addr"], int(event["args"]["Bytes"])
-        if size > 0:
+        if size <= 0:
+            total -= held.pop(address, 0)
+        elif event["tid"] == first["tid"]:
             held[address] = size
-        total += size if size > 0 else -held.pop(address, 0)
-        peak = max(peak, total) if event["ts"] >= began else 0
+            total += size
+        peak = max(peak, total) if event["ts"] >= first["ts"] else 0
     return peak
 
 
