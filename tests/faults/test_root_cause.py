@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.diagnosis.failures import Failure, WorkerProcess, root_cause
+from paceline.diagnosis.failures import Failure, WorkerProcess, place_in, root_cause, write_note
+from paceline.diagnosis.report import describe_failure
 from paceline.launch.worker import count_oom_kills
 
 
@@ -73,6 +74,41 @@ def test_the_cause_is_the_earliest_failure_of_its_own(ended: list[WorkerProcess]
         assert cause in own and cause.time == min(one.time for one in own)
     elif before:
         assert cause in before
+
+
+DUMP = """\
+Fatal Python error: Aborted
+
+Thread 0x00007f72f2000001 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 320 in wait
+  File "/home/kim/loader.py", line 7 in load
+
+Thread 0x00007f72f27d5b80 (most recent call first):
+  File "/opt/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3252 in all_reduce
+  File "/home/kim/train.py", line 19 in metrics
+  File "/home/kim/train.py", line 30 in <module>
+
+Extension modules: numpy.random.mtrand (total: 1)
+"""
+
+
+def test_the_place_of_a_crash_is_the_innermost_line_of_the_users_own() -> None:
+    raised = (
+        'Traceback (most recent call last):\n  File "/home/kim/first.py", line 2, in <module>\n    f()\nKeyError: 1\n'
+    )
+    assert place_in(raised + DUMP, -6) == "train.py, line 19"
+    assert place_in(raised, 1) == "first.py, line 2"
+    assert place_in(raised, -9) == place_in(raised, 3) == place_in("", 1) == ""  # it was not the end
+
+
+def test_workers_in_different_collectives_are_told_by_their_places(tmp_path: Path) -> None:
+    """A backend ends the process of a worker that meets another collective, as after a loop with fewer steps."""
+    write_note(tmp_path, WorkerProcess(0, 2, 100, "node", 1, 2.0, place="train.py, line 15"))
+    write_note(tmp_path, WorkerProcess(1, 2, 101, "node", -6, 1.0, place="train.py, line 19"))
+    report = describe_failure(tmp_path)
+    assert report is not None and report.ranks == (1,)
+    assert "SIGABRT at train.py, line 19, while rank 0 was at train.py, line 15" in report.sentence
+    assert "different collectives" in report.next
 
 
 def test_the_kernels_count_of_kills_for_memory_is_read(tmp_path: Path) -> None:
