@@ -97,7 +97,7 @@ def test_the_place_of_a_crash_is_the_innermost_line_of_the_users_own() -> None:
         'Traceback (most recent call last):\n  File "/home/kim/first.py", line 2, in <module>\n    f()\nKeyError: 1\n'
     )
     assert place_in(raised + DUMP, -6) == "train.py, line 19"
-    assert place_in(raised, 1) == "first.py, line 2"
+    assert place_in(raised, 1) == place_in(raised, -15) == "first.py, line 2"
     assert place_in(raised, -9) == place_in(raised, 3) == place_in("", 1) == ""  # it was not the end
 
 

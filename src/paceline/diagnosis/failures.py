@@ -161,7 +161,7 @@ def failure_in(log: str, process: WorkerProcess) -> Failure | None:
 def place_in(log: str, exit_code: int) -> str:
     """Where a program of this output and exit code failed, as `WorkerProcess.place` has it: the innermost line of a
     user's own file in its last traceback, or in what Python's fault handler wrote of its main thread."""
-    is_crash = exit_code < 0
+    is_crash = exit_code < 0 and exit_code != -signal.SIGTERM  # by which who has raised may be ended
     start = log.rfind("Fatal Python error: " if is_crash else TRACEBACK) if exit_code <= 1 else -1
     if start < 0:
         return ""
