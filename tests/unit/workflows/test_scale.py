@@ -15,7 +15,7 @@ from paceline.launch.run import LaunchOptions
 from paceline.spec import Job, Plan, RunRecord
 from paceline.workflows.where import Allocation
 
-JOB = Job(data="digits")
+JOB = Job()
 RECORDED = Path(__file__).parents[2] / "golden" / "inputs" / "study" / "1-devices-seed-0" / "record.json"
 
 
