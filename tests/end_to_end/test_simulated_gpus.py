@@ -94,3 +94,36 @@ def test_a_worker_whose_peer_was_killed_saves_and_says_so(library: Path, tmp_pat
     assert [worker.returncode for worker in workers] == [1, -signal.SIGKILL], said
     assert "PeerLost: Rank 1" in said and "Rank 1 of 2" in said, said
     assert (tmp_path / "saved" / "step-00000010" / "manifest.json").exists()
+
+
+BAD_STEPS = """
+import torch
+import paceline
+
+with paceline.init(global_batch_size=4, virtual_shards=2, epochs=2, progress=False) as run:
+    run.say = print
+    net = torch.nn.Linear(3, 1)
+    net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
+    samples = torch.randn(20, 3, generator=torch.Generator().manual_seed(1))
+    for batch in run.batches(torch.utils.data.TensorDataset(samples)):
+        factor = float("nan") if run.steps + 1 in (4, 5, 8) else 1.0
+        run.step(batch, lambda model, shard: model(shard[0]).square().mean() * factor)
+    print("fused:", optimizer.param_groups[0]["fused"])
+    print("weights:", [round(value, 5) for value in net.weight.detach().cpu().flatten().tolist()])
+"""
+
+
+@pytest.mark.nightly
+def test_a_gpu_leaves_out_the_updates_that_a_cpu_leaves_out(library: Path, tmp_path: Path) -> None:
+    """A step that is not finite, alone and after another one."""
+    said = {}
+    for kind, begin in (("cpu", ""), ("cuda", BEFORE.format(library=str(library)))):
+        (tmp_path / f"{kind}.py").write_text(begin + BAD_STEPS)
+        environ = os.environ | {"PACELINE_DEVICE": kind, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "src")))}
+        command = [sys.executable, str(tmp_path / f"{kind}.py")]
+        ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=900)
+        assert ended.returncode == 0, ended.stderr
+        said[kind] = ended.stdout.splitlines()
+    assert said["cuda"][-1] == said["cpu"][-1] and "fused: True" in said["cuda"]
+    left_out = [[line.split(":")[0] for line in lines if line.startswith("Step")] for lines in said.values()]
+    assert left_out == [["Step 4", "Step 5", "Step 8"]] * 2
