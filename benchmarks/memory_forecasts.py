@@ -16,7 +16,7 @@ import json
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from torch.utils.data import TensorDataset
 from paceline.containers import local_shard
 from paceline.spec import Job, Mesh, PipelineSpec, parse_mesh
 from paceline.spec.job import ModelSpec
-from paceline.spec.mesh import ScheduleName
 from paceline.spec.model_cost import DeviceMemory, ModelCost
 
 TRACED_SAMPLES = 2
@@ -64,27 +63,19 @@ class Column:
     """A way to spread a model."""
 
     strategy: str
-    schedule: ScheduleName = "1f1b"
     recompute: bool = False
 
     def __str__(self) -> str:
-        schedule = f", {self.schedule}" if self.schedule != "1f1b" else ""
-        return f"{self.strategy}{schedule}{', recomputing' if self.recompute else ''}"
-
-    @property
-    def pipeline(self) -> PipelineSpec:
-        return PipelineSpec(self.schedule, 2 if self.schedule == "interleaved" else 1)
+        return f"{self.strategy}{', recomputing' if self.recompute else ''}"
 
 
 STRATEGIES = (
     *("dp", "zero1", "zero2", "fsdp", "hsdp", "tp", "pp"),
     *("dp2 x pp2", "fsdp2 x tp2", "fsdp2 x pp2", "tp2 x pp2"),
 )
-SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "interleaved", "zero_bubble")
 COLUMNS = (
     *map(Column, STRATEGIES),
     *(Column(strategy, recompute=True) for strategy in STRATEGIES if strategy != "dp"),  # plain replicas cannot
-    *(Column("dp2 x pp2", schedule) for schedule in SCHEDULES[1:]),
 )
 
 
@@ -149,7 +140,7 @@ def held(case: Case, column: Column, cuts: tuple[str, ...]) -> Held | str:
     plan = Plan(
         world_size=num_workers,
         mesh=parse_mesh(column.strategy, num_workers),
-        pipeline=replace(column.pipeline, cuts=cuts),
+        pipeline=PipelineSpec(cuts=cuts),
         recompute=column.recompute,
         algorithm="all_reduce",
         timeout_s=120,
@@ -184,20 +175,9 @@ def traced(case: Case) -> ModelCost:
 
 def forecast(cost: ModelCost, mesh: Mesh, column: Column) -> DeviceMemory:
     """Of the fullest worker."""
-    from paceline.plan.memory import device_memory, state_bytes
+    from paceline.plan.memory import job_memory
 
-    num_shards = -(-SHARDS // mesh.num_assignments)
-    return device_memory(
-        cost.num_parameters,
-        state_bytes(JOB),
-        mesh,
-        cost.activations,
-        SHARD,
-        num_micro_batches=num_shards,
-        layers=cost.layers,
-        pipeline=column.pipeline,
-        recompute=column.recompute,
-    )
+    return job_memory(JOB, cost, mesh, column.recompute)
 
 
 def held_by_each(wanted: Sequence[tuple[Case, Column, tuple[str, ...]]]) -> list[Held | str]:

@@ -14,7 +14,7 @@ The times of a network may be arrays, a value for each of many networks at once;
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,7 @@ import numpy as np
 
 from paceline.errors import JobError
 from paceline.spec import AlgorithmName
-from paceline.spec.algorithm import (
-    MAX_CHUNK_BYTES,
-    MIN_CHUNK_BYTES,
-    NUM_CHUNKS,
-    AlphaBeta,
-)
+from paceline.spec.algorithm import MIN_CHUNK_BYTES, NUM_CHUNKS, AlphaBeta
 
 
 @dataclass(frozen=True)
@@ -43,6 +38,10 @@ class Layout:
     @property
     def num_nodes(self) -> int:
         return len(self.workers_per_node)
+
+    @property
+    def most_on_node(self) -> int:
+        return max(self.workers_per_node)
 
     def first(self, num_workers: int) -> Layout:
         """The layout of the first `num_workers` workers."""
@@ -87,7 +86,7 @@ def ring(size_bytes: float, layout: Layout, network: Network) -> Any:
     round is as slow as its slowest hop.
     """
     n = layout.num_workers
-    inside_s = network.inside.seconds(size_bytes / n) if max(layout.workers_per_node) > 1 else 0.0
+    inside_s = network.inside.seconds(size_bytes / n) if layout.most_on_node > 1 else 0.0
     between_s = network.between.seconds(size_bytes / n) if layout.num_nodes > 1 else 0.0
     return 2 * (n - 1) * (np.maximum(inside_s, between_s) + network.per_message_s)
 
@@ -101,7 +100,7 @@ def all_reduce(size_bytes: float, layout: Layout, network: Network) -> Any:
     ring_s = ring(size_bytes, layout, network)
     if layout.num_nodes == 1:
         return ring_s
-    inside_s = ring(size_bytes, Layout((max(layout.workers_per_node),)), network)
+    inside_s = ring(size_bytes, Layout((layout.most_on_node,)), network)
     hop_s = network.between.alpha_s + network.per_message_s
     trees_s = 2 * math.ceil(math.log2(layout.num_nodes)) * hop_s + 2 * size_bytes * network.between.beta_s_per_byte
     return np.minimum(ring_s, inside_s + trees_s)
@@ -113,7 +112,11 @@ def parameter_server(size_bytes: float, layout: Layout, network: Network) -> Any
     With one worker a node T = 2 (n - 1) K: the server's link carries n - 1 vectors each way (Li et al. 2014, "Scaling
     Distributed Machine Learning with the Parameter Server").
     """
-    return 2 * _gather_s(size_bytes, layout.workers_per_node, (1,) + (0,) * (layout.num_nodes - 1), network)
+    beside = layout.workers_per_node[0] - 1
+    elsewhere = layout.num_workers - beside - 1
+    inside_s = network.inside.seconds(beside * size_bytes) if beside else 0.0
+    between_s = network.between.seconds(elsewhere * size_bytes) if elsewhere else 0.0
+    return 2 * (np.maximum(inside_s, between_s) + (beside + elsewhere) * network.per_message_s)
 
 
 def parameter_server_two_level(size_bytes: float, layout: Layout, network: Network) -> Any:
@@ -133,7 +136,7 @@ def hierarchical(size_bytes: float, layout: Layout, network: Network) -> Any:
     """
     n = layout.num_workers
     if layout.num_nodes > 1:
-        return _two_levels_s(size_bytes, layout, network, lambda chunk: _through_leader_s(chunk, layout, network))
+        return _two_levels_s(size_bytes, layout, network, _through_leader_s(size_bytes, layout, network))
     start_s = network.inside.alpha_s + network.per_message_s
     return 2 * (n - 1) / n * size_bytes * network.inside.beta_s_per_byte + 2 * start_s if n > 1 else 0.0
 
@@ -144,10 +147,8 @@ def tree_exact(size_bytes: float, layout: Layout, network: Network) -> Any:
     T = 2 (n - 1) / n K in one node or with one worker a node, by direct messages. The link between N nodes carries
     2 (N - 1) / N of the vector where each node's shards are one block of the tree; in chunks, as in `hierarchical`.
     """
-    slices = (max(layout.workers_per_node),)
-    if layout.num_nodes == 1:
-        return 2 * _gather_s(size_bytes, slices, slices, network)
-    return _two_levels_s(size_bytes, layout, network, lambda chunk: 2 * _gather_s(chunk, slices, slices, network))
+    inside_s = _direct_s(size_bytes, layout.most_on_node, network.inside, network.per_message_s)
+    return inside_s if layout.num_nodes == 1 else _two_levels_s(size_bytes, layout, network, inside_s)
 
 
 COSTS: dict[AlgorithmName, Cost] = {
@@ -161,51 +162,22 @@ COSTS: dict[AlgorithmName, Cost] = {
 }
 
 
-def _two_levels_s(size_bytes: float, layout: Layout, network: Network, inside_s: Callable[[float], Any]) -> Any:
-    """Sums inside nodes and between them, by chunks under way at the same time: a pipeline of two stages takes the
-    slower one for all chunks and the other one for a single chunk.
-
-    Args:
-        inside_s: seconds that a chunk of so many bytes takes in its node, both ways.
-    """
-    chunk_bytes = min(max(size_bytes / NUM_CHUNKS, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES, max(size_bytes, 1.0))
-    num_chunks = math.ceil(size_bytes / chunk_bytes) if size_bytes else 1
-    slices = (1,) * layout.num_nodes
-    wire_s = 2 * _gather_s(size_bytes / num_chunks, slices, slices, network)
-    # Several chunks are on the link at a time, so that only one of them waits for its answer with nothing on the link.
-    latency_s = 2 * network.between.alpha_s
-    in_node_s = inside_s(size_bytes / num_chunks)
-    return np.maximum(num_chunks * in_node_s + wire_s, num_chunks * (wire_s - latency_s) + latency_s + in_node_s)
-
-
-def _gather_s(size_bytes: float, workers: Sequence[int], servers: Sequence[int], network: Network) -> Any:
-    """Every worker sends every server the slice it owns; the way back takes as long.
-
-    Args:
-        workers, servers: how many each node has; servers are workers too and keep their own slice.
-    """
-    num_workers, num_servers = sum(workers), sum(servers)
-    if num_workers == 1:
-        return 0.0
-    crossing = 0  # slices over the busiest link between nodes, in its busier direction
-    inside = 0  # slices over the busiest link of a worker inside a node
-    num_messages = 0  # of the busiest worker
-    for own_workers, own_servers in zip(workers, servers, strict=True):
-        arriving = own_servers * (num_workers - own_workers)
-        leaving = own_workers * (num_servers - own_servers)
-        crossing = max(crossing, arriving, leaving)
-        all_serve = own_servers == own_workers
-        if own_servers and own_workers > 1:
-            inside = max(inside, own_workers - 1, own_servers - all_serve)
-        num_messages = max(num_messages, num_workers - 1 if own_servers else num_servers - all_serve)
-    across_s = network.between.seconds(crossing * size_bytes / num_servers) if crossing else 0.0
-    inside_s = network.inside.seconds(inside * size_bytes / num_servers) if inside else 0.0
-    return np.maximum(across_s, inside_s) + num_messages * network.per_message_s
+def _direct_s(size_bytes: float, n: int, link: AlphaBeta, per_message_s: float) -> Any:
+    """Each of n workers gets its slice of 1 / n from all others at once, and hands its sum out again."""
+    return 2 * (link.seconds((n - 1) / n * size_bytes) + (n - 1) * per_message_s) if n > 1 else 0.0
 
 
 def _through_leader_s(size_bytes: float, layout: Layout, network: Network) -> Any:
     """Slices are summed on all workers of a node and collected by the leader, over whose link 2 (g - 1) / g of the
     vector go; later all read the leader's values at once."""
-    g = max(layout.workers_per_node)
+    g = layout.most_on_node
     start_s = network.inside.alpha_s + network.per_message_s
     return (2 * (g - 1) / g + 1) * size_bytes * network.inside.beta_s_per_byte + 2 * start_s if g > 1 else 0.0
+
+
+def _two_levels_s(size_bytes: float, layout: Layout, network: Network, inside_s: Any) -> Any:
+    """Sums inside nodes, which take `inside_s`, and by direct messages between them, by chunks under way at the same
+    time: a pipeline of two stages takes the slower one for all chunks and the other one for a single chunk."""
+    between_s = _direct_s(size_bytes, layout.num_nodes, network.between, network.per_message_s)
+    num_chunks = min(max(size_bytes / MIN_CHUNK_BYTES, 1.0), float(NUM_CHUNKS))
+    return np.maximum(inside_s, between_s) + np.minimum(inside_s, between_s) / num_chunks

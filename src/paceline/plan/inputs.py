@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from paceline.errors import ClusterError, JobError
+from paceline.errors import ClusterError
 from paceline.plan.collectives import Layout, wire_bytes
 from paceline.plan.fit import Fit, fit
 from paceline.plan.memory import (
-    TransformerShape,
-    device_memory,
+    USABLE_FRACTION,
+    job_memory,
     measured_activations,
     state_bytes,
-    transformer_layers,
     worker_memory_bytes,
 )
-from paceline.plan.peak_memory import USABLE_FRACTION
 from paceline.plan.pick import pick
-from paceline.plan.search import SearchResult, Workload, search
-from paceline.plan.step_model import network_at
 from paceline.spec import AlgorithmName, Cluster, Job, Mesh, Node, StepRow
 from paceline.spec.algorithm import automatic_algorithm
 from paceline.spec.cluster import JobTiming
 from paceline.spec.forecast import Grow
-from paceline.spec.mesh import check_mesh
-from paceline.spec.model_cost import Activations, Layers, ModelCost
+from paceline.spec.model_cost import Activations, ModelCost
 from paceline.words import size
-
-_COPY_RATE = 0.5e9
-"""Bytes/s at which one CPU worker copies what FSDP and Gloo exchange."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +54,8 @@ class AskedStep:
     """Memory of one device; None: not known."""
     objection: str = ""
     """Why it cannot run; empty: it can."""
+    name: str = ""
+    """What tells it from other steps of as many devices; empty: there is no other."""
 
 
 @dataclass(frozen=True)
@@ -74,59 +67,46 @@ class PlanInputs:
     request: ForecastRequest
     timing: JobTiming
     fit: Fit
-    activations: Activations | None
-    layers: Layers
-    """Layers of the model; empty: unknown."""
+    model: ModelCost
+    is_memory_known: bool
+    """Whether the activations of `model` were measured or traced."""
 
     @property
-    def node_sizes(self) -> tuple[int, ...]:
-        """Number of devices of each existing node."""
-        return tuple(len(node.devices) for node in self.cluster.nodes)
+    def num_devices(self) -> int:
+        """Devices that there are."""
+        return sum(len(node.devices) for node in self.cluster.nodes)
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices of each node beyond the cluster."""
+        return self.request.devices_per_node or max(len(node.devices) for node in self.cluster.nodes)
 
     def job_on(self, count: int) -> Job:
         return self.job.grown(count) if self.request.grow == "batch" else self.job
 
-    def with_batch(self, global_batch_size: int, virtual_shards: int) -> PlanInputs:
-        """The same inputs for another global batch, on any number of devices."""
-        job = dataclasses.replace(self.job, global_batch_size=global_batch_size, virtual_shards=virtual_shards)
-        return dataclasses.replace(self, job=job, request=dataclasses.replace(self.request, grow="none"))
-
     def layout(self, count: int) -> Layout:
         """The nodes that there are, the first ones first, then more of the same kind."""
-        more = self.request.devices_per_node or max(self.node_sizes)
-        workers = list(Layout(self.node_sizes).first(count).workers_per_node)
-        full, rest = divmod(count - sum(workers), more)
-        return Layout((*workers, *(more,) * full, *((rest,) if rest else ())))
+        workers = list(Layout(tuple(len(node.devices) for node in self.cluster.nodes)).first(count).workers_per_node)
+        full, rest = divmod(count - sum(workers), self.devices_per_node)
+        return Layout((*workers, *(self.devices_per_node,) * full, *((rest,) if rest else ())))
 
     def asked(self, count: int) -> AskedStep:
         """The step on `count` devices, each with the whole model."""
-        job, layout = self.job_on(count), self.layout(count)
+        job, layout, needed = self.job_on(count), self.layout(count), None
         row = job_step(job, layout.workers_per_node, self.timing.num_parameters, self.cluster.device_kind == "cuda")
-        memory_bytes = self._replica_bytes(row)
-        return AskedStep(row, job.global_batch_size, memory_bytes, self._objection(job, row, memory_bytes))
+        if self.is_memory_known:
+            needed = job_memory(job, self.model, Mesh(dp=count)).total_bytes
+        return AskedStep(row, job.global_batch_size, needed, self._objection(job, count, needed))
 
     def worker_bytes(self, count: int) -> float | None:
         """Memory of one of `count` workers: its device's, or on CPU its part of its node's; None: not known."""
-        return worker_memory_bytes(self.cluster, max(self.layout(count).workers_per_node)) or None
+        return worker_memory_bytes(self.cluster, self.layout(count).most_on_node) or None
 
-    def _replica_bytes(self, row: StepRow) -> float | None:
-        """Memory of a device with the whole model; None if activations were not measured."""
-        if self.activations is None:
-            return None
-        return device_memory(
-            self.timing.num_parameters,
-            state_bytes(self.job),
-            Mesh(dp=row.num_workers),
-            self.activations,
-            row.micro_batch_size,
-            num_micro_batches=row.num_passes,
-        ).total_bytes
-
-    def _objection(self, job: Job, row: StepRow, needed: float | None) -> str:
+    def _objection(self, job: Job, count: int, needed: float | None) -> str:
         """Why the job cannot run so; empty: it can."""
-        count, room = row.num_workers, self.worker_bytes(row.num_workers)
+        room = self.worker_bytes(count)
         if room is not None and needed is not None and needed > USABLE_FRACTION * room:
-            return f"a virtual shard of {row.micro_batch_size} samples needs {size(needed)} of a device's {size(room)}"
+            return f"a virtual shard of {job.shard_size} samples needs {size(needed)} of a device's {size(room)}"
         if count > job.global_batch_size:
             return f"a global batch of {job.global_batch_size} has no sample for each of {count} devices"
         return f"it needs virtual_shards = {count}, which is part of the job" if count > job.virtual_shards else ""
@@ -171,23 +151,22 @@ def plan_inputs(
             "them, or give the rate of the links between them in one direction: link_rate = 1.25e9."
         )
     steps = tuple(dataclasses.replace(row, link_bytes_per_s=rate) for row in timing.steps)
-    measured = measured_activations(timing.steps, timing.num_parameters, state_bytes(job))
-    shape = transformer_shape(job)
-    layers: Layers = () if shape is None else transformer_layers(shape, timing.num_parameters)
+    activations = measured_activations(timing.steps, timing.num_parameters, state_bytes(job)) or (
+        model and model.activations
+    )
+    costs = model or ModelCost(timing.num_parameters, Activations(0.0))
     return PlanInputs(
         job=job,
         cluster=cluster,
         request=request,
         timing=timing,
         fit=_fit_once(steps, None if are_several else inside_bytes_per_s(cluster.nodes[0])),
-        activations=measured if measured or model is None else model.activations,
-        layers=layers if model is None else model.layers,
+        model=dataclasses.replace(costs, activations=activations or costs.activations),
+        is_memory_known=activations is not None,
     )
 
 
-@lru_cache(maxsize=8)
-def _fit_once(steps: tuple[StepRow, ...], inside_rate: float | None) -> Fit:
-    return fit(steps, inside_bytes_per_s=inside_rate)
+_fit_once = lru_cache(maxsize=8)(fit)
 
 
 def inside_bytes_per_s(node: Node) -> float | None:
@@ -213,7 +192,7 @@ def _timing_of(job: Job, cluster: Cluster) -> JobTiming:
             f"The job '{job.name}' was timed with other settings: {', '.join(_changed(found[-1], job))}; run paceline "
             "probe with the settings of now first."
         )
-    others = sorted({timing.job for timing in cluster.timings})
+    others = sorted({timing.job for timing in cluster.timings if timing.steps})
     known = f"it has timings of {', '.join(others)}" if others else "it has timings of no job"
     raise ClusterError(
         f"The cluster has no timed steps of the job '{job.name}' ({known}); run paceline probe JOB first."
@@ -225,48 +204,3 @@ def _changed(timing: JobTiming, job: Job) -> list[str]:
     now = dict(one.split(" = ", 1) for one in job.timed_settings)
     timed = [one.split(" = ", 1) for one in timing.settings]
     return [f"{name} = {value}, now {now[name]}" for name, value in timed if now.get(name, value) != value]
-
-
-def transformer_shape(job: Job) -> TransformerShape | None:
-    """The shape that a job's own options tell; None where they leave any of it open."""
-    options = job.model.options | job.data.options
-    try:
-        return TransformerShape(*(int(options[name]) for name in ("num_layers", "width", "num_heads", "context")))
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def needs_replicas(job: Job) -> bool:
-    """Whether only workers with the whole model can train it."""
-    try:
-        check_mesh(job, Mesh(fsdp=2))
-    except JobError:
-        return True
-    return job.aggregation.wire == "auto-lossy"
-
-
-def search_meshes(inputs: PlanInputs, count: int, memory_bytes: float | None = None) -> SearchResult:
-    """The meshes of `count` devices. Raises `JobError` where none fits.
-
-    Args:
-        memory_bytes: memory of one worker; None: its device's, or on CPU its part of its node's.
-    """
-    job, layout, constants = inputs.job_on(count), inputs.layout(count), inputs.fit.typical()
-    on_node, has_gpus = max(layout.workers_per_node), inputs.cluster.device_kind == "cuda"
-    slowdown = 1 + constants["neighbour_slowdown"] * (1 - 1 / on_node)
-    slowdown *= 1 + constants["joint_slowdown"] * (count > 1)
-    workload = Workload(
-        num_parameters=inputs.timing.num_parameters,
-        global_batch_size=job.global_batch_size,
-        state=state_bytes(job),
-        activations=inputs.activations or Activations(0.0),
-        compute_s=lambda samples: (constants["fixed_s"] + constants["per_sample_s"] * samples) * slowdown,
-        optimizer_s=constants["update_s"],
-        memory_bytes=memory_bytes or inputs.worker_bytes(count) or math.inf,
-        layers=inputs.layers,
-        shard_size=job.shard_size,
-        backend="nccl" if has_gpus else "gloo",
-        copy_s_per_byte=0.0 if has_gpus else slowdown / _COPY_RATE,
-        sums_are_hidden=job.parity == "numeric",
-    )
-    return search(workload, count, on_node, network_at(constants, layout))

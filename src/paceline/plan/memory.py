@@ -2,49 +2,51 @@
 
 Four things lie in a device's memory: parameters, gradients, optimizer state, and the activations that the backward pass
 waits for. The first three follow from the number of parameters (Rajbhandari et al. 2020, "ZeRO", section 3); the
-last is measured by `paceline probe`, or counted for a transformer (Korthikanti et al. 2022, "Reducing Activation
-Recomputation in Large Transformer Models", section 4). A peak also has what lives for the length of one layer.
+last is measured by `paceline probe` or a trace. A peak also has what lives for the length of one layer, and parameters
+and gradients that are gathered or in messages.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from statistics import fmean, linear_regression
+from typing import NamedTuple
 
-from paceline.partition import even_cut, half_passes_in_flight, in_flight_by_stage
-from paceline.plan.peak_memory import USABLE_FRACTION, ModelOnMesh, StateBytes
-from paceline.spec import Cluster, Job, Mesh, PipelineSpec, StepRow
-from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers
-from paceline.words import size
+from paceline.partition import even_cut
+from paceline.spec import Cluster, Job, Mesh, StepRow
+from paceline.spec.algorithm import MIN_BLOCK_BYTES
+from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers, ModelCost
 
-_ONE_STAGE_EACH = PipelineSpec()
-_ACTIVATION_BYTES = 2.0
-"""Bytes of an activation in 16 bits, which transformers are counted in."""
-_ALL_REDUCES_PER_LAYER = 4
-"""All-reduces of a tensor group, two forward and two backward (Shoeybi et al. 2019, "Megatron-LM", section 3)."""
+USABLE_FRACTION = 0.92
+"""The usable fraction of a device's memory; the rest is used by the driver and the communication library, or lost to
+fragmentation."""
 _REPLICATED_FRACTION = 10 / 34
 """The fraction of a transformer layer's activations that tensor groups do not divide (Korthikanti et al. 2022)."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter: the parameter, its gradient and the optimizer state."""
+
+    parameter: float = 4.0
+    gradient: float = 4.0
+    optimizer: float = 4.0
+    is_bitwise: bool = False
+    """Whether gradients are added in the tree of bitwise parity: every worker holds whole ones, in partial sums."""
+
+    @property
+    def total(self) -> float:
+        return self.parameter + self.gradient + self.optimizer
 
 
 def state_bytes(job: Job) -> StateBytes:
     """What the job's optimizer keeps. 16-bit precisions compute in 16 bits; parameters stay float32."""
     width = 8.0 if job.precision == "float64" else 4.0
     return StateBytes(width, width, width * job.optim.state_copies, job.parity == "bitwise")
-
-
-@dataclass(frozen=True)
-class TransformerShape:
-    """The dimensions that a transformer's memory and messages depend on."""
-
-    num_layers: int
-    width: int
-    """Length of a token's vector; h in the papers."""
-    num_heads: int
-    sequence: int
-    """Tokens a sample."""
 
 
 def measured_activations(rows: Sequence[StepRow], num_parameters: int, state: StateBytes) -> Activations | None:
@@ -56,28 +58,7 @@ def measured_activations(rows: Sequence[StepRow], num_parameters: int, state: St
         return None
     sizes, peak_bytes = zip(*peaks, strict=True)
     slope = max(0.0, linear_regression(sizes, peak_bytes).slope)
-    held = num_parameters * (state.parameter + state.gradient + state.optimizer)
-    return Activations(slope, max(0.0, fmean(peak_bytes) - slope * fmean(sizes) - held))
-
-
-def transformer_layers(shape: TransformerShape, num_parameters: float) -> Layers:
-    """Equal layers that share all the parameters; what stands before and behind them is small beside them.
-
-    In 16 bits, with s tokens, width h and a heads, a layer keeps s h (34 + 5 a s / h) bytes of activations a sample
-    (Korthikanti et al. 2022, table 2), of which a tensor group keeps 10 s h on every worker.
-    """
-    token_bytes = shape.sequence * shape.width
-    layer = LayerCost(
-        time_s=1.0,
-        parameter_bytes=num_parameters / shape.num_layers,
-        activation_bytes=token_bytes * (34 + 5 * shape.num_heads * shape.sequence / shape.width),
-        output_bytes=token_bytes * _ACTIVATION_BYTES,
-        num_tensor_slices=shape.num_heads,
-        num_all_reduces=_ALL_REDUCES_PER_LAYER,
-        all_reduce_bytes=token_bytes * _ACTIVATION_BYTES,
-        replicated_fraction=_REPLICATED_FRACTION,
-    )
-    return (layer,) * shape.num_layers
+    return Activations(slope, max(0.0, fmean(peak_bytes) - slope * fmean(sizes) - num_parameters * state.total))
 
 
 def worker_memory_bytes(cluster: Cluster, most_on_node: int) -> float:
@@ -87,34 +68,26 @@ def worker_memory_bytes(cluster: Cluster, most_on_node: int) -> float:
     return min(node.memory_bytes for node in cluster.nodes) / most_on_node
 
 
-def workers_on_fullest_node(cluster: Cluster, num_workers: int) -> int:
-    """How many of a run's workers the fullest of the cluster's nodes gets."""
-    on_first = min(num_workers, len(cluster.nodes[0].devices))
-    return max(on_first, -(-num_workers // len(cluster.nodes)))
-
-
-@lru_cache(maxsize=256)
-def cut(layers: Layers, num_stages: int) -> tuple[Layers, ...]:
-    """The layers cut into `num_stages` stages, none empty, that take about equally long: as training cuts them."""
-    starts = even_cut([layer.time_s for layer in layers], [layer.may_begin for layer in layers], num_stages)
-    return tuple(layers[start:stop] for start, stop in pairwise((*starts, len(layers))))
-
-
 def fits(memory: DeviceMemory, memory_bytes: float) -> bool:
     """Whether it fits into a device with this memory."""
     return memory.total_bytes <= USABLE_FRACTION * memory_bytes
 
 
-def parts_in_words(memory: DeviceMemory) -> str:
-    """What takes the memory."""
-    moving = memory.gathered_bytes + memory.transit_bytes
-    return (
-        f"{size(memory.parameter_bytes)} parameters, {size(memory.gradient_bytes)} gradients, "
-        f"{size(memory.optimizer_bytes)} optimizer state, {size(memory.activation_bytes)} activations"
-        + (f", {size(moving)} in messages and sums" if moving else "")
+def job_memory(job: Job, model: ModelCost, mesh: Mesh, recompute: bool = False) -> DeviceMemory:
+    """The memory of the device of `mesh` that uses the most, with one virtual shard at a time."""
+    return device_memory(
+        model.num_parameters,
+        state_bytes(job),
+        mesh,
+        model.activations,
+        job.shard_size,
+        num_micro_batches=-(-job.virtual_shards // mesh.num_assignments),
+        layers=model.layers,
+        recompute=recompute,
     )
 
 
+@lru_cache(maxsize=2**12)
 def device_memory(
     num_parameters: float,
     state: StateBytes,
@@ -124,10 +97,14 @@ def device_memory(
     *,
     num_micro_batches: int = 1,
     layers: Layers = (),
-    pipeline: PipelineSpec = _ONE_STAGE_EACH,
     recompute: bool = False,
 ) -> DeviceMemory:
     """The memory of the device of `mesh` that uses the most.
+
+    Replicas shard nothing. For psi parameters ZeRO stage 1 shards the optimizer state, 2 the gradients, 3 the
+    parameters, each by 1/fsdp (Rajbhandari et al. 2020, figure 1). A pipeline runs 1F1B: its worker r of p keeps the
+    activations of min(p - r, m) micro-batches (Narayanan et al. 2021, section 2.2). Recomputation keeps what layers
+    give each other, and one layer's activations.
 
     Args:
         micro_batch_size: Samples of one forward pass.
@@ -135,26 +112,131 @@ def device_memory(
         layers: The model's layers; empty: one for each stage, all equal, divided by tensor parallelism like those of
             a transformer.
     """
-    num_stages = mesh.pp * pipeline.stages_per_worker
-    given, layers = layers, layers or (_equal_layer(mesh.tp),) * num_stages
+    has_layers = bool(layers)
+    layers = layers or (_equal_layer(mesh.tp),) * mesh.pp
     kept_bytes = accumulate(layer.activation_bytes for layer in layers)
     counted_bytes = max(kept + layer.moment_bytes for kept, layer in zip(kept_bytes, layers, strict=True))
-    schedule = num_micro_batches, pipeline.schedule, pipeline.stages_per_worker
-    model = ModelOnMesh(
-        mesh,
-        state,
-        activations.fixed_bytes,
-        micro_batch_size * num_micro_batches * activations.input_bytes if mesh.pp > 1 else 0.0,
-        num_parameters / (sum(layer.parameter_bytes for layer in layers) or 1.0),
-        activations.bytes_per_sample / (counted_bytes or 1.0),
-        micro_batch_size,
-        tuple(in_flight_by_stage(mesh.pp, worker, *schedule) for worker in range(mesh.pp)),
-        tuple(micro_batch_size * half_passes_in_flight(mesh.pp, worker, *schedule) for worker in range(mesh.pp)),
-        num_micro_batches,
-        bool(given),
-        recompute,
+    parameters_per_byte = num_parameters / (sum(layer.parameter_bytes for layer in layers) or 1.0)
+    kept_per_byte = micro_batch_size * activations.bytes_per_sample / (counted_bytes or 1.0)
+    held_by_layer = {  # most layers of a large model are alike
+        layer: _held(layer, mesh.tp, parameters_per_byte, kept_per_byte, recompute) for layer in set(layers)
+    }
+    stages = cut(layers, mesh.pp)
+    messages = [micro_batch_size * output for output in (0.0, *(stage[-1].output_bytes for stage in stages[:-1]), 0.0)]
+    inputs_bytes = micro_batch_size * num_micro_batches * activations.input_bytes if mesh.pp > 1 else 0.0
+    found = []
+    for worker, stage in enumerate(stages):
+        held = [held_by_layer[layer] for layer in stage]
+        in_flight = min(mesh.pp - worker, num_micro_batches)
+        waiting = (in_flight - 1) * sum(layer.kept_bytes for layer in held)
+        waiting += activations.fixed_bytes + inputs_bytes + messages[worker] + messages[worker + 1]
+        found.append(_on_worker(held, waiting, state, mesh, num_micro_batches, has_layers))
+    return dataclasses.replace(max(found, key=lambda memory: memory.total_bytes), stages=stages)
+
+
+@lru_cache(maxsize=256)
+def cut(layers: Layers, num_stages: int) -> tuple[Layers, ...]:
+    """The layers cut into `num_stages` stages, none empty, that take about equally long: as training cuts them."""
+    starts = even_cut([layer.time_s for layer in layers], [layer.may_begin for layer in layers], num_stages)
+    return tuple(layers[start:stop] for start, stop in pairwise((*starts, len(layers))))
+
+
+class _Held(NamedTuple):
+    """What a worker has of a layer, of which a tensor group may divide some; bytes are those of a micro-batch."""
+
+    parameters: float
+    largest_parameter: float
+    """Parameters in the largest tensor of them."""
+    kept_bytes: float
+    """Activations that wait for backward."""
+    made_bytes: float
+    """What lives only while backward goes through the layer: gradients of its output and input, and its own activations
+    where they are computed again."""
+
+
+def _held(layer: LayerCost, tp: int, parameters_per_byte: float, kept_per_byte: float, recompute: bool) -> _Held:
+    """
+    Args:
+        kept_per_byte: bytes of a micro-batch for each of the layer's `activation_bytes` and `moment_bytes`.
+    """
+    per_parameter, per_byte = parameters_per_byte / layer.tensor_shards(tp), kept_per_byte
+    if layer.is_sharded_by(tp):
+        per_byte *= layer.replicated_fraction + (1 - layer.replicated_fraction) / tp
+    whole, output = per_byte * layer.activation_bytes, kept_per_byte * layer.output_bytes
+    return _Held(
+        per_parameter * layer.parameter_bytes,
+        per_parameter * layer.largest_parameter_bytes,
+        min(output, whole) if recompute else whole,
+        per_byte * layer.moment_bytes + (whole if recompute else 0.0),
     )
-    return model.fullest(cut(layers, num_stages))
+
+
+def _on_worker(
+    layers: Sequence[_Held], waiting_bytes: float, state: StateBytes, mesh: Mesh, num_passes: int, has_layers: bool
+) -> DeviceMemory:
+    """The memory of a worker at the moment of backward where it is most.
+
+    While backward goes through a layer, the layers before it keep what they kept, and those behind it nothing. A single
+    pass makes the gradients one by one; those that have not been made yet are taken off, but for replicas, whose
+    gradients lie in the buckets that are summed, and stay there from step to step.
+
+    Args:
+        waiting_bytes: what is there all the time: inputs, messages, and other micro-batches of a pipeline.
+        has_layers: whether the layers are known: else nobody knows how large a block is.
+    """
+    own, shards, gradient = sum(layer.parameters for layer in layers), mesh.fsdp, state.gradient
+    is_single = num_passes == 1 and mesh.pp == 1 and not state.is_bitwise
+    scatters_every_pass = mesh.zero_stage > 1 or num_passes == 1  # ZeRO 1 scatters in the last pass alone
+    copies = 1.0 / shards if scatters_every_pass else 1.0
+    if state.is_bitwise:  # a gradient of the shard, and a sum for each power of two of the shards before it
+        copies = 1.0 + num_passes.bit_length()
+    has_buckets = mesh.dp > 1 and not state.is_bitwise
+    by_blocks = shards > 1 and has_layers and not state.is_bitwise
+    blocks = _blocks(layers, MIN_BLOCK_BYTES / state.parameter if by_blocks else 0.0)
+    sizes = [0.0, *(sum(layer.parameters for layer in block) for block in blocks), 0.0]
+    whole_bytes = 0.0  # of parameters beside a worker's own: all of them where nobody knows the blocks of ZeRO 3
+    if shards > 1 and not (by_blocks and mesh.zero_stage == 3):
+        whole_bytes = own * state.parameter / (1 if mesh.zero_stage == 3 else shards)
+    kept, behind = waiting_bytes + sum(layer.kept_bytes for layer in layers), 0.0
+    moments = []  # bytes of activations, and of parameters and gradients that are gathered or in messages
+    for number in range(len(blocks), 0, -1):
+        before, block_size, following = sizes[number - 1 : number + 2]
+        gathered = whole_bytes
+        if by_blocks and mesh.zero_stage == 3:  # a block is copied out of its message; then the next one's is there
+            gathered = (block_size + max(before, block_size)) * state.parameter
+        done = behind
+        for layer in reversed(blocks[number - 1]):
+            done += layer.parameters
+            made = done if shards == 1 else behind
+            moving = gathered
+            if by_blocks:  # gradients of the block, and a message with those of the block behind it
+                moving += gradient * (done - behind + (following if scatters_every_pass else 0.0))
+            elif shards == 1 and not state.is_bitwise and (num_passes > 1 or has_buckets):  # one that is added to a sum
+                moving += gradient * layer.largest_parameter
+            missing = gradient / shards * (own - made) if is_single and not has_buckets else 0.0
+            moments.append((kept + layer.made_bytes - missing, moving))
+            kept -= layer.kept_bytes
+        behind = done
+    late_scatter = max(sizes) if by_blocks and not scatters_every_pass else 0.0
+    moments.append((waiting_bytes, whole_bytes + gradient * late_scatter))
+    activation_bytes, moving_bytes = max(moments, key=sum)
+    return DeviceMemory(
+        parameter_bytes=own * state.parameter / (shards if mesh.zero_stage == 3 else 1),
+        gradient_bytes=own * gradient * copies,
+        optimizer_bytes=own * state.optimizer / shards,
+        activation_bytes=max(0.0, activation_bytes),
+        moving_bytes=moving_bytes + min(0.0, activation_bytes),
+    )
+
+
+def _blocks(layers: Sequence[_Held], min_parameters: float) -> list[list[_Held]]:
+    """The layers that `parallel/sharded.py` gathers together: small neighbours, until they have enough parameters."""
+    found: list[list[_Held]] = [[]]
+    for layer in layers:
+        if found[-1] and sum(one.parameters for one in found[-1]) >= min_parameters:
+            found.append([])
+        found[-1].append(layer)
+    return found
 
 
 def _equal_layer(tp: int) -> LayerCost:

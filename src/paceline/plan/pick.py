@@ -1,10 +1,10 @@
-"""Which devices of a node should work together, and in which order around the ring.
+"""Which devices of a node should work together, and in which order: around the ring, or on a mesh.
 
 A ring all_reduce is as fast as its slowest link, so the K devices are those whose best ring has the highest bottleneck
 bandwidth. In full, the first that tells two choices apart decides:
 
 1. No two of the chosen are joined by SYS, the link between sockets, if K devices without such a pair exist. This comes
-   before bandwidth: other collectives (all_to_all, trees, halving and doubling) use more pairs than those of the ring.
+   before bandwidth: other collectives (all_to_all, trees) use more pairs than those of the ring.
 2. No link of the ring is SYS, if K devices with such a ring exist.
 3. The highest bottleneck bandwidth.
 4. The highest sum of bandwidth around the ring.
@@ -26,18 +26,20 @@ from dataclasses import dataclass
 from itertools import combinations, permutations
 
 from paceline.errors import ClusterError
-from paceline.spec import Node
+from paceline.spec import Mesh, Node
 from paceline.spec.cluster import DeviceChoice, DeviceRing, Link
+from paceline.spec.mesh import AXES
 from paceline.words import number_of
 
-_MOST_RINGS = 10_000
+_MOST_RINGS = 20_000
 """So many rings are all tried, as over any of 8 devices or 4 of 16; of more a good one is looked for."""
-_NUM_CLIMBS = 4
-"""Rings that are improved where not all are tried: those that begin best."""
-
+_MOST_ORDERED = 8
+"""Up to this many devices of a node all orders on a mesh are tried; more keep the order of their ring."""
 ACROSS_SOCKETS = "SYS"
 _NEARNESS = {ACROSS_SOCKETS: 1, "NODE": 2, "PHB": 3, "PXB": 4, "PIX": 5}
 """The nearness of the ends of a PCIe label; NVLink and the like are nearer, and an unknown label is 0."""
+_LEAST_KNOWN = 1000
+"""The fewest bytes/s that a link counts with if its bandwidth is known."""
 
 
 def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> DeviceChoice:
@@ -56,14 +58,13 @@ def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> 
             f"{num_devices} devices cannot be chosen: {node.hostname or 'the node'} has "
             f"{number_of(present, 'device')} to choose from."
         )
-    num_rings = math.comb(present, num_devices) * max(1, math.factorial(num_devices - 1) // 2)
-    is_exact = graph.is_uniform or num_rings <= _MOST_RINGS
-    if num_devices == 1 or graph.is_uniform:
-        ring = _lowest(graph, num_devices)
-    elif is_exact:
-        ring = max(_rings(present, num_devices), key=graph.rank)  # of equal ones the first
+    sets = combinations(range(present), num_devices)
+    rings_of_a_set = 1 if graph.is_uniform else max(1, math.factorial(num_devices - 1) // 2)
+    is_exact = math.comb(present, num_devices) * rings_of_a_set <= _MOST_RINGS
+    if is_exact:
+        ring = max(sets if graph.is_uniform else _rings(sets), key=graph.rank)  # of equal ones the first
     else:
-        ring = _good_ring(graph, num_devices)
+        ring = _greedy_ring(graph, num_devices)
     return DeviceChoice(graph.ring(ring), graph.ring(range(num_devices)), is_exact)
 
 
@@ -75,8 +76,6 @@ class _Graph:
     links: tuple[tuple[Link | None, ...], ...]
     weights: tuple[tuple[float, ...], ...]
     """[vertex][vertex]: bytes/s of the link in whole numbers, which add up exactly; the larger the better."""
-    crossing: tuple[int, ...]
-    """[vertex]: the vertices that SYS joins it with, as bits."""
     numa_nodes: tuple[int | None, ...]
     nic_nearness: tuple[tuple[int, float], ...]
     """[vertex]: nearness of the label and weight of the shortest path to a network card."""
@@ -93,7 +92,6 @@ class _Graph:
             devices=tuple(device.index for device in devices),
             links=tuple(map(tuple, links)),
             weights=tuple(tuple(map(weight, row)) for row in links),
-            crossing=tuple(sum(1 << place for place, link in enumerate(row) if _crosses(link)) for row in links),
             numa_nodes=tuple(device.numa_node for device in devices),
             nic_nearness=tuple(max(((_nearness(way), weight(way)) for way in row), default=(0, 0.0)) for row in ways),
         )
@@ -105,38 +103,30 @@ class _Graph:
         return len({(self.weights[one][other], self.crosses(one, other)) for one, other in pairs}) < 2
 
     def crosses(self, one: int, other: int) -> bool:
-        return bool(self.crossing[one] >> other & 1)
-
-    def place_rank(self, vertices: Sequence[int]) -> tuple[int, tuple[int, float], list[int]]:
-        """What 5 to 7 compare, the larger the better."""
-        num_numa_nodes = len({self.numa_nodes[vertex] for vertex in vertices})
-        nearest = max(self.nic_nearness[vertex] for vertex in vertices)
-        return -num_numa_nodes, nearest, [-vertex for vertex in sorted(vertices)]
+        link = self.links[one][other]
+        return link is not None and link.label == ACROSS_SOCKETS
 
     def rank(self, ring: Sequence[int]) -> tuple[object, ...]:
         """What 1 to 7 compare, for one ring or pair, the larger the better."""
-        hops = list(zip(ring, [*ring[1:], *ring[:1]], strict=True))
+        hops = _hops(ring)
         weights = [self.weights[one][other] for one, other in hops]
         return (
             not any(self.crosses(one, other) for one, other in combinations(ring, 2)),
             not any(self.crosses(one, other) for one, other in hops),
             min(weights),
             sum(weights),
-            *self.place_rank(ring),
+            -len({self.numa_nodes[vertex] for vertex in ring}),
+            max(self.nic_nearness[vertex] for vertex in ring),
+            [-vertex for vertex in sorted(ring)],
         )
 
     def ring(self, vertices: Sequence[int]) -> DeviceRing:
-        hops = [(one, other) for one, other in zip(vertices, [*vertices[1:], *vertices[:1]], strict=True)]
-        slowest = min(hops, key=lambda hop: (self.weights[hop[0]][hop[1]], not self.crosses(*hop)))
-        is_alone = len(vertices) == 1
-        return DeviceRing(
-            tuple(self.devices[vertex] for vertex in vertices),
-            None if is_alone else self.links[slowest[0]][slowest[1]],
-        )
+        one, other = min(_hops(vertices), key=lambda hop: (self.weights[hop[0]][hop[1]], not self.crosses(*hop)))
+        return DeviceRing(tuple(self.devices[vertex] for vertex in vertices), self.links[one][other])
 
 
-def _crosses(link: Link | None) -> bool:
-    return link is not None and link.label == ACROSS_SOCKETS
+def _hops(ring: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(ring, [*ring[1:], *ring[:1]], strict=True))
 
 
 def _nearness(link: Link | None) -> int:
@@ -152,47 +142,20 @@ def weight(link: Link | None) -> float:
     bonds = link.label.removeprefix("NV")
     if bonds.isdecimal():
         return float(min(_LEAST_KNOWN - 1, max(_NEARNESS.values()) + 1 + int(bonds)))
-    return float(_NEARNESS.get(link.label, 0))
+    return float(_nearness(link))
 
 
-_LEAST_KNOWN = 1000
-"""The fewest bytes/s that a link counts with if its bandwidth is known."""
-
-
-def _lowest(graph: _Graph, num_devices: int) -> tuple[int, ...]:
-    """The best by 5 to 7 where nothing before them tells choices apart; in ascending order, which is the first ring.
-
-    Fewest NUMA nodes are the fullest ones. In each way to take that many, the lowest ids do, but for the last of them
-    where none is as near to a network card as another one in these NUMA nodes: the lowest such one takes its place.
-    """
-    by_numa: dict[int | None, list[int]] = {}
-    for vertex, numa_node in enumerate(graph.numa_nodes):
-        by_numa.setdefault(numa_node, []).append(vertex)
-    fullest = sorted(map(len, by_numa.values()), reverse=True)
-    num_numa_nodes = next(count for count in range(1, len(fullest) + 1) if sum(fullest[:count]) >= num_devices)
-    candidates: list[tuple[int, ...]] = []
-    for members in combinations(by_numa.values(), num_numa_nodes):
-        vertices = sorted(vertex for member in members for vertex in member)
-        if len(vertices) >= num_devices:
-            nearest = max(vertices, key=lambda vertex: (graph.nic_nearness[vertex], -vertex))
-            others = [vertex for vertex in vertices if vertex != nearest]
-            candidates.append(tuple(sorted([nearest, *others[: num_devices - 1]])))
-    return max(candidates, key=graph.place_rank)
-
-
-def _rings(num_vertices: int, num_devices: int) -> Iterator[tuple[int, ...]]:
-    """Every ring over some of the vertices once, in the order of ids, from its lowest towards the smaller neighbour."""
-    for first, *rest in combinations(range(num_vertices), num_devices):
+def _rings(sets: Iterator[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """Every ring over each of the sets once, in the order of ids, from its lowest towards the smaller neighbour."""
+    for first, *rest in sets:
         for order in permutations(rest):
             if len(order) < 2 or order[0] < order[-1]:
                 yield (first, *order)
 
 
-def _good_ring(graph: _Graph, num_devices: int) -> tuple[int, ...]:
-    """A ring with a high rank. From each vertex a ring grows by the heaviest edge from its end; the best of these are
-    improved as long as turning a part round (2-opt, Croes 1958) or exchanging one vertex for another ranks higher."""
-    grown = sorted((_grow(graph, start, num_devices) for start in range(len(graph.devices))), key=graph.rank)
-    best = max((_climb(graph, ring) for ring in grown[-_NUM_CLIMBS:]), key=graph.rank)
+def _greedy_ring(graph: _Graph, num_devices: int) -> tuple[int, ...]:
+    """The best of the rings that grow from each vertex by the heaviest edge from their end."""
+    best = max((_grow(graph, start, num_devices) for start in range(len(graph.devices))), key=graph.rank)
     lowest = best.index(min(best))
     forward = [*best[lowest:], *best[:lowest]]
     return tuple(min(forward, [forward[0], *reversed(forward[1:])]))
@@ -208,17 +171,31 @@ def _grow(graph: _Graph, start: int, num_devices: int) -> list[int]:
     return ring
 
 
-def _climb(graph: _Graph, ring: list[int]) -> list[int]:
-    """The ring after the first change that ranks higher, and so on until there is none."""
-    height = graph.rank(ring)
-    better = next((changed for changed in _changes(ring, len(graph.devices)) if graph.rank(changed) > height), None)
-    return ring if better is None else _climb(graph, better)
+def mesh_order(node: Node, ring: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
+    """The devices of `ring`, which work on this node, in the order of their ranks on a mesh.
 
+    The axis that sends most gets the fastest links: ranks are laid out with the tensor axis innermost, then fsdp, dp
+    and pp. Of all orders of up to 8 devices it is the one whose slowest hop along the innermost axis is fastest, then
+    the one with the largest sum of these hops, then by the same of the next axis, and so on. Groups that do not lie
+    evenly in the node have no say.
+    """
+    num_devices, stride = len(ring), 1
+    hops_by_axis = []
+    for axis in reversed(AXES):
+        degree = mesh.degree(axis)
+        if degree > 1 and num_devices % (stride * degree) == 0:
+            ends = [place // stride % degree == degree - 1 for place in range(num_devices)]
+            steps = [stride * (1 - degree if is_end else 1) for is_end in ends]
+            hops_by_axis.append([(place, place + step) for place, step in enumerate(steps)])
+        stride *= degree
+    if num_devices > _MOST_ORDERED or not hops_by_axis:
+        return tuple(ring)
+    label_of = {device.index: device.label for device in node.devices}
+    rate = {pair: weight(node.link(*map(label_of.__getitem__, pair))) for pair in permutations(ring, 2)}
 
-def _changes(ring: list[int], num_vertices: int) -> Iterator[list[int]]:
-    outside = [vertex for vertex in range(num_vertices) if vertex not in ring]
-    for place in range(len(ring)):
-        for vertex in outside:
-            yield [*ring[:place], vertex, *ring[place + 1 :]]
-    for first, last in combinations(range(len(ring)), 2):
-        yield [*ring[:first], *reversed(ring[first : last + 1]), *ring[last + 1 :]]
+    def worth(order: tuple[int, ...]) -> list[tuple[float, float]]:
+        rates = [[rate[order[one], order[other]] for one, other in hops] for hops in hops_by_axis]
+        return [(min(of_axis), sum(of_axis)) for of_axis in rates]
+
+    # Along each axis groups are rings, so that any device may be the first one.
+    return max(((ring[0], *rest) for rest in permutations(ring[1:])), key=worth)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from paceline.errors import JobError
-from paceline.plan.mesh_order import mesh_order
-from paceline.plan.pick import pick
+from paceline.plan.pick import mesh_order, pick
 from paceline.spec import AlgorithmName, Cluster, Job, Mesh, Node, Plan
 from paceline.spec.cluster import DeviceKind
 from paceline.spec.mesh import check_mesh

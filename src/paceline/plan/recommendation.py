@@ -8,7 +8,7 @@ from itertools import pairwise
 from paceline.device_count import NEARLY, fewest_near_fastest
 from paceline.errors import JobError
 from paceline.noise import efficiency
-from paceline.spec.forecast import ForecastRow
+from paceline.spec.forecast import Forecast, ForecastRow
 from paceline.words import duration, number_of
 
 _WORTH_A_DEVICE = 0.5
@@ -45,7 +45,7 @@ def explain_choice(
         base_devices: the devices that speed-ups are said over.
     """
     most = max((row for row in rows if not row.objection), key=lambda row: row.devices)
-    name = _devices(chosen.devices) + (f" ({chosen.placement})" if chosen.placement else "")
+    name = _devices(chosen) + (f" ({chosen.placement})" if chosen.placement else "")
     if len(rows) == 1:
         verdict = f"{name}: {chosen.samples_per_s:,.0f} samples/s."
     elif chosen is rows[0]:
@@ -56,7 +56,7 @@ def explain_choice(
     sentences = []
     if chosen.devices > 1:
         sentences.append(
-            f"{_devices(chosen.devices)} train at {100 * chosen.efficiency:.0f} % efficiency, "
+            f"{_devices(chosen)} train at {100 * chosen.efficiency:.0f} % efficiency, "
             f"{duration(chosen.step_s)} a step, bound by {_bound(chosen)}."
         )
     if most.devices > chosen.devices:
@@ -64,8 +64,8 @@ def explain_choice(
     if locked := [row for row in rows if row.objection]:
         best = max(locked, key=_worth)
         gain = _worth(best) / _worth(chosen)
-        promise = f"; {_devices(best.devices)} would be {gain:.2f}x as fast" if gain > 1 / NEARLY else ""
-        which = _devices(best.devices) if len(locked) == 1 else f"{_devices(locked[0].devices)} and more"
+        promise = f"; {_devices(best)} would be {gain:.2f}x as fast" if gain > 1 / NEARLY else ""
+        which = _devices(best) if len(locked) == 1 else f"{_devices(locked[0])} and more"
         sentences.append(f"This job does not run on {which}{promise}: {(best if promise else locked[0]).objection}.")
     return verdict, " ".join(filter(None, sentences))
 
@@ -74,17 +74,21 @@ def _why_not(row: ForecastRow, chosen: ForecastRow, floor: float, base_devices: 
     """Why not the most devices."""
     if _efficiency(row) >= floor:
         is_slower = _worth(row) <= _worth(chosen) / NEARLY
-        return f"{_devices(row.devices)} are not faster: they are bound by {_bound(row)}." if is_slower else ""
+        return f"{_devices(row)} are not faster: they are bound by {_bound(row)}." if is_slower else ""
     if row.efficiency >= floor and row.useful_efficiency is not None:
         return (
-            f"Not {_devices(row.devices)}: a step is {row.speedup:.2f}x as fast, but with a global batch of "
+            f"Not {_devices(row)}: a step is {row.speedup:.2f}x as fast, but with a global batch of "
             f"{row.global_batch_size:,} only {100 * row.useful_efficiency:.0f} % of what they cost makes progress, "
             f"below the floor of {100 * floor:g} %."
         )
     return (
-        f"Not {_devices(row.devices)}: they train at {_speed(row, base_devices)}, an efficiency of "
+        f"Not {_devices(row)}: they train at {_speed(row, base_devices)}, an efficiency of "
         f"{100 * row.efficiency:.0f} % and below the floor of {100 * floor:g} %, bound by {_bound(row)}."
     )
+
+
+def _devices(row: ForecastRow) -> str:
+    return number_of(row.devices, "device")
 
 
 def _speed(row: ForecastRow, base_devices: int) -> str:
@@ -103,6 +107,18 @@ def _bound(row: ForecastRow) -> str:
     return f"{'the ' if row.bound_by == 'loader' else ''}{row.bound_by} ({waits[row.bound_by]})"
 
 
+def doubt(found: Forecast) -> str:
+    """A sentence where the slow end of the interval would change the choice; else empty."""
+    chosen, floor = found.recommended, found.efficiency_floor
+    slow_efficiency = chosen.efficiency * chosen.step_s / chosen.high_s
+    if chosen.devices == found.base_devices or slow_efficiency >= floor:
+        return ""
+    return (
+        f" This is not sure: at the slow end of the 90 % interval ({duration(chosen.high_s)} a step) the efficiency is "
+        f"{100 * slow_efficiency:.3g} %, below the floor of {100 * floor:g} %; measure that row before you rely on it."
+    )
+
+
 def batch_advice(chosen: ForecastRow, noise_scale: float, better: tuple[int, float] | None) -> str:
     """A sentence about a batch larger than the noise scale, with a smaller batch if that is clearly faster; else empty.
 
@@ -117,8 +133,8 @@ def batch_advice(chosen: ForecastRow, noise_scale: float, better: tuple[int, flo
         f" The global batch of {batch:,} is {batch / noise_scale:.3g}x the noise scale of {noise_scale:,.0f}: "
         f"{100 * (1 - useful):.0f} % of its samples are wasted."
     )
-    gain = 0.0 if better is None or better[0] >= batch else better[1] / (chosen.samples_per_s * useful)
-    if better is not None and gain > 1 / NEARLY:
+    if better is not None and better[1] > chosen.samples_per_s * useful / NEARLY:
+        gain = better[1] / (chosen.samples_per_s * useful)
         said += f" With global_batch_size = {better[0]} as many devices make progress {gain:.2f}x as fast."
     return said
 
@@ -137,11 +153,7 @@ def scaling_knee(rows: Sequence[ForecastRow]) -> str:
         gain = max((other.speedup - before.speedup) / (other.devices - before.devices) for other in (row, *later))
         if gain < _WORTH_A_DEVICE:
             return (
-                f"Scaling becomes inefficient after {_devices(before.devices)} ({before.speedup:.3g}x): from there a "
+                f"Scaling becomes inefficient after {_devices(before)} ({before.speedup:.3g}x): from there a "
                 f"further device brings less than half of what the first one brought, bound by {_bound(row)}."
             )
-    return f"Scaling stays efficient up to {_devices(rows[-1].devices)} ({rows[-1].speedup:.3g}x)."
-
-
-def _devices(count: int) -> str:
-    return number_of(count, "device")
+    return f"Scaling stays efficient up to {_devices(rows[-1])} ({rows[-1].speedup:.3g}x)."

@@ -11,10 +11,10 @@ possible values at once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import NormalDist, fmean
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -60,8 +60,6 @@ PRIORS: Mapping[str, Prior] = MappingProxyType(
         "fixed_s": Prior(0.01, 1.0, "pass"),
         # Seconds that a node's host needs for a sample of any of its devices: loading, host memory.
         "host_s_per_sample": Prior(0.02, 1.8, "sample"),
-        # Slow-down as soon as there are several workers: gradients are copied, and sums take processors from passes.
-        "joint_slowdown": Prior(0.0025, 1.5, "fraction"),
         # Slow-down by the other workers of a node, which share memory and power.
         "neighbour_slowdown": Prior(0.01, 1.5, "fraction"),
         # Standard deviation over mean of one worker's pass; all wait for the slowest.
@@ -74,10 +72,6 @@ PRIORS: Mapping[str, Prior] = MappingProxyType(
         # The same between nodes: ten buckets at 30 us, and a network is a few times slower than links inside a node.
         "between_alpha_s": Prior(3e-4, 1.2, "step"),
         "between_beta_s_per_byte": Prior(3.0, 1.2, "inside byte"),
-        # Two nodes alone have one path between them, whose flows a cloud caps: each byte takes 1 + this as long.
-        "pair_slowdown": Prior(0.1, 1.2, "fraction"),
-        # Each doubling of the nodes beyond two makes a byte take longer by this part: they share switches.
-        "growth_slowdown": Prior(0.1, 1.0, "fraction"),
         # Seconds that a step of several nodes takes longer, whatever they send.
         "several_nodes_s": Prior(0.012, 1.5, "step"),
         # The exponent of the overlap, less 1: 0 is none.
@@ -96,15 +90,14 @@ class StepModel:
     """The step model around one measured row: priors in seconds and bytes, and the steps that constants make."""
 
     priors: Mapping[str, Prior]
+    anchor: StepRow
     gradient_bytes: float
     """The gradients of rows that do not tell."""
     link_bytes_per_s: float | None
     """The datasheet's rate that `between_beta_s_per_byte` belongs to; None: no row tells."""
 
     @classmethod
-    def around(
-        cls, rows: Sequence[StepRow], usual: Mapping[str, Prior] = PRIORS, inside_bytes_per_s: float | None = None
-    ) -> StepModel:
+    def around(cls, rows: Sequence[StepRow], inside_bytes_per_s: float | None = None) -> StepModel:
         """The model for rows of one job. Its scale is the row with the fewest workers, and of these the fastest.
 
         Whatever is no computing has an absolute scale: launching kernels takes milliseconds and a sum of gradients tens
@@ -126,7 +119,7 @@ class StepModel:
         }
         scaled = {
             name: Prior(prior.median * scales.get(prior.unit, 1.0), prior.deviation, prior.unit, prior.least)
-            for name, prior in usual.items()
+            for name, prior in PRIORS.items()
         }
         if len({row.num_passes for row in rows}) == 1:
             del scaled["update_s"]
@@ -134,15 +127,15 @@ class StepModel:
         if inside_bytes_per_s is not None:
             bound = 1 / inside_bytes_per_s
             scaled["inside_beta_s_per_byte"] = Prior(0.3 * bound, 1.0, "fraction", least=bound)
-        return cls(scaled, gradient_bytes or UNKNOWN_GRADIENT_BYTES, link)
+        return cls(scaled, anchor, gradient_bytes or UNKNOWN_GRADIENT_BYTES, link)
 
     def constants_at(self, points: Array) -> Constants:
         """The constants, arrays [num_points, 1], at points of the priors.
 
         Args:
-            points: [num_points, at least num_constants]: deviations from the medians, in standard deviations.
+            points: [num_points, num_constants]: deviations from the medians, in standard deviations.
         """
-        values: dict[str, Array] = {"update_s": np.zeros((len(points), 1))}
+        values: dict[str, Array] = {name: np.zeros((len(points), 1)) for name in PRIORS}
         for place, (name, prior) in enumerate(self.priors.items()):
             value = prior.median * np.exp(prior.deviation * points[:, place : place + 1])
             if prior.unit == "inside byte":
@@ -165,31 +158,27 @@ class StepModel:
                 sums[key] = np.broadcast_to(np.asarray(cost / row.sync_every, dtype=float), shape)
             columns.append(sums[key])
         communication = np.concatenate(columns, axis=1)
-        sizes, passes, on_node, num_nodes, maxima = np.array(
-            [
-                (
-                    row.micro_batch_size,
-                    row.num_passes,
-                    row.most_on_node,
-                    row.num_nodes,
-                    expected_maximum(row.num_workers),
-                )
-                for row in rows
-            ]
-        ).T
+        sizes, passes, on_node, num_nodes, maxima = (
+            np.array([of(row) for row in rows])
+            for of in (
+                lambda row: row.micro_batch_size,
+                lambda row: row.num_passes,
+                lambda row: row.most_on_node,
+                lambda row: row.num_nodes,
+                lambda row: expected_maximum(row.num_workers),
+            )
+        )
         pass_s = constants["fixed_s"] + constants["per_sample_s"] * sizes
         pass_s = pass_s * (1 + constants["neighbour_slowdown"] * (1 - 1 / on_node))
-        slowest_s = pass_s * (1 + constants["straggler_spread"] * maxima)
-        slowest_s = slowest_s * (1 + constants["joint_slowdown"] * (maxima > 0))
         host_s = np.where(on_node > 1, constants["host_s_per_sample"] * sizes * on_node, 0.0)
-        slowest_s = smooth_max(slowest_s, host_s, _HOST_SHARPNESS)
+        slowest_s = smooth_max(pass_s * (1 + constants["straggler_spread"] * maxima), host_s, _HOST_SHARPNESS)
         # The fixed tree of bitwise parity sums what all passes have made: nothing hides it.
         is_hidden = np.array([row.algorithm != "tree_exact" for row in rows])
-        tail = np.where(is_hidden, np.minimum(constants["tail_fraction"], 1.0), 1.0)
-        last_s = smooth_max(slowest_s, (1 - tail) * communication, 1 + constants["overlap_beyond_sum"])
-        total_s = (passes - 1) * slowest_s + last_s + tail * communication
+        tail_s = np.where(is_hidden, np.minimum(constants["tail_fraction"], 1.0), 1.0) * communication
+        last_s = smooth_max(slowest_s, communication - tail_s, 1 + constants["overlap_beyond_sum"])
         update_s = constants["update_s"]
-        total_s = total_s + update_s + constants["several_nodes_s"] * (num_nodes > 1)
+        total_s = (passes - 1) * slowest_s + last_s + tail_s + update_s
+        total_s = total_s + constants["several_nodes_s"] * (num_nodes > 1)
         return StepParts(passes * pass_s, passes * slowest_s + update_s, communication, total_s)
 
 
@@ -211,12 +200,8 @@ def network_at(constants: Constants, layout: Layout, link_ratio: float = 1.0) ->
     Args:
         link_ratio: how many times slower the link between nodes is than the one the constants are for.
     """
-    nodes, on_node = layout.num_nodes, max(layout.workers_per_node)
-    slowdown = 1 + constants["growth_slowdown"] * math.log2(max(nodes, 2) / 2)
-    if nodes == 2:
-        slowdown = 1 + constants["pair_slowdown"]
-    inside = constants["inside_beta_s_per_byte"] + on_node * constants["shared_beta_s_per_byte"]
-    between = constants["between_beta_s_per_byte"] * slowdown * link_ratio
+    inside = constants["inside_beta_s_per_byte"] + layout.most_on_node * constants["shared_beta_s_per_byte"]
+    between = constants["between_beta_s_per_byte"] * link_ratio
     return Network(AlphaBeta(constants["inside_alpha_s"], inside), AlphaBeta(constants["between_alpha_s"], between))
 
 
@@ -236,18 +221,13 @@ def smooth_max(one: Any, other: Any, exponent: Any) -> Any:
 def expected_maximum(num_workers: int) -> float:
     """The mean of the maximum of n independent standard normal numbers: 0 for one, 0.564 for two, about sqrt(2 ln n).
 
-    The integral of 1 - F(x)^n - (1 - F(x))^n over x > 0, with F the normal distribution (David and Nagaraja 2003,
-    "Order Statistics", 3.1), by Simpson's rule.
+    The maximum has the distribution F(x)^n (David and Nagaraja 2003, "Order Statistics", 2.1), so that it is the mean
+    of its quantiles, those of F at u^(1/n).
     """
+    quantile, count = NormalDist().inv_cdf, 1000
     if num_workers == 1:
         return 0.0
-    num_steps, end = 400, 10.0
-    x = np.linspace(0.0, end, num_steps + 1)
-    upper = np.array([0.5 * math.erfc(value / math.sqrt(2)) for value in x])
-    rest = -np.expm1(num_workers * np.log1p(-upper)) - upper**num_workers
-    weights = np.ones(num_steps + 1)
-    weights[1:-1:2], weights[2:-1:2] = 4, 2
-    return float((weights * rest).sum() * end / num_steps / 3)
+    return fmean(quantile(((place + 0.5) / count) ** (1 / num_workers)) for place in range(count))
 
 
 def _by_datasheet(gradient_bytes: float | None, link: float | None, of_step: float) -> dict[str, Prior]:
@@ -266,7 +246,6 @@ def _by_datasheet(gradient_bytes: float | None, link: float | None, of_step: flo
         found["between_beta_s_per_byte"] = Prior((0.15 if is_rdma else 0.5) / link, 1.0, "fraction", least=1 / link)
     if is_rdma:
         found["between_alpha_s"] = Prior(1e-4 * of_step, 1.2, "fraction")
-        found["pair_slowdown"] = Prior(0.03, 1.0, "fraction")
         found["several_nodes_s"] = Prior(0.001 * of_step, 1.0, "fraction")
     return found
 

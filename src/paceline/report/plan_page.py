@@ -37,8 +37,8 @@ def plan_table(forecast: Forecast) -> RenderableType:
         lines.append(Text(f"Forecasts for this cluster were right {forecast.past_error}."))
     if forecast.strategy:
         lines.append(Text("\n" + "\n".join(forecast.strategy)))
-    if said := (*forecast.warnings, *forecast.assumptions):
-        lines.append(Text("\n" + "\n".join(said)))
+    if forecast.assumptions:
+        lines.append(Text("\n" + "\n".join(forecast.assumptions)))
     return Group(*lines)
 
 

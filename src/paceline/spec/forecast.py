@@ -89,8 +89,6 @@ class Forecast(JsonValue):
     """The accuracy of forecasts for this cluster: "within 4 % on the last 12 runs"; empty: none was checked."""
     is_fitted: bool = False
     """Whether it comes from measured step times alone, and not from what `probe` measured."""
-    warnings: tuple[str, ...] = ()
-    """What looks wrong in the measured step times, one sentence each."""
     base_devices: int = 1
     """The fewest devices, to whose throughput per device speed-up and efficiency refer."""
     recommended_row: NonNegativeInt | None = None

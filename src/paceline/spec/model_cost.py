@@ -77,11 +77,8 @@ class DeviceMemory:
     optimizer_bytes: float
     activation_bytes: float
     """Activations at the peak, less the gradients that backward has not made by then."""
-    gathered_bytes: float = 0
-    """Parameters of other workers, gathered while layers of a sharded model are computed."""
-    transit_bytes: float = 0
-    """Gradients on their way: of a layer before they are added up, of a block before it is scattered, and copies of
-    those that are being summed."""
+    moving_bytes: float = 0
+    """Parameters and gradients at the peak that are gathered, in messages, or copied to be summed."""
     stages: tuple[Layers, ...] = ()
     """The stages of the pipeline, every pp-th of which is on one device; empty: not known."""
 
@@ -92,4 +89,4 @@ class DeviceMemory:
 
     @property
     def total_bytes(self) -> float:
-        return self.state_bytes + self.activation_bytes + self.gathered_bytes + self.transit_bytes
+        return self.state_bytes + self.activation_bytes + self.moving_bytes

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import JobError, ModelError
-from paceline.plan.memory import device_memory, state_bytes
-from paceline.plan.search import num_gathers_and_scatters
+from paceline.plan.memory import job_memory
+from paceline.plan.meshes import num_gathers_and_scatters
 from paceline.spec import Job, Mesh, parse_mesh
 from paceline.spec.codec import JsonValue
 from paceline.spec.mesh import AxisName
@@ -50,7 +50,7 @@ class MeshDryRun(JsonValue):
             "gradients": memory.gradient_bytes,
             "optimizer state": memory.optimizer_bytes,
             "activations": memory.activation_bytes,
-            "in messages and sums": memory.gathered_bytes + memory.transit_bytes,
+            "in messages and sums": memory.moving_bytes,
             "in all": memory.total_bytes,
         }
         for name, num_bytes in parts.items():
@@ -99,15 +99,7 @@ def dry_run_mesh(
         raise ModelError(
             f"The model has no tensor plan by which {degrees.tp} workers could divide a layer; leave tp out."
         )
-    memory = device_memory(
-        cost.num_parameters,
-        state_bytes(resolved),
-        degrees,
-        cost.activations,
-        resolved.shard_size,
-        num_micro_batches=num_micro_batches,
-        layers=cost.layers,
-    )
+    memory = job_memory(resolved, cost, degrees)
     sent = _sent_bytes(degrees, memory.stages, num_micro_batches, resolved.shard_size * num_micro_batches)
     cuts = tuple(stage[0].name for stage in memory.stages[1:])
     return MeshDryRun(degrees, replace(memory, stages=()), sent, cuts)

@@ -179,11 +179,11 @@ def _recommended_plan(
     if not row.placement:
         plan = place(grown, cluster, row.devices, algorithm=row.algorithm if row.devices > 1 else "auto")
         return replace(plan, forecast_samples_per_s=row.samples_per_s)
-    from paceline.plan.mesh_selection import choose_mesh, measured_model_cost
+    from paceline.plan.inputs import plan_inputs
+    from paceline.plan.meshes import search_meshes
 
-    cost, rate = model or measured_model_cost(job, cluster), request.link_bytes_per_s
-    choice = choose_mesh(grown, cost, cluster, row.devices, link_bytes_per_s=rate)
-    return choice.applied(place(grown, cluster, row.devices, mesh=choice.mesh))
+    best = search_meshes(plan_inputs(job, cluster, request, row.devices, model), row.devices).winner
+    return replace(place(grown, cluster, row.devices, mesh=best.mesh), recompute=best.recompute)
 
 
 def with_forecast(job: Job, plan: Plan, cluster_file: Path, say: Say) -> Plan:

@@ -57,11 +57,12 @@ class Strategy:
         if self.strategy == "dp_one_process":
             return replace(place(job, cluster, 1, **options), devices_in_process=num_devices)
         if self.strategy == "auto":
-            from paceline.plan.mesh_selection import choose_mesh
+            from paceline.plan.meshes import choose_mesh
 
             choice = choose_mesh(job, trace_model(job), cluster, num_devices)
             say(f"strategy {choice.reason}")
-            return choice.applied(place(job, cluster, num_devices, mesh=choice.mesh, **options))
+            plan = place(job, cluster, num_devices, mesh=choice.mesh, **options)
+            return replace(plan, recompute=choice.recompute)
         if self.strategy is None and planned is not None and planned.mesh is not None:
             if planned.mesh.num_workers != num_devices:
                 raise JobError(

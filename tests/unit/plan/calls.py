@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from paceline.plan.collectives import COSTS, Layout, Network, cost_of, wire_bytes
-from paceline.plan.memory import TransformerShape, device_memory, fits, transformer_layers
-from paceline.plan.peak_memory import StateBytes
-from paceline.plan.search import SearchResult, Workload, search
-from paceline.spec import AlgorithmName, Mesh
+from paceline.plan.memory import StateBytes, device_memory, fits
+from paceline.plan.meshes import SearchResult, Workload, search
+from paceline.spec import AlgorithmName, Job, Mesh
 from paceline.spec.algorithm import AlphaBeta
-from paceline.spec.model_cost import Activations, DeviceMemory, Layers
+from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers, ModelCost
 
 ALGORITHMS = tuple(sorted(COSTS))
 
@@ -73,17 +72,42 @@ def has_room(found: DeviceMemory, room: float) -> bool:
 
 
 def transformer(num_parameters: float, *, num_layers: int, width: int, num_heads: int, tokens: int) -> Layers:
-    return transformer_layers(TransformerShape(num_layers, width, num_heads, tokens), num_parameters)
+    """Equal layers in 16 bits: each keeps s h (34 + 5 a s / h) bytes of activations a sample, 10 s h of them on every
+    worker of a tensor group (Korthikanti et al. 2022, table 2)."""
+    layer = LayerCost(
+        time_s=1.0,
+        parameter_bytes=num_parameters / num_layers,
+        activation_bytes=tokens * width * (34 + 5 * num_heads * tokens / width),
+        output_bytes=2.0 * tokens * width,
+        num_tensor_slices=num_heads,
+        num_all_reduces=4,
+        all_reduce_bytes=2.0 * tokens * width,
+        replicated_fraction=10 / 34,
+    )
+    return (layer,) * num_layers
 
 
-def meshes(num_workers: int, devices_per_node: int, links: Links, **workload: Any) -> SearchResult:
+def meshes(
+    num_workers: int,
+    devices_per_node: int,
+    links: Links,
+    *,
+    num_parameters: int = 25_000_000,
+    activations: Activations | None = None,
+    layers: Layers = (),
+    global_batch_size: int = 256,
+    shard_size: int = 1,
+    **workload: Any,
+) -> SearchResult:
     """The meshes that fit, best first; the workload is a 25-million-parameter model unless it says otherwise."""
-    known: dict[str, Any] = {
-        "num_parameters": 25_000_000,
-        "global_batch_size": 256,
-        "state": StateBytes(),
-        "activations": Activations(90e6),
-        "compute_s": lambda samples: 0.01 + 0.001 * samples,
-        "memory_bytes": 40 * 2.0**30,
-    }
-    return search(Workload(**known | workload), num_workers, devices_per_node, links.network)
+    known: dict[str, Any] = {"compute_s": lambda samples: 0.01 + 0.001 * samples, "memory_bytes": 40 * 2.0**30}
+    return search(
+        Workload(
+            Job(global_batch_size=global_batch_size, virtual_shards=global_batch_size // shard_size),
+            ModelCost(num_parameters, activations or Activations(90e6), layers),
+            devices_per_node=devices_per_node,
+            network=links.network,
+            **known | workload,
+        ),
+        num_workers,
+    )

@@ -24,7 +24,7 @@ class Answer:
     @property
     def said(self) -> str:
         """All that it says of what was not measured or looks wrong."""
-        return " ".join((*self.forecast.warnings, *self.forecast.assumptions))
+        return " ".join(self.forecast.assumptions)
 
 
 @dataclass(frozen=True)

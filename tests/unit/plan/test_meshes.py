@@ -82,7 +82,7 @@ def test_a_pipeline_without_communication_has_the_bubble_of_the_papers() -> None
     """(p - 1) / m of the ideal time (Huang et al. 2019; Narayanan et al. 2021, section 2.2.1); all do the same work."""
     for one in meshes(8, 8, FREE, **GPT | {"memory_bytes": math.inf}).candidates:
         assert one.compute_s == pytest.approx(GPT["compute_s"](256) / 8)
-        bubble = (one.mesh.pp - 1) / one.num_micro_batches / one.pipeline.stages_per_worker
+        bubble = (one.mesh.pp - 1) / one.num_micro_batches
         assert one.bubble_s == pytest.approx(bubble * one.compute_s)
         assert one.exposed_s == one.tensor_s == 0
 
@@ -116,7 +116,7 @@ def test_messages_between_stages_and_sums_of_tensor_groups_take_the_link_between
 def test_large_layers_of_few_samples_are_divided_over_slow_links_and_large_batches_are_not() -> None:
     """Replicas would sum 100 MB over a link of 25 MB/s, a tensor group two sums of 2 MB."""
     layers = (LayerCost("", 1.0, 12.5e6, 5e4, 3e4, True, 4096, 1, 3e4),) * 2
-    known: dict[str, Any] = {"layers": layers, "backend": "gloo"}
+    known: dict[str, Any] = {"layers": layers, "is_gloo": True}
     slow, fast = (Links(20e-6, 1 / 1.5e9, 120e-6, 1 / rate, 20e-6) for rate in (25e6, 25e9))
     assert meshes(4, 2, slow, global_batch_size=64, shard_size=32, **known).winner.mesh == Mesh(tp=4)
     many = {"global_batch_size": 1 << 16, "shard_size": 1 << 14, "activations": Activations(1e5)}

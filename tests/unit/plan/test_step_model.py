@@ -176,12 +176,6 @@ def test_a_pair_that_does_not_pay_is_not_recommended(tables: Tables) -> None:
     assert forecast.recommended_devices == 1 and "50 %" in forecast.reason
 
 
-def test_times_that_are_all_milliseconds_are_suspected(tables: Tables) -> None:
-    fitted = tables.answer([(1, 1, 64, 72.3), (1, 2, 64, 80.4)], [(1, 4, 64)])
-    assert "milliseconds" in fitted.said and "1000" in fitted.said
-    assert "1000" in fitted.page
-
-
 def test_a_step_stays_above_zero_whatever_the_rows_say(tables: Tables) -> None:
     """More devices that are faster each: nothing in the model does that."""
     fitted = tables.answer([(1, 1, 64, 0.5), (1, 2, 64, 0.3)], [(1, 4, 64)])
