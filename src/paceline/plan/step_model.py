@@ -61,7 +61,7 @@ PRIORS: Mapping[str, Prior] = MappingProxyType(
         # Seconds that a node's host needs for a sample of any of its devices: loading, host memory.
         "host_s_per_sample": Prior(0.02, 1.8, "sample"),
         # Slow-down by the other workers of a node, which share memory and power.
-        "neighbour_slowdown": Prior(0.01, 1.5, "fraction"),
+        "neighbour_slowdown": Prior(0.015, 1.5, "fraction"),
         # Standard deviation over mean of one worker's pass; all wait for the slowest.
         "straggler_spread": Prior(0.015, 1.5, "fraction"),
         # Latency of all messages of a step's sum inside a node: ten buckets at 5 us.
