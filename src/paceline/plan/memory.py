@@ -147,11 +147,12 @@ class _Held(NamedTuple):
     parameters: float
     largest_parameter: float
     """Parameters in the largest tensor of them."""
+    whole_bytes: float
+    """Activations."""
     kept_bytes: float
-    """Activations that wait for backward."""
-    made_bytes: float
-    """What lives only while backward goes through the layer: gradients of its output and input, and its own activations
-    where they are computed again."""
+    """Those that wait for backward; the others are computed again."""
+    moment_bytes: float
+    """What lives only while backward goes through the layer: gradients of its output and input."""
 
 
 def _held(layer: LayerCost, tp: int, parameters_per_byte: float, kept_per_byte: float, recompute: bool) -> _Held:
@@ -166,8 +167,9 @@ def _held(layer: LayerCost, tp: int, parameters_per_byte: float, kept_per_byte: 
     return _Held(
         per_parameter * layer.parameter_bytes,
         per_parameter * layer.largest_parameter_bytes,
+        whole,
         min(output, whole) if recompute else whole,
-        per_byte * layer.moment_bytes + (whole if recompute else 0.0),
+        per_byte * layer.moment_bytes,
     )
 
 
@@ -197,13 +199,15 @@ def _on_worker(
     whole_bytes = 0.0  # of parameters beside a worker's own: all of them where nobody knows the blocks of ZeRO 3
     if shards > 1 and not (by_blocks and mesh.zero_stage == 3):
         whole_bytes = own * state.parameter / (1 if mesh.zero_stage == 3 else shards)
-    kept, behind = waiting_bytes + sum(layer.kept_bytes for layer in layers), 0.0
+    kept = waiting_bytes + sum(layer.kept_bytes for layer in layers)
+    whole, behind = waiting_bytes + sum(layer.whole_bytes for layer in layers), 0.0
     moments = []  # bytes of activations, and of parameters and gradients that are gathered or in messages
     for number in range(len(blocks), 0, -1):
         before, block_size, following = sizes[number - 1 : number + 2]
         gathered = whole_bytes
         if by_blocks and mesh.zero_stage == 3:  # a block is copied out of its message; then the next one's is there
-            gathered = (block_size + max(before, block_size)) * state.parameter
+            gathered = (before + block_size) * state.parameter
+            moments.append((kept, 2 * block_size * state.parameter + gradient * following))
         done = behind
         for layer in reversed(blocks[number - 1]):
             done += layer.parameters
@@ -214,8 +218,8 @@ def _on_worker(
             elif shards == 1 and not state.is_bitwise and (num_passes > 1 or has_buckets):  # one that is added to a sum
                 moving += gradient * layer.largest_parameter
             missing = gradient / shards * (own - made) if is_single and not has_buckets else 0.0
-            moments.append((kept + layer.made_bytes - missing, moving))
-            kept -= layer.kept_bytes
+            moments.append((min(kept + layer.whole_bytes, whole) + layer.moment_bytes - missing, moving))
+            kept, whole = kept - layer.kept_bytes, whole - layer.whole_bytes
         behind = done
     late_scatter = max(sizes) if by_blocks and not scatters_every_pass else 0.0
     moments.append((waiting_bytes, whole_bytes + gradient * late_scatter))
