@@ -113,12 +113,13 @@ def forecast_of_rows(
         JobError: a row has an algorithm without a cost formula.
     """
     found = fit(measured)
-    base, base_per_s = _base(found, measured, asked)
+    base = _base(found, measured, asked)
     shown = sorted(dict.fromkeys([*({base} - {*asked}), *asked]), key=lambda row: (row.num_workers, row.num_nodes))
-    names = _names(shown)
+    names, steps = _names(shown), predict(found, shown)
+    base_per_s = base.global_batch_size / base.num_workers / steps[shown.index(base)].total_s
     rows = [
         _row(AskedStep(row, row.global_batch_size, name=names[row]), step, base_per_s, request)
-        for row, step in zip(shown, predict(found, shown), strict=True)
+        for row, step in zip(shown, steps, strict=True)
     ]
     told = _recommended(
         name,
@@ -134,8 +135,8 @@ def forecast_of_rows(
     return replace(told, reason=told.reason + doubt(told))
 
 
-def _base(found: Fit, measured: Sequence[StepRow], asked: Sequence[StepRow]) -> tuple[StepRow, float]:
-    """The step that speed-ups are over, and the samples/s of one of its devices.
+def _base(found: Fit, measured: Sequence[StepRow], asked: Sequence[StepRow]) -> StepRow:
+    """The step that speed-ups are over.
 
     It has the fewest devices of all, and if there is one a batch that is asked for: that of a device, or the global
     one. Of several such steps it is the fastest.
@@ -147,8 +148,7 @@ def _base(found: Fit, measured: Sequence[StepRow], asked: Sequence[StepRow]) -> 
     per_device = {row.samples_per_worker for row in asked}
     alike = [row for row in smallest if row.global_batch_size in batches or row.samples_per_worker in per_device]
     steps = zip(alike or smallest, predict(found, alike or smallest), strict=True)
-    speeds = [(row, row.global_batch_size / fewest / step.total_s) for row, step in steps]
-    return max(speeds, key=lambda pair: pair[1])
+    return max(steps, key=lambda pair: pair[0].global_batch_size / pair[1].total_s)[0]
 
 
 def _row(
