@@ -247,7 +247,7 @@ def test_a_report_does_not_mention_an_earlier_run_in_the_same_folder(stage: Stag
         (("nowhere.py",), "nowhere.py"),
         (("-m", "no_such_module"), "no_such_module"),
         (("--out", "script.py", "script.py"), "script.py"),
-        (("-n", "0", "script.py"), "-n"),
+        (("-n", "0", "script.py"), "--workers"),
     ],
     ids=["no script", "no module", "run folder is a file", "no workers"],
 )
