@@ -148,6 +148,7 @@ class Run:
         Returns:
             The model to call and the optimizer; of a frozen model the model alone.
         """
+        gc.unfreeze()
         number = len(self._models.by_name) + len(self._models.frozen) + 1
         name = name or ("model" if number == 1 else f"model {number}")
         if self._has_read_batches:
@@ -494,7 +495,7 @@ def init(
     facts = env.worker_facts()
     tell_failures(facts)
     if not gc.get_freeze_count():
-        # What is loaded by now stays. Else the collector walks through it several times while the first optimizer loads
+        # Until `prepare`. Else the collector walks through all modules several times while the first optimizer loads
         # torch's compiler, which takes a quarter longer then.
         gc.freeze()
     job = (job or Job()).with_values(**values)
