@@ -111,6 +111,18 @@ def test_workers_in_different_collectives_are_told_by_their_places(tmp_path: Pat
     assert "different collectives" in report.next
 
 
+def test_an_exception_is_told_with_the_peers_that_had_ended(tmp_path: Path) -> None:
+    """A connection is closed by a peer whose loop had fewer steps."""
+    write_note(tmp_path, ending(1, 1.0, 0))
+    write_note(tmp_path, replace(raised(0, 2.0), failure=None))
+    failure = raised(0, 2.0).failure
+    assert failure is not None
+    write_note(tmp_path, failure)
+    report = describe_failure(tmp_path)
+    assert report is not None and report.ranks == (0,)
+    assert "failed (rank 1 had ended without an error) with ValueError: boom" in report.sentence
+
+
 def test_the_kernels_count_of_kills_for_memory_is_read(tmp_path: Path) -> None:
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "cgroup").write_text("1:cpu:/job\n0::/user.slice/job\n")

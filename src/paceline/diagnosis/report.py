@@ -36,7 +36,7 @@ Cause = Literal[
 
 _TEXTS: dict[Cause, tuple[str, str]] = {
     "exception": (
-        "{who} failed with {what}",
+        "{who} failed{peers} with {what}",
         "Read the traceback; `paceline launch --launcher debug …` runs the program in one process, under a debugger if "
         "you like.",
     ),
@@ -197,7 +197,8 @@ def _of_ending(root: WorkerProcess, ended: Sequence[WorkerProcess], log: Path) -
     else:
         cause, evidence = "lost_touch" if root.is_consequence else "exception", failure.traceback
         facts["what"] = _message_of(failure)
-        # The peers that it may have lost; times say nothing: sockets close before a process ends.
+        # The peers that it may have lost, as after a loop with fewer steps; times say nothing: sockets close before a
+        # process ends.
         gone = [one.rank for one in ended if not one.exit_code]
         facts["peers"] = f" ({name_ranks(gone)} had ended without an error)" if gone else ""
     values: dict[str, Any] = {"exit_code": root.exit_code, "noticed_at": root.time, "evidence": evidence}
@@ -251,6 +252,7 @@ def _report(
         "in_step": "" if first.step is None else f" in step {first.step + 1}",
         "node": first.hostname,
         "pid": first.pid,
+        "peers": "",
         **facts,
     }
     sentence, advice = _TEXTS[cause]
