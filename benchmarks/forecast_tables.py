@@ -81,7 +81,7 @@ def cases_of(family: str, rows: Sequence[StepRow]) -> list[Case]:
         known = [rows[place] for place in places]
         wanted = [row for place, row in enumerate(rows) if not {place, place - len(rows)} & set(places)]
         for row, forecast in zip(wanted, predict(fit(known), wanted), strict=True):
-            of_methods = {PLANNER: (forecast.total_s, forecast.low_s, forecast.high_s)}
+            of_methods = {PLANNER: (forecast.step_s, forecast.low_s, forecast.high_s)}
             of_methods |= {name: (law(known, row), 0.0, math.inf) for name, law in LAWS.items()}
             for method, times_s in of_methods.items():
                 middle, low, high = (time_s / seconds_of(row) for time_s in times_s)

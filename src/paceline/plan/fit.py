@@ -44,7 +44,7 @@ _SEED = 20260701
 class StepForecast:
     """The forecast time of one training step, and its components."""
 
-    total_s: float
+    step_s: float
     compute_s: float
     communication_s: float
     """Time of all communication, hidden or not."""
@@ -202,7 +202,7 @@ def predict(found: Fit, rows: Sequence[StepRow]) -> list[StepForecast]:
         ]
         forecasts.append(
             StepForecast(
-                total_s=total,
+                step_s=total,
                 compute_s=compute_s,
                 communication_s=communication_s,
                 exposed_s=exposed_s,

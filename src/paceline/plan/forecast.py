@@ -7,7 +7,6 @@ the forecast says so.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,26 +14,20 @@ from dataclasses import replace
 from paceline.errors import JobError
 from paceline.noise import efficiency as statistical_efficiency
 from paceline.plan.fit import Fit, StepForecast, fit, predict
-from paceline.plan.inputs import AskedStep, ForecastRequest, PlanInputs, job_step, plan_inputs
-from paceline.plan.memory import USABLE_FRACTION, state_bytes
+from paceline.plan.inputs import AskedStep, ForecastRequest, PlanInputs, plan_inputs
+from paceline.plan.memory import USABLE_FRACTION
 from paceline.plan.meshes import needs_replicas, search_meshes
-from paceline.plan.recommendation import batch_advice, doubt, explain_choice, recommend, scaling_knee
+from paceline.plan.recommendation import batch_advice, explain_choice, recommend, scaling_knee
 from paceline.spec import Cluster, Job, StepRow
 from paceline.spec.cluster import ForecastCheck
-from paceline.spec.forecast import BoundBy, Forecast, ForecastRow, fastest_of_each_count
+from paceline.spec.forecast import Forecast, ForecastRow, fastest_of_each_count
 from paceline.spec.model_cost import ModelCost
-from paceline.words import number_of, size
+from paceline.words import number_of
 
 MOST_ROWS_IN_FULL = 64
 """A range up to here has a row for every count; beyond, four counts for each doubling."""
 _DISTURBED_SPREAD = 0.1
 """Steps of an idle machine vary less than by this part."""
-DEVICE_MTBF_S = 50_000 * 3600.0
-"""Llama 3 (Dubey et al. 2024, section 3.3.4): 419 unexpected interruptions in 54 days of 16,384 H100."""
-RESTART_S = 300.0
-"""Seconds to detect a failure, start workers and load a checkpoint."""
-_CHECKPOINT_RATE = 1e9
-"""Bytes/s at which training stalls for a checkpoint."""
 
 
 def counts_between(first: int, last: int) -> list[int]:
@@ -67,10 +60,9 @@ def forecast(
     inputs = plan_inputs(job, cluster, request, max(devices), model)
     asked = [inputs.asked(count) for count in sorted({1, *devices})]
     steps = predict(inputs.fit, [one.row for one in asked])
-    base_per_s = asked[0].global_batch_size / steps[0].total_s
-    best_per_s = None if request.noise_scale is None else _best_batch(inputs, 1, request.noise_scale)[1]
+    base_per_s = asked[0].global_batch_size / steps[0].step_s
     rows = [
-        _of_a_run(inputs, _row(*_on_a_mesh(inputs, one, step), base_per_s, request, inputs.timing.steps), best_per_s)
+        _of_a_run(inputs, _row(*_on_a_mesh(inputs, one, step), base_per_s, request, inputs.timing.steps))
         for one, step in zip(asked, steps, strict=True)
         if one.row.num_workers in devices
     ]
@@ -87,8 +79,7 @@ def forecast(
     )
     count = found.recommended_devices
     if request.noise_scale is not None:
-        better = _best_batch(inputs, count, request.noise_scale) if request.grow == "none" else None
-        found = replace(found, reason=found.reason + batch_advice(found.recommended, request.noise_scale, better))
+        found = replace(found, reason=found.reason + batch_advice(found.recommended, request.noise_scale))
     spread = max(row.spread for row in inputs.timing.steps)
     if spread > _DISTURBED_SPREAD:
         warning = f"These figures may be wrong: timed steps varied by {100 * spread:.0f} %, as on a busy machine"
@@ -115,13 +106,15 @@ def forecast_of_rows(
     found = fit(measured)
     base = _base(found, measured, asked)
     shown = sorted(dict.fromkeys([*({base} - {*asked}), *asked]), key=lambda row: (row.num_workers, row.num_nodes))
-    names, steps = _names(shown), predict(found, shown)
-    base_per_s = base.global_batch_size / base.num_workers / steps[shown.index(base)].total_s
-    rows = [
-        _row(AskedStep(row, row.global_batch_size, name=names[row]), step, base_per_s, request)
-        for row, step in zip(shown, steps, strict=True)
-    ]
-    told = _recommended(
+    steps, counts = predict(found, shown), [row.num_workers for row in shown]
+    base_per_s = base.global_batch_size / base.num_workers / steps[shown.index(base)].step_s
+    rows = []
+    for row, step in zip(shown, steps, strict=True):  # of several rows of as many devices each is named
+        passes = f"{row.num_passes} x " if row.num_passes > 1 else ""
+        name = f"{row.layout_name}, micro-batch {passes}{row.micro_batch_size}, {row.algorithm}"
+        several = counts.count(row.num_workers) > 1
+        rows.append(_row(AskedStep(row, row.global_batch_size, name=name * several), step, base_per_s, request))
+    return _recommended(
         name,
         rows,
         request,
@@ -132,7 +125,6 @@ def forecast_of_rows(
         base_devices=base.num_workers,
         assumptions=tuple(_unmeasured(measured, asked)),
     )
-    return replace(told, reason=told.reason + doubt(told))
 
 
 def _base(found: Fit, measured: Sequence[StepRow], asked: Sequence[StepRow]) -> StepRow:
@@ -148,7 +140,7 @@ def _base(found: Fit, measured: Sequence[StepRow], asked: Sequence[StepRow]) -> 
     per_device = {row.samples_per_worker for row in asked}
     alike = [row for row in smallest if row.global_batch_size in batches or row.samples_per_worker in per_device]
     steps = zip(alike or smallest, predict(found, alike or smallest), strict=True)
-    return max(steps, key=lambda pair: pair[0].global_batch_size / pair[1].total_s)[0]
+    return max(steps, key=lambda pair: pair[0].global_batch_size / pair[1].step_s)[0]
 
 
 def _row(
@@ -163,28 +155,22 @@ def _row(
     Args:
         measured: rows that may say how long a worker waited for its samples; the one where it waited least counts.
     """
-    devices, samples_per_s = one.row.num_workers, one.global_batch_size / step.total_s
+    devices, samples_per_s = one.row.num_workers, one.global_batch_size / step.step_s
     price = request.price_per_device_hour
     waited = [row.loading_s / row.samples_per_worker for row in measured if row.loading_s is not None]
     loader_s = min(min(waited, default=0.0) * one.row.samples_per_worker, step.compute_s)
     rest_s = max(step.compute_s - loader_s, step.communication_s, step.exposed_s, step.overhead_s)
-    bound_by: BoundBy = "loader" if loader_s > rest_s else step.bound_by
+    if loader_s > rest_s:
+        step = replace(step, bound_by="loader")
     return ForecastRow(
+        **vars(step),
         devices=devices,
         nodes=one.row.num_nodes,
         algorithm=one.row.algorithm,
         global_batch_size=one.global_batch_size,
         micro_batch_size=one.row.micro_batch_size,
         num_micro_batches=one.row.num_passes,
-        step_s=step.total_s,
-        compute_s=step.compute_s,
-        communication_s=step.communication_s,
-        exposed_s=step.exposed_s,
         loader_s=loader_s,
-        overhead_s=step.overhead_s,
-        bound_by=bound_by,
-        low_s=step.low_s,
-        high_s=step.high_s,
         samples_per_s=samples_per_s,
         speedup=samples_per_s / base_per_s,
         efficiency=samples_per_s / base_per_s / devices,
@@ -192,28 +178,6 @@ def _row(
         memory_bytes=one.memory_bytes,
         objection=one.objection,
         placement=one.name,
-    )
-
-
-def _names(rows: Sequence[StepRow]) -> dict[StepRow, str]:
-    """What tells each step from the others of as many devices; empty where there is no other."""
-    names: dict[StepRow, str] = {}
-    for _, group in itertools.groupby(rows, key=lambda row: row.num_workers):
-        traits_of = {row: _traits(row) for row in group}
-        differs = [len(set(column)) > 1 for column in zip(*traits_of.values(), strict=True)]
-        for row, traits in traits_of.items():
-            names[row] = ", ".join(filter(None, itertools.compress(traits, differs)))
-    return names
-
-
-def _traits(row: StepRow) -> tuple[str, ...]:
-    passes = f"{row.num_passes} x " if row.num_passes > 1 else ""
-    return (
-        row.layout_name,
-        f"micro-batch {passes}{row.micro_batch_size}",
-        row.algorithm,
-        "" if row.gradient_bytes is None else f"gradients of {size(row.gradient_bytes)}",
-        "" if row.link_bytes_per_s is None else f"links of {row.link_bytes_per_s / 1e9:g} GB/s",
     )
 
 
@@ -249,7 +213,7 @@ def _recommended(
     return replace(found, **values)  # type: ignore[arg-type]
 
 
-# --- a job: meshes, target, failures, noise ---
+# --- a job: meshes, target, noise ---
 
 
 def _on_a_mesh(inputs: PlanInputs, one: AskedStep, step: StepForecast) -> tuple[AskedStep, StepForecast]:
@@ -267,75 +231,35 @@ def _on_a_mesh(inputs: PlanInputs, one: AskedStep, step: StepForecast) -> tuple[
     communication_s = best.tensor_s + best.exposed_s
     exposed_s = communication_s + best.bubble_s
     return AskedStep(row, one.global_batch_size, best.memory.total_bytes, name=str(best.mesh)), StepForecast(
-        total_s=best.step_s,
+        step_s=best.step_s,
         compute_s=best.compute_s,
         communication_s=communication_s,
         exposed_s=exposed_s,
         overhead_s=best.optimizer_s,
         bound_by="communication" if exposed_s > best.compute_s else "compute",
-        low_s=best.step_s * step.low_s / step.total_s,
-        high_s=best.step_s * step.high_s / step.total_s,
+        low_s=best.step_s * step.low_s / step.step_s,
+        high_s=best.step_s * step.high_s / step.step_s,
     )
 
 
-def _of_a_run(inputs: PlanInputs, row: ForecastRow, best_per_s: float | None) -> ForecastRow:
-    """`row` with its efficiency in useful samples, and time and cost to the target, failures included.
-
-    Args:
-        best_per_s: useful samples/s of one device with the best batch for it; None: without a noise scale.
-    """
+def _of_a_run(inputs: PlanInputs, row: ForecastRow) -> ForecastRow:
+    """`row` with its efficiency in useful samples, and time and cost to the target."""
     request, target = inputs.request, inputs.request.target_samples
     noise_scale, price = request.noise_scale, request.price_per_device_hour
-    if noise_scale is not None and best_per_s is not None:
-        useful_per_s = row.samples_per_s * statistical_efficiency(row.global_batch_size, noise_scale)
-        row = replace(row, useful_efficiency=useful_per_s / (row.devices * best_per_s))
+    if noise_scale is not None:
+        useful = statistical_efficiency(row.global_batch_size, noise_scale)
+        row = replace(row, useful_efficiency=useful * row.efficiency)
     if target is None:
         return row
     if noise_scale is not None:
         target /= statistical_efficiency(row.global_batch_size, noise_scale, inputs.job.global_batch_size)
-    state = state_bytes(inputs.job)
-    lasting = availability(row.devices, inputs.timing.num_parameters * (state.parameter + state.optimizer))
-    time_s = target / row.samples_per_s / lasting if lasting else None
+    time_s = target / row.samples_per_s
     return replace(
         row,
         samples_to_target=target,
         time_to_target_s=time_s,
-        cost_to_target=None if price is None or time_s is None else price * row.devices / 3600 * time_s,
+        cost_to_target=None if price is None else price * row.devices / 3600 * time_s,
     )
-
-
-def _best_batch(inputs: PlanInputs, count: int, noise_scale: float) -> tuple[int, float]:
-    """Which of the job's batch on this count, its half, quarter, … brings the most useful samples/s, and how many."""
-    batches: list[int] = [inputs.job_on(count).global_batch_size]
-    while batches[-1] // 2 >= count:
-        batches.append(batches[-1] // 2)
-    most_shards = max(inputs.job.virtual_shards, count)
-    jobs = [replace(inputs.job, global_batch_size=size, virtual_shards=min(most_shards, size)) for size in batches]
-    layout, has_gpus = inputs.layout(count).workers_per_node, inputs.cluster.device_kind == "cuda"
-    rows = [job_step(job, layout, inputs.timing.num_parameters, has_gpus) for job in jobs]
-    found = [
-        (batch, batch / one.total_s * statistical_efficiency(batch, noise_scale))
-        for batch, one in zip(batches, predict(inputs.fit, rows), strict=True)
-    ]
-    return max(found, key=lambda pair: pair[1])
-
-
-def availability(num_devices: int, checkpoint_bytes: float) -> float:
-    """The part of a run that goes into work that lasts, where any device ends it; 0 where it makes no progress.
-
-    With M seconds between failures, checkpoints of delta seconds, restarts of R, after tau seconds of work each it is
-    tau / (M e^(R/M) (e^((tau + delta)/M) - 1)), most for tau = sqrt(2 delta M) (1 + sqrt(x) / 3 + x / 9) - delta with
-    x = delta / (2 M), and for tau = M where delta reaches 2 M (Daly 2006, "A higher order estimate of the optimum
-    checkpoint interval for restart dumps", equations 20 and 37).
-    """
-    mtbf_s, checkpoint_s = DEVICE_MTBF_S / num_devices, max(checkpoint_bytes / _CHECKPOINT_RATE, 1e-3)
-    x, work_s = checkpoint_s / (2 * mtbf_s), mtbf_s
-    if x < 1:
-        work_s = math.sqrt(2 * checkpoint_s * mtbf_s) * (1 + math.sqrt(x) / 3 + x / 9) - checkpoint_s
-    exponent = (work_s + checkpoint_s) / mtbf_s
-    if exponent + RESTART_S / mtbf_s > 500:
-        return 0.0
-    return work_s / (mtbf_s * math.exp(RESTART_S / mtbf_s) * math.expm1(exponent))
 
 
 def past_error(checks: Sequence[ForecastCheck]) -> str:
@@ -354,7 +278,6 @@ def past_error(checks: Sequence[ForecastCheck]) -> str:
 def _unmeasured(measured: Sequence[StepRow], asked: Sequence[StepRow]) -> Iterator[str]:
     """A sentence for each thing that forecasts need and nobody measured."""
     most_on_node = max(row.most_on_node for row in measured)
-    smallest = min(row.micro_batch_size for row in measured)
     fewest = min(row.num_workers for row in (*measured, *asked))
     if fewest > 1:
         yield (
@@ -376,11 +299,6 @@ def _unmeasured(measured: Sequence[StepRow], asked: Sequence[StepRow]) -> Iterat
             f"Nobody measured more than {number_of(most_on_node, 'device')} of one node, where a bus, the host or the "
             "loader may become the limit; measure one such row."
         )
-    if any(row.micro_batch_size < smallest / 4 for row in asked):
-        yield (
-            f"Micro-batches below a quarter of the smallest measured one ({smallest}) may be bound by launching "
-            "kernels; measure one such row."
-        )
 
 
 def _assumed(inputs: PlanInputs, rows: Sequence[ForecastRow]) -> Iterator[str]:
@@ -392,11 +310,6 @@ def _assumed(inputs: PlanInputs, rows: Sequence[ForecastRow]) -> Iterator[str]:
         yield (
             f"Beyond the {inputs.num_devices} devices of this cluster there are more nodes of "
             f"{inputs.devices_per_node} like the first."
-        )
-    if any(row.time_to_target_s is not None for row in rows):
-        yield (
-            f"A device fails every {DEVICE_MTBF_S / 3600:,.0f} hours, as in the training of Llama 3, and a restart "
-            f"takes {RESTART_S / 60:.0f} minutes."
         )
     if wire == "auto-lossy":
         yield f"The wire format {wire} is priced as float32, which is the most it costs."

@@ -8,7 +8,7 @@ from itertools import pairwise
 from paceline.device_count import NEARLY, fewest_near_fastest
 from paceline.errors import JobError
 from paceline.noise import efficiency
-from paceline.spec.forecast import Forecast, ForecastRow
+from paceline.spec.forecast import ForecastRow
 from paceline.words import duration, number_of
 
 _WORTH_A_DEVICE = 0.5
@@ -23,7 +23,7 @@ def _worth(row: ForecastRow) -> float:
 
 
 def _efficiency(row: ForecastRow) -> float:
-    return row.efficiency if row.useful_efficiency is None else min(row.efficiency, row.useful_efficiency)
+    return row.efficiency if row.useful_efficiency is None else row.useful_efficiency
 
 
 def recommend(rows: Sequence[ForecastRow], floor: float) -> ForecastRow:
@@ -107,36 +107,15 @@ def _bound(row: ForecastRow) -> str:
     return f"{'the ' if row.bound_by == 'loader' else ''}{row.bound_by} ({waits[row.bound_by]})"
 
 
-def doubt(found: Forecast) -> str:
-    """A sentence where the slow end of the interval would change the choice; else empty."""
-    chosen, floor = found.recommended, found.efficiency_floor
-    slow_efficiency = chosen.efficiency * chosen.step_s / chosen.high_s
-    if chosen.devices == found.base_devices or slow_efficiency >= floor:
-        return ""
-    return (
-        f" This is not sure: at the slow end of the 90 % interval ({duration(chosen.high_s)} a step) the efficiency is "
-        f"{100 * slow_efficiency:.3g} %, below the floor of {100 * floor:g} %; measure that row before you rely on it."
-    )
-
-
-def batch_advice(chosen: ForecastRow, noise_scale: float, better: tuple[int, float] | None) -> str:
-    """A sentence about a batch larger than the noise scale, with a smaller batch if that is clearly faster; else empty.
-
-    Args:
-        better: the best batch on the same devices, and its useful samples/s; None: the batch follows the devices.
-    """
+def batch_advice(chosen: ForecastRow, noise_scale: float) -> str:
+    """A sentence about a batch larger than the noise scale; else empty."""
     batch = chosen.global_batch_size
     if batch <= noise_scale:
         return ""
-    useful = efficiency(batch, noise_scale)
-    said = (
+    return (
         f" The global batch of {batch:,} is {batch / noise_scale:.3g}x the noise scale of {noise_scale:,.0f}: "
-        f"{100 * (1 - useful):.0f} % of its samples are wasted."
+        f"{100 * (1 - efficiency(batch, noise_scale)):.0f} % of its samples are wasted."
     )
-    if better is not None and better[1] > chosen.samples_per_s * useful / NEARLY:
-        gain = better[1] / (chosen.samples_per_s * useful)
-        said += f" With global_batch_size = {better[0]} as many devices make progress {gain:.2f}x as fast."
-    return said
 
 
 def scaling_knee(rows: Sequence[ForecastRow]) -> str:

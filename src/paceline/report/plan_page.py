@@ -94,7 +94,7 @@ def _grid(forecast: Forecast, rows: list[ForecastRow]) -> Grid:
 
 
 def _run_s(forecast: Forecast, row: ForecastRow) -> float | None:
-    """Seconds of all the job's epochs, without failures; None where their samples are not known, or a target counts."""
+    """Seconds of all the job's epochs; None where their samples are not known, or a target counts."""
     if forecast.run_samples is None or row.samples_to_target is not None:
         return None
     return forecast.run_samples / row.samples_per_s

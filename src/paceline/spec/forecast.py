@@ -44,10 +44,9 @@ class ForecastRow:
     efficiency: float
     """speedup / devices."""
     useful_efficiency: float | None = None
-    """Speed-up in useful samples, weighted by statistical efficiency; needs a noise scale."""
+    """Efficiency times what a sample is worth beside one of a small batch; needs a noise scale."""
     samples_to_target: float | None = None
     time_to_target_s: float | None = None
-    """Time including failures and checkpoints."""
     cost_to_target: float | None = None
     cost_per_million_samples: float | None = None
     memory_bytes: float | None = None

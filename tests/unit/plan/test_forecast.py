@@ -169,7 +169,7 @@ def test_a_disturbed_probe_is_named_beside_the_recommendation_and_widens_the_int
     assert other.rows[1].high_s / other.rows[1].low_s > 2 * found.rows[1].high_s / found.rows[1].low_s
 
 
-# --- target, price, failures ---
+# --- target, price, noise ---
 
 
 def test_time_and_cost_to_a_target() -> None:
@@ -178,14 +178,7 @@ def test_time_and_cost_to_a_target() -> None:
         assert row.time_to_target_s is not None
         assert row.cost_to_target == pytest.approx(2.5 * row.devices * row.time_to_target_s / 3600)
         assert row.cost_per_million_samples == pytest.approx(2.5 * row.devices / 3600 * 1e6 / row.samples_per_s)
-        # Failures and checkpoints cost little on two nodes, but something.
-        assert 1 < row.time_to_target_s * row.samples_per_s / 1e8 < 1.01
-
-
-def test_failures_cost_more_on_more_nodes() -> None:
-    rows = forecast_of(JOB, gpu_cluster(), [8, 512, 4096], target_samples=1e8).rows
-    lost = [(row.time_to_target_s or math.nan) * row.samples_per_s / 1e8 for row in rows]
-    assert lost == sorted(lost) and lost[-1] > 1.005
+        assert row.time_to_target_s == pytest.approx(1e8 / row.samples_per_s)
 
 
 def test_a_noise_scale_counts_samples_as_mccandlish_does() -> None:
@@ -280,7 +273,7 @@ def test_a_batch_beyond_the_noise_scale_takes_fewer_devices() -> None:
     assert "progress" in found.reason and "50 %" in found.reason
     too_large = forecast_of(JOB, gpu_cluster(), counts, noise_scale=256)
     assert too_large.recommended_devices == 1
-    for words in ("4,096", "16x", "256", "94 %", "global_batch_size ="):
+    for words in ("4,096", "16x", "256", "94 %"):
         assert words in too_large.reason
 
 
@@ -314,7 +307,6 @@ def test_a_long_range_has_both_ends_few_rows_and_the_powers_of_two() -> None:
     assert counts[:64] == list(range(1, 65)) and counts[-1] == 4096 and len(counts) < 120
     assert {2**power for power in range(13)} <= set(counts)
     assert "Scaling" in found.bend
-    assert any("Llama 3" in sentence for sentence in found.assumptions)
 
 
 # --- the plan, and memory ---

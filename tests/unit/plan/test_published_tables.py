@@ -47,7 +47,7 @@ def cases_of(rows: Sequence[StepRow]) -> Iterator[Case]:
                     subset,
                     is_strong,
                     row.num_nodes == 1,
-                    abs(found.total_s / seconds_of(row) - 1),
+                    abs(found.step_s / seconds_of(row) - 1),
                     found.low_s <= seconds_of(row) <= found.high_s,
                 )
 
