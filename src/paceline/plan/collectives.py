@@ -3,7 +3,7 @@
 The model is that of Hockney 1994 ("The communication challenge for MPP") on two levels: a message of b bytes takes
 alpha_s + b * beta_s_per_byte on the kind of link it uses. A worker has a link of its own to the others of its node;
 all workers of a node share the node's one link to other nodes. Links carry both directions at once, and messages that
-are sent together share the link but not the waiting: latencies overlap, what the software adds to each one does not.
+are sent together share the link but not the waiting: their latencies overlap.
 
 K below is the time that one full copy of the vector takes on the slowest link that is used, n the number of workers.
 Adding up is not priced: it is many times faster than a link.
@@ -14,7 +14,7 @@ The times of a network may be arrays, a value for each of many networks at once;
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,32 +24,8 @@ from paceline.errors import JobError
 from paceline.spec import AlgorithmName
 from paceline.spec.algorithm import MIN_CHUNK_BYTES, NUM_CHUNKS, AlphaBeta
 
-
-@dataclass(frozen=True)
-class Layout:
-    """The number of workers on each node."""
-
-    workers_per_node: tuple[int, ...]
-
-    @property
-    def num_workers(self) -> int:
-        return sum(self.workers_per_node)
-
-    @property
-    def num_nodes(self) -> int:
-        return len(self.workers_per_node)
-
-    @property
-    def most_on_node(self) -> int:
-        return max(self.workers_per_node)
-
-    def first(self, num_workers: int) -> Layout:
-        """The layout of the first `num_workers` workers."""
-        found: list[int] = []
-        for size in self.workers_per_node:
-            if left := num_workers - sum(found):
-                found.append(min(size, left))
-        return Layout(tuple(found))
+Workers = Sequence[int]
+"""The number of workers on each node."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +34,10 @@ class Network:
 
     inside: AlphaBeta
     between: AlphaBeta
-    per_message_s: float = 0.0
-    """Software overhead per message."""
 
 
-Cost = Callable[[float, Layout, Network], Any]
-"""(size_bytes, layout, network) -> seconds."""
+Cost = Callable[[float, Workers, Network], Any]
+"""(size_bytes, workers on each node, network) -> seconds."""
 
 
 def wire_bytes(algorithm: AlgorithmName, size_bytes: float, wire: str) -> float:
@@ -79,76 +53,74 @@ def cost_of(algorithm: AlgorithmName) -> Cost:
     return COSTS[algorithm]
 
 
-def ring(size_bytes: float, layout: Layout, network: Network) -> Any:
+def ring(size_bytes: float, workers: Workers, network: Network) -> Any:
     """2 (n - 1) rounds of 1 / n of the vector, T = 2 (n - 1) / n K + 2 (n - 1) alpha (Patarasuk and Yuan 2009).
 
     The ring enters and leaves each node once, so that no link between nodes carries two messages in one direction; a
     round is as slow as its slowest hop.
     """
-    n = layout.num_workers
-    inside_s = network.inside.seconds(size_bytes / n) if layout.most_on_node > 1 else 0.0
-    between_s = network.between.seconds(size_bytes / n) if layout.num_nodes > 1 else 0.0
-    return 2 * (n - 1) * (np.maximum(inside_s, between_s) + network.per_message_s)
+    n = sum(workers)
+    inside_s = network.inside.seconds(size_bytes / n) if max(workers) > 1 else 0.0
+    between_s = network.between.seconds(size_bytes / n) if len(workers) > 1 else 0.0
+    return 2 * (n - 1) * np.maximum(inside_s, between_s)
 
 
-def all_reduce(size_bytes: float, layout: Layout, network: Network) -> Any:
+def all_reduce(size_bytes: float, workers: Workers, network: Network) -> Any:
     """The backend's all_reduce: a ring, or between many nodes two trees if they are faster, as NCCL chooses.
 
     Two binary trees over N nodes each carry half of the vector up and down again, T = 2 K + 2 log2(N) alpha (Sanders,
     Speck and Traeff 2009), after a ring in each node. Gloo always takes the ring, which differs for short vectors only.
     """
-    ring_s = ring(size_bytes, layout, network)
-    if layout.num_nodes == 1:
+    ring_s = ring(size_bytes, workers, network)
+    if len(workers) == 1:
         return ring_s
-    inside_s = ring(size_bytes, Layout((layout.most_on_node,)), network)
-    hop_s = network.between.alpha_s + network.per_message_s
-    trees_s = 2 * math.ceil(math.log2(layout.num_nodes)) * hop_s + 2 * size_bytes * network.between.beta_s_per_byte
+    inside_s = ring(size_bytes, [max(workers)], network)
+    between = network.between
+    trees_s = 2 * math.ceil(math.log2(len(workers))) * between.alpha_s + 2 * size_bytes * between.beta_s_per_byte
     return np.minimum(ring_s, inside_s + trees_s)
 
 
-def parameter_server(size_bytes: float, layout: Layout, network: Network) -> Any:
+def parameter_server(size_bytes: float, workers: Workers, network: Network) -> Any:
     """All send to one server, the first worker, and get the sum back.
 
     With one worker a node T = 2 (n - 1) K: the server's link carries n - 1 vectors each way (Li et al. 2014, "Scaling
     Distributed Machine Learning with the Parameter Server").
     """
-    beside = layout.workers_per_node[0] - 1
-    elsewhere = layout.num_workers - beside - 1
+    beside = workers[0] - 1
+    elsewhere = sum(workers) - beside - 1
     inside_s = network.inside.seconds(beside * size_bytes) if beside else 0.0
     between_s = network.between.seconds(elsewhere * size_bytes) if elsewhere else 0.0
-    return 2 * (np.maximum(inside_s, between_s) + (beside + elsewhere) * network.per_message_s)
+    return 2 * np.maximum(inside_s, between_s)
 
 
-def parameter_server_two_level(size_bytes: float, layout: Layout, network: Network) -> Any:
+def parameter_server_two_level(size_bytes: float, workers: Workers, network: Network) -> Any:
     """Sums inside a node first; only its leader exchanges with the server.
 
     With g workers a node its link carries 1 / g of what `parameter_server` sends over it.
     """
-    between_s = parameter_server(size_bytes, Layout((1,) * layout.num_nodes), network)
-    return _through_leader_s(size_bytes, layout, network) + between_s
+    between_s = parameter_server(size_bytes, [1] * len(workers), network)
+    return _through_leader_s(size_bytes, workers, network) + between_s
 
 
-def hierarchical(size_bytes: float, layout: Layout, network: Network) -> Any:
+def hierarchical(size_bytes: float, workers: Workers, network: Network) -> Any:
     """Sum in each node, between the leaders by direct messages, hand out in each node; chunks, so that both overlap.
 
     For N nodes the link between carries 2 (N - 1) / N of the vector, however many workers a node has. One node has no
     levels: there the workers sum through the memory they share, which moves as much as a ring does, in two rounds.
     """
-    n = layout.num_workers
-    if layout.num_nodes > 1:
-        return _two_levels_s(size_bytes, layout, network, _through_leader_s(size_bytes, layout, network))
-    start_s = network.inside.alpha_s + network.per_message_s
-    return 2 * (n - 1) / n * size_bytes * network.inside.beta_s_per_byte + 2 * start_s if n > 1 else 0.0
+    if len(workers) == 1:
+        return _direct_s(size_bytes, workers[0], network.inside)
+    return _two_levels_s(size_bytes, workers, network, _through_leader_s(size_bytes, workers, network))
 
 
-def tree_exact(size_bytes: float, layout: Layout, network: Network) -> Any:
+def tree_exact(size_bytes: float, workers: Workers, network: Network) -> Any:
     """Every worker sums its slice in a fixed order, in each node and then between nodes, and hands it out again.
 
     T = 2 (n - 1) / n K in one node or with one worker a node, by direct messages. The link between N nodes carries
     2 (N - 1) / N of the vector where each node's shards are one block of the tree; in chunks, as in `hierarchical`.
     """
-    inside_s = _direct_s(size_bytes, layout.most_on_node, network.inside, network.per_message_s)
-    return inside_s if layout.num_nodes == 1 else _two_levels_s(size_bytes, layout, network, inside_s)
+    inside_s = _direct_s(size_bytes, max(workers), network.inside)
+    return inside_s if len(workers) == 1 else _two_levels_s(size_bytes, workers, network, inside_s)
 
 
 COSTS: dict[AlgorithmName, Cost] = {
@@ -162,22 +134,22 @@ COSTS: dict[AlgorithmName, Cost] = {
 }
 
 
-def _direct_s(size_bytes: float, n: int, link: AlphaBeta, per_message_s: float) -> Any:
+def _direct_s(size_bytes: float, n: int, link: AlphaBeta) -> Any:
     """Each of n workers gets its slice of 1 / n from all others at once, and hands its sum out again."""
-    return 2 * (link.seconds((n - 1) / n * size_bytes) + (n - 1) * per_message_s) if n > 1 else 0.0
+    return 2 * link.seconds((n - 1) / n * size_bytes) if n > 1 else 0.0
 
 
-def _through_leader_s(size_bytes: float, layout: Layout, network: Network) -> Any:
+def _through_leader_s(size_bytes: float, workers: Workers, network: Network) -> Any:
     """Slices are summed on all workers of a node and collected by the leader, over whose link 2 (g - 1) / g of the
     vector go; later all read the leader's values at once."""
-    g = layout.most_on_node
-    start_s = network.inside.alpha_s + network.per_message_s
-    return (2 * (g - 1) / g + 1) * size_bytes * network.inside.beta_s_per_byte + 2 * start_s if g > 1 else 0.0
+    g = max(workers)
+    link = network.inside
+    return (2 * (g - 1) / g + 1) * size_bytes * link.beta_s_per_byte + 2 * link.alpha_s if g > 1 else 0.0
 
 
-def _two_levels_s(size_bytes: float, layout: Layout, network: Network, inside_s: Any) -> Any:
+def _two_levels_s(size_bytes: float, workers: Workers, network: Network, inside_s: Any) -> Any:
     """Sums inside nodes, which take `inside_s`, and by direct messages between them, by chunks under way at the same
     time: a pipeline of two stages takes the slower one for all chunks and the other one for a single chunk."""
-    between_s = _direct_s(size_bytes, layout.num_nodes, network.between, network.per_message_s)
+    between_s = _direct_s(size_bytes, len(workers), network.between)
     num_chunks = min(max(size_bytes / MIN_CHUNK_BYTES, 1.0), float(NUM_CHUNKS))
     return np.maximum(inside_s, between_s) + np.minimum(inside_s, between_s) / num_chunks

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from paceline.errors import JobError
 from paceline.noise import efficiency as statistical_efficiency
@@ -67,9 +68,9 @@ def forecast(
         if one.row.num_workers in devices
     ]
     found = _recommended(
-        job.name,
         rows,
         request,
+        job=job.name,
         device=inputs.timing.device,
         device_kind=cluster.device_kind,
         grow=request.grow,
@@ -87,7 +88,7 @@ def forecast(
     if count == 1 or needs_replicas(job):
         return found
     try:
-        return replace(found, strategy=search_meshes(inputs, count).in_words())
+        return replace(found, strategy=tuple(f"{one.in_words()}." for one in search_meshes(inputs, count)[:2]))
     except JobError as problem:
         return replace(found, strategy=(str(problem),))
 
@@ -115,9 +116,9 @@ def forecast_of_rows(
         several = counts.count(row.num_workers) > 1
         rows.append(_row(AskedStep(row, row.global_batch_size, name=name * several), step, base_per_s, request))
     return _recommended(
-        name,
         rows,
         request,
+        job=name,
         device="the measured devices",
         device_kind="measured step times",
         grow="batch" if len({row.global_batch_size / row.devices for row in rows}) == 1 else "none",
@@ -182,7 +183,7 @@ def _row(
 
 
 def _recommended(
-    name: str, rows: Sequence[ForecastRow], request: ForecastRequest, base_devices: int = 1, **values: object
+    rows: Sequence[ForecastRow], request: ForecastRequest, base_devices: int = 1, **values: Any
 ) -> Forecast:
     """The forecast of compared rows with the recommended one, and why.
 
@@ -193,11 +194,7 @@ def _recommended(
     curve = fastest_of_each_count(rows)
     chosen = recommend(curve, request.efficiency_floor)
     verdict, reason = explain_choice(curve, chosen, request.efficiency_floor, base_devices)
-    found = Forecast(
-        job=name,
-        device="",
-        device_kind="",
-        grow="none",
+    return Forecast(
         rows=tuple(rows),
         recommended_devices=chosen.devices,
         recommended_row=next(place for place, row in enumerate(rows) if row is chosen),
@@ -209,8 +206,8 @@ def _recommended(
         currency=request.currency,
         noise_scale=request.noise_scale,
         base_devices=base_devices,
+        **values,
     )
-    return replace(found, **values)  # type: ignore[arg-type]
 
 
 # --- a job: meshes, target, noise ---
@@ -224,7 +221,7 @@ def _on_a_mesh(inputs: PlanInputs, one: AskedStep, step: StepForecast) -> tuple[
     if is_small or count == 1 or needs_replicas(inputs.job):
         return one, step
     try:
-        best = search_meshes(inputs, count).winner
+        best = search_meshes(inputs, count)[0]
     except JobError:
         return one, step
     row = replace(one.row, micro_batch_size=best.micro_batch_size, num_passes=best.num_micro_batches)
@@ -280,25 +277,13 @@ def _unmeasured(measured: Sequence[StepRow], asked: Sequence[StepRow]) -> Iterat
     most_on_node = max(row.most_on_node for row in measured)
     fewest = min(row.num_workers for row in (*measured, *asked))
     if fewest > 1:
-        yield (
-            f"Nobody measured one device: speed-up and efficiency are over the fewest, {fewest}, each of which counts "
-            "as one; measure one device."
-        )
+        yield f"Nobody measured one device: speed-up and efficiency are over the fewest, {fewest}."
     if len(measured) == 1:
-        yield (
-            "One row alone says nothing of how steps scale: all of that is what hardware usually has; measure a second "
-            "row with more devices."
-        )
+        yield "One row alone says nothing of how steps scale: measure a second row with more devices."
     if all(row.num_nodes == 1 for row in measured) and any(row.num_nodes > 1 for row in asked):
-        yield (
-            "Nobody measured two nodes: forecasts across nodes are what networks usually do, and their interval is as "
-            "wide as that; measure one row on several nodes."
-        )
+        yield "Nobody measured two nodes: forecasts across nodes are what networks usually do; measure one such row."
     if len(measured) > 1 and any(row.most_on_node > most_on_node for row in asked):
-        yield (
-            f"Nobody measured more than {number_of(most_on_node, 'device')} of one node, where a bus, the host or the "
-            "loader may become the limit; measure one such row."
-        )
+        yield f"Nobody measured more than {number_of(most_on_node, 'device')} of one node; measure one such row."
 
 
 def _assumed(inputs: PlanInputs, rows: Sequence[ForecastRow]) -> Iterator[str]:
@@ -307,10 +292,8 @@ def _assumed(inputs: PlanInputs, rows: Sequence[ForecastRow]) -> Iterator[str]:
     if rate is not None and any(row.nodes > 1 for row in rows):
         yield f"Links between nodes carry at most {rate / 1e9:g} GB/s, as given."
     if rows[-1].devices > inputs.num_devices:
-        yield (
-            f"Beyond the {inputs.num_devices} devices of this cluster there are more nodes of "
-            f"{inputs.devices_per_node} like the first."
-        )
+        more = f"there are more nodes of {inputs.devices_per_node} like the first"
+        yield f"Beyond the {inputs.num_devices} devices of this cluster {more}."
     if wire == "auto-lossy":
         yield f"The wire format {wire} is priced as float32, which is the most it costs."
     if any(row.placement for row in rows):

@@ -6,9 +6,10 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain, repeat
 
 from paceline.errors import ClusterError
-from paceline.plan.collectives import Layout, wire_bytes
+from paceline.plan.collectives import wire_bytes
 from paceline.plan.fit import Fit, fit
 from paceline.plan.memory import (
     USABLE_FRACTION,
@@ -84,23 +85,21 @@ class PlanInputs:
     def job_on(self, count: int) -> Job:
         return self.job.grown(count) if self.request.grow == "batch" else self.job
 
-    def layout(self, count: int) -> Layout:
-        """The nodes that there are, the first ones first, then more of the same kind."""
-        workers = list(Layout(tuple(len(node.devices) for node in self.cluster.nodes)).first(count).workers_per_node)
-        full, rest = divmod(count - sum(workers), self.devices_per_node)
-        return Layout((*workers, *(self.devices_per_node,) * full, *((rest,) if rest else ())))
+    def layout(self, count: int) -> tuple[int, ...]:
+        """Workers on the nodes that there are, the first ones first, then on more of the same kind."""
+        return workers_by_node(count, [len(node.devices) for node in self.cluster.nodes], self.devices_per_node)
 
     def asked(self, count: int) -> AskedStep:
         """The step on `count` devices, each with the whole model."""
         job, layout, needed = self.job_on(count), self.layout(count), None
-        row = job_step(job, layout.workers_per_node, self.timing.num_parameters, self.cluster.device_kind == "cuda")
+        row = job_step(job, layout, self.timing.num_parameters, self.cluster.device_kind == "cuda")
         if self.is_memory_known:
             needed = job_memory(job, self.model, Mesh(dp=count)).total_bytes
         return AskedStep(row, job.global_batch_size, needed, self._objection(job, count, needed))
 
     def worker_bytes(self, count: int) -> float | None:
         """Memory of one of `count` workers: its device's, or on CPU its part of its node's; None: not known."""
-        return worker_memory_bytes(self.cluster, self.layout(count).most_on_node) or None
+        return worker_memory_bytes(self.cluster, max(self.layout(count))) or None
 
     def _objection(self, job: Job, count: int, needed: float | None) -> str:
         """Why the job cannot run so; empty: it can."""
@@ -110,6 +109,16 @@ class PlanInputs:
         if count > job.global_batch_size:
             return f"a global batch of {job.global_batch_size} has no sample for each of {count} devices"
         return f"it needs virtual_shards = {count}, which is part of the job" if count > job.virtual_shards else ""
+
+
+def workers_by_node(count: int, nodes: Sequence[int], further: int) -> tuple[int, ...]:
+    """Workers on each node, one a device: `nodes` have so many devices, all nodes after them `further`."""
+    found: list[int] = []
+    for num_devices in chain(nodes, repeat(further)):
+        if not (left := count - sum(found)):
+            break
+        found.append(min(num_devices, left))
+    return tuple(found)
 
 
 def job_step(job: Job, workers_per_node: Sequence[int], num_parameters: int, has_gpus: bool) -> StepRow:

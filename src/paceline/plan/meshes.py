@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from paceline.errors import ClusterError, JobError
-from paceline.plan.collectives import Cost, Layout, Network, all_reduce, ring, tree_exact
+from paceline.plan.collectives import Cost, Network, all_reduce, ring, tree_exact
 from paceline.plan.inputs import ForecastRequest, PlanInputs, plan_inputs
 from paceline.plan.memory import (
     USABLE_FRACTION,
@@ -24,9 +24,8 @@ from paceline.plan.memory import (
     worker_memory_bytes,
 )
 from paceline.plan.step_model import network_at
-from paceline.spec import Cluster, Job, Mesh, StepRow
+from paceline.spec import Cluster, Job, Mesh
 from paceline.spec.algorithm import BUCKET_BYTES, MIN_BLOCK_BYTES
-from paceline.spec.cluster import DeviceKind, JobTiming
 from paceline.spec.mesh import check_mesh
 from paceline.spec.model_cost import DeviceMemory, LayerCost, Layers, ModelCost
 from paceline.words import duration, number_of, size
@@ -41,9 +40,6 @@ _BACKWARD_FRACTION = 2 / 3
 """The fraction of a pass that backward takes: it multiplies twice where forward multiplies once."""
 _WORTH_SHARING = 0.5
 """A tensor group pays where it divides at least this fraction of the computing."""
-_ASSUMED_FLOPS_PER_S: dict[DeviceKind, float] = {"cuda": 50e12, "cpu": 20e9}
-_ASSUMED_LINK_BYTES_PER_S = 1.25e9
-"""Of hardware that was not measured; they only decide between meshes when replicas do not fit."""
 
 
 @dataclass(frozen=True)
@@ -103,31 +99,9 @@ class MeshCandidate:
         )
 
 
-@dataclass(frozen=True)
-class SearchResult:
-    """The meshes that fit, the best one first, and those that do not, with the memory that they would need."""
-
-    candidates: tuple[MeshCandidate, ...]
-    too_large: tuple[tuple[Mesh, DeviceMemory], ...]
-    memory_bytes: float
-    """Memory of one device."""
-
-    @property
-    def winner(self) -> MeshCandidate:
-        return self.candidates[0]
-
-    def in_words(self) -> tuple[str, ...]:
-        """A sentence about the winner, one about the runner-up, and one where replicas do not fit."""
-        plain = [memory.total_bytes for mesh, memory in self.too_large if mesh.is_plain]
-        return (
-            f"{self.winner.in_words()} of {size(self.memory_bytes)}.",
-            *(f"Then {other.in_words()}." for other in self.candidates[1:2]),
-            *(f"Whole replicas would need {size(num_bytes)}." for num_bytes in plain),
-        )
-
-
-def search(workload: Workload, num_workers: int) -> SearchResult:
-    """All meshes of `num_workers` devices in the order of their steps; of nearly equal ones the simplest is first.
+def search(workload: Workload, num_workers: int) -> tuple[MeshCandidate, ...]:
+    """The meshes of `num_workers` devices that fit, one at least, in the order of their steps; of nearly equal ones the
+    simplest is first.
 
     Activations are computed again only where a mesh does not fit without, and never on plain replicas, which cannot.
 
@@ -147,12 +121,22 @@ def search(workload: Workload, num_workers: int) -> SearchResult:
                 break
         else:
             too_large.append((mesh, memory))
+    if not candidates and not too_large:
+        raise JobError(
+            f"{num_workers} workers cannot share virtual_shards = {job.virtual_shards}; use fewer workers or more "
+            "virtual shards."
+        )
     if not candidates:
-        raise JobError(_nothing_fits(workload, num_workers, too_large))
+        mesh, memory = min(too_large, key=lambda one: one[1].total_bytes)
+        raise JobError(
+            f"This job fits into no mesh of {number_of(num_workers, 'device')}: {mesh} needs the least, "
+            f"{size(memory.total_bytes)} a device, and {size(USABLE_FRACTION * workload.memory_bytes)} can be used; "
+            "take more devices or a smaller model."
+        )
     candidates.sort(key=lambda candidate: candidate.step_s)
     close = [one for one in candidates if one.step_s <= _CLOSE * candidates[0].step_s]
     close.sort(key=lambda one: (one.mesh.pp, one.mesh.tp, one.mesh.fsdp, one.mesh.zero_stage))
-    return SearchResult((*close, *candidates[len(close) :]), tuple(too_large), workload.memory_bytes)
+    return (*close, *candidates[len(close) :])
 
 
 def _meshes(num_workers: int, devices_per_node: int, layers: Layers) -> Iterator[Mesh]:
@@ -276,8 +260,8 @@ def _sum_s(
     full, rest = divmod(degree, on_a_node)
     sharing = max(1.0, min(on_node, mesh.num_workers) / on_a_node)
     shared = dataclasses.replace(between, beta_s_per_byte=between.beta_s_per_byte * sharing)
-    layout = Layout((on_a_node,) * full + ((rest,) if rest else ()))
-    return float(cost(size_bytes, layout, dataclasses.replace(workload.network, between=shared)))
+    workers = (on_a_node,) * full + ((rest,) if rest else ())
+    return float(cost(size_bytes, workers, dataclasses.replace(workload.network, between=shared)))
 
 
 def _num_buckets(size_bytes: float) -> int:
@@ -293,20 +277,6 @@ def _exposed_s(compute_s: float, num_buckets: int, all_sums_s: float) -> float:
     """
     behind_first_s = compute_s * _BACKWARD_FRACTION * (num_buckets - 1) / num_buckets
     return max(all_sums_s / num_buckets, all_sums_s - behind_first_s)
-
-
-def _nothing_fits(workload: Workload, num_workers: int, too_large: list[tuple[Mesh, DeviceMemory]]) -> str:
-    if not too_large:
-        return (
-            f"{num_workers} workers cannot share virtual_shards = {workload.job.virtual_shards}; use fewer workers or "
-            "more virtual shards."
-        )
-    mesh, memory = min(too_large, key=lambda one: one[1].total_bytes)
-    return (
-        f"This job fits into no mesh of {number_of(num_workers, 'device')}: {mesh} needs the least, "
-        f"{size(memory.total_bytes)} a device, and {size(USABLE_FRACTION * workload.memory_bytes)} can be used; "
-        "take more devices or a smaller model."
-    )
 
 
 # --- which one to train on ---
@@ -332,17 +302,17 @@ def needs_replicas(job: Job) -> bool:
     return job.aggregation.wire == "auto-lossy"
 
 
-def search_meshes(inputs: PlanInputs, num_workers: int) -> SearchResult:
-    """The meshes of `num_workers` devices, by the steps that were timed. Raises `JobError` where none fits."""
-    layout, constants = inputs.layout(num_workers), inputs.fit.typical()
-    slowdown = 1 + constants["neighbour_slowdown"] * (1 - 1 / layout.most_on_node)
+def search_meshes(inputs: PlanInputs, num_workers: int) -> tuple[MeshCandidate, ...]:
+    """What `search` finds, by the steps that were timed."""
+    most_on_node, constants = max(inputs.layout(num_workers)), inputs.fit.typical()
+    slowdown = 1 + constants["neighbour_slowdown"] * (1 - 1 / most_on_node)
     workload = Workload(
         inputs.job_on(num_workers),
         inputs.model,
         compute_s=lambda samples: (constants["fixed_s"] + constants["per_sample_s"] * samples) * slowdown,
         memory_bytes=inputs.worker_bytes(num_workers) or math.inf,
-        devices_per_node=layout.most_on_node,
-        network=network_at(constants, layout),
+        devices_per_node=most_on_node,
+        network=network_at(constants, most_on_node),
         optimizer_s=constants["update_s"],
         is_gloo=inputs.cluster.device_kind != "cuda",
     )
@@ -352,8 +322,8 @@ def search_meshes(inputs: PlanInputs, num_workers: int) -> SearchResult:
 def choose_mesh(job: Job, model: ModelCost, cluster: Cluster, num_workers: int) -> MeshChoice:
     """The best mesh of `num_workers` workers.
 
-    Replicas fit if one virtual shard does. Where the job was probed, the fastest mesh wins if it is clearly faster;
-    where it was not, replicas do if they fit.
+    Where the job was probed, the fastest mesh wins if it is clearly faster than replicas; where it was not, replicas do
+    if they fit, else parameters are sharded over all workers.
 
     Args:
         model: What a trace of it told.
@@ -373,28 +343,20 @@ def choose_mesh(job: Job, model: ModelCost, cluster: Cluster, num_workers: int) 
     if must_be_plain:
         reason = "a single worker needs no mesh" if num_workers == 1 else "this job needs whole replicas"
         return MeshChoice(None, f"{plain}: {reason}.")
-    is_timed = True
     try:
-        inputs = plan_inputs(job, cluster, ForecastRequest(), num_workers, model)
-    except ClusterError:  # not enough was measured
-        is_timed, request = False, ForecastRequest(link_bytes_per_s=_ASSUMED_LINK_BYTES_PER_S)
-        inputs = plan_inputs(job, _with_assumed_step(job, model, cluster, num_workers), request, num_workers, model)
-    found = search_meshes(inputs, num_workers)
-    winner, replicas = found.winner, next((one for one in found.candidates if one.mesh.is_plain), None)
-    if replicas is not None and (not is_timed or winner.step_s > _CLEARLY_FASTER * replicas.step_s):
-        why = "no mesh is clearly faster" if is_timed else "no other mesh was timed"
-        return MeshChoice(None, f"{plain}: {needed} of {size(memory_bytes)}, and {why}.")
+        found = search_meshes(plan_inputs(job, cluster, ForecastRequest(), num_workers, model), num_workers)
+    except ClusterError:  # not enough was measured: replicas, else what shards most of them
+        if fits(memory, memory_bytes):
+            return MeshChoice(None, f"{plain}: {needed} of {size(memory_bytes)}, and no other mesh was timed.")
+        sharded = Mesh(fsdp=num_workers)
+        for again in (False, True):
+            if fits(job_memory(job, model, sharded, again), memory_bytes):
+                return MeshChoice(sharded, f"{sharded}: {needed}, where {usable} of a worker can be used.", again)
+        raise
+    winner, replicas = found[0], next((one for one in found if one.mesh.is_plain), None)
+    if replicas is not None and winner.step_s > _CLEARLY_FASTER * replicas.step_s:
+        return MeshChoice(None, f"{plain}: {needed} of {size(memory_bytes)}, and no mesh is clearly faster.")
     reason = f"it needs {size(winner.memory.total_bytes)}, where {usable} of a worker can be used and {needed}"
     if replicas is not None:
         reason = f"{duration(winner.step_s)} a step, and whole replicas need {duration(replicas.step_s)}"
     return MeshChoice(winner.mesh, f"{winner.mesh}: {reason}.", winner.recompute)
-
-
-def _with_assumed_step(job: Job, model: ModelCost, cluster: Cluster, num_workers: int) -> Cluster:
-    """The cluster as if a step of the job had been timed on one device, at a usual rate of operations."""
-    nodes = cluster.nodes
-    if cluster.device_kind == "cpu":  # workers may outnumber cores, and stay on their nodes
-        nodes = tuple(node.with_cpu_workers(-(-num_workers // len(nodes))) for node in nodes)
-    step_s = job.shard_size * max(model.flops_per_sample, 1.0) / _ASSUMED_FLOPS_PER_S[cluster.device_kind]
-    row = StepRow((1,), job.shard_size, 1, gradient_bytes=4.0 * model.num_parameters, step_time_s=step_s)
-    return Cluster(nodes, (JobTiming(job.name, "", model.num_parameters, 1, (row,)),))

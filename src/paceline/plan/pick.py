@@ -21,7 +21,7 @@ Links with unknown bandwidth come after all others, in the order of their labels
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations, permutations
 
@@ -32,7 +32,8 @@ from paceline.spec.mesh import AXES
 from paceline.words import number_of
 
 _MOST_RINGS = 20_000
-"""So many rings are all tried, as over any of 8 devices or 4 of 16; of more a good one is looked for."""
+"""So many rings are all tried, as over any of 8 devices or 4 of 16; of more only devices with
+neighbouring ids are, in this order."""
 _MOST_ORDERED = 8
 """Up to this many devices of a node all orders on a mesh are tried; more keep the order of their ring."""
 ACROSS_SOCKETS = "SYS"
@@ -58,13 +59,13 @@ def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> 
             f"{num_devices} devices cannot be chosen: {node.hostname or 'the node'} has "
             f"{number_of(present, 'device')} to choose from."
         )
-    sets = combinations(range(present), num_devices)
+    sets: Iterable[tuple[int, ...]] = combinations(range(present), num_devices)
     rings_of_a_set = 1 if graph.is_uniform else max(1, math.factorial(num_devices - 1) // 2)
     is_exact = math.comb(present, num_devices) * rings_of_a_set <= _MOST_RINGS
-    if is_exact:
-        ring = max(sets if graph.is_uniform else _rings(sets), key=graph.rank)  # of equal ones the first
-    else:
-        ring = _greedy_ring(graph, num_devices)
+    if not is_exact:
+        sets = (tuple(range(first, first + num_devices)) for first in range(present - num_devices + 1))
+    rings = sets if graph.is_uniform or not is_exact else _rings(sets)
+    ring = max(rings, key=graph.rank)  # of equal ones the first
     return DeviceChoice(graph.ring(ring), graph.ring(range(num_devices)), is_exact)
 
 
@@ -145,30 +146,12 @@ def weight(link: Link | None) -> float:
     return float(_nearness(link))
 
 
-def _rings(sets: Iterator[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+def _rings(sets: Iterable[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
     """Every ring over each of the sets once, in the order of ids, from its lowest towards the smaller neighbour."""
     for first, *rest in sets:
         for order in permutations(rest):
             if len(order) < 2 or order[0] < order[-1]:
                 yield (first, *order)
-
-
-def _greedy_ring(graph: _Graph, num_devices: int) -> tuple[int, ...]:
-    """The best of the rings that grow from each vertex by the heaviest edge from their end."""
-    best = max((_grow(graph, start, num_devices) for start in range(len(graph.devices))), key=graph.rank)
-    lowest = best.index(min(best))
-    forward = [*best[lowest:], *best[:lowest]]
-    return tuple(min(forward, [forward[0], *reversed(forward[1:])]))
-
-
-def _grow(graph: _Graph, start: int, num_devices: int) -> list[int]:
-    ring = [start]
-    while len(ring) < num_devices:
-        left = [vertex for vertex in range(len(graph.devices)) if vertex not in ring]
-        # Of equal ones the one that is best joined with all so far, so that groups fill up before the next is entered.
-        to_ring = {vertex: [graph.weights[vertex][other] for other in ring] for vertex in left}
-        ring.append(max(left, key=lambda vertex: (to_ring[vertex][-1], sum(to_ring[vertex]), -vertex)))
-    return ring
 
 
 def mesh_order(node: Node, ring: Sequence[int], mesh: Mesh) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.plan.collectives import Layout, Network, cost_of
+from paceline.plan.collectives import Network, cost_of
 from paceline.spec import StepRow
 from paceline.spec.algorithm import AlphaBeta
 
@@ -145,18 +145,13 @@ class StepModel:
 
     def steps(self, rows: Sequence[StepRow], constants: Constants) -> StepParts:
         """The parts of each row's step, [num_points, num_rows]."""
-        shape = np.shape(constants["per_sample_s"]) or (1, 1)
-        sums: dict[tuple[Any, ...], Array] = {}
         columns = []
-        for row in rows:  # what a sum costs is asked once for rows that share everything it depends on
+        for row in rows:
             link_ratio = (self.link_bytes_per_s or 1.0) / (row.link_bytes_per_s or self.link_bytes_per_s or 1.0)
             size_bytes = row.gradient_bytes or self.gradient_bytes
-            key = (row.workers_per_node, row.algorithm, size_bytes, row.sync_every, link_ratio)
-            if key not in sums:
-                layout = Layout(row.workers_per_node)
-                cost = cost_of(row.algorithm)(size_bytes, layout, network_at(constants, layout, link_ratio))
-                sums[key] = np.broadcast_to(np.asarray(cost / row.sync_every, dtype=float), shape)
-            columns.append(sums[key])
+            network = network_at(constants, row.most_on_node, link_ratio)
+            sum_s = cost_of(row.algorithm)(size_bytes, row.workers_per_node, network)
+            columns.append(np.broadcast_to(sum_s / row.sync_every, constants["per_sample_s"].shape))
         communication = np.concatenate(columns, axis=1)
         sizes, passes, on_node, num_nodes, maxima = (
             np.array([of(row) for row in rows])
@@ -194,13 +189,13 @@ class StepParts:
     total_s: Array
 
 
-def network_at(constants: Constants, layout: Layout, link_ratio: float = 1.0) -> Network:
-    """The links as this layout sees them.
+def network_at(constants: Constants, most_on_node: int, link_ratio: float = 1.0) -> Network:
+    """The links as up to `most_on_node` workers of a node see them.
 
     Args:
         link_ratio: how many times slower the link between nodes is than the one the constants are for.
     """
-    inside = constants["inside_beta_s_per_byte"] + layout.most_on_node * constants["shared_beta_s_per_byte"]
+    inside = constants["inside_beta_s_per_byte"] + most_on_node * constants["shared_beta_s_per_byte"]
     between = constants["between_beta_s_per_byte"] * link_ratio
     return Network(AlphaBeta(constants["inside_alpha_s"], inside), AlphaBeta(constants["between_alpha_s"], between))
 

@@ -189,7 +189,7 @@ def choice_lines(choice: DeviceChoice) -> list[str]:
     elif len(ring.devices) == 2:
         lines.append(f"The link between them: {link_text(ring.bottleneck)}.")
     if not choice.is_exact:
-        lines.append("This ring grew link by link, without trying all: a better one may exist.")
+        lines.append("Only GPUs with neighbouring ids were compared: a better ring may exist.")
     naive_s, best_s = naive.all_reduce_s(NAIVE_SIZE_BYTES), ring.all_reduce_s(NAIVE_SIZE_BYTES)
     if len(ring.devices) > 1 and naive.devices == ring.devices:
         lines.append("A naive choice, the first ones in the order of their ids, is the same.")

@@ -173,7 +173,7 @@ class DeviceChoice:
     naive: DeviceRing
     """The first ones, in the order of their ids."""
     is_exact: bool
-    """Whether the choice is optimal; False: found by local search, so a better one may exist."""
+    """Whether the choice is optimal; False: only neighbouring ids were compared."""
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -74,7 +74,7 @@ class Forecast(JsonValue):
     bend: str
     """The number of devices beyond which a further one adds little, and why."""
     strategy: tuple[str, ...] = ()
-    """Two lines each about the best mesh on the recommended devices and the next best."""
+    """A sentence each about the best mesh on the recommended devices and the next best."""
     assumptions: tuple[str, ...] = ()
     """What was not measured and the assumption used instead, one sentence each."""
     efficiency_floor: float = 0.5

@@ -149,8 +149,8 @@ def plan(
 def _forecast_of_table(path: Path, counts: Sequence[int] | None, request: ForecastRequest) -> Forecast:
     """The forecast of the rows without a time, and of device counts with as many samples a device as the measured row
     with the most devices has."""
-    from paceline.plan.collectives import Layout
     from paceline.plan.forecast import forecast_of_rows
+    from paceline.plan.inputs import workers_by_node
 
     rows = read_rows(path)
     measured = [row for row in rows if row.step_time_s is not None]
@@ -160,8 +160,7 @@ def _forecast_of_table(path: Path, counts: Sequence[int] | None, request: Foreca
         counts = read_counts("devices", f"1..{2 * largest.num_workers}")
     on_node = request.devices_per_node or max(row.most_on_node for row in rows)
     for count in counts or ():
-        nodes = Layout((on_node,) * -(-count // on_node)).first(count).workers_per_node
-        asked.append(replace(largest.unmeasured(), workers_per_node=nodes))
+        asked.append(replace(largest.unmeasured(), workers_per_node=workers_by_node(count, (), on_node)))
     return forecast_of_rows(path.stem, measured, list(dict.fromkeys(asked)), request)
 
 
@@ -182,7 +181,7 @@ def _recommended_plan(
     from paceline.plan.inputs import plan_inputs
     from paceline.plan.meshes import search_meshes
 
-    best = search_meshes(plan_inputs(job, cluster, request, row.devices, model), row.devices).winner
+    best = search_meshes(plan_inputs(job, cluster, request, row.devices, model), row.devices)[0]
     return replace(place(grown, cluster, row.devices, mesh=best.mesh), recompute=best.recompute)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from paceline.plan.collectives import COSTS, Layout, Network, cost_of, wire_bytes
+from paceline.plan.collectives import COSTS, Network, cost_of, wire_bytes
 from paceline.plan.memory import StateBytes, device_memory, fits
-from paceline.plan.meshes import SearchResult, Workload, search
+from paceline.plan.meshes import MeshCandidate, Workload, search
 from paceline.spec import AlgorithmName, Job, Mesh
 from paceline.spec.algorithm import AlphaBeta
 from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers, ModelCost
@@ -24,7 +24,6 @@ class Links:
     inside_beta: float = 0.0
     between_alpha_s: float = 0.0
     between_beta: float = 0.0
-    message_s: float = 0.0
 
     @property
     def network(self) -> Network:
@@ -32,13 +31,13 @@ class Links:
             AlphaBeta(self.inside_alpha_s, self.inside_beta),
             AlphaBeta(self.between_alpha_s, self.between_beta),
         )
-        return Network(inside, between, self.message_s)
+        return Network(inside, between)
 
 
 def sum_s(algorithm: str, num_bytes: float, nodes: Sequence[int], links: Links, wire: str = "float32") -> float:
     """Seconds to sum `num_bytes` over workers, so many on each of the `nodes`."""
     name = cast(AlgorithmName, algorithm)
-    return float(cost_of(name)(wire_bytes(name, num_bytes, wire), Layout(tuple(nodes)), links.network))
+    return float(cost_of(name)(wire_bytes(name, num_bytes, wire), tuple(nodes), links.network))
 
 
 def memory(
@@ -98,7 +97,7 @@ def meshes(
     global_batch_size: int = 256,
     shard_size: int = 1,
     **workload: Any,
-) -> SearchResult:
+) -> tuple[MeshCandidate, ...]:
     """The meshes that fit, best first; the workload is a 25-million-parameter model unless it says otherwise."""
     known: dict[str, Any] = {"compute_s": lambda samples: 0.01 + 0.001 * samples, "memory_bytes": 40 * 2.0**30}
     return search(
