@@ -349,7 +349,7 @@ def choose_mesh(job: Job, model: ModelCost, cluster: Cluster, num_workers: int) 
         if fits(memory, memory_bytes):
             return MeshChoice(None, f"{plain}: {needed} of {size(memory_bytes)}, and no other mesh was timed.")
         sharded = Mesh(fsdp=num_workers)
-        for again in (False, True):
+        for again in (False, True) if model.layers else (False,):
             if fits(job_memory(job, model, sharded, again), memory_bytes):
                 return MeshChoice(sharded, f"{sharded}: {needed}, where {usable} of a worker can be used.", again)
         raise
