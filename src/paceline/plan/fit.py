@@ -35,7 +35,6 @@ _T_QUANTILES = (-1.96, -1.12, -0.72, -0.41, -0.13, 0.13, 0.41, 0.72, 1.12, 1.96)
 ten values have the spread of all."""
 _FEW_ROWS = 3
 _NUM_STEPS = 30
-_NUM_MOVES = 10
 _NUM_DRAWS, _NUM_SAMPLES = 20_000, 2000
 _SEED = 20260701
 
@@ -122,24 +121,11 @@ class _Target:
             points[:, 0] += (self._measured[anchor] + wanted - np.log(step_s)) / deviation
         likelihoods = self.likelihoods(points, _ROW_ERROR)
         likelihoods[:, anchor] = -np.square(points[:, 0]) / 2
-        return self.moved(_drawn_again(points, likelihoods.sum(axis=1)), _ROW_ERROR), _ROW_ERROR
+        return _drawn_again(points, likelihoods.sum(axis=1)), _ROW_ERROR
 
     def likelihoods(self, points: Array, error: float) -> Array:
         """[num_points, num_errors], as logarithms."""
         return -(_FREEDOM + 1) / 2 * np.log1p(np.square(self.misses(points) / error) / _FREEDOM)
-
-    def moved(self, points: Array, error: float) -> Array:
-        """The points after Metropolis steps, so that those that were drawn several times differ. A step keeps the
-        priors, whatever its length (Cotter et al. 2013, "MCMC methods for functions", preconditioned Crank-Nicolson).
-        """
-        logs = self.likelihoods(points, error).sum(axis=1)
-        for _ in range(_NUM_MOVES):
-            length = self._random.uniform(0.0, 0.5, size=(len(points), 1))
-            moved = np.sqrt(1 - length**2) * points + length * self._random.normal(size=points.shape)
-            moved_logs = self.likelihoods(moved, error).sum(axis=1)
-            accepted = np.log(self._random.random(len(points))) < moved_logs - logs
-            points[accepted], logs[accepted] = moved[accepted], moved_logs[accepted]
-        return points
 
     def near_best(self) -> tuple[Array, float]:
         """[num_samples, num_constants] of the normal distribution around the most probable constants (Laplace's
@@ -162,7 +148,7 @@ class _Target:
         draws = self._random.normal(size=(_NUM_DRAWS, self._num_constants))
         points = best + draws @ shape.T
         logs = self.likelihoods(points, error).sum(axis=1) + (np.square(draws) - np.square(points)).sum(axis=1) / 2
-        return self.moved(_drawn_again(points, logs), error), error
+        return _drawn_again(points, logs), error
 
 
 def _drawn_again(points: Array, logs: Array) -> Array:
@@ -195,11 +181,11 @@ def predict(found: Fit, rows: Sequence[StepRow]) -> list[StepForecast]:
         compute_s, communication_s = computing[place], sending[place]
         overhead_s = max(0.0, waited[place] - compute_s)
         exposed_s = total - compute_s - overhead_s
-        waits: list[tuple[float, BoundBy]] = [
-            (compute_s, "compute"),
-            (overhead_s, "overhead"),
-            (max(communication_s, exposed_s), "communication"),
-        ]
+        waits: dict[BoundBy, float] = {
+            "compute": compute_s,
+            "overhead": overhead_s,
+            "communication": max(communication_s, exposed_s),
+        }
         forecasts.append(
             StepForecast(
                 step_s=total,
@@ -207,7 +193,7 @@ def predict(found: Fit, rows: Sequence[StepRow]) -> list[StepForecast]:
                 communication_s=communication_s,
                 exposed_s=exposed_s,
                 overhead_s=overhead_s,
-                bound_by=max(waits)[1],
+                bound_by=max(waits, key=waits.__getitem__),
                 low_s=min(float(lows[place]), total),
                 high_s=max(float(highs[place]), total),
             )

@@ -153,16 +153,10 @@ class StepModel:
             sum_s = cost_of(row.algorithm)(size_bytes, row.workers_per_node, network)
             columns.append(np.broadcast_to(sum_s / row.sync_every, constants["per_sample_s"].shape))
         communication = np.concatenate(columns, axis=1)
-        sizes, passes, on_node, num_nodes, maxima = (
-            np.array([of(row) for row in rows])
-            for of in (
-                lambda row: row.micro_batch_size,
-                lambda row: row.num_passes,
-                lambda row: row.most_on_node,
-                lambda row: row.num_nodes,
-                lambda row: expected_maximum(row.num_workers),
-            )
-        )
+        sizes = np.array([row.micro_batch_size for row in rows])
+        passes = np.array([row.num_passes for row in rows])
+        on_node = np.array([row.most_on_node for row in rows])
+        maxima = np.array([expected_maximum(row.num_workers) for row in rows])
         pass_s = constants["fixed_s"] + constants["per_sample_s"] * sizes
         pass_s = pass_s * (1 + constants["neighbour_slowdown"] * (1 - 1 / on_node))
         host_s = np.where(on_node > 1, constants["host_s_per_sample"] * sizes * on_node, 0.0)
@@ -173,7 +167,7 @@ class StepModel:
         last_s = smooth_max(slowest_s, communication - tail_s, 1 + constants["overlap_beyond_sum"])
         update_s = constants["update_s"]
         total_s = (passes - 1) * slowest_s + last_s + tail_s + update_s
-        total_s = total_s + constants["several_nodes_s"] * (num_nodes > 1)
+        total_s = total_s + constants["several_nodes_s"] * np.array([row.num_nodes > 1 for row in rows])
         return StepParts(passes * pass_s, passes * slowest_s + update_s, communication, total_s)
 
 
