@@ -43,6 +43,7 @@ def test_a_run_that_fails_again_and_again_ends_with_its_last_failure(stage: Stag
         ATTEMPT,
         """
         if RANK == 1:
+            await_mark(f"0.attempt-{ATTEMPT}")
             sys.exit(3 + ATTEMPT)
         park()
         """,

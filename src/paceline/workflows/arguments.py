@@ -54,7 +54,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             kinds = _members(types[name])
             if {Callable, str} <= {get_origin(one) or one for one in kinds}:
                 continue  # a model or a data set that workers would have to import: the function says how
-            choices = [repr(choice) for one in kinds if get_origin(one) is Literal for choice in get_args(one)]
+            listed = [one for kind in kinds for one in (kind, *get_args(kind)) if get_origin(one) is Literal]
+            choices = [repr(choice) for one in listed for choice in get_args(one)]
             if not any(_is_of(value, one) for one in kinds):
                 wanted = (
                     f"one of {', '.join(choices)}"

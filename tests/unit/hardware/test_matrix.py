@@ -314,7 +314,7 @@ def test_a_nearer_pci_path_is_never_slower(name: str) -> None:
     [
         ("0,3", ["GPU0", "GPU3", "NV2", "50 GB/s"]),
         ("GPU0,GPU1", ["NV1", "25 GB/s"]),
-        ("gpu5, 0", ["SYS", "socket"]),
+        ("GPU5, 0", ["SYS", "socket"]),
     ],
 )
 def test_a_pair_is_one_sentence(pair: str, words: list[str]) -> None:
