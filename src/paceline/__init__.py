@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from paceline.workflows.probe import probe as probe
     from paceline.workflows.report import report as report
     from paceline.workflows.scale import scale as scale
-    from paceline.workflows.strategy import Strategy as Strategy
     from paceline.workflows.topo import topo as topo
     from paceline.workflows.train import train as train
     from paceline.workflows.verify import verify as verify
@@ -55,7 +54,6 @@ _MODULES = {
     "Where": "paceline.workflows.where",
     "Forecast": "paceline.spec.forecast",
     "Mean": "paceline.parallel.losses",
-    "Strategy": "paceline.workflows.strategy",
     "Study": "paceline.report.study",
     "dry_run_mesh": "paceline.workflows.mesh_dry_run",
 }

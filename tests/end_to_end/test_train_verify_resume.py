@@ -13,7 +13,7 @@ from tests.kit.commands import paceline, succeeded
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.budget(processor_s=45)]
 
-JOB = ("digits-lenet", "--set", "parity=bitwise", "--set", "plan.threads=1", "--json")
+JOB = ("digits-lenet", "--set", "parity=bitwise", "--set", "plan.threads_per_worker=1", "--json")
 
 
 def train(folder: Path, run: str, workers: int, max_steps: int) -> dict[str, Any]:

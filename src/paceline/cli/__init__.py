@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import errno
 import io
 import signal
 import sys
@@ -11,19 +10,6 @@ from collections.abc import Sequence
 
 from paceline import __version__
 from paceline.errors import PacelineError, WorkerFailed, did_you_mean, printable
-
-FORMER_NAMES = {
-    "memory": "`paceline plan JOB`, or without devices `paceline plan JOB --dry-run-mesh fsdp4`",
-    "jobs": "`paceline list recipes` and `paceline list keys`",
-    "models": "`paceline list models`",
-    "data": "`paceline list data`",
-    "export": "`paceline checkpoint export`",
-    "new": "`paceline train RECIPE`, or a job file as in README.md",
-    "bench": "the scripts in benchmarks/ of the repository",
-    "plan --fit": "`paceline plan ROWS.csv`, which forecasts the rows without a step_time_s",
-    "plan --predict": "`paceline plan ROWS.csv`, which forecasts the rows without a step_time_s",
-}
-"""What stands in the place of a command of version 0.2."""
 
 
 def main() -> None:
@@ -47,12 +33,6 @@ def main() -> None:
         if isinstance(error, WorkerFailed) and error.report:
             print(f"The report: {error.report}", file=sys.stderr)
         exit_code = error.exit_code
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        sys.stdout = None  # it would be tried once more
-        print(f"paceline: the output, or a file, cannot be written: {error.strerror}.", file=sys.stderr)
-        exit_code = PacelineError.exit_code
     sys.exit(exit_code)
 
 
@@ -64,8 +44,6 @@ def run(words: Sequence[str]) -> int:
     for name in (" ".join(words[:2]), " ".join(words[:1])):
         if name in COMMANDS:
             return call(name, COMMANDS[name], words[len(name.split()) :]) or 0
-        if name in FORMER_NAMES:
-            raise PacelineError(f"There is no `paceline {name}` any more; use {FORMER_NAMES[name]}.")
     group = "".join(words[:1])
     if words[:1] == ["--version"]:
         print(f"paceline {__version__}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import paceline
 from paceline.cli.options import COMMANDS as COMMANDS
 from paceline.cli.options import command, parse, to_stderr
-from paceline.errors import JobError, LaunchError
+from paceline.errors import JobError
 from paceline.words import number_of
 from paceline.workflows.catalog import CatalogEntry
 
@@ -32,9 +32,6 @@ LEVELS = {"error": "bold red", "warning": "yellow", "ok": "green"}
 @command("topo", "as_json")
 def topo(as_json: bool = False, **options: Any) -> None:
     """Show how the GPUs of a node are connected, and choose the best K of them."""
-    if options.get("source") == "-":
-        # Two line ends make it a text to the reader, which takes a single line for a path.
-        options["source"] = sys.stdin.buffer.read().decode("utf-8-sig", errors="replace") + "\n\n"
     found = paceline.topo(**options)
 
     from paceline.report.topology import choice_lines, node_view, topology_mapping
@@ -123,17 +120,15 @@ def launch(**options: Any) -> None:
 @command("train", "as_json", "dry_run")
 def train(as_json: bool = False, dry_run: bool = False, **options: Any) -> None:
     """Train a job on workers of this machine or of several."""
-    from paceline.workflows.jobs import resolve_job
-    from paceline.workflows.run_folder import new_run_dir
     from paceline.workflows.train import train_commands
 
     if dry_run:
         print(train_commands(**options))
         return
-    job = resolve_job(options.pop("job"), options.pop("settings", ()), options.pop("data", None))
-    run_dir = new_run_dir(options.pop("out", None), job.name)
+    options = with_run_folder(options)
+    run_dir = options["out"]
     try:
-        record = paceline.train(job, out=run_dir, **options)
+        record = paceline.train(**options)
     except (KeyboardInterrupt, SystemExit):
         say_how_to_go_on(run_dir)
         raise
@@ -152,6 +147,17 @@ def train(as_json: bool = False, dry_run: bool = False, **options: Any) -> None:
     )
 
 
+def with_run_folder(options: dict[str, Any], ending: str = "") -> dict[str, Any]:
+    """The options with a job itself, and with the folder of its run or study, which is known before it begins."""
+    from paceline.workflows.jobs import resolve_job
+    from paceline.workflows.run_folder import new_run_dir
+    from paceline.workflows.strategy import split_settings
+
+    of_job, of_plan = split_settings(options.pop("settings", ()))
+    job = resolve_job(options.pop("job"), of_job, options.pop("data", None))
+    return options | {"job": job, "settings": of_plan, "out": new_run_dir(options.get("out"), job.name + ending)}
+
+
 def say_how_to_go_on(run_dir: Path) -> None:
     """Say which command goes on with a run that was interrupted."""
     if (run_dir / "checkpoints" / "latest").exists():
@@ -164,12 +170,8 @@ def say_how_to_go_on(run_dir: Path) -> None:
 @command("scale", "as_json")
 def scale(as_json: bool = False, **options: Any) -> None:
     """Train a job on 1, 2, … N devices and write the study: scaling.json, .csv, report.html."""
-    from paceline.workflows.jobs import resolve_job
-    from paceline.workflows.run_folder import new_run_dir
-
-    job = resolve_job(options.pop("job"), options.pop("settings", ()), options.pop("data", None))
-    study_dir = new_run_dir(options.pop("out", None), f"{job.name}-scaling")
-    study = paceline.scale(job, out=study_dir, **options)
+    options = with_run_folder(options, "-scaling")
+    study, study_dir = paceline.scale(**options), options["out"]
     if as_json:
         print(json.dumps(json.loads((study_dir / "scaling.json").read_text(encoding="utf-8"))))
     else:
@@ -223,29 +225,16 @@ def slurm(command: str, arguments: Sequence[str], dry_run: bool = False, **optio
 
 
 def check_submitted(command: str, arguments: Sequence[str]) -> None:
-    """Refuse what a command would refuse in the allocation, or what it cannot decide there.
-
-    Raises:
-        LaunchError: an option that the submission decides, or a script that is not there.
-        JobError: a mistake in the job.
-    """
+    """Refuse what the command would refuse in the allocation. Raises `PacelineError`."""
     from paceline.workflows.jobs import check_names, resolve_job
     from paceline.workflows.launch import check_script
+    from paceline.workflows.strategy import split_settings
 
     given = parse(command, COMMANDS[command], arguments)
-    where: paceline.Where = given["where"]
-    named = {"--hosts": where.hosts, "--hosts-file": where.hosts_file}
-    named |= {"--out": given.get("out"), "--dry-run": given.get("dry_run")}
-    for option, value in named.items():
-        if value is not None:
-            raise LaunchError(
-                f"{option} has no place behind {command}: Slurm chooses the nodes, and --out and --dry-run stand in "
-                f"front of {command}."
-            )
     if command == "launch":
         check_script(given["script"], is_module="module" in given)
     else:
-        check_names(resolve_job(given["job"], given.get("settings"), given.get("data")))
+        check_names(resolve_job(given["job"], split_settings(given.get("settings", ()))[0], given.get("data")))
 
 
 @command("submit kubernetes", takes_arguments="others")
@@ -359,10 +348,8 @@ def list_data() -> None:
 
 @command("list keys", function="catalog.job_keys")
 def list_keys(prefix: str = "") -> None:
-    """List every key of a job file, then those that only --set takes: values, default and meaning."""
-    of_train = [CatalogEntry(one.key, one.meaning) for one in COMMANDS["train"].parameters]
-    others = [key for key in of_train if key.name and key.name.startswith(prefix)]
-    print_entries(others if prefix and others else [*paceline.catalog.job_keys(prefix), *others])
+    """List every key of a job file, then those that only --set takes: default, values and meaning."""
+    print_entries(paceline.catalog.job_keys(prefix))
 
 
 def print_entries(entries: Sequence[CatalogEntry]) -> None:

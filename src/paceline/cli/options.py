@@ -21,23 +21,16 @@ from types import UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import paceline
-from paceline.errors import InvalidFileError, JobError, PacelineError, WorkerFailed, did_you_mean, shown
-from paceline.spec import Job
-from paceline.spec.job import parse_setting
+from paceline.errors import InvalidFileError, PacelineError, WorkerFailed, did_you_mean
+from paceline.spec.codec import from_mapping
+from paceline.spec.job import with_settings
 from paceline.workflows.arguments import parameter_types
 from paceline.workflows.catalog import field_meanings
-from paceline.workflows.strategy import Strategy
 from paceline.workflows.where import Where
 
-GROUPS: Mapping[str, type] = {"where": Where, "strategy": Strategy}
-"""Parameters that are dataclasses, whose fields are options or, where a command has `--set`, keys."""
-_TABLES = {"where": "where", "strategy": "plan"}
-"""The tables of the keys, by the name of the parameter."""
-_OPTIONS_BESIDE_KEYS = frozenset({"hosts", "launcher", "strategy"})
-"""Fields that are options all the same."""
-_PLAN_KEYS = frozenset({"threads", "algorithm", "servers", "debug_comm", "cluster"})
-"""Parameters that are keys of the table "plan" where a command has `--set` and trains."""
-IN_PYTHON = frozenset({"model", "callbacks", "say", "on_each", "on_failure", "quiet", "arguments", "torchrun", "trace"})
+_WHERE_OPTIONS = frozenset({"hosts", "launcher"})
+"""Fields of `Where` that are options even where a command has `--set`, which takes the others as keys "where."."""
+IN_PYTHON = frozenset({"model", "callbacks", "say", "on_each", "quiet", "arguments", "torchrun", "trace"})
 """Parameters that are no options."""
 ARGUMENTS = frozenset({"job", "script", "command", "place", "checkpoint", "target", "runs", "prefix"})
 """Parameters that a command line gives by their place."""
@@ -90,7 +83,7 @@ class Command:
 
     @property
     def parameters(self) -> list[Parameter]:
-        """The parameters that a command line can give, by option or key, and then the options of the command alone."""
+        """What a command line can give: parameters of the function, and then the options of the command alone."""
         found = [one for one in parameters_of(self.function) if one.name not in IN_PYTHON]
         return found + [Parameter(name, bool, False, "") for name in self.own]
 
@@ -120,30 +113,30 @@ class Parameter:
     kind: Any
     default: Any
     meaning: str
-    group: str = ""
-    """The parameter whose field it is."""
-    key: str = ""
-    """The key that `--set` takes; without one, it is an option."""
+    is_of_where: bool = False
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """The function of `paceline` behind a command."""
+    function: Callable[..., Any] = operator.attrgetter(name)(paceline)
+    return function
 
 
 @functools.cache
 def parameters_of(function_name: str) -> list[Parameter]:
-    """The parameters of a function of `paceline`, and the fields of those in `GROUPS`."""
-    function: Callable[..., Any] = operator.attrgetter(function_name)(paceline)
+    """The parameters of a function of `paceline`, and fields of `Where` in place of `where`."""
+    function = function_of(function_name)
     kinds, meanings = parameter_types(function), meanings_of(function)
-    has_keys = {"settings", "where"} <= kinds.keys()
     found: list[Parameter] = []
     for name, one in inspect.signature(function).parameters.items():
-        group = GROUPS.get(name)
-        if group is None or group not in _members(kinds[name]):
-            key = f"plan.{name}" if has_keys and name in _PLAN_KEYS else ""
-            found.append(Parameter(name, kinds[name], one.default, meanings.get(name, ""), key=key))
+        if name != "where":
+            found.append(Parameter(name, kinds[name], one.default, meanings.get(name, "")))
             continue
-        field_kinds, texts = get_type_hints(group), field_meanings(group)
-        for each in dataclasses.fields(group):
-            key = f"{_TABLES[name]}.{each.name}" if has_keys and each.name not in _OPTIONS_BESIDE_KEYS else ""
-            meaning = _as_help(texts[each.name])
-            found.append(Parameter(each.name, field_kinds[each.name], each.default, meaning, name, key))
+        field_kinds, texts = get_type_hints(Where), field_meanings(Where)
+        for each in dataclasses.fields(Where):
+            if each.name in _WHERE_OPTIONS or "settings" not in kinds:
+                meaning = _as_help(texts[each.name])
+                found.append(Parameter(each.name, field_kinds[each.name], each.default, meaning, is_of_where=True))
     return found
 
 
@@ -192,8 +185,7 @@ def parser_of(name: str, command: Command) -> argparse.ArgumentParser:
         f"paceline {name}", description=command.help, argument_default=argparse.SUPPRESS, allow_abbrev=False
     )
     for one in command.parameters:
-        if not one.key:
-            _add_to(parser, one)
+        _add_to(parser, one)
     if command.takes_arguments == "rest":
         parser.add_argument("arguments", nargs=argparse.REMAINDER, help="What follows goes on to it.")
     if command.function == "launch":
@@ -237,8 +229,7 @@ def call(name: str, command: Command, words: Sequence[str]) -> int | None:
         return command.run(**parse(name, command, words))
     except PacelineError as error:
         if not isinstance(error, InvalidFileError | WorkerFailed):  # which quote what a file or worker says
-            job_keys = {one.name for one in dataclasses.fields(Job)}  # as --set takes them
-            names = [one.name for one in command.parameters if one.name not in ARGUMENTS | job_keys and not one.key]
+            names = [one.name for one in command.parameters if one.name not in ARGUMENTS]
             error.args = (naming_options(str(error), names), *error.args[1:])
         raise
 
@@ -257,45 +248,23 @@ def parse(name: str, command: Command, words: Sequence[str]) -> dict[str, Any]:
     if command.takes_arguments == "others":
         given["arguments"] = [*others, *after]
     elif others:
-        options = [_option_name(one.name) for one in command.parameters if not one.key]
+        options = [_option_name(one.name) for one in command.parameters]
         parser.error(f"unrecognized arguments: {' '.join(others)}{did_you_mean(others[0], options, ' ({})')}")
-    if "settings" in given:
-        given["settings"], chosen = split_settings(given["settings"], command)
-        given |= chosen
-    for group, kind in GROUPS.items():
-        fields = [one.name for one in command.parameters if one.group == group]
-        if fields:
-            given[group] = kind(**{one: given.pop(one) for one in fields if one in given})
+    if "where" in parameter_types(function_of(command.function)):
+        settings = given.get("settings", [])
+        of_where = [one for one in settings if one.startswith("where.")]
+        fields = {one.name for one in command.parameters if one.is_of_where} & given.keys()
+        keys = with_settings({"where": {one: given.pop(one) for one in fields}}, of_where)
+        given["where"] = from_mapping(Where, keys["where"], "where" if of_where else "")
+        given |= {"settings": [one for one in settings if one not in of_where]} if of_where else {}
     return given | ({"quiet": False} if "quiet" in known else {}) | ({"say": to_stderr} if "say" in known else {})
 
 
-def split_settings(settings: Sequence[str], command: Command) -> tuple[list[str], dict[str, Any]]:
-    """Settings of the job, and the values of the command's own keys by the names of parameters and fields."""
-    keys = [one.key for one in command.parameters if one.key]
-    of_job, chosen = [], {}
-    for setting in settings:
-        key = setting.partition("=")[0].strip()
-        if not key.startswith(tuple(f"{table}." for table in _TABLES.values())):
-            of_job.append(setting)
-            continue
-        if key not in keys:
-            there = f"beside those of a job there are {', '.join(sorted(keys))}" if keys else "use keys of a job"
-            raise JobError(f"There is no key {shown(key)} here: {did_you_mean(key, keys)}{there}.")
-        (_, name), value = parse_setting(setting)
-        chosen[name] = tuple([value] if isinstance(value, str) else value) if name == "cut" else value
-    return of_job, chosen
-
-
 def naming_options(message: str, names: Sequence[str]) -> str:
-    """A sentence that names parameters, as it names options: "max_steps = 5 is" as "--max-steps 5 is", and
-    "with force = True" as "with --force".
-
-    Names of one word are words of the language too, and are replaced before "=" only.
-    """
-    for name in names:
-        before_value = "( = True| =)?" if "_" in name else "( = True| =(?= ))"
-        message = re.sub(rf"(?<![\w.\-/'\"]){name}\b(?![.(]\w){before_value}", _option_name(name), message)
-    return message
+    """A sentence that gives values to parameters, as it gives them to options: "max_steps = 5 is" as "--max-steps 5
+    is", and "with force = True" as "with --force"."""
+    found = rf"(?<![\w.\-/'\"])({'|'.join(names)}) = (True\b)?"
+    return re.sub(found, lambda told: _option_name(told[1]) + ("" if told[2] else " "), message)
 
 
 def _option_name(name: str) -> str:

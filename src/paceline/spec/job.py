@@ -288,13 +288,7 @@ class Job(JsonValue):
 
     def with_settings(self, settings: Iterable[str]) -> Job:
         """A copy with `key=value` settings from a command line, values in TOML syntax."""
-        mapping = self.to_mapping()
-        for setting in settings:
-            parts, value = parse_setting(setting)
-            for part in reversed(parts):
-                value = {part: value}
-            mapping = _merge(mapping, value)
-        return Job.from_mapping(mapping)
+        return Job.from_mapping(with_settings(self.to_mapping(), settings))
 
     def grown(self, factor: int) -> Job:
         """This job for weak scaling on `factor` devices: batch size and virtual shards times `factor`, and a learning
@@ -336,6 +330,17 @@ _LEARNS_THE_SAME = (
     *("checkpoint.", "early_stopping."),
 )
 """How the keys of settings begin that do not affect results."""
+
+
+def with_settings(mapping: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
+    """The nested mapping with settings such as "optim.lr=0.1" applied, one after the other."""
+    found = dict(mapping)
+    for setting in settings:
+        parts, value = parse_setting(setting)
+        for part in reversed(parts):
+            value = {part: value}
+        found = _merge(found, value)
+    return found
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

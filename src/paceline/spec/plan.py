@@ -33,6 +33,7 @@ class PipelineSpec:
     """How the stages of a pipeline are cut and take turns."""
 
     schedule: ScheduleName = "1f1b"
+    """The order of forward and backward passes, as in `torch.distributed.pipelining`."""
     stages_per_worker: PositiveInt = 1
     """More than one with the schedules "interleaved" and "zero_bubble"."""
     cuts: tuple[str, ...] = ()
@@ -48,7 +49,7 @@ class Plan(JsonValue):
     nodes: tuple[NodePlacement, ...] = ()
     """The nodes in the order of their ranks; empty: all workers on this node."""
     threads_per_worker: PositiveInt = 1
-    """CPU threads a worker computes with. A CPU device is a fixed number of threads."""
+    """CPU threads a worker computes with: an equal share of the node's cores if nothing else is asked for."""
     algorithm: AlgorithmName = "auto"
     """How gradients are summed over workers; "auto": torch's own sum, and "hierarchical" between
     nodes of several workers that compute on CPUs."""

@@ -27,7 +27,6 @@ _BOUNDS: Mapping[str, tuple[int, int]] = {
     "efficiency_floor": (0, 1),
     "link_rate": (1, 10**18),
     "max_restarts": (0, MOST_SAMPLES),
-    "memory_bytes": (1, 10**18),
     "noise_scale": (1, 10**18),
     "pick": (-MOST_SAMPLES, MOST_SAMPLES),
     "target_samples": (1, 10**18),

@@ -9,15 +9,24 @@ import json
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import JobError
-from paceline.spec import Job
+from paceline.spec import Job, Plan
 from paceline.spec.codec import Bounds
 from paceline.spec.job import load_job
 from paceline.workflows.jobs import RECIPES
+from paceline.workflows.strategy import PLAN_KEYS
+from paceline.workflows.where import Where
 
-_KIND_WORDS: Mapping[Any, str] = {bool: "true or false", int: "whole number", float: "number", str: "text"}
+_KIND_WORDS: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "whole number",
+    float: "number",
+    str: "text",
+    Path: "text",
+}
 
 
 @dataclass(frozen=True)
@@ -34,7 +43,7 @@ class CatalogEntry:
 
 
 def job_keys(prefix: str = "") -> list[CatalogEntry]:
-    """The keys of a job file, in the order of their declaration, tables last.
+    """The keys of a job file, tables last, and then those of `--set` alone: how a run is spread, and where it runs.
 
     Example: `paceline.catalog.job_keys("optim.")`.
 
@@ -45,7 +54,8 @@ def job_keys(prefix: str = "") -> list[CatalogEntry]:
         JobError: no key begins with `prefix`.
     """
     found = sorted(_keys_of(Job, ""), key=lambda key: "." in key.name)  # a TOML file has its tables last too
-    found = [key for key in found if key.name.startswith(prefix)]
+    found += [key for key in _keys_of(Plan, "plan.") if key.name.split(".")[1] in PLAN_KEYS]
+    found = [key for key in (*found, *_keys_of(Where, "where.")) if key.name.startswith(prefix)]
     if not found:
         raise JobError(f"No key of a job begins with '{prefix}'; leave it out to see all keys.")
     return found
@@ -135,7 +145,7 @@ def _values(kind: Any) -> str:
     if origin is Literal:
         return " | ".join(json.dumps(choice) for choice in arguments)
     if origin in (Union, types.UnionType):
-        return " or ".join(_values(one) for one in arguments if one is not type(None))
+        return " or ".join(dict.fromkeys(_values(one) for one in arguments if one is not type(None)))
     if origin is tuple:
         return f"list of: {_values(arguments[0])}"
     return "table" if origin is dict or dataclasses.is_dataclass(kind) else _KIND_WORDS[kind]

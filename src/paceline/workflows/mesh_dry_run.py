@@ -57,7 +57,7 @@ class MeshDryRun(JsonValue):
             held.add_row(name, size(num_bytes), "")
         for axis, num_bytes in self.sent_bytes.items():
             held.add_row(f"along {axis}", "", size(num_bytes))
-        return Group(held, *([f"--set 'plan.cut={json.dumps(self.cuts)}'"] if self.cuts else []))
+        return Group(held, *([f"--set 'plan.pipeline.cuts={json.dumps(self.cuts)}'"] if self.cuts else []))
 
     def _repr_html_(self) -> str:
         from paceline.report.tables import html_of

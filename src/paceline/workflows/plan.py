@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ClusterError, JobError, file_problems, reason_of
+from paceline.errors import ClusterError, JobError, file_problems, reason_of, shown
 from paceline.plan import place
 from paceline.spec import Cluster, Job, Plan, RunRecord
 from paceline.spec.cluster import ForecastCheck
@@ -122,7 +122,7 @@ def plan(
             "model": model,
         }
         of_jobs |= {"data": data, "settings": settings, "trace": trace, "grow": grow != "none"}
-        if given := [name for name, value in of_jobs.items() if value]:
+        if given := [f"{name} = {shown(value)}" for name, value in of_jobs.items() if value]:
             raise JobError(f"{given[0]} has no effect on the table of steps {job}: leave it out.")
         planned = PlannedJob(_forecast_of_table(Path(job), counts, request), None)
     else:
@@ -185,14 +185,14 @@ def _recommended_plan(
     return replace(place(grown, cluster, row.devices, mesh=best.mesh), recompute=best.recompute)
 
 
-def with_forecast(job: Job, plan: Plan, cluster_file: Path, say: Say) -> Plan:
+def with_forecast(job: Job, plan: Plan, say: Say) -> Plan:
     """The plan with its forecast; unchanged if this job was not probed, and for a mesh, since the steps of a probe are
     those of whole replicas.
 
     Raises:
         ClusterError: there is a file, but it cannot be read.
     """
-    cluster = Cluster.load(cluster_file) if cluster_file.exists() else Cluster(())
+    cluster = Cluster.load(CLUSTER_FILE) if CLUSTER_FILE.exists() else Cluster(())
     is_meshed = plan.mesh is not None and not plan.mesh.is_plain
     if is_meshed or all(timing.job != job.name for timing in cluster.timings):
         return plan
@@ -206,13 +206,13 @@ def with_forecast(job: Job, plan: Plan, cluster_file: Path, say: Say) -> Plan:
     return replace(plan, forecast_samples_per_s=None if row.objection or row.placement else row.samples_per_s)
 
 
-def feed_back(record: RunRecord, cluster_file: Path) -> None:
-    """Write the error of this run's forecast, if it had one, to cluster.json."""
+def feed_back(record: RunRecord) -> None:
+    """Write the error of this run's forecast, if it had one, to cluster.json in the working directory."""
     forecast = record.plan.forecast_samples_per_s
     if not forecast:
         return
     try:
         check = ForecastCheck(record.job.name, record.world_size, forecast, record.samples_per_s)
-        Cluster.load(cluster_file).checked(check).save(cluster_file)
+        Cluster.load(CLUSTER_FILE).checked(check).save(CLUSTER_FILE)
     except (OSError, ClusterError) as problem:  # the run is good nevertheless
-        print(f"paceline: no forecast error noted in {cluster_file}: {reason_of(problem)}", file=sys.stderr)
+        print(f"paceline: no forecast error noted in {CLUSTER_FILE}: {reason_of(problem)}", file=sys.stderr)

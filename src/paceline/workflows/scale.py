@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline import env
 from paceline.errors import JobError, WorkerFailed
-from paceline.launch.run import LaunchOptions
 from paceline.plan import spread
-from paceline.spec import AlgorithmName, Job, Plan, RunRecord
+from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.forecast import Grow
 from paceline.spec.job import differences
 from paceline.spec.plan import RunLimit
 from paceline.spec.record import RECORD_FILE
 from paceline.workflows.arguments import Say, checked, read_counts, silent
-from paceline.workflows.jobs import import_folders, resolve_job
-from paceline.workflows.plan import CLUSTER_FILE, feed_back, with_forecast
-from paceline.workflows.run_folder import begun_with, finished_record, new_run_dir, write_run
-from paceline.workflows.strategy import PLAIN, Strategy
+from paceline.workflows.jobs import resolve_job
+from paceline.workflows.plan import with_forecast
+from paceline.workflows.run_folder import begun_with, new_run_dir
+from paceline.workflows.strategy import place_run, split_settings
+from paceline.workflows.train import run_job
 from paceline.workflows.where import HERE, Where, open_allocation
 
 if TYPE_CHECKING:
@@ -42,12 +40,9 @@ def scale(
     max_steps: int | None = None,
     out: Path | str | None = None,
     settings: Sequence[str] = (),
-    threads: int | None = None,
-    algorithm: AlgorithmName = "auto",
     quiet: bool = True,
     where: Where = HERE,
-    strategy: Strategy | str = PLAIN,
-    cluster: Path | str = CLUSTER_FILE,
+    strategy: str | None = None,
     say: Say = silent,
 ) -> Study:
     """Train a job on several numbers of devices and return the study; it is also written to the study's folder.
@@ -64,15 +59,15 @@ def scale(
         efficiency_floor: least scaling efficiency worth recommending, in [0, 1].
         grow: "none": the same global batch on every number of devices; "batch": the same batch for each device.
         out: the study's folder, for scaling.json, scaling.csv, report.html and the runs; None: a new one under runs/.
-        model, data, max_steps, settings, threads, algorithm, quiet, where, strategy, cluster, say: as for `train`.
+        model, data, max_steps, settings, quiet, where, strategy, say: as for `train`.
 
     Raises:
         PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
         WorkerFailed: a run failed; the study of the others is written.
     """
     counts = read_counts("devices", devices)
-    strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
-    base = resolve_job(job, settings, data, model)
+    of_job, of_plan = split_settings(settings)
+    base = resolve_job(job, of_job, data, model)
     study_dir, limit = new_run_dir(out, f"{base.name}-scaling"), RunLimit(max_steps)
     jobs = {count: base.grown(count) if grow == "batch" else base for count in counts}
     names = {
@@ -88,11 +83,11 @@ def scale(
     failures: dict[str, WorkerFailed] = {}
     with open_allocation(where, study_dir) as allocation:
         # A CPU device is a fixed number of threads, or two devices would be no more than one.
-        threads = threads or spread(allocation.cluster, counts[-1]).threads_per_worker
-        options: dict[str, Any] = {"say": say, "threads_per_worker": threads, "algorithm": algorithm}
-        plans = [strategy.placed(jobs[count], allocation.cluster, count, **options) for count in counts]
+        num_threads = spread(allocation.cluster, counts[-1]).threads_per_worker
+        of_plan = [f"plan.threads_per_worker={num_threads}", *of_plan]
+        plans = [place_run(jobs[count], allocation.cluster, count, strategy, of_plan, say=say) for count in counts]
         if grow == "none":
-            plans = [with_forecast(base, plan, Path(cluster), say) for plan in plans]
+            plans = [with_forecast(base, plan, say) for plan in plans]
         for (count, seed), name in names.items():
             seeded, run_dir = replace(jobs[count], seed=seed), study_dir / "runs" / name
             plan = plans[counts.index(count)]
@@ -100,15 +95,11 @@ def scale(
                 _check_same(run_dir, seeded, plan, max_steps)
                 records.append(RunRecord.load(run_dir / RECORD_FILE))
                 continue
-            started, program = time.monotonic(), write_run(seeded, plan, run_dir, limit, quiet=quiet)
             try:
-                allocation.run(plan, program, LaunchOptions(run_dir, environ=env.import_note(import_folders(seeded))))
+                records.append(run_job(allocation, seeded, plan, run_dir, limit, quiet=quiet))
             except WorkerFailed as failure:
                 failures[name] = failure
                 say(f"{name}: {failure}")
-                continue
-            records.append(finished_record(run_dir, started, was_elsewhere=allocation.is_elsewhere))
-            feed_back(records[-1], Path(cluster))
     if records:
         from paceline.report.study import analyse
         from paceline.report.study_page import write_study  # loads a template engine

@@ -1,100 +1,110 @@
-"""`Strategy`: how workers divide a model, and the plan that follows from it."""
+"""The plan of a run: a strategy, and settings such as "plan.recompute=true", placed on devices."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-from paceline.errors import JobError
+from paceline.errors import JobError, did_you_mean
 from paceline.plan import place
-from paceline.spec import Cluster, Job, Mesh, PipelineSpec, Plan, parse_mesh
-from paceline.spec.codec import PositiveInt, check_values
-from paceline.spec.mesh import ScheduleName
+from paceline.spec import Cluster, Job, Mesh, Plan, parse_mesh
+from paceline.spec.codec import from_mapping
+from paceline.spec.job import with_settings
 from paceline.workflows.arguments import Say, silent
 from paceline.workflows.jobs import trace_model
 
+_PREFIX = "plan."
+PLAN_KEYS = (
+    *("threads_per_worker", "algorithm", "num_servers", "pipeline", "recompute", "tensor_plan", "cpu_offload"),
+    *("debug_comm", "timeout_s"),
+)
+"""The fields of a `Plan` that settings can give; the others follow from the strategy and the devices."""
 
-@dataclass(frozen=True)
-class Strategy:
-    """How more than one worker divide the model between them. Example: `Strategy("fsdp", recompute=True)`."""
 
-    strategy: str | None = None
-    """How workers divide the model: dp (the default), fsdp, zero1, zero2, hsdp, pp, tp, dp_one_process, a mesh such as
-    'dp2 x pp2', or auto: the planner chooses."""
-    schedule: ScheduleName = "1f1b"
-    """The schedule of a pipeline."""
-    stages_per_worker: PositiveInt = 1
-    """Stages each worker of a pipeline computes, with the schedule interleaved."""
-    cut: tuple[str, ...] = ()
-    """A module that begins a stage; by default stages take equal time."""
-    recompute: bool = False
-    """Compute activations again in backward instead of keeping them."""
-    cpu_offload: bool = False
-    """Keep sharded parameters in CPU memory while they are not used."""
+def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Settings of the job, and those of the plan, which begin with "plan.". Raises `JobError` for an unknown key."""
+    of_plan = [one for one in settings if one.startswith(_PREFIX)]
+    keys = [f"{_PREFIX}{one}" for one in PLAN_KEYS]
+    for setting in of_plan:
+        key = ".".join(setting.partition("=")[0].strip().split(".")[:2])
+        if key not in keys:
+            hint = did_you_mean(key, keys)
+            raise JobError(f"There is no key '{key}' here: {hint}the keys are {', '.join(keys)}.")
+    return [one for one in settings if one not in of_plan], of_plan
 
-    def __post_init__(self) -> None:
-        check_values(self)
 
-    def placed(
-        self,
-        job: Job,
-        cluster: Cluster,
-        num_devices: int,
-        planned: Plan | None = None,
-        say: Say = silent,
-        **options: Any,
-    ) -> Plan:
-        """A plan for a job on so many devices.
+def place_run(
+    job: Job,
+    cluster: Cluster,
+    num_devices: int,
+    strategy: str | None = None,
+    settings: Sequence[str] = (),
+    given: Plan | None = None,
+    say: Say = silent,
+) -> Plan:
+    """A plan for a job on so many devices.
 
-        Args:
-            planned: what `paceline plan` recommended; its mesh counts where no strategy is named.
-            say: receives the reason why the planner chose a strategy.
-            options: as for `plan.place`.
+    Args:
+        strategy: how workers divide the model: dp (the default), fsdp, zero1, zero2, hsdp, pp, tp, dp_one_process, a
+            mesh such as "dp2 x pp2", or auto: the planner chooses.
+        settings: fields of the plan, such as "plan.recompute=true", as `split_settings` returns them.
+        given: what `paceline plan` recommended; it counts where no strategy is named.
+        say: receives the reason why the planner chose a strategy.
 
-        Raises:
-            JobError: an option without the axis that it speaks of, a job that does not fit, or what `place` refuses.
-        """
-        if self.strategy == "dp_one_process":
-            return replace(place(job, cluster, 1, **options), devices_in_process=num_devices)
-        if self.strategy == "auto":
-            from paceline.plan.meshes import choose_mesh
+    Raises:
+        JobError: a setting without the axis that it speaks of, a job that does not fit, or what `place` refuses.
+    """
+    settings = [one.removeprefix(_PREFIX) for one in settings]
+    chosen = with_settings({}, settings)
+    followed = given if strategy is None else None
+    asked = from_mapping(Plan, with_settings((followed or Plan()).to_mapping(), settings), "plan")
+    mesh = None if followed is None else followed.mesh
+    if strategy == "auto":
+        from paceline.plan.meshes import choose_mesh
 
-            choice = choose_mesh(job, trace_model(job), cluster, num_devices)
-            say(f"strategy {choice.reason}")
-            plan = place(job, cluster, num_devices, mesh=choice.mesh, **options)
-            return replace(plan, recompute=choice.recompute)
-        if self.strategy is None and planned is not None and planned.mesh is not None:
-            if planned.mesh.num_workers != num_devices:
-                raise JobError(
-                    f"The plan lays out {planned.mesh.num_workers} workers as {planned.mesh}, not {num_devices}; leave "
-                    "workers out, or name another strategy."
-                )
-            plan = place(job, cluster, num_devices, mesh=planned.mesh, **options)
-            return replace(
-                plan, pipeline=planned.pipeline, recompute=planned.recompute, tensor_plan=planned.tensor_plan
-            )
-        mesh = None
-        if self.strategy not in (None, "dp"):
-            mesh = parse_mesh(self.strategy, num_devices, len(cluster.nodes))
-        plan = place(job, cluster, num_devices, mesh=mesh, **options)
-        self._check_options(mesh)
-        pipeline = PipelineSpec(self.schedule, self.stages_per_worker, tuple(self.cut))
-        return replace(plan, pipeline=pipeline, recompute=self.recompute, cpu_offload=self.cpu_offload)
-
-    def _check_options(self, mesh: Mesh | None) -> None:
-        if mesh is not None and mesh.num_workers == 1:
-            return  # one worker shares nothing under any strategy
-        axes = mesh or Mesh()
-        of_pipeline = self.schedule != "1f1b" or self.stages_per_worker > 1 or bool(self.cut)
-        needs = (
-            ("schedule, stages_per_worker and cut go with a pipeline, such as 'pp'", of_pipeline, axes.pp > 1),
-            ("cpu_offload goes with sharded parameters, such as 'fsdp'", self.cpu_offload, axes.fsdp > 1),
-            ("recompute goes with a mesh, such as 'fsdp'", self.recompute, mesh is not None),
+        choice = choose_mesh(job, trace_model(job), cluster, num_devices)
+        say(f"strategy {choice.reason}")
+        mesh, asked = choice.mesh, replace(asked, recompute=choice.recompute)
+    elif strategy not in (None, "dp", "dp_one_process"):
+        mesh = parse_mesh(strategy, num_devices, len(cluster.nodes))
+    if mesh is not None and mesh.num_workers != num_devices:
+        raise JobError(
+            f"The plan lays out {mesh.num_workers} workers as {mesh}, not {num_devices}; leave workers out, or name "
+            "another strategy."
         )
-        for what, is_set, is_there in needs:
-            if is_set and not is_there:
-                raise JobError(f"{what}; name such a strategy or leave it out.")
+    _check_needs(asked, job, mesh)
+    is_one_process = strategy == "dp_one_process"
+    placed = place(
+        job,
+        cluster,
+        1 if is_one_process else num_devices,
+        threads_per_worker=asked.threads_per_worker if "threads_per_worker" in chosen else None,
+        algorithm=asked.algorithm,
+        num_servers=asked.num_servers,
+        mesh=mesh,
+    )
+    return replace(
+        placed,
+        pipeline=asked.pipeline,
+        recompute=asked.recompute,
+        tensor_plan=asked.tensor_plan,
+        cpu_offload=asked.cpu_offload,
+        devices_in_process=num_devices if is_one_process else 1,
+        debug_comm=asked.debug_comm,
+        timeout_s=asked.timeout_s,
+    )
 
 
-PLAIN = Strategy()
-"""Whole replicas, or what a plan says."""
+def _check_needs(plan: Plan, job: Job, mesh: Mesh | None) -> None:
+    """Raise `JobError` for what has no effect without something that is not there."""
+    axes, is_alone = mesh or Mesh(), mesh is not None and mesh.num_workers == 1  # which shares nothing
+    is_served = job.aggregation.method == "parameter_server_async" or plan.algorithm.startswith("parameter_server")
+    needs = (
+        ("plan.pipeline goes with a pipeline, such as strategy = 'pp'", plan.pipeline != Plan.pipeline, axes.pp > 1),
+        ("plan.cpu_offload goes with sharded parameters, such as strategy = 'fsdp'", plan.cpu_offload, axes.fsdp > 1),
+        ("plan.recompute goes with a mesh, such as strategy = 'fsdp'", plan.recompute, mesh is not None),
+        ("plan.num_servers goes with plan.algorithm = 'parameter_server'", plan.num_servers > 1, is_served),
+    )
+    for what, is_set, is_there in needs:
+        if is_set and not is_there and not is_alone:
+            raise JobError(f"{what}; name it too, or leave this out.")

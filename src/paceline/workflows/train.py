@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline import env
-from paceline.errors import JobError
 from paceline.launch.run import LaunchOptions
-from paceline.spec import AlgorithmName, Job, Plan, RunRecord
+from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.job import CallbackSpec, TrackerName
 from paceline.spec.plan import RunLimit
 from paceline.workflows.arguments import Say, checked, silent
 from paceline.workflows.jobs import check_names, import_folders, resolve_job, with_callbacks
-from paceline.workflows.plan import CLUSTER_FILE, feed_back, with_forecast
+from paceline.workflows.plan import feed_back, with_forecast
 from paceline.workflows.run_folder import (
     finished_record,
     finished_run,
@@ -25,7 +23,7 @@ from paceline.workflows.run_folder import (
     training_program,
     write_run,
 )
-from paceline.workflows.strategy import PLAIN, Strategy
+from paceline.workflows.strategy import place_run, split_settings
 from paceline.workflows.where import HERE, Allocation, Where, allocation_on_paper, open_allocation
 
 
@@ -42,21 +40,17 @@ def train(
     out: Path | str | None = None,
     force: bool = False,
     settings: Sequence[str] = (),
-    threads: int | None = None,
-    algorithm: AlgorithmName = "auto",
-    servers: int = 1,
     track: Sequence[TrackerName] = (),
     quiet: bool = True,
     where: Where = HERE,
     max_restarts: int = 0,
-    strategy: Strategy | str = PLAIN,
-    debug_comm: bool = False,
-    cluster: Path | str = CLUSTER_FILE,
+    strategy: str | None = None,
     plan: Plan | Path | str | None = None,
     say: Say = silent,
 ) -> RunRecord:
     """Train a job in worker processes and return the record of the run.
 
+    A forecast beside the measurement comes from the cluster.json that `probe` wrote into this folder.
     Example: `record = paceline.train("mnist-lenet", workers=2)`.
 
     Args:
@@ -71,17 +65,13 @@ def train(
         out: the run's folder; None: a new one under runs/. An interrupted run in it is resumed; a finished one
             returns its record, or continues if more epochs or steps are asked for.
         force: resume even from a checkpoint of another job.
-        settings: keys of the job to change, such as "optim.lr=0.1".
-        threads: CPU threads that each worker computes with; None: an equal share of the cores.
-        algorithm: how gradients are summed; "auto": the fastest, by measurement at the start.
-        servers: workers that also serve, with parameter servers.
+        settings: keys of the job to change, such as "optim.lr=0.1", and of the plan, such as "plan.algorithm=ring".
         track: also log to "tensorboard", "wandb" or "mlflow".
         quiet: whether workers leave out their progress, which goes to standard error.
         where: the nodes, and how they are reached.
         max_restarts: how often all workers are started again after a failure, from the newest checkpoint.
-        strategy: how workers divide the model, such as "fsdp" or "dp2 x pp2".
-        debug_comm: compare every collective across workers, and turn on NCCL's debug output.
-        cluster: the file of `probe`'s measurements, for a forecast beside the measurement; need not exist.
+        strategy: how workers divide the model: dp, fsdp, zero1, zero2, hsdp, pp, tp, dp_one_process, a mesh such as
+            "dp2 x pp2", or auto: the planner chooses; None: as `plan` says, else dp.
         plan: the plan that `plan` recommended, or its file; arguments given here override it.
         say: receives the planner's choices, one line at a time.
 
@@ -89,7 +79,8 @@ def train(
         PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
         WorkerFailed: a worker failed; its message names the rank and the reason.
     """
-    resolved = with_callbacks(resolve_job(job, settings, data, model), callbacks)
+    of_job, of_plan = split_settings(settings)
+    resolved = with_callbacks(resolve_job(job, of_job, data, model), callbacks)
     limit = RunLimit.from_mapping({"max_steps": max_steps, "max_minutes": max_minutes})
     given = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
     run_dir = new_run_dir(out, resolved.name)
@@ -98,80 +89,74 @@ def train(
         return record
     with open_allocation(where, run_dir) as allocation:
         put_record_aside(run_dir)
-        started = time.monotonic()
-        placed = _plan_on(
-            allocation,
-            resolved,
-            workers=workers,
-            threads=threads,
-            algorithm=algorithm,
-            servers=servers,
-            strategy=strategy,
-            debug_comm=debug_comm,
-            cluster=cluster,
-            plan=given,
-            say=say,
-        )
-        program = write_run(resolved, placed, run_dir, limit, quiet=quiet, trackers=track, force=force)
-        imports = env.import_note(import_folders(resolved))
-        allocation.run(placed, program, LaunchOptions(run_dir, max_restarts=max_restarts, environ=imports))
-        record = finished_record(run_dir, started, was_elsewhere=allocation.is_elsewhere)
-    feed_back(record, Path(cluster))
+        placed = _plan_on(allocation, resolved, workers, strategy, of_plan, given, say)
+        options = {"quiet": quiet, "trackers": track, "force": force}
+        return run_job(allocation, resolved, placed, run_dir, limit, max_restarts=max_restarts, **options)
+
+
+def run_job(
+    allocation: Allocation,
+    job: Job,
+    plan: Plan,
+    run_dir: Path,
+    limit: RunLimit,
+    *,
+    max_restarts: int = 0,
+    **writing: Any,
+) -> RunRecord:
+    """Train a job by its plan, and note the error of its forecast; `writing` are options of `write_run`.
+
+    Raises:
+        WorkerFailed: a worker failed; its message names the rank and the reason.
+    """
+    started, program = time.monotonic(), write_run(job, plan, run_dir, limit, **writing)
+    environ = env.import_note(import_folders(job))
+    allocation.run(plan, program, LaunchOptions(run_dir, max_restarts=max_restarts, environ=environ))
+    record = finished_record(run_dir, started, was_elsewhere=allocation.is_elsewhere)
+    feed_back(record)
     return record
 
 
 def train_commands(
     job: Job | str | Path,
     *,
+    workers: int | None = None,
     data: str | Path | None = None,
     settings: Sequence[str] = (),
-    max_steps: int | None = None,
-    max_minutes: float | None = None,
     out: Path | str | None = None,
     force: bool = False,
     track: Sequence[str] = (),
     quiet: bool = True,
     where: Where = HERE,
     max_restarts: int = 0,
-    **spread: Any,
+    strategy: str | None = None,
+    plan: Path | str | None = None,
+    say: Say = silent,
+    **_limits: Any,
 ) -> str:
     """The commands that `train` would start, with the same arguments; starts nothing and opens no connection."""
-    resolved = resolve_job(job, settings, data)
+    of_job, of_plan = split_settings(settings)
+    resolved = resolve_job(job, of_job, data)
     check_names(resolved)
-    RunLimit.from_mapping({"max_steps": max_steps, "max_minutes": max_minutes})
     run_dir = Path(out or f"runs/{resolved.name}").absolute()
-    finished_run(run_dir, resolved, max_steps, force=force)
     allocation = allocation_on_paper(where, run_dir)
+    given = None if plan is None else Plan.load(Path(plan))
+    placed = _plan_on(allocation, resolved, workers, strategy, of_plan, given, say)
     program, options = training_program(run_dir, quiet, track, force), LaunchOptions(run_dir, max_restarts=max_restarts)
-    return allocation.commands(_plan_on(allocation, resolved, **spread), program, options)
+    return allocation.commands(placed, program, options)
 
 
 def _plan_on(
     allocation: Allocation,
     job: Job,
-    *,
-    workers: int | None = None,
-    threads: int | None = None,
-    algorithm: AlgorithmName = "auto",
-    servers: int = 1,
-    strategy: Strategy | str = PLAIN,
-    debug_comm: bool = False,
-    cluster: Path | str = CLUSTER_FILE,
-    plan: Plan | Path | str | None = None,
-    say: Say = silent,
+    workers: int | None,
+    strategy: str | None,
+    settings: Sequence[str],
+    given: Plan | None,
+    say: Say,
 ) -> Plan:
     """The plan of the run on these nodes: of as many workers as are asked for, or as plan, nodes and job allow."""
-    given = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
-    strategy = Strategy(strategy) if isinstance(strategy, str) else strategy
-    algorithm = given.algorithm if given and algorithm == "auto" else algorithm
-    is_served = job.aggregation.method == "parameter_server_async" or algorithm.startswith("parameter_server")
-    if servers > 1 and not is_served:
-        raise JobError(
-            f"servers = {servers} goes with algorithm = 'parameter_server' or 'parameter_server_two_level', or a job's "
-            "aggregation.method = 'parameter_server_async'; leave it out."
-        )
     num_devices = 1 if allocation.where.started_by == "debug" else len(allocation.cluster.devices)
     num_workers = workers or (given.world_size if given else min(num_devices, job.virtual_shards))
-    options = {"threads_per_worker": threads, "algorithm": algorithm, "num_servers": servers}
-    placed = strategy.placed(job, allocation.cluster, num_workers, given, say, **options)
-    return with_forecast(job, replace(placed, debug_comm=debug_comm), Path(cluster), say)
+    placed = place_run(job, allocation.cluster, num_workers, strategy, settings, given, say)
+    return with_forecast(job, placed, say)

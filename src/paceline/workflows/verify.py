@@ -18,7 +18,7 @@ from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, read_counts, silent
 from paceline.workflows.jobs import is_script, resolve_job
 from paceline.workflows.run_folder import write_run
-from paceline.workflows.strategy import Strategy
+from paceline.workflows.strategy import place_run
 
 if TYPE_CHECKING:  # these load NumPy
     from paceline.verify.comparison import ParityVerdict
@@ -93,7 +93,7 @@ def verify(
         resolved = resolve_job(job, settings, data, model)
         resolved = resolved.with_values(precision="float64") if resolved.parity == "numeric" else resolved
         plans = {
-            count: Strategy(shared[count]).placed(resolved, cluster, count, say=say, threads_per_worker=1)
+            count: place_run(resolved, cluster, count, shared[count], ["plan.threads_per_worker=1"], say=say)
             for count in counts
         }
 
