@@ -22,16 +22,8 @@ def computes(rank: int) -> WorkerState:
     return WorkerState(rank=rank, pid=100 + rank, step=4, collective="all_reduce number 3", heartbeat_age_s=0.1)
 
 
-def stopped(rank: int, stopped_s: float = 5.0) -> WorkerState:
-    return replace(waits(rank), stopped_s=stopped_s, heartbeat_age_s=stopped_s)
-
-
 NATIVE = replace(waits(1), heartbeat_age_s=STALE_S + 0.1)
 """Stuck outside Python: what it said last is not believed."""
-
-
-def writes(blocked_s: float) -> WorkerState:
-    return replace(computes(1), output_blocked_s=blocked_s)
 
 
 CASES: dict[str, tuple[list[WorkerState], Hang | None]] = {
@@ -46,11 +38,6 @@ CASES: dict[str, tuple[list[WorkerState], Hang | None]] = {
         [waits(0, 4.0, "all_reduce"), waits(1, 5.0, "broadcast")],
         Hang("mismatch", (0, 1), (0, 1), 5.0),
     ),
-    "one is stopped": ([stopped(0, 4.0), computes(1)], Hang("stopped", (0,), (), 4.0)),
-    "one is stopped and another waits": ([stopped(0, 1.0), waits(1)], Hang("stopped", (0,), (1,), 1.0)),
-    "one was stopped just now": ([stopped(0, 1.0), computes(1)], None),
-    "nobody reads its output": ([waits(0), writes(0.0)], None),
-    "its output was read long ago": ([waits(0), writes(BOUND_S)], Hang("hung", (1,), (0,), 5.0)),
 }
 
 
@@ -69,7 +56,6 @@ teams = st.lists(
         collective=st.sampled_from(["", "all_reduce", "broadcast"]),
         inside_s=st.none() | seconds,
         heartbeat_age_s=st.none() | seconds,
-        stopped_s=st.none() | seconds,
     ),
     max_size=6,
     unique_by=lambda state: state.rank,
@@ -79,7 +65,7 @@ bounds = st.floats(0.1, 8)
 
 def is_waiting(state: WorkerState, bound_s: float) -> bool:
     is_stuck = state.heartbeat_age_s is not None and state.heartbeat_age_s >= STALE_S
-    return state.stopped_s is None and not is_stuck and state.inside_s is not None and state.inside_s >= bound_s
+    return not is_stuck and state.inside_s is not None and state.inside_s >= bound_s
 
 
 @given(teams, bounds)
@@ -99,20 +85,9 @@ def test_no_worker_that_waits_is_blamed_while_another_does_not_wait(team: list[W
 def test_somebody_is_blamed_as_soon_as_one_waits_and_another_is_elsewhere(
     team: list[WorkerState], bound_s: float
 ) -> None:
-    is_elsewhere = any(state.inside_s is None or state.stopped_s is not None for state in team)
+    is_elsewhere = any(state.inside_s is None for state in team)
     if is_elsewhere and any(is_waiting(state, bound_s) for state in team):
         assert find_hang(team, bound_s) is not None
-
-
-@given(teams, bounds)
-def test_stopped_workers_are_blamed_before_all_others(team: list[WorkerState], bound_s: float) -> None:
-    found = find_hang(team, bound_s)
-    halted = {state.rank: state.stopped_s for state in team if state.stopped_s is not None}
-    if max(halted.values(), default=0.0) >= bound_s:
-        assert found is not None
-    if found is not None:
-        assert (found.kind == "stopped") == bool(halted)
-        assert not halted or set(found.culprits) == set(halted)
 
 
 @given(teams, bounds)
@@ -120,7 +95,7 @@ def test_nobody_is_blamed_before_the_bound(team: list[WorkerState], bound_s: flo
     def shortened(value_s: float | None) -> float | None:
         return None if value_s is None else min(value_s, 0.99 * bound_s)
 
-    short = [replace(state, inside_s=shortened(state.inside_s), stopped_s=shortened(state.stopped_s)) for state in team]
+    short = [replace(state, inside_s=shortened(state.inside_s)) for state in team]
     assert find_hang(short, bound_s) is None
 
 

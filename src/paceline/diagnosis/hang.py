@@ -50,18 +50,12 @@ class WorkerState(Vitals):
     local_rank: int = 0
     heartbeat_age_s: float | None = None
     """Seconds since it last posted its state; None: not known."""
-    stopped_s: float | None = None
-    """How long the process has been stopped (SIGSTOP); None: it is not."""
-    output_blocked_s: float | None = None
-    """Seconds since its output was last blocked by a slow reader; None: never."""
     memory_bytes: int | None = None
     """Memory of the process that lies in RAM; None: not known."""
 
     @property
     def doing(self) -> str:
         """The state as a phrase for a report."""
-        if self.stopped_s is not None:
-            return f"stopped for {self.stopped_s:.1f} s"
         if self.inside_s is not None:
             return f"in {self.collective} for {self.inside_s:.1f} s"
         return f"in no collective; its last was {self.collective}" if self.collective else "in no collective so far"
@@ -77,7 +71,7 @@ class WorkerState(Vitals):
 class Hang:
     """A run that makes no progress."""
 
-    kind: Literal["stopped", "hung", "mismatch"]
+    kind: Literal["hung", "mismatch"]
     culprits: tuple[int, ...]
     """The ranks that the others wait for; all ranks if `kind` is "mismatch"."""
     waiting: tuple[int, ...]
@@ -87,27 +81,17 @@ class Hang:
 def find_hang(states: Sequence[WorkerState], bound_s: float) -> Hang | None:
     """Find a hang in the `states` of all workers; None unless something has lasted for `bound_s`.
 
-    A worker that computes for long is no hang unless another one waits for it, nor is one blocked by its output. A
-    stopped worker is.
+    A worker that computes for long is no hang unless another one waits for it.
     """
-    stopped = [state for state in states if state.stopped_s is not None]
-    waiting = [state for state in states if state.stopped_s is None and _waits(state, bound_s)]
-    ranks = tuple(state.rank for state in waiting)
-    longest_s = max((state.inside_s or 0.0 for state in waiting), default=0.0)
-    if stopped and (waiting or any((state.stopped_s or 0.0) >= bound_s for state in stopped)):
-        seconds = max(state.stopped_s or 0.0 for state in stopped)
-        return Hang("stopped", tuple(state.rank for state in stopped), ranks, seconds)
+    waiting = [state for state in states if _waits(state, bound_s)]
     if not waiting:
         return None
-    # A worker that has just entered the same collective has ended the wait; the next check will show it.
-    awaited = [state for state in states if state not in waiting and not _waits(state, 0.0)]
-    if any(state.output_blocked_s is not None and state.output_blocked_s < bound_s for state in awaited):
-        return None
-    if awaited:
-        return Hang("hung", tuple(state.rank for state in awaited), ranks, longest_s)
+    ranks, longest_s = tuple(state.rank for state in waiting), max(state.inside_s or 0.0 for state in waiting)
     if len(waiting) == len(states):
         return Hang("mismatch", ranks, ranks, longest_s)
-    return None
+    # A worker that has just entered the same collective has ended the wait; the next check will show it.
+    awaited = tuple(state.rank for state in states if state not in waiting and not _waits(state, 0.0))
+    return Hang("hung", awaited, ranks, longest_s) if awaited else None
 
 
 def _waits(state: WorkerState, bound_s: float) -> bool:

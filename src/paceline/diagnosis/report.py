@@ -28,7 +28,6 @@ Cause = Literal[
     "out_of_memory",
     "lost_touch",
     "hung",
-    "stopped",
     "mismatch",
     "peer_lost",
     "node_lost",
@@ -56,11 +55,7 @@ _TEXTS: dict[Cause, tuple[str, str]] = {
     "hung": (
         "{who} {hangs}{in_step}, for {seconds:.1f} s; waiting: {waiting}.",
         "Look at the stack: a loop, a lock, a slow read, or code that only some ranks run before a collective; "
-        "raise the hang timeout if that work is meant to take so long.",
-    ),
-    "stopped": (
-        "{who} has been stopped (SIGSTOP) for {seconds:.1f} s; waiting: {waiting}.",
-        "Somebody stopped the process (kill -STOP, Ctrl-Z, a debugger); kill -CONT {pid} lets one go on.",
+        "raise the hang timeout if that work is meant to take so long, or if a debugger has stopped the process.",
     ),
     "mismatch": (
         "{who} have waited for each other for {seconds:.1f} s: {doing}.",
@@ -215,10 +210,10 @@ def describe_hang(hang: Hang, states: Sequence[WorkerState], stacks: dict[int, s
     facts = {
         "doing": next(state.doing for state in states if state.rank in hang.culprits),
         "seconds": hang.seconds,
-        "waiting": name_ranks(hang.waiting) if hang.waiting else "nobody yet",
+        "waiting": name_ranks(hang.waiting),
         "hangs": "hangs" if is_one else "hang",
     }
-    if not is_one and hang.kind != "stopped":
+    if not is_one:
         facts["who"] = f"{name_ranks(hang.culprits).capitalize()} of {len(states)}"
     evidence = "\n".join(f"Stack of rank {rank}:\n{text}" for rank, text in stacks.items() if text)
     return _report(hang.kind, states, hang.culprits, facts, noticed_at=now, evidence=evidence)
@@ -251,7 +246,6 @@ def _report(
         "who": f"Rank {first.rank} of {facts.get('world_size', len(workers))} (pid {first.pid} on {first.hostname})",
         "in_step": "" if first.step is None else f" in step {first.step + 1}",
         "node": first.hostname,
-        "pid": first.pid,
         "peers": "",
         **facts,
     }

@@ -18,6 +18,7 @@ import stat
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -55,7 +56,10 @@ def main(arguments: Sequence[str]) -> NoReturn:
             _use_interface_of(own)
             # Torch would compare names, which on many machines lead to 127.0.1.1.
             config.rdzv_configs.setdefault("is_host", own in {entry[4][0] for entry in socket.getaddrinfo(host, None)})
-    config.start_method = "fork"  # the process beside each worker begins at once: this one has loaded all that it needs
+    # The process beside each worker begins at once: this one has loaded all that it needs. It takes no lock that a
+    # thread of this one may hold: Python and the C library make theirs anew, and it calls nothing of torch's.
+    config.start_method = "fork"
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python's own on that; PYTHONWARNINGS could make it an error
     exit_code = 0
     with tempfile.NamedTemporaryFile(prefix="paceline-output-") as lock:
         os.environ |= {env.OUTPUT_LOCK: lock.name, env.AGENT: str(os.getpid())}

@@ -10,7 +10,6 @@ import json
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 from typing import Literal
@@ -23,42 +22,34 @@ _MOST_NAME_CHARACTERS = 52
 """The limit of 63 characters of a host name less "-" and a pod's index (for a TrainJob also "-node-0-")."""
 
 
-@dataclass(frozen=True)
-class Pods:
-    """The settings of every pod of a run.
-
-    Raises:
-        LaunchError: a run folder outside of the volume.
-    """
-
-    image: str
-    """The image that Kubernetes pulls; with @sha256:… it is the same on all nodes."""
-    num_pods: int
-    workers_per_pod: int
-    use_gpus: bool
-    claim: str
-    """The PersistentVolumeClaim that all pods share; it is mounted at `mount`."""
-    mount: Path
-    """The mount point of the volume; run folder and data lie below it."""
-    run_dir: Path
-    cpus_per_worker: int = 1
-    memory_bytes: int | None = None
-    """The memory of a pod, /dev/shm included; None: all memory of its node."""
-
-    def __post_init__(self) -> None:
-        if not self.mount.is_absolute() or not self.run_dir.is_relative_to(self.mount) or ".." in self.run_dir.parts:
-            raise LaunchError(
-                f"The run folder {shortened(str(self.run_dir))} should lie below {self.mount}, where pods see their "
-                "volume."
-            )
-
-
-def manifest(kind: Literal["job", "trainjob"], name: str, program: Sequence[str], pods: Pods) -> str:
+def manifest(
+    kind: Literal["job", "trainjob"],
+    name: str,
+    program: Sequence[str],
+    *,
+    image: str,
+    num_pods: int,
+    workers_per_pod: int,
+    use_gpus: bool,
+    claim: str,
+    mount: Path,
+    run_dir: Path,
+    cpus_per_worker: int = 1,
+    memory_bytes: int | None = None,
+) -> str:
     """The manifest of a run, as YAML; `program` is what would follow `python`.
 
+    Args:
+        claim: the PersistentVolumeClaim that all pods share; it is mounted at `mount`, and `run_dir` lies below it.
+        memory_bytes: the memory of a pod, /dev/shm included; None: all memory of its node.
+
     Raises:
-        LaunchError: a name that Kubernetes refuses.
+        LaunchError: a name that Kubernetes refuses, or a run folder outside of the volume.
     """
+    if not mount.is_absolute() or not run_dir.is_relative_to(mount) or ".." in run_dir.parts:
+        raise LaunchError(
+            f"The run folder {shortened(str(run_dir))} should lie below {mount}, where pods see their volume."
+        )
     if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name) or len(name) > _MOST_NAME_CHARACTERS:
         raise LaunchError(
             f"The name {shown(name)} is invalid in Kubernetes; take lower-case letters, digits and - inside, "
@@ -67,32 +58,32 @@ def manifest(kind: Literal["job", "trainjob"], name: str, program: Sequence[str]
     # A worker that failed ends its pod, and with it the Job; the next Job resumes.
     command = ["python", "-m", "paceline.launch.agent", "--max-restarts=0", "--log-dir=/dev/null"]
     if kind == "job":
-        command += [f"--nnodes={pods.num_pods}", f"--nproc-per-node={pods.workers_per_pod}"]
+        command += [f"--nnodes={num_pods}", f"--nproc-per-node={workers_per_pod}"]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={name}-0.{name}:{PORT}", f"--rdzv-id={name}"]
     variables = {
         # Workers that torch's agent restarts would read addresses of dead peers from the store of the agents.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        "OMP_NUM_THREADS": str(pods.cpus_per_worker),
+        "OMP_NUM_THREADS": str(cpus_per_worker),
         "PYTHONUNBUFFERED": "1",
-        env.RUN_DIR: str(pods.run_dir),
+        env.RUN_DIR: str(run_dir),
         env.OUTPUT: "all",
-        **({} if pods.use_gpus else {env.DEVICE: "cpu"}),
+        **({} if use_gpus else {env.DEVICE: "cpu"}),
     }
     # Kubernetes copies limits to requests; cores are a request alone, to use idle ones.
-    limits = {"nvidia.com/gpu": str(pods.workers_per_pod)} if pods.use_gpus else {}
-    if pods.memory_bytes is not None:
-        limits["memory"] = f"{math.ceil(pods.memory_bytes / (1 << 20))}Mi"
-    requests = {"cpu": str(pods.workers_per_pod * pods.cpus_per_worker), **limits}
+    limits = {"nvidia.com/gpu": str(workers_per_pod)} if use_gpus else {}
+    if memory_bytes is not None:
+        limits["memory"] = f"{math.ceil(memory_bytes / (1 << 20))}Mi"
+    requests = {"cpu": str(workers_per_pod * cpus_per_worker), **limits}
     values = {
         "name": name,
         "labels": {"app.kubernetes.io/name": "paceline", "app.kubernetes.io/instance": name},
         "port": PORT,
-        "num_pods": pods.num_pods,
-        "workers_per_pod": pods.workers_per_pod,
-        "image": pods.image,
+        "num_pods": num_pods,
+        "workers_per_pod": workers_per_pod,
+        "image": image,
         "command": [_literal(word) for word in (*command, *program)],
-        "mount": str(pods.mount),
-        "claim": pods.claim,
+        "mount": str(mount),
+        "claim": claim,
         "variables": [{"name": key, "value": _literal(value)} for key, value in variables.items()],
         "resources": {"requests": requests, **({"limits": limits} if limits else {})},
     }

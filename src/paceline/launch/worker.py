@@ -26,6 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
+import psutil
+
 from paceline import env
 from paceline.diagnosis.failures import TRACEBACK, WorkerProcess, failure_in, log_path, note_path, place_in, write_note
 from paceline.diagnosis.report import describe_failure, tail_of
@@ -91,7 +93,7 @@ def main(program: Sequence[str]) -> None:
         exit_code=exit_code,
         time=time.time(),
         asked_at=asked_at,
-        out_of_memory=exit_code == -signal.SIGKILL and (kills_after > kills_before or _kernel_log_names(process.pid)),
+        out_of_memory=exit_code == -signal.SIGKILL and kills_after > kills_before,
         step=vitals.step,
         collective=vitals.collective,
         place=place_in(tail, exit_code),
@@ -216,22 +218,8 @@ def count_oom_kills(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("
     return 0
 
 
-def _kernel_log_names(pid: int) -> bool:
-    """Whether the kernel's log, where it can be read, says that it killed `pid` for memory: version 1 of control groups
-    counts nothing."""
-    wanted = re.compile(rb"[Oo]ut of memory: Killed process %d\b" % pid)
-    with (
-        contextlib.suppress(OSError),
-        open(os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as log,
-    ):
-        return any(wanted.search(record) for record in iter(lambda: log.read(8192), None))
-    return False
-
-
 def _kill_orphans() -> None:
     """Kill what the program has left in sessions of its own: children of this process by now."""
-    import psutil
-
     deadline, this = time.monotonic() + REAP_S, psutil.Process()
     while (left := this.children(recursive=True)) and time.monotonic() < deadline:
         for process in left:

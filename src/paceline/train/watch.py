@@ -13,17 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import json
 import os
 import re
 import resource
 import signal
 import socket
-import struct
 import sys
 import tempfile
-import termios
 import threading
 import time
 import traceback
@@ -57,8 +54,6 @@ NOTICE_S = 4.0
 """The maximum wait for the loss behind an error of NCCL's, and for its abort."""
 OVER_S = 60.0
 """How long a worker that has ended its run waits for those that are still busy in their scripts."""
-PIPE_BYTES = 1 << 16
-"""The capacity of a pipe on Linux."""
 MOST_TRACEBACK_CHARACTERS = 100_000
 
 
@@ -78,8 +73,6 @@ class Watch:
         """What all workers did a moment ago, by rank; empty where this worker does not look at the others."""
         self._posted: dict[int, tuple[int, float]] = {}
         """The number of each worker's last post, and when it was first seen, on the monotonic clock."""
-        self._stopped_since: dict[int, float] = {}
-        self._behind_at: dict[int, float] = {}
         self._call: tuple[int | None, str, float] = (None, "", 0.0)
         """The step of this worker's last post, the function of torch.distributed that it was in, and since when."""
         self._files: dict[int, tuple[Path, Path]] = {}
@@ -159,7 +152,6 @@ class Watch:
             "collective": vitals.collective,
             "has_trained": vitals.has_trained,
             "memory_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(),
-            "is_behind": _is_behind(1) or _is_behind(2),
             "stacks": self._stacks.name,
             "heartbeat": str(own_file()),
         }
@@ -193,8 +185,6 @@ class Watch:
             number = told.pop("number")
             if self._posted.get(rank, (0, 0.0))[0] != number:
                 self._posted[rank] = number, now
-            if told.pop("is_behind"):
-                self._behind_at[rank] = now
             self._files[rank] = Path(told.pop("stacks")), Path(told.pop("heartbeat"))
             states.append(WorkerState(rank=rank, **told))
         self.states = states
@@ -205,18 +195,12 @@ class Watch:
         now = time.monotonic()
         age_s = self._clock.watched_s(now - self._posted[state.rank][1])
         is_here = state.hostname == self._hostname
-        is_stopped = is_here and _state_of(state.pid) in "Tt"
         if is_here and (step := read_vitals(self._files[state.rank][1]).step) is not None:
             state = replace(state, step=step)  # its last post may be a second old
-        if not is_stopped:
-            self._stopped_since.pop(state.rank, None)
-        since = self._stopped_since.setdefault(state.rank, now) if is_stopped else now
         return replace(
             state,
             heartbeat_age_s=age_s,
             inside_s=None if state.inside_s is None else self._clock.watched_s(state.inside_s + age_s),
-            stopped_s=self._clock.watched_s(now - since) if is_stopped else None,
-            output_blocked_s=now - self._behind_at[state.rank] if state.rank in self._behind_at else None,
         )
 
     def _end(self, hang: Hang, states: Sequence[WorkerState]) -> None:
@@ -226,7 +210,7 @@ class Watch:
         nearest = min(awake, key=lambda one: (one.hostname != host, one.rank), default=None)
         here = [one for one in states if one.rank in hang.culprits and one.hostname == self._hostname]
         if nearest is None or nearest.rank == self._facts.rank:
-            stacks = {one.rank: self._stacks_of(one) for one in here if hang.kind != "stopped"}
+            stacks = {one.rank: self._stacks_of(one) for one in here}
             self._publish(describe_hang(hang, states, stacks, time.time()))
         else:
             deadline = time.monotonic() + OTHERS_S
@@ -423,15 +407,6 @@ def _failure(rank: int, error: BaseException) -> Failure:
 def _writable(text: str) -> str:
     """Text without null characters and halves of pairs."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
-
-
-def _is_behind(descriptor: int) -> bool:
-    """Whether a pipe is so full that its writer may have to wait."""
-    try:
-        (num_bytes,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
-    except OSError:
-        return False  # a file, or nothing
-    return bool(num_bytes >= PIPE_BYTES // 2)
 
 
 def _state_of(pid: int) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import LaunchError, file_problems
-from paceline.launch.kubernetes import Pods, manifest
+from paceline.launch.kubernetes import manifest
 from paceline.launch.slurm import batch_script
 from paceline.launch.slurm import submit as submit_script
 from paceline.plan import place
@@ -145,17 +145,6 @@ def kubernetes(
         JobError: a mistake in the job, or more workers than it has virtual shards.
     """
     runs_script = is_script(job, arguments, settings, data, model)
-    pods = Pods(
-        image=image,
-        num_pods=nodes,
-        workers_per_pod=workers,
-        use_gpus=not on_cpu,
-        claim=claim,
-        mount=Path(mount),
-        run_dir=Path(out),
-        cpus_per_worker=cpus,
-        memory_bytes=None if memory_gib is None else int(memory_gib * 2**30),
-    )
     if runs_script:
         program, stem = [str(job), *arguments], Path(str(job)).stem
     else:
@@ -166,4 +155,17 @@ def kubernetes(
         plan = replace(plan, nodes=())  # torchrun tells every worker where it is
         texts = ["--job", json.dumps(resolved.to_mapping()), "--plan", json.dumps(plan.to_mapping())]
         program, stem = ["-m", "paceline.train", str(out), *texts], resolved.name
-    return manifest(kind, name or stem.lower().replace("_", "-"), program, pods)
+    return manifest(
+        kind,
+        name or stem.lower().replace("_", "-"),
+        program,
+        image=image,
+        num_pods=nodes,
+        workers_per_pod=workers,
+        use_gpus=not on_cpu,
+        claim=claim,
+        mount=Path(mount),
+        run_dir=Path(out),
+        cpus_per_worker=cpus,
+        memory_bytes=None if memory_gib is None else int(memory_gib * 2**30),
+    )
