@@ -13,7 +13,6 @@ from torch import Tensor
 
 from paceline.containers import on_device
 from paceline.data.augment import Augmentation, augment
-from paceline.errors import DataError
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,9 +23,6 @@ class ArraySet:
     `std` per channel in the scale where 255 is 1.
     Tokens: `inputs` integers (n, L), `targets` integers (n, L), `mean` and `std` None. Any integer type will
     do; a batch is int64 whatever the storage.
-
-    Raises:
-        DataError: inputs and targets differ in length, or mean and std do not fit the channels.
     """
 
     inputs: NDArray[Any]
@@ -36,19 +32,6 @@ class ArraySet:
     std: tuple[float, ...] | None = None
     augment: Augmentation | None = None
     """What training applies to this set; evaluation never does."""
-
-    def __post_init__(self) -> None:
-        if len(self.inputs) != len(self.targets):
-            raise DataError(
-                f"An array set has {len(self.inputs)} inputs and {len(self.targets)} targets; give each input one."
-            )
-        num_channels = [len(values or ()) for values in (self.mean, self.std)]
-        is_of_images = (self.mean, self.std, self.augment) != (None, None, None)
-        if is_of_images and (self.inputs.ndim != 4 or num_channels != 2 * [self.inputs.shape[1]]):
-            raise DataError(
-                "An array set of images has inputs of shape (n, channels, height, width), not "
-                f"{self.inputs.shape}, and one mean and std per channel, not {num_channels}."
-            )
 
     def __len__(self) -> int:
         return len(self.inputs)

@@ -69,11 +69,6 @@ class Loading:
             raise DataError("A stream has an order of its own; leave the sampler out, or give a map-style set.")
         if loading.sampler is not None:
             check_sampler(loading.sampler)
-        if getattr(loading.collate_fn, "seed", None) is not None:
-            raise DataError(
-                f"The collate function {type(loading.collate_fn).__name__} has a seed, so its draws depend on how many "
-                "batches it made before; leave seed out: torch, NumPy and random are seeded for every virtual shard."
-            )
         return loading
 
     @classmethod

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
-import operator
 import signal
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +21,7 @@ from paceline.containers import open_container, to_device
 from paceline.data import counter_random, random_streams
 from paceline.data.generators import generators_in, global_generators_kept, seed_generators, seed_global_generators
 from paceline.data.loading import Collate, Loading, collated
-from paceline.errors import DataError, shown
+from paceline.errors import DataError
 
 
 class MapDataset(Protocol):
@@ -42,14 +41,11 @@ def set_size(dataset: Any, what: str, alternative: str = "") -> int:
     """
     kind = type(dataset)
     what = f"{what}, of type {kind.__name__},"
-    if not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):  # `len` asks no object's own __getattr__ either
+    if not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
         raise DataError(f"{what} lacks a length or samples by number; give a map-style data set{alternative}.")
-    size = kind.__len__(dataset)
-    if not hasattr(size, "__index__") or size < 0:
-        raise DataError(f"{what} gives {shown(size)} as its length; its __len__ has to return a whole number.")
-    if not size:
+    if not len(dataset):
         raise DataError(f"{what} has no samples.")
-    return operator.index(size)
+    return len(dataset)
 
 
 @dataclass(frozen=True)

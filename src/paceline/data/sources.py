@@ -16,7 +16,6 @@ import gzip
 import importlib
 import io
 import math
-import struct
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -157,17 +156,11 @@ def read_idx(path: Path, num_dims: int) -> NDArray[np.uint8]:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as problem:
         raise DataError(f"{path} cannot be read ({problem}); get the file again.") from None
-    header_bytes = 4 + 4 * num_dims
     # Magic number: two zeros, 8 for unsigned bytes, the number of dimensions.
-    if raw[:4] != bytes((0, 0, 8, num_dims)) or len(raw) < header_bytes:
-        raise DataError(f"{path} is not an idx file of unsigned bytes in {num_dims} dimensions; get the file again.")
-    shape = struct.unpack(f">{num_dims}I", raw[4:header_bytes])
-    if len(raw) - header_bytes != math.prod(shape):
-        raise DataError(
-            f"{path} is damaged: it holds {len(raw) - header_bytes} bytes of data where its header says "
-            f"{' x '.join(map(str, shape))}; get the file again."
-        )
-    return np.frombuffer(raw, np.uint8, offset=header_bytes).reshape(shape)
+    shape = np.frombuffer(raw[4 : 4 + 4 * num_dims].ljust(4 * num_dims, b"\0"), ">u4")
+    if raw[:4] != bytes((0, 0, 8, num_dims)) or len(raw) - 4 - 4 * num_dims != math.prod(shape.tolist()):
+        raise DataError(f"{path} is no whole idx file of bytes in {num_dims} dimensions; get the file again.")
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * num_dims).reshape(shape)
 
 
 def read_parquet(path: Path, known: Published) -> tuple[NDArray[np.uint8], NDArray[Any]]:

@@ -52,7 +52,7 @@ def with_gpus(node: Node, gpus: Gpus, matrix_text: str) -> Node:
     """
     if not gpus.devices:
         return node
-    drawn, notes = Node("", 0, 0, ""), gpus.notes
+    drawn, notes = Node("", 0, 0, ""), node.notes
     try:
         drawn = parse_matrix(matrix_text) if matrix_text.strip() else drawn
     except ClusterError as problem:
@@ -69,7 +69,7 @@ def with_gpus(node: Node, gpus: Gpus, matrix_text: str) -> Node:
         devices=devices,
         peripherals=drawn.peripherals,
         links=links_of_pairs(devices, drawn.peripherals, label_of),
-        notes=(*node.notes, *notes, *drawn.notes),
+        notes=(*notes, *drawn.notes),
     )
 
 

@@ -94,7 +94,6 @@ class Gpus:
     devices: tuple[Device, ...] = ()
     labels: Mapping[tuple[str, str], str] = field(default_factory=dict)
     """The label of the link between each pair of `Device.label`, as far as the driver tells."""
-    notes: tuple[str, ...] = ()
 
 
 def read_gpus(library: Any = None) -> Gpus:
@@ -103,17 +102,7 @@ def read_gpus(library: Any = None) -> Gpus:
         with open_nvml(library) as nvml:
             handles = nvml.handles()
             devices = tuple(_device(nvml, index, handle) for index, handle in handles.items())
-            notes = [
-                f"GPU{index} could not be opened; nvidia-smi says why."
-                for index in range(nvml.ask("nvmlDeviceGetCount") or 0)
-                if index not in handles
-            ]
-            notes += [
-                f"GPU{index} is in MIG mode: its slices have no links to other GPUs."
-                for index, handle in handles.items()
-                if (mode := nvml.ask("nvmlDeviceGetMigMode", handle)) and mode[0] == 1
-            ]
-            return Gpus(devices, _labels(nvml, handles, devices), tuple(notes))
+            return Gpus(devices, _labels(nvml, handles, devices))
     except DriverProblem:
         return Gpus()
 

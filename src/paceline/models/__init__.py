@@ -79,10 +79,7 @@ def constructor(name: str) -> Callable[..., Any]:
 def _arguments(constructor: Callable[..., Any], spec: ModelSpec, data_facts: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments for `constructor`: the facts it asks for, then the options, held to its signature."""
     ours = spec.name in MODELS
-    try:
-        parameters = inspect.signature(constructor, eval_str=ours).parameters.values()
-    except ValueError:  # some callables written in C do not show theirs
-        return dict(spec.options)
+    parameters = inspect.signature(constructor, eval_str=ours).parameters.values()
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
     names = {one.name for one in named}
     given = {name: value for name, value in data_facts.items() if name in names and value is not None} | spec.options

@@ -148,6 +148,4 @@ class StochasticDepth(nn.Module):
         self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return x
-        return x * F.dropout(x.new_ones(x.shape[0], *[1] * (x.dim() - 1)), self.p)
+        return x * F.dropout(x.new_ones(x.shape[0], *[1] * (x.dim() - 1)), self.p, self.training)

@@ -16,7 +16,6 @@ from paceline.data import ArrayReader, ArraySet, Augmentation
 from paceline.data import random_streams as streams
 from paceline.data.augment import augment
 from paceline.data.counter_random import integers, uniform
-from paceline.errors import DataError
 from paceline.spec import DataSpec
 from tests.kit.workers import run_ranks
 from tests.unit.data.reading import read_batches
@@ -159,21 +158,6 @@ def test_an_array_set_is_a_map_style_data_set_too() -> None:
     assert [target for _, target in singles] == targets.tolist()
     assert len(images.take(7)) == 7 and len(images.take(100)) == 20
     assert np.shares_memory(images.take(7).inputs, images.inputs)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (np.zeros((3, 1, 2, 2), np.uint8), np.zeros(2, np.int64), 10, (0.5,), (0.5,)),
-        (np.zeros((3, 1, 2, 2), np.uint8), np.zeros(3, np.int64), 10, (0.5,), None),
-        (np.zeros((3, 1, 2, 2), np.uint8), np.zeros(3, np.int64), 10, (0.5, 0.5), (0.5, 0.5)),
-        (np.zeros((3, 4), np.uint8), np.zeros(3, np.int64), 10, (0.5,), (0.5,)),
-        (np.zeros((3, 4), np.uint8), np.zeros((3, 4), np.uint8), 10, None, None, Augmentation(flip=True)),
-    ],
-)
-def test_arrays_that_do_not_fit_each_other_are_refused(arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(DataError):
-        ArraySet(*arguments)
 
 
 def _read_images() -> list[Tensor]:

@@ -86,7 +86,6 @@ def test_nvml_tells_devices_memory_use_and_links() -> None:
     told = {"-".join(pair): label for pair, label in labels(node).items()}
     assert told["GPU0-GPU1"] == "NV2" and told["GPU2-GPU3"] == "NV4"
     assert told["GPU0-GPU3"] == told["GPU1-GPU2"] == "PXB" and told["GPU0-GPU2"] == told["GPU1-GPU3"] == "SYS"
-    assert any("GPU3" in note and "MIG" in note for note in node.notes)
 
 
 @pytest.mark.parametrize("mute", [*FOUR_GPUS, "nvmlShutdown"])
@@ -104,11 +103,6 @@ def test_one_query_without_an_answer_leaves_the_others_as_they_are(mute: str) ->
 @pytest.mark.parametrize("mute", ["nvmlInit", "nvmlDeviceGetCount"])
 def test_a_driver_that_does_not_answer_has_no_gpus(mute: str) -> None:
     assert node_with(FakeNvml(4, FOUR_GPUS | {mute: NVMLError("Driver Not Loaded")})) == BARE
-
-
-def test_gpus_that_cannot_be_opened_are_named() -> None:
-    gpus = read_gpus(FakeNvml(4, FOUR_GPUS | {"nvmlDeviceGetHandleByIndex": NVMLError("Lost")}))
-    assert gpus.devices == () and len(gpus.notes) == 4 and "GPU2" in gpus.notes[2]
 
 
 @pytest.mark.parametrize(
