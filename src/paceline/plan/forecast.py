@@ -216,8 +216,7 @@ def _recommended(
 def _on_a_mesh(inputs: PlanInputs, one: AskedStep, step: StepForecast) -> tuple[AskedStep, StepForecast]:
     """The step, or where its replicas do not fit, that of the best mesh that does; itself if none does."""
     count = one.row.num_workers
-    room = inputs.worker_bytes(count)
-    is_small = room is None or one.memory_bytes is None or one.memory_bytes <= USABLE_FRACTION * room
+    is_small = (one.memory_bytes or 0.0) <= USABLE_FRACTION * inputs.worker_bytes(count)
     if is_small or count == 1 or needs_replicas(inputs.job):
         return one, step
     try:
@@ -291,9 +290,11 @@ def _assumed(inputs: PlanInputs, rows: Sequence[ForecastRow]) -> Iterator[str]:
     rate, wire = inputs.request.link_bytes_per_s, inputs.job.aggregation.wire
     if rate is not None and any(row.nodes > 1 for row in rows):
         yield f"Links between nodes carry at most {rate / 1e9:g} GB/s, as given."
-    if rows[-1].devices > inputs.num_devices:
-        more = f"there are more nodes of {inputs.devices_per_node} like the first"
-        yield f"Beyond the {inputs.num_devices} devices of this cluster {more}."
+    if rows[-1].devices > len(inputs.cluster.devices):
+        yield (
+            f"Beyond the {len(inputs.cluster.devices)} devices of this cluster there are more nodes of "
+            f"{inputs.devices_per_node} like the first."
+        )
     if wire == "auto-lossy":
         yield f"The wire format {wire} is priced as float32, which is the most it costs."
     if any(row.placement for row in rows):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -73,11 +74,6 @@ class PlanInputs:
     """Whether the activations of `model` were measured or traced."""
 
     @property
-    def num_devices(self) -> int:
-        """Devices that there are."""
-        return sum(len(node.devices) for node in self.cluster.nodes)
-
-    @property
     def devices_per_node(self) -> int:
         """Devices of each node beyond the cluster."""
         return self.request.devices_per_node or max(len(node.devices) for node in self.cluster.nodes)
@@ -97,14 +93,14 @@ class PlanInputs:
             needed = job_memory(job, self.model, Mesh(dp=count)).total_bytes
         return AskedStep(row, job.global_batch_size, needed, self._objection(job, count, needed))
 
-    def worker_bytes(self, count: int) -> float | None:
-        """Memory of one of `count` workers: its device's, or on CPU its part of its node's; None: not known."""
-        return worker_memory_bytes(self.cluster, max(self.layout(count))) or None
+    def worker_bytes(self, count: int) -> float:
+        """Memory of one of `count` workers: its device's, or on CPU its part of its node's; infinite: not known."""
+        return worker_memory_bytes(self.cluster, max(self.layout(count))) or math.inf
 
     def _objection(self, job: Job, count: int, needed: float | None) -> str:
         """Why the job cannot run so; empty: it can."""
         room = self.worker_bytes(count)
-        if room is not None and needed is not None and needed > USABLE_FRACTION * room:
+        if needed is not None and needed > USABLE_FRACTION * room:
             return f"a virtual shard of {job.shard_size} samples needs {size(needed)} of a device's {size(room)}"
         if count > job.global_batch_size:
             return f"a global batch of {job.global_batch_size} has no sample for each of {count} devices"
