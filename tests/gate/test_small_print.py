@@ -130,34 +130,6 @@ def test_a_model_that_is_compiled_in_place_is_compiled_once_and_learns_the_same(
     assert compiled == pytest.approx(eager, rel=1e-5)
 
 
-class _Spectrum(nn.Module):
-    """A layer whose weights are complex."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(2, 2, dtype=torch.complex64))
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return (inputs.to(self.weight.dtype) @ self.weight).abs().mean(1, keepdim=True)
-
-
-def _complex_weights() -> list[Any]:
-    model = _Spectrum()
-    with _init(optim={"clip_norm": 0.5}) as run:
-        run.prepare(model, _sgd(model.parameters()))
-        for batch in run.batches(_pairs(24)):
-            run.step(batch, _squares)
-        found: list[Any] = torch.view_as_real(model.weight.detach()).flatten().tolist()
-        return found
-
-
-def test_complex_weights_learn_the_same_on_any_number_of_workers() -> None:
-    (alone,) = run_ranks(_complex_weights, 1)
-    assert torch.view_as_real(_Spectrum().weight.detach()).flatten().tolist() != pytest.approx(alone, rel=1e-3)
-    assert all(found == pytest.approx(alone, rel=1e-5) for found in run_ranks(_complex_weights, 2))
-
-
 def _places_of_gradients() -> tuple[int, int, bool]:
     """How many places gradients of one layer had in all passes and steps, and all gradients after a step; and whether a
     parameter that nobody uses has none."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,10 @@ from paceline.parallel.buffers import buffers_kept, standing_in
 from paceline.parallel.dtensor import reshard
 from paceline.parallel.layout import norm_of
 from paceline.parallel.losses import ShardLoss
-from paceline.parallel.passes import Passes
 from paceline.parallel.step_input import Assignment, StepInput
+
+if TYPE_CHECKING:
+    from paceline.parallel.engine import Passes
 
 _REMEDY = (
     "Besides the model and the samples it follows from a rank, from weights or buffers that a script has changed on "

@@ -17,9 +17,8 @@ operations however many layers there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -39,45 +38,27 @@ _DTYPES |= {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 """Buffers of other types are constants."""
 
 
-@dataclass(frozen=True)
-class _Buffer:
-    name: str
-    places: tuple[tuple[nn.Module, str], ...]
-    """The modules that hold it, and its attribute there; several if modules share it."""
-
-    @property
-    def now(self) -> Tensor:
-        """
-        Raises:
-            ModelError: a forward pass has removed it.
-        """
-        module, attribute = self.places[0]
-        value = getattr(module, attribute)
-        if not isinstance(value, Tensor):
-            raise _other_form(self.name)
-        return value
-
-    def hold(self, tensor: Tensor) -> None:
-        """Have the modules hold this tensor."""
-        for module, attribute in self.places:
-            setattr(module, attribute, tensor)
+Places = Sequence[tuple[nn.Module, str]]
+"""The modules that hold a buffer, and its attribute there; several if modules share it."""
 
 
 class _Flat:
     """Buffers of one dtype and device: views of a flat vector, which modules hold."""
 
-    def __init__(self, buffers: Sequence[_Buffer]) -> None:
-        self.buffers = buffers
-        self.originals = [buffer.now for buffer in buffers]
-        self.values = torch.cat([tensor.detach().reshape(-1) for tensor in self.originals])
-        pieces = self.values.split([tensor.numel() for tensor in self.originals])
-        self.views = [piece.view(tensor.shape) for piece, tensor in zip(pieces, self.originals, strict=True)]
-        for buffer, view in zip(buffers, self.views, strict=True):
-            buffer.hold(view)
+    def __init__(self, places: Mapping[str, Places]) -> None:
+        """
+        Args:
+            places: of each buffer, by its name.
+        """
+        self._places = places
+        now = [_tensor_at(several) for several in places.values()]
+        self.values = torch.cat([tensor.detach().reshape(-1) for tensor in now])
+        pieces = self.values.split([tensor.numel() for tensor in now])
+        self._views = [piece.view(tensor.shape) for piece, tensor in zip(pieces, now, strict=True)]
+        for several, view in zip(places.values(), self._views, strict=True):
+            _hold(several, view)
         self._before = self.values.clone()
-        self._start = _start(self._before)
-        self.moves: Tensor | None = None
-        """The sum of the shards' moves since they were last collected."""
+        self.begin_step()
 
     def gather(self) -> None:
         """Take the values of tensors that modules have put in the place of ours.
@@ -85,20 +66,26 @@ class _Flat:
         Raises:
             ModelError: one has another shape or type.
         """
-        for buffer, view in zip(self.buffers, self.views, strict=True):
-            for module, attribute in buffer.places:
+        for (name, places), view in zip(self._places.items(), self._views, strict=True):
+            for module, attribute in places:
                 now = getattr(module, attribute)
                 if now is not view:
                     if not isinstance(now, Tensor) or (now.shape, now.dtype) != (view.shape, view.dtype):
-                        raise _other_form(buffer.name)
+                        raise ModelError(
+                            f"A forward pass gave the buffer '{name}' another shape or type, so its values for the "
+                            "virtual shards of a batch cannot be combined; create it as it stays before run.prepare."
+                        )
                     view.data.copy_(now.detach())
                     setattr(module, attribute, view)
 
     def begin_step(self) -> None:
         self.gather()
         self._before.copy_(self.values)
-        self._start = _start(self._before)
-        self.moves = None
+        # From where moves are counted: 0 where the value is not finite, as of a minimum.
+        is_floating = self._before.is_floating_point()
+        self._start = self._before.nan_to_num(0.0, 0.0, 0.0) if is_floating else self._before.long()
+        self.moves: Tensor | None = None
+        """The sum of the shards' moves since they were last collected."""
 
     def restore(self) -> None:
         # By .data: in a pipeline another shard's backward pass is still to come, with what its forward pass has saved.
@@ -114,81 +101,89 @@ class _Flat:
             return
         self.moves = move if self.moves is None else self.moves + move
 
-    def combine(self, move: Tensor) -> None:
-        """Find the buffers after the step from the sum of all moves."""
-        move = move.to(self.values.device)
-        self._after = self._start + (move if self.values.is_floating_point() else move.round()).to(self._start.dtype)
-
-    def is_unsound(self) -> Tensor:
-        """Whether a value would no longer be finite, a scalar."""
-        return ~(self._after.isfinite() | ~self._before.isfinite()).all()
+    def combine(self, move: Tensor) -> Tensor:
+        """Find the buffers after the step from the sum of all moves; whether one would not be finite, a scalar."""
+        moved = move.to(self.values.device)
+        self._after = self._start + (moved if self.values.is_floating_point() else moved.round()).to(self._start.dtype)
+        return ~(self._after.isfinite() | ~self._before.isfinite()).all().to(move.device)
 
     def end_step(self, is_unsound: Tensor) -> None:
         after = self._after.to(self.values.dtype)
         self.values.data.copy_(torch.where(is_unsound.to(after.device), self._before, after))
 
+    def moved(self) -> list[str]:
+        """The names of the buffers that this step has changed."""
+        before = self._before.split([view.numel() for view in self._views])
+        pairs = zip(self._places, self._views, before, strict=True)
+        return [name for name, view, old in pairs if not torch.equal(view.reshape(-1), old)]
 
-def _start(before: Tensor) -> Tensor:
-    """From where moves are counted: the value before the step, 0 where that is not finite, as of a minimum."""
-    return before.nan_to_num(0.0, 0.0, 0.0) if before.is_floating_point() else before.long()
+
+def _tensor_at(places: Places) -> Tensor:
+    module, attribute = places[0]
+    value: Tensor = getattr(module, attribute)
+    return value
 
 
-def _flats(buffers: Iterable[_Buffer]) -> list[_Flat]:
-    kinds: dict[tuple[torch.dtype, torch.device], list[_Buffer]] = {}
-    for buffer in buffers:
-        kinds.setdefault((buffer.now.dtype, buffer.now.device), []).append(buffer)
-    return [_Flat(alike) for alike in kinds.values()]
+def _hold(places: Places, tensor: Tensor) -> None:
+    for module, attribute in places:
+        setattr(module, attribute, tensor)
 
 
 class Buffers:
     """The buffers of a model that its forward passes may change, and what the shards of a step made of them."""
 
     def __init__(self, model: nn.Module) -> None:
-        found: dict[int, _Buffer] = {}
+        self.model = model
+        names: dict[int, str] = {}
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
         for path, module in model.named_modules():
             for attribute, tensor in module.named_buffers(recurse=False, remove_duplicate=False):
-                known = found.get(id(tensor), _Buffer(f"{path}.{attribute}" if path else attribute, ()))
-                found[id(tensor)] = _Buffer(known.name, (*known.places, (module, attribute)))
-        self.model = model
-        self._constants = {buffer.name: buffer for buffer in found.values()}
+                name = names.setdefault(id(tensor), f"{path}.{attribute}" if path else attribute)
+                self._places.setdefault(name, []).append((module, attribute))
+        self._moving = {
+            name for name, places in self._places.items() if any(isinstance(one, BATCH_NORMS) for one, _ in places)
+        }
         self._flats: list[_Flat] = []
-        self._let_move(
-            [one.name for one in found.values() if any(isinstance(holder, BATCH_NORMS) for holder, _ in one.places)]
-        )
-        self._looked_at: list[_Flat] = []
-        """Constants of which this step shows whether they move."""
+        self._in_flats: set[str] = set()
+        self._originals: dict[str, Tensor] = {}
+        """Constants of which this step shows whether they move, as modules held them before."""
         self._num_steps = 0
         self.finds_others = True
         """Whether others may be found to move than those of batch norm layers."""
         self._is_clean = True
         """Whether no pass has been made since the buffers had the step's values."""
+        self._arrange(self._moving)
 
-    def _let_move(self, names: Iterable[str]) -> list[_Flat]:
-        flats = _flats([self._constants.pop(name) for name in names])
-        for flat in flats:
-            flat.originals = []
-        self._flats += flats
-        return flats
-
-    @property
-    def _all_flats(self) -> list[_Flat]:
-        return [*self._flats, *self._looked_at]
+    def _arrange(self, names: set[str]) -> None:
+        """Have these buffers in flat vectors, and the others as modules held them before."""
+        if names == self._in_flats:
+            return
+        for name, original in self._originals.items():
+            if name not in self._moving:
+                _hold(self._places[name], original)
+        kinds: dict[tuple[torch.dtype, torch.device], dict[str, Places]] = {}
+        for name in (one for one in self._places if one in names):
+            now = _tensor_at(self._places[name])
+            kinds.setdefault((now.dtype, now.device), {})[name] = self._places[name]
+        self._originals = {name: _tensor_at(self._places[name]) for name in names - self._moving}
+        self._flats, self._in_flats = [_Flat(alike) for alike in kinds.values()], names
 
     @property
     def num_sums(self) -> int:
         """How many numbers `take_moves` returns."""
-        return sum(len(flat.values) for flat in self._all_flats)
+        return sum(len(flat.values) for flat in self._flats)
 
     # --- the passes of a step ---
 
     @torch.no_grad()
     def begin_step(self, *, is_audited: bool = False) -> None:
         """Take the present values for those that every pass of this step begins with."""
-        self._end_look()
+        looked_at = set(self._moving)
+        if self.finds_others and (is_audited or self._num_steps < _NUM_FIRST_STEPS):
+            looked_at |= {name for name, places in self._places.items() if _may_move(_tensor_at(places))}
+        self._arrange(looked_at)
         for flat in self._flats:
             flat.begin_step()
-        if self.finds_others and (is_audited or self._num_steps < _NUM_FIRST_STEPS):
-            self._looked_at = _flats(buffer for buffer in self._constants.values() if _may_move(buffer.now))
         self._num_steps += 1
         self._is_clean = True
 
@@ -196,14 +191,14 @@ class Buffers:
     def begin_pass(self) -> None:
         """Give all buffers their values before the step."""
         if not self._is_clean:
-            for flat in self._all_flats:
+            for flat in self._flats:
                 flat.restore()
         self._is_clean = False
 
     def start_over(self) -> None:
         """As `begin_pass`, and forget the passes of the step."""
         self.begin_pass()
-        for flat in self._all_flats:
+        for flat in self._flats:
             flat.moves = None
 
     @torch.no_grad()
@@ -216,14 +211,14 @@ class Buffers:
         Raises:
             ModelError: a buffer has another shape now.
         """
-        for flat in self._all_flats:
+        for flat in self._flats:
             flat.end_pass(shard, weight)
 
     def take_moves(self, like: Tensor) -> list[Tensor]:
         """What passes since the last call have moved buffers by: vectors of `num_sums` numbers together, which workers
         add up, of the dtype and on the device of `like`."""
         found = []
-        for flat in self._all_flats:
+        for flat in self._flats:
             found.append(like.new_zeros(len(flat.values)) if flat.moves is None else flat.moves.to(like))
             flat.moves = None
         return found
@@ -240,11 +235,9 @@ class Buffers:
         Returns:
             Whether a value would no longer be finite, a scalar; then none of them should move.
         """
-        flats = self._all_flats
-        for flat, move in zip(flats, sums.split([len(flat.values) for flat in flats]) if flats else (), strict=True):
-            flat.combine(move)
-        unsound = [flat.is_unsound() for flat in flats if flat.values.is_floating_point()]
-        return torch.stack([one.to(sums.device) for one in unsound]).any() if unsound else sums.new_zeros(())
+        moves = sums.split([len(flat.values) for flat in self._flats]) if self._flats else ()
+        unsound = [flat.combine(move) for flat, move in zip(self._flats, moves, strict=True)]
+        return torch.stack(unsound).any() if unsound else sums.new_zeros(())
 
     @torch.no_grad()
     def end_step(self, is_unsound: Tensor) -> None:
@@ -256,35 +249,26 @@ class Buffers:
         Raises:
             ModelError: a constant moves that did not in the first steps.
         """
-        for flat in self._all_flats:
+        for flat in self._flats:
             flat.end_step(is_unsound.bool())
-        self._end_look()
-
-    def _end_look(self) -> None:
-        """Find out which of the constants have moved in this step, on whichever worker."""
-        moved: dict[str, Tensor] = {}
-        for flat in self._looked_at:
-            for buffer, view, original in zip(flat.buffers, flat.views, flat.originals, strict=True):
-                buffer.hold(original)
-                if not torch.equal(view, original):
-                    moved[buffer.name] = view
-        self._looked_at = []
-        for flat in self._let_move(moved):  # from the values before the step, with which closures begin again
-            flat.values.copy_(torch.cat([moved[buffer.name].reshape(-1) for buffer in flat.buffers]))
-        if moved and self._num_steps > _NUM_FIRST_STEPS:
+        if not self._originals:
+            return
+        found = sorted({name for flat in self._flats for name in flat.moved()} - self._moving)
+        self._moving = self._moving | set(found)
+        self._arrange(self._moving)
+        if found and self._num_steps > _NUM_FIRST_STEPS:
             raise ModelError(
-                f"The buffer '{next(iter(moved))}' did not change in the first {_NUM_FIRST_STEPS} steps and does now, "
-                "so workers may have different values of it; let it change from the first step on, or end the run "
-                "where it begins to change and resume: a resumed run looks again in its first steps."
+                f"The buffer '{found[0]}' did not change in the first {_NUM_FIRST_STEPS} steps and does now, so "
+                "workers may have different values of it; let it change from the first step on, or end the run where "
+                "it begins to change and resume: a resumed run looks again in its first steps."
             )
 
     # --- between steps ---
 
     def hidden_state(self) -> dict[str, Tensor]:
         """The buffers, of any shapes, that passes change and a state_dict leaves out: a resumed run needs them too."""
-        saved = self.model.state_dict().keys() if self._flats else ()
-        moving = (buffer for flat in self._flats for buffer in flat.buffers)
-        return {buffer.name: buffer.now for buffer in moving if buffer.name not in saved}
+        hidden = self._moving - self.model.state_dict().keys() if self._moving else set()
+        return {name: _tensor_at(places) for name, places in self._places.items() if name in hidden}
 
     @torch.no_grad()
     def load_hidden_state(self, state: Mapping[str, Tensor]) -> None:
@@ -297,13 +281,6 @@ def _may_move(tensor: Tensor) -> bool:
     is_plain = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.dtype in _DTYPES
     most_bytes = _MOST_BOOLS if tensor.dtype == torch.bool else _MOST_BYTES
     return is_plain and not tensor.is_meta and tensor.nbytes <= most_bytes
-
-
-def _other_form(name: str) -> ModelError:
-    return ModelError(
-        f"A forward pass gave the buffer '{name}' another shape or type, so its values for the virtual shards of a "
-        "batch cannot be combined; create it as it stays before run.prepare."
-    )
 
 
 @contextmanager

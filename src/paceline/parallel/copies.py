@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from paceline.containers import to_device
 from paceline.errors import JobError
 from paceline.parallel.blocks import copy_of_modules
-from paceline.parallel.engine import Reducer
+from paceline.parallel.engine import Passes, Reducer
 from paceline.parallel.layout import Whole
 from paceline.parallel.losses import LossOf
-from paceline.parallel.passes import Passes
 from paceline.parallel.step_input import StepInput, shards_of_rank
 from paceline.spec import Plan
 

@@ -6,7 +6,7 @@ counts as this one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -51,8 +51,9 @@ def trace_model(model: nn.Module, arguments: tuple[Any, ...], num_samples: int) 
         ModelError: the forward pass needs values of its tensors.
     """
     plan, num_slices = _tensor_plan(model)
-    calls, counts = BlockCalls(), _Counts(model)
-    for path, block in (blocks_of(model) or {"model": model}).items():
+    blocks = blocks_of(model) or {"model": model}
+    calls, counts = BlockCalls(), _Counts(model, blocks)
+    for path, block in blocks.items():
         watch(block, path, calls)
     try:
         with (
@@ -110,7 +111,6 @@ class _Layer:
     kept_bytes: int = 0
     largest_bytes: int = 0
     """Of the largest tensor that is kept, or given to the layer, through which a gradient flows."""
-    waiting_bytes: int = 0
     output_bytes: int = 0
 
     def cost(self, num_samples: int, total_flops: int, plan: Mapping[str, str], num_slices: int) -> LayerCost:
@@ -134,7 +134,6 @@ class _Layer:
             replicated_fraction=_REPLICATED_FRACTION if is_divided else 1.0,
             # The gradients of the output and of the largest tensor inside: others come when these have gone.
             moment_bytes=(self.output_bytes + self.largest_bytes) / num_samples,
-            waiting_bytes=self.waiting_bytes / num_samples,
             largest_parameter_bytes=self.largest_parameter_bytes,
         )
 
@@ -142,7 +141,8 @@ class _Layer:
 class _Counts:
     """What one forward pass of a model shows of its layers."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        self._blocks = blocks
         self.layers = [_Layer()]
         """In the order of their calls."""
         self.flops = FlopCounterMode(display=False)
@@ -151,10 +151,7 @@ class _Counts:
         """By their ids; alive, or another storage might get the id."""
         for tensor in (*model.parameters(), *model.buffers()):
             self._kept[id(tensor.untyped_storage())] = tensor.untyped_storage()  # in memory anyway
-        self._counted_parameters: set[nn.Parameter] = set()
-        for module in model.modules():
-            if any(True for _ in module.parameters(recurse=False)):
-                module.register_forward_hook(self._count_module)
+        self._uncounted = dict.fromkeys(model.parameters())
 
     def call(self, path: str, block: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block's forward pass: what happens from here on is its layer's."""
@@ -164,6 +161,7 @@ class _Counts:
             self.layers.append(_Layer())
         layer = self.layers[-1]
         layer.name, layer.may_begin = path, may_begin
+        self._count_parameters(self._blocks[path].parameters())
         given = (one.nbytes for one in tensors((args, kwargs), open_object) if one.requires_grad)
         layer.largest_bytes = max(given, default=0)
         output = block(*args, **kwargs)
@@ -173,6 +171,7 @@ class _Counts:
     def end(self, output_bytes: int) -> None:
         """After the pass: the loss keeps as much as the model's output."""
         self._count_flops()
+        self._count_parameters(list(self._uncounted))
         last = self.layers[-1]
         last.kept_bytes += output_bytes
         last.largest_bytes = max(last.largest_bytes, output_bytes)
@@ -191,11 +190,10 @@ class _Counts:
         self.layers[-1].flops += total - self._counted_flops
         self._counted_flops = total
 
-    def _count_module(self, module: nn.Module, _arguments: Any, output: Any) -> None:
+    def _count_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
         layer = self.layers[-1]
-        # Where a schedule computes the gradients of parameters later, those of the outputs wait for it.
-        layer.waiting_bytes += _num_bytes(output)
-        for parameter in set(module.parameters(recurse=False)) - self._counted_parameters:
-            self._counted_parameters.add(parameter)
-            layer.parameter_bytes += parameter.nbytes
-            layer.largest_parameter_bytes = max(layer.largest_parameter_bytes, parameter.nbytes)
+        for parameter in parameters:
+            if parameter in self._uncounted:
+                del self._uncounted[parameter]
+                layer.parameter_bytes += parameter.nbytes
+                layer.largest_parameter_bytes = max(layer.largest_parameter_bytes, parameter.nbytes)

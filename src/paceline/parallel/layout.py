@@ -69,7 +69,7 @@ class Whole:
     def gradient_norm(self) -> Tensor:
         """The norm of the whole model's gradient, a scalar; a collective if workers do not hold all of it."""
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        if not all(one.dtype == self.zero.dtype and not one.is_sparse for one in gradients):
+        if not all(one.dtype == self.zero.dtype for one in gradients):
             gradients = [norm_of(one).to(self.zero) for one in gradients]
         return torch.nn.utils.get_total_norm(gradients) if gradients else self.zero
 
@@ -123,17 +123,11 @@ def statistics_dtype(model: nn.Module) -> torch.dtype:
 _CHUNK = 1 << 20
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    """All values of a gradient that are not zero, at least, as real numbers: of a sparse one those that it holds."""
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return torch.view_as_real(values) if values.is_complex() else values
-
-
 def squared_norm(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
     """The sum of all squares, a scalar at least in float32, on the device of `like`; 0 without tensors."""
     sums = [like.float() if like.dtype != torch.float64 else like]
     for tensor in tensors:
-        flat = _dense(tensor.detach()).reshape(-1)
+        flat = tensor.detach().reshape(-1)
         wide = flat if flat.dtype == torch.float64 else flat.float()
         sums += [torch.dot(chunk, chunk).to(sums[0]) for chunk in wide.split(_CHUNK)]
     return torch.stack(sums).sum()
@@ -141,9 +135,8 @@ def squared_norm(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
 
 def norm_of(gradient: Tensor) -> Tensor:
     """The norm of a gradient of any shape, a scalar; at least in float32."""
-    dense = _dense(gradient)
-    is_wide = dense.dtype in (torch.float32, torch.float64)
-    norm: Tensor = torch.linalg.vector_norm(dense, dtype=None if is_wide else torch.float32)
+    is_wide = gradient.dtype in (torch.float32, torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=None if is_wide else torch.float32)
     return norm
 
 

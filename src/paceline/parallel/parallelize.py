@@ -45,7 +45,7 @@ def parallelize(
         JobError: a strategy that this job cannot be trained with.
         ModelError: a layer whose result depends on the number of workers.
     """
-    check_layers(model, job, plan, is_alone=group is None and plan.devices_in_process == 1)
+    _check_layers(model)
     if plan.mesh is not None and not plan.mesh.is_plain and group is not None:
         # Torch's parts for it take long to load, and most runs need none of them.
         from paceline.parallel.spread_model import spread
@@ -107,38 +107,25 @@ def set_up_aggregation(job: Job, plan: Plan, group: dist.ProcessGroup | None, de
     return Aggregation(Aggregator(ALGORITHMS[algorithm], links, scheduler), algorithm, notes)
 
 
-def check_layers(model: nn.Module, job: Job, plan: Plan, *, is_alone: bool) -> None:
-    """Refuse what would train otherwise on another number of workers: embeddings that change their rows in a forward
-    pass or make sparse gradients, and complex parameters where gradients are sent and added as real numbers.
-
-    Args:
-        is_alone: whether one worker with one device trains the model.
-
-    Raises:
-        ModelError: there is one.
-    """
+def _check_layers(model: nn.Module) -> None:
+    """Raises `ModelError` for what would train otherwise on another number of workers."""
     for name, layer in model.named_modules():
+        place = f"The layer '{name}'" if name else "The model"
         if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
             continue
-        place = f"The layer '{name}'" if name else "The model"
         if layer.max_norm is not None:
             raise ModelError(
                 f"{place} has max_norm, by which every forward pass shortens the rows that it looks up, on each worker "
                 "those of its own samples; build it without, and shorten the rows after run.step "
                 "(weight.renorm_(2, 0, max_norm))."
             )
-        if layer.sparse and (job.parity == "bitwise" or not is_alone):
-            where = "in bitwise parity" if is_alone else "on several workers"
+        if layer.sparse:
             raise ModelError(
-                f"{place} makes sparse gradients, which cannot be added up {where}; build it with sparse=False, which "
-                "torch.optim.SGD and Adagrad take as well, and torch.optim.Adam in place of SparseAdam."
+                f"{place} makes sparse gradients, which workers cannot add up; build it with sparse=False."
             )
-    is_plain = (plan.mesh is None or plan.mesh.is_plain) and plan.devices_in_process == 1
-    adds_complex = is_plain and job.parity == "numeric" and job.aggregation.method == "every_step"
     for name, parameter in model.named_parameters():
-        if parameter.is_complex() and parameter.requires_grad and not adds_complex:
+        if parameter.is_complex() and parameter.requires_grad:
             raise ModelError(
-                f"The parameter '{name}' has complex numbers, which train with the strategy dp, parity = 'numeric' and "
-                "aggregation.method = 'every_step' alone; elsewhere hold its real and imaginary parts in a parameter "
-                "and compute with torch.view_as_complex(parameter)."
+                f"The parameter '{name}' has complex numbers, which workers cannot add up; hold its real and imaginary "
+                "parts in a parameter and compute with torch.view_as_complex(parameter)."
             )

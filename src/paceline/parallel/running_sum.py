@@ -215,7 +215,7 @@ class _Gradient:
     parameter: nn.Parameter
     bucket: _Bucket
     place: Tensor
-    """Its part of the bucket, as real numbers."""
+    """Its part of the bucket."""
     is_late: bool
     """Whether it changes after the last backward pass."""
     view: Tensor | None = None
@@ -231,8 +231,7 @@ class _Gradient:
 
     def whole(self) -> Tensor:
         """What is in the bucket, as a gradient of the parameter."""
-        values = torch.view_as_complex(self.place) if self.parameter.is_complex() else self.place
-        return with_local(values.to(local_shard(self.parameter).device), self.parameter)
+        return with_local(self.place.to(local_shard(self.parameter).device), self.parameter)
 
 
 class _Bucket:
@@ -241,7 +240,7 @@ class _Bucket:
     def __init__(
         self, named: Sequence[tuple[str, nn.Parameter]], device: torch.device, late_parameters: Collection[str]
     ) -> None:
-        own = [_real(local_shard(parameter)) for _, parameter in named]
+        own = [local_shard(parameter) for _, parameter in named]
         length = sum(one.numel() for one in own)
         self._values = torch.zeros(length + len(named), dtype=own[0].dtype, device=device)
         values, self._num_users = self._values.split([length, len(named)])
@@ -277,7 +276,7 @@ class _Bucket:
                 self._num_users[number] = 0
             gradient = one.parameter.grad
             if gradient is not one.view and gradient is not None:  # with create_graph backward puts another there
-                one.place.copy_(_real(local_shard(gradient)))
+                one.place.copy_(local_shard(gradient))
         self.arrived = aggregator.sum_bucket(self._values, [one.name for one in self.gradients])
 
     def wait(self) -> None:
@@ -296,8 +295,3 @@ class _Bucket:
                 num_users = num_users or self._num_users.tolist()
             is_used = one.is_used or num_users[number]
             one.parameter.grad = (one.whole() if one.view is None else one.view) if is_used else None
-
-
-def _real(tensor: Tensor) -> Tensor:
-    """A tensor as real numbers, which algorithms add: of complex ones both parts, along a last dimension."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -29,8 +29,6 @@ class LayerCost:
     """The fraction of `activation_bytes` that each worker of a tensor group keeps whole."""
     moment_bytes: float = 0
     """Bytes that live only while backward goes through this layer: the gradients of its output and of its input."""
-    waiting_bytes: float = 0
-    """Bytes of gradients that wait between the two halves of a backward pass, where a schedule has them apart."""
     largest_parameter_bytes: float = 0
     """Bytes of the largest parameter: its gradient lives beside the sum that it is added to."""
 
