@@ -45,7 +45,14 @@ def draw(shapes: nn.Module, mine: nn.Module, device: torch.device) -> None:
     Raises:
         ModelError: a layer cannot draw its own weights.
     """
-    allocate(mine, device)
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for layer in mine.modules():
+        for name, parameter in layer.named_parameters(recurse=False):
+            places.setdefault(parameter, []).append((layer, name))
+    mine.to_empty(device=device)
+    for (first, first_name), *others in places.values():  # shared parameters stay shared
+        for layer, name in others:
+            setattr(layer, name, getattr(first, first_name))
     targets = dict(_tensors(mine, remove_duplicate=False))
     drawn: set[int] = set()
     for path, layer in shapes.named_modules():
@@ -72,18 +79,6 @@ def draw(shapes: nn.Module, mine: nn.Module, device: torch.device) -> None:
 def _tensors(module: nn.Module, **which: Any) -> Iterable[tuple[str, Tensor]]:
     yield from module.named_parameters(**which)
     yield from module.named_buffers(**which)
-
-
-def allocate(mine: nn.Module, device: torch.device) -> None:
-    """Allocate all parameters; shared parameters stay shared."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for layer in mine.modules():
-        for name, parameter in layer.named_parameters(recurse=False):
-            places.setdefault(id(parameter), []).append((layer, name))
-    mine.to_empty(device=device)
-    for (first, first_name), *others in places.values():
-        for layer, name in others:
-            setattr(layer, name, getattr(first, first_name))
 
 
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
