@@ -42,8 +42,8 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
         return value
     transfer = functools.partial(dist.broadcast, group_src=0, group=group)
     if dist.get_rank(group) != 0:
-        return decode(_transferred(None, transfer, device_of(group)))
-    _transferred(encode(value), transfer, device_of(group))
+        return decode(transferred(None, transfer, device_of(group)))
+    transferred(encode(value), transfer, device_of(group))
     return value
 
 
@@ -54,68 +54,33 @@ def all_gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Ite
     Args:
         classes: the dataclasses that the value may contain.
     """
-    if group is None:
-        return [value]
+    return [value] if group is None else _gathered(value, group, classes, to_all=True)
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Iterable[type] = ()) -> list[Any] | None:
+    """The value of every rank, by rank, on rank 0 of `group`; None on the others. As `all_gather_objects`."""
+    return [value] if group is None else _gathered(value, group, classes, to_all=False) or None
+
+
+def _gathered(value: Any, group: dist.ProcessGroup, classes: Iterable[type], *, to_all: bool) -> list[Any]:
+    """The values of all ranks; without `to_all`, nothing but on rank 0."""
     device = device_of(group)
     message = encode(value, classes)
     length = torch.tensor([len(message)], device=device)
     lengths = [torch.empty_like(length) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, length, group=group)
     sizes = [int(size) for size in lengths]
-    messages = [torch.empty(max(sizes), dtype=torch.uint8, device=device) for _ in sizes]
-    padding = message.new_zeros(max(sizes) - len(message))
-    dist.all_gather(messages, torch.cat([message, padding]).to(device), group=group)
-    return [decode(one[:size].cpu(), classes) for one, size in zip(messages, sizes, strict=True)]
+    own = torch.cat([message, message.new_zeros(max(sizes) - len(message))]).to(device)
+    arrives = to_all or dist.get_rank(group) == 0
+    messages = [torch.empty_like(own) for _ in sizes] if arrives else []
+    if to_all:
+        dist.all_gather(messages, own, group=group)
+    else:
+        dist.gather(own, messages or None, group=group, group_dst=0)
+    return [decode(one[:size].cpu(), classes) for one, size in zip(messages, sizes, strict=False)]
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Iterable[type] = ()) -> list[Any] | None:
-    """The value of every rank, by rank, on rank 0 of `group`; None on the others. A collective."""
-    if group is None:
-        return [value]
-    if dist.get_rank(group) != 0:
-        send_object(value, group, 0, classes)
-        return None
-    return [value, *(recv_object(group, rank, classes) for rank in range(1, dist.get_world_size(group)))]
-
-
-def send_object(
-    value: Any,
-    group: dist.ProcessGroup,
-    destination: int,
-    classes: Iterable[type] = (),
-    tag: int = 0,
-    timeout_s: float | None = None,
-) -> None:
-    """Send a value to rank `destination` of `group`, which has to call `recv_object` with this tag.
-
-    Args:
-        timeout_s: the longest wait for each of the two parts of the message, after which the group is of no more use;
-            None: that of the group.
-    """
-
-    def transfer(tensor: Tensor) -> None:
-        _wait(dist.isend(tensor, group=group, group_dst=destination, tag=tag), timeout_s)
-
-    _transferred(encode(value, classes), transfer, device_of(group))
-
-
-def recv_object(
-    group: dist.ProcessGroup, source: int, classes: Iterable[type] = (), tag: int = 0, timeout_s: float | None = None
-) -> Any:
-    """The value that rank `source` of `group` sends by `send_object`, with its arguments."""
-
-    def transfer(tensor: Tensor) -> None:
-        _wait(dist.irecv(tensor, group=group, group_src=source, tag=tag), timeout_s)
-
-    return decode(_transferred(None, transfer, device_of(group)), classes)
-
-
-def _wait(work: dist.Work | None, timeout_s: float | None) -> None:
-    assert work is not None
-    _ = work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
-
-
-def _transferred(message: Tensor | None, transfer: Callable[[Tensor], object], device: torch.device) -> Tensor:
+def transferred(message: Tensor | None, transfer: Callable[[Tensor], object], device: torch.device) -> Tensor:
     """Have the length of a message transferred, then the message, which is returned; None: `transfer` receives it."""
     length = torch.tensor([0 if message is None else len(message)], device=device)
     transfer(length)

@@ -13,12 +13,11 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.errors import JobError
-from paceline.noise import efficiency as statistical_efficiency
 from paceline.plan.fit import Fit, StepForecast, fit, predict
 from paceline.plan.inputs import AskedStep, ForecastRequest, PlanInputs, plan_inputs
 from paceline.plan.memory import USABLE_FRACTION
 from paceline.plan.meshes import needs_replicas, search_meshes
-from paceline.plan.recommendation import batch_advice, explain_choice, recommend, scaling_knee
+from paceline.plan.recommendation import batch_advice, explain_choice, recommend, scaling_knee, statistical_efficiency
 from paceline.spec import Cluster, Job, StepRow
 from paceline.spec.cluster import ForecastCheck
 from paceline.spec.forecast import Forecast, ForecastRow, fastest_of_each_count

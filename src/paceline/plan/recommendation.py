@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
 from paceline.device_count import NEARLY, fewest_near_fastest
 from paceline.errors import JobError
-from paceline.noise import efficiency
 from paceline.spec.forecast import ForecastRow
 from paceline.words import duration, number_of
 
 _WORTH_A_DEVICE = 0.5
 """Scaling is inefficient where one more device brings less than this part of what the first one brought."""
+
+
+def statistical_efficiency(batch_size: float, noise_scale: float, base_batch_size: float = 0.0) -> float:
+    """What a sample is worth in a batch of `batch_size`, measured by one in a batch of `base_batch_size`.
+
+    To reach one loss with a global batch of B samples takes S(B) = S_min (1 + B_noise / B) steps, so
+    B S(B) = E_min (1 + B / B_noise) samples (McCandlish et al. 2018, arXiv 1812.06162, section 2.3 and appendix A.1):
+    (B_noise + B_0) / (B_noise + B), as in Qiao et al., "Pollux", 2021, arXiv 2008.12260, section 3. With B_0 = 0, the
+    limit of small batches, it is 1 / (1 + B / B_noise). An infinite noise scale makes every sample worth the same.
+    """
+    if math.isinf(noise_scale) or batch_size == base_batch_size:
+        return 1.0
+    return (noise_scale + base_batch_size) / (noise_scale + batch_size)
 
 
 def _worth(row: ForecastRow) -> float:
@@ -114,7 +127,7 @@ def batch_advice(chosen: ForecastRow, noise_scale: float) -> str:
         return ""
     return (
         f" The global batch of {batch:,} is {batch / noise_scale:.3g}x the noise scale of {noise_scale:,.0f}: "
-        f"{100 * (1 - efficiency(batch, noise_scale)):.0f} % of its samples are wasted."
+        f"{100 * (1 - statistical_efficiency(batch, noise_scale)):.0f} % of its samples are wasted."
     )
 
 

@@ -123,12 +123,17 @@ def _median(steps: Collection[StepTime]) -> StepTime:
     return StepTime(*map(statistics.median, components))
 
 
-# --- the gradient noise scale: `paceline.noise` says what it means ---
+# --- the gradient noise scale B_noise = tr(Sigma) / |G|^2 ---
 
 
 @dataclass(frozen=True)
 class NoiseScale:
-    """Estimates of |G|^2 and tr(Sigma) in the units of the squared gradient; either may come out below zero."""
+    """Estimates of |G|^2 and tr(Sigma) in the units of the squared gradient; either may come out below zero.
+
+    For the gradient of one sample's loss, with mean G and covariance Sigma over the data, the mean over a batch of B
+    samples has E|G_B|^2 = |G|^2 + tr(Sigma) / B; the two terms are equal at B_noise (McCandlish, Kaplan, Amodei et al.,
+    "An Empirical Model of Large-Batch Training", 2018, arXiv 1812.06162, section 2.2). It grows while a model learns.
+    """
 
     grad_sqr: float
     grad_var: float

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.noise import efficiency
+from paceline.plan.recommendation import statistical_efficiency
 from paceline.train.meters import NoiseScale, SmoothedNoise
 
 positive = st.floats(1e-3, 1e6)
@@ -96,7 +96,7 @@ def test_a_measurement_after_an_overflow_is_left_out(broken: NoiseScale) -> None
 def test_the_efficiency_of_a_batch_is_one_over_1_plus_b_over_b_noise(
     batch: float, noise: float, base: float, worth: float
 ) -> None:
-    assert efficiency(batch, noise, base) == pytest.approx(worth)
+    assert statistical_efficiency(batch, noise, base) == pytest.approx(worth)
 
 
 @given(batches, batches, batches, positive)
@@ -104,9 +104,9 @@ def test_efficiencies_multiply_from_batch_to_batch_and_fall_with_it(
     one: int, two: int, three: int, noise: float
 ) -> None:
     small, middle, large = sorted((one, two, three))
-    direct = efficiency(large, noise, small)
-    assert direct == pytest.approx(efficiency(middle, noise, small) * efficiency(large, noise, middle))
-    assert direct <= efficiency(middle, noise, small) * (1 + 1e-9) <= 1 + 1e-6
+    direct, onward = statistical_efficiency(large, noise, small), statistical_efficiency(large, noise, middle)
+    assert direct == pytest.approx(statistical_efficiency(middle, noise, small) * onward)
+    assert direct <= statistical_efficiency(middle, noise, small) * (1 + 1e-9) <= 1 + 1e-6
     # Twice the samples never make more than twice the progress, nor less than the same.
     gain = large / small * direct
     assert 1 - 1e-9 <= gain <= large / small * (1 + 1e-9)
@@ -139,7 +139,7 @@ def test_the_noise_scale_at_one_batch_forecasts_the_steps_at_the_others(model: s
         progress, _, noise = runs[measured]
         for other in sizes:
             # A step of k times the samples is worth k x efficiency steps of the base batch.
-            gains = [other / sizes[0] * efficiency(other, scale, sizes[0]) for scale in noise]
+            gains = [other / sizes[0] * statistical_efficiency(other, scale, sizes[0]) for scale in noise]
             intervals = zip(pairwise([0.0, *progress]), gains, strict=True)
             forecast = sum((end - begin) / gain for (begin, end), gain in intervals)
             reached = np.interp(min(progress[-1], runs[other][0][-1]), [0.0, *runs[other][0]], [0.0, *runs[other][1]])

@@ -1,4 +1,4 @@
-"""A row of layers is cut into stages with about equally much work; how many micro-batches are in flight."""
+"""A row of layers is cut into stages with about equally much work."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from paceline.errors import ModelError
-from paceline.partition import even_cut, micro_batches_in_flight
+from paceline.partition import even_cut
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -38,20 +38,3 @@ def test_more_stages_than_places_to_begin_are_refused_with_what_to_do(may_begin:
     with pytest.raises(ModelError) as caught:
         even_cut([1.0] * len(may_begin), may_begin, 3)
     assert all(word in str(caught.value) for word in (f"{len(may_begin)} layers", "3", "pp"))
-
-
-@pytest.mark.parametrize(
-    ("schedule", "worker", "num_micro_batches", "kept"),
-    [
-        ("gpipe", 0, 8, 8),
-        ("gpipe", 3, 8, 8),
-        ("1f1b", 0, 8, 4),  # Narayanan et al. 2021, 2.2.1: min(p - r, m)
-        ("1f1b", 3, 8, 1),
-        ("1f1b", 0, 2, 2),
-        ("zero_bubble", 3, 8, 4),  # Qi et al. 2023, ZB-H1: on every worker what 1F1B's first keeps
-    ],
-)
-def test_micro_batches_in_flight_of_four_workers(
-    schedule: str, worker: int, num_micro_batches: int, kept: float
-) -> None:
-    assert micro_batches_in_flight(4, worker, num_micro_batches, schedule) == kept  # type: ignore[arg-type]

@@ -11,12 +11,14 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from paceline.errors import PeerLost
-from paceline.object_collectives import recv_object, send_object
+from paceline.object_collectives import decode, device_of, encode, transferred
 
 _REQUEST, _ANSWER = 1 << 20, (1 << 20) + 1
 """Tags of messages: apart from those that collectives of the group use."""
@@ -75,7 +77,7 @@ class Calls:
         for rank, call in calls.items():
             if rank != self._rank:
                 with self._lost_if_unreachable(rank):
-                    send_object(call, self._group, rank, self._classes, _REQUEST, self._timeout_s)
+                    self._send(call, rank, _REQUEST, self._timeout_s)
         return [self._answer_of(rank, *call) for rank, call in calls.items()]
 
     def close(self, servers: Sequence[int], *, is_abandoned: bool) -> None:
@@ -89,7 +91,7 @@ class Calls:
         for rank in servers:
             if rank != self._rank:
                 with contextlib.suppress(RuntimeError):  # it is gone
-                    send_object((_LEAVE,), self._group, rank, (), _REQUEST, _FAREWELL_S)
+                    self._send((_LEAVE,), rank, _REQUEST, _FAREWELL_S)
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
@@ -97,7 +99,7 @@ class Calls:
         if rank == self._rank:
             return self._handlers[name](*arguments)
         with self._lost_if_unreachable(rank):
-            kind, answer = recv_object(self._group, rank, self._classes, _ANSWER, self._timeout_s)
+            kind, answer = self._receive(rank, _ANSWER, self._timeout_s)
         if kind == _LEAVE:
             raise _lost(rank, "it has left the run")
         if kind == _ERROR:
@@ -115,7 +117,7 @@ class Calls:
         """Answer one worker's calls until it leaves or is lost."""
         with contextlib.suppress(RuntimeError):  # the connection is closed
             while True:
-                name, *arguments = recv_object(self._group, rank, self._classes, _REQUEST)
+                name, *arguments = self._receive(rank, _REQUEST)
                 if name == _LEAVE:
                     break
                 answer: tuple[str, Any] = (_LEAVE, None)
@@ -124,8 +126,34 @@ class Calls:
                         answer = (_RESULT, self._handlers[name](*arguments))
                     except Exception:
                         answer = (_ERROR, traceback.format_exc())
-                send_object(answer, self._group, rank, self._classes, _ANSWER)
+                self._send(answer, rank, _ANSWER)
         self._on_leave(rank)
+
+    def _send(self, value: Any, rank: int, tag: int, timeout_s: float | None = None) -> None:
+        """Send a value to a worker, which has to call `_receive` with this tag.
+
+        Args:
+            timeout_s: the longest wait for each of the two parts of the message, after which the group is of no more
+                use; None: that of the group.
+        """
+
+        def transfer(tensor: Tensor) -> None:
+            _wait(dist.isend(tensor, group=self._group, group_dst=rank, tag=tag), timeout_s)
+
+        transferred(encode(value, self._classes), transfer, device_of(self._group))
+
+    def _receive(self, rank: int, tag: int, timeout_s: float | None = None) -> Any:
+        """The value that a worker sends by `_send`."""
+
+        def transfer(tensor: Tensor) -> None:
+            _wait(dist.irecv(tensor, group=self._group, group_src=rank, tag=tag), timeout_s)
+
+        return decode(transferred(None, transfer, device_of(self._group)), self._classes)
+
+
+def _wait(work: dist.Work | None, timeout_s: float | None) -> None:
+    assert work is not None
+    _ = work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
 
 
 def _lost(rank: int, reason: str) -> PeerLost:
