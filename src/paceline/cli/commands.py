@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from paceline.workflows.checkpoint import CheckpointState
-    from paceline.workflows.mesh_dry_run import MeshDryRun
 
 Column = tuple[str, Callable[[Any], str]]
 """A heading, and what a row has below it."""
@@ -84,7 +83,11 @@ def plan(job: str, as_json: bool = False, dry_run_mesh: str | None = None, out: 
         unused = options.keys() - {"settings", "data"}
         if unused:
             raise JobError(f"{' and '.join(unused)} have no effect with --dry-run-mesh: leave them out.")
-        print_mesh(paceline.dry_run_mesh(job, dry_run_mesh, **options), as_json=as_json)
+        tried = paceline.dry_run_mesh(job, dry_run_mesh, **options)
+        if as_json:
+            print(json.dumps(tried.to_mapping()))
+        else:
+            table_console(pipe_columns=120).print(tried.table())
         return
     planned = paceline.plan(job, out=out, **options)
     if as_json:
@@ -101,14 +104,6 @@ def plan(job: str, as_json: bool = False, dry_run_mesh: str | None = None, out: 
         num_devices = planned.forecast.recommended.devices
         print(f"No plan.json: the cluster lacks devices for {num_devices}; probe the nodes they are on.")
     print(Path(out) / "plan.html")
-
-
-def print_mesh(tried: MeshDryRun, *, as_json: bool) -> None:
-    """What each worker of a mesh would hold and send."""
-    if as_json:
-        print(json.dumps(tried.to_mapping()))
-    else:
-        table_console(pipe_columns=120).print(tried.table())
 
 
 @command("launch", takes_arguments="rest")

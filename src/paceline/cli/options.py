@@ -200,7 +200,7 @@ def parser_of(name: str, command: Command) -> argparse.ArgumentParser:
 
 def _add_to(parser: argparse.ArgumentParser, one: Parameter) -> None:
     said = {"help": one.meaning, **OPTIONS.get(one.name, {})}
-    members, names = _members(one.kind), said.pop("names", (_option(one.name),))
+    members, names = _members(one.kind), said.pop("names", (_option_name(one.name),))
     kind = next((kind for kind in (str, Path, int, float, bool) if kind in members), None)
     if kind is bool:
         said = {"action": "store_true", **said}
@@ -268,13 +268,8 @@ def naming_options(message: str, names: Sequence[str]) -> str:
 
 
 def _option_name(name: str) -> str:
-    """The option that gives a parameter."""
-    first: str = OPTIONS.get(name, {}).get("names", (_option(name),))[0]
-    return first
-
-
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    """The option that gives a parameter, the long one where there are two."""
+    return str(OPTIONS.get(name, {}).get("names", (f"--{name.replace('_', '-')}",))[0])
 
 
 def _members(kind: Any) -> tuple[Any, ...]:
