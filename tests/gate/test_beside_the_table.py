@@ -54,6 +54,20 @@ class _Routed(models.Layers):
         return logits
 
 
+class _Thawing(SGD):
+    """Its first parameter is frozen in the first two steps."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.3)
+        self.num_steps = 0
+        self.param_groups[0]["params"][0].requires_grad_(False)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        self.num_steps += 1
+        self.param_groups[0]["params"][0].requires_grad_(self.num_steps > 1)
+
+
 def _seeded(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind()
@@ -114,6 +128,10 @@ CASES = {
         _TWO, replace(_CLASSES, model=partial(_seeded, _Routed)), num_shards=None
     ),
     "shards without a target": Case(_TWO, replace(_CLASSES, loss=_with_some_targets), num_shards=None),
+    "a weight that is unfrozen": Case(_TWO, replace(_CLASSES, optimizer=_Thawing)),
+    "a weight that is unfrozen between outer steps": Case(
+        _outer(2, method="local_sgd"), replace(_CLASSES, optimizer=_Thawing)
+    ),
     "outer steps by Nesterov's method": Case(
         _NESTEROV, _CLASSES, _NESTEROV, partial(SGD, lr=0.3 * 0.7, momentum=0.9, nesterov=True)
     ),

@@ -85,7 +85,8 @@ class OuterSteps(Engine):
         is_local_sgd = spec.method == "local_sgd"
         self._outer_lr = 1.0 if is_local_sgd else spec.outer_lr
         self._outer_momentum = 0.0 if is_local_sgd else spec.outer_momentum
-        self._trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self._trained: dict[str, Tensor] = {}
+        """The parameters that are trained, or were in a step before."""
         self._agreed: dict[str, Tensor] = {}
         """The weights and floating-point buffers after the last outer step, in `_wide` precision."""
         self._momentum: dict[str, Tensor] = {}
@@ -112,8 +113,10 @@ class OuterSteps(Engine):
         """
         if self._holds_consensus:
             raise JobError("run.step has no effect inside run.consensus, which restores the weights; call it outside.")
-        if not self._agreed:  # weights may have been loaded since they were prepared
-            self._agreed = {name: _wide(one, copy=True) for name, one in self._averaged().items()}
+        # Not earlier: weights may have been loaded since they were prepared, or unfrozen.
+        self._trained |= {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        new = {name: one for name, one in self._averaged().items() if name not in self._agreed}
+        self._agreed |= {name: _wide(one, copy=True) for name, one in new.items()}
         self._num_steps += 1
         self._mean = None
         begin = mark(self.layout.device)
@@ -277,6 +280,7 @@ class OuterSteps(Engine):
             self._agreed, self._momentum = (
                 {name: one.to(self.layout.device) for name, one in state[key].items()} for key in ("agreed", "momentum")
             )
+            self._trained = {name: p for name, p in self.module.named_parameters() if name in self._agreed}
         mine = own.get("means", {}).get("tensors", {})
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             if name in mine:
