@@ -17,9 +17,9 @@ PCIe, from the constants with which NCCL plans its own rings (NVIDIA/nccl, src/g
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from paceline.spec import Device, Link, Peripheral
+from paceline.spec import Device, Link
 
 HOST_BRIDGE_SHARE = 5 / 6
 """Share of the PCIe bandwidth that passes a host bridge: 1 / INTEL_P2P_OVERHEAD."""
@@ -65,20 +65,19 @@ def link_bytes_per_s(label: str, gpu_names: Sequence[str] = ()) -> float | None:
 
 
 def links_of_pairs(
-    devices: Sequence[Device], peripherals: Sequence[Peripheral], label_of: Callable[[str, str], str]
+    devices: Sequence[Device], nics: Iterable[str], label_of: Callable[[str, str], str]
 ) -> tuple[Link, ...]:
     """A link from each device to the devices after it and to every card.
 
     Args:
-        label_of: the label of the link between two ends, which are `Device.label` and `Peripheral.label`; empty where
+        label_of: the label of the link between two ends, which are `Device.label` and labels of `nics`; empty where
             nobody knows it, and then there is no link.
     """
     names = {device.label: device.name for device in devices}
     links = []
     for position, device in enumerate(devices):
-        others: list[Device | Peripheral] = [*devices[position + 1 :], *peripherals]
-        for other in others:
-            ends = (device.label, other.label)
+        for other in (*(later.label for later in devices[position + 1 :]), *nics):
+            ends = (device.label, other)
             if label := label_of(*ends):
                 links.append(Link(ends, label, link_bytes_per_s(label, [names[end] for end in ends if end in names])))
     return tuple(links)

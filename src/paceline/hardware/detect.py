@@ -67,8 +67,8 @@ def with_gpus(node: Node, gpus: Gpus, matrix_text: str) -> Node:
     return dataclasses.replace(
         node,
         devices=devices,
-        peripherals=drawn.peripherals,
-        links=links_of_pairs(devices, drawn.peripherals, label_of),
+        nics=drawn.nics,
+        links=links_of_pairs(devices, drawn.nics, label_of),
         notes=(*notes, *drawn.notes),
     )
 

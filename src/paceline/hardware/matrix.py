@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.errors import ClusterError, file_problems, shown
 from paceline.hardware.datasheet import links_of_pairs
-from paceline.spec import Cluster, Device, Node, Peripheral
+from paceline.spec import Cluster, Device, Node
 from paceline.words import number_of
 
 PCIE_LABELS = ("SYS", "NODE", "PHB", "PXB", "PIX")
@@ -94,14 +94,14 @@ def parse_matrix(text: str) -> Node:
         for index, words in sorted((int(name[3:]), words) for name, words in rows if _GPU.fullmatch(name))
     ]
     cards = [column for column in columns if not _GPU.fullmatch(column)]
-    nics = [Peripheral(f"NIC{number}", legend.get(card, card)) for number, card in enumerate(cards)]
+    nics = {f"NIC{number}": legend.get(card, card) for number, card in enumerate(cards)}
     # Old drivers call a card by its name, not NIC0.
-    column_of = {nic.label: card for nic, card in zip(nics, cards, strict=True)}
+    column_of = dict(zip(nics, cards, strict=True))
     links = links_of_pairs(devices, nics, lambda one, other: cells[one, column_of.get(other, other)])
     unknown = dict.fromkeys(link.label for link in links if not _KNOWN_LABEL.fullmatch(link.label))
     notes = tuple(f"{label} is not a label of a link that is known; such links are ranked last." for label in unknown)
     num_cores = len({core for device in devices for core in device.cpus})
-    return Node("", num_cores, 0, "", tuple(devices), tuple(nics), links, notes)
+    return Node("", num_cores, 0, "", tuple(devices), nics, links, notes)
 
 
 def _is_header(line: str) -> bool:

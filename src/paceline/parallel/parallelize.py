@@ -22,7 +22,7 @@ from paceline.parallel.outer_steps import OuterSteps
 from paceline.parallel.running_sum import RunningSum
 from paceline.spec import Job, Plan
 from paceline.spec.algorithm import automatic_algorithm
-from paceline.spec.mesh import check_mesh
+from paceline.spec.plan import check_mesh
 
 
 def parallelize(

@@ -25,7 +25,7 @@ from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.step_input import Assignment
 from paceline.parallel.tensor_plan import TensorPlan, apply_tensor_plan, described, tensor_plan_of
 from paceline.spec import Job, Mesh, Plan
-from paceline.spec.mesh import AXES
+from paceline.spec.plan import AXES
 
 if TYPE_CHECKING:
     from paceline.parallel.stages import Pipeline

@@ -22,10 +22,21 @@ import numpy as np
 
 from paceline.errors import JobError
 from paceline.spec import AlgorithmName
-from paceline.spec.algorithm import MIN_CHUNK_BYTES, NUM_CHUNKS, AlphaBeta
+from paceline.spec.algorithm import MIN_CHUNK_BYTES, NUM_CHUNKS
 
 Workers = Sequence[int]
 """The number of workers on each node."""
+
+
+@dataclass(frozen=True)
+class AlphaBeta:
+    """The alpha-beta model (Hockney 1994) of a link or a sum: n bytes take alpha_s + n * beta_s_per_byte one way."""
+
+    alpha_s: float
+    beta_s_per_byte: float
+
+    def seconds(self, num_bytes: float) -> float:
+        return self.alpha_s + num_bytes * self.beta_s_per_byte
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,15 @@ from typing import NamedTuple
 from paceline.partition import even_cut
 from paceline.spec import Cluster, Job, Mesh, StepRow
 from paceline.spec.algorithm import MIN_BLOCK_BYTES
-from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers, ModelCost
+from paceline.spec.model_cost import Activations, LayerCost, Layers, ModelCost
 
 USABLE_FRACTION = 0.92
 """The usable fraction of a device's memory; the rest is used by the driver and the communication library, or lost to
 fragmentation."""
 _REPLICATED_FRACTION = 10 / 34
 """The fraction of a transformer layer's activations that tensor groups do not divide (Korthikanti et al. 2022)."""
+_ONE_COPY = ("adagrad", "rprop", "rmsprop", "asgd")
+"""Optimizers that keep one value per parameter, not two."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,36 @@ class StateBytes:
         return self.parameter + self.gradient + self.optimizer
 
 
+@dataclass(frozen=True)
+class DeviceMemory:
+    """The memory of one device, in bytes."""
+
+    parameter_bytes: float
+    gradient_bytes: float
+    optimizer_bytes: float
+    activation_bytes: float
+    """Activations at the peak, less the gradients that backward has not made by then."""
+    moving_bytes: float = 0
+    """Parameters and gradients at the peak that are gathered, in messages, or copied to be summed."""
+    stages: tuple[Layers, ...] = ()
+    """The stages of the pipeline, every pp-th of which is on one device; empty: not known."""
+
+    @property
+    def state_bytes(self) -> float:
+        """Bytes that stay in memory between steps."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    @property
+    def total_bytes(self) -> float:
+        return self.state_bytes + self.activation_bytes + self.moving_bytes
+
+
 def state_bytes(job: Job) -> StateBytes:
     """What the job's optimizer keeps. 16-bit precisions compute in 16 bits; parameters stay float32."""
     width = 8.0 if job.precision == "float64" else 4.0
-    return StateBytes(width, width, width * job.optim.state_copies, job.parity == "bitwise")
+    name = job.optim.name.lower()
+    copies = int(job.optim.momentum > 0) if name == "sgd" else 1 if name in _ONE_COPY else 2
+    return StateBytes(width, width, width * copies, job.parity == "bitwise")
 
 
 def measured_activations(rows: Sequence[StepRow], num_parameters: int, state: StateBytes) -> Activations | None:

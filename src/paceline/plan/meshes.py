@@ -18,6 +18,7 @@ from paceline.plan.collectives import Cost, Network, all_reduce, ring, tree_exac
 from paceline.plan.inputs import ForecastRequest, PlanInputs, plan_inputs
 from paceline.plan.memory import (
     USABLE_FRACTION,
+    DeviceMemory,
     fits,
     job_memory,
     state_bytes,
@@ -26,8 +27,8 @@ from paceline.plan.memory import (
 from paceline.plan.step_model import network_at
 from paceline.spec import Cluster, Job, Mesh
 from paceline.spec.algorithm import BUCKET_BYTES, MIN_BLOCK_BYTES
-from paceline.spec.mesh import check_mesh
-from paceline.spec.model_cost import DeviceMemory, LayerCost, Layers, ModelCost
+from paceline.spec.model_cost import LayerCost, Layers, ModelCost
+from paceline.spec.plan import check_mesh
 from paceline.words import duration, number_of, size
 
 _CLOSE = 1.03

@@ -28,7 +28,7 @@ from itertools import combinations, permutations
 from paceline.errors import ClusterError
 from paceline.spec import Mesh, Node
 from paceline.spec.cluster import DeviceChoice, DeviceRing, Link
-from paceline.spec.mesh import AXES
+from paceline.spec.plan import AXES
 from paceline.words import number_of
 
 _MOST_RINGS = 20_000
@@ -85,7 +85,7 @@ class _Graph:
     def of(cls, node: Node, allowed: Sequence[int] | None) -> _Graph:
         chosen = {device.index: device for device in node.devices if allowed is None or device.index in allowed}
         devices = [chosen[index] for index in sorted(chosen)]
-        nics = [peripheral.label for peripheral in node.peripherals]
+        nics = list(node.nics)
         by_ends = {frozenset(link.ends): link for link in node.links}
         links = [[by_ends.get(frozenset((one.label, other.label))) for other in devices] for one in devices]
         ways = [[by_ends.get(frozenset((device.label, nic))) for nic in nics] for device in devices]

@@ -8,8 +8,7 @@ from paceline.errors import JobError
 from paceline.plan.pick import mesh_order, pick
 from paceline.spec import AlgorithmName, Cluster, Job, Mesh, Node, Plan
 from paceline.spec.cluster import DeviceKind
-from paceline.spec.mesh import check_mesh
-from paceline.spec.plan import NodePlacement
+from paceline.spec.plan import NodePlacement, check_mesh
 
 
 def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = None, mesh: Mesh | None = None) -> Plan:

@@ -21,9 +21,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.plan.collectives import Network, cost_of
+from paceline.plan.collectives import AlphaBeta, Network, cost_of
 from paceline.spec import StepRow
-from paceline.spec.algorithm import AlphaBeta
 
 Array = NDArray[np.float64]
 Constants = Mapping[str, Any]

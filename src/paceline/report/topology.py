@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import combinations
+from operator import itemgetter
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,7 +13,7 @@ from rich.text import Text
 
 from paceline.report.formats import NOTHING, duration, times
 from paceline.report.tables import Grid, grid_of, table
-from paceline.spec import Device, Link, Node, Peripheral
+from paceline.spec import Link, Node
 from paceline.spec.cluster import DeviceChoice, DeviceRing
 from paceline.words import listing, number_of, size
 
@@ -129,7 +130,7 @@ def title(node: Node) -> str:
     """ "gpu-7: 8 x NVIDIA H100 80GB HBM3, 8 NICs, 2 NUMA nodes"."""
     kinds = Counter(device.name or ("GPU" if device.kind == "cuda" else "CPU core") for device in node.devices)
     words = [f"{count} x {name}" for name, count in kinds.items()] or ["no device"]
-    if num_nics := len(node.peripherals):
+    if num_nics := len(node.nics):
         words.append(number_of(num_nics, "NIC"))
     num_numa_nodes = len({device.numa_node for device in node.devices} - {None})
     if num_numa_nodes > 1:
@@ -138,24 +139,28 @@ def title(node: Node) -> str:
 
 
 def _parts_table(node: Node) -> Grid:
-    """What is known of devices and peripherals beyond their links."""
-    columns: list[tuple[str, Callable[[Device | Peripheral], str]]] = [
-        ("", lambda part: part.label),
-        ("name", lambda part: "" if part.name == part.label else part.name),
-        ("memory", lambda part: size(part.memory_bytes) if isinstance(part, Device) and part.memory_bytes else ""),
-        ("NUMA", lambda part: "" if isinstance(part, Peripheral) or part.numa_node is None else str(part.numa_node)),
-        ("PCI", lambda part: part.pci_bus_id if isinstance(part, Device) else ""),
-        ("busy", lambda part: part.busy if isinstance(part, Device) else ""),
+    """What is known of devices and network cards beyond their links."""
+    headings = ("", "name", "memory", "NUMA", "PCI", "busy")
+    rows = [
+        (
+            device.label,
+            "" if device.name == device.label else device.name,
+            size(device.memory_bytes) if device.memory_bytes else "",
+            "" if device.numa_node is None else str(device.numa_node),
+            device.pci_bus_id,
+            device.busy,
+        )
+        for device in (() if node.device_kind == "cpu" else node.devices)
     ]
-    devices = () if node.device_kind == "cpu" else node.devices
-    parts: list[Device | Peripheral] = [*devices, *node.peripherals]
-    return grid_of(columns, parts, left=[heading for heading, _ in columns])
+    rows += [(label, "" if name == label else name, "", "", "", "") for label, name in node.nics.items()]
+    columns = [(heading, itemgetter(place)) for place, heading in enumerate(headings)]
+    return grid_of(columns, rows, left=headings)
 
 
 def _matrices(node: Node, width: int, ring: Sequence[int]) -> list[RenderableType]:
     """The matrix, in as many tables as it takes columns to fit into the width."""
     rows = [device.label for device in node.devices]
-    columns = [*rows, *(part.label for part in node.peripherals)]
+    columns = [*rows, *(node.nics)]
     hops = {frozenset((f"GPU{ring[place - 1]}", f"GPU{end}")) for place, end in enumerate(ring)}
 
     def cell(row: str, column: str) -> Text:

@@ -8,13 +8,13 @@ reader's preference for light or dark.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from paceline.report.page import render
 from paceline.report.topology import device_words, label_class, legend, link_text, num_nvlinks, ring_words, title
-from paceline.spec import Device, Link, Node, Peripheral
+from paceline.spec import Device, Link, Node
 
 Point = tuple[float, float]
 
@@ -45,7 +45,7 @@ def draw_topology(node: Node, ring: Sequence[int]) -> str:
     gpus = {device.index: device for device in node.devices if device.kind == "cuda"}
     devices = [gpus[index] for index in ring if index in gpus]
     devices += [device for index, device in gpus.items() if index not in ring]
-    nics = list(node.peripherals) if devices else []
+    nics = node.nics if devices else {}
     heading = [title(node)]
     if ring:
         heading.append(f"Best ring: {ring_words(ring)}" if len(ring) > 2 else f"Best choice: {device_words(ring)}")
@@ -76,7 +76,7 @@ def draw_topology(node: Node, ring: Sequence[int]) -> str:
     )
 
 
-def _places(node: Node, devices: Sequence[Device], nics: Sequence[Peripheral]) -> dict[str, Point]:
+def _places(node: Node, devices: Sequence[Device], nics: Iterable[str]) -> dict[str, Point]:
     """Where things stand, seen from the middle of the circle: devices from the top, two of them level; each card at the
     rim, near the devices next to it."""
     count, radius = len(devices), _radius(len(devices))
@@ -88,11 +88,11 @@ def _places(node: Node, devices: Sequence[Device], nics: Sequence[Peripheral]) -
     for nic in nics:
         near = [places[link.ends[0]] for link in _nearest(node, nic) if link.ends[0] in places]
         x, y = (sum(place[axis] for place in near) for axis in (0, 1))
-        wanted.append((math.atan2(x, -y) % (2 * math.pi), nic.label))
-    rim, shift = max(radius + 105, _radius(len(nics))), min(wanted, default=(0.0, ""))[0]
+        wanted.append((math.atan2(x, -y) % (2 * math.pi), nic))
+    rim, shift = max(radius + 105, _radius(len(wanted))), min(wanted, default=(0.0, ""))[0]
     # At equal distances in the order of where they should be, the first one there.
     return places | {
-        label: _on_circle(rim, shift + 2 * math.pi * number / len(nics))
+        label: _on_circle(rim, shift + 2 * math.pi * number / len(wanted))
         for number, (_, label) in enumerate(sorted(wanted))
     }
 
@@ -106,9 +106,9 @@ def _on_circle(radius: float, angle: float) -> Point:
     return radius * math.sin(angle), -radius * math.cos(angle)
 
 
-def _nearest(node: Node, nic: Peripheral) -> list[Link]:
+def _nearest(node: Node, nic: str) -> list[Link]:
     """The shortest ways from a card to devices, if they are shorter than across the sockets."""
-    links = [link for link in node.links if link.ends[1] == nic.label and link.label in _NEAR]
+    links = [link for link in node.links if link.ends[1] == nic and link.label in _NEAR]
     best = min((_NEAR.index(link.label) for link in links), default=0)
     return [link for link in links if link.label == _NEAR[best]]
 
@@ -121,7 +121,7 @@ def _switch_link(node: Node, devices: Sequence[Device]) -> Link | None:
     return links[0] if is_switched else None
 
 
-def _card_strokes(node: Node, nics: Sequence[Peripheral], places: Mapping[str, Point]) -> list[_Stroke]:
+def _card_strokes(node: Node, nics: Iterable[str], places: Mapping[str, Point]) -> list[_Stroke]:
     ways = [link for nic in nics for link in _nearest(node, nic) if link.label != "NODE" and link.ends[0] in places]
     return [
         _Stroke(f"link {label_class(link.label)}", places[link.ends[0]], places[link.ends[1]], 1.5) for link in ways

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from paceline.spec.algorithm import AlgorithmName
-from paceline.spec.cluster import Cluster, Device, Link, Node, Peripheral
+from paceline.spec.cluster import Cluster, Device, Link, Node, StepRow
 from paceline.spec.job import DataSpec, Job
-from paceline.spec.mesh import Mesh, parse_mesh
-from paceline.spec.plan import PipelineSpec, Plan
+from paceline.spec.plan import Mesh, PipelineSpec, Plan, parse_mesh
 from paceline.spec.record import RunRecord
-from paceline.spec.step_row import StepRow
 
 __all__ = [
     "AlgorithmName",
@@ -19,7 +17,6 @@ __all__ = [
     "Link",
     "Mesh",
     "Node",
-    "Peripheral",
     "PipelineSpec",
     "Plan",
     "RunRecord",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 AlgorithmName = Literal[
@@ -31,17 +30,6 @@ MIN_CHUNK_BYTES = 256 << 10
 """A vector is cut into chunks where nodes are one of two levels; below this a chunk costs more than it hides."""
 NUM_CHUNKS = 16
 """How many chunks fill the pipeline of the two levels; fewer where they would be too small."""
-
-
-@dataclass(frozen=True)
-class AlphaBeta:
-    """The alpha-beta model (Hockney 1994) of a link or a sum: n bytes take alpha_s + n * beta_s_per_byte one way."""
-
-    alpha_s: float
-    beta_s_per_byte: float
-
-    def seconds(self, num_bytes: float) -> float:
-        return self.alpha_s + num_bytes * self.beta_s_per_byte
 
 
 def automatic_algorithm(workers_per_node: Sequence[int], *, is_gloo: bool, wire: str = "float32") -> AlgorithmName:

@@ -1,13 +1,14 @@
-"""`Cluster`: the nodes, devices and wires a job can run on, and what was measured on them."""
+"""`Cluster`: the nodes, devices and wires a job can run on, and what was measured on them, as rows of `StepRow`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar, Literal
 
 from paceline.errors import ClusterError, PacelineError
+from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.codec import JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from paceline.spec.step_row import StepRow
 
 DeviceKind = Literal["cpu", "cuda"]
 
@@ -37,16 +38,6 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Peripheral:
-    """A network card."""
-
-    label: str
-    """Its name in `Link.ends`: "NIC0"."""
-    name: str
-    """The system's name: "mlx5_0", "eth0"."""
-
-
-@dataclass(frozen=True)
 class Link:
     """The path between two parts of one node, the same in both directions."""
 
@@ -56,7 +47,6 @@ class Link:
     """The label as in `nvidia-smi topo -m`: NV1 … NV18, PIX, PXB, PHB, NODE, SYS."""
     bytes_per_s: NonNegativeFloat | None = None
     """Bandwidth in one direction; None if neither a datasheet nor a measurement gives it."""
-    latency_s: NonNegativeFloat | None = None
     source: Literal["datasheet", "measured"] = "datasheet"
 
 
@@ -69,7 +59,8 @@ class Node:
     memory_bytes: NonNegativeInt
     cpu_name: str
     devices: tuple[Device, ...] = ()
-    peripherals: tuple[Peripheral, ...] = ()
+    nics: dict[str, str] = field(default_factory=dict)
+    """Network cards: the label of each in `Link.ends`, "NIC0", and the system's name, "mlx5_0" or "eth0"."""
     links: tuple[Link, ...] = ()
     notes: tuple[str, ...] = ()
     """What was left out or could not be read, one sentence each."""
@@ -88,6 +79,65 @@ class Node:
         """The node with so many CPU workers, which may outnumber its cores and share its memory."""
         devices = tuple(Device("cpu", i, self.cpu_name, self.memory_bytes // count) for i in range(count))
         return replace(self, devices=devices)
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """One step. The rows that `probe` writes, rows of a file, and the steps that a forecast is asked for are alike."""
+
+    workers_per_node: tuple[PositiveInt, ...]
+    micro_batch_size: PositiveInt
+    """Samples of one pass of one worker."""
+    num_passes: PositiveInt = 1
+    """Passes of a worker in a step, which accumulate gradients and then sum them once."""
+    algorithm: AlgorithmName = "all_reduce"
+    gradient_bytes: PositiveFloat | None = None
+    """Bytes of gradients that a worker sums in a step; None: as in the other rows."""
+    link_bytes_per_s: PositiveFloat | None = None
+    """A datasheet's rate of a node's link to the others, which is a bound; None: as in the other rows."""
+    sync_every: PositiveInt = 1
+    """Steps between two sums."""
+    step_time_s: PositiveFloat | None = None
+    """None: it was not measured."""
+    sync_time_s: NonNegativeFloat | None = None
+    """How long a worker waited for gradients; None: not measured."""
+    loading_s: NonNegativeFloat | None = None
+    """How long a worker waited for its samples; None: not measured."""
+    spread: NonNegativeFloat = 0.0
+    """Standard deviation of the logarithm of the step's time; 0: not known."""
+    peak_memory_bytes: NonNegativeInt | None = None
+    """The most that tensors of one worker held of its GPU; None: not measured."""
+
+    def unmeasured(self) -> StepRow:
+        """The same step without what was measured of it."""
+        return replace(self, step_time_s=None, sync_time_s=None, loading_s=None, spread=0.0, peak_memory_bytes=None)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.workers_per_node)
+
+    @cached_property
+    def num_workers(self) -> int:
+        return sum(self.workers_per_node)
+
+    @cached_property
+    def most_on_node(self) -> int:
+        return max(self.workers_per_node)
+
+    @property
+    def samples_per_worker(self) -> int:
+        """Samples that one worker computes in a step."""
+        return self.micro_batch_size * self.num_passes
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.samples_per_worker * self.num_workers
+
+    @property
+    def layout_name(self) -> str:
+        """ "16 x 4" for 16 equal nodes of 4, else "2+4"."""
+        counts = set(self.workers_per_node)
+        return f"{self.num_nodes} x {counts.pop()}" if len(counts) == 1 else "+".join(map(str, self.workers_per_node))
 
 
 @dataclass(frozen=True)

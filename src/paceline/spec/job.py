@@ -9,10 +9,9 @@ import operator
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from paceline.errors import JobError, file_problems, shortened, shown
+from paceline.errors import JobError, shortened, shown
 from paceline.spec.algorithm import WireName
 from paceline.spec.codec import (
     Bounds,
@@ -24,7 +23,6 @@ from paceline.spec.codec import (
     UnitInterval,
     check_values,
 )
-from paceline.spec.optim import DecayRate, OptimSpec
 
 Precision = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Mode = Literal["auto", "min", "max"]
@@ -41,6 +39,7 @@ MOST_WORKERS = 2**20
 """The most workers that one run may have."""
 SampleCount = Annotated[int, Bounds(low=1, high=MOST_SAMPLES)]
 WorkerCount = Annotated[int, Bounds(low=1, high=MOST_WORKERS)]
+DecayRate = Annotated[float, Bounds(low=0, below=1)]
 
 
 @dataclass(frozen=True)
@@ -76,6 +75,68 @@ class DataSpec:
     """The number of test samples to use, from the first; None: all."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments for the data set's builder."""
+
+
+@dataclass(frozen=True)
+class SchedulerSpec:
+    """A learning-rate scheduler of torch, of transformers or of the user, beside the schedule in samples."""
+
+    name: str | None = None
+    """An import path, such as "torch.optim.lr_scheduler:OneCycleLR", called with the optimizer and `options`."""
+    every: Literal["step", "epoch"] = "step"
+    """After what it moves."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Its keyword arguments; `total_steps` or `num_training_steps`, where it has it, is the run's number of them."""
+
+
+@dataclass(frozen=True)
+class OptimSpec:
+    """Optimizer, learning-rate schedule, and the rule that scales the rate with the global batch."""
+
+    name: str = "sgd"
+    """A class of torch.optim, such as "sgd", "adamw" or "rmsprop", or an import path "package.module:Optimizer"."""
+    lr: PositiveFloat = 0.1
+    """The learning rate, for `base_batch_size` samples a step."""
+    momentum: UnitInterval = 0.9
+    """Momentum of "sgd"."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Weight decay, as the optimizer defines it."""
+    decay_norms_and_biases: bool = True
+    """Whether parameters of fewer than two dimensions, which are those of norm layers and biases, decay too."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further keyword arguments for the optimizer, such as { nesterov = true } or { betas = [0.9, 0.95] }."""
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Other options for some parameters, by a pattern of their names: "head.*" = { lr = 0.01 }; the first counts."""
+    scheduler: SchedulerSpec = field(default_factory=SchedulerSpec)
+    """A scheduler that sets the rate by itself; needs schedule = "constant" and no warm-up."""
+    schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
+    """How the learning rate changes after the warm-up, counted in samples: not at all, along a cosine or a line to 0,
+    in steps."""
+    step_epochs: tuple[PositiveFloat, ...] = ()
+    """Epochs at which the step schedule multiplies the rate by `step_factor`, in any order."""
+    step_factor: PositiveFloat = 0.1
+    """What each step of the step schedule multiplies the rate by."""
+    warmup_epochs: NonNegativeFloat = 0.0
+    """Epochs in which the rate rises linearly to its full value."""
+    base_batch_size: PositiveInt | None = None
+    """The global batch size for which `lr` was chosen; None: this job's own."""
+    lr_scaling: Literal["linear", "sqrt", "none"] = "linear"
+    """How the rate follows a global batch other than `base_batch_size`: in proportion, by the square root, or not."""
+    label_smoothing: UnitInterval = 0.0
+    """The share of a target that is spread evenly over all classes."""
+    clip_norm: PositiveFloat | None = None
+    """The largest norm of the whole gradient; None: not clipped."""
+
+    def __post_init__(self) -> None:
+        if self.scheduler.name is not None and (
+            self.schedule != "constant" or self.warmup_epochs or self.base_batch_size
+        ):
+            raise JobError(
+                "optim.scheduler sets the learning rate by itself; leave out optim.schedule, optim.warmup_epochs and "
+                "optim.base_batch_size."
+            )
+        if self.schedule == "step" and not self.step_epochs:
+            raise JobError("optim.schedule = 'step' needs optim.step_epochs, such as [15, 25].")
 
 
 @dataclass(frozen=True)
@@ -365,20 +426,3 @@ def parse_setting(setting: str) -> tuple[list[str], Any]:
     except ValueError:
         value = text.strip()
     return key.strip().split("."), value
-
-
-def load_job(source: str | Path) -> Job:
-    """The job in a TOML file. Raises `JobError` for a file that is missing, no TOML, or no job."""
-    path = Path(source)
-    with file_problems(f"The job file '{shortened(str(path))}' cannot be read", JobError):
-        content = path.read_bytes()
-    try:
-        mapping = tomllib.loads(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as problem:
-        raise JobError(f"The job file '{path}' is not valid TOML: {problem}.") from None
-    if not mapping:  # rather a mistake than a wish for all of the defaults
-        raise JobError(f"The job file '{path}' has no keys; give it some of those that `paceline list keys` shows.")
-    try:
-        return Job.from_mapping({"name": path.stem, **mapping})
-    except JobError as problem:
-        raise JobError(f"{path}: {problem}") from None

@@ -1,4 +1,4 @@
-"""`LayerCost`, `ModelCost`, `DeviceMemory`: time and memory of training a model, per layer and per device."""
+"""`LayerCost`, `ModelCost`: time and memory of training a model, per layer and sample."""
 
 from __future__ import annotations
 
@@ -64,27 +64,3 @@ class ModelCost:
     """The layers of the model; empty: unknown."""
     flops_per_sample: float = 0.0
     """Floating-point operations of a forward and backward pass."""
-
-
-@dataclass(frozen=True)
-class DeviceMemory:
-    """The memory of one device, in bytes."""
-
-    parameter_bytes: float
-    gradient_bytes: float
-    optimizer_bytes: float
-    activation_bytes: float
-    """Activations at the peak, less the gradients that backward has not made by then."""
-    moving_bytes: float = 0
-    """Parameters and gradients at the peak that are gathered, in messages, or copied to be summed."""
-    stages: tuple[Layers, ...] = ()
-    """The stages of the pipeline, every pp-th of which is on one device; empty: not known."""
-
-    @property
-    def state_bytes(self) -> float:
-        """Bytes that stay in memory between steps."""
-        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
-
-    @property
-    def total_bytes(self) -> float:
-        return self.state_bytes + self.activation_bytes + self.moving_bytes

@@ -1,18 +1,88 @@
-"""`Plan`: how one job is spread over devices."""
+"""`Plan`: how one job is spread over devices; `Mesh`: the degree of every axis of parallelism, and its name."""
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
+from paceline.errors import JobError, did_you_mean, shortened
 from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.cluster import DeviceKind
 from paceline.spec.codec import Bounds, JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from paceline.spec.job import WorkerCount
-from paceline.spec.mesh import Mesh, ScheduleName
+from paceline.spec.job import Job, WorkerCount
 
 PLAN_FILE, LIMIT_FILE = "plan.json", "limit.json"
 """The plan, and when the run ends, in a run folder."""
+
+
+AxisName = Literal["pp", "dp", "fsdp", "tp"]
+AXES: tuple[AxisName, ...] = ("pp", "dp", "fsdp", "tp")
+"""The order in which ranks are laid out: neighbours in the last axis are neighbours in rank, so the axis that sends
+most gets the fastest links (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", section 3.2)."""
+
+STRATEGIES = ("dp", "fsdp", "zero1", "zero2", "hsdp", "pp", "tp", "dp_one_process")
+"""The strategies with a name; others are meshes such as "dp2 x pp2"."""
+_TERM = re.compile(rf"({'|'.join(AXES)}|zero[123]):?([0-9]{{0,7}})")
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The degree of every axis; their product is the world size."""
+
+    dp: PositiveInt = 1
+    """Groups that each hold everything below once: they share the batch and sum their gradients."""
+    fsdp: PositiveInt = 1
+    """Workers that share the batch and each hold a shard of every parameter, gradient and optimizer state."""
+    tp: PositiveInt = 1
+    """Workers that each compute a slice of every layer."""
+    pp: PositiveInt = 1
+    """Pipeline stages, which each hold some layers and send activations to the next stage."""
+    zero_stage: Annotated[int, Bounds(low=1, high=3)] = 3
+    """What the fsdp axis shards: 1: optimizer state; 2: gradients too; 3: parameters too."""
+
+    @property
+    def num_workers(self) -> int:
+        return math.prod(map(self.degree, AXES))
+
+    @property
+    def num_assignments(self) -> int:
+        """How many ways the global batch is shared."""
+        return self.dp * self.fsdp
+
+    def degree(self, axis: AxisName) -> int:
+        degree: int = getattr(self, axis)
+        return degree
+
+    def place(self, rank: int) -> dict[AxisName, int]:
+        """The coordinates of a rank on all axes."""
+        found: dict[AxisName, int] = {}
+        for axis in reversed(AXES):
+            rank, found[axis] = divmod(rank, self.degree(axis))
+        return found
+
+    def share(self, rank: int) -> int:
+        """The index of a rank's assignment of virtual shards."""
+        place = self.place(rank)
+        return place["dp"] * self.fsdp + place["fsdp"]
+
+    def leads_assignment(self, rank: int) -> bool:
+        """Whether a rank is the first of the ranks with the same samples."""
+        place = self.place(rank)
+        return place["pp"] == place["tp"] == 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every worker holds a whole replica."""
+        return self.num_workers == self.dp
+
+    def __str__(self) -> str:
+        data = "fsdp" if self.zero_stage == 3 else f"zero{self.zero_stage}:"
+        named = (("dp", self.dp), (data, self.fsdp), ("tp", self.tp), ("pp", self.pp))
+        return " x ".join(f"{axis}{degree}" for axis, degree in named if degree > 1) or "one device"
 
 
 @dataclass(frozen=True)
@@ -93,3 +163,64 @@ class RunLimit(JsonValue):
     """The number of optimizer updates; None: it does not."""
     max_minutes: PositiveFloat | None = None
     """Minutes since the launch; None: it does not."""
+
+
+def parse_mesh(text: str, num_workers: int | None = None, num_nodes: int = 1) -> Mesh:
+    """The mesh of a strategy: "fsdp", "hsdp", "dp2 x pp2", "fsdp x tp2".
+
+    One axis may leave its degree out: it takes the workers that are left, where `num_workers` says how many there are.
+    "hsdp" replicates over the nodes and shards inside of each; on one node it makes two replicas.
+
+    Raises:
+        JobError: no such strategy, an axis named twice, or degrees that do not make up the world size.
+    """
+    words, named = text.strip().lower(), f"The strategy '{shortened(text)}'"
+    if words in ("auto", "dp_one_process"):
+        raise JobError(
+            f"{named} is for paceline train and paceline scale, which know the job before they start workers; name a "
+            "mesh here, such as 'fsdp' or 'dp2 x pp2'."
+        )
+    if words == "hsdp":
+        words = f"dp{max(num_nodes, 2)} x fsdp"
+    degrees: dict[str, int | None] = {}
+    zero_stage = 3
+    for word in re.split(r"\s*[x*,]\s*|\s+", words):
+        term = _TERM.fullmatch(word)
+        if term is None:
+            raise JobError(
+                f"There is no strategy '{shortened(text)}'; {did_you_mean(word, STRATEGIES)}it is one of "
+                f"{', '.join(STRATEGIES)}, auto, or axes with their degrees such as 'dp2 x pp2' or 'fsdp2 x tp2'."
+            )
+        axis, degree = term.groups()
+        if axis.startswith("zero"):
+            axis, zero_stage = "fsdp", int(axis[-1])
+        if axis in degrees or (not degree and None in degrees.values()):
+            raise JobError(f"{named} should name every axis once, and leave at most one degree out.")
+        degrees[axis] = int(degree) if degree else None
+    known = math.prod(degree for degree in degrees.values() if degree is not None)
+    num_workers = known if num_workers is None else num_workers
+    found = {axis: num_workers // max(known, 1) if degree is None else degree for axis, degree in degrees.items()}
+    if num_workers < 1 or math.prod(found.values()) != num_workers:
+        raise JobError(
+            f"{named} does not make {num_workers} workers; the degrees of its axes should multiply to {num_workers}."
+        )
+    return Mesh(zero_stage=zero_stage, **found)
+
+
+def check_mesh(job: Job, mesh: Mesh | None) -> None:
+    """Raises `JobError` for a job that only whole replicas can train, where the mesh has none."""
+    if mesh is None or mesh.is_plain:
+        return
+    method, is_bitwise = job.aggregation.method, job.parity == "bitwise"
+    for is_wrong, setting, remedy in (
+        (method != "every_step", f"aggregation.method = '{method}'", "aggregation.method = 'every_step'"),
+        (job.precision == "float16", "precision = 'float16'", "precision = 'bfloat16'"),
+        # Divided layers make their sums in another order.
+        (is_bitwise and mesh.tp > 1, "parity = 'bitwise'", "parity = 'numeric', or an axis fsdp or pp in place of tp"),
+        # Shards have the plain format, whose kernels may round differently.
+        (is_bitwise and job.channels_last, "channels_last with parity = 'bitwise'", "channels_last = false"),
+    ):
+        if is_wrong:
+            raise JobError(
+                f"{setting} needs the whole model on every worker, not {mesh}; use {remedy}, or the strategy dp."
+            )

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Any, ClassVar
 
 from paceline.spec.codec import DivergingFloat, JsonValue, NonNegativeFloat, NonNegativeInt
-from paceline.spec.job import Job, Mode
+from paceline.spec.job import Job
 from paceline.spec.plan import Plan
 
 RECORD_FILE = "record.json"
@@ -60,22 +58,6 @@ class EvaluationRecord:
     """Whether `eval_every_steps` or `eval_every_epochs` asked for it; else it was made because the run ended."""
 
 
-def smaller_is_better(metric: str, mode: Mode) -> bool:
-    """Whether the best value of a metric is its smallest."""
-    return mode == "min" or (mode == "auto" and any(word in metric for word in ("loss", "error", "perplexity")))
-
-
-def best_place(values: Sequence[float], metric: str, mode: Mode, min_change: float = 0.0) -> int | None:
-    """The place of the best of a metric's values, the first of equal ones; a later one must be better by more than
-    `min_change`. None if none is finite."""
-    sign = -1.0 if smaller_is_better(metric, mode) else 1.0
-    best: int | None = None
-    for place, value in enumerate(values):
-        if math.isfinite(value) and (best is None or sign * value > sign * values[best] + min_change):
-            best = place
-    return best
-
-
 @dataclass(frozen=True)
 class RunRecord(JsonValue):
     """What happened: `accuracy` and `loss` are the last evaluation's (None where nothing was evaluated)."""
@@ -119,11 +101,6 @@ class RunRecord(JsonValue):
     @property
     def world_size(self) -> int:
         return self.plan.world_size
-
-    def _repr_html_(self) -> str:
-        """The summary as a table, for notebooks."""
-        cells = [(name, f"{x:,.6g}" if isinstance(x, float) else escape(str(x))) for name, x in self.summary().items()]
-        return f"<table>{''.join(f'<tr><th>{name}</th><td>{cell}</td></tr>' for name, cell in cells)}</table>"
 
     def summary(self) -> dict[str, Any]:
         """The stable one-line result of `paceline train --json`; null for what diverged, since JSON has no NaN."""

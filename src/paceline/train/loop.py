@@ -18,7 +18,7 @@ from paceline.data import ArraySet, Loading, SampleRequest
 from paceline.errors import CheckpointError, ModelError, file_problems
 from paceline.regular_files import run_file_mode
 from paceline.spec import Job, Plan, RunRecord
-from paceline.spec.optim import OptimSpec
+from paceline.spec.job import OptimSpec
 from paceline.spec.record import RECORD_FILE
 from paceline.train.callbacks import Scheduling, Training
 from paceline.train.journal import Journal, RunOutput

@@ -6,7 +6,7 @@ from __future__ import annotations
 import fnmatch
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,12 +20,7 @@ from paceline.errors import JobError, ModelError, did_you_mean
 from paceline.import_path import checked_options, imported, takes
 from paceline.parallel import Engine
 from paceline.spec import Job, Mesh
-from paceline.spec.optim import OptimSpec, SchedulerSpec
-
-_OF_SGD = ("momentum", "nesterov")
-_OF_ADAM = ("betas", "eps")
-_OURS: Mapping[str, tuple[str, ...]] = {"SGD": _OF_SGD, "Adam": _OF_ADAM, "AdamW": _OF_ADAM}
-"""The keys of `OptimSpec` that an optimizer takes besides lr and weight_decay; `options` has the rest."""
+from paceline.spec.job import OptimSpec, SchedulerSpec
 
 _TOTALS = ("total_steps", "num_training_steps")
 """Names of the scheduler options for the number of steps of the whole run."""
@@ -50,7 +45,7 @@ def build_optimizer(optim: OptimSpec, model: nn.Module) -> Optimizer:
     """The optimizer of a job over all trainable parameters of `model`. Raises `JobError` where there is no such
     optimizer, or it has no such option, or a pattern fits no parameter."""
     kind = optimizer_class(optim.name)
-    given = {key: getattr(optim, key) for key in ("lr", *_OURS.get(getattr(kind, "__name__", ""), ()))}
+    given = {"lr": optim.lr} | ({"momentum": optim.momentum} if getattr(kind, "__name__", "") == "SGD" else {})
     if optim.weight_decay or takes(kind, "weight_decay"):
         given["weight_decay"] = optim.weight_decay
     given |= optim.options

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import JobError, did_you_mean, shortened, shown
+from paceline.errors import JobError, did_you_mean, file_problems, shortened, shown
 from paceline.spec import Job
-from paceline.spec.job import CallbackSpec, load_job
+from paceline.spec.job import CallbackSpec
 from paceline.spec.model_cost import ModelCost
 
 _FOLDER = Path(__file__).parents[1] / "recipes"
@@ -46,6 +47,23 @@ def resolve_job(
     if changed.data.name == "digits" or ":" in changed.data.name:
         raise JobError(f"The data set '{changed.data.name}' reads no folder; leave data = {shown(str(data))} out.")
     return changed.with_values(data={"dir": str(Path(data).resolve())})
+
+
+def load_job(source: str | Path) -> Job:
+    """The job in a TOML file. Raises `JobError` for a file that is missing, no TOML, or no job."""
+    path = Path(source)
+    with file_problems(f"The job file '{shortened(str(path))}' cannot be read", JobError):
+        content = path.read_bytes()
+    try:
+        mapping = tomllib.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as problem:
+        raise JobError(f"The job file '{path}' is not valid TOML: {problem}.") from None
+    if not mapping:  # rather a mistake than a wish for all of the defaults
+        raise JobError(f"The job file '{path}' has no keys; give it some of those that `paceline list keys` shows.")
+    try:
+        return Job.from_mapping({"name": path.stem, **mapping})
+    except JobError as problem:
+        raise JobError(f"{path}: {problem}") from None
 
 
 def _named(job: str) -> Job:

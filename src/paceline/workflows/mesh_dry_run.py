@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import JobError, ModelError
-from paceline.plan.memory import job_memory
+from paceline.plan.memory import DeviceMemory, job_memory
 from paceline.plan.meshes import num_gathers_and_scatters
 from paceline.spec import Job, Mesh, parse_mesh
 from paceline.spec.codec import JsonValue
-from paceline.spec.mesh import AxisName
-from paceline.spec.model_cost import DeviceMemory, Layers
+from paceline.spec.model_cost import Layers
+from paceline.spec.plan import AxisName
 from paceline.words import number_of, size
 from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import resolve_job, trace_model

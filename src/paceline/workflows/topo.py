@@ -92,7 +92,7 @@ def _chosen_node(cluster: Cluster, hostname: str | None) -> Node:
 def _ends_of(node: Node, pair: str) -> tuple[str, str]:
     """ "0,1" as ("GPU0", "GPU1"); a label or a name of a part, such as NIC1 or mlx5_0, is possible too."""
     gpus = [device for device in node.devices if device.kind == "cuda"]
-    labels = {part.name: part.label for part in node.peripherals} | {str(gpu.index): gpu.label for gpu in gpus}
+    labels = {name: label for label, name in node.nics.items()} | {str(gpu.index): gpu.label for gpu in gpus}
     labels |= {label: label for label in labels.values()}
     ends = [labels.get(word.strip(), "") for word in pair.split(",")]
     if len(ends) != 2 or "" in ends or ends[0] == ends[1]:

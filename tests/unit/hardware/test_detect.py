@@ -142,7 +142,7 @@ def test_the_matrix_goes_before_the_driver_and_adds_cards_and_cores() -> None:
     }
     node = node_with(FakeNvml(3, answers(**places)), MATRIX)
     assert labels(node)["GPU0", "GPU1"] == "NV18" and labels(node)["GPU0", "NIC0"] == "PXB"
-    assert [(card.label, card.name) for card in node.peripherals] == [("NIC0", "mlx5_10")]
+    assert node.nics == {"NIC0": "mlx5_10"}
     assert [device.numa_node for device in node.devices] == [0, 0, 65]  # what the driver tells goes first
     assert [device.cpus for device in node.devices] == [tuple(range(8)), tuple(range(8)), (8, 9, 10, 11)]
     assert node.links[0].bytes_per_s == 18 * 25e9
@@ -153,7 +153,7 @@ def test_the_matrix_goes_before_the_driver_and_adds_cards_and_cores() -> None:
 
 def test_nothing_known_of_a_pair_is_no_link() -> None:
     node = node_with(FakeNvml(3, answers()))
-    assert (len(node.devices), node.links, node.peripherals, node.notes) == (3, (), (), ())
+    assert (len(node.devices), node.links, node.nics, node.notes) == (3, (), {}, ())
 
 
 def test_an_invalid_matrix_is_a_note() -> None:
@@ -170,7 +170,7 @@ def test_a_recorded_machine_as_if_it_were_this_one(bin_dir: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     (node,) = detect().nodes
     assert labels(node) == labels(recorded)
-    assert node.peripherals == recorded.peripherals
+    assert node.nics == recorded.nics
     assert [device.cpus for device in node.devices] == [device.cpus for device in recorded.devices]
 
 

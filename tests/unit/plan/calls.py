@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from paceline.plan.collectives import COSTS, Network, cost_of, wire_bytes
-from paceline.plan.memory import StateBytes, device_memory, fits
+from paceline.plan.collectives import COSTS, AlphaBeta, Network, cost_of, wire_bytes
+from paceline.plan.memory import DeviceMemory, StateBytes, device_memory, fits
 from paceline.plan.meshes import MeshCandidate, Workload, search
 from paceline.spec import AlgorithmName, Job, Mesh
-from paceline.spec.algorithm import AlphaBeta
-from paceline.spec.model_cost import Activations, DeviceMemory, LayerCost, Layers, ModelCost
+from paceline.spec.model_cost import Activations, LayerCost, Layers, ModelCost
 
 ALGORITHMS = tuple(sorted(COSTS))
 

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.plan.memory import DeviceMemory
 from paceline.spec import Job, Mesh
-from paceline.spec.model_cost import DeviceMemory, LayerCost
+from paceline.spec.model_cost import LayerCost
 from tests.unit.plan.calls import has_room, memory
 from tests.unit.plan.clusters import GIB, forecast_of, gpu_cluster
 

@@ -15,7 +15,7 @@ import pytest
 
 import paceline
 from paceline.errors import ClusterError
-from paceline.spec import Cluster, Device, Link, Node, Peripheral
+from paceline.spec import Cluster, Device, Link, Node
 from paceline.spec.cluster import DeviceChoice
 from tests.data import topologies
 
@@ -41,7 +41,7 @@ def node_of(
     links = [Link((f"GPU{i}", f"GPU{j}"), label, rates.get(label)) for (i, j), label in matrix.items()]
     for i, labels in enumerate(nics):
         links += [Link((f"GPU{i}", f"NIC{place}"), label, rates.get(label)) for place, label in enumerate(labels)]
-    cards = tuple(Peripheral(f"NIC{place}", f"mlx5_{place}") for place in range(len(nics[0]) if nics else 0))
+    cards = {f"NIC{place}": f"mlx5_{place}" for place in range(len(nics[0]) if nics else 0)}
     return Node("a-node", 8, 2**36, "", devices, cards, tuple(links))
 
 
@@ -57,7 +57,7 @@ class Trial:
     def __init__(self, node: Node) -> None:
         self.devices = sorted(device.index for device in node.devices)
         self.numa_of = {device.index: device.numa_node for device in node.devices}
-        nics = [peripheral.label for peripheral in node.peripherals]
+        nics = list(node.nics)
         self.ways = {i: [way for nic in nics if (way := node.link(f"GPU{i}", nic))] for i in self.devices}
         pairs = {(i, j): node.link(f"GPU{i}", f"GPU{j}") for i, j in permutations(self.devices, 2)}
         self.rate = {pair: link.bytes_per_s or 0.0 if link else 0.0 for pair, link in pairs.items()}
@@ -119,7 +119,7 @@ def machine_of(draw: random.Random) -> Node:
     )
     if draw.random() < 0.5:
         links = [Link(link.ends, link.label, 1e9 + draw.randint(0, 3), source="measured") for link in node.links]
-        node = Node("measured", 8, 2**36, "", node.devices, node.peripherals, tuple(links))
+        node = Node("measured", 8, 2**36, "", node.devices, node.nics, tuple(links))
     return node
 
 

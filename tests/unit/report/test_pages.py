@@ -19,7 +19,7 @@ from paceline.report.plan_page import plan_page, plan_table
 from paceline.report.study import Study
 from paceline.report.study_page import study_table
 from paceline.report.topology import choice_lines, node_view, topology_mapping
-from paceline.spec import Cluster, Device, Job, Link, Node, Peripheral
+from paceline.spec import Cluster, Device, Job, Link, Node
 from paceline.spec.forecast import Forecast
 from tests.data import topologies
 from tests.kit.html import Page
@@ -256,7 +256,7 @@ def test_the_table_of_a_node_has_every_label_where_it_belongs(name: str, width: 
     node = topologies.load(name).nodes[0]
     lines = terminal(node_view(node, width), width).splitlines()
     assert all(len(line) <= width for line in lines) and not any("…" in line for line in lines)
-    columns = [device.label for device in node.devices] + [part.label for part in node.peripherals]
+    columns = [device.label for device in node.devices] + list(node.nics)
     found: dict[tuple[str, str], str] = {}
     heads: Sequence[str] = ()
     for line in lines:
@@ -279,7 +279,7 @@ def test_links_of_the_ring_are_marked_without_colours() -> None:
 
 
 def test_a_node_without_gpus_and_what_is_busy_are_shown() -> None:
-    cards = (Peripheral("NIC0", "eth0"),)
+    cards = {"NIC0": "eth0"}
     laptop = Node("laptop", 2, 2**34, "a processor", tuple(Device("cpu", i, "a processor", 0) for i in range(2)), cards)
     text = terminal(node_view(laptop, 100), 100)
     assert all(words in text for words in ("2 cores", "16 GiB", "a processor", "eth0", "No GPU"))

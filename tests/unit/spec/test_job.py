@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.checkpoint.retention import best_place
 from paceline.errors import JobError
 from paceline.spec import Job
-from paceline.spec.job import differences, load_job
-from paceline.spec.optim import OptimSpec
-from paceline.spec.record import best_place
+from paceline.spec.job import OptimSpec, differences
+from paceline.workflows.jobs import load_job
 
 
 def nested(path: str, value: object) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from paceline.errors import JobError
 from paceline.spec import Job, Mesh, parse_mesh
-from paceline.spec.mesh import AXES, AxisName, check_mesh
+from paceline.spec.plan import AXES, AxisName, check_mesh
 
 DEGREE = st.integers(1, 4)
 MESHES = st.builds(Mesh, dp=DEGREE, fsdp=DEGREE, tp=DEGREE, pp=DEGREE, zero_stage=st.integers(1, 3))

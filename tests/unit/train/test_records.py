@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.checkpoint.retention import smaller_is_better
 from paceline.errors import JobError, PacelineError
 from paceline.spec import Job, RunRecord
 from paceline.spec.job import EarlyStoppingSpec
-from paceline.spec.record import EvaluationRecord, smaller_is_better
+from paceline.spec.record import EvaluationRecord
 from paceline.train.callbacks import best_evaluation, why_to_stop
 from tests.kit.workers import run_ranks
 
