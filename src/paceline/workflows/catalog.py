@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 from paceline.errors import JobError
 from paceline.spec import Job, Plan
 from paceline.spec.codec import Bounds
-from paceline.workflows.jobs import RECIPES
+from paceline.workflows.jobs import RECIPES, load_job
 from paceline.workflows.strategy import PLAN_KEYS
 from paceline.workflows.where import Where
 

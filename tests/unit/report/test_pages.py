@@ -284,7 +284,7 @@ def test_a_node_without_gpus_and_what_is_busy_are_shown() -> None:
     text = terminal(node_view(laptop, 100), 100)
     assert all(words in text for words in ("2 cores", "16 GiB", "a processor", "eth0", "No GPU"))
     busy = (Device("cuda", 0, "", 0, busy="62 % busy [python]"), Device("cuda", 1, "", 0))
-    node = Node("n", 8, 0, "", busy, (), (Link(("GPU0", "GPU1"), "NV4", 1e11),), ("GPU9 is left out.",))
+    node = Node("n", 8, 0, "", busy, {}, (Link(("GPU0", "GPU1"), "NV4", 1e11),), ("GPU9 is left out.",))
     text = terminal(node_view(node, 100), 100)
     assert "62 % busy [python]" in text and "GPU9 is left out." in text  # brackets are no markup
 
@@ -300,8 +300,8 @@ def test_every_device_and_card_is_drawn_once(name: str, tmp_path: Path) -> None:
     texts = [text.text for text in drawing_of(node, tmp_path).iter(f"{SVG}text")]
     for device in node.devices:
         assert texts.count(f"GPU {device.index}") == 1
-    for part in node.peripherals:
-        assert texts.count(part.label) == 1
+    for label in node.nics:
+        assert texts.count(label) == 1
 
 
 @pytest.mark.parametrize("num_devices", [0, 1, 2, 17, 40])
