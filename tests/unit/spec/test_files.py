@@ -144,6 +144,8 @@ def strategy_of(kind: Any, bounds: Bounds = FINITE) -> st.SearchStrategy[Any]:
         return st.lists(strategy_of(args[0]), max_size=2).map(tuple)
     if origin is tuple:
         return st.tuples(*map(strategy_of, args))
+    if origin is dict:
+        return st.dictionaries(*map(strategy_of, args), max_size=2)
     if is_dataclass(kind) and isinstance(kind, type):
         return values_of(kind)
     return st.sampled_from(args)  # a Literal
