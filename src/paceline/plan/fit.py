@@ -35,6 +35,7 @@ _T_QUANTILES = (-1.96, -1.12, -0.72, -0.41, -0.13, 0.13, 0.41, 0.72, 1.12, 1.96)
 ten values have the spread of all."""
 _FEW_ROWS = 3
 _NUM_STEPS = 30
+_NUM_MOVES = 10
 _NUM_DRAWS, _NUM_SAMPLES = 20_000, 2000
 _SEED = 20260701
 
@@ -127,6 +128,19 @@ class _Target:
         """[num_points, num_errors], as logarithms."""
         return -(_FREEDOM + 1) / 2 * np.log1p(np.square(self.misses(points) / error) / _FREEDOM)
 
+    def moved(self, points: Array, error: float) -> Array:
+        """The points after Metropolis steps, so that those that were drawn several times differ. A step keeps the
+        priors, whatever its length (Cotter et al. 2013, "MCMC methods for functions", preconditioned Crank-Nicolson).
+        """
+        logs = self.likelihoods(points, error).sum(axis=1)
+        for _ in range(_NUM_MOVES):
+            length = self._random.uniform(0.0, 0.5, size=(len(points), 1))
+            moved = np.sqrt(1 - length**2) * points + length * self._random.normal(size=points.shape)
+            moved_logs = self.likelihoods(moved, error).sum(axis=1)
+            accepted = np.log(self._random.random(len(points))) < moved_logs - logs
+            points[accepted], logs[accepted] = moved[accepted], moved_logs[accepted]
+        return points
+
     def near_best(self) -> tuple[Array, float]:
         """[num_samples, num_constants] of the normal distribution around the most probable constants (Laplace's
         approximation), and the error of a row.
@@ -148,7 +162,7 @@ class _Target:
         draws = self._random.normal(size=(_NUM_DRAWS, self._num_constants))
         points = best + draws @ shape.T
         logs = self.likelihoods(points, error).sum(axis=1) + (np.square(draws) - np.square(points)).sum(axis=1) / 2
-        return _drawn_again(points, logs), error
+        return self.moved(_drawn_again(points, logs), error), error
 
 
 def _drawn_again(points: Array, logs: Array) -> Array:
