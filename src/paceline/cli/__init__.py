@@ -11,6 +11,17 @@ from collections.abc import Sequence
 from paceline import __version__
 from paceline.errors import PacelineError, WorkerFailed, did_you_mean, printable
 
+FORMER_NAMES = {
+    "memory": "`paceline plan JOB`, or without devices `paceline plan JOB --dry-run-mesh fsdp4`",
+    "jobs": "`paceline list recipes` and `paceline list keys`",
+    "models": "`paceline list models`",
+    "data": "`paceline list data`",
+    "export": "`paceline checkpoint export`",
+    "new": "`paceline train RECIPE`, or a job file as in README.md",
+    "bench": "the scripts in benchmarks/ of the repository",
+}
+"""What stands in the place of a command of version 0.2."""
+
 
 def main() -> None:
     """Run a command. A user's mistake is one sentence and an exit code; a bug keeps its traceback."""
@@ -45,6 +56,8 @@ def run(words: Sequence[str]) -> int:
         if name in COMMANDS:
             return call(name, COMMANDS[name], words[len(name.split()) :]) or 0
     group = "".join(words[:1])
+    if group in FORMER_NAMES:
+        raise PacelineError(f"There is no `paceline {group}` any more; use {FORMER_NAMES[group]}.")
     if words[:1] == ["--version"]:
         print(f"paceline {__version__}")
     elif not words or words[0] in ("--help", "-h"):
