@@ -82,7 +82,7 @@ def plan(job: str, as_json: bool = False, dry_run_mesh: str | None = None, out: 
     if dry_run_mesh is not None:
         unused = options.keys() - {"settings", "data"}
         if unused:
-            raise JobError(f"{' and '.join(unused)} have no effect with --dry-run-mesh: leave them out.")
+            raise JobError(f"--{min(unused).replace('_', '-')} has no effect with --dry-run-mesh: leave it out.")
         tried = paceline.dry_run_mesh(job, dry_run_mesh, **options)
         if as_json:
             print(json.dumps(tried.to_mapping()))

@@ -39,7 +39,7 @@ ARGUMENTS = frozenset({"job", "script", "command", "place", "checkpoint", "targe
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "as_json": {"names": ("--json",), "help": "End with one line of JSON on standard output."},
     "data": {"metavar": "DIR", "help": "The data set's directory; used as it is."},
-    "dry_run": {"help": "Print what would be started, and start nothing."},
+    "dry_run": {"help": "Show what would be done, and do nothing."},
     "dry_run_mesh": {"action": "store", "help": "Trace the job on a mesh, such as 'dp128 x tp8', without its devices."},
     "hang_timeout_s": {"names": ("--hang-timeout",), "metavar": "SECONDS"},
     "keep_busy": {"names": ("--all",)},
@@ -84,7 +84,12 @@ class Command:
     @property
     def parameters(self) -> list[Parameter]:
         """What a command line can give: parameters of the function, and then the options of the command alone."""
+        own = inspect.signature(self.run).parameters
         found = [one for one in parameters_of(self.function) if one.name not in IN_PYTHON]
+        for place, one in enumerate(found):
+            if one.default is None and one.name in own and own[one.name].default:  # files are written here
+                meaning = one.meaning.partition(" (default:")[0] + "."
+                found[place] = dataclasses.replace(one, default=own[one.name].default, meaning=meaning)
         return found + [Parameter(name, bool, False, "") for name in self.own]
 
 
@@ -187,7 +192,8 @@ def parser_of(name: str, command: Command) -> argparse.ArgumentParser:
     for one in command.parameters:
         _add_to(parser, one)
     if command.takes_arguments == "rest":
-        parser.add_argument("arguments", nargs=argparse.REMAINDER, help="What follows goes on to it.")
+        rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="What follows goes on to it.")
+        rest.required = False
     if command.function == "launch":
         from paceline.workflows.launch import TORCHRUN_FLAGS, TORCHRUN_OPTIONS
 

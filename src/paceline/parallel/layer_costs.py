@@ -64,8 +64,8 @@ def trace_model(model: nn.Module, arguments: tuple[Any, ...], num_samples: int) 
             output = model(*arguments)
     except (NotImplementedError, RuntimeError) as problem:
         raise ModelError(
-            f"The model cannot be tried without values: {reason_of(problem)}. Leave out the trace of the model "
-            "(--trace), and name a strategy in place of auto."
+            f"The model cannot be tried without values: {reason_of(problem)}. Name a strategy in place of auto, or "
+            "leave trace = True out."
         ) from problem
     counts.end(_num_bytes(output))
     total_flops = sum(layer.flops for layer in counts.layers)

@@ -69,6 +69,8 @@ def load_job(source: str | Path) -> Job:
 def _named(job: str) -> Job:
     if job in RECIPES:
         return load_job(RECIPES[job])
+    if job.endswith(".py"):
+        raise JobError(f"'{job}' is a script, not a job; `paceline launch {job}` runs it.")
     if job.endswith(".toml") or Path(job).is_file():
         return load_job(job)
     hint = did_you_mean(job, RECIPES, " ({})")
