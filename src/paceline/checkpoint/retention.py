@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from paceline.checkpoint.load import read_manifest, verify_checkpoint
 from paceline.checkpoint.storage import Storage
 from paceline.errors import PacelineError
-from paceline.spec.job import CheckpointSpec, Mode
+from paceline.spec.job import CheckpointSpec
+from paceline.spec.record import best_place
 
 
 @dataclass(frozen=True)
@@ -46,22 +47,6 @@ def wanted(known: Sequence[KnownCheckpoint], spec: CheckpointSpec) -> set[str]:
         keep |= {*{int(one.saved_at_s // span_s): one.name for one in reversed(known)}.values()}
     best = best_of(known, spec)
     return keep if best is None else keep | {best}
-
-
-def smaller_is_better(metric: str, mode: Mode) -> bool:
-    """Whether the best value of a metric is its smallest."""
-    return mode == "min" or (mode == "auto" and any(word in metric for word in ("loss", "error", "perplexity")))
-
-
-def best_place(values: Sequence[float], metric: str, mode: Mode, min_change: float = 0.0) -> int | None:
-    """The place of the best of a metric's values, the first of equal ones; a later one must be better by more than
-    `min_change`. None if none is finite."""
-    sign = -1.0 if smaller_is_better(metric, mode) else 1.0
-    best: int | None = None
-    for place, value in enumerate(values):
-        if math.isfinite(value) and (best is None or sign * value > sign * values[best] + min_change):
-            best = place
-    return best
 
 
 def best_of(known: Sequence[KnownCheckpoint], spec: CheckpointSpec) -> str | None:

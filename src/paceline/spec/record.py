@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from paceline.spec.codec import DivergingFloat, JsonValue, NonNegativeFloat, NonNegativeInt
-from paceline.spec.job import Job
+from paceline.spec.job import Job, Mode
 from paceline.spec.plan import Plan
 
 RECORD_FILE = "record.json"
@@ -145,3 +146,15 @@ class RunStatus(JsonValue):
     """Seconds since the epoch."""
     workers: tuple[WorkerStatus, ...]
     """The status of each worker, by rank."""
+
+
+def best_place(values: Sequence[float], metric: str, mode: Mode, min_change: float = 0.0) -> int | None:
+    """The place of the best of a metric's values, the first of equal ones; a later one must be better by more than
+    `min_change`. None if none is finite."""
+    is_smallest = mode == "min" or (mode == "auto" and any(word in metric for word in ("loss", "error", "perplexity")))
+    sign = -1.0 if is_smallest else 1.0
+    best: int | None = None
+    for place, value in enumerate(values):
+        if math.isfinite(value) and (best is None or sign * value > sign * values[best] + min_change):
+            best = place
+    return best

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.checkpoint.retention import best_place
 from paceline.errors import JobError
 from paceline.spec import Job
 from paceline.spec.job import OptimSpec, differences
+from paceline.spec.record import best_place
 from paceline.workflows.jobs import load_job
 
 

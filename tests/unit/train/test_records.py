@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.checkpoint.retention import smaller_is_better
 from paceline.errors import JobError, PacelineError
 from paceline.spec import Job, RunRecord
 from paceline.spec.job import EarlyStoppingSpec
-from paceline.spec.record import EvaluationRecord
+from paceline.spec.record import EvaluationRecord, best_place
 from paceline.train.callbacks import best_evaluation, why_to_stop
 from tests.kit.workers import run_ranks
 
@@ -79,8 +78,8 @@ def test_the_best_of_equals_is_the_first_and_a_name_tells_which_way_is_better() 
     assert best is not None and best.step == 20
     assert best_evaluation(evaluations(math.nan), "loss", "auto") is None
     names = ("loss", "val_loss", "error", "perplexity", "accuracy", "f1")
-    assert [smaller_is_better(name, "auto") for name in names] == [True] * 4 + [False] * 2
-    assert smaller_is_better("accuracy", "min") and not smaller_is_better("loss", "max")
+    assert [best_place([1.0, 2.0], name, "auto") for name in names] == [0] * 4 + [1] * 2
+    assert best_place([1.0, 2.0], "accuracy", "min") == 0 and best_place([1.0, 2.0], "loss", "max") == 1
 
 
 # --- what a run writes ---
