@@ -149,10 +149,12 @@ class _Target:
         has it (Lange, Little and Taylor 1989, "Robust statistical modeling using the t distribution").
         """
         best, error, small = np.zeros(self._num_constants), _ROW_ERROR, 1e-4
-        for _ in range(_NUM_STEPS):
+        for place in range(_NUM_STEPS):
+            # At first all rows weigh the same: else one that needs another constant may be taken for a bad one.
+            freedom = 1000.0 if place < _NUM_STEPS / 2 else _FREEDOM
             misses = self.misses(np.vstack([best, best + small * np.eye(self._num_constants)]))
             slopes, now = (misses[1:] - misses[0]).T / small, misses[0]
-            weights = (_FREEDOM + 1) / (_FREEDOM + np.square(now / error))
+            weights = (freedom + 1) / (freedom + np.square(now / error))
             precision = slopes.T @ (slopes * weights[:, None]) / error**2 + np.eye(self._num_constants)
             gradient = slopes.T @ (now * weights) / error**2 + best
             best = best - np.clip(np.linalg.solve(precision, gradient), -1.0, 1.0)
