@@ -55,7 +55,10 @@ def build_optimizer(optim: OptimSpec, model: nn.Module) -> Optimizer:
         others = {key: value for key, value in group.items() if key != "params"}
         checked_options(kind, others, optim.name, "optim.groups", num_given=1)
     is_one = len(groups) == 1 and len(groups[0]) == 1
-    made = kind(groups[0]["params"] if is_one else groups, **options)
+    try:
+        made = kind(groups[0]["params"] if is_one else groups, **options)
+    except ValueError as problem:
+        raise JobError(f"The optimizer {optim.name!r} refuses its options in optim: {problem}.") from problem
     if not isinstance(made, Optimizer):
         raise JobError(f"optim.name = {optim.name!r} should make a torch.optim.Optimizer, not a {type(made).__name__}.")
     return made

@@ -168,6 +168,7 @@ def test_norms_and_biases_are_not_decayed_where_the_job_says_so_and_frozen_ones_
     [
         ({"name": "adamm"}, ["adamm", "did you mean 'adam"]),
         ({"name": "adagrad", "options": {"lrdecay": 1}}, ["lrdecay", "did you mean 'lr_decay'"]),
+        ({"name": "sgd", "momentum": 0.0, "options": {"nesterov": True}}, ["sgd", "momentum"]),
         ({"groups": {"head.*": {"lr": 1}}}, ["head.*", "parameter"]),
         ({"groups": {"0.*": {"rate": 1}}}, ["rate"]),
         ({"name": "nowhere.at_all:Lion"}, ["nowhere"]),
