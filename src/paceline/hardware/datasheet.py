@@ -28,7 +28,6 @@ GEN3, GEN4, GEN5 = 12e9, 24e9, 48e9
 BETWEEN_SOCKETS = {GEN3: 6e9, GEN4: 10e9, GEN5: 22e9}
 """Bytes/s between the sockets of a server, in one direction, by what its PCIe carries."""
 
-
 UNKNOWN = ("", 25e9, GEN3)
 """NVLink of generations 2 to 4, the most common, and the slowest PCIe that is still in use."""
 

@@ -11,6 +11,10 @@ from paceline.hardware.doctor.node import NodeFacts
 
 MAX_SKEW_S = 1.0
 """Time stamps of logs, heartbeats and files of different nodes stay comparable below it."""
+OPEN_PORTS = (
+    "Let the nodes talk to each other on all ports; on each, for one subnet: sudo ufw allow from SUBNET, or sudo "
+    "firewall-cmd --zone=trusted --add-source=SUBNET"
+)
 ONE_ENVIRONMENT = "Use one environment on all nodes: a shared folder, a container, or pip install from one list."
 
 
@@ -36,7 +40,7 @@ def check_nodes(nodes: Mapping[str, Surveyed], folder: str) -> list[Finding]:
     packets = f"The largest packets differ between nodes, so that large messages may hang: {first_few(list(mtus))}."
     one_mtu = f"Set one size on all nodes and switches: sudo ip link set INTERFACE mtu {min(mtus.values(), default=0)}"
     ways: list[Row] = [
-        (True, "error", f"{name} cannot connect to a port of {target}: {problem}.", _open_ports(target))
+        (True, "error", f"{name} cannot connect to a port of {target}: {problem}.", OPEN_PORTS)
         for name, node in nodes.items()
         for target, problem in node.unreachable.items()
     ]
@@ -58,13 +62,6 @@ def check_nodes(nodes: Mapping[str, Surveyed], folder: str) -> list[Finding]:
         *every("clocks", "All clocks agree.", [(is_late, "warning", late, "sudo timedatectl set-ntp true, on both")]),
         *every("shared folder", f"All nodes see {folder}.", [(blind, "warning", unseen, share)]),
     ]
-
-
-def _open_ports(target: str) -> str:
-    return (
-        f"Let the nodes talk to each other on all ports; on {target}, for one subnet: sudo ufw allow from SUBNET, or "
-        "sudo firewall-cmd --zone=trusted --add-source=SUBNET"
-    )
 
 
 def _different_versions(nodes: Mapping[str, Surveyed]) -> list[Row]:
