@@ -49,7 +49,7 @@ def test_a_job_in_two_parts_is_the_job_in_one_and_no_other_job(tmp_path: Path) -
     part = _weights_after(tmp_path, "two", "--max-steps", "2")  # of three in an epoch
     whole = _weights_after(tmp_path, "whole")
     assert _weights_after(tmp_path, "two") == whole != part
-    other = forked_paceline("train", "job.toml", "--out", "two", "--set", "seed=1", "--dry-run", cwd=tmp_path)
+    other = forked_paceline("train", "job.toml", "--out", "two", "--set", "seed=1", cwd=tmp_path)
     assert other.returncode == 2 and "two" in other.stderr and "seed" in other.stderr, other.stderr
 
 

@@ -93,7 +93,7 @@ def main(program: Sequence[str]) -> None:
         exit_code=exit_code,
         time=time.time(),
         asked_at=asked_at,
-        out_of_memory=exit_code == -signal.SIGKILL and kills_after > kills_before,
+        out_of_memory=exit_code == -signal.SIGKILL and (kills_after > kills_before or _kernel_log_names(process.pid)),
         step=vitals.step,
         collective=vitals.collective,
         place=place_in(tail, exit_code),
@@ -216,6 +216,18 @@ def count_oom_kills(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("
         events = (cgroups / group / "memory.events").read_text()
         return int(dict(line.split() for line in events.splitlines())["oom_kill"])
     return 0
+
+
+def _kernel_log_names(pid: int) -> bool:
+    """Whether the kernel's log, where it can be read, says that it killed `pid` for memory: version 1 of control groups
+    counts nothing."""
+    wanted = re.compile(rb"[Oo]ut of memory: Killed process %d\b" % pid)
+    with (
+        contextlib.suppress(OSError),
+        open(os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as log,
+    ):
+        return any(wanted.search(record) for record in iter(lambda: log.read(8192), None))
+    return False
 
 
 def _kill_orphans() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -148,7 +147,6 @@ class Run:
         Returns:
             The model to call and the optimizer; of a frozen model the model alone.
         """
-        gc.unfreeze()
         number = len(self._models.by_name) + len(self._models.frozen) + 1
         name = name or ("model" if number == 1 else f"model {number}")
         if self._has_read_batches:
@@ -494,10 +492,6 @@ def init(
     """
     facts = env.worker_facts()
     tell_failures(facts)
-    if not gc.get_freeze_count():
-        # Until `prepare`. Else the collector walks through all modules several times while the first optimizer loads
-        # torch's compiler, which takes a quarter longer then.
-        gc.freeze()
     job = (job or Job()).with_values(**values)
     strategy = strategy or env.text(env.STRATEGY) or "dp"
     parse_mesh(strategy)
