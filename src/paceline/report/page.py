@@ -29,7 +29,6 @@ def _environment() -> Environment:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
-        keep_trailing_newline=True,
     )
     environment.filters["drawing"] = asdict
     plotly = resources.files("paceline.report") / "plotly-basic.min.js.gz"

@@ -130,10 +130,8 @@ def title(node: Node) -> str:
     """ "gpu-7: 8 x NVIDIA H100 80GB HBM3, 8 NICs, 2 NUMA nodes"."""
     kinds = Counter(device.name or ("GPU" if device.kind == "cuda" else "CPU core") for device in node.devices)
     words = [f"{count} x {name}" for name, count in kinds.items()] or ["no device"]
-    if num_nics := len(node.nics):
-        words.append(number_of(num_nics, "NIC"))
-    num_numa_nodes = len({device.numa_node for device in node.devices} - {None})
-    if num_numa_nodes > 1:
+    words += [number_of(len(node.nics), "NIC")] if node.nics else []
+    if (num_numa_nodes := len({device.numa_node for device in node.devices} - {None})) > 1:
         words.append(f"{num_numa_nodes} NUMA nodes")
     return f"{node.hostname}: {', '.join(words)}" if node.hostname else ", ".join(words)
 
@@ -153,14 +151,13 @@ def _parts_table(node: Node) -> Grid:
         for device in (() if node.device_kind == "cpu" else node.devices)
     ]
     rows += [(label, "" if name == label else name, "", "", "", "") for label, name in node.nics.items()]
-    columns = [(heading, itemgetter(place)) for place, heading in enumerate(headings)]
-    return grid_of(columns, rows, left=headings)
+    return grid_of([(heading, itemgetter(place)) for place, heading in enumerate(headings)], rows, left=headings)
 
 
 def _matrices(node: Node, width: int, ring: Sequence[int]) -> list[RenderableType]:
     """The matrix, in as many tables as it takes columns to fit into the width."""
     rows = [device.label for device in node.devices]
-    columns = [*rows, *(node.nics)]
+    columns = [*rows, *node.nics]
     hops = {frozenset((f"GPU{ring[place - 1]}", f"GPU{end}")) for place, end in enumerate(ring)}
 
     def cell(row: str, column: str) -> Text:
@@ -199,8 +196,8 @@ def choice_lines(choice: DeviceChoice) -> list[str]:
     if len(ring.devices) > 1 and naive.devices == ring.devices:
         lines.append("A naive choice, the first ones in the order of their ids, is the same.")
     elif len(ring.devices) > 1:
-        said = f"A naive choice, {device_words(naive.devices)} in this order, has {link_text(naive.bottleneck)} as its "
-        said += "slowest link"
+        slow = link_text(naive.bottleneck)
+        said = f"A naive choice, {device_words(naive.devices)} in this order, has {slow} as its slowest link"
         if naive_s and best_s:
             said += f" and would all_reduce 1 GB in {duration(naive_s)} instead of {duration(best_s)}, "
             said += f"{times(naive_s / best_s)} the time"
@@ -235,12 +232,12 @@ def topology_mapping(node: Node, choice: DeviceChoice | None) -> dict[str, Any]:
         }
 
     devices = choice.devices if choice else ()
-    links = {(one, other): node.link(f"GPU{one}", f"GPU{other}") for one, other in combinations(devices, 2)}
+    pairs = {f"{one}-{other}": node.link(f"GPU{one}", f"GPU{other}") for one, other in combinations(devices, 2)}
     return {
         "hostname": node.hostname,
         "devices": list(devices),
         **ring_mapping(choice.ring if choice else None),
-        "pairs": {f"{one}-{other}": link.label for (one, other), link in links.items() if link},
+        "pairs": {pair: link.label for pair, link in pairs.items() if link},
         "is_exact": choice and choice.is_exact,
         "naive": choice and ring_mapping(choice.naive),
         "environment": visible_devices(choice.ring.devices) if choice else {},
