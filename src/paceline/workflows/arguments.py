@@ -111,7 +111,7 @@ def read_counts(name: str, given: Sequence[int] | str) -> list[int]:
             raise JobError(f"{name} = {shortened(str(given))} should be counts such as 1,2,4 or a range such as 1..64.")
         counts.add(first)
         if first < last:
-            from paceline.plan.forecast import counts_between  # NumPy and SciPy
+            from paceline.plan.forecast import counts_between  # NumPy
 
             counts.update(counts_between(first, last))
     return sorted(counts)

@@ -98,7 +98,7 @@ def plan(
         JobError: an invalid argument, a table with an invalid value, or a job that fits none of the device counts.
         PacelineError: a file cannot be written.
     """
-    # NumPy, SciPy and what plots: not for `paceline --help`.
+    # NumPy and what plots: not for `paceline --help`.
     from paceline.plan.forecast import forecast
     from paceline.plan.inputs import ForecastRequest
 
@@ -196,7 +196,7 @@ def with_forecast(job: Job, plan: Plan, say: Say) -> Plan:
     is_meshed = plan.mesh is not None and not plan.mesh.is_plain
     if is_meshed or all(timing.job != job.name for timing in cluster.timings):
         return plan
-    from paceline.plan.forecast import forecast  # NumPy and SciPy: not for those who have not probed
+    from paceline.plan.forecast import forecast  # NumPy: not for those who have not probed
 
     try:
         row = forecast(job, cluster, sorted({1, plan.world_size})).rows[-1]
