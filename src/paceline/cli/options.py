@@ -17,14 +17,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 import paceline
 from paceline.errors import InvalidFileError, PacelineError, WorkerFailed, did_you_mean
 from paceline.spec.codec import from_mapping
 from paceline.spec.job import with_settings
-from paceline.workflows.arguments import parameter_types
+from paceline.workflows.arguments import members_of, parameter_types
 from paceline.workflows.catalog import field_meanings
 from paceline.workflows.where import Where
 
@@ -53,7 +52,7 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
         "help": "A key, as optim.lr=0.1; see paceline list keys.",
     },
     "show_all": {"names": ("--all",), "help": "Also list what is fine."},
-    "source": {"names": ("--from",), "help": "Read nvidia-smi topo -m or cluster.json; - is standard input."},
+    "source": {"names": ("--from",), "help": "Read nvidia-smi topo -m or cluster.json; /dev/stdin is standard input."},
     "strict": {"help": "Exit with 1 for warnings too."},
     "target": {"metavar": "FILE"},
     "workers": {"names": ("--workers", "-n")},
@@ -206,7 +205,7 @@ def parser_of(name: str, command: Command) -> argparse.ArgumentParser:
 
 def _add_to(parser: argparse.ArgumentParser, one: Parameter) -> None:
     said = {"help": one.meaning, **OPTIONS.get(one.name, {})}
-    members, names = _members(one.kind), said.pop("names", (_option_name(one.name),))
+    members, names = members_of(one.kind), said.pop("names", (_option_name(one.name),))
     kind = next((kind for kind in (str, Path, int, float, bool) if kind in members), None)
     if kind is bool:
         said = {"action": "store_true", **said}
@@ -276,10 +275,6 @@ def naming_options(message: str, names: Sequence[str]) -> str:
 def _option_name(name: str) -> str:
     """The option that gives a parameter, the long one where there are two."""
     return str(OPTIONS.get(name, {}).get("names", (f"--{name.replace('_', '-')}",))[0])
-
-
-def _members(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 
 def to_stderr(line: str) -> None:

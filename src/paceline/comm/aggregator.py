@@ -38,11 +38,6 @@ class Aggregator:
         links = replace(self.links, wire=FLOAT32)
         return self.scheduler.submit("numbers", name, values, lambda: all_reduce(values, links))
 
-    def sum_now(self, values: Tensor, name: str) -> None:
-        """Sum a few numbers, 1-D, in place, as `sum_exactly` does, and wait for the sum."""
-        self.sum_exactly(values, name).wait()
-        self.scheduler.raise_error()
-
     def _sum_in_float(self, values: Tensor) -> None:
         """Sum low-precision gradients in float32, rounding once, at the end."""
         if values.dtype in (torch.float32, torch.float64):

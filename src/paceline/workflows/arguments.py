@@ -50,7 +50,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     def with_checked(*args: P.args, **kwargs: P.kwargs) -> R:
         types = parameter_types(function)
         for name, value in signature.bind(*args, **kwargs).arguments.items():
-            kinds = _members(types[name])
+            kinds = members_of(types[name])
             if {Callable, str} <= {get_origin(one) or one for one in kinds}:
                 continue  # a model or a data set that workers would have to import: the function says how
             listed = [one for kind in kinds for one in (kind, *get_args(kind)) if get_origin(one) is Literal]
@@ -77,9 +77,10 @@ def parameter_types(function: Callable[..., Any]) -> Mapping[str, Any]:
     return get_type_hints(SimpleNamespace(__annotations__=named), vars(sys.modules[function.__module__]))
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
+def members_of(hint: Any) -> tuple[Any, ...]:
+    """The types of a union; of another type that alone."""
     if get_origin(hint) in (Union, UnionType):
-        return tuple(member for one in get_args(hint) for member in _members(one))
+        return tuple(member for one in get_args(hint) for member in members_of(one))
     return (hint,)
 
 
@@ -89,7 +90,7 @@ def _is_of(value: Any, hint: Any) -> bool:
         return isinstance(value, numbers.Integral if kind is int else numbers.Real) and not isinstance(value, bool)
     if kind is Sequence:
         is_list = isinstance(value, Collection) and not isinstance(value, str)
-        return is_list and all(any(_is_of(item, one) for one in _members(get_args(hint)[0])) for item in value)
+        return is_list and all(any(_is_of(item, one) for one in members_of(get_args(hint)[0])) for item in value)
     if kind is Path:
         return isinstance(value, str | os.PathLike)
     if kind is Literal:
