@@ -42,23 +42,20 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-_COMMANDS = ("doctor", "launch", "plan", "probe", "report", "scale", "topo", "train", "verify", "watch")
-"""Each is a function in the module of its name in `paceline.workflows`."""
-_GROUPS = ("catalog", "checkpoint", "submit")
-"""Public modules of `paceline.workflows`, each a group of functions."""
 _MODULES = {
-    **dict.fromkeys(("Cluster", "Job", "Plan", "RunRecord"), "paceline.spec"),
-    **dict.fromkeys(("Callback", "Run", "init"), "paceline.train"),
-    **dict.fromkeys(_GROUPS, "paceline.workflows"),
-    **{name: f"paceline.workflows.{name}" for name in _COMMANDS},
-    "Where": "paceline.workflows.where",
-    "Forecast": "paceline.spec.forecast",
-    "Mean": "paceline.parallel.losses",
-    "Study": "paceline.report.study",
-    "dry_run_mesh": "paceline.workflows.mesh_dry_run",
+    **dict.fromkeys(("Cluster", "Job", "Plan", "RunRecord"), "spec"),
+    **dict.fromkeys(("Callback", "Run", "init"), "train"),
+    **{name: f"workflows.{name}" for name in ("catalog", "checkpoint", "submit")},
+    **{name: f"workflows.{name}" for name in ("doctor", "launch", "plan", "probe", "report", "scale", "topo", "train")},
+    **{name: f"workflows.{name}" for name in ("verify", "watch")},
+    "Where": "workflows.where",
+    "Forecast": "spec.forecast",
+    "Mean": "parallel.losses",
+    "Study": "report.study",
+    "dry_run_mesh": "workflows.mesh_dry_run",
 }
-"""The modules of the public names; a module is loaded when one of its names is first used, since torch takes
-seconds."""
+"""The modules of the public names, or which are public themselves; a module is loaded when one of its names is first
+used, since torch takes seconds."""
 
 __all__ = ["__version__", "errors", *_MODULES]  # noqa: PLE0604
 
@@ -66,9 +63,8 @@ __all__ = ["__version__", "errors", *_MODULES]  # noqa: PLE0604
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'paceline' has no attribute '{name}'")
-    where = f"{_MODULES[name]}.{name}" if name in _GROUPS else _MODULES[name]
-    module = importlib.import_module(where)
-    globals()[name] = module if name in _GROUPS else getattr(module, name)
+    module = importlib.import_module(f"paceline.{_MODULES[name]}")
+    globals()[name] = getattr(module, name, module)
     return globals()[name]
 
 

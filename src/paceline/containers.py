@@ -26,11 +26,6 @@ Apply = Callable[[Callable[[Any], Any], tuple[Any, ...]], tuple[Any, ...]]
 """apply(function, shards): what a function returns for each shard."""
 
 
-def apply_to_each(function: Callable[[Any], Any], shards: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a function returns for each shard."""
-    return tuple(function(shard) for shard in shards)
-
-
 @dataclass(frozen=True)
 class Batch:
     """The virtual shards of one global batch that this worker computes, each collated by itself.
@@ -43,11 +38,7 @@ class Batch:
     """The content of each of this worker's shards."""
     sizes: tuple[int, ...]
     """How many samples are in each of them."""
-    apply: Apply = field(default=apply_to_each, repr=False, compare=False)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy, or what another process gets, belongs to no run."""
-        return Batch, (self.shards, self.sizes)
+    apply: Apply = field(default=lambda function, shards: tuple(map(function, shards)), repr=False, compare=False)
 
     @property
     def num_samples(self) -> int:
@@ -66,102 +57,77 @@ class Batch:
         return replace(self, shards=self.apply(function, self.shards))
 
 
-# --- what a shard may be made of: mappings, dataclasses, attrs classes, NamedTuples, lists and tuples ---
+# --- what a shard may be made of ---
 
 
 @dataclass(frozen=True)
 class Container:
     """A container that was taken apart."""
 
-    places: tuple[str, ...]
-    """Where in the container each value is: "['x']", "[0]" or ".field"."""
+    keys: tuple[Any, ...]
+    """Of a mapping; the numbers of a sequence's values; the names of fields."""
     values: tuple[Any, ...]
     make: Callable[[Sequence[Any]], Any]
     """A container of the same type with other values."""
 
 
-def open_container(value: Any) -> Container | None:
-    """`value` taken apart by one level; None if it is not a container."""
+def open_container(value: Any, *, in_objects: bool = False) -> Container | None:
+    """A dictionary or other mapping that can be changed, a list, tuple, NamedTuple, dataclass or attrs class, taken
+    apart by one level; with `in_objects`, for what a model returns, any other object with attributes, too. Else None.
+    """
     kind: Any = type(value)
-    if isinstance(value, Mapping):
-        places = tuple(f"[{key!r}]" for key in value)
-        return Container(places, tuple(value.values()), lambda made: _mapping_like(value, made))
-    if isinstance(value, PackedSequence):
-        return Container((".data",), (value.data,), lambda made: _packed_like(value, *made))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a NamedTuple
-        return Container(tuple(f".{name}" for name in value._fields), value, lambda made: kind(*made))
+    if isinstance(value, MutableMapping):
+        return Container(tuple(value), tuple(value.values()), lambda made: _mapping_like(value, made))
+    if isinstance(value, PackedSequence):  # its batch sizes stay in host memory
+        inside = value.data, (value.sorted_indices, value.unsorted_indices)
+        return Container(("data", "orders"), inside, lambda made: PackedSequence(made[0], value.batch_sizes, *made[1]))
     if isinstance(value, list | tuple):
-        return Container(tuple(f"[{number}]" for number in range(len(value))), tuple(value), kind)
-    is_dataclass = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    fields: Any = dataclasses.fields(value) if is_dataclass else getattr(kind, "__attrs_attrs__", ())
-    return _record(value, [field.name for field in fields if hasattr(value, field.name)]) if fields else None
+        names = getattr(kind, "_fields", range(len(value)))
+        return Container(tuple(names), tuple(value), getattr(kind, "_make", kind))
+    if isinstance(value, type | nn.Module):
+        return None
+    fields: Any = dataclasses.fields(value) if dataclasses.is_dataclass(value) else getattr(kind, "__attrs_attrs__", ())
+    names = [field.name for field in fields if hasattr(value, field.name)]
+    if in_objects and not fields and not callable(value):
+        names = [*getattr(value, "__dict__", ())]
+
+    def make(values: Sequence[Any]) -> Any:
+        made = copy.copy(value)  # the constructor may want other arguments
+        for name, one in zip(names, values, strict=True):
+            object.__setattr__(made, name, one)
+        return made
+
+    return Container(tuple(names), tuple(getattr(value, name) for name in names), make) if names else None
 
 
-def _mapping_like(mapping: Mapping[Any, Any], values: Sequence[Any]) -> Any:
-    entries = dict(zip(mapping, values, strict=True))
-    if not isinstance(mapping, MutableMapping):
-        constructor: Any = type(mapping)
-        return constructor(entries)
+def _mapping_like(mapping: MutableMapping[Any, Any], values: Sequence[Any]) -> MutableMapping[Any, Any]:
     new = copy.copy(mapping)
     if getattr(mapping, "__dict__", None) is mapping:  # its entries are its attributes
         new.__dict__ = new  # type: ignore[assignment]
-    for key, value in entries.items():
+    for key, value in zip(mapping, values, strict=True):
         new[key] = value
     return new
 
 
-def _packed_like(packed: PackedSequence, data: Tensor) -> PackedSequence:
-    """Its batch sizes stay in host memory; the order of its sequences goes with the data."""
-    orders = [one if one is None else one.to(data.device) for one in (packed.sorted_indices, packed.unsorted_indices)]
-    return PackedSequence(data, packed.batch_sizes, *orders)
-
-
-def _record(record: Any, names: Sequence[str]) -> Container:
-    """An object with these attributes."""
-
-    def make(values: Sequence[Any]) -> Any:
-        # Not by the constructor, which may want other arguments, and would compute anew what is cut already.
-        made = copy.copy(record)
-        for name, value in zip(names, values, strict=True):
-            object.__setattr__(made, name, value)
-        return made
-
-    return Container(tuple(f".{name}" for name in names), tuple(getattr(record, name) for name in names), make)
-
-
-def open_object(value: Any) -> Container | None:
-    """As `open_container`, and any other object that has attributes; for what a model returns."""
-    container = open_container(value)
-    is_record = hasattr(value, "__dict__") and not isinstance(value, type | nn.Module) and not callable(value)
-    return _record(value, [*vars(value)]) if container is None and is_record else container
-
-
-Open = Callable[[Any], Container | None]
-
-
-def map_tensors(value: Any, convert: Callable[[Tensor], Any], opened: Open = open_container) -> Any:
+def map_tensors(value: Any, convert: Callable[[Tensor], Any], *, in_objects: bool = False) -> Any:
     """`value` with every tensor in it converted, however nested; what is in unknown objects stays as it is."""
     if isinstance(value, Tensor):
         return convert(value)
-    container = opened(value)
-    converted = [] if container is None else [map_tensors(one, convert, opened) for one in container.values]
-    if container is None or all(new is old for new, old in zip(converted, container.values, strict=True)):
+    container = open_container(value, in_objects=in_objects)
+    if container is None:
         return value
-    return container.make(converted)
+    converted = [map_tensors(one, convert, in_objects=in_objects) for one in container.values]
+    is_same = all(new is old for new, old in zip(converted, container.values, strict=True))
+    return value if is_same else container.make(converted)
 
 
-def tensors(value: Any, opened: Open = open_container) -> Iterator[Tensor]:
+def tensors(value: Any, *, in_objects: bool = False) -> Iterator[Tensor]:
     """Every tensor in `value`, however nested."""
     if isinstance(value, Tensor):
         yield value
-    elif (container := opened(value)) is not None:
+    elif (container := open_container(value, in_objects=in_objects)) is not None:
         for one in container.values:
-            yield from tensors(one, opened)
-
-
-def copied(value: Any) -> Any:
-    """`value` with a copy of every tensor in it."""
-    return map_tensors(value, torch.clone)
+            yield from tensors(one, in_objects=in_objects)
 
 
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
@@ -208,11 +174,8 @@ def shard_slice(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 _KINDS = ("tensor", "tuple", "pairs", "object")
 """Keys of the one-entry objects that stand for values that JSON lacks."""
 
-_TAKEN = "__metadata__"
-"""A name with another meaning in the safetensors format."""
 
-
-def flatten(value: Any, path: str = "", classes: Iterable[type] = ()) -> tuple[Any, dict[str, Tensor]]:
+def flatten(value: Any, path: str = "", classes: Sequence[type] = ()) -> tuple[Any, dict[str, Tensor]]:
     """`value` as JSON, and its tensors by name.
 
     Tensors that share one memory, such as tied weights, have one name and are one tensor again after reading.
@@ -226,13 +189,12 @@ def flatten(value: Any, path: str = "", classes: Iterable[type] = ()) -> tuple[A
     """
     named: dict[str, Tensor] = {}
     known: dict[object, str] = {}
-    kinds = set(classes)
 
-    def name(path: str, tensor: Tensor) -> str:
+    def name(tensor: Tensor, path: str) -> str:
         memory = memory_of(tensor)
         if memory in known:
             return known[memory]
-        while path in named or path == _TAKEN:  # "a/b" is a key too, and b in a
+        while path in named:  # "a/b" is a key too, and b in a
             path += "'"
         named[path] = tensor.detach()
         if memory is not None:
@@ -246,32 +208,27 @@ def flatten(value: Any, path: str = "", classes: Iterable[type] = ()) -> tuple[A
         match value:
             case None | bool() | int() | float() | str():
                 return value
-            case Tensor():
-                return {"tensor": name(path, value)}
             case np.generic():
                 return plain(value.item(), path)
+            case Tensor():
+                return {"tensor": name(value, path)}
             case list() | tuple():
                 items = [item for _, item in inside(enumerate(value))]
                 return items if isinstance(value, list) else {"tuple": items}
             case Mapping() if all(isinstance(key, str | int) for key in value):
                 is_json = all(isinstance(key, str) for key in value) and not _is_kind(value)
-                items = inside(value.items())
-                return dict(items) if is_json else {"pairs": [list(item) for item in items]}
-        if dataclasses.is_dataclass(value) and type(value) in kinds:
-            fields = ((field.name, getattr(value, field.name)) for field in dataclasses.fields(value))
-            return {"object": [type(value).__name__, dict(inside(fields))]}
+                return dict(inside(value.items())) if is_json else {"pairs": inside(value.items())}
+        if type(value) in classes:
+            return {"object": [type(value).__name__, dict(inside(vars(value).items()))]}
         raise TypeError(
             f"the value at '{path}' is a {type(value).__name__}; it should consist of tensors, numbers, texts, and "
             "lists and dictionaries of these"
         )
 
-    try:
-        return plain(value, path), named
-    except RecursionError:
-        raise TypeError(f"the value at '{path}' is nested too deeply, or contains itself") from None
+    return plain(value, path), named
 
 
-def unflatten(plain: Any, tensor_of: Callable[[str], Any], classes: Iterable[type] = ()) -> Any:
+def unflatten(plain: Any, tensor_of: Callable[[str], Any], classes: Sequence[type] = ()) -> Any:
     """The value that `flatten` was given.
 
     Args:
@@ -284,13 +241,11 @@ def unflatten(plain: Any, tensor_of: Callable[[str], Any], classes: Iterable[typ
     kinds = {kind.__name__: kind for kind in classes}
 
     def whole(plain: Any) -> Any:
-        if isinstance(plain, list):
-            return [whole(item) for item in plain]
-        if not isinstance(plain, dict):
-            return plain
-        if not _is_kind(plain):
-            return {key: whole(item) for key, item in plain.items()}
         match plain:
+            case list():
+                return [whole(item) for item in plain]
+            case dict() if not _is_kind(plain):
+                return {key: whole(item) for key, item in plain.items()}
             case {"tensor": str(name)}:
                 return tensor_of(name)
             case {"tuple": list(items)}:
@@ -299,14 +254,14 @@ def unflatten(plain: Any, tensor_of: Callable[[str], Any], classes: Iterable[typ
                 return {key: whole(item) for key, item in pairs}
             case {"object": [str(name), dict(fields)]}:
                 return kinds[name](**{key: whole(item) for key, item in fields.items()})
-        raise ValueError(f"there is a '{next(iter(plain))}' that is none")
+            case dict():
+                raise ValueError(f"there is a '{next(iter(plain))}' that is none")
+        return plain
 
     try:
         return whole(plain)
-    except KeyError as problem:
-        raise ValueError(f"{problem.args[0]!r} is missing") from None
-    except (TypeError, RecursionError) as problem:
-        raise ValueError(str(problem)) from None
+    except (KeyError, TypeError) as problem:
+        raise ValueError(f"{problem} is missing, or not what it should be") from None
 
 
 def _is_kind(value: Mapping[Any, Any]) -> bool:

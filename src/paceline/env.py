@@ -1,4 +1,4 @@
-"""The one module that reads and writes environment variables.
+"""The environment variables that Paceline reads and sets.
 
 A worker gets its rank from its launcher: Paceline's own, torchrun, Slurm, Open MPI or MPICH; a plain `python` is a
 world of one.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 import socket
-import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ _Value = TypeVar("_Value")
 RUN_DIR = "PACELINE_RUN_DIR"
 """The run folder that the launcher made."""
 LAUNCHED_AT = "PACELINE_LAUNCHED_AT"
+"""When the launcher started this run, in seconds since the epoch."""
 TRACE_DIR = "PACELINE_TRACE_DIR"
 """Where a run leaves records of its steps, for `paceline verify`."""
 UNEVEN_DEAL = "PACELINE_UNEVEN_DEAL"
@@ -135,11 +135,6 @@ def _first_host(env: Mapping[str, str]) -> str | None:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group()) if first else None
 
 
-def everything() -> dict[str, str]:
-    """This process's current environment."""
-    return dict(os.environ)
-
-
 def note(name: str, value: object) -> dict[str, str]:
     """A variable that tells the workers of a run something; empty where `value` is None or an empty text."""
     return {} if value is None or value == "" else {name: str(value)}
@@ -177,11 +172,6 @@ def node_name() -> str:
     return text(NODE) or socket.gethostname()
 
 
-def launched_at() -> float:
-    """When the launcher started this run, in seconds since the epoch; now, if it is not set."""
-    return value(LAUNCHED_AT, float) or time.time()
-
-
 def device_kind() -> str | None:
     """ "cpu" or "cuda" where the user forces one. Raises `LaunchError` for anything else."""
     kind = os.environ.get(DEVICE) or None
@@ -190,33 +180,7 @@ def device_kind() -> str | None:
     return kind
 
 
-def thread_limit() -> int | None:
-    """The number of threads per worker set by the launcher."""
-    threads = text("OMP_NUM_THREADS")
-    return int(threads) if threads.isdigit() else None
-
-
-def prepare_nccl() -> None:
-    """Set what torch and CUDA read when they are first used on a GPU, unless the user has set it."""
-    if text(AGENT):  # torch's watchdog would end workers that have lost another one before they can save
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    # As many queues as the hardware has. A run has more streams than the eight by default, and where two streams share
-    # a queue, work that waits for another worker holds up the work behind it.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
-
-
-def prepare_deterministic_cuda() -> None:
-    """Have cuBLAS be deterministic if its first handle is made from now on. A user's own setting stays."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-
 def visible_gpus() -> list[str] | None:
     """The entries of CUDA_VISIBLE_DEVICES; None where it is unset."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if listed is None else [part.strip() for part in listed.split(",") if part.strip()]
-
-
-def trace_request(directory: Path, steps: int, *, uneven_deal: bool = False) -> dict[str, str]:
-    """The variables that make a run leave records of its first `steps` steps in `directory`."""
-    flag = note(UNEVEN_DEAL, "1" * uneven_deal)
-    return {TRACE_DIR: str(directory), MAX_STEPS: str(steps)} | flag

@@ -18,10 +18,7 @@ _LONGEST_SENTENCE = 1_500
 
 def shown(value: Any) -> str:
     """`value` as it is written in Python, short enough for a sentence."""
-    try:
-        return shortened(repr(value))
-    except ValueError:  # a whole number of more digits than Python is willing to write
-        return f"a very large {type(value).__name__}"
+    return shortened(repr(value))
 
 
 def shortened(text: str, most: int = _MOST_SHOWN) -> str:
@@ -130,9 +127,6 @@ class WorkerFailed(PacelineError):  # noqa: N818 - it says what happened
         report: Path | None = None,
     ) -> None:
         super().__init__(message)
-        self.rank = rank
-        self.details = details
-        self.exit_code = exit_code
-        self.report = report
+        self.rank, self.details, self.exit_code, self.report = rank, details, exit_code, report
         if details:
             self.add_note(details.rstrip())

@@ -1,7 +1,7 @@
 """The heartbeat of a worker: a few numbers in a small file that the worker maps into memory.
 
 Writing costs well under a microsecond and a reader needs no answer, so the state of a worker that is stopped, or has
-ended, can be read, too.
+ended, can be read, too. Times are of the monotonic clock, which all processes of a node share.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline import env
-
-RENDEZVOUS = "the rendezvous of all workers"
-"""The name shown for a worker that waits for the others to connect."""
 
 _LAYOUT = struct.Struct("=qqd240s")
 """Steps done, -1 before a run; whether this process has made one; the time when it entered a collective, or minus the
@@ -43,31 +40,18 @@ class Vitals:
     """Whether this process has made an update."""
 
 
-class Heartbeat:
-    """The writer's side, for this process. Times are of the monotonic clock, which all processes of a node share."""
+def beat(step: int) -> None:
+    """Record the number of optimizer updates done; after a resume the first call gives the initial number."""
+    before, has_trained = struct.unpack_from("=qq", _memory())
+    struct.pack_into("=qq", _memory(), 0, step, step > 0 and (has_trained or before == step - 1))
 
-    def __init__(self) -> None:
-        """Map the file, created if missing."""
-        with open(own_file(), "a+b") as file:  # its folder is this user's alone
-            if file.tell() < _LAYOUT.size:
-                file.write(_LAYOUT.pack(-1, 0, 0, b""))
-                file.flush()
-            self._memory = mmap.mmap(file.fileno(), _LAYOUT.size)
-        self._num_steps = -1
-        self._has_trained = False
 
-    def step(self, number: int) -> None:
-        """Record the number of optimizer updates done; after a resume the first call gives the initial number."""
-        self._has_trained |= 0 <= self._num_steps == number - 1
-        struct.pack_into("=qq", self._memory, 0, number, self._has_trained)
-        self._num_steps = number
-
-    @contextmanager
-    def inside(self, collective: str) -> Iterator[None]:
-        """A context in which this process is recorded as inside a collective; after an error it stays so."""
-        struct.pack_into("=d240s", self._memory, _COLLECTIVE, time.monotonic(), collective.encode()[:240])
-        yield
-        struct.pack_into("=d", self._memory, _COLLECTIVE, -time.monotonic())
+@contextmanager
+def inside(collective: str) -> Iterator[None]:
+    """A context in which this process is recorded as inside a collective; after an error it stays so."""
+    struct.pack_into("=d240s", _memory(), _COLLECTIVE, time.monotonic(), collective.encode()[:240])
+    yield
+    struct.pack_into("=d", _memory(), _COLLECTIVE, -time.monotonic())
 
 
 @functools.cache
@@ -78,6 +62,15 @@ def own_file() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="paceline-worker-", ignore_cleanup_errors=True)
     atexit.register(folder.cleanup)
     return Path(folder.name) / "heartbeat"
+
+
+@functools.cache
+def _memory() -> mmap.mmap:
+    with open(own_file(), "a+b") as file:  # its folder is this user's alone
+        if file.tell() < _LAYOUT.size:
+            file.write(_LAYOUT.pack(-1, 0, 0, b""))
+            file.flush()
+        return mmap.mmap(file.fileno(), _LAYOUT.size)
 
 
 def read_vitals(path: Path) -> Vitals:

@@ -1,14 +1,13 @@
-"""What an import path "package.module:name" in a job names, and the options it takes."""
+"""What an import path "package.module:name" in a job names."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import operator
+import pkgutil
+import re
 from collections.abc import Callable
 from typing import Any
 
-from paceline.errors import JobError, PacelineError, did_you_mean
+from paceline.errors import JobError, PacelineError
 
 
 def imported(path: str, key: str, error: type[PacelineError] = JobError) -> Callable[..., Any]:
@@ -18,11 +17,11 @@ def imported(path: str, key: str, error: type[PacelineError] = JobError) -> Call
         key: the key of the job that names it, for the error.
         error: what is raised where it is not an import path, or there is no such module or name.
     """
-    module_name, _, attribute = path.partition(":")
-    if not attribute or not all(part.isidentifier() for part in f"{module_name}.{attribute}".split(".")):
+    if not re.fullmatch(r"\w+(\.\w+)*:\w+(\.\w+)*", path):
         raise error(f"{key} = {path!r} is not an import path; write it as 'package.module:name'.")
+    module_name, _, attribute = path.partition(":")
     try:
-        found = operator.attrgetter(attribute)(importlib.import_module(module_name))
+        found = pkgutil.resolve_name(path)
     except ModuleNotFoundError as problem:
         # A module that is missing inside the user's own code is their bug and keeps its traceback.
         if problem.name is None or not f"{module_name}.".startswith(f"{problem.name}."):
@@ -35,24 +34,3 @@ def imported(path: str, key: str, error: type[PacelineError] = JobError) -> Call
     if not callable(found):
         raise error(f"{key} = {path!r} should name a function or class, not a {type(found).__name__}.")
     return found  # type: ignore[no-any-return]
-
-
-def takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function or class has a parameter of this name."""
-    return name in inspect.signature(function).parameters
-
-
-def checked_options(
-    function: Callable[..., Any], options: dict[str, Any], who: str, where: str, num_given: int = 0
-) -> dict[str, Any]:
-    """`options` if `function` takes them besides its first `num_given` arguments, and, where these are none, needs no
-    others. Raises `JobError` for others."""
-    signature = inspect.signature(function)
-    bind = signature.bind_partial if num_given else signature.bind
-    try:
-        bind(*[None] * num_given, **options)
-    except TypeError as problem:
-        own = list(signature.parameters)[num_given:]
-        hint = "".join(did_you_mean(name, own) for name in options if name not in own)
-        raise JobError(f"{where}: {who}: {problem}; {hint}its options are {', '.join(own) or 'none'}.") from None
-    return options

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -47,23 +47,22 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
     return value
 
 
-def all_gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Iterable[type] = ()) -> list[Any]:
+def all_gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Sequence[type] = ()) -> list[Any]:
     """The value of every rank, by rank, on every worker; a collective. For small values: all messages are sent in the
     length of the longest.
 
     Args:
         classes: the dataclasses that the value may contain.
     """
-    return [value] if group is None else _gathered(value, group, classes, to_all=True)
+    return gather_objects(value, group, classes, to_all=True) or []
 
 
-def gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Iterable[type] = ()) -> list[Any] | None:
-    """The value of every rank, by rank, on rank 0 of `group`; None on the others. As `all_gather_objects`."""
-    return [value] if group is None else _gathered(value, group, classes, to_all=False) or None
-
-
-def _gathered(value: Any, group: dist.ProcessGroup, classes: Iterable[type], *, to_all: bool) -> list[Any]:
-    """The values of all ranks; without `to_all`, nothing but on rank 0."""
+def gather_objects(
+    value: Any, group: dist.ProcessGroup | None, classes: Sequence[type] = (), *, to_all: bool = False
+) -> list[Any] | None:
+    """As `all_gather_objects`, on rank 0 of `group`; None on the others, unless the values go `to_all`."""
+    if group is None:
+        return [value]
     device = device_of(group)
     message = encode(value, classes)
     length = torch.tensor([len(message)], device=device)
@@ -72,12 +71,12 @@ def _gathered(value: Any, group: dist.ProcessGroup, classes: Iterable[type], *, 
     sizes = [int(size) for size in lengths]
     own = torch.cat([message, message.new_zeros(max(sizes) - len(message))]).to(device)
     arrives = to_all or dist.get_rank(group) == 0
-    messages = [torch.empty_like(own) for _ in sizes] if arrives else []
-    if to_all:
+    messages = [torch.empty_like(own) for _ in sizes] if arrives else None
+    if messages is not None and to_all:
         dist.all_gather(messages, own, group=group)
     else:
-        dist.gather(own, messages or None, group=group, group_dst=0)
-    return [decode(one[:size].cpu(), classes) for one, size in zip(messages, sizes, strict=False)]
+        dist.gather(own, messages, group=group, group_dst=0)
+    return messages and [decode(one[:size].cpu(), classes) for one, size in zip(messages, sizes, strict=True)]
 
 
 def transferred(message: Tensor | None, transfer: Callable[[Tensor], object], device: torch.device) -> Tensor:
@@ -89,7 +88,7 @@ def transferred(message: Tensor | None, transfer: Callable[[Tensor], object], de
     return found.cpu()
 
 
-def encode(value: Any, classes: Iterable[type] = ()) -> Tensor:
+def encode(value: Any, classes: Sequence[type] = ()) -> Tensor:
     """The message of `value`, bytes in host memory: the length of its text in eight bytes, the text, the memory of its
     tensors. Raises TypeError for a value of a type that messages do not have."""
     plain, named = flatten(value, classes=classes)
@@ -99,7 +98,7 @@ def encode(value: Any, classes: Iterable[type] = ()) -> Tensor:
     return torch.cat([head, *(_memory(tensor.cpu().contiguous()) for tensor in named.values())])
 
 
-def decode(message: Tensor, classes: Iterable[type] = ()) -> Any:
+def decode(message: Tensor, classes: Sequence[type] = ()) -> Any:
     """The value that was encoded. Raises DivergenceError for a message that `encode` did not make, or another class."""
     tensors = {}
     try:

@@ -9,16 +9,14 @@ inherit. Where a file system has none, nothing is locked.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
-import json
 import os
 import platform
-import re
 import time
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
 
 from paceline.errors import LaunchError
 
@@ -27,17 +25,6 @@ RUN_LOCK, CHECKPOINTS_LOCK = ".run.lock", ".checkpoints.lock"
 
 _PATIENCE_S = 3.0
 """How long a process that was killed may take to be gone."""
-
-_held: set[Path] = set()
-"""What this process has locked: the kernel would let it lock the same file again."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `OSError`, and `ValueError` where it holds no object."""
-    value = json.loads(path.read_text("utf-8"))
-    if not isinstance(value, dict):
-        raise ValueError("it is not a JSON object")
-    return value
 
 
 def write_file(
@@ -99,54 +86,37 @@ def run_file_mode() -> int:
 
     People who share their runs with a group set such an umask.
     """
-    status = Path("/proc/self/status")  # asking for the umask any other way changes it
-    found = re.search(r"^Umask:\s+(\d+)", status.read_text() if status.exists() else "", re.MULTILINE)
-    umask = int(found[1], 8) if found else 0o077
+    umask = os.umask(0o077)  # there is no way to ask without setting one
+    os.umask(umask)
     return 0o600 if umask & 0o020 else 0o666 & ~umask
 
 
 @contextlib.contextmanager
 def hold_folder(folder: Path, name: str = RUN_LOCK) -> Iterator[None]:
-    """Let no other run use the folder, which exists, while the block is open.
+    """Let no other run use the folder, which exists, while the block is open. The file that is locked stays.
 
     Raises:
         LaunchError: another run uses it; says which.
         OSError: nothing can be written there.
     """
     path = folder.resolve() / name
-    if path in _held:
-        raise LaunchError(f"{folder} is in use by another run of this process; end that first, or choose another one.")
-    with _locked(path) as file:
+    deadline = time.monotonic() + _PATIENCE_S
+    with open(os.open(path, os.O_RDWR | os.O_CREAT, run_file_mode()), "r+", encoding="utf-8") as file:
+        while not _is_locked(file.fileno()):
+            if time.monotonic() >= deadline:
+                holder = file.read(1000) or "another run"
+                raise LaunchError(f"{folder} is in use by {holder}; wait for its end, or choose another folder.")
+            time.sleep(0.05)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
         file.flush()
-        _held.add(path)
-        try:
-            yield
-        finally:
-            _held.remove(path)
-            with contextlib.suppress(OSError):  # an exception of the block counts more
-                path.unlink()
+        yield
 
 
-def _locked(path: Path) -> IO[str]:
-    deadline = time.monotonic() + _PATIENCE_S
-    while True:
-        file = open(os.open(path, os.O_RDWR | os.O_CREAT, run_file_mode()), "r+", encoding="utf-8")  # noqa: SIM115
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # another process has locked it, maybe one that was just killed
-            with file:
-                holder = file.read(1000) or "another run"
-            if time.monotonic() >= deadline:
-                raise LaunchError(
-                    f"{path.parent} is in use by {holder}; wait for its end, or choose another folder."
-                ) from None
-            time.sleep(0.05)
-            continue
-        except OSError:  # no locks in this file system
-            return file
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        file.close()  # whoever had locked it has just removed it
+def _is_locked(descriptor: int) -> bool:
+    """Try to lock a file; False if another process has locked it, maybe one that was just killed."""
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as problem:
+        return problem.errno not in (errno.EACCES, errno.EAGAIN)  # else this file system has no locks
+    return True

@@ -56,8 +56,3 @@ def and_more(count: int) -> str:
 def name_ranks(ranks: Sequence[int]) -> str:
     """ "rank 3", or "ranks 1, 2"."""
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
-
-
-def on_one_line(text: str) -> str:
-    """`text` with a single space in place of every line end and run of spaces."""
-    return " ".join(text.split())

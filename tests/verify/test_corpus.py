@@ -97,7 +97,7 @@ def _observe(script: Path, arguments: list[str], path: Path, port: int) -> None:
     os.environ.update(TORCHELASTIC_RUN_ID="1", HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="1")
     os.environ.update(GROUP_RANK="0", LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"])
     os.chdir(path)
-    os.environ.update(env.trace_request(path, NUM_STEPS))
+    os.environ.update({env.TRACE_DIR: str(path), env.MAX_STEPS: str(NUM_STEPS)})
     sys.argv = ["observe", str(script), *arguments]
     observe.main()
 

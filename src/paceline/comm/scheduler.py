@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import DivergenceError
-from paceline.heartbeat import Heartbeat
+from paceline.heartbeat import inside
 from paceline.object_collectives import all_gather_objects
 from paceline.words import and_more
 
@@ -85,7 +85,6 @@ class Scheduler:
         self._error: BaseException | None = None
         self._step = 0
         self._sequence = 0
-        self._heartbeat = Heartbeat()
         self._thread: threading.Thread | None = None
         if blocks_caller(device):
             # A daemon: a collective that waits for a dead peer must not keep this process alive.
@@ -159,7 +158,7 @@ class Scheduler:
     def _do(self, task: _Task) -> None:
         if self._stream is not None and task.ready is not None:
             self._stream.wait_event(task.ready)
-        with self._heartbeat.inside(str(task.call)):
+        with inside(str(task.call)):
             if task.is_checked:
                 check_agreement(task.call, self._group, self._device)
             task.work()

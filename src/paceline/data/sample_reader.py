@@ -242,7 +242,7 @@ def checksum(values: Iterable[Any], before: int = 0) -> int:
     for value in values:
         container = open_container(value)
         if container is not None:
-            crc = checksum(container.values, zlib.crc32(repr(container.places).encode(), crc))
+            crc = checksum(container.values, zlib.crc32(repr(container.keys).encode(), crc))
         elif isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized:
             crc = zlib.crc32(value.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), crc)
         elif isinstance(value, np.ndarray) and not value.dtype.hasobject:

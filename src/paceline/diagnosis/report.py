@@ -14,7 +14,7 @@ from paceline.diagnosis.failures import Failure, WorkerProcess, log_path, read_p
 from paceline.diagnosis.hang import Hang, WorkerState
 from paceline.errors import shortened
 from paceline.regular_files import replace_text
-from paceline.words import name_ranks, number_of, on_one_line
+from paceline.words import name_ranks, number_of
 
 MOST_EVIDENCE_LINES = 25
 MOST_TAIL_BYTES = 64 << 10
@@ -267,7 +267,7 @@ def _report(
 
 def _message_of(failure: Failure) -> str:
     kind, message = failure.innermost
-    return ": ".join(filter(None, (kind, shortened(on_one_line(message), MOST_MESSAGE_CHARACTERS))))
+    return ": ".join(filter(None, (kind, shortened(" ".join(message.split()), MOST_MESSAGE_CHARACTERS))))
 
 
 def tail_of(path: Path) -> str:

@@ -28,7 +28,6 @@ from paceline import env
 from paceline.errors import LaunchError
 from paceline.launch.command_lines import with_variables
 from paceline.launch.node_list import NodeSlots
-from paceline.words import on_one_line
 
 LIST_TIMEOUT_S = 120
 POLL_S = 0.5
@@ -99,7 +98,7 @@ def main(num_nodes: int, num_gpus: int, cwd: str, program: Sequence[str]) -> int
     except Exception as problem:  # Ray wraps what a node raised in several ways
         if told := re.findall(r"ended with exit code (\d+)", str(problem)):
             return int(told[-1])
-        print(f"paceline: Ray could not run the workers: {on_one_line(str(problem))[-300:]}", file=sys.stderr)
+        print(f"paceline: Ray could not run the workers: {' '.join(str(problem).split())[-300:]}", file=sys.stderr)
         return LaunchError.exit_code
     return 0
 

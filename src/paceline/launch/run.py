@@ -237,7 +237,7 @@ class _Agent:
         try:
             self._process = subprocess.Popen(
                 command.argv,
-                env=env.everything() | (command.environ if is_here else {}),
+                env=os.environ | (command.environ if is_here else {}),
                 stdin=subprocess.PIPE,
                 stdout=None if is_here else subprocess.PIPE,
                 stderr=None if is_here else subprocess.PIPE,

@@ -16,7 +16,6 @@ from pathlib import Path
 
 from paceline.errors import LaunchError, reason_of
 from paceline.launch.node_list import NodeSlots
-from paceline.words import on_one_line
 
 SAVE_BEFORE_LIMIT_S = 120
 """How long before the time limit of a job its run is asked to save and to end; Slurm itself may be a minute late."""
@@ -125,6 +124,6 @@ def _answer(argv: Sequence[str], stdin: str = "") -> str:
     except (OSError, subprocess.TimeoutExpired) as problem:
         raise LaunchError(f"{argv[0]} does not answer here ({reason_of(problem)}); is this a login node?") from None
     if done.returncode != 0:
-        told = on_one_line(done.stderr.decode(errors="replace"))
+        told = " ".join(done.stderr.decode(errors="replace").split())
         raise LaunchError(f"{argv[0]} refused: {told or f'exit code {done.returncode}'}")
     return done.stdout.decode(errors="replace")

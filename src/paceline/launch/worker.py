@@ -66,7 +66,7 @@ def main(program: Sequence[str]) -> None:
         pipe = None if output.is_direct else subprocess.PIPE
         process = subprocess.Popen(
             [sys.executable, "-u", *program],
-            env=env.everything() | {env.HEARTBEAT: str(heartbeat)},
+            env=os.environ | {env.HEARTBEAT: str(heartbeat)},
             stdin=subprocess.DEVNULL,
             stdout=pipe,
             stderr=pipe,

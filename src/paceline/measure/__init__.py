@@ -1,1 +1,1 @@
-"""Times real steps of a job on the workers of a launch: `steps` is their program, `values` what it reads and writes."""
+"""Real steps of a job on the workers of a launch: `steps` times them, `recorder` records what they compute."""

@@ -1,8 +1,12 @@
-"""Request and result of the program that times steps, stored as JSON. Loads no torch."""
+"""What the programs of this package read and write, as JSON. Loads no torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
 
 from paceline.spec import Job, Plan
 from paceline.spec.codec import JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -45,3 +49,53 @@ class StepsProbe(JsonValue):
     num_parameters: NonNegativeInt
     num_samples: PositiveInt | None = None
     """Samples of the training set; None: not known."""
+
+
+# --- what a step did, as numbers that runs on different numbers of workers can compare without moving tensors ---
+
+Fingerprints = dict[str, list[float]]
+"""By name of the tensor: [norm, projection, projection, …]; empty where there is no tensor."""
+
+
+@dataclass
+class StepRecord:
+    """A step as one worker saw it, with whole tensors. A run of `paceline.init` leaves some fields empty."""
+
+    samples: list[int] = field(default_factory=list)
+    """A digest of each sample that this worker's model was called with."""
+    columns: list[int] = field(default_factory=list)
+    """A digest of each column of the same tensor: the batch may be its second dimension."""
+    losses: list[float] = field(default_factory=list)
+    """What `backward` was called on, or the step's loss where the run knows it."""
+    initial_weights: Fingerprints = field(default_factory=dict)
+    """Of the tensors that no step before had, as this one began."""
+    changes_before: Fingerprints = field(default_factory=dict)
+    """Weights as the step began minus weights after the last one: what something beside the optimizer did."""
+    local_gradients: Fingerprints = field(default_factory=dict)
+    """Of this worker's own samples, summed over micro-steps; of whole parameters alone. The norms are not those of the
+    sums."""
+    gradients: Fingerprints = field(default_factory=dict)
+    """As the optimizer found them."""
+    options: list[dict[str, Any]] = field(default_factory=list)
+    """The learning rate and other numbers of each parameter group."""
+    update: Fingerprints = field(default_factory=dict)
+    """Weights after the step minus before it, where the gradient is more than rounding."""
+    weights: Fingerprints = field(default_factory=dict)
+    """After the step, as the buffers are."""
+    buffers: Fingerprints = field(default_factory=dict)
+    """With frozen parameters."""
+    weights_sha256: str = ""
+    """Where every bit should be equal."""
+    switched_off: list[str] = field(default_factory=list)
+    """What would follow from a worker's own samples or draws: batch norm, dropout."""
+    draws: bool = False
+    """Whether the forward pass drew random numbers nevertheless."""
+    generator_state: int = 0
+    """A digest of the state of torch's generator as the model was first called."""
+
+
+def write_steps(path: Path, header: Mapping[str, Any], steps: Iterable[StepRecord]) -> None:
+    """Write the record of a worker: a header, then a line for each step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(one) for one in [header, *map(asdict, steps)]]
+    path.write_text("\n".join([*lines, ""]), encoding="utf-8")

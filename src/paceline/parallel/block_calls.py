@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.containers import map_tensors, open_object, tensors
+from paceline.containers import map_tensors, open_container, tensors
 from paceline.errors import ModelError
 from paceline.parallel.blocks import blocks_of, copy_of_modules
 from paceline.parallel.buckets import dense_form
@@ -57,10 +57,10 @@ class ModelCall:
 def _described(value: Any) -> Hashable:
     if isinstance(value, Tensor):
         return value.dtype, value.shape
-    container = open_object(value)
+    container = open_container(value, in_objects=True)
     if container is None:
         return repr(value)
-    return type(value).__name__, container.places, *map(_described, container.values)
+    return type(value).__name__, container.keys, *map(_described, container.values)
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ class Returned:
 
     @classmethod
     def of(cls, value: Any) -> Self:
-        forms = [dense_form(one) for one in tensors(value, open_object)]
-        return cls(forms, map_tensors(value, lambda one: one.new_empty(0), open_object))
+        forms = [dense_form(one) for one in tensors(value, in_objects=True)]
+        return cls(forms, map_tensors(value, lambda one: one.new_empty(0), in_objects=True))
 
     def filled(self, leaves: Sequence[Tensor]) -> Any:
         """It, with these tensors."""
         left = iter(leaves)
-        return map_tensors(self.around, lambda _tensor: next(left), open_object)
+        return map_tensors(self.around, lambda _tensor: next(left), in_objects=True)
 
 
 class Output(NamedTuple):
@@ -202,14 +202,14 @@ class _Tracer(TorchFunctionMode):
             self._follows(parameter, frozenset([name]))
 
     def _follows(self, value: Any, sources: frozenset[Source]) -> None:
-        for one in tensors(value, open_object):
+        for one in tensors(value, in_objects=True):
             if sources and one.layout == torch.strided and one.numel():
                 address = one.untyped_storage().data_ptr()
                 self._sources[address] = self._sources.get(address, frozenset()) | sources
                 self._alive.append(one)
 
     def sources(self, value: Any) -> frozenset[Source]:
-        strided = (one for one in tensors(value, open_object) if one.layout == torch.strided and one.numel())
+        strided = (one for one in tensors(value, in_objects=True) if one.layout == torch.strided and one.numel())
         known = (self._sources.get(one.untyped_storage().data_ptr(), frozenset()) for one in strided)
         return frozenset().union(*known)
 
@@ -240,7 +240,7 @@ class _Tracer(TorchFunctionMode):
         value = block(*args, **kwargs)
         if any(isinstance(one, PackedSequence) for one in (value, *args, *kwargs.values())):
             raise ModelError(f"'{path}' takes or returns a packed sequence, which stages cannot send; pad it.")
-        leaves = [*tensors(value, open_object)]
+        leaves = [*tensors(value, in_objects=True)]
         draws = states != torch_states(self._device)
         flops = self._flops.get_total_flops() - flops
         made = BlockCall(path, needs, Returned.of(value), draws, path in self._trained, flops)

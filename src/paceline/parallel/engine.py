@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm import Aggregator
-from paceline.containers import copied
+from paceline.containers import map_tensors
 from paceline.parallel.audit import audit
 from paceline.parallel.blocks import blocks_of
 from paceline.parallel.buffers import Buffers, standing_in
@@ -157,7 +157,7 @@ class Passes:
 
     def loss_of_nothing(self, step: StepInput) -> ShardLoss:
         """The loss of the worker's first shard with the weight 0, through which nothing flows back."""
-        loss, outputs = self._call(step, copied(step.batch.shards[0]), 0.0, 1)
+        loss, outputs = self._call(step, map_tensors(step.batch.shards[0], torch.clone), 0.0, 1)
         ignore_unless(torch.zeros((), dtype=torch.bool, device=self.device), outputs)
         return replace(loss, weight=0.0, weighted=loss.weighted * 0)
 

@@ -19,7 +19,7 @@ from paceline.comm.fixed_tree import TreeSum
 from paceline.comm.links import Links, message_links
 from paceline.comm.tree_exact import tree_all_reduce
 from paceline.containers import on_device
-from paceline.heartbeat import Heartbeat
+from paceline.heartbeat import inside
 from paceline.parallel.buckets import dense_form, views
 from paceline.parallel.layout import Whole, norm_of, squared_norm
 from paceline.parallel.losses import ShardLoss
@@ -31,7 +31,6 @@ class FixedOrderSum:
 
     def __init__(self, layout: Whole) -> None:
         self._layout = layout
-        self._heartbeat = Heartbeat()
         self._links: Links | None = None
         if layout.data is not None:
             self._links = message_links(layout.data, layout.device)
@@ -124,7 +123,7 @@ class FixedOrderSum:
         if not is_cpu:
             self._free.clear()  # memory for the sum over workers
         # The sum goes by messages, which are no collective that torch could tell the launcher about.
-        with self._heartbeat.inside("the sum of gradients over workers"):
+        with inside("the sum of gradients over workers"):
             shards_of_rank = self._step.assignment.shards_of_rank
             self._total = tree_all_reduce(self._tree.partials, shards_of_rank, empty, self._links)
         if is_cpu:  # not the sum: gradients are views of it

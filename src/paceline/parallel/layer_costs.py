@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.containers import map_tensors, open_object, tensors
+from paceline.containers import map_tensors, tensors
 from paceline.errors import ModelError, reason_of
 from paceline.parallel.block_calls import BlockCalls, Call, watch
 from paceline.parallel.blocks import blocks_of
@@ -96,7 +96,7 @@ def _tensor_plan(model: nn.Module) -> tuple[Mapping[str, str], int]:
 
 
 def _num_bytes(value: Any) -> int:
-    return sum(tensor.nbytes for tensor in tensors(value, open_object))
+    return sum(tensor.nbytes for tensor in tensors(value, in_objects=True))
 
 
 @dataclass
@@ -162,7 +162,7 @@ class _Counts:
         layer = self.layers[-1]
         layer.name, layer.may_begin = path, may_begin
         self._count_parameters(self._blocks[path].parameters())
-        given = (one.nbytes for one in tensors((args, kwargs), open_object) if one.requires_grad)
+        given = (one.nbytes for one in tensors((args, kwargs), in_objects=True) if one.requires_grad)
         layer.largest_bytes = max(given, default=0)
         output = block(*args, **kwargs)
         layer.output_bytes = _num_bytes(output)

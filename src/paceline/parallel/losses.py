@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.containers import open_container, tensors
+from paceline.containers import tensors
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
 
@@ -239,7 +239,6 @@ def ignore_unless(is_counted: Tensor, outputs: Sequence[Any]) -> None:
         outputs: what the model returned, be it plain objects with tensors as attributes.
     """
     for output in outputs:
-        is_object = hasattr(output, "__dict__") and not isinstance(output, Tensor) and open_container(output) is None
-        for tensor in tensors(vars(output) if is_object else output):
+        for tensor in tensors(output, in_objects=True):
             if tensor.requires_grad:
                 tensor.register_hook(lambda gradient: torch.where(is_counted, gradient, 0.0))

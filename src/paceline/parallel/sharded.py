@@ -23,7 +23,7 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from paceline.containers import map_tensors, open_object, tensors
+from paceline.containers import map_tensors, tensors
 from paceline.errors import ModelError
 from paceline.parallel.blocks import can_be_called, elements_of_lists
 from paceline.spec.algorithm import MIN_BLOCK_BYTES
@@ -120,11 +120,11 @@ def _show_outputs(module: nn.Module) -> None:
 
     def unpack(_module: nn.Module, _arguments: Any, output: Any) -> Any:
         returned.append(output)
-        return tuple(one.clone() if one.requires_grad else one for one in tensors(output, open_object))
+        return tuple(one.clone() if one.requires_grad else one for one in tensors(output, in_objects=True))
 
     def pack(_module: nn.Module, _arguments: Any, output: Any) -> Any:
         shown = iter(output)
-        return map_tensors(returned.pop(), lambda _tensor: next(shown), open_object)
+        return map_tensors(returned.pop(), lambda _tensor: next(shown), in_objects=True)
 
     module.register_forward_hook(unpack, prepend=True)
     module.register_forward_hook(pack)

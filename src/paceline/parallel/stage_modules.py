@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from paceline.containers import open_object, tensors
+from paceline.containers import tensors
 from paceline.errors import ModelError
 from paceline.parallel.block_calls import (
     BlockCall,
@@ -161,7 +161,7 @@ class StagePass:
                 "(requires_grad_(False)), and checkpoint activations by checkpoint(..., use_reentrant=False)."
             )
         value = block(*args, **kwargs)
-        for output, form, leaf in zip(outputs, returned.forms, tensors(value, open_object), strict=True):
+        for output, form, leaf in zip(outputs, returned.forms, tensors(value, in_objects=True), strict=True):
             if output in self._leaving:
                 if leaf.shape != form.shape or leaf.dtype != form.dtype:
                     raise ModelError(

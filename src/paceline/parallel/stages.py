@@ -26,8 +26,9 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
-from paceline.containers import local_shard, open_object, tensors
+from paceline.containers import local_shard, tensors
 from paceline.errors import JobError, ModelError
+from paceline.mathematics import even_cut
 from paceline.parallel.block_calls import ModelCall, Output, Skeleton, Trace, watch
 from paceline.parallel.blocks import blocks_of
 from paceline.parallel.buffers import standing_in
@@ -35,7 +36,6 @@ from paceline.parallel.engine import Passes, Reducer
 from paceline.parallel.layout import Whole
 from paceline.parallel.stage_modules import CutTrace, Held, StagePass, Stages, free_others, stage_module
 from paceline.parallel.step_input import StepInput
-from paceline.partition import even_cut
 from paceline.spec import PipelineSpec
 
 
@@ -296,7 +296,7 @@ class Pipeline:
                 if number < self.num_stages - 1 and self._owner(number + 1) != self._rank:
                     leaving = [cut.form_of(output) for output in cut.crossing[number]]
                     self._moved(leaving, partial(dist.send, group_dst=self._owner(number + 1)), values)
-            own = [*tensors(values, open_object)] if self.has_last_stage else None
+            own = [*tensors(values, in_objects=True)] if self.has_last_stage else None
             spread = partial(dist.broadcast, group_src=self._owner(self.num_stages - 1))
             found = self._moved(cut.returned.forms, spread, own)
         for one in found:  # a loss wants to depend on something

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline import env
-from paceline.containers import Batch, copied
+from paceline.containers import Batch, map_tensors
 from paceline.errors import JobError
 from paceline.parallel.buffers import Buffers, untouched
 from paceline.parallel.dtensor import reshard
@@ -172,7 +172,7 @@ class StepInput:
     def content(self, shard: int) -> Any:
         """The samples of a shard of this worker's, for the loss function."""
         content = self.batch.shards[shard - self.assignment.own[0]]
-        return copied(content) if self.reads_again else content
+        return map_tensors(content, Tensor.clone) if self.reads_again else content
 
 
 @dataclass(frozen=True)

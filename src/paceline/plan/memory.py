@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 from statistics import fmean, linear_regression
 from typing import NamedTuple
 
-from paceline.partition import even_cut
+from paceline.mathematics import even_cut
 from paceline.spec import Cluster, Job, Mesh, StepRow
 from paceline.spec.algorithm import MIN_BLOCK_BYTES
 from paceline.spec.model_cost import Activations, LayerCost, Layers, ModelCost

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from paceline.device_count import NEARLY, fewest_near_fastest
 from paceline.errors import JobError
+from paceline.mathematics import NEARLY, fewest_near_fastest
 from paceline.spec.forecast import ForecastRow
 from paceline.words import duration, number_of
 

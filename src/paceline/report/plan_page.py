@@ -8,7 +8,7 @@ from dataclasses import replace
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from paceline.device_count import RULE
+from paceline.mathematics import RULE
 from paceline.report import formats
 from paceline.report.charts import Chart, Series, beside_ideal, step_parts
 from paceline.report.page import render

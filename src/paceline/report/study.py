@@ -9,8 +9,8 @@ from dataclasses import astuple, dataclass
 from statistics import fmean, median
 from typing import Any
 
-from paceline.device_count import RULE, fewest_near_fastest
 from paceline.errors import PacelineError
+from paceline.mathematics import RULE, fewest_near_fastest
 from paceline.report import formats
 from paceline.spec.forecast import Grow
 from paceline.spec.job import flat

@@ -16,7 +16,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from paceline.errors import PacelineError
-from paceline.regular_files import read_json
 from paceline.report.formats import NOTHING, duration, percent, quantity
 from paceline.report.tables import Grid, grid_of
 from paceline.spec.job import JOB_FILE, flat
@@ -129,7 +128,8 @@ def _state(
 def _mapping(path: Path) -> dict[str, Any]:
     """A JSON object in a file; empty where there is none that can be read."""
     with contextlib.suppress(OSError, ValueError):
-        return read_json(path)
+        found = json.loads(path.read_text("utf-8"))
+        return found if isinstance(found, dict) else {}
     return {}
 
 

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import JobError
-from paceline.import_path import checked_options, imported
+from paceline.import_path import imported
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.job import CallbackSpec, EarlyStoppingSpec, Mode
 from paceline.spec.record import EvaluationRecord, best_place
-from paceline.train.optim import build_scheduler
+from paceline.train.optim import build_scheduler, checked_options
 from paceline.train.run import Run
 from paceline.train.run_state import Stateful
 from paceline.words import number_of

@@ -83,7 +83,7 @@ class Journal(Callback):
         run.say(f"{run.job.name} on {number_of(run.world_size, 'worker')}")
         for note in (*run.notes, *self._notes):
             run.say(note)
-        self._launched_at, self._first_step_s = env.launched_at(), 0.0
+        self._launched_at, self._first_step_s = env.value(env.LAUNCHED_AT, float) or time.time(), 0.0
         self._so_far = _SoFar()
         self._unread: list[tuple[tuple[str, ...], torch.Tensor]] = []
         """For each step: the names of its values, and [loss, samples, values]."""

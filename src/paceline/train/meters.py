@@ -1,5 +1,5 @@
-"""What a run measures of its steps and shows of them: where their time goes, on rank 0's own clock, the noise of their
-gradients, and records of each for `paceline verify`, which compares them between numbers of workers."""
+"""What a run measures of its steps and shows of them: where their time goes, on rank 0's own clock, and the noise of
+their gradients."""
 
 from __future__ import annotations
 
@@ -15,24 +15,18 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from paceline.containers import Batch, tensors
-from paceline.fingerprints import fingerprints, options_of, sample_digests
 from paceline.parallel import Assignment
 from paceline.parallel.engine import Mark, seconds
 from paceline.parallel.step_input import GradientNorms, TakeNorms
 from paceline.spec import Job
 from paceline.spec.codec import from_mapping, to_mapping
 from paceline.spec.record import StepTime
-from paceline.step_records import StepRecord, write
 from paceline.train.batches import DataProgress
-from paceline.train.state import weights_sha256
 from paceline.words import number_of
 
 if TYPE_CHECKING:
@@ -264,48 +258,6 @@ def batch_warning(batch_size: int, noise_scale: float) -> str | None:
         f"{max(1, round(noise_scale)):,} would come as far with {2 / (1 + ratio):.0%} of the samples, in "
         f"{2 * ratio / (1 + ratio):.1f} times the steps."
     )
-
-
-Whole = Callable[[Mapping[str, Tensor]], dict[str, Tensor]]
-"""Makes all tensors of a model, unsharded, from those that this worker holds: `Engine.whole`."""
-
-
-class ParityTracer:
-    """Writes a record of each step of this worker."""
-
-    def __init__(self, directory: Path, rank: int, job: Job) -> None:
-        self._path = directory / f"rank{rank}.jsonl"
-        self._header = {"precision": job.precision, "is_bitwise": job.parity == "bitwise"}
-        self._steps: list[StepRecord] = []
-        self._step = StepRecord()
-        write(self._path, self._header, [])  # `verify.observe` sees that this run records itself
-
-    def before_update(
-        self, model: nn.Module, optimizer: Optimizer, whole: Whole, loss: Tensor, batch: Batch | None
-    ) -> None:
-        """Note the loss, a scalar, and the samples of a batch. Where the model is spread: a collective, and rank 0
-        writes for all."""
-        weights = {} if self._steps else fingerprints(whole(dict(model.named_parameters())).items())
-        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-        self._step = StepRecord(
-            samples=[] if batch is None else [one for shard in batch for one in sample_digests(tensors(shard))],
-            losses=[float(loss)],
-            initial_weights=weights,
-            gradients=fingerprints(whole(gradients).items()),
-            options=options_of(optimizer),
-        )
-
-    def after_update(self, model: nn.Module, whole: Whole) -> None:
-        if not self._step.losses:  # servers make updates without a gradient of all workers
-            return
-        step, self._step = self._step, StepRecord()
-        step.weights = fingerprints(whole(dict(model.named_parameters())).items())
-        step.buffers = fingerprints(whole(dict(model.named_buffers())).items())
-        step.weights_sha256 = weights_sha256(whole(model.state_dict(keep_vars=True)))
-        self._steps.append(step)
-
-    def close(self) -> None:
-        write(self._path, self._header, self._steps)
 
 
 # --- progress: on a terminal one line that stays in its place, else a line now and then; at the end a table ---

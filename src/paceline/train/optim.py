@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.containers import is_dtensor
 from paceline.errors import JobError, ModelError, did_you_mean
-from paceline.import_path import checked_options, imported, takes
+from paceline.import_path import imported
 from paceline.parallel import Engine
 from paceline.spec import Job, Mesh
 from paceline.spec.job import OptimSpec, SchedulerSpec
@@ -312,3 +312,24 @@ def describe_scaling(job: Job) -> str | None:
         f"{job.global_batch_size} is {job.global_batch_size / (job.optim.base_batch_size or 1):g} times the base batch "
         f"{job.optim.base_batch_size} ({job.optim.lr_scaling} rule, warm-up {job.optim.warmup_epochs:g} epochs)."
     )
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function or class has a parameter of this name."""
+    return name in inspect.signature(function).parameters
+
+
+def checked_options(
+    function: Callable[..., Any], options: dict[str, Any], who: str, where: str, num_given: int = 0
+) -> dict[str, Any]:
+    """`options` if `function` takes them besides its first `num_given` arguments, and, where these are none, needs no
+    others. Raises `JobError` for others."""
+    signature = inspect.signature(function)
+    bind = signature.bind_partial if num_given else signature.bind
+    try:
+        bind(*[None] * num_given, **options)
+    except TypeError as problem:
+        own = list(signature.parameters)[num_given:]
+        hint = "".join(did_you_mean(name, own) for name in options if name not in own)
+        raise JobError(f"{where}: {who}: {problem}; {hint}its options are {', '.join(own) or 'none'}.") from None
+    return options

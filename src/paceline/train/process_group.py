@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
+import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,7 +22,7 @@ import torch.utils.deterministic
 
 from paceline import env
 from paceline.errors import LaunchError
-from paceline.heartbeat import RENDEZVOUS, Heartbeat
+from paceline.heartbeat import inside
 from paceline.object_collectives import all_gather_objects
 from paceline.spec import Job, Plan
 from paceline.train.watch import begin_watch, end_watch
@@ -60,7 +61,7 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
     if facts.world_size == 1:
         return World(**vars(facts), device=device, group=None)
     timeout = timedelta(seconds=plan.timeout_s)
-    with Heartbeat().inside(RENDEZVOUS):
+    with inside("the rendezvous of all workers"):
         dist.init_process_group(
             plan.backend,
             init_method=facts.init_method,
@@ -104,7 +105,12 @@ def await_rest() -> None:
 def _device(facts: env.WorkerFacts, plan: Plan) -> torch.device:
     if plan.device_kind == "cpu":
         return torch.device("cpu")
-    env.prepare_nccl()
+    # What torch and CUDA read when they are first used, unless the user has set it.
+    if env.text(env.AGENT):  # torch's watchdog would end workers that have lost another one before they can save
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    # As many queues as the hardware has. A run has more streams than the eight by default, and where two streams share
+    # a queue, work that waits for another worker holds up the work behind it.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if facts.local_rank >= torch.cuda.device_count():
         raise LaunchError(
             f"Worker {facts.rank} wants GPU {facts.local_rank} of this node, on which torch finds "
@@ -180,7 +186,7 @@ def torch_settings(job: Job, plan: Plan, device: torch.device) -> Iterator[list[
             before.callback(setattr, holder, name, getattr(holder, name))
             setattr(holder, name, value)
         if not is_numeric:
-            env.prepare_deterministic_cuda()
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once
             # Not use_deterministic_algorithms, which loads torch's whole compiler: seconds at the end of every run.
             before.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
             torch.set_deterministic_debug_mode("error")

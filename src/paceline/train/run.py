@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from paceline import env
 from paceline.data.loading import Collate
 from paceline.errors import JobError
-from paceline.heartbeat import Heartbeat
+from paceline.heartbeat import beat
 from paceline.object_collectives import broadcast_object
 from paceline.parallel import Engine
 from paceline.parallel.generators import seed_generators
@@ -28,17 +29,20 @@ from paceline.spec import Job, Mesh, Plan, parse_mesh
 from paceline.spec.plan import RunLimit
 from paceline.train.batches import DataProgress, DatasetReader, GlobalBatches, loading_of
 from paceline.train.evaluate import Measure, evaluate_between_steps
-from paceline.train.meters import NoiseMeter, ParityTracer, Progress, SmoothedNoise, StepTimer, end_rows
+from paceline.train.meters import NoiseMeter, Progress, SmoothedNoise, StepTimer, end_rows
 from paceline.train.preparation import check_several, freeze, prepare_model
 from paceline.train.process_group import decide_precision, join, leave, torch_settings
 from paceline.train.run_state import Keepable, Kept, RunState
 from paceline.train.session import Session, Stopping
 from paceline.train.state import LossFn, Precision, Trained, TrainedModels, weights_sha256
-from paceline.train.step import Stepper
+from paceline.train.step import Stepper, UpdateObserver
 from paceline.train.watch import tell_failures
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound="Optimizer | Sequence[Optimizer]")
+
+observers: list[Callable[[Run], UpdateObserver]] = []
+"""Each makes what is told of every update of a run of this process, as `paceline verify` records them."""
 
 
 class Run:
@@ -91,18 +95,16 @@ class Run:
         self._at_close.callback(self.display.close)
         self.say: Callable[[str], None] = self.display.say
         self.timer = StepTimer()
-        self.stopping = Stopping(world, progress, env.launched_at(), max_minutes)
+        self.stopping = Stopping(world, progress, env.value(env.LAUNCHED_AT, float) or time.time(), max_minutes)
         self._batches = GlobalBatches(job, progress, self.reader, world, plan.timeout_s)
         self._kept = Kept()
         self._resume_from: dict[str, Any] = {"checkpoint_address": checkpoint_address, "force": force}
         self._has_read_batches = False
         self._averages: list[tuple[AveragedModel, Trained]] = []
-        self._heartbeat = Heartbeat()
-        self._heartbeat.step(0)
-        trace_dir = env.value(env.TRACE_DIR, Path)
-        self._tracer = None if trace_dir is None else ParityTracer(trace_dir, self.rank, job)
-        if self._tracer is not None:
-            self._at_close.callback(self._tracer.close)
+        beat(0)
+        self._observers = [make(self) for make in observers]
+        for observer in self._observers:
+            self._at_close.callback(observer.close)
         seed_generators(job.seed, self.device)
 
     @overload
@@ -172,10 +174,10 @@ class Run:
             # What "auto" has chosen.
             self.plan = dataclasses.replace(plan, algorithm=engine.algorithm or plan.algorithm)
             state = RunState(self.job, self._progress, self._noise, self._models, self._kept, self.metrics)
-            session = Session(state, self, self._heartbeat)
+            session = Session(state, self)
             self._at_close.callback(session.close)
             session.resume(**self._resume_from)
-            self._prepared = Stepper(session, self.mesh, self.timer, self._batches, self._tracer)
+            self._prepared = Stepper(session, self.mesh, self.timer, self._batches, self._observers)
         else:
             self._prepared.session.add(name)
         for number, one in enumerate(trained.schedulers):
@@ -520,7 +522,8 @@ def init(
 
 def _default_plan(job: Job, facts: env.WorkerFacts, strategy: str) -> Plan:
     kind = env.device_kind() or ("cuda" if torch.cuda.is_available() else "cpu")
-    threads = env.thread_limit() or max(1, torch.get_num_threads() // facts.local_world_size)
+    limit = int(env.text("OMP_NUM_THREADS").partition(",")[0] or 0)  # the launcher sets it
+    threads = limit or max(1, torch.get_num_threads() // facts.local_world_size)
     num_nodes = max(1, facts.world_size // facts.local_world_size)
     return Plan(
         world_size=facts.world_size,

@@ -24,7 +24,6 @@ from paceline.train.batches import DataProgress
 from paceline.train.meters import NoiseMeter
 from paceline.train.optim import ends_with_epochs
 from paceline.train.state import TrainedModels
-from paceline.words import on_one_line
 
 
 @runtime_checkable
@@ -195,7 +194,7 @@ def _as_saved(name: str) -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as problem:
-        why = f"{type(problem).__name__}: {shortened(on_one_line(str(problem)), 200)}"
+        why = f"{type(problem).__name__}: {shortened(' '.join(str(problem).split()), 200)}"
         raise CheckpointError(
             f"The checkpoint {name} holds no state that this run can resume from ({why})."
         ) from problem

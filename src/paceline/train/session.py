@@ -29,7 +29,7 @@ from paceline.checkpoint.storage import Storage, folder_name
 from paceline.data import random_streams
 from paceline.data.counter_random import key
 from paceline.errors import PeerLost
-from paceline.heartbeat import Heartbeat
+from paceline.heartbeat import beat, inside
 from paceline.object_collectives import all_gather_objects, open_host_group
 from paceline.parallel.generators import seed_generators
 from paceline.regular_files import CHECKPOINTS_LOCK, hold_folder, make_run_folder
@@ -175,8 +175,8 @@ class Session:
         tell_saved: receives the step of each complete checkpoint, on all workers after the same step; may be replaced.
     """
 
-    def __init__(self, state: RunState, run: Run, heartbeat: Heartbeat) -> None:
-        self.state, self.world, self.heartbeat = state, run.world, heartbeat
+    def __init__(self, state: RunState, run: Run) -> None:
+        self.state, self.world = state, run.world
         group, plan = run.world.group, run.plan
         # A separate group in CPU memory, whatever the others use: it communicates in parallel to them.
         self._group = None if group is None else open_host_group(plan.timeout_s)
@@ -243,7 +243,7 @@ class Session:
             known = {kind: found.shared.get(kind, {}) for kind in ("frozen", "changed_frozen")}
             self._resumed = known | {"models": list(found.shared["models"])}, force
             self._last_step = state.progress.steps
-            self.heartbeat.step(self._last_step)
+            beat(self._last_step)
             self._run.notes.append(f"resumed at step {self._last_step} from {found.name} in {checkpoint_address}")
             for note in notes:
                 self.note(note)
@@ -359,7 +359,7 @@ class Session:
 
     def _receive(self, *, may_stop: bool = True) -> list[float]:
         """Receive the status of all workers, and save or end the run as they ask; returns the times of their steps."""
-        with self.heartbeat.inside("the exchange of all workers' requests"):
+        with inside("the exchange of all workers' requests"):
             requests, own_times_s = self._status_exchange.received()
         if self._saver is not None and self._signals is not None:
             self._save_as_asked(self._saver, self._signals, requests)
@@ -406,7 +406,7 @@ class Session:
         """Wait until all workers are here. Where one is elsewhere, that is a hang, whose report says where each of them
         is; collectives of different sizes would end the process instead."""
         if self._group is not None:
-            with self.heartbeat.inside(f"{what}, which all workers have to call,"):
+            with inside(f"{what}, which all workers have to call,"):
                 dist.monitored_barrier(self._group)
 
     def check_peers(self, *, has_waited: bool = False) -> None:

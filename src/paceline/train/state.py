@@ -31,7 +31,7 @@ from paceline.parallel.dtensor import shard_like
 from paceline.parallel.losses import Loss
 from paceline.spec import Job
 from paceline.train.optim import LearningRates, parts_of
-from paceline.words import and_more, on_one_line
+from paceline.words import and_more
 
 LossFn = Callable[[nn.Module, Any], Loss]
 """The loss of a batch, from the prepared model and the batch: the mean over its samples, or a `Mean`."""
@@ -172,7 +172,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, holds_all: b
                     raise RuntimeError(f"'{name}' has the shape {tuple(kept.shape)}, not {tuple(value.shape)}")
                 local_shard(value).copy_(local_shard(shard_like(kept, value)))
     except RuntimeError as problem:
-        raise CheckpointError(f"The checkpoint belongs to another model: {on_one_line(str(problem))}") from None
+        raise CheckpointError(f"The checkpoint belongs to another model: {' '.join(str(problem).split())}") from None
 
 
 def _shard_of(stored: Any, like: Any) -> Any:

@@ -10,17 +10,18 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from paceline.containers import Apply, Batch, copied, is_dtensor, local_shard
+from paceline.containers import Apply, Batch, is_dtensor, local_shard, map_tensors
 from paceline.data import Loading, SampleRequest, random_streams
 from paceline.data.counter_random import key
 from paceline.errors import JobError, ModelError, PeerLost
+from paceline.heartbeat import beat
 from paceline.object_collectives import all_gather_objects
 from paceline.parallel import Assignment, Companions, StepInput
 from paceline.parallel.fused import check_fused, fused
@@ -30,7 +31,7 @@ from paceline.parallel.losses import StepLoss
 from paceline.parallel.step_input import AnyShard, shard_sizes, unchanged
 from paceline.spec import Mesh
 from paceline.train.batches import GlobalBatch, GlobalBatches
-from paceline.train.meters import ParityTracer, StepTimer
+from paceline.train.meters import StepTimer
 from paceline.train.optim import FUSED, lr_factor, parts_of
 from paceline.train.session import Session
 from paceline.train.state import LossFn, Trained
@@ -56,6 +57,20 @@ class Pending:
     """The steps made on it so far."""
 
 
+class UpdateObserver(Protocol):
+    """What is told of every update of a run."""
+
+    def before_update(self, trained: Trained, loss: Tensor, batch: Batch | None) -> None:
+        """The gradients are complete; `loss` is a scalar. None: another worker counts this one's samples. Called by all
+        workers, so that it may make collectives."""
+
+    def after_update(self, trained: Trained) -> None:
+        """Called by all workers."""
+
+    def close(self) -> None:
+        """The run has ended, or failed."""
+
+
 @dataclass(frozen=True)
 class OneStep:
     """What one step trains, and on what."""
@@ -78,12 +93,17 @@ class Stepper:
     """
 
     def __init__(
-        self, session: Session, mesh: Mesh, timer: StepTimer, batches: GlobalBatches, tracer: ParityTracer | None
+        self,
+        session: Session,
+        mesh: Mesh,
+        timer: StepTimer,
+        batches: GlobalBatches,
+        observers: Sequence[UpdateObserver],
     ) -> None:
         self.session = session
         self._state, self._job = session.state, session.state.job
         self._device = session.world.device
-        self._timer, self._batches, self._tracer = timer, batches, tracer
+        self._timer, self._batches, self._observers = timer, batches, observers
         self._guards: dict[str, NonFiniteGuard] = {}
         self._is_sharded = mesh.fsdp > 1
         """Whether workers with other samples hold parts of one model, which they have to call together."""
@@ -157,7 +177,7 @@ class Stepper:
         calls = itertools.count()
 
         def apply(function: Callable[[Any], Any], shards: tuple[Any, ...]) -> tuple[Any, ...]:
-            every = shards + tuple(copied(shards[0]) for _ in range(len(shards), num_calls))
+            every = shards + tuple(map_tensors(shards[0], torch.clone) for _ in range(len(shards), num_calls))
             own_seed = key(self._job.seed, random_streams.IN_LOOP, next(calls), step)
             made = []
             for shard, content in enumerate(every, batch.assignment.own[0]):
@@ -240,7 +260,7 @@ class Stepper:
         pending.num_steps += 1
         if pending.num_steps == 1:
             self._state.progress.trained_on(pending.batch)
-        self.session.heartbeat.step(self._state.progress.steps)
+        beat(self._state.progress.steps)
         self._may_go_on = model is not None or optimizer is not None
         self.session.seed_between_steps(pending.num_steps)
         self._timer.step_ended(trained.engine.communication)
@@ -302,8 +322,8 @@ class Stepper:
                 f"Memory ran out in step {pending.index + 1} ({words}); raise virtual_shards: one shard of "
                 f"{self._job.shard_size} samples goes through the model at a time."
             ) from problem
-        if self._tracer is not None:
-            self._tracer.after_update(trained.model, engine.whole)
+        for observer in self._observers:
+            observer.after_update(trained)
         return result
 
     def _input(self, one: OneStep, index: int, assignment: Assignment, content: Batch) -> StepInput:
@@ -347,9 +367,9 @@ class Stepper:
             if not engine.holds_all and (self._job.nonfinite == "ignore" or scaler.is_enabled()):
                 self.session.check_peers()  # the norm was a sum of all workers' too, and the guard has not read it
         self.session.is_consistent = False
-        if self._tracer is not None:
-            seen = one.content if one.pending.batch.assignment.sizes and self._counts_samples else None
-            self._tracer.before_update(trained.model, trained.optimizer, engine.whole, loss, seen)
+        seen = one.content if one.pending.batch.assignment.sizes and self._counts_samples else None
+        for observer in self._observers:
+            observer.before_update(trained, loss, seen)
         if is_made:
             with left_out:
                 self._make_update(one, step_input)

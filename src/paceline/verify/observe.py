@@ -1,6 +1,6 @@
 """Runs a training script as it is, and records its first steps.
 
-    python -m paceline.verify.observe SCRIPT.py ARGUMENTS …     (by the launcher, with what `env.trace_request` returns)
+    python -m paceline.verify.observe SCRIPT.py ARGUMENTS …     (with PACELINE_TRACE_DIR and PACELINE_MAX_STEPS)
 
 Everything is seen from outside: by torch's global hooks calls of modules and steps of optimizers, by a
 `TorchFunctionMode` calls of `backward`, and by hooks on parameters the gradients of this worker's own samples. What
@@ -35,8 +35,9 @@ from torch.overrides import TorchFunctionMode
 
 from paceline import env
 from paceline.containers import tensors
-from paceline.fingerprints import difference, fingerprint, options_of, sample_digests
-from paceline.step_records import Fingerprints, StepRecord, write
+from paceline.measure.recorder import RunRecorder, difference, fingerprint, options_of, record_file, sample_digests
+from paceline.measure.values import Fingerprints, StepRecord, write_steps
+from paceline.train.run import observers
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.multi_head_attention_forward}
@@ -282,7 +283,7 @@ class Observer(TorchFunctionMode):
             precision = "bfloat16"
         partial = self._path.with_suffix(".part")
         libraries = [name for name in _LIBRARIES if name in sys.modules]
-        write(partial, {"precision": precision, "is_bitwise": False, "libraries": libraries}, self._steps)
+        write_steps(partial, {"precision": precision, "is_bitwise": False, "libraries": libraries}, self._steps)
         partial.rename(self._path)
 
     def all_have_recorded(self) -> bool:
@@ -347,11 +348,11 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def main() -> None:
-    """Run the script that is named on the command line, and leave the record that `env.trace_request` asks for."""
+    """Run the script that is named on the command line, and leave a record of its first steps."""
     script, *arguments = sys.argv[1:]
-    folder, facts = env.value(env.TRACE_DIR, Path), env.worker_facts()
-    assert folder is not None
-    observer = Observer(folder / f"rank{facts.rank}.jsonl", env.value(env.MAX_STEPS, int) or 1, facts.world_size)
+    facts = env.worker_facts()
+    observer = Observer(record_file(facts.rank), env.value(env.MAX_STEPS, int) or 1, facts.world_size)
+    observers.append(RunRecorder)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     observer.begin()

@@ -98,7 +98,7 @@ def verify(
         }
 
         def program(run_dir: Path, count: int) -> list[str]:
-            return write_run(resolved, plans[count], run_dir, quiet=True)
+            return ["-m", "paceline.measure.recorder", *write_run(resolved, plans[count], run_dir, quiet=True)[2:]]
 
     runs = _Runs(steps, shared, plans, program, say)
     others = [counts[0]] if deal else counts[1:] or counts
@@ -131,8 +131,8 @@ class _Runs:
             program = self.program(run_dir, count)
             # Every worker is a new process: those that are forked hash texts alike, and would hide what depends on the
             # order of a set.
-            environ = env.trace_request(run_dir / "trace", self.num_steps, uneven_deal=uneven_deal)
-            environ |= env.note(env.STRATEGY, self.shared[count])
+            environ = {env.TRACE_DIR: str(run_dir / "trace"), env.MAX_STEPS: str(self.num_steps)}
+            environ |= env.note(env.UNEVEN_DEAL, "1" * uneven_deal) | env.note(env.STRATEGY, self.shared[count])
             failure = ""
             try:
                 run_workers(self.plans[count], program, LaunchOptions(run_dir, environ=environ))

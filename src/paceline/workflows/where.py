@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import runpy
 import shlex
 import socket
@@ -197,7 +198,7 @@ def _found(where: Where, shown: Sequence[Path], *, on_paper: bool) -> Allocation
         return Allocation(where, cluster, lambda plan: [by_name[node.hostname] for node in plan.nodes], endpoint)
     if where.started_by in ("slurm", "ray"):
         is_slurm = where.started_by == "slurm"
-        slots = slots or (slurm_allocation(env.everything()) if is_slurm else ray_nodes())
+        slots = slots or (slurm_allocation(os.environ) if is_slurm else ray_nodes())
 
         def at_once(plan: Plan) -> Sequence[Reach]:
             counts, names = {node.num_workers for node in plan.nodes}, [node.hostname for node in plan.nodes]

@@ -29,7 +29,6 @@ NOTHING = formats.NOTHING
         (words.and_more(3), " and 3 more"),
         (words.name_ranks([3]), "rank 3"),
         (words.name_ranks([1, 2]), "ranks 1, 2"),
-        (words.on_one_line("size mismatch:\n\tfc.weight  is\n"), "size mismatch: fc.weight is"),
         (words.size(0), "0 bytes"),
         (words.size(999), "999 bytes"),
         (words.size(1000), "0.977 KiB"),
@@ -105,7 +104,7 @@ def test_any_value_is_shown_shortly(value: object) -> None:
     assert 0 < len(errors.shown(value)) <= 202
 
 
-@pytest.mark.parametrize("value", [10**5000, -(10**5000), "x" * 10**6, [[]] * 10**5, object()], ids=type)
+@pytest.mark.parametrize("value", ["x" * 10**6, [[]] * 10**5, object()], ids=type)
 def test_a_huge_value_is_shown_shortly(value: object) -> None:
     assert 0 < len(errors.shown(value)) <= 202
 

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from paceline.errors import ModelError
-from paceline.partition import even_cut
+from paceline.mathematics import even_cut
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -1,4 +1,4 @@
-"""Where to cut a sequence of layers into the stages of a pipeline."""
+"""Which number of devices to recommend, and where to cut a model into stages: rules that several rooms share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from paceline.errors import ModelError
+
+NEARLY = 0.97
+RULE = "the fewest devices that come within 3 % of the fastest"
+"""The rule of `fewest_near_fastest`, as pages say it."""
+
+
+def fewest_near_fastest(speeds: Sequence[float]) -> int:
+    """The place of the recommended one of several numbers of devices that keep all limits.
+
+    Args:
+        speeds: of each, in ascending order of devices; one at least.
+    """
+    return next(place for place, speed in enumerate(speeds) if speed >= NEARLY * max(speeds))
 
 
 def even_cut(work: Sequence[float], may_begin: Sequence[bool], num_stages: int) -> list[int]:

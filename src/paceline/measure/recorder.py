@@ -1,4 +1,8 @@
-"""Tensors, samples and optimizers as a few numbers each, which workers and runs can compare.
+"""Records what the steps of a run did, as fingerprints of its tensors, which workers and runs can compare.
+
+    python -m paceline.measure.recorder RUN_DIR    (with PACELINE_TRACE_DIR and PACELINE_MAX_STEPS)
+
+trains as `python -m paceline.train RUN_DIR` does; every worker writes a file rankK.jsonl.
 
 A tensor's fingerprint is its norm and its inner products with a few fixed vectors s of random signs. Since
 E[(s.a - s.b)^2] = |a - b|^2, two fingerprints give the distance of two tensors without keeping either (Achlioptas,
@@ -9,15 +13,22 @@ the norm, is the sum of the fingerprints.
 
 from __future__ import annotations
 
-import functools
 import math
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from paceline import env
+from paceline.containers import Batch, tensors
+from paceline.measure.values import StepRecord, write_steps
+from paceline.train.__main__ import main as train
+from paceline.train.run import Run, observers
+from paceline.train.state import Trained, weights_sha256
 
 NUM_PROJECTIONS = 8
 _BLOCK = 1024
@@ -28,22 +39,21 @@ _DIGITS = 1e4
 """Two rows of floating numbers are the same sample where their projections agree to one part in so many."""
 
 
-def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, list[float]]:
+def fingerprints(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
     """The fingerprint of each tensor, in float64."""
-    return {name: fingerprint(tensor) for name, tensor in tensors}
+    return {name: fingerprint(tensor) for name, tensor in tensors.items()}
 
 
 def fingerprint(tensor: Tensor) -> list[float]:
     """[norm, projection, projection, …]."""
     dense = tensor.detach().to_dense() if tensor.layout != torch.strided else tensor.detach()
     flat = (torch.view_as_real(dense) if dense.is_complex() else dense).reshape(1, -1)
-    total = torch.zeros(1 + NUM_PROJECTIONS, dtype=torch.float64, device="cpu")
+    square, projections = 0.0, torch.zeros(NUM_PROJECTIONS, dtype=torch.float64, device="cpu")
     for number, piece in enumerate(flat.split(_PIECE, dim=1)):
         exact = piece.to("cpu" if piece.device.type == "mps" else piece.device, torch.float64)
-        total[0] += exact.square().sum().cpu()
-        total[1:] += _projections(exact, number * _PIECE)[0].cpu()
-    total[0].sqrt_()
-    return [float(value) for value in total]
+        square += float(exact.square().sum())
+        projections += _projections(exact, number)[0].cpu()
+    return [math.sqrt(square), *projections.tolist()]
 
 
 def difference(one: list[float], other: list[float]) -> list[float]:
@@ -52,23 +62,14 @@ def difference(one: list[float], other: list[float]) -> list[float]:
     return [math.hypot(*projections) / math.sqrt(NUM_PROJECTIONS), *projections]
 
 
-def _projections(rows: Tensor, start: int = 0) -> Tensor:
-    """(rows, numbers) in float64 -> (rows, NUM_PROJECTIONS); `start` is the place of the first number in its tensor.
-    Zeros at the end change nothing."""
+def _projections(rows: Tensor, seed: int = 0) -> Tensor:
+    """(rows, numbers) in float64 -> (rows, NUM_PROJECTIONS). Zeros at the end change nothing."""
     num_blocks = -(-rows.shape[1] // _BLOCK)
     padded = torch.nn.functional.pad(rows, (0, num_blocks * _BLOCK - rows.shape[1]))
-    inner, outer = _signs(start // _BLOCK + num_blocks)
-    inside = padded.reshape(len(rows), num_blocks, _BLOCK) @ inner.to(rows.device)
-    return (inside * outer[start // _BLOCK :].to(rows.device)).sum(1)
-
-
-@functools.lru_cache(maxsize=64)
-def _signs(num_blocks: int) -> tuple[Tensor, Tensor]:
-    """Of a place in a block, and of a block: (_BLOCK, NUM_PROJECTIONS) and (num_blocks, NUM_PROJECTIONS)."""
-    draw, shape = torch.Generator("cpu").manual_seed(0), (_BLOCK + num_blocks, NUM_PROJECTIONS)
+    draw, shape = torch.Generator("cpu").manual_seed(seed), (_BLOCK + num_blocks, NUM_PROJECTIONS)
     drawn = torch.randint(0, 2, shape, generator=draw, dtype=torch.int8, device="cpu")
-    signs = (2 * drawn - 1).to(torch.float64)
-    return signs[:_BLOCK], signs[_BLOCK:]
+    inner, outer = (2 * drawn - 1).to(rows.device, torch.float64).split([_BLOCK, num_blocks])
+    return ((padded.reshape(len(rows), num_blocks, _BLOCK) @ inner) * outer).sum(1)
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -105,3 +106,47 @@ def _row_bytes(leaf: Tensor) -> list[bytes]:
     exact_rows = rows.numpy()  # torch has no `nonzero` of unsigned integers
     ends = [int(row.nonzero()[0].max()) + 1 if row.any() else 0 for row in exact_rows]
     return [row[:end].tobytes() for row, end in zip(exact_rows, ends, strict=True)]
+
+
+class RunRecorder:
+    """Writes a record of each update of a run of `paceline.init`; of a model that is spread rank 0 writes all."""
+
+    def __init__(self, run: Run) -> None:
+        self._path = record_file(run.rank)
+        self._header = {"precision": run.job.precision, "is_bitwise": run.job.parity == "bitwise"}
+        self._steps: list[StepRecord] = []
+        self._step = StepRecord()
+        write_steps(self._path, self._header, [])  # `verify.observe` sees that this run records itself
+
+    def before_update(self, trained: Trained, loss: Tensor, batch: Batch | None) -> None:
+        whole, named = trained.engine.whole, dict(trained.model.named_parameters())
+        self._step = StepRecord(
+            samples=[] if batch is None else [one for shard in batch for one in sample_digests(tensors(shard))],
+            losses=[float(loss)],
+            initial_weights={} if self._steps else fingerprints(whole(named)),
+            gradients=fingerprints(whole({name: one.grad for name, one in named.items() if one.grad is not None})),
+            options=options_of(trained.optimizer),
+        )
+
+    def after_update(self, trained: Trained) -> None:
+        if not self._step.losses:  # servers make updates without a gradient of all workers
+            return
+        step, self._step = self._step, StepRecord()
+        model, whole = trained.model, trained.engine.whole
+        step.weights = fingerprints(whole(dict(model.named_parameters())))
+        step.buffers = fingerprints(whole(dict(model.named_buffers())))
+        step.weights_sha256 = weights_sha256(whole(model.state_dict(keep_vars=True)))
+        self._steps.append(step)
+
+    def close(self) -> None:
+        write_steps(self._path, self._header, self._steps)
+
+
+def record_file(rank: int) -> Path:
+    """Where this worker's record belongs."""
+    return (env.value(env.TRACE_DIR, Path) or Path()) / f"rank{rank}.jsonl"
+
+
+if __name__ == "__main__":
+    observers.append(RunRecorder)
+    train()
