@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 from paceline import env
 from paceline.containers import Batch, tensors
 from paceline.measure.values import StepRecord, write_steps
-from paceline.train.__main__ import main as train
 from paceline.train.run import Run, observers
 from paceline.train.state import Trained, weights_sha256
 
@@ -69,7 +68,8 @@ def _projections(rows: Tensor, seed: int = 0) -> Tensor:
     draw, shape = torch.Generator("cpu").manual_seed(seed), (_BLOCK + num_blocks, NUM_PROJECTIONS)
     drawn = torch.randint(0, 2, shape, generator=draw, dtype=torch.int8, device="cpu")
     inner, outer = (2 * drawn - 1).to(rows.device, torch.float64).split([_BLOCK, num_blocks])
-    return ((padded.reshape(len(rows), num_blocks, _BLOCK) @ inner) * outer).sum(1)
+    projections: Tensor = (padded.reshape(len(rows), num_blocks, _BLOCK) @ inner) * outer
+    return projections.sum(1)
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -148,5 +148,7 @@ def record_file(rank: int) -> Path:
 
 
 if __name__ == "__main__":
+    from paceline.train.__main__ import main
+
     observers.append(RunRecorder)
-    train()
+    main()
