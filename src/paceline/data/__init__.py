@@ -12,7 +12,8 @@ from torch.utils.data import Subset
 from paceline.data.arrays import ArrayReader, ArraySet
 from paceline.data.augment import Augmentation
 from paceline.data.folder import FolderImages, load_folder
-from paceline.data.loading import Loading, is_loader
+from paceline.data.loading import Loading
+from paceline.data.randomness import Draw
 from paceline.data.sample_reader import MapDataset, SampleRequest, read_samples, set_size
 from paceline.data.sources import (
     load_cifar10,
@@ -31,10 +32,10 @@ __all__ = [
     "ArrayReader",
     "ArraySet",
     "Augmentation",
+    "Draw",
     "FolderImages",
     "Loading",
     "SampleRequest",
-    "is_loader",
     "load",
     "read_samples",
     "set_size",
@@ -63,7 +64,16 @@ def load(spec: DataSpec | str) -> tuple[MapDataset, MapDataset]:
     """
     spec = DataSpec(spec) if isinstance(spec, str) else spec
     train, test = source(spec.name)(spec)
-    return _augmented(_limited(train, spec.train_limit), spec), _limited(test, spec.test_limit)
+    train, test = _limited(train, spec.train_limit), _limited(test, spec.test_limit)
+    augmentation = Augmentation.from_spec(spec)
+    if augmentation is None:
+        return train, test
+    if isinstance(train, FolderImages) or (isinstance(train, ArraySet) and train.mean is not None):
+        return dataclasses.replace(train, augment=augmentation), test
+    raise DataError(
+        f"data.augment = {list(spec.augment)} cannot be applied to {spec.name!r}, which does not give raw images; "
+        "leave it empty and augment inside the data set."
+    )
 
 
 def source(name: str) -> Callable[[DataSpec], tuple[MapDataset, MapDataset]]:
@@ -75,18 +85,6 @@ def source(name: str) -> Callable[[DataSpec], tuple[MapDataset, MapDataset]]:
     raise DataError(
         f"There is no data set {name!r}: {did_you_mean(name, SOURCES)}The names are {', '.join(SOURCES)}; your own is "
         "given by its import path, 'package.module:build'."
-    )
-
-
-def _augmented(train: MapDataset, spec: DataSpec) -> MapDataset:
-    augmentation = Augmentation.from_spec(spec)
-    if augmentation is None:
-        return train
-    if isinstance(train, FolderImages) or (isinstance(train, ArraySet) and train.mean is not None):
-        return dataclasses.replace(train, augment=augmentation)
-    raise DataError(
-        f"data.augment = {list(spec.augment)} cannot be applied to {spec.name!r}, which does not give raw "
-        "images; leave it empty and augment inside the data set."
     )
 
 

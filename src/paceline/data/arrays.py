@@ -96,20 +96,18 @@ class ArrayReader:
         Shapes of images: inputs (b, C, H, W) in the reader's dtype and memory format, targets int64 (b,).
         Tokens: inputs and targets int64 (b, L).
         """
-        inputs, targets = self._gather(indices)
+        if self._resident is not None:
+            rows = on_device(indices, self._device)
+            inputs, targets = (one.index_select(0, rows) for one in self._resident)
+        else:
+            whole = (self._inputs, self._targets)
+            inputs, targets = (on_device(one.take(indices, axis=0), self._device) for one in whole)
         targets = targets.to(torch.int64)
         if self._affine is None:
             return inputs.to(self._dtype if inputs.is_floating_point() else torch.int64), targets
         if train and self._augmentation is not None:
             inputs = augment(inputs, self._augmentation, self._seed, epoch, indices)
         return self._normalise(inputs), targets
-
-    def _gather(self, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-        if self._resident is not None:
-            rows = on_device(indices, self._device)
-            return self._resident[0].index_select(0, rows), self._resident[1].index_select(0, rows)
-        inputs, targets = self._inputs.take(indices, axis=0), self._targets.take(indices, axis=0)
-        return on_device(inputs, self._device), on_device(targets, self._device)
 
     def _normalise(self, images: Tensor) -> Tensor:
         assert self._affine is not None

@@ -1,7 +1,7 @@
 """Random crop, flip and cutout of a whole batch at once, on the device where the batch is.
 
-Every draw is keyed by (seed, stream, epoch, sample index), so a sample gets the same augmentation in any batch and
-on any worker.
+Every draw is a hash of (seed, what it is for, epoch, sample index), so a sample gets the same augmentation in any batch
+and on any worker.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.containers import on_device
-from paceline.data import random_streams
-from paceline.data.counter_random import integers, uniform
+from paceline.data.randomness import Draw, integers, uniform
 from paceline.spec import DataSpec
 
 
@@ -51,15 +50,15 @@ def augment(images: Tensor, augmentation: Augmentation, seed: int, epoch: int, i
     """
     if augmentation.crop_padding is not None:
         high = 2 * augmentation.crop_padding + 1
-        top = integers(seed, random_streams.CROP_Y, epoch, indices, high)
-        left = integers(seed, random_streams.CROP_X, epoch, indices, high)
+        top = integers(seed, Draw.CROP_Y, epoch, indices, high)
+        left = integers(seed, Draw.CROP_X, epoch, indices, high)
         images = _crop(images, augmentation.crop_padding, top, left)
     if augmentation.flip:
-        images = _flip(images, uniform(seed, random_streams.FLIP, epoch, indices) < 0.5)
+        images = _flip(images, uniform(seed, Draw.FLIP, epoch, indices) < 0.5)
     if augmentation.cutout_size is not None:
         height, width = images.shape[-2:]
-        y = integers(seed, random_streams.CUTOUT_Y, epoch, indices, height)
-        x = integers(seed, random_streams.CUTOUT_X, epoch, indices, width)
+        y = integers(seed, Draw.CUTOUT_Y, epoch, indices, height)
+        x = integers(seed, Draw.CUTOUT_X, epoch, indices, width)
         images = _cutout(images, augmentation.cutout_size, y, x)
     return images
 

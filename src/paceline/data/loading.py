@@ -59,7 +59,7 @@ class Loading:
             DataError: something that a DataLoader says cannot be so, or a sampler gives each worker other samples.
         """
         given = {name: value for name, value in given.items() if value is not None}
-        if is_loader(dataset):
+        if isinstance(dataset, DataLoader):
             loading = dataclasses.replace(cls._of_loader(dataset, global_batch_size, purpose), **given)
         else:
             loading = cls(dataset, **given)
@@ -121,11 +121,6 @@ class Loading:
         """Raises `DataError` where the last samples of an evaluation would be left out."""
         if self.drop_last:
             raise DataError("An evaluation counts every sample once; give its DataLoader drop_last=False.")
-
-
-def is_loader(dataset: Any) -> bool:
-    """Whether `dataset` is a torch DataLoader."""
-    return isinstance(dataset, DataLoader)
 
 
 def is_stream(dataset: Any) -> bool:

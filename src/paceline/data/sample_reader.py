@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import functools
 import signal
@@ -18,10 +17,19 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.containers import open_container, to_device
-from paceline.data import counter_random, random_streams
-from paceline.data.generators import generators_in, global_generators_kept, seed_generators, seed_global_generators
 from paceline.data.loading import Collate, Loading, collated
+from paceline.data.randomness import Draw, generators_in, global_generators_kept, key, seed_global_generators
 from paceline.errors import DataError
+
+CARRIED_ERRORS = (DataError, SystemExit)
+"""What a loader process hands over as a value: torch would wrap the one into a page of traceback, and of the other it
+would say no more than that the process has gone."""
+
+_UNSEEDED = (
+    "which differs between numbers of workers, or draws from a generator that is made without a seed, such as "
+    "np.random.default_rng(); draw from the global generators, which Paceline seeds for every sample and shard."
+)
+_END = object()
 
 
 class MapDataset(Protocol):
@@ -79,13 +87,11 @@ def read_samples(
 
     Raises:
         DataError, SystemExit: as the data set raised them for a sample, in loader processes too.
-        DataError: a sample of a training set, which is read twice at the beginning, differs.
+        DataError: the first shard of a training set, which is read twice at the beginning, differs.
     """
-    loader = DataLoader(
-        cast(Any, _ShardReader(loading.dataset, loading.collate_fn, seed, epoch, train)),
-        batch_sampler=cast(Any, requests),
-        **loader_settings(loading, loading.num_workers, device),
-    )
+    reader = _ShardReader(loading, seed, epoch, train)
+    settings = loader_settings(loading, loading.num_workers, device)
+    loader = DataLoader(cast(Any, reader), batch_sampler=cast(Any, requests), **settings)
     return (to_device(contents, device, dtype) for contents in loaded(loader))
 
 
@@ -102,6 +108,10 @@ def loader_settings(loading: Loading, num_processes: int, device: torch.device) 
             settings[name] = getattr(loading, name)
         settings["worker_init_fn"] = functools.partial(_begin, loading.worker_init_fn)
     return settings
+
+
+def _as_it_is(contents: Any) -> Any:
+    return contents
 
 
 def _begin(init: Callable[[int], Any] | None, number: int) -> None:
@@ -134,31 +144,18 @@ def loaded(loader: DataLoader[Any]) -> Iterator[Any]:
         del items
 
 
-_END = object()
-
-CARRIED_ERRORS = (DataError, SystemExit)
-"""What a loader process hands over as a value: torch would wrap the one into a page of traceback, and of the other it
-would say no more than that the process has gone."""
-
-
-_UNSEEDED = (
-    "which differs between numbers of workers, or draws from a generator that is made without a seed, such as "
-    "np.random.default_rng(); draw from the global generators, which Paceline seeds for every sample and shard."
-)
-
-
 class _ShardReader:
     """Reads and collates requests, each sample and each shard with global generators that are its own."""
 
-    def __init__(self, dataset: MapDataset, collate_fn: Collate, seed: int, epoch: int, train: bool) -> None:
-        self._dataset = dataset
-        self._collate_fn = collate_fn
+    def __init__(self, loading: Loading, seed: int, epoch: int, train: bool) -> None:
+        self._dataset: Any = loading.dataset
+        self._collate_fn: Collate = loading.collate_fn
         self._seed = seed
         self._epoch = epoch
-        self._stream = random_streams.COLLATE if train else random_streams.COLLATE_EVALUATION
-        self._own = generators_in(dataset, collate_fn)
+        self._draw = Draw.COLLATE if train else Draw.COLLATE_EVALUATION
+        self._own = generators_in(loading.dataset, loading.collate_fn)
         self._is_to_be_checked = train and epoch == 0
-        """Whether a sample is still to be read twice; the worker that has the first virtual shard does so."""
+        """Whether a shard is still to be read twice: the first one, by the worker that has it."""
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -168,58 +165,47 @@ class _ShardReader:
             if self._collate_fn is collated and _is_of_plain_tensors(self._dataset) and any(map(len, request.shards)):
                 of_shards = map(torch.from_numpy, request.shards)
                 return [[tensor.index_select(0, rows) for tensor in self._dataset.tensors] for rows in of_shards]
-            return self._read(request)
+            first = request.first_shard
+            return [self._content(rows, request.batch, shard) for shard, rows in enumerate(request.shards, first)]
         except CARRIED_ERRORS as error:
             return error
         except StopIteration as error:  # a loader would take it for its own end, and the epoch would end with it
             raise RuntimeError("a data set's __getitem__, or a collate function, raised StopIteration") from error
 
-    def _read(self, request: SampleRequest) -> list[Any]:
-        shards = [[self._sample(index) for index in shard.tolist()] for shard in request.shards]
-        if self._is_to_be_checked and (request.batch, request.first_shard) == (0, 0) and shards[0]:
+    def _content(self, rows: NDArray[np.int64], batch: int, shard: int) -> Any:
+        """The content of one virtual shard. Raises `DataError` if it is read a second time, and differs."""
+        samples, collate_key = self._samples(rows), shard_key(self._seed, self._draw, self._epoch, batch, shard)
+        is_checked = self._is_to_be_checked and (batch, shard) == (0, 0) and len(rows) > 0
+        before = checksum(samples) if is_checked else 0  # the collate function may change them
+        seed_global_generators(collate_key, self._own)
+        content = self._collate_fn(samples)
+        if is_checked:
             self._is_to_be_checked = False
-            self._check_repetition(int(request.shards[0][0]), shards[0])
-        return [
-            self._collated_shard(self._collate_fn, samples, request.batch, shard)
-            for shard, samples in enumerate(shards, request.first_shard)
-        ]
+            again = self._samples(rows)
+            if checksum(again) != before:
+                raise DataError(
+                    "Samples of the training set, read twice with the same seeds, differ: they depend on how often "
+                    f"they were read, {_UNSEEDED}"
+                )
+            seed_global_generators(collate_key, self._own)
+            if checksum([self._collate_fn(again)]) != checksum([content]):
+                raise DataError(
+                    "The collate function, called twice with the same samples and seeds, returned different batches: "
+                    f"it depends on how often it was called, {_UNSEEDED}"
+                )
+        return content
 
-    def _check_repetition(self, index: int, shard: list[Any]) -> None:
-        """Read the first sample of a shard again, and collate copies of it twice. Raises `DataError` if they differ."""
-        if checksum(shard[:1]) != checksum([self._sample(index)]):
-            raise DataError(
-                f"Sample {index} of the training set, read twice with the same seeds, differs: it depends on how often "
-                f"it was read, {_UNSEEDED}"
-            )
-        if self._collate_fn is collated:
-            return
-        try:
-            copies = [copy.deepcopy(shard) for _ in range(2)]
-        except Exception:  # of objects that cannot be copied; the function may change them
-            return
-        first, second = (checksum([self._collated_shard(self._collate_fn, one, 0, 0)]) for one in copies)
-        if first != second:
-            raise DataError(
-                "The collate function, called twice with the same samples and seeds, returned different batches: it "
-                f"depends on how often it was called, {_UNSEEDED}"
-            )
-
-    def _sample(self, index: int) -> Any:
-        self._seed_generators(counter_random.key(self._seed, random_streams.SAMPLE, self._epoch, index))
-        return self._dataset[index]
-
-    def _collated_shard(self, collate_fn: Collate, samples: list[Any], batch: int, shard: int) -> Any:
-        self._seed_generators(shard_key(self._seed, self._stream, self._epoch, batch, shard))
-        return collate_fn(samples)
-
-    def _seed_generators(self, seed: int) -> None:
-        seed_global_generators(seed)
-        seed_generators(self._own, seed)
+    def _samples(self, rows: NDArray[np.int64]) -> list[Any]:
+        samples = []
+        for index in rows.tolist():
+            seed_global_generators(key(self._seed, Draw.SAMPLE, self._epoch, index), self._own)
+            samples.append(self._dataset[index])
+        return samples
 
 
-def shard_key(seed: int, stream: int, epoch: int, batch: int, shard: int) -> int:
+def shard_key(seed: int, draw: int, epoch: int, batch: int, shard: int) -> int:
     """The seed that belongs to one virtual shard of one global batch."""
-    return counter_random.key(seed, stream, epoch, (batch << 24) + shard)
+    return key(seed, draw, epoch, (batch << 24) + shard)
 
 
 def _is_of_plain_tensors(dataset: MapDataset) -> TypeGuard[TensorDataset]:
@@ -229,10 +215,6 @@ def _is_of_plain_tensors(dataset: MapDataset) -> TypeGuard[TensorDataset]:
     return all(
         type(one) is Tensor and one.layout == torch.strided and one.device.type == "cpu" for one in dataset.tensors
     )
-
-
-def _as_it_is(contents: Any) -> Any:
-    return contents
 
 
 def checksum(values: Iterable[Any], before: int = 0) -> int:

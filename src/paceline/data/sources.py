@@ -17,7 +17,7 @@ import importlib
 import io
 import math
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.arrays import ArraySet
-from paceline.errors import DataError
+from paceline.errors import DataError, reason_of
 from paceline.regular_files import write_file
 from paceline.spec import DataSpec
 from paceline.spec.codec import PositiveInt, from_mapping
@@ -74,16 +74,14 @@ def load_digits(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
     return train, held_out
 
 
-IMAGE_COLUMNS = ("img", "image")
-
-
 @dataclass(frozen=True)
 class Published:
     """What is known of a published set."""
 
     repository: str
     """On the Hugging Face hub."""
-    label_column: str
+    columns: tuple[str, str]
+    """Those of images and of labels, in parquet files and on the hub."""
     num_classes: int
     shape: tuple[int, int, int]
     """(C, H, W) of an image."""
@@ -108,27 +106,33 @@ def published(about: str, known: Published) -> Callable[[DataSpec], tuple[ArrayS
 
 load_mnist = published(
     "Handwritten digits, 60,000 and 10,000 images 1 x 28 x 28.",
-    Published("ylecun/mnist", "label", 10, (1, 28, 28), (0.1307,), (0.3081,)),
+    Published("ylecun/mnist", ("image", "label"), 10, (1, 28, 28), (0.1307,), (0.3081,)),
 )
 load_fashion_mnist = published(
     "Zalando's articles of clothing, 60,000 and 10,000 images 1 x 28 x 28.",
-    Published("zalando-datasets/fashion_mnist", "label", 10, (1, 28, 28), (0.2860,), (0.3530,)),
+    Published("zalando-datasets/fashion_mnist", ("image", "label"), 10, (1, 28, 28), (0.2860,), (0.3530,)),
 )
 load_cifar10 = published(
     "Ten classes, 50,000 and 10,000 images 3 x 32 x 32.",
-    Published("uoft-cs/cifar10", "label", 10, (3, 32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    Published("uoft-cs/cifar10", ("img", "label"), 10, (3, 32, 32), (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
 )
 load_cifar100 = published(
     "A hundred (fine) classes, 50,000 and 10,000 images 3 x 32 x 32.",
-    Published("uoft-cs/cifar100", "fine_label", 100, (3, 32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    Published(
+        "uoft-cs/cifar100", ("img", "fine_label"), 100, (3, 32, 32), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+    ),
 )
 
 
 def _split(spec: DataSpec, known: Published, split: str, idx_name: str, limit: int | None) -> ArraySet:
     folder = None if spec.dir is None else folder_of(spec)
-    where: object = f"{known.repository} on the hub"
+    where: object = known.repository
     if folder is None:
-        images, labels = _from_hub(spec.name, known, split, limit)
+        purpose = f"Without data.dir, {spec.name} comes from the Hugging Face hub, which"
+        rows = import_extra("datasets", "hub", purpose).load_dataset(known.repository, split=split)
+        rows = rows.select(range(min(limit or len(rows), len(rows))))
+        images, labels = (rows.with_format("arrow")[:].column(name) for name in known.columns)
+        images, labels = _decoded(images, known, where), labels.to_numpy()
     elif len(idx_files := sorted(folder.glob(f"{idx_name}-*idx?-ubyte*"))) > 1:  # images, labels
         where = idx_files[-1]
         images, labels = read_idx(idx_files[0], 3)[:, None], read_idx(idx_files[-1], 1)
@@ -172,47 +176,31 @@ def read_parquet(path: Path, known: Published) -> tuple[NDArray[np.uint8], NDArr
     pyarrow = import_extra("pyarrow", "parquet", "Reading parquet files")
     parquet = import_extra("pyarrow.parquet", "parquet", "Reading parquet files")
     try:
-        state, names = path.stat(), parquet.read_schema(path).names
-        column = next((name for name in IMAGE_COLUMNS if name in names), "")
-        if not column or known.label_column not in names:
-            raise DataError(
-                f"{path} needs a column {' or '.join(IMAGE_COLUMNS)} and a column {known.label_column}; it has "
-                f"{', '.join(names)}."
-            )
-        labels = parquet.read_table(path, columns=[known.label_column]).column(0).to_numpy()
+        state, file = path.stat(), parquet.ParquetFile(path)
+        if not set(known.columns) <= set(names := file.schema_arrow.names):
+            raise DataError(f"{path} needs the columns {' and '.join(known.columns)}; it has {', '.join(names)}.")
+        labels = file.read([known.columns[1]]).column(0).to_numpy()
         decoded = path.with_name(f".{path.stem}-{state.st_size}-{state.st_mtime_ns}.npy")
         with contextlib.suppress(OSError, ValueError, EOFError):  # there is none yet, or it is damaged
             return np.load(decoded, mmap_mode="r"), labels
-        cells = parquet.read_table(path, columns=[column]).column(0).combine_chunks().field("bytes")
+        column = file.read([known.columns[0]]).column(0)
     except (pyarrow.ArrowException, OSError) as problem:
         raise DataError(f"{path} is not a whole parquet file ({str(problem).splitlines()[0]}); get it again.") from None
-    images = _decoded((cell.as_py() for cell in cells), len(cells), known, path)
-    content = io.BytesIO()
+    images, content = _decoded(column, known, path), io.BytesIO()
     np.save(content, images)
     with contextlib.suppress(OSError):  # the folder cannot be written to
         write_file(decoded, [content.getbuffer()])
     return images, labels
 
 
-def _from_hub(name: str, known: Published, split: str, limit: int | None) -> tuple[NDArray[np.uint8], NDArray[Any]]:
-    purpose = f"Without data.dir, {name} comes from the Hugging Face hub, which"
-    datasets = import_extra("datasets", "hub", purpose)
-    rows = datasets.load_dataset(known.repository, split=split)
-    rows = rows.select(range(min(limit or len(rows), len(rows))))
-    column = next(name for name in IMAGE_COLUMNS if name in rows.column_names)
-    encoded = (row[column]["bytes"] for row in rows.cast_column(column, datasets.Image(decode=False)))
-    images = _decoded(encoded, len(rows), known, known.repository)
-    return images, np.asarray(rows[known.label_column])
-
-
-def _decoded(encoded: Iterable[bytes], count: int, known: Published, where: object) -> NDArray[np.uint8]:
-    """Encoded images as bytes (count, C, H, W). Raises `DataError`, which names `where` and the row."""
+def _decoded(column: Any, known: Published, where: object) -> NDArray[np.uint8]:
+    """A column of encoded images as bytes (n, C, H, W). Raises `DataError`, which names `where` and the row."""
     image_module = import_extra("PIL.Image", "parquet", "Reading images from parquet files")
     channels, height, width = known.shape
-    images = np.empty((count, height, width, channels), np.uint8)
-    for row, content in enumerate(encoded):
+    images = np.empty((len(column), height, width, channels), np.uint8)
+    for row, content in enumerate(column.combine_chunks().field("bytes")):
         try:
-            with image_module.open(io.BytesIO(content)) as image:
+            with image_module.open(io.BytesIO(content.as_py())) as image:
                 images[row] = np.asarray(image.convert("RGB" if channels == 3 else "L")).reshape(images.shape[1:])
         except (OSError, TypeError, ValueError, SyntaxError) as problem:
             raise DataError(f"{where} has no image of {width} x {height} in row {row} ({problem}).") from None
@@ -234,21 +222,20 @@ def load_text(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
     too short for one sample of either split.
     """
     options = read_options(TextOptions, spec)
-    path = Path(spec.dir or ".").expanduser() / Path(options.file).expanduser()
+    path, context = Path(spec.dir or ".").expanduser() / Path(options.file).expanduser(), options.context
     try:
-        num_bytes = path.stat().st_size
-        tokens = np.memmap(path, np.uint8, mode="r") if num_bytes else np.empty(0, np.uint8)
-    except OSError as problem:
-        raise DataError(f"data.options.file: {path} cannot be read ({problem.strerror}); name a text file.") from None
-    cut = num_bytes * 9 // 10
-    if min(cut, num_bytes - cut) <= options.context:
+        tokens = np.memmap(path, np.uint8, mode="r")
+    except (OSError, ValueError) as problem:
+        raise DataError(f"data.options.file: {path} cannot be read ({reason_of(problem)}); name a text file.") from None
+    cut = len(tokens) * 9 // 10
+    if len(tokens) - cut <= context:
         raise DataError(
-            f"{path} has {num_bytes} bytes; data.options.context = {options.context} needs at least "
-            f"{10 * options.context + 1}, since the last tenth is for testing."
+            f"{path} has {len(tokens)} bytes; data.options.context = {context} needs at least {10 * context + 1}, "
+            "since the last tenth is for testing."
         )
-    return _windows(tokens[:cut], options.context), _windows(tokens[cut:], options.context)
 
+    def windows(part: NDArray[Any]) -> ArraySet:
+        end = (len(part) - 1) // context * context
+        return ArraySet(part[:end].reshape(-1, context), part[1 : end + 1].reshape(-1, context), num_classes=256)
 
-def _windows(tokens: NDArray[Any], context: int) -> ArraySet:
-    end = (len(tokens) - 1) // context * context
-    return ArraySet(tokens[:end].reshape(-1, context), tokens[1 : end + 1].reshape(-1, context), num_classes=256)
+    return windows(tokens[:cut]), windows(tokens[cut:])

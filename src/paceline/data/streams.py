@@ -25,14 +25,14 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.containers import to_device
-from paceline.data import counter_random, random_streams
-from paceline.data.generators import generators_in, global_generators_kept, seed_generators, seed_global_generators
 from paceline.data.loading import Loading
+from paceline.data.randomness import Draw, generators_in, global_generators_kept, key, seed_global_generators
 from paceline.data.sample_reader import CARRIED_ERRORS, checksum, loaded, loader_settings, shard_key
 from paceline.errors import DataError
 
 _WHOLE = "whole"
 """Names the state of a stream that is not split."""
+_END = object()
 
 
 @dataclass(frozen=True)
@@ -74,56 +74,6 @@ def quota(step: int, substream: int, num_substreams: int, global_batch_size: int
     return each + ((substream - step * rest) % num_substreams < rest)
 
 
-class Substreams:
-    """Some substreams of one epoch, read by one process."""
-
-    def __init__(
-        self, stream: Any, own: Sequence[int], global_batch_size: int, seed: int, epoch: int, position: StreamPosition
-    ) -> None:
-        """
-        Args:
-            own: the numbers of the substreams that this process reads.
-            position: where to begin.
-        """
-        self._own = own
-        self._num = len(position.taken)
-        self._size = global_batch_size
-        _set_epoch(stream, epoch)
-        self._is_split = is_split(stream, self._num)
-        parts = {_WHOLE: (stream, 0, sum(position.taken))}
-        if self._is_split:
-            shards = {number: stream.shard(num_shards=self._num, index=number) for number in own}
-            parts = {str(n): (shard, n << 40, position.taken[n]) for n, shard in shards.items()}
-        self._sources: dict[str, _Source] = {}
-        for name, (part, first_key, count) in parts.items():
-            _set_epoch(part, epoch)
-            self._sources[name] = _Source(part, seed, epoch, first_key)
-            self._sources[name].go_to(count, position.states.get(name), position.fingerprint)
-
-    def read(self, step: int) -> dict[int, list[Any]]:
-        """The samples of global batch `step` in each own substream, fewer or none after its end."""
-        if self._is_split:
-            counts = {number: quota(step, number, self._num, self._size) for number in self._own}
-            return {number: self._sources[str(number)].take(count) for number, count in counts.items()}
-        batch = self._sources[_WHOLE].take(self._size)
-        found, start = {}, 0
-        for number in range(self._num):
-            stop = start + quota(step, number, self._num, self._size)
-            if number in self._own:
-                found[number] = batch[start:stop]
-            start = stop
-        return found
-
-    def states(self) -> dict[str, Any]:
-        """The streams' own states after what was read, where they have one that is exact."""
-        states = {name: source.state() for name, source in self._sources.items()}
-        return {name: state for name, state in states.items() if state is not None}
-
-    def fingerprint(self) -> int:
-        """The fingerprint of all workers' samples so far; 0 for a set that is split by its own shards."""
-        return 0 if self._is_split else self._sources[_WHOLE].fingerprint
-
-
 def _set_epoch(stream: Any, epoch: int) -> None:
     if hasattr(stream, "set_epoch"):
         stream.set_epoch(epoch)
@@ -135,7 +85,7 @@ class _Source:
     def __init__(self, stream: Any, seed: int, epoch: int, first_key: int) -> None:
         self._stream = stream
         self._generators = generators_in(stream)
-        self._key = seed, random_streams.SAMPLE, epoch
+        self._key = seed, Draw.SAMPLE, epoch
         self._next = first_key
         self._samples: Iterator[Any] | None = None
         self._is_over = False
@@ -171,9 +121,7 @@ class _Source:
         """The next samples; fewer at the end."""
         found: list[Any] = []
         while len(found) < count and not self._is_over:
-            seed = counter_random.key(*self._key, self._next)
-            seed_global_generators(seed)
-            seed_generators(self._generators, seed)
+            seed_global_generators(key(*self._key, self._next), self._generators)
             if self._samples is None:
                 self._samples = iter(self._stream)
             sample = next(self._samples, _END)
@@ -194,9 +142,6 @@ class _Source:
             return state if json.loads(json.dumps(state)) == state else None
         except (TypeError, ValueError):
             return None
-
-
-_END = object()
 
 
 def has_exact_state(stream: Any) -> bool:
@@ -248,7 +193,7 @@ def read_stream(
 
 @dataclass
 class _Steps(IterableDataset[Any]):
-    """Every step of a worker, or the error that ends them, in the loader process."""
+    """Every step of a worker, or the error that ends them, in the process that reads them."""
 
     loading: Loading
     own: Sequence[int]
@@ -259,19 +204,44 @@ class _Steps(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         try:
-            substreams = Substreams(
-                self.loading.dataset, self.own, self.global_batch_size, self.seed, self.epoch, self.position
-            )
+            sources = self._sources()
+            whole = sources.get(_WHOLE)
             for step in itertools.count(self.position.step):
-                samples = substreams.read(step)
+                samples = self._samples(sources, step)
                 sizes = {number: len(some) for number, some in samples.items()}
                 contents = [self._content(step, number, some) for number, some in samples.items() if some]
-                yield StreamStep(sizes, contents, substreams.states(), substreams.fingerprint())
+                states = {name: state for name, one in sources.items() if (state := one.state()) is not None}
+                yield StreamStep(sizes, contents, states, 0 if whole is None else whole.fingerprint)
         except CARRIED_ERRORS as error:
             yield error
 
+    def _sources(self) -> dict[str, _Source]:
+        """What this worker reads, from the position on: its own substreams by their numbers, or the whole stream."""
+        stream, taken = self.loading.dataset, self.position.taken
+        _set_epoch(stream, self.epoch)
+        parts = {_WHOLE: (stream, 0, sum(taken))}
+        if is_split(stream, len(taken)):
+            shards = {number: stream.shard(num_shards=len(taken), index=number) for number in self.own}
+            parts = {str(number): (shard, number << 40, taken[number]) for number, shard in shards.items()}
+        found: dict[str, _Source] = {}
+        for name, (part, first_key, count) in parts.items():
+            _set_epoch(part, self.epoch)
+            found[name] = _Source(part, self.seed, self.epoch, first_key)
+            found[name].go_to(count, self.position.states.get(name), self.position.fingerprint)
+        return found
+
+    def _samples(self, sources: Mapping[str, _Source], step: int) -> dict[int, list[Any]]:
+        """The samples of global batch `step` in each own substream, fewer or none after its end."""
+        num = len(self.position.taken)
+        counts = [quota(step, number, num, self.global_batch_size) for number in range(num)]
+        if _WHOLE not in sources:
+            return {number: sources[str(number)].take(counts[number]) for number in self.own}
+        batch = sources[_WHOLE].take(self.global_batch_size)
+        ends = [*itertools.accumulate(counts)]
+        return {number: batch[ends[number] - counts[number] : ends[number]] for number in self.own}
+
     def _content(self, step: int, number: int, samples: list[Any]) -> Any:
-        seed_global_generators(shard_key(self.seed, random_streams.COLLATE, self.epoch, step, number))
+        seed_global_generators(shard_key(self.seed, Draw.COLLATE, self.epoch, step, number))
         return self.loading.collate_fn(samples)
 
 

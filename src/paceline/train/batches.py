@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from paceline.containers import Batch, tensors, to_device
-from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, is_loader, read_samples, set_size
+from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, read_samples, set_size
 from paceline.data.loading import collated, is_stream
 from paceline.data.order import EpochOrder, digest_of
 from paceline.data.streams import StreamPosition, StreamStep, check_stream, is_split, read_stream, stand_in
@@ -247,7 +248,7 @@ class DatasetReader:
 
 def loading_of(job: Job, dataset: Any, purpose: str, **given: Any) -> Loading:
     """How `dataset` is read, by what is given here, by the DataLoader that it is, or by the job."""
-    if given["num_workers"] is None and not is_loader(dataset):
+    if given["num_workers"] is None and not isinstance(dataset, DataLoader):
         given["num_workers"] = job.data.loader_workers
     return Loading.of(dataset, job.global_batch_size, purpose, **given)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -16,7 +17,7 @@ from paceline.checkpoint.format import Manifest
 from paceline.checkpoint.load import newest_that, read_state
 from paceline.checkpoint.save import Snapshot
 from paceline.checkpoint.storage import Storage
-from paceline.data.generators import RandomGenerator, full_state, set_state
+from paceline.data.randomness import RandomGenerator
 from paceline.errors import CheckpointError, JobError, reason_of, shortened, shown
 from paceline.spec import Job
 from paceline.spec.job import differences
@@ -46,10 +47,23 @@ class KeptGenerator:
         self.generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        return {"state": _without_arrays(full_state(self.generator))}
+        generator, state = self.generator, None
+        if isinstance(generator, np.random.Generator):
+            state = generator.bit_generator.state
+        elif isinstance(generator, np.random.RandomState):
+            state = generator.get_state(legacy=False)
+        else:
+            state = generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+        return {"state": _without_arrays(state)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state(self.generator, state["state"])
+        generator = self.generator
+        if isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state["state"]
+        elif isinstance(generator, random.Random):
+            generator.setstate(state["state"])
+        else:
+            generator.set_state(state["state"])
 
 
 def _without_arrays(state: Any) -> Any:

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from paceline.data import load
-from paceline.data.counter_random import hash_keys, integers, key, uniform
-from paceline.data.permutation import permuted
+from paceline.data.randomness import hash_keys, integers, key, permuted, uniform
 from paceline.spec import DataSpec
 from tests.kit.workers import in_turn, run_ranks
 from tests.unit.data.reading import Numbers, collate, numbers_in, read_batches

@@ -229,7 +229,7 @@ def test_a_folder_with_two_splits_is_read_by_class(tmp_path: Path, name: str) ->
     write_images(tmp_path / name, {"cat": 1, "dog": 1})
     train, test = folder(tmp_path, options={"image_size": 16}, train_limit=4)
     assert [train[number][1] for number in range(len(train))] == [0, 0, 0, 1]
-    assert len(test) == 2 and train.num_classes == 2
+    assert len(test) == 2 and train.classes == ("cat", "dog")
     image, _ = train[3]
     assert image.shape == (3, 16, 16)
     assert image[0].mean().item() == pytest.approx((100 / 255 - 0.485) / 0.229, abs=1e-5)  # ImageNet's
