@@ -150,7 +150,7 @@ def _write_runs(folder: Path, device_counts: Sequence[int], seeds: Sequence[int]
             factor = 1 / devices + 0.01 * (devices - 1)
             for key, part in record["step_time"].items():
                 record["step_time"][key] = part * factor
-            for key in ("train_s", "wall_s", "step_p10_s", "step_p90_s"):
+            for key in ("train_s", "wall_s"):
                 record[key] *= factor
             record["samples_per_s"] /= factor
             run = folder / f"devices{devices}-seed{seed}"

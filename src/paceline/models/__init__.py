@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import field, make_dataclass
+from dataclasses import make_dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -85,16 +85,11 @@ def _arguments(constructor: Callable[..., Any], spec: ModelSpec, data_facts: Map
     given = {name: value for name, value in data_facts.items() if name in names and value is not None} | spec.options
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return given
-    # Options are checked like any table of a job, against a dataclass: here one read off the signature.
-    fields = [
-        (
-            one.name,
-            _BOUNDED.get(one.annotation, one.annotation) if ours else Any,
-            # Defaults stay with the constructor: here they only mark what may be left out.
-            field() if one.default is one.empty else field(default=None),
-        )
-        for one in named
-    ]
+    # Options are checked like any table of a job, against a dataclass read off the signature, without its defaults.
+    fields: list[Any] = []
+    for one in named:
+        kind = _BOUNDED.get(one.annotation, one.annotation) if ours else Any
+        fields.append((one.name, kind) if one.default is one.empty else (one.name, kind, None))
     try:
         checked: object = from_mapping(make_dataclass("Options", fields, kw_only=True), given, "model.options")
     except JobError as problem:

@@ -12,7 +12,7 @@ from typing import Final, Literal
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.models.layers import conv_norm, kaiming
+from paceline.models.resnet import conv_norm, kaiming
 
 VARIANTS: Final = {
     "efficientnet-b0": (1.0, 1.0, 0.2),

@@ -1,4 +1,5 @@
-"""Residual networks: He et al. 2015, "Deep residual learning for image recognition"."""
+"""Residual networks: He et al. 2015, "Deep residual learning for image recognition"; and what other convolutional
+networks share with them: a convolution with its batch norm, and how first weights are drawn."""
 
 from __future__ import annotations
 
@@ -8,8 +9,6 @@ from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from paceline.models.layers import conv_norm, kaiming
 
 Stem = Literal["imagenet", "cifar"]
 
@@ -131,3 +130,31 @@ def _stem(stem: Stem, in_channels: int) -> nn.Sequential:
         return nn.Sequential(*conv_norm(in_channels, 64, 3, activation=nn.ReLU))
     pool = nn.MaxPool2d(kernel_size=3, stride=2, padding=1)
     return nn.Sequential(*conv_norm(in_channels, 64, 7, 2, activation=nn.ReLU), pool)
+
+
+def conv_norm(
+    in_channels: int,
+    out_channels: int,
+    kernel_size: int,
+    stride: int = 1,
+    *,
+    groups: int = 1,
+    activation: type[nn.Module] | None = None,
+) -> list[nn.Module]:
+    """(b, in_channels, h, w) -> (b, out_channels, ceil(h / stride), ceil(w / stride)); the batch norm has the bias."""
+    padding = kernel_size // 2
+    conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride, padding, groups=groups, bias=False)
+    return [conv, nn.BatchNorm2d(out_channels), *([activation()] if activation else [])]
+
+
+def kaiming(model: nn.Module) -> None:
+    """Draw every convolution from N(0, 2 / fan_out), so that activations keep their variance going backward.
+
+    He et al. 2015, "Delving deep into rectifiers", equation 14. Biases of convolutions start at zero;
+    batch norm (gamma 1, beta 0) and linear layers keep torch's own start.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)

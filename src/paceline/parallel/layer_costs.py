@@ -26,8 +26,6 @@ from paceline.spec.model_cost import Activations, LayerCost, ModelCost
 _MOST_TENSOR_WORKERS = 64
 _REPLICATED_FRACTION = 10 / 34
 """The fraction of a divided layer's activations that tensor groups do not divide (Korthikanti et al. 2022)."""
-_PASSES = 3
-"""Forward and backward as forward passes: backward multiplies twice for each time (Kaplan et al. 2020, section 2.1)."""
 
 
 def on_paper(build: Callable[[], nn.Module], sample: Any, num_samples: int) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -78,7 +76,6 @@ def trace_model(model: nn.Module, arguments: tuple[Any, ...], num_samples: int) 
             input_bytes=_num_bytes(arguments) / num_samples,
         ),
         layers=layers,
-        flops_per_sample=_PASSES * total_flops / num_samples,
     )
 
 

@@ -11,9 +11,11 @@ import dataclasses
 import functools
 import json
 import math
+import numbers
+import os
 import re
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -127,13 +129,13 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if field.name not in mapping and field.default is MISSING and field.default_factory is MISSING:
             raise JobError(f"The key '{_path(where, field.name)}' is missing; give it a value.")
-    return cls(**{key: _checked(kinds[key], raw, _path(where, key)) for key, raw in mapping.items()})
+    return cls(**{key: checked(kinds[key], raw, _path(where, key)) for key, raw in mapping.items()})
 
 
 def check_values(value: Any, where: str = "") -> None:
     """Check a dataclass made in Python as `from_mapping` checks one made of a mapping; raises `JobError`."""
     for name, kind in _kinds(type(value)).items():  # type: ignore[arg-type]
-        _checked(kind, getattr(value, name), _path(where, name))
+        checked(kind, getattr(value, name), _path(where, name))
 
 
 def _path(where: str, key: object) -> str:
@@ -147,49 +149,67 @@ def _kinds(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def _checked(kind: Any, raw: Any, path: str) -> Any:
+def checked(kind: Any, raw: Any, path: str) -> Any:
     """`raw` as a value of the type `kind`. Raises `JobError`, which names the `path`, for one that does not fit."""
-    origin, args = get_origin(kind), get_args(kind)
+    origin, args = get_origin(kind) or kind, get_args(kind)
     if origin is Literal:
         value = "none" if raw is None else raw  # on a command line both are written none
         if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in args):
             return value
         hint = did_you_mean(raw, map(str, args), " ({})") if isinstance(raw, str) else ""
-        raise JobError(f"{path} = {shown(raw)} is not possible{hint}; it is one of {', '.join(map(repr, args))}.")
+        raise JobError(f"{path} = {shown(raw)} is not possible{hint}; it is {_in_words(kind)}.")
     if origin in (Union, types.UnionType):
-        if raw is None and type(None) in args:
+        members = [one for one in args if one is not type(None)]
+        if raw is None and len(members) < len(args):
             return None
-        *others, last = (one for one in args if one is not type(None))
-        for one in others:
+        if len(members) == 1:
+            return checked(members[0], raw, path)
+        for one in members:
             with contextlib.suppress(JobError):
-                return _checked(one, raw, path)
-        return _checked(last, raw, path)
-    if origin is tuple:
-        if isinstance(raw, str) or not isinstance(raw, Sequence):
-            raise JobError(f"{path} = {shown(raw)} should be a list.")
-        kinds = args[:1] * len(raw) if args[-1] is Ellipsis else args
-        if len(kinds) != len(raw):
+                return checked(one, raw, path)
+    elif origin in _LISTS and isinstance(raw, Iterable) and not isinstance(raw, str | Mapping):
+        items = [*raw]
+        kinds = args if origin is tuple and args[-1] is not Ellipsis else args[:1] * len(items)
+        if len(kinds) != len(items):
             raise JobError(f"{path} = {shown(raw)} should be a list of {len(kinds)}.")
-        return tuple(_checked(kinds[i], item, f"{path}[{i}]") for i, item in enumerate(raw))
-    if origin is dict:
-        if not isinstance(raw, Mapping):
-            raise JobError(f"{path} = {shown(raw)} should be a table.")
-        return {str(key): _checked(args[1], item, f"{path}.{key}") for key, item in raw.items()}
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        if not isinstance(raw, kind):
-            return from_mapping(kind, raw, path)
+        return tuple(checked(kinds[i], item, f"{path}[{i}]") for i, item in enumerate(items))
+    elif origin is dict and isinstance(raw, Mapping):
+        return {str(key): checked(args[1], item, f"{path}.{key}") for key, item in raw.items()}
+    elif dataclasses.is_dataclass(origin):
+        if not isinstance(raw, origin):
+            return from_mapping(origin, raw, path)
         check_values(raw, path)
         return raw
-    return raw if kind is Any else _checked_scalar(kind, raw, path)
+    elif origin in (int, float, Annotated):
+        number, bounds = args if args else (kind, Bounds())
+        if isinstance(raw, numbers.Integral if number is int else numbers.Real) and not isinstance(raw, bool):
+            if violation := bounds.violation(raw):
+                raise JobError(f"{path} = {shown(raw)} should be {violation}.")
+            return number(raw)
+    elif origin is Path and isinstance(raw, str | os.PathLike):
+        return Path(raw)
+    elif kind is Any or (origin not in _LISTS and isinstance(raw, origin)):
+        return raw
+    raise JobError(f"{path} = {shown(raw)} should be {_in_words(kind)}.")
 
 
-def _checked_scalar(kind: Any, raw: Any, path: str) -> Any:
-    kind, bounds = get_args(kind) if get_origin(kind) is Annotated else (kind, Bounds())
-    is_of_kind = isinstance(raw, (float, int) if kind is float else kind)
-    if not is_of_kind or isinstance(raw, bool) != (kind is bool):
-        words = {bool: "true or false", int: "a whole number", float: "a number", str: "a text in quotes"}
-        raise JobError(f"{path} = {shown(raw)} should be {words.get(kind, kind.__name__)}.")
-    violation = bounds.violation(raw) if kind in (int, float) else ""
-    if violation:
-        raise JobError(f"{path} = {shown(raw)} should be {violation}.")
-    return float(raw) if kind is float else raw
+def _in_words(kind: Any) -> str:
+    """What a value of a type should be: "a whole number"."""
+    origin, args = get_origin(kind) or kind, get_args(kind)
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, args))}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(_in_words(one) for one in args if one is not type(None))
+    return _in_words(args[0]) if origin is Annotated else _WORDS.get(origin, f"a {origin.__name__}")
+
+
+_LISTS = (tuple, Sequence, Iterable)
+_WORDS = {
+    **dict.fromkeys(_LISTS, "a list"),
+    dict: "a table",
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a text in quotes",
+    Path: "a path",
+}

@@ -62,5 +62,3 @@ class ModelCost:
     activations: Activations
     layers: Layers = ()
     """The layers of the model; empty: unknown."""
-    flops_per_sample: float = 0.0
-    """Floating-point operations of a forward and backward pass."""

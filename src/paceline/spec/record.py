@@ -83,9 +83,6 @@ class RunRecord(JsonValue):
     synchronise every few steps only."""
     step_time: StepTime
     weights_sha256: str
-    step_p10_s: NonNegativeFloat | None = None
-    step_p90_s: NonNegativeFloat | None = None
-    """One step in ten was shorter than `step_p10_s`, one in ten longer than `step_p90_s`; None: not measured."""
     epochs: tuple[EpochRecord, ...] = ()
     notes: tuple[str, ...] = ()
     """Notes on the result: scaled learning rate, warnings."""
@@ -121,8 +118,6 @@ class WorkerStatus:
     """Optimizer updates done; None for a program without a `Run`."""
     doing: str
     """What it was doing, as a phrase."""
-    is_waiting: bool
-    """Whether it was inside a collective."""
     memory_bytes: int | None = None
     """Memory of the process that lies in RAM."""
 

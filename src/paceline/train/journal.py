@@ -189,7 +189,6 @@ class Journal(Callback):
         best = None if kept.keep_best is None else best_evaluation(evaluations, kept.keep_best, kept.best_mode)
         if best is not None:
             run.display.rows["best"] = f"{shown_metrics(best.metrics)} at step {best.step}"
-        step_time, (step_p10_s, step_p90_s) = run.timer.median(), run.timer.p10_p90()
         last = evaluations[-1].metrics if evaluations else {}
         return RunRecord(
             job=run.job,
@@ -203,9 +202,7 @@ class Journal(Callback):
             wall_s=self._so_far.wall_s + self._since_launch_s(),
             time_to_first_step_s=self._first_step_s,
             samples_per_s=samples_per_s(run),
-            step_time=step_time,
-            step_p10_s=step_p10_s,
-            step_p90_s=step_p90_s,
+            step_time=run.timer.median(),
             weights_sha256=run.weights_sha256() if average is None else weights_sha256(average.module.state_dict()),
             epochs=epochs,
             notes=(*run.notes, *self._notes),

@@ -321,7 +321,6 @@ class Watch:
                 pid=state.pid,
                 step=state.step,
                 doing=state.doing,
-                is_waiting=state.inside_s is not None,
                 memory_bytes=state.memory_bytes,
             )
             for state in self.states

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import numbers
-import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace, UnionType
-from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import JobError, shortened, shown
-from paceline.spec.job import MOST_SAMPLES, MOST_WORKERS
+from paceline.spec import codec
+from paceline.spec.codec import Bounds, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
+from paceline.spec.job import MOST_WORKERS
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,19 +21,13 @@ R = TypeVar("R")
 Say = Callable[[str], None]
 """Receives progress messages of a workflow, one line at a time; such as `print`."""
 
-_BOUNDS: Mapping[str, tuple[int, int]] = {
-    "budget": (1, 10**9),
-    "efficiency_floor": (0, 1),
-    "link_rate": (1, 10**18),
-    "max_restarts": (0, MOST_SAMPLES),
-    "noise_scale": (1, 10**18),
-    "pick": (-MOST_SAMPLES, MOST_SAMPLES),
-    "target_samples": (1, 10**18),
-    "tolerance": (0, 1),
+_KINDS = {
+    "efficiency_floor": UnitInterval,
+    "max_restarts": NonNegativeInt,
+    "pick": Annotated[int, Bounds()],
+    "tolerance": UnitInterval,
 }
-"""The least and the most of numbers by their names."""
-_BOUNDS_OF_COUNTS, _BOUNDS_OF_AMOUNTS = (1, MOST_SAMPLES), (0, 10**18)
-"""Of other whole numbers, and of others."""
+"""What numbers may be by their names; others are positive."""
 
 
 def silent(_line: str) -> None:
@@ -43,29 +36,20 @@ def silent(_line: str) -> None:
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """A decorator: the function raises `JobError` for an argument of another type than its annotation says, and for a
-    number out of bounds."""
+    number out of bounds. It is given arguments of just these types: a text as a path, a list as a tuple."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def with_checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        types = parameter_types(function)
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
+        types, bound = parameter_types(function), signature.bind(*args, **kwargs)
+        for name, value in bound.arguments.items():
             kinds = members_of(types[name])
             if {Callable, str} <= {get_origin(one) or one for one in kinds}:
                 continue  # a model or a data set that workers would have to import: the function says how
-            listed = [one for kind in kinds for one in (kind, *get_args(kind)) if get_origin(one) is Literal]
-            choices = [repr(choice) for one in listed for choice in get_args(one)]
-            if not any(_is_of(value, one) for one in kinds):
-                wanted = (
-                    f"one of {', '.join(choices)}"
-                    if choices
-                    else function.__annotations__[name].removesuffix(" | None")
-                )
-                raise JobError(f"{name} = {shown(value)} should be {wanted}.")
-            bounds = _BOUNDS.get(name, _BOUNDS_OF_COUNTS if int in kinds else _BOUNDS_OF_AMOUNTS)
-            if isinstance(value, numbers.Real) and not bounds[0] <= float(value) <= bounds[1]:
-                raise JobError(f"{name} = {shown(value)} should be a number from {bounds[0]} to {bounds[1]:,}.")
-        return function(*args, **kwargs)
+            allowed = {int: PositiveInt, float: PositiveFloat}
+            kind: Any = Union[tuple(_KINDS.get(name, allowed.get(one, one)) for one in kinds)]  # noqa: UP007
+            bound.arguments[name] = codec.checked(kind, value, name)
+        return function(*bound.args, **bound.kwargs)
 
     return with_checked
 
@@ -82,20 +66,6 @@ def members_of(hint: Any) -> tuple[Any, ...]:
     if get_origin(hint) in (Union, UnionType):
         return tuple(member for one in get_args(hint) for member in members_of(one))
     return (hint,)
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    kind = get_origin(hint) or hint
-    if kind in (int, float):
-        return isinstance(value, numbers.Integral if kind is int else numbers.Real) and not isinstance(value, bool)
-    if kind is Sequence:
-        is_list = isinstance(value, Collection) and not isinstance(value, str)
-        return is_list and all(any(_is_of(item, one) for one in members_of(get_args(hint)[0])) for item in value)
-    if kind is Path:
-        return isinstance(value, str | os.PathLike)
-    if kind is Literal:
-        return isinstance(value, str) and value in get_args(hint)
-    return kind is Any or isinstance(value, kind)
 
 
 def read_counts(name: str, given: Sequence[int] | str) -> list[int]:

@@ -64,8 +64,6 @@ def record_of(devices: int = 1, seed: int = 0, job: Job | None = None, **changes
         "time_to_first_step_s": 2.0,
         "samples_per_s": job.global_batch_size / total_s,
         "step_time": StepTime(total_s, 0.001, compute_s, comm_s),
-        "step_p10_s": 0.94 * total_s,
-        "step_p90_s": 1.12 * total_s,
         "weights_sha256": hashlib.sha256(f"{seed}/{rounding}".encode()).hexdigest(),
         "epochs": epochs,
         "environment": ENVIRONMENT,
