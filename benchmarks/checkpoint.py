@@ -22,9 +22,9 @@ import torch.distributed.checkpoint.state_dict_loader as dcp_loader
 import torch.distributed.checkpoint.state_dict_saver as dcp_saver
 from torch import Tensor
 
+from paceline.checkpoint.format import Storage, folder_name
 from paceline.checkpoint.load import newest_that, verify_checkpoint
 from paceline.checkpoint.save import Saver, Snapshot
-from paceline.checkpoint.storage import Storage, folder_name
 from paceline.errors import CheckpointError
 from paceline.spec.job import CheckpointSpec
 

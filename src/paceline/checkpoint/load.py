@@ -18,9 +18,18 @@ import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor
 
-from paceline.checkpoint.format import DTYPES, MANIFEST_FILE, DataFile, Manifest, Slice, StoredSlice
-from paceline.checkpoint.staging import checksum
-from paceline.checkpoint.storage import LATEST_FILE, Storage, step_of
+from paceline.checkpoint.format import (
+    DTYPES,
+    LATEST_FILE,
+    MANIFEST_FILE,
+    DataFile,
+    Manifest,
+    Slice,
+    Storage,
+    StoredSlice,
+    checksum,
+    step_of,
+)
 from paceline.containers import memory_of, unflatten
 from paceline.errors import CheckpointError, PacelineError, reason_of
 from paceline.object_collectives import all_gather_objects, broadcast_object

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline.checkpoint.format import Storage
 from paceline.checkpoint.load import read_manifest, verify_checkpoint
-from paceline.checkpoint.storage import Storage
 from paceline.errors import PacelineError
 from paceline.spec.job import CheckpointSpec
 from paceline.spec.record import best_place

@@ -164,7 +164,7 @@ def checked(kind: Any, raw: Any, path: str) -> Any:
             return None
         if len(members) == 1:
             return checked(members[0], raw, path)
-        for one in members:
+        for one in sorted(members, key=lambda one: one is not type(raw)):  # a text is no path where it may be a text
             with contextlib.suppress(JobError):
                 return checked(one, raw, path)
     elif origin in _LISTS and isinstance(raw, Iterable) and not isinstance(raw, str | Mapping):

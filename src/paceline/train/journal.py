@@ -19,7 +19,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from paceline import __version__, env
-from paceline.checkpoint.storage import IN_RUN_FOLDER
+from paceline.checkpoint.format import IN_RUN_FOLDER
 from paceline.errors import JobError
 from paceline.regular_files import replace_text, run_file_mode
 from paceline.spec import RunRecord

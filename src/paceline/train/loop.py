@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline import data, models
+from paceline.checkpoint.format import Storage
 from paceline.checkpoint.load import save_weights
-from paceline.checkpoint.storage import Storage
 from paceline.data import ArraySet, Loading, SampleRequest
 from paceline.errors import CheckpointError, ModelError, file_problems
 from paceline.regular_files import run_file_mode

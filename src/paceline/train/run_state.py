@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.checkpoint.format import Manifest
+from paceline.checkpoint.format import Manifest, Storage
 from paceline.checkpoint.load import newest_that, read_state
 from paceline.checkpoint.save import Snapshot
-from paceline.checkpoint.storage import Storage
 from paceline.data.randomness import RandomGenerator
 from paceline.errors import CheckpointError, JobError, reason_of, shortened, shown
 from paceline.spec import Job

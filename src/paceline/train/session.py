@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from paceline.checkpoint.format import Storage, folder_name
 from paceline.checkpoint.save import Saver
-from paceline.checkpoint.storage import Storage, folder_name
 from paceline.data import Draw
 from paceline.data.randomness import key
 from paceline.errors import PeerLost

@@ -14,8 +14,8 @@ from paceline.spec.job import CheckpointSpec
 from paceline.workflows.arguments import Say, checked, silent
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.format import Storage
     from paceline.checkpoint.retention import Pruning
-    from paceline.checkpoint.storage import Storage
 
 __all__ = ["CheckpointState", "export", "ls", "prune", "verify"]
 
@@ -131,8 +131,8 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
     Raises:
         CheckpointError: there is none that can be used, the file is there already, or a storage fails.
     """
+    from paceline.checkpoint.format import Storage
     from paceline.checkpoint.load import read_weights, save_weights
-    from paceline.checkpoint.storage import Storage
 
     folder, file = _split(str(target))
     with file_problems(f"{target} cannot be read", CheckpointError):
@@ -161,8 +161,7 @@ def _opened(place: Path | str) -> Iterator[tuple[Storage, list[str]]]:
     Raises:
         CheckpointError: there are none, or the storage fails.
     """
-    from paceline.checkpoint.format import MANIFEST_FILE
-    from paceline.checkpoint.storage import IN_RUN_FOLDER, Storage
+    from paceline.checkpoint.format import IN_RUN_FOLDER, MANIFEST_FILE, Storage
 
     with file_problems(f"{place} cannot be read", CheckpointError):
         storage = Storage(place)

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 import paceline
-from paceline.checkpoint.format import Slice
+from paceline.checkpoint.format import Piece, Slice, Storage
 from paceline.checkpoint.load import read_state
 from paceline.checkpoint.save import Saver, Snapshot
-from paceline.checkpoint.storage import Piece, Storage
 from paceline.errors import CheckpointError
 from paceline.spec.job import CheckpointSpec
 from tests.kit.workers import join_world, run_ranks
