@@ -83,9 +83,7 @@ class ArrayReader:
     def _per_channel(self, values: NDArray[np.float64]) -> Tensor:
         """Per-channel numbers laid out to be applied to a batch in this reader's memory format."""
         # In single precision at least: half precision is for the result.
-        channels = torch.from_numpy(values).to(
-            self._device, torch.float64 if self._dtype == torch.float64 else torch.float32
-        )
+        channels = torch.from_numpy(values).to(self._device, torch.promote_types(self._dtype, torch.float32))
         if not self._channels_last:
             return channels[:, None, None]
         return channels if len(channels) == 1 else channels.repeat(self._inputs.shape[-1])
@@ -100,18 +98,16 @@ class ArrayReader:
             rows = on_device(indices, self._device)
             inputs, targets = (one.index_select(0, rows) for one in self._resident)
         else:
-            whole = (self._inputs, self._targets)
+            whole = self._inputs, self._targets
             inputs, targets = (on_device(one.take(indices, axis=0), self._device) for one in whole)
         targets = targets.to(torch.int64)
         if self._affine is None:
             return inputs.to(self._dtype if inputs.is_floating_point() else torch.int64), targets
         if train and self._augmentation is not None:
             inputs = augment(inputs, self._augmentation, self._seed, epoch, indices)
-        return self._normalise(inputs), targets
+        return self._normalised(inputs, *self._affine), targets
 
-    def _normalise(self, images: Tensor) -> Tensor:
-        assert self._affine is not None
-        scale, shift = self._affine
+    def _normalised(self, images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         if not self._channels_last:
             return images.to(scale.dtype).mul_(scale).add_(shift).to(self._dtype)
         # Pixels change places while they are bytes, then whole rows of (W * C) are scaled at once: half the

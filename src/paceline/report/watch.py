@@ -61,7 +61,9 @@ def read_run(folder: Path) -> WatchedRun:
     """
     if not folder.is_dir():
         raise PacelineError(f"There is no run folder '{folder}'.")
-    lines, status = _last_lines(folder / METRICS_FILE), RunStatus.read(folder / STATUS_FILE)
+    lines, status = _last_lines(folder / METRICS_FILE), None
+    with contextlib.suppress(PacelineError):  # there is none, or it is damaged
+        status = RunStatus.load(folder / STATUS_FILE)
     metrics = {name: value for line in lines for name, value in line.items()}
     record, failure = _mapping(folder / RECORD_FILE), _mapping(folder / FAILURE_FILE)
     last_s = status.time if status is not None else _modified_s(folder / METRICS_FILE)

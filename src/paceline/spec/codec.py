@@ -89,13 +89,6 @@ class JsonValue:
             content = path.read_bytes()
         return cls.from_json(content, str(path))
 
-    @classmethod
-    def read(cls, path: Path) -> Self | None:
-        """The value in a JSON file; None where there is none that can be read."""
-        with contextlib.suppress(PacelineError):
-            return cls.load(path)
-        return None
-
     def to_mapping(self) -> dict[str, Any]:
         return to_mapping(self)
 

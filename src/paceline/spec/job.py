@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -284,8 +285,9 @@ class Job(JsonValue):
                 f"virtual_shards = {self.virtual_shards} is more than global_batch_size = "
                 f"{self.global_batch_size}; every shard needs at least one sample."
             )
-        is_bitwise = self.parity == "bitwise"
+        is_bitwise, method = self.parity == "bitwise", self.aggregation.method
         every_step = ("aggregation.method", "every_step")
+        is_async, asynchronous = method == "parameter_server_async", f"aggregation.method = {method!r}"
         for setting, is_set, (key, needed) in (
             # What makes the result depend on the number of workers.
             ("parity = 'bitwise'", is_bitwise, ("compile", False)),
@@ -297,18 +299,14 @@ class Job(JsonValue):
             # Workers have to see the same gradients and hold the same weights after every step.
             ("nonfinite = 'rollback'", self.nonfinite == "rollback", every_step),
             ("average_decay", self.average_decay is not None, every_step),
+            # Servers update slices of the parameters whenever a gradient arrives.
+            (asynchronous, is_async, ("optim.clip_norm", None)),
+            (asynchronous, is_async, ("eval_every_steps", None)),
+            (asynchronous, is_async and self.precision == "float16", ("precision", "float32")),
         ):
             value = operator.attrgetter(key)(self)
             if is_set and value != needed:
                 raise JobError(f"{setting} needs {key} = {needed!r}, not {value!r}.")
-        is_refused = (
-            self.precision == "float16" or self.optim.clip_norm is not None or self.eval_every_steps is not None
-        )
-        if self.aggregation.method == "parameter_server_async" and is_refused:
-            raise JobError(
-                "aggregation.method = 'parameter_server_async' updates slices of the parameters whenever a gradient "
-                "arrives: leave out optim.clip_norm and eval_every_steps, and use a precision other than 'float16'."
-            )
 
     @property
     def kept_checkpoints(self) -> CheckpointSpec:
@@ -394,11 +392,17 @@ _LEARNS_THE_SAME = (
 
 
 def with_settings(mapping: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
-    """The nested mapping with settings such as "optim.lr=0.1" applied, one after the other."""
+    """The nested mapping with settings such as "optim.lr=0.1" applied, one after the other; values are written as in
+    TOML, or as unquoted texts."""
     found = dict(mapping)
     for setting in settings:
-        parts, value = parse_setting(setting)
-        for part in reversed(parts):
+        key, separator, text = setting.partition("=")
+        if not separator or not key.strip():
+            raise JobError(f"'{shortened(setting)}' is not a setting; write key=value, such as optim.lr=0.1.")
+        value: Any = text.strip()
+        with contextlib.suppress(ValueError):
+            value = None if value.lower() in ("none", "null") else tomllib.loads(f"value = {text}")["value"]
+        for part in reversed(key.strip().split(".")):
             value = {part: value}
         found = _merge(found, value)
     return found
@@ -414,15 +418,3 @@ def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
             value = _merge(merged[key], value)
         merged[key] = value
     return merged
-
-
-def parse_setting(setting: str) -> tuple[list[str], Any]:
-    """The parts of the key of "optim.lr=0.1", and its value, which is written as in TOML or an unquoted text."""
-    key, separator, text = setting.partition("=")
-    if not separator or not key.strip():
-        raise JobError(f"'{shortened(setting)}' is not a setting; write key=value, such as optim.lr=0.1.")
-    try:
-        value = None if text.strip().lower() in ("none", "null") else tomllib.loads(f"value = {text}")["value"]
-    except ValueError:
-        value = text.strip()
-    return key.strip().split("."), value
