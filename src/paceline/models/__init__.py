@@ -33,7 +33,6 @@ MODELS: Final[Mapping[str, Callable[..., nn.Module]]] = {
 """Name -> constructor. Its whole-number parameters are counts (at least 1), its floats probabilities."""
 _BOUNDED: Final[Mapping[Any, Any]] = {
     int: PositiveInt,
-    int | None: PositiveInt | None,
     float: UnitInterval,
     float | None: UnitInterval | None,
 }
@@ -57,10 +56,7 @@ def build(spec: ModelSpec | str, **data_facts: Any) -> nn.Module:
     build_model = constructor(spec.name)
     model = build_model(**_arguments(build_model, spec, data_facts))
     if not isinstance(model, nn.Module):
-        raise ModelError(
-            f"model.name = '{spec.name}' should return a torch.nn.Module, but it returned "
-            f"something of type {type(model).__name__}."
-        )
+        raise ModelError(f"model.name = '{spec.name}' should return a torch.nn.Module, not a {type(model).__name__}.")
     return model
 
 
