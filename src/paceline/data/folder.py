@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -130,5 +131,5 @@ def _is_test(file: Path) -> bool:
 
 
 def _images(files: dict[str, list[Path]], image_size: int) -> FolderImages:
-    labelled = [(file, label) for label, name in enumerate(files) for file in files[name]]
-    return FolderImages(*zip(*labelled, strict=True), tuple(files), image_size)
+    labels = [label for label, name in enumerate(files) for _ in files[name]]
+    return FolderImages([*itertools.chain(*files.values())], labels, tuple(files), image_size)

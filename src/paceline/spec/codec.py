@@ -168,14 +168,15 @@ def checked(kind: Any, raw: Any, path: str) -> Any:
         return tuple(checked(kinds[i], item, f"{path}[{i}]") for i, item in enumerate(items))
     elif origin is dict and isinstance(raw, Mapping):
         return {str(key): checked(args[1], item, f"{path}.{key}") for key, item in raw.items()}
-    elif dataclasses.is_dataclass(origin):
-        if not isinstance(raw, origin):
+    elif isinstance(origin, type) and dataclasses.is_dataclass(origin):
+        if isinstance(raw, Mapping):
             return from_mapping(origin, raw, path)
-        check_values(raw, path)
-        return raw
+        if isinstance(raw, origin):
+            check_values(raw, path)
+            return raw
     elif origin in (int, float, Annotated):
         number, bounds = args if args else (kind, Bounds())
-        if isinstance(raw, numbers.Integral if number is int else numbers.Real) and not isinstance(raw, bool):
+        if not isinstance(raw, bool) and isinstance(raw, numbers.Integral if number is int else numbers.Real):
             if violation := bounds.violation(raw):
                 raise JobError(f"{path} = {shown(raw)} should be {violation}.")
             return number(raw)
@@ -193,11 +194,13 @@ def _in_words(kind: Any) -> str:
         return f"one of {', '.join(map(repr, args))}"
     if origin in (Union, types.UnionType):
         return " or ".join(_in_words(one) for one in args if one is not type(None))
-    return _in_words(args[0]) if origin is Annotated else _WORDS.get(origin, f"a {origin.__name__}")
+    if origin is Annotated:
+        return _in_words(args[0])
+    return _WORDS.get(origin) or f"a {origin.__name__}{' or a table' * dataclasses.is_dataclass(origin)}"
 
 
-_LISTS = (tuple, Sequence, Iterable)
-_WORDS = {
+_LISTS: tuple[Any, ...] = (tuple, Sequence, Iterable)
+_WORDS: dict[Any, str] = {
     **dict.fromkeys(_LISTS, "a list"),
     dict: "a table",
     bool: "true or false",

@@ -46,7 +46,8 @@ class KeptGenerator:
         self.generator = generator
 
     def state_dict(self) -> dict[str, Any]:
-        generator, state = self.generator, None
+        generator = self.generator
+        state: Any
         if isinstance(generator, np.random.Generator):
             state = generator.bit_generator.state
         elif isinstance(generator, np.random.RandomState):

@@ -22,8 +22,10 @@ Say = Callable[[str], None]
 """Receives progress messages of a workflow, one line at a time; such as `print`."""
 
 _KINDS = {
+    "budget": Annotated[float, Bounds(low=1)],
     "efficiency_floor": UnitInterval,
     "max_restarts": NonNegativeInt,
+    "noise_scale": Annotated[float, Bounds(low=1)],
     "pick": Annotated[int, Bounds()],
     "tolerance": UnitInterval,
 }

@@ -24,7 +24,7 @@ def _write(folder: Path, lr: float, losses: list[float]) -> None:
 
 
 def _status(folder: Path, when_s: float) -> None:
-    worker = WorkerStatus(1, "gpu2", 77, 41, "summing gradients", True, 2 << 30)
+    worker = WorkerStatus(1, "gpu2", 77, 41, "summing gradients", 2 << 30)
     RunStatus(when_s, (worker,)).save(folder / "workers.json")
 
 
