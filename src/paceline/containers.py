@@ -260,7 +260,7 @@ def unflatten(plain: Any, tensor_of: Callable[[str], Any], classes: Sequence[typ
 
     try:
         return whole(plain)
-    except (KeyError, TypeError) as problem:
+    except (KeyError, TypeError, RecursionError) as problem:
         raise ValueError(f"{problem} is missing, or not what it should be") from None
 
 
