@@ -6,8 +6,9 @@ between its blocks. So a pipeline knows what a stage has to be sent, and how lar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -24,12 +25,12 @@ from paceline.parallel.buckets import dense_form
 from paceline.parallel.buffers import BATCH_NORMS, buffers_kept
 from paceline.parallel.generators import host_states, torch_states
 
-_READS_VALUES = {
+_READS_VALUES = {torch.equal, torch.allclose, torch.is_nonzero} | {
     getattr(Tensor, name)
-    for name in ("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__contains__")
-} | {
-    *(getattr(Tensor, f"__{kind}__") for kind in ("bool", "int", "float", "complex", "index")),
-    *(torch.equal, torch.allclose, torch.is_nonzero),
+    for name in (
+        *("item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__array__", "__contains__"),
+        *("__bool__", "__int__", "__float__", "__complex__", "__index__"),
+    )
 }
 """Functions whose results are Python's values, which may decide what is computed."""
 
@@ -63,27 +64,6 @@ def _described(value: Any) -> Hashable:
     return type(value).__name__, container.keys, *map(_described, container.values)
 
 
-@dataclass(frozen=True)
-class Returned:
-    """What a block or a model returns."""
-
-    forms: Sequence[Tensor]
-    """What its tensors are like, without values: random numbers are drawn in the order in which dimensions lie in
-    memory."""
-    around: Any
-    """What is around them."""
-
-    @classmethod
-    def of(cls, value: Any) -> Self:
-        forms = [dense_form(one) for one in tensors(value, in_objects=True)]
-        return cls(forms, map_tensors(value, lambda one: one.new_empty(0), in_objects=True))
-
-    def filled(self, leaves: Sequence[Tensor]) -> Any:
-        """It, with these tensors."""
-        left = iter(leaves)
-        return map_tensors(self.around, lambda _tensor: next(left), in_objects=True)
-
-
 class Output(NamedTuple):
     """A tensor that a block has returned."""
 
@@ -106,78 +86,74 @@ Source = Output | Draw | str
 
 @dataclass(frozen=True)
 class BlockCall:
-    """A block's forward pass within the model's."""
+    """A block's forward pass within the model's; the last one of a pass stands for the model's own."""
 
     path: str
+    """Of the block; of the model itself it is empty."""
     needs: frozenset[Source]
-    """What the block's arguments follow from, by operations between blocks alone."""
-    returned: Returned
-    draws: bool
+    """What the block's arguments, or the model's output, follow from, by operations between blocks alone."""
+    forms: Sequence[Tensor]
+    """What the tensors that it returns are like, without values: random numbers are drawn in the order in which
+    dimensions lie in memory."""
+    around: Any
+    """What is around these tensors."""
+    draws: bool = False
     """Whether the block draws random numbers."""
-    is_trained: bool
-    """Whether a parameter of the block is."""
-    flops: int
+    flops: int = 0
 
+    @classmethod
+    def of(cls, path: str, needs: frozenset[Source], returned: Any, *, draws: bool = False, flops: int = 0) -> Self:
+        forms = [dense_form(one) for one in tensors(returned, in_objects=True)]
+        return cls(
+            path, needs, forms, map_tensors(returned, lambda one: one.new_empty(0), in_objects=True), draws, flops
+        )
 
-@dataclass(frozen=True)
-class Trace:
-    """A forward pass of a model."""
-
-    calls: Sequence[BlockCall]
-    needs: frozenset[Source]
-    """What the model's output follows from, by operations between blocks alone."""
-    returned: Returned
+    def returned(self, leaves: Iterable[Tensor]) -> Any:
+        """What the block returns, with these tensors."""
+        left = iter(leaves)
+        return map_tensors(self.around, lambda _tensor: next(left), in_objects=True)
 
 
 # --- calls of blocks ---
 
 
-Call = Callable[..., Any]
+Observer = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""What answers the calls of watched blocks during a pass, from a block's path, the block, and its arguments."""
+
+_observer: ContextVar[Observer | None] = ContextVar("observer of blocks", default=None)
 
 
-Observer = Callable[[str, Call, tuple[Any, ...], dict[str, Any]], Any]
-"""What answers the calls of blocks during a pass: called with a block's path, the block, and its arguments."""
-
-
-class BlockCalls:
-    """Hands the calls of watched blocks to an observer; outside of its passes, and inside of blocks, they just run."""
-
-    def __init__(self) -> None:
-        self._observer: Observer | None = None
-
-    @contextmanager
-    def observed_by(self, observer: Observer) -> Iterator[None]:
-        self._observer = observer
-        try:
-            yield
-        finally:
-            self._observer = None
-
-    def call(self, path: str, block: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        observer, self._observer = self._observer, None
-        try:
-            return block(*args, **kwargs) if observer is None else observer(path, block, args, kwargs)
-        finally:
-            self._observer = observer
+@contextmanager
+def observed_by(observer: Observer | None) -> Iterator[None]:
+    """A context in which an observer answers the calls of watched blocks. Without one, and inside of blocks, they just
+    run."""
+    before = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(before)
 
 
 class _Watched:
     """Comes before the class of a block: what is around a call sees it with its hooks, and with activation
     checkpointing."""
 
-    path_and_calls: tuple[str, BlockCalls]
+    path_in_model: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        path, calls = self.path_and_calls
-        block: Call = super().__call__  # type: ignore[misc]
-        return calls.call(path, block, args, kwargs)
+        observer = _observer.get()
+        if observer is None:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        with observed_by(None):
+            return observer(self.path_in_model, self, args, kwargs)  # type: ignore[arg-type]
 
 
-def watch(block: nn.Module, path: str, calls: BlockCalls) -> None:
-    """Let calls of `block` go through `calls`. As `fully_shard` does it, by a class of its own."""
-    kind = type(block)
-    block.__class__ = type(kind.__name__, (_Watched, kind), {"__module__": kind.__module__})
-    vars(block)["path_and_calls"] = path, calls
+def watch(blocks: Mapping[str, nn.Module]) -> None:
+    """Let observers see the calls of blocks, by path. As `fully_shard` does it, by classes of their own."""
+    for path, block in blocks.items():
+        kind = type(block)
+        block.__class__ = type(kind.__name__, (_Watched, kind), {"__module__": kind.__module__})
+        vars(block)["path_in_model"] = path
 
 
 # --- a pass with weights of zeros ---
@@ -190,18 +166,14 @@ class _Tracer(TorchFunctionMode):
         super().__init__()
         self.calls: list[BlockCall] = []
         self._device, self._flops = device, flops
-        self._trained = {
-            path for path, block in blocks_of(model).items() if any(one.requires_grad for one in block.parameters())
-        }
         self._sources: dict[int, frozenset[Source]] = {}
         """By the address of the memory."""
         self._alive: list[Tensor] = []
         """All that is followed: another tensor could get its memory."""
-        self._is_in_block = False
         for name, parameter in model.named_parameters():
-            self._follows(parameter, frozenset([name]))
+            self._follow(parameter, frozenset([name]))
 
-    def _follows(self, value: Any, sources: frozenset[Source]) -> None:
+    def _follow(self, value: Any, sources: frozenset[Source]) -> None:
         for one in tensors(value, in_objects=True):
             if sources and one.layout == torch.strided and one.numel():
                 address = one.untyped_storage().data_ptr()
@@ -217,7 +189,7 @@ class _Tracer(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._is_in_block:
+        if _observer.get() is None:  # inside of a block
             return func(*args, **kwargs)
         sources = self.sources((args, kwargs))
         if sources and func in _READS_VALUES:
@@ -230,26 +202,21 @@ class _Tracer(TorchFunctionMode):
         result = func(*args, **kwargs)
         if self.calls and states != torch_states(self._device):
             sources |= {Draw(len(self.calls) - 1)}
-        self._follows(args[:1] if result is None else result, sources)
+        self._follow(args[:1] if result is None else result, sources)
         return result
 
-    def call(self, path: str, block: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, path: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         needs = self.sources((args, kwargs))
         states, flops = torch_states(self._device), self._flops.get_total_flops()
-        self._is_in_block = True
         value = block(*args, **kwargs)
         if any(isinstance(one, PackedSequence) for one in (value, *args, *kwargs.values())):
             raise ModelError(f"'{path}' takes or returns a packed sequence, which stages cannot send; pad it.")
-        leaves = [*tensors(value, in_objects=True)]
-        draws = states != torch_states(self._device)
-        flops = self._flops.get_total_flops() - flops
-        made = BlockCall(path, needs, Returned.of(value), draws, path in self._trained, flops)
-        leaves = [leaf.clone() for leaf in leaves]  # a block may return what it was given
+        draws, flops = states != torch_states(self._device), self._flops.get_total_flops() - flops
+        leaves = [one.clone() for one in tensors(value, in_objects=True)]  # a block may return what it was given
         for place, leaf in enumerate(leaves):
-            self._follows(leaf, frozenset([Output(len(self.calls), place)]))
-        self.calls.append(made)
-        self._is_in_block = False
-        return made.returned.filled(leaves)
+            self._follow(leaf, frozenset([Output(len(self.calls), place)]))
+        self.calls.append(BlockCall.of(path, needs, value, draws=draws, flops=flops))
+        return self.calls[-1].returned(leaves)
 
 
 class Skeleton:
@@ -262,20 +229,17 @@ class Skeleton:
             device: where it is to be.
         """
         zeros: dict[int, Any] = {
-            id(one): nn.Parameter(torch.zeros((), dtype=one.dtype, device=device).expand(one.shape), one.requires_grad)
-            for one in model.parameters()
+            id(one): nn.Parameter(nothing_like(one, device), one.requires_grad) for one in model.parameters()
         }
         for buffer in model.buffers():
             zeros[id(buffer)] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.clone().to(device)
         self.model = copy_of_modules(model, zeros)
-        self._training = {module: module.training for module in self.model.modules()}
         self.device = device
-        self.calls = BlockCalls()
-        for path, block in blocks_of(self.model).items():
-            watch(block, path, self.calls)
+        self._training = {module: module.training for module in self.model.modules()}
+        watch(blocks_of(self.model))
 
     @torch.no_grad()
-    def trace(self, call: ModelCall, *, training: bool) -> Trace:
+    def trace(self, call: ModelCall, *, training: bool) -> list[BlockCall]:
         """Run the model.
 
         Raises:
@@ -284,18 +248,14 @@ class Skeleton:
         """
         for module, is_trained in self._training.items():
             module.training = training and is_trained
-        states = host_states()
-        norms = {
-            id(one) for module in self.model.modules() if isinstance(module, BATCH_NORMS) for one in module.buffers()
-        }
-        before = {name: one.clone() for name, one in self.model.named_buffers() if id(one) not in norms}
+        states, before = host_states(), self._buffers()
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices), buffers_kept(self.model), FlopCounterMode(display=False) as flops:
             tracer = _Tracer(self.model, self.device, flops)
-            with self.calls.observed_by(tracer.call), tracer:
+            with observed_by(tracer.call), tracer:
                 output = self.model(*call.args, **call.kwargs)
-            now = dict(self.model.named_buffers())
-            changed = [name for name, one in before.items() if not torch.equal(now.get(name, one.new_empty(0)), one)]
+            now = self._buffers()
+        changed = [name for name, one in before.items() if name not in now or not torch.equal(now[name], one)]
         if changed:
             raise ModelError(
                 f"Forward passes change buffers ({changed[0]}), which a pipeline cannot combine over virtual shards "
@@ -306,4 +266,17 @@ class Skeleton:
                 "The model draws random numbers from Python's random or NumPy, whose states no stage of a pipeline "
                 "sends on; draw from torch, or choose another strategy."
             )
-        return Trace(tracer.calls, tracer.sources(output), Returned.of(output))
+        return [*tracer.calls, BlockCall.of("", tracer.sources(output), output)]
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Copies of all buffers but those of batch norm layers, by name."""
+        return {
+            name: buffer.clone()
+            for name, buffer in self.model.named_buffers()
+            if not isinstance(self.model.get_submodule(name.rpartition(".")[0]), BATCH_NORMS)
+        }
+
+
+def nothing_like(parameter: Tensor, device: torch.device) -> Tensor:
+    """Zeros of the shape and dtype of a parameter, which take the memory of one."""
+    return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)

@@ -81,22 +81,19 @@ def check_fused(passes: Passes, apart: StepInput, together: StepInput) -> None:
             )
     if not together.assignment.sizes:
         return
-    first, first_fused = apart.assignment.own[0], together.assignment.own[0]
     num_apart = 1 + list(itertools.accumulate(apart.assignment.sizes)).index(together.assignment.sizes[0])
-    losses, gradients = compute_again(passes, replace(together, reads_again=True), [first_fused])
-    losses_apart, gradients_apart = compute_again(
-        passes, replace(apart, reads_again=True), range(first, first + num_apart)
-    )
-    nothing = passes.like
-    pairs = [
-        (nothing if one is None else one, nothing if other is None else other)
-        for one, other in zip(gradients, gradients_apart, strict=True)
-    ]
-    largest = max((float(norm_of(other)) for _, other in pairs), default=0.0)
-    loss, loss_apart = (sum(float(one.sums[0]) for one in some) for some in (losses, losses_apart))
+    found = []
+    for step, num_shards in ((apart, num_apart), (together, 1)):
+        first = step.assignment.own[0]
+        losses, gradients = compute_again(passes, replace(step, reads_again=True), range(first, first + num_shards))
+        loss = sum(float(one.sums[0]) for one in losses)
+        found.append((loss, [passes.like if one is None else one for one in gradients]))
+    (loss_apart, gradients_apart), (loss, gradients) = found
+    largest = max((float(norm_of(one)) for one in gradients_apart), default=0.0)
     tolerance = tolerance_of(passes.model, apart)
     if abs(loss - loss_apart) > tolerance * max(abs(loss_apart), 1e-2) or any(
-        float(norm_of(one - other)) > tolerance * max(largest, 1e-2) for one, other in pairs
+        float(norm_of(one - other)) > tolerance * max(largest, 1e-2)
+        for one, other in zip(gradients, gradients_apart, strict=True)
     ):
         raise ModelError(
             "The loss or the gradient of several virtual shards together is not that of one after the other, so the "

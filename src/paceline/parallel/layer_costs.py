@@ -6,8 +6,8 @@ counts as this one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.containers import map_tensors, tensors
 from paceline.errors import ModelError, reason_of
-from paceline.parallel.block_calls import BlockCalls, Call, watch
+from paceline.parallel.block_calls import observed_by, watch
 from paceline.parallel.blocks import blocks_of
 from paceline.parallel.tensor_plan import tensor_plan_of
 from paceline.spec.model_cost import Activations, LayerCost, ModelCost
@@ -37,7 +37,8 @@ def on_paper(build: Callable[[], nn.Module], sample: Any, num_samples: int) -> t
 
 
 def trace_model(model: nn.Module, arguments: tuple[Any, ...], num_samples: int) -> ModelCost:
-    """The costs of a model on the meta device for one sample, by layer.
+    """The costs of a model on the meta device for one sample, by layer; their unit of time is a floating-point
+    operation of the forward pass.
 
     Behind the model stands a loss that keeps as much as the model's output, as cross entropy does, and needs twice as
     much in its backward pass. Tensor parallelism divides what the model's own tensor plan says.
@@ -49,14 +50,12 @@ def trace_model(model: nn.Module, arguments: tuple[Any, ...], num_samples: int) 
         ModelError: the forward pass needs values of its tensors.
     """
     plan, num_slices = _tensor_plan(model)
-    blocks = blocks_of(model) or {"model": model}
-    calls, counts = BlockCalls(), _Counts(model, blocks)
-    for path, block in blocks.items():
-        watch(block, path, calls)
+    counts = _Counts(model)
+    watch(blocks_of(model) or {"model": model})
     try:
         with (
             counts.flops,
-            calls.observed_by(counts.call),
+            observed_by(counts.call),
             torch.autograd.graph.saved_tensors_hooks(counts.keep, lambda tensor: tensor),
         ):
             output = model(*arguments)
@@ -66,8 +65,7 @@ def trace_model(model: nn.Module, arguments: tuple[Any, ...], num_samples: int) 
             "leave trace = True out."
         ) from problem
     counts.end(_num_bytes(output))
-    total_flops = sum(layer.flops for layer in counts.layers)
-    layers = tuple(layer.cost(num_samples, total_flops, plan, num_slices) for layer in counts.layers)
+    layers = tuple(layer.cost(num_samples, plan, num_slices) for layer in counts.layers)
     kept = accumulate(layer.activation_bytes for layer in layers)
     return ModelCost(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -102,44 +100,41 @@ class _Layer:
 
     name: str = ""
     may_begin: bool = True
+    parameters: list[nn.Parameter] = field(default_factory=list)
     flops: int = 0
-    parameter_bytes: int = 0
-    largest_parameter_bytes: int = 0
     kept_bytes: int = 0
     largest_bytes: int = 0
     """Of the largest tensor that is kept, or given to the layer, through which a gradient flows."""
     output_bytes: int = 0
 
-    def cost(self, num_samples: int, total_flops: int, plan: Mapping[str, str], num_slices: int) -> LayerCost:
+    def cost(self, num_samples: int, plan: Mapping[str, str], num_slices: int) -> LayerCost:
         """
         Args:
             plan: the model's tensor plan, of which each module sums once, forward or backward.
             num_slices: of the layers that it divides.
         """
         styles = [style for name, style in plan.items() if f"{name}.".startswith(f"{self.name}.")]
-        is_divided = "colwise" in styles
         return LayerCost(
             name=self.name,
-            time_s=self.flops / (total_flops or 1),
-            parameter_bytes=self.parameter_bytes,
+            time_s=self.flops / num_samples,
+            parameter_bytes=sum(parameter.nbytes for parameter in self.parameters),
             activation_bytes=self.kept_bytes / num_samples,
             output_bytes=self.output_bytes / num_samples,
             may_begin=self.may_begin,
             num_tensor_slices=num_slices if styles else 1,
             num_all_reduces=sum(not style.startswith("heads") for style in styles),
             all_reduce_bytes=self.output_bytes / num_samples,
-            replicated_fraction=_REPLICATED_FRACTION if is_divided else 1.0,
+            replicated_fraction=_REPLICATED_FRACTION if "colwise" in styles else 1.0,
             # The gradients of the output and of the largest tensor inside: others come when these have gone.
             moment_bytes=(self.output_bytes + self.largest_bytes) / num_samples,
-            largest_parameter_bytes=self.largest_parameter_bytes,
+            largest_parameter_bytes=max((parameter.nbytes for parameter in self.parameters), default=0),
         )
 
 
 class _Counts:
     """What one forward pass of a model shows of its layers."""
 
-    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
-        self._blocks = blocks
+    def __init__(self, model: nn.Module) -> None:
         self.layers = [_Layer()]
         """In the order of their calls."""
         self.flops = FlopCounterMode(display=False)
@@ -150,7 +145,7 @@ class _Counts:
             self._kept[id(tensor.untyped_storage())] = tensor.untyped_storage()  # in memory anyway
         self._uncounted = dict.fromkeys(model.parameters())
 
-    def call(self, path: str, block: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, path: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A block's forward pass: what happens from here on is its layer's."""
         self._count_flops()
         may_begin = all(layer.name != path for layer in self.layers)  # a pipeline cuts before the first call
@@ -158,7 +153,9 @@ class _Counts:
             self.layers.append(_Layer())
         layer = self.layers[-1]
         layer.name, layer.may_begin = path, may_begin
-        self._count_parameters(self._blocks[path].parameters())
+        layer.parameters = [parameter for parameter in block.parameters() if parameter in self._uncounted]
+        for parameter in layer.parameters:
+            del self._uncounted[parameter]
         given = (one.nbytes for one in tensors((args, kwargs), in_objects=True) if one.requires_grad)
         layer.largest_bytes = max(given, default=0)
         output = block(*args, **kwargs)
@@ -168,8 +165,8 @@ class _Counts:
     def end(self, output_bytes: int) -> None:
         """After the pass: the loss keeps as much as the model's output."""
         self._count_flops()
-        self._count_parameters(list(self._uncounted))
         last = self.layers[-1]
+        last.parameters += self._uncounted
         last.kept_bytes += output_bytes
         last.largest_bytes = max(last.largest_bytes, output_bytes)
 
@@ -186,11 +183,3 @@ class _Counts:
         total = self.flops.get_total_flops()
         self.layers[-1].flops += total - self._counted_flops
         self._counted_flops = total
-
-    def _count_parameters(self, parameters: Iterable[nn.Parameter]) -> None:
-        layer = self.layers[-1]
-        for parameter in parameters:
-            if parameter in self._uncounted:
-                del self._uncounted[parameter]
-                layer.parameter_bytes += parameter.nbytes
-                layer.largest_parameter_bytes = max(layer.largest_parameter_bytes, parameter.nbytes)

@@ -16,14 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from paceline.containers import is_dtensor, local_shard
 from paceline.errors import JobError, ModelError
 from paceline.object_collectives import gather_objects
-from paceline.parallel.block_calls import ModelCall
 from paceline.parallel.dtensor import full_tensor, is_sharded, reshard, shard_like
 from paceline.parallel.engine import Runner
 from paceline.parallel.initial_weights import align, broadcast, draw, is_on_meta
 from paceline.parallel.layout import Whole, squared_norm, statistics_dtype, sum_over
 from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.step_input import Assignment
-from paceline.parallel.tensor_plan import TensorPlan, apply_tensor_plan, described, tensor_plan_of
+from paceline.parallel.tensor_plan import TensorPlan, apply_tensor_plan, tensor_plan_of
 from paceline.spec import Job, Mesh, Plan
 from paceline.spec.plan import AXES
 
@@ -171,9 +170,10 @@ class Spread(Whole):
     def norms_of_all(self, norms: Mapping[str, Tensor]) -> Tensor:
         if self._pipeline is None:
             return super().norms_of_all(norms)
-        every = self.zero.new_zeros(self._pipeline.num_parameters)
+        places = {name: place for place, name in enumerate(self._pipeline.stages_of)}
+        every = self.zero.new_zeros(len(places))
         for name, norm in norms.items():
-            every[self._pipeline.places[name]] = norm
+            every[places[name]] = norm
         assert self.axes.pp is not None
         return sum_over(every, self.axes.pp)  # each is 0 on all workers but one
 
@@ -247,7 +247,6 @@ def spread(
     tensor_plan = tensor_plan_of(model, plan.tensor_plan, axes.mesh.tp) if axes.mesh.tp > 1 else {}
     pipeline = None if axes.pp is None else _cut(model, job, plan, axes, axes.pp, device, example)
     notes = [] if pipeline is None else list(pipeline.notes)
-    notes += [f"tensor plan: {described(tensor_plan)}"] if tensor_plan else []
     for stage in [model] if pipeline is None else pipeline.stages:
         _shard(stage, tensor_plan, axes, plan, device, may_skip=may_skip)
     module = model if pipeline is None else pipeline.module
@@ -273,11 +272,13 @@ def _cut(
         model,
         group,
         plan.pipeline,
-        None if example is None else ModelCall.of(example),
+        example,
         device,
         splits_backward=axes.mesh.fsdp == 1 and not plan.recompute,
     )
-    for name, stages in pipeline.stages_that_share.items():
+    for name, stages in pipeline.stages_of.items():
+        if len(stages) == 1:
+            continue
         if job.parity == "bitwise":
             raise JobError(
                 f"parity = 'bitwise' cannot train this model with {axes.mesh}: '{name}' is used in several stages, "

@@ -9,6 +9,7 @@ checks the plan, keeps tied weights tied, and lets dropout inside of divided reg
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -27,15 +28,15 @@ from paceline.errors import ModelError, did_you_mean
 TensorPlan = dict[str, str]
 """The style of each divided module, by its name in the model."""
 
-_DIVIDED_FEATURES = {
-    "colwise": "out_features",
-    "colwise_gather_output": "out_features",
-    "rowwise": "in_features",
-    "rowwise_split_input": "in_features",
-    "embedding_rowwise": "num_embeddings",
+_DIVISIONS: dict[str, tuple[str, Callable[[], ParallelStyle]]] = {
+    "colwise": ("out_features", ColwiseParallel),
+    "colwise_gather_output": ("out_features", partial(ColwiseParallel, output_layouts=Replicate())),
+    "rowwise": ("in_features", RowwiseParallel),
+    "rowwise_split_input": ("in_features", partial(RowwiseParallel, input_layouts=Replicate())),
+    "embedding_rowwise": ("num_embeddings", partial(RowwiseParallel, input_layouts=Replicate())),
 }
-"""What each style divides of a layer; the table in docs/strategies.md has what that means."""
-_STYLES = (*_DIVIDED_FEATURES, "heads(num_heads, ...)", "replicate")
+"""What each style divides of a layer, and torch's style for it; docs/strategies.md has what that means."""
+_STYLES = (*_DIVISIONS, "heads(num_heads, ...)", "replicate")
 _ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise"}
 """Names that transformers 4 has for them."""
 
@@ -72,18 +73,12 @@ def tensor_plan_of(model: nn.Module, given: Mapping[str, str] | None, degree: in
     return plan
 
 
-def described(plan: Mapping[str, str]) -> str:
-    """The plan in one line, equal blocks together: "blocks.*.up: colwise; blocks.*.down: rowwise"."""
-    lines = (f"{re.sub(r'(?<![^.])[0-9]+(?![^.])', '*', name)}: {style}" for name, style in plan.items())
-    return "; ".join(dict.fromkeys(lines))
-
-
 def _check_module(name: str, modules: Mapping[str, nn.Module], style: str, degree: int) -> None:
     """Raises `ModelError` where `degree` workers cannot divide the module in this style."""
     module = modules[name]
     lengths = {attribute: getattr(module, attribute, None) for attribute in _counts(style)}
     if not lengths:
-        if style not in _DIVIDED_FEATURES:
+        if style not in _DIVISIONS:
             hint = did_you_mean(style, [*_STYLES, *_ALIASES])
             raise ModelError(
                 f"The tensor plan has no style '{style}', as it is given for '{name}': {hint}The styles are "
@@ -95,7 +90,8 @@ def _check_module(name: str, modules: Mapping[str, nn.Module], style: str, degre
                 f"The tensor plan's '{name}' is a {type(module).__name__}, and '{style}' is for {kind.__name__}; give "
                 "it another style, or none."
             )
-        lengths = {_DIVIDED_FEATURES[style]: getattr(module, _DIVIDED_FEATURES[style])}
+        feature, _ = _DIVISIONS[style]
+        lengths = {feature: getattr(module, feature)}
         head_dim = getattr(modules[name.rpartition(".")[0]], "head_dim", None)
         if style == "colwise" and isinstance(head_dim, int):
             lengths["heads"] = cast(nn.Linear, module).out_features // head_dim
@@ -119,7 +115,8 @@ def _check_tied(model: nn.Module, plan: TensorPlan) -> None:
     """Raises `ModelError` if the plan divides one place of a tied weight and not the others."""
     for first, *others in _places_of_tied(model):
         for name in others:
-            one, other = (_DIVIDED_FEATURES.get(plan.get(of.rpartition(".")[0], "")) for of in (first, name))
+            styles = (plan.get(of.rpartition(".")[0], "") for of in (first, name))
+            one, other = (_DIVISIONS[style][0] if style in _DIVISIONS else None for style in styles)
             if (one is None, one == "in_features") != (other is None, other == "in_features"):
                 raise ModelError(
                     f"'{name}' is the same weight as '{first}', and the tensor plan divides only one of them, or each "
@@ -135,17 +132,11 @@ def apply_tensor_plan(model: nn.Module, axis: DeviceMesh, plan: Mapping[str, str
     the same weights before, or weights on the meta device. Nothing is sent.
     """
     places = _places_of_tied(model)
-    styles: dict[str, ParallelStyle] = {}
     for name, style in plan.items():
         module = model.get_submodule(name)
         for attribute in _counts(style):
             setattr(module, attribute, getattr(module, attribute) // axis.size())
-        if style in _DIVIDED_FEATURES:
-            is_column, is_whole = style.startswith("colwise"), style not in ("colwise", "rowwise")
-            layouts = Replicate() if is_whole else None
-            styles[name] = (
-                ColwiseParallel(output_layouts=layouts) if is_column else RowwiseParallel(input_layouts=layouts)
-            )
+    styles = {name: _DIVISIONS[style][1]() for name, style in plan.items() if style in _DIVISIONS}
     parallelize_module(model, axis, styles, src_data_rank=None)
     for first, *others in places:  # one object again, as before they were divided
         for other in others:
@@ -284,8 +275,7 @@ class _DividedRegion(TorchFunctionMode):
         scores = query @ key.transpose(-2, -1) * (query.shape[-1] ** -0.5 if scale is None else scale)
         if is_causal:
             attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
-        if attn_mask is not None and attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, float("-inf"))
-        elif attn_mask is not None:
-            scores = scores + attn_mask
+        if attn_mask is not None:
+            is_bool = attn_mask.dtype == torch.bool
+            scores = scores.masked_fill(~attn_mask, -math.inf) if is_bool else scores + attn_mask
         return self._dropout(torch.softmax(scores, -1), dropout_p) @ value

@@ -39,11 +39,11 @@ def test_layers_are_the_blocks_before_which_a_pipeline_may_cut(cost: ModelCost) 
 
 
 def test_arithmetic_is_that_of_the_matrix_products(cost: ModelCost) -> None:
-    """A layer's part of the time is that of its multiplications (Kaplan et al. 2020, section 2.1)."""
-    block = 12 * WIDTH**2 + 2 * LENGTH * WIDTH  # matrices; scores, and what they weigh
-    whole = 3 * block + WORDS * WIDTH
-    assert sum(layer.time_s for layer in cost.layers) == pytest.approx(1.0)
-    assert [layer.time_s for layer in cost.layers[3:6]] == pytest.approx([block / whole] * 3, rel=0.1)
+    """Two operations a multiplication (Kaplan et al. 2020, section 2.1)."""
+    layers = 3 * 12 * WIDTH**2 + WORDS * WIDTH
+    attention = 3 * 2 * LENGTH * WIDTH  # scores, and what they weigh
+    found = sum(layer.time_s for layer in cost.layers)
+    assert 1.0 <= found / (2 * LENGTH * (layers + attention)) < 1.1
 
 
 def test_a_layer_keeps_what_autograd_keeps_of_it(cost: ModelCost) -> None:
