@@ -88,12 +88,12 @@ def check_fused(passes: Passes, apart: StepInput, together: StepInput) -> None:
         losses, gradients = compute_again(passes, replace(step, reads_again=True), range(first, first + num_shards))
         loss = sum(float(one.sums[0]) for one in losses)
         found.append((loss, [passes.like if one is None else one for one in gradients]))
-    (loss_apart, gradients_apart), (loss, gradients) = found
+    (loss_apart, gradients_apart), (loss_fused, gradients_fused) = found
     largest = max((float(norm_of(one)) for one in gradients_apart), default=0.0)
     tolerance = tolerance_of(passes.model, apart)
-    if abs(loss - loss_apart) > tolerance * max(abs(loss_apart), 1e-2) or any(
+    if abs(loss_fused - loss_apart) > tolerance * max(abs(loss_apart), 1e-2) or any(
         float(norm_of(one - other)) > tolerance * max(largest, 1e-2)
-        for one, other in zip(gradients, gradients_apart, strict=True)
+        for one, other in zip(gradients_fused, gradients_apart, strict=True)
     ):
         raise ModelError(
             "The loss or the gradient of several virtual shards together is not that of one after the other, so the "
