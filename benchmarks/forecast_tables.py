@@ -20,10 +20,10 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import nnls
 
+from paceline.measure.rows import read_rows
 from paceline.plan.fit import fit, predict
 from paceline.plan.step_model import seconds_of
 from paceline.spec import StepRow
-from paceline.workflows.step_rows import read_rows
 
 SUBSETS = {"two": (0, 1), "three": (0, 1, 2), "span": (0, -1)}
 PLANNER = "planner"

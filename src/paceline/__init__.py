@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from paceline.workflows import catalog as catalog
     from paceline.workflows import checkpoint as checkpoint
     from paceline.workflows import submit as submit
-    from paceline.workflows.doctor import doctor as doctor
     from paceline.workflows.launch import launch as launch
-    from paceline.workflows.mesh_dry_run import dry_run_mesh as dry_run_mesh
+    from paceline.workflows.machine import doctor as doctor
+    from paceline.workflows.machine import topo as topo
+    from paceline.workflows.plan import dry_run_mesh as dry_run_mesh
     from paceline.workflows.plan import plan as plan
-    from paceline.workflows.probe import probe as probe
+    from paceline.workflows.plan import probe as probe
     from paceline.workflows.report import report as report
     from paceline.workflows.scale import scale as scale
-    from paceline.workflows.topo import topo as topo
     from paceline.workflows.train import train as train
     from paceline.workflows.verify import verify as verify
     from paceline.workflows.watch import watch as watch
@@ -46,13 +46,13 @@ _MODULES = {
     **dict.fromkeys(("Cluster", "Job", "Plan", "RunRecord"), "spec"),
     **dict.fromkeys(("Callback", "Run", "init"), "train"),
     **{name: f"workflows.{name}" for name in ("catalog", "checkpoint", "submit")},
-    **{name: f"workflows.{name}" for name in ("doctor", "launch", "plan", "probe", "report", "scale", "topo", "train")},
-    **{name: f"workflows.{name}" for name in ("verify", "watch")},
+    **{name: f"workflows.{name}" for name in ("launch", "plan", "report", "scale", "train", "verify", "watch")},
+    **dict.fromkeys(("dry_run_mesh", "probe"), "workflows.plan"),
+    **dict.fromkeys(("doctor", "topo"), "workflows.machine"),
     "Where": "workflows.where",
     "Forecast": "spec.forecast",
     "Mean": "parallel.losses",
     "Study": "report.study",
-    "dry_run_mesh": "workflows.mesh_dry_run",
 }
 """The modules of the public names, or which are public themselves; a module is loaded when one of its names is first
 used, since torch takes seconds."""

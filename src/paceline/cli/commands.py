@@ -262,11 +262,10 @@ def checkpoint_ls(as_json: bool = False, **options: Any) -> None:
 @command("checkpoint verify")
 def checkpoint_verify(**options: Any) -> int:
     """Read every byte of every checkpoint; exit code 1 if one is damaged."""
-
-    def on_each(one: CheckpointState) -> None:
-        print(f"{one.name}  {state_in_words(one)}", flush=True)
-
-    return int(any(one.state == "damaged" for one in paceline.checkpoint.verify(on_each=on_each, **options)))
+    states = paceline.checkpoint.verify(**options)
+    for one in states:
+        print(f"{one.name}  {state_in_words(one)}")
+    return int(any(one.state == "damaged" for one in states))
 
 
 def state_in_words(one: CheckpointState) -> str:

@@ -29,7 +29,7 @@ from paceline.workflows.where import Where
 
 _WHERE_OPTIONS = frozenset({"hosts", "launcher"})
 """Fields of `Where` that are options even where a command has `--set`, which takes the others as keys "where."."""
-IN_PYTHON = frozenset({"model", "callbacks", "say", "on_each", "quiet", "arguments", "torchrun", "trace"})
+IN_PYTHON = frozenset({"model", "callbacks", "say", "quiet", "arguments", "torchrun", "trace"})
 """Parameters that are no options."""
 ARGUMENTS = frozenset({"job", "script", "command", "place", "checkpoint", "target", "runs", "prefix"})
 """Parameters that a command line gives by their place."""

@@ -1,6 +1,6 @@
 """The program that times real steps of a job on the workers of this launch.
 
-    python -m paceline.measure.steps REQUEST.json OUT
+    python -m paceline.measure.steps FOLDER
 
 Every worker trains as it would in a run, with the job's own loader, model, sums of gradients and updates; the first one
 leaves a `StepsProbe`. Nothing is evaluated and no checkpoint written.
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from paceline import data, env, models
-from paceline.measure.values import STEPS_FILE, StepsProbe, StepsRequest, TimedSteps
+from paceline.measure.probe import ANSWER_FILE, REQUEST_FILE, StepsProbe, StepsRequest, TimedSteps
 from paceline.object_collectives import broadcast_object
 from paceline.spec import Job
 from paceline.train.loop import data_facts, training_loss
@@ -83,10 +83,10 @@ def _time_steps(run: Run, job: Job, train_set: Any, budget_s: float) -> TimedSte
 
 
 def main() -> None:
-    request_file, out = map(Path, sys.argv[1:3])
-    found = time_jobs(StepsRequest.load(request_file))
+    folder = Path(sys.argv[1])
+    found = time_jobs(StepsRequest.load(folder / REQUEST_FILE))
     if env.worker_facts().rank == 0:
-        found.save(out / STEPS_FILE)
+        found.save(folder / ANSWER_FILE)
 
 
 if __name__ == "__main__":

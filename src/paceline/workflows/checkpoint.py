@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -53,25 +53,19 @@ def ls(place: str | Path) -> tuple[CheckpointState, ...]:
 
 
 @checked
-def verify(place: str | Path, on_each: Callable[[CheckpointState], None] | None = None) -> tuple[CheckpointState, ...]:
+def verify(place: str | Path) -> tuple[CheckpointState, ...]:
     """Read every byte of every checkpoint: which are good, damaged or unfinished.
 
     Example: `all(one.state == "good" for one in paceline.checkpoint.verify("runs/mine"))`.
 
     Args:
         place: as for `ls`.
-        on_each: called with each checkpoint as soon as it is read.
 
     Raises:
         CheckpointError: there are none, or the storage fails.
     """
-    states = []
     with _opened(place) as (storage, names):
-        for name in names:
-            states.append(_state(storage, name, is_verified=True))
-            if on_each is not None:
-                on_each(states[-1])
-    return tuple(states)
+        return tuple(_state(storage, name, is_verified=True) for name in names)
 
 
 @checked
@@ -106,10 +100,10 @@ def prune(
     rules = {"keep_last": keep_last, "keep_every_hours": keep_every_hours, "keep_best": keep_best}
     spec = from_mapping(CheckpointSpec, rules)
     with _opened(place) as (storage, names):
-        metrics = {metric for name in names for metric in _state(storage, name).metrics}
+        metrics = sorted({metric for name in names for metric in _state(storage, name).metrics})
         if keep_best is not None and keep_best not in metrics:
-            known = f"they have {', '.join(sorted(metrics))}" if metrics else "they have no metrics"
-            raise JobError(f"keep_best = {shown(keep_best)}: no checkpoint in {storage.address} has it; {known}.")
+            known = ", ".join(metrics) or "no metrics"
+            raise JobError(f"keep_best = {shown(keep_best)}: the checkpoints in {storage.address} have {known}.")
         return retention.prune(storage, spec, dry_run=dry_run)
 
 
@@ -131,26 +125,19 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
     Raises:
         CheckpointError: there is none that can be used, the file is there already, or a storage fails.
     """
-    from paceline.checkpoint.format import Storage
     from paceline.checkpoint.load import read_weights, save_weights
 
-    folder, file = _split(str(target))
-    with file_problems(f"{target} cannot be read", CheckpointError):
-        beside = Storage(folder)
+    with _opened(checkpoint) as (storage, names), file_problems(f"{target} cannot be written", CheckpointError):
+        beside, file = _parent(str(target))
         if not force and file in beside.names():
             raise CheckpointError(f"{target} is there already; choose another name, or replace it with force = True.")
-    with _opened(checkpoint) as (storage, names):
         for name in reversed(names):
             try:
-                _, weights = read_weights(storage, name)
-                break
+                save_weights(read_weights(storage, name)[1], beside, file)
+                return _state(storage, name)
             except CheckpointError as problem:
                 say(f"The checkpoint {name} in {storage.address} cannot be used: {problem}.")
-        else:
-            raise CheckpointError(f"There is no checkpoint in {storage.address} that can be used.")
-        with file_problems(f"{target} cannot be written", CheckpointError):
-            save_weights(weights, beside, file)
-        return _state(storage, name)
+        raise CheckpointError(f"There is no checkpoint in {storage.address} that can be used.")
 
 
 @contextlib.contextmanager
@@ -167,8 +154,8 @@ def _opened(place: Path | str) -> Iterator[tuple[Storage, list[str]]]:
         storage = Storage(place)
         content = storage.names()
         if MANIFEST_FILE in content:
-            folder, name = _split(str(place))
-            yield Storage(folder), [name]
+            storage, name = _parent(str(place))
+            yield storage, [name]
             return
         if f"{IN_RUN_FOLDER}/" in content:
             storage = Storage(f"{storage.address.rstrip('/')}/{IN_RUN_FOLDER}")
@@ -178,11 +165,13 @@ def _opened(place: Path | str) -> Iterator[tuple[Storage, list[str]]]:
         yield storage, names
 
 
-def _split(address: str) -> tuple[str, str]:
-    """The parent folder of a path or an address, and the name in it."""
+def _parent(address: str) -> tuple[Storage, str]:
+    """The storage that a path or an address is in, and its name there."""
+    from paceline.checkpoint.format import Storage
+
     path = address if "://" in address else str(Path(address).resolve())  # "." and ".." are no names
     folder, _, name = path.rstrip("/").rpartition("/")
-    return folder or "/", name
+    return Storage(folder or "/"), name
 
 
 def _state(storage: Storage, name: str, *, is_verified: bool = False) -> CheckpointState:
@@ -196,12 +185,7 @@ def _state(storage: Storage, name: str, *, is_verified: bool = False) -> Checkpo
         manifest = verify_checkpoint(storage, name) if is_verified else read_manifest(storage, name)
     except CheckpointError as problem:
         return CheckpointState(name, "damaged", str(problem))
+    state: Literal["good", "complete"] = "good" if is_verified else "complete"
     return CheckpointState(
-        name,
-        "good" if is_verified else "complete",
-        step=manifest.step,
-        saved_at=manifest.saved_at,
-        workers=manifest.world_size,
-        num_bytes=manifest.num_bytes,
-        metrics=manifest.metrics,
+        name, state, "", manifest.step, manifest.saved_at, manifest.world_size, manifest.num_bytes, manifest.metrics
     )

@@ -98,7 +98,7 @@ def _plan_on(
 ) -> Plan:
     """The plan of as many workers as are asked for, or as there are devices."""
     cluster = allocation.cluster
-    num_workers = workers or (1 if allocation.where.started_by == "debug" else len(cluster.devices))
+    num_workers = workers or len(cluster.devices)
     plan = spread(cluster, num_workers, threads)
     if strategy is not None:  # as the script will read it
         parse_mesh(strategy)

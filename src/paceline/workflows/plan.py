@@ -1,32 +1,115 @@
-"""`paceline.plan`: forecasts a job, or a table of steps, on 1, 2, … N devices and recommends a number.
+"""`paceline.probe` times real steps of a job; `paceline.plan` forecasts it, or a table of steps, on 1, 2, … N devices.
 
 A run's plan has the forecast too, and its error goes into cluster.json.
 """
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import ClusterError, JobError, file_problems, reason_of, shown
-from paceline.plan import place
-from paceline.spec import Cluster, Job, Plan, RunRecord
-from paceline.spec.cluster import ForecastCheck
+from paceline import env
+from paceline.errors import ClusterError, JobError, ModelError, file_problems, reason_of, shown
+from paceline.launch.run import LaunchOptions
+from paceline.measure.probe import keep, time_job
+from paceline.measure.rows import read_rows
+from paceline.plan import place, spread
+from paceline.plan.memory import DeviceMemory, job_memory
+from paceline.regular_files import make_run_folder
+from paceline.spec import Cluster, Job, Mesh, Plan, RunRecord, StepRow, parse_mesh
+from paceline.spec.cluster import ForecastCheck, JobTiming
+from paceline.spec.codec import JsonValue
 from paceline.spec.forecast import Forecast, Grow
 from paceline.spec.plan import PLAN_FILE
-from paceline.workflows.arguments import Say, checked, read_counts, read_price
-from paceline.workflows.jobs import resolve_job, trace_model
-from paceline.workflows.step_rows import read_rows
+from paceline.words import number_of, size
+from paceline.workflows.arguments import Say, checked, read_counts, read_price, silent
+from paceline.workflows.jobs import import_folders, resolve_job, trace_model
+from paceline.workflows.where import HERE, Where, open_allocation
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from paceline.plan.inputs import ForecastRequest
     from paceline.spec.model_cost import ModelCost
 
 CLUSTER_FILE = Path("cluster.json")
 PAGE_FILE, FORECAST_FILE = "plan.html", "forecast.json"
+
+
+@checked
+def probe(
+    job: Job | str | Path,
+    *,
+    workers: int | None = None,
+    out: Path | str = CLUSTER_FILE,
+    folder: Path | str = Path("runs"),
+    budget: float = 60.0,
+    model: str | Callable[..., Any] | None = None,
+    data: str | Path | Callable[..., Any] | None = None,
+    settings: Sequence[str] = (),
+    threads: int | None = None,
+    where: Where = HERE,
+    say: Say = silent,
+) -> JobTiming:
+    """Time steps of a job on 1, 2, 4, … workers, as a run would make them, and write them into a file.
+
+    On one worker steps with virtual shards of half as many samples are timed too.
+    Example: `paceline.probe("digits-lenet", budget=10)`.
+
+    Args:
+        job: a job, a job file or a recipe.
+        workers: the most workers; None: all devices, at most one for each virtual shard.
+        out: the file to write; earlier measurements that are not repeated stay in it.
+        folder: where workers find their orders, on storage that all nodes see.
+        budget: seconds of steps, 1 or more, for all numbers of workers together; starting them comes on top.
+        threads: CPU threads that each worker computes with; None: an equal share of the cores.
+        where: the nodes, and how they are reached.
+        say: receives progress messages, one line at a time.
+        model, data, settings: as for `train`.
+
+    Returns:
+        The timed steps of the job.
+
+    Raises:
+        ClusterError: the file cannot be read or written.
+        PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
+        WorkerFailed: a worker failed.
+    """
+    from paceline.plan.inputs import job_step  # NumPy: not for those who only want help
+
+    def row_of(job: Job, plan: Plan, num_parameters: int) -> StepRow:
+        layout = [placement.num_workers for placement in plan.placements]
+        return job_step(job, layout, num_parameters, plan.device_kind == "cuda")
+
+    resolved, file = resolve_job(job, settings, data, model), Path(out)
+    before = Cluster.load(file) if file.exists() else Cluster(())
+    with file_problems(f"{out} cannot be written", ClusterError), tempfile.TemporaryFile(dir=file.parent):
+        pass  # known before minutes are spent on what could not be kept
+    with file_problems(f"The folder {folder} cannot be used"):
+        make_run_folder(Path(folder))
+        scratch = Path(tempfile.mkdtemp(prefix="probe-", dir=folder)).absolute()
+    with open_allocation(where, scratch) as allocation:
+        cluster, environ = allocation.cluster, env.import_note(import_folders(resolved))
+        most = workers or min(len(cluster.devices), resolved.virtual_shards)
+        threads = threads or spread(cluster, most).threads_per_worker
+        counts = sorted({*(2**power for power in range(most.bit_length())), most})
+        plans = [place(resolved, cluster, count, threads_per_worker=threads) for count in counts]
+
+        def run(plan: Plan, program: Sequence[str], folder: Path) -> None:
+            say(f"timing steps on {number_of(plan.world_size, 'worker')} …")
+            allocation.run(plan, program, LaunchOptions(folder, environ=environ))
+
+        timing = time_job(resolved, plans, cluster.devices[0].name, scratch, budget, run, row_of)
+    shutil.rmtree(scratch, ignore_errors=True)  # it stays where a worker fails, whose report lies there
+    with file_problems(f"{out} cannot be written", ClusterError):
+        keep(timing, cluster.nodes, before, file)
+    return timing
 
 
 @dataclass(frozen=True)
@@ -102,36 +185,19 @@ def plan(
     from paceline.plan.forecast import forecast
     from paceline.plan.inputs import ForecastRequest
 
-    amount, currency = read_price(price)
     counts = None if devices is None else read_counts("devices", devices)
     request = ForecastRequest(
-        grow=grow,
-        efficiency_floor=efficiency_floor,
-        price_per_device_hour=amount,
-        currency=currency,
-        noise_scale=noise_scale,
-        target_samples=target_samples,
-        link_bytes_per_s=link_rate,
-        devices_per_node=devices_per_node,
+        grow, efficiency_floor, *read_price(price), noise_scale, target_samples, link_rate, devices_per_node
     )
     if not isinstance(job, Job) and str(job).endswith((".csv", ".tsv")):
-        of_jobs: dict[str, Any] = {
-            "noise_scale": noise_scale,
-            "target_samples": target_samples,
-            "link_rate": link_rate,
-            "model": model,
-        }
-        of_jobs |= {"data": data, "settings": settings, "trace": trace, "grow": grow != "none"}
+        of_jobs: dict[str, Any] = {"noise_scale": noise_scale, "target_samples": target_samples, "link_rate": link_rate}
+        of_jobs |= {"model": model, "data": data, "settings": settings, "trace": trace, "grow": grow != "none"}
         if given := [f"{name} = {shown(value)}" for name, value in of_jobs.items() if value]:
             raise JobError(f"{given[0]} has no effect on the table of steps {job}: leave it out.")
         planned = PlannedJob(_forecast_of_table(Path(job), counts, request), None)
     else:
         resolved = resolve_job(job, settings, data, model)
-        if not isinstance(cluster, Cluster):
-            if not Path(cluster).exists():
-                name = resolved.name if isinstance(job, Job) else job
-                raise ClusterError(f"There is no {cluster}: run paceline probe {name} first.")
-            cluster = Cluster.load(Path(cluster))
+        cluster = cluster if isinstance(cluster, Cluster) else Cluster.load(Path(cluster))
         counts = counts or read_counts("devices", f"1..{max(1, len(cluster.devices))}")
         model_cost = trace_model(resolved) if trace else None
         found = forecast(resolved, cluster, counts, request, model_cost)
@@ -208,11 +274,82 @@ def with_forecast(job: Job, plan: Plan, say: Say) -> Plan:
 
 def feed_back(record: RunRecord) -> None:
     """Write the error of this run's forecast, if it had one, to cluster.json in the working directory."""
-    forecast = record.plan.forecast_samples_per_s
-    if not forecast:
+    if not (forecast := record.plan.forecast_samples_per_s):
         return
+    check = ForecastCheck(record.job.name, record.world_size, forecast, record.samples_per_s)
     try:
-        check = ForecastCheck(record.job.name, record.world_size, forecast, record.samples_per_s)
         Cluster.load(CLUSTER_FILE).checked(check).save(CLUSTER_FILE)
     except (OSError, ClusterError) as problem:  # the run is good nevertheless
         print(f"paceline: no forecast error noted in {CLUSTER_FILE}: {reason_of(problem)}", file=sys.stderr)
+
+
+# --- a mesh without its devices ---
+
+
+@dataclass(frozen=True)
+class MeshDryRun(JsonValue):
+    """What the fullest worker of a mesh would hold."""
+
+    mesh: Mesh
+    memory: DeviceMemory
+    cuts: tuple[str, ...]
+    """The modules that begin a stage, without the first stage's, as in `PipelineSpec`."""
+
+    def table(self) -> RenderableType:
+        """What it holds, and the cuts as a setting."""
+        from rich.console import Group
+
+        from paceline.report.tables import Grid
+
+        memory = self.memory
+        held = {
+            "parameters": memory.parameter_bytes,
+            "gradients": memory.gradient_bytes,
+            "optimizer state": memory.optimizer_bytes,
+            "activations": memory.activation_bytes,
+            "in messages and sums": memory.moving_bytes,
+            "in all": memory.total_bytes,
+        }
+        headings = [f"one of {number_of(self.mesh.num_workers, 'worker')}, {self.mesh}", "holds"]
+        grid = Grid(headings, [(name, size(num_bytes)) for name, num_bytes in held.items()], left=headings[:1])
+        return Group(grid, *([f"--set 'plan.pipeline.cuts={json.dumps(self.cuts)}'"] if self.cuts else []))
+
+    def _repr_html_(self) -> str:
+        from paceline.report.tables import html_of
+
+        return html_of(self.table())
+
+
+@checked
+def dry_run_mesh(
+    job: Job | str | Path,
+    mesh: str,
+    *,
+    model: str | Callable[..., Any] | None = None,
+    data: str | Path | Callable[..., Any] | None = None,
+    settings: Sequence[str] = (),
+) -> MeshDryRun:
+    """Try a mesh without its devices, with as many workers as its degrees make.
+
+    Example: `paceline.dry_run_mesh("digits-lenet", "dp4 x pp2").memory.total_bytes`.
+
+    Args:
+        job: a job, a job file (TOML) or the name of a recipe.
+        mesh: such as "dp128 x tp8".
+        model, data, settings: as for `train`.
+
+    Raises:
+        JobError: not a mesh, or one that divides the batch into more than the job's virtual shards.
+        ModelError: the model cannot be cut into these stages, or its layers not be divided so.
+    """
+    axes, resolved = parse_mesh(mesh), resolve_job(job, settings, data, model)
+    if axes.num_assignments > resolved.virtual_shards:
+        raise JobError(
+            f"{axes} divides the batch {axes.num_assignments} ways, and the job has virtual_shards = "
+            f"{resolved.virtual_shards}; use more of them, or fewer replicas."
+        )
+    cost = trace_model(resolved)
+    if axes.tp > 1 and not any(layer.is_sharded_by(axes.tp) for layer in cost.layers):
+        raise ModelError(f"The model has no tensor plan by which {axes.tp} workers could divide a layer; leave tp out.")
+    memory = job_memory(resolved, cost, axes)
+    return MeshDryRun(axes, replace(memory, stages=()), tuple(stage[0].name for stage in memory.stages[1:]))

@@ -156,7 +156,7 @@ def _plan_on(
     say: Say,
 ) -> Plan:
     """The plan of the run on these nodes: of as many workers as are asked for, or as plan, nodes and job allow."""
-    num_devices = 1 if allocation.where.started_by == "debug" else len(allocation.cluster.devices)
+    num_devices = len(allocation.cluster.devices)
     num_workers = workers or (given.world_size if given else min(num_devices, job.virtual_shards))
     placed = place_run(job, allocation.cluster, num_workers, strategy, settings, given, say)
     return with_forecast(job, placed, say)

@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline import env
-from paceline.errors import JobError, LaunchError, PacelineError
+from paceline.errors import JobError, PacelineError
 from paceline.hardware import detect
 from paceline.launch.run import LaunchOptions, run_workers
 from paceline.plan import spread
-from paceline.spec import Job, Plan, parse_mesh
+from paceline.spec import Job, parse_mesh
 from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, read_counts, silent
 from paceline.workflows.jobs import is_script, resolve_job
+from paceline.workflows.launch import check_script
 from paceline.workflows.run_folder import write_run
 from paceline.workflows.strategy import place_run
 
 if TYPE_CHECKING:  # these load NumPy
     from paceline.verify.comparison import ParityVerdict
     from paceline.verify.records import ObservedRun
-
-_BATCH, _ACCUMULATE = "{batch}", "{accumulate}"
 
 
 @checked
@@ -69,89 +67,65 @@ def verify(
     Raises:
         PacelineError: an invalid argument, or a mistake in the job.
     """
-    cluster = detect()
-    counts = read_counts("workers", workers)
+    cluster, counts = detect(), read_counts("workers", workers)
     if counts[1:] == [] and counts[0] > 1 and not deal:
         counts = [1, *counts]
-    if strategy not in (None, "auto", "dp_one_process"):  # which ones there are does not depend on the counts
-        parse_mesh(strategy)
     shared = {count: strategy if count > 1 else None for count in counts}  # one worker has nobody to share with
     if is_script(job, arguments, settings, data, model):
-        if not Path(str(job)).is_file():
-            raise LaunchError(f"There is no script '{job}'.")
-        filled = _filled(list(arguments), batch, counts)
-        for count in counts:
-            if strategy is not None and count > 1:
-                parse_mesh(strategy, count)  # as the script will read it
+        check_script(str(job), is_module=False)
+        for count in counts if strategy is not None else ():  # as the script will read it
+            parse_mesh(str(strategy), count if count > 1 else None)
+        words = {count: _filled(arguments, batch, count, counts[-1]) for count in counts}
         plans = {count: spread(cluster, count, threads_per_worker=1) for count in counts}
 
         def program(run_dir: Path, count: int) -> list[str]:  # noqa: ARG001 - as below
-            return ["-m", "paceline.verify.observe", str(job), *filled[count]]
+            return ["-m", "paceline.verify.observe", str(job), *words[count]]
     else:
         if batch is not None:
             raise JobError("A job says its own global_batch_size; leave batch out.")
         resolved = resolve_job(job, settings, data, model)
         resolved = resolved.with_values(precision="float64") if resolved.parity == "numeric" else resolved
-        plans = {
-            count: place_run(resolved, cluster, count, shared[count], ["plan.threads_per_worker=1"], say=say)
-            for count in counts
-        }
+        of_plan = ["plan.threads_per_worker=1"]
+        plans = {count: place_run(resolved, cluster, count, shared[count], of_plan, say=say) for count in counts}
 
         def program(run_dir: Path, count: int) -> list[str]:
             return ["-m", "paceline.measure.recorder", *write_run(resolved, plans[count], run_dir, quiet=True)[2:]]
 
-    runs = _Runs(steps, shared, plans, program, say)
-    others = [counts[0]] if deal else counts[1:] or counts
-    try:
-        base = runs.make(counts[0])
-    except PacelineError as problem:
-        return tuple(_unknown(count, str(problem)) for count in others)
-    return tuple(_compared(runs, base, count, deal) for count in others)
-
-
-@dataclass
-class _Runs:
-    """Makes the runs to compare, each in new processes."""
-
-    num_steps: int
-    shared: Mapping[int, str | None]
-    """The strategy of each number of workers."""
-    plans: Mapping[int, Plan]
-    program: Callable[[Path, int], Sequence[str]]
-    """program(run folder, number of workers): what follows `python`."""
-    say: Say
-
-    def make(self, count: int, *, uneven_deal: bool = False, may_fail: bool = False) -> ObservedRun:
-        """A run on so many workers. If it `may_fail`, its steps before are those of the record."""
+    def run(count: int, *, uneven_deal: bool = False, may_fail: bool = False) -> ObservedRun:
+        """A run on so many workers, in new processes, since forked ones hash texts alike, which hides what depends on
+        the order of a set. If it `may_fail`, its steps before are those of the record."""
         from paceline.verify.records import load
 
-        self.say(f"training {self.num_steps} steps on {number_of(count, 'worker')} …")
+        say(f"training {steps} steps on {number_of(count, 'worker')} …")
         with tempfile.TemporaryDirectory(prefix="paceline-verify-") as scratch:
-            run_dir = Path(scratch) / "run"
-            program = self.program(run_dir, count)
-            # Every worker is a new process: those that are forked hash texts alike, and would hide what depends on the
-            # order of a set.
-            environ = {env.TRACE_DIR: str(run_dir / "trace"), env.MAX_STEPS: str(self.num_steps)}
-            environ |= env.note(env.UNEVEN_DEAL, "1" * uneven_deal) | env.note(env.STRATEGY, self.shared[count])
-            failure = ""
+            run_dir, failure = Path(scratch) / "run", ""
+            environ = {env.TRACE_DIR: str(run_dir / "trace"), env.MAX_STEPS: str(steps)}
+            environ |= env.note(env.UNEVEN_DEAL, "1" * uneven_deal) | env.note(env.STRATEGY, shared[count])
             try:
-                run_workers(self.plans[count], program, LaunchOptions(run_dir, environ=environ))
+                run_workers(plans[count], program(run_dir, count), LaunchOptions(run_dir, environ=environ))
             except PacelineError as problem:
                 if not may_fail:
                     raise
                 failure = str(problem)
             return load(run_dir / "trace", count, failure)
 
+    others = [counts[0]] if deal else counts[1:] or counts
+    try:
+        base = run(counts[0])
+    except PacelineError as problem:
+        return tuple(_unknown(count, str(problem)) for count in others)
+    return tuple(_compared(base, run, count, deal) for count in others)
 
-def _compared(runs: _Runs, base: ObservedRun, count: int, deal: bool) -> ParityVerdict:
+
+def _compared(base: ObservedRun, run: Callable[..., ObservedRun], count: int, deal: bool) -> ParityVerdict:
     from paceline.verify.comparison import compare
 
     try:
-        verdict = compare(base, runs.make(count, uneven_deal=deal, may_fail=True))
+        verdict = compare(base, run(count, uneven_deal=deal, may_fail=True))
         # Where weights, samples and losses are the same on all ranks, no draw can be the reason.
         if verdict.first_difference not in ("initial_weights", "samples", "loss") or verdict.ranks:
             return verdict
-        again = compare(base, runs.make(base.num_workers))
+        again = compare(base, run(base.num_workers))
     except PacelineError as problem:
         return _unknown(count, str(problem))
     if again.passed:
@@ -171,19 +145,16 @@ def _unknown(count: int, why: str, advice: str = "") -> ParityVerdict:
     return ParityVerdict(count, "could not tell", 0, cause=why, advice=advice or MEND)
 
 
-def _filled(arguments: list[str], batch: int | None, counts: list[int]) -> dict[int, list[str]]:
-    """The arguments of the script for each number of workers."""
-    is_accumulating = any(_ACCUMULATE in one for one in arguments)
-    if batch is None and any(_BATCH in one for one in arguments):
+def _filled(arguments: Sequence[str], batch: int | None, count: int, most: int) -> list[str]:
+    """The arguments of the script on `count` of at most `most` workers, with what stands in braces filled in."""
+    text = " ".join(arguments)
+    if batch is None and "{batch}" in text:
         raise JobError(
             "{batch} needs a batch to divide: paceline verify --batch 8 train.py -- --size {batch} gives each of 2 "
             "workers --size 4."
         )
-    filled = {}
-    for count in counts:
-        micro_steps = max(counts) // count if is_accumulating else 1
-        size, rest = divmod(batch or 0, count * micro_steps)
-        if rest:
-            raise JobError(f"A batch of {batch} cannot be divided by {count * micro_steps}; take another one.")
-        filled[count] = [one.replace(_BATCH, str(size)).replace(_ACCUMULATE, str(micro_steps)) for one in arguments]
-    return filled
+    micro_steps = most // count if "{accumulate}" in text else 1
+    size, rest = divmod(batch or 0, count * micro_steps)
+    if rest:
+        raise JobError(f"A batch of {batch} cannot be divided by {count * micro_steps}; take another one.")
+    return [one.replace("{batch}", str(size)).replace("{accumulate}", str(micro_steps)) for one in arguments]

@@ -1,11 +1,10 @@
-"""Where workers run: on this node, or on nodes reached by one of the launchers."""
+"""Where workers run: on this node, on nodes reached over SSH, or on those of a Slurm allocation or a Ray cluster."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import runpy
 import shlex
 import socket
 import sys
@@ -21,18 +20,15 @@ from paceline import env
 from paceline.errors import LaunchError, file_problems
 from paceline.hardware import detect
 from paceline.launch.command_lines import container_argv, srun_argv, ssh_argv
-from paceline.launch.node_list import NodeSlots, parse_node_list, read_node_file
+from paceline.launch.node_list import NodeSlots, parse_node_list
 from paceline.launch.ray import FIRST_NODE, ray_argv, ray_nodes
-from paceline.launch.run import HERE as THIS_NODE
 from paceline.launch.run import LaunchOptions, Reach, agent_commands, run_workers
 from paceline.launch.slurm import allocation as slurm_allocation
 from paceline.plan import pick
 from paceline.regular_files import hold_folder, make_run_folder
 from paceline.spec import Cluster, Device, Node, Plan
 from paceline.spec.codec import Bounds, check_values, from_mapping
-from paceline.workflows.node import versions
-
-LauncherName = Literal["auto", "local", "debug", "ssh", "slurm", "ray"]
+from paceline.workflows.machine import versions
 
 DESCRIBE_S = 60.0
 """Timeout for a node's first answer: login, start of a container and an interpreter, hardware detection."""
@@ -45,49 +41,30 @@ class Where:
     The fields are options of the command line too; the text below each is its help.
     """
 
-    launcher: LauncherName = "auto"
-    """How workers are started; slurm, ray: on the allocation or cluster; debug: in this process."""
+    launcher: Literal["slurm", "ray"] | None = None
+    """Start workers on the Slurm allocation or Ray cluster; None: on this node, or over SSH on those that are named."""
     hosts: str | None = None
     """Nodes and the number of workers on each."""
-    hosts_file: Path | str | None = None
-    """Nodes from a file, one on each line: name slots=8."""
     interface: str | None = None
     """Network interface that nodes use between each other, or several as "a,b"; None: found automatically."""
     container: str | None = None
     """Run in image.sif, docker://NAME@sha256:… or podman://NAME."""
     python: str | None = None
-    """The Python interpreter on other nodes; None: the same path as here."""
+    """The Python interpreter that workers run in; None: the same path as here."""
     hang_timeout_s: Annotated[float, Bounds(low=1)] | None = None
     """Seconds that workers of a run may wait for another one; None: 60, and before the first step as long as torch."""
 
     def __post_init__(self) -> None:
         check_values(self)
-        has_hosts = bool(self.named_hosts())  # a mistake in them is told before anything begins
-        if self.hosts is not None and self.hosts_file is not None:
-            raise LaunchError("hosts and hosts_file both name nodes; give one of them.")
-        if self.launcher in ("local", "debug") and has_hosts:
-            raise LaunchError(f"launcher = {self.launcher!r} runs on this node alone; leave hosts out.")
-        if self.launcher == "ssh" and not has_hosts:
-            raise LaunchError("launcher = 'ssh' needs nodes: hosts = 'a:8,b:8', or a hosts_file.")
-        python = self.python if self.container is None else None
-        for name, value in (("interface", self.interface), ("python", python)):
-            if value is not None and self.started_by in ("local", "debug"):
-                raise LaunchError(
-                    f"{name} = {value!r} is for workers on other nodes, and all run on this one; leave it out."
-                )
+        self.named_hosts()  # a mistake in them is told before anything begins
 
     @property
-    def started_by(self) -> LauncherName:
-        """The launcher, in place of "auto" too."""
-        if self.launcher != "auto":
-            return self.launcher
-        return "local" if self.hosts is None and self.hosts_file is None else "ssh"
+    def started_by(self) -> Literal["local", "ssh", "slurm", "ray"]:
+        return self.launcher or ("local" if self.hosts is None else "ssh")
 
     def named_hosts(self) -> tuple[NodeSlots, ...]:
         """The nodes that are named. Raises `LaunchError` where one is named twice, or a name is invalid."""
-        if self.hosts is not None:
-            return parse_node_list(self.hosts)
-        return () if self.hosts_file is None else read_node_file(Path(self.hosts_file))
+        return () if self.hosts is None else parse_node_list(self.hosts)
 
 
 HERE = Where()
@@ -99,7 +76,7 @@ class Allocation:
 
     where: Where
     cluster: Cluster
-    reaches: Callable[[Plan], Sequence[Reach]] = lambda _plan: (THIS_NODE,)
+    reaches: Callable[[Plan], Sequence[Reach]]
     """How the agents of a plan's nodes are started."""
     endpoint: str = "127.0.0.1:0"
     """Address and port on the first node where the agents meet."""
@@ -110,34 +87,20 @@ class Allocation:
 
     def run(self, plan: Plan, program: Sequence[str], options: LaunchOptions) -> None:
         """Run `program` in every worker of `plan`; what it raises is as for `run_workers`."""
-        options = self._with_variables(plan, options)
-        if self.where.started_by != "debug":
-            run_workers(plan, program, options, self.reaches(plan), self.endpoint)
-            return
-        make_run_folder(options.run_dir)
-        sys.argv = list(program)
-        if program[0] == "-m":
-            del sys.argv[0]
-            runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, str(Path(program[0]).resolve().parent))
-            runpy.run_path(program[0], run_name="__main__")
+        run_workers(plan, program, self._with_variables(options), self.reaches(plan), self.endpoint)
 
     def commands(self, plan: Plan, program: Sequence[str], options: LaunchOptions) -> str:
         """The commands that `run` would start, as text for a shell; starts nothing and opens no connection."""
-        options = self._with_variables(plan, options)
         lines = [f"# {plan.world_size} workers, launcher {self.where.started_by}, backend {plan.backend}"]
-        for command in agent_commands(plan, program, options, self.reaches(plan), self.endpoint):
+        for command in agent_commands(plan, program, self._with_variables(options), self.reaches(plan), self.endpoint):
             environ = {} if command.reach.hostnames else command.environ  # else the command line has it
             variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(environ.items())]
             lines.append(f"# {', '.join(command.reach.hostnames) or 'this node'}")
             lines.append(" ".join([*variables, shlex.join(command.argv)]))
         return "\n".join(lines)
 
-    def _with_variables(self, plan: Plan, options: LaunchOptions) -> LaunchOptions:
-        """The options with what workers have to know of `where`; refuses a plan that these nodes cannot run."""
-        if self.where.started_by == "debug" and plan.world_size != 1:
-            raise LaunchError("launcher = 'debug' runs one worker in this process; ask for 1 worker.")
+    def _with_variables(self, options: LaunchOptions) -> LaunchOptions:
+        """The options with what workers have to know of `where`."""
         environ = env.note(env.CONTAINER, self.where.container) | env.note(env.HANG_TIMEOUT, self.where.hang_timeout_s)
         if self.where.interface:
             environ |= dict.fromkeys(env.INTERFACE_VARIABLES, self.where.interface)
@@ -174,46 +137,50 @@ def allocation_on_paper(where: Where, run_dir: Path) -> Allocation:
 
 
 def _found(where: Where, shown: Sequence[Path], *, on_paper: bool) -> Allocation:
-    here, slots, cwd = detect(), where.named_hosts(), Path.cwd()
-
-    def carried(names: Sequence[str], carry: Callable[..., Sequence[str]]) -> Reach:
-        """How a program is started by the command that `carry` makes of it, in the container if there is one."""
-
-        def argv(program: Sequence[str], environ: Mapping[str, str]) -> Sequence[str]:
-            if where.container is None:
-                return carry(program, cwd=cwd, environ=env.passed_on() | dict(environ))
-            gpus = where.started_by == "ssh" or here.device_kind == "cuda"
-            passed = {name: value for name, value in env.passed_on().items() if name != "PYTHONPATH"} | dict(environ)
-            inside = container_argv(program, where.container, cwd=cwd, binds=shown, gpus=gpus, environ=passed)
-            return carry(inside, cwd=cwd, environ={})
-
-        return Reach(tuple(names), argv, where.python or ("python3" if where.container else sys.executable))
-
-    if where.started_by == "ssh":
-        by_name = {slot.address: carried([slot.address], partial(ssh_argv, slot.address)) for slot in slots}
-        if on_paper:
-            cluster, endpoint = _like(here, slots), f"{slots[0].address}:PORT"
-        else:
-            cluster, endpoint = _ask(slots, by_name, where.interface)
+    here, slots, started_by = detect(), where.named_hosts(), where.started_by
+    reach = partial(_reach, where, shown=shown, gpus=started_by == "ssh" or here.device_kind == "cuda")
+    if started_by == "local":
+        return Allocation(where, here, lambda _plan: [reach([], lambda program, **_: program)])
+    if started_by == "ssh":
+        by_name = {slot.address: reach([slot.address], partial(ssh_argv, slot.address)) for slot in slots}
+        endpoint = f"{slots[0].address}:PORT"
+        cluster, endpoint = (_like(here, slots), endpoint) if on_paper else _ask(slots, by_name, where.interface)
         return Allocation(where, cluster, lambda plan: [by_name[node.hostname] for node in plan.nodes], endpoint)
-    if where.started_by in ("slurm", "ray"):
-        is_slurm = where.started_by == "slurm"
-        slots = slots or (slurm_allocation(os.environ) if is_slurm else ray_nodes())
+    is_slurm = started_by == "slurm"
+    slots = slots or (slurm_allocation(os.environ) if is_slurm else ray_nodes())
 
-        def at_once(plan: Plan) -> Sequence[Reach]:
-            counts, names = {node.num_workers for node in plan.nodes}, [node.hostname for node in plan.nodes]
-            if len(counts) > 1:
-                raise LaunchError(f"{where.launcher} starts as many workers on each node; ask for a multiple.")
-            num_gpus = max(counts) if plan.device_kind == "cuda" else 0
-            to_all = partial(srun_argv, names) if is_slurm else partial(ray_argv, len(names), num_gpus=num_gpus)
-            return [carried(names, to_all)]
+    def at_once(plan: Plan) -> Sequence[Reach]:
+        counts, names = {node.num_workers for node in plan.nodes}, [node.hostname for node in plan.nodes]
+        if len(counts) > 1:
+            raise LaunchError(f"{started_by} starts as many workers on each node; ask for a multiple.")
+        num_gpus = max(counts) if plan.device_kind == "cuda" else 0
+        to_all = partial(srun_argv, names) if is_slurm else partial(ray_argv, len(names), num_gpus=num_gpus)
+        return [reach(names, to_all)]
 
-        port = 20000 + zlib.crc32((env.text("SLURM_JOB_ID") or "0").encode()) % 12000
-        endpoint = f"{slots[0].address}:{port}" if is_slurm else FIRST_NODE
-        return Allocation(where, _like(here, slots), at_once, endpoint)
-    if where.container is None:
-        return Allocation(where, here)
-    return Allocation(where, here, lambda _plan: [carried([], lambda inside, **_: inside)])
+    port = 20000 + zlib.crc32((env.text("SLURM_JOB_ID") or "0").encode()) % 12000
+    return Allocation(where, _like(here, slots), at_once, f"{slots[0].address}:{port}" if is_slurm else FIRST_NODE)
+
+
+def _reach(
+    where: Where, hostnames: Sequence[str], carry: Callable[..., Sequence[str]], shown: Sequence[Path], gpus: bool
+) -> Reach:
+    """How a program is started by the command that `carry` makes of it, in the container if there is one, which sees
+    the folders `shown` and the node's `gpus`."""
+    cwd = Path.cwd()
+
+    def argv(program: Sequence[str], environ: Mapping[str, str]) -> Sequence[str]:
+        if where.container is None:
+            return carry(program, cwd=cwd, environ=env.passed_on() | dict(environ))
+        passed = {name: value for name, value in env.passed_on().items() if name != "PYTHONPATH"} | dict(environ)
+        inside = container_argv(program, where.container, cwd=cwd, binds=shown, gpus=gpus, environ=passed)
+        return carry(inside, cwd=cwd, environ={})
+
+    return Reach(tuple(hostnames), argv, where.python or ("python3" if where.container else sys.executable))
+
+
+def over_ssh(address: str) -> Reach:
+    """How a program is started on a node, outside of a container."""
+    return _reach(HERE, [address], partial(ssh_argv, address), [], gpus=False)
 
 
 def _like(here: Cluster, slots: Sequence[NodeSlots]) -> Cluster:
@@ -232,18 +199,18 @@ def _ask(slots: Sequence[NodeSlots], reaches: Mapping[str, Reach], interface: st
     one, else of the interface or the first one.
 
     Raises:
-        LaunchError: a node does not answer, has other versions or fewer GPUs, or no such interface.
+        LaunchError: a node does not answer, has other versions, or no such interface.
+        ClusterError: a node has fewer free GPUs than it is to have workers.
     """
-    program = (next(iter(reaches.values())).python, "-m", "paceline.workflows.node")
+    program = (next(iter(reaches.values())).python, "-m", "paceline.workflows.machine")
     with ThreadPoolExecutor(max_workers=len(slots)) as pool:
-        told = list(pool.map(lambda slot: json.loads(reaches[slot.address].output_of(program, DESCRIBE_S)), slots))
+        printed = pool.map(lambda slot: reaches[slot.address].output_of(program, DESCRIBE_S), slots)
+        told = [json.loads(text.splitlines()[-1]) for text in printed]  # a shell may greet before
     nodes, own = [], versions()
     for slot, one in zip(slots, told, strict=True):
-        for package, version in own.items():
-            if (theirs := one["versions"].get(package)) != version:
-                raise LaunchError(
-                    f"{slot.address} has {package} {theirs}, but this machine {version}; install the same there."
-                )
+        if one["versions"] != own:
+            theirs, mine = (", ".join(map(" ".join, each.items())) for each in (one["versions"], own))
+            raise LaunchError(f"{slot.address} has {theirs}, and this machine {mine}; install the same there.")
         node = replace(from_mapping(Node, one["node"]), hostname=slot.address, is_remote=True)
         nodes.append(_with_num_workers(node, slot.num_workers or len(node.devices)))
     name, addresses = slots[0].address, [address for one, address in told[0]["addresses"] if interface in (None, one)]
@@ -257,14 +224,11 @@ def _ask(slots: Sequence[NodeSlots], reaches: Mapping[str, Reach], interface: st
 
 
 def _with_num_workers(node: Node, count: int) -> Node:
-    """The node with as many devices as the user gave it workers, the best connected ones; CPU workers may outnumber
+    """The node with as many devices as it is to have workers, the best connected free ones; CPU workers may outnumber
     cores."""
     if count == len(node.devices):
         return node
     if node.device_kind == "cpu":
         return node.with_cpu_workers(count)
-    free = [device.index for device in node.devices if not device.busy]
-    if count > len(free):
-        raise LaunchError(f"{node.hostname} has {len(free)} free GPUs, not {count}; see paceline topo there.")
-    chosen = pick(node, count, free).devices
+    chosen = pick(node, count, [device.index for device in node.devices if not device.busy]).ring.devices
     return replace(node, devices=tuple(device for device in node.devices if device.index in chosen))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +18,8 @@ from paceline.hardware.doctor import checks
 from paceline.hardware.doctor.checks import Finding, Lookup, Torch
 from paceline.hardware.doctor.cluster import Surveyed, check_nodes
 from paceline.hardware.doctor.node import NodeFacts, check_gpus, examine, quota_cores
-from paceline.workflows.doctor import survey
+from paceline.launch.run import Reach
+from paceline.workflows.machine import survey
 from tests.unit.hardware.fake_nvml import HEALTHY, FakeNvml, NVMLError
 
 CUDA_12 = Torch("2.9.0+cu126", "12.6", 8)
@@ -231,7 +231,7 @@ def node(
     **versions: str,
 ) -> Surveyed:
     known = {"torch": "2.9.0+cu126", "CUDA": "12.6", "paceline": "0.1.0", "python": "3.11.7"} | versions
-    return Surveyed(NodeFacts((), known, gpus, {"eth0": mtu}, "10.0.0.1"), skew_s, sees_folder, unreachable or {})
+    return Surveyed(NodeFacts((), known, gpus, {"eth0": mtu}), skew_s, sees_folder, unreachable or {})
 
 
 @pytest.mark.parametrize(
@@ -260,20 +260,18 @@ def test_nodes_alike_are_fine() -> None:
     assert {finding.level for finding in found} == {"ok"} and len(found) == 6
 
 
-def starting(program: Sequence[str] | None = None) -> Callable[[str, Sequence[str]], subprocess.Popen[str]]:
-    """Starts programs on this machine, behind a greeting as some files that shells read at login print it."""
+def reached(program: Sequence[str] | None = None) -> Reach:
+    """This machine, behind a greeting as some files that shells read at login print it."""
 
-    def start_on(host: str, argv: Sequence[str]) -> subprocess.Popen[str]:
-        greeting = ["sh", "-c", 'echo Welcome; exec "$@"', "sh", *(program or argv)]
-        pipe = subprocess.PIPE
-        return subprocess.Popen(greeting, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
+    def argv(asked: Sequence[str], _environ: object) -> Sequence[str]:
+        return ["sh", "-c", 'echo Welcome; exec "$@"', "sh", *(program or asked)]
 
-    return start_on
+    return Reach(("b",), argv)
 
 
 @pytest.mark.budget(processor_s=30)
 def test_one_machine_that_is_named_twice_is_found_out(tmp_path: Path) -> None:
-    found = survey(["127.0.0.1", "127.0.0.2"], starting(), tmp_path)
+    found = survey({"127.0.0.1": reached(), "127.0.0.2": reached()}, tmp_path)
     assert list(tmp_path.iterdir()) == []  # the mark is gone
     assert {finding.node for finding in found} == {"127.0.0.1", "127.0.0.2", ""}
     levels = {finding.check: finding.level for finding in found}
@@ -282,17 +280,17 @@ def test_one_machine_that_is_named_twice_is_found_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "sentence"),
+    ("program", "words"),
     [
-        ("import sys; sys.exit('no route')", "b did not answer: no route."),
-        ("import sys; sys.exit(7)", "b did not answer: it did not say why."),
-        ("print('{}')", "b did not answer: it did not say why."),
+        ("import sys; sys.exit('no route')", "on b: no route"),
+        ("import sys; sys.exit(7)", "on b: exit code 7"),
+        ("print('{}')", "b has another version of Paceline."),
         ("print('{\"facts\": 1}')", "b has another version of Paceline."),
     ],
 )
-def test_a_node_that_does_not_answer_is_a_finding(program: str, sentence: str, tmp_path: Path) -> None:
-    (found,) = survey(["b"], starting([sys.executable, "-c", program]), tmp_path)
-    assert (found.level, found.what, found.node) == ("error", sentence, "b")
+def test_a_node_that_does_not_answer_is_a_finding(program: str, words: str, tmp_path: Path) -> None:
+    (found,) = survey({"b": reached([sys.executable, "-c", program])}, tmp_path)
+    assert (found.level, found.node) == ("error", "b") and words in found.what and found.fix
 
 
 def test_what_needs_action_comes_first_each_with_its_fix(

@@ -1,4 +1,4 @@
-"""Nodes are named on the command line, in a file, or by Slurm: each is understood, or its entry is named with what
+"""Nodes are named on the command line, or by Slurm: each is understood, or its entry is named with what
 is wrong."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline import env
 from paceline.errors import LaunchError
-from paceline.launch.node_list import parse_node_list, read_node_file
+from paceline.launch.node_list import parse_node_list
 from paceline.launch.slurm import allocation
 
 SLURM_LISTS: dict[str, list[str]] = json.loads(
@@ -21,31 +21,27 @@ SLURM_LISTS: dict[str, list[str]] = json.loads(
 )
 
 
-def test_names_counts_users_and_addresses_are_understood(tmp_path: Path) -> None:
-    path = tmp_path / "hosts"
-    path.write_bytes(b"# a comment\r\n\r\n  a slots=8  # another\r\nkim@b.example:4\n\t10.0.0.7\n[fd00::3] slots=2")
-    for found in (parse_node_list("a:8, kim@b.example:4,10.0.0.7,[fd00::3]:2"), read_node_file(path)):
-        assert [(node.address, node.num_workers) for node in found] == [
-            ("a", 8),
-            ("kim@b.example", 4),
-            ("10.0.0.7", None),
-            ("fd00::3", 2),
-        ]
+def test_names_counts_users_and_addresses_are_understood() -> None:
+    found = parse_node_list("a:8, kim@b.example:4,10.0.0.7,[fd00::3]:2")
+    assert [(node.address, node.num_workers) for node in found] == [
+        ("a", 8),
+        ("kim@b.example", 4),
+        ("10.0.0.7", None),
+        ("fd00::3", 2),
+    ]
 
 
 @pytest.mark.parametrize(
-    "line",
+    "entry",
     [
-        "a slots=0",
-        "a slots=eight",
-        "a slots=\u0663",
+        "a:0",
+        "a:eight",
+        "a:\u0663",
         "a:",
         "a:-1",
-        "a:8 slots=8",
-        "a slots=8 slots=9",
+        "a:8:8",
         "a 8",
-        "a slot=8",
-        "a port=2222",
+        "a slots=8",
         "-oProxyCommand=x",
         "a;reboot",
         "@a",
@@ -53,40 +49,21 @@ def test_names_counts_users_and_addresses_are_understood(tmp_path: Path) -> None
         "fd00::3",
         "[fd00::3",
         "[fd00::3]x",
+        "",
     ],
 )
-def test_an_invalid_line_is_named_with_its_number_and_what_is_right(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "hosts"
-    path.write_text(f"# nodes\n{line}\n")
+def test_an_invalid_entry_is_named_with_its_number_and_what_is_right(entry: str) -> None:
     with pytest.raises(LaunchError) as caught:
-        read_node_file(path)
+        parse_node_list(f"gpu1,{entry}")
     told = str(caught.value)
-    assert f"{path}, line 2: {line!r}" in told
-    assert all(form in told for form in ("gpu1 slots=8", "[fd00::3]:8", "~/.ssh/config"))
+    assert f"entry 2: {entry!r}" in told
+    assert all(form in told for form in ("kim@gpu1:8", "[fd00::3]:8", "~/.ssh/config"))
 
 
 @pytest.mark.parametrize("text", ["a,b,a", "gpu1:2,kim@GPU1:2", "a,A"])
-def test_a_node_that_is_named_twice_is_refused(text: str, tmp_path: Path) -> None:
+def test_a_node_that_is_named_twice_is_refused(text: str) -> None:
     with pytest.raises(LaunchError, match="before"):
         parse_node_list(text)
-    (tmp_path / "hosts").write_text(text.replace(",", "\n"))
-    with pytest.raises(LaunchError, match="before"):
-        read_node_file(tmp_path / "hosts")
-
-
-@pytest.mark.parametrize("content", [b"# nobody\n\n", b"", b"\xff\xfe\x00", None])
-def test_a_file_that_names_no_node_is_refused(tmp_path: Path, content: bytes | None) -> None:
-    path = tmp_path / "hosts"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(LaunchError, match=str(path)):
-        read_node_file(path)
-
-
-def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
-    path = tmp_path / "hosts"
-    path.write_bytes(b"\xef\xbb\xbfgpu1 slots=2\n")
-    assert [(node.address, node.num_workers) for node in read_node_file(path)] == [("gpu1", 2)]
 
 
 @given(st.text(max_size=40) | st.text("ab:[]@=,.-#1 \tslot", max_size=30))

@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from paceline.measure.rows import read_rows
 from paceline.plan.fit import fit, predict
 from paceline.plan.step_model import seconds_of
 from paceline.spec import StepRow
-from paceline.workflows.step_rows import read_rows
 
 DATA = os.environ.get("PACELINE_TEST_DATA")
 

@@ -16,18 +16,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import psutil
 
 from paceline import env
+from paceline.errors import reason_of
 from paceline.hardware.doctor import checks, gpus
 from paceline.hardware.doctor.checks import Finding, Lookup, Torch
 from paceline.hardware.nvml import DriverProblem, open_nvml
 from paceline.network_addresses import address_towards, addresses
 from paceline.words import listing
 
-REACH_LIMIT_S = 3.0
+CONNECT_LIMIT_S, REACH_LIMIT_S = 3.0, 20.0
+"""For one attempt to connect, and for all: another node listens as soon as ssh has let in who asks."""
 TORCH_LIMIT_S = 120.0
 """Initialising CUDA loads gigabytes of libraries."""
 SHM = Path("/dev/shm")
@@ -54,8 +56,6 @@ class NodeFacts:
     """Its GPUs in words."""
     mtus: dict[str, int]
     """The largest packets of the interfaces that lead to the other nodes."""
-    address: str
-    """Where other nodes reach it; empty: no interface leads to them."""
 
 
 def facts_of(mapping: Mapping[str, Any]) -> NodeFacts:
@@ -99,7 +99,7 @@ def examine(folder: Path, peers: Sequence[str] = (), library: Any = None) -> Nod
     mtus = {way: psutil.net_if_stats()[way].mtu for way in ways if way not in ("", "lo")}
     versions = {"paceline": version("paceline"), "python": python, "torch": torch.version, "CUDA": torch.cuda}
     models = listing([f"{count} x {name}" for name, count in Counter(names).items()]) or "no GPU"
-    return NodeFacts(tuple(found), versions, models, mtus, address if any(ways) else "")
+    return NodeFacts(tuple(found), versions, models, mtus)
 
 
 def check_gpus(torch: Torch, library: Any = None) -> tuple[list[str], list[Finding]]:
@@ -120,26 +120,23 @@ def check_gpus(torch: Torch, library: Any = None) -> tuple[list[str], list[Findi
     return names, checks.check_driver(len(names), max(num_gpus_on_bus(), len(names)), driver, problem) + found
 
 
-def answer(questions: TextIO, out: TextIO) -> None:
-    """Tell a doctor on another node about this one, a line of JSON for each of its lines, until they end.
-
-    The first is {"folder", "marker", "peers"}, which `examine` explains, and a file that all nodes should see; the
-    answer has the node's facts, what it reads in the marker, the time, and a port on which it listens. The second is
-    the address and port of every other node by name; the answer has the reason for each that cannot be reached.
-    """
-    with socket.create_server(("", 0), backlog=1024) as server:  # the kernel accepts connections
-        asked = json.loads(questions.readline())
-        facts = examine(Path(asked["folder"]), asked["peers"])
-        told = {"marker": read_text(Path(asked["marker"])), "port": server.getsockname()[1], "time_s": time.time()}
-        print(json.dumps({"facts": asdict(facts), **told}), file=out, flush=True)
-        problems = {}
-        for name, door in json.loads(questions.readline() or "{}").items():
-            try:
-                socket.create_connection(door, REACH_LIMIT_S).close()
-            except OSError as problem:
-                problems[name] = problem.strerror or str(problem)
-        print(json.dumps(problems), file=out, flush=True)
-        questions.read()  # the others may still want to connect
+def answer(folder: str, marker: str, peers: Sequence[str], port: int) -> dict[str, Any]:
+    """What this node tells a doctor on another one, as one of several nodes that are asked at once: its facts, why it
+    cannot connect to `peers`, what it reads in a file that all should see, and the time. All listen at `port`."""
+    addresses_of = {peer: lookup.address for peer in peers if (lookup := look_up(peer)).address}
+    unreachable, until = dict.fromkeys(addresses_of, ""), time.monotonic() + REACH_LIMIT_S
+    with socket.create_server(("", port), backlog=1024, reuse_port=True):  # the kernel accepts connections
+        while unreachable and time.monotonic() < until:
+            for peer in list(unreachable):
+                try:
+                    socket.create_connection((addresses_of[peer], port), CONNECT_LIMIT_S).close()
+                    del unreachable[peer]
+                except OSError as problem:
+                    unreachable[peer] = reason_of(problem)
+            time.sleep(0.1)
+        facts = examine(Path(folder), peers)  # takes seconds, in which the others still reach this node
+    told = {"unreachable": unreachable, "marker": read_text(Path(marker)), "time_s": time.time()}
+    return {"facts": asdict(facts), **told}
 
 
 def ask_torch() -> Torch:
@@ -206,3 +203,7 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:
         return ""
+
+
+if __name__ == "__main__":
+    print(json.dumps(answer(**json.loads(sys.argv[1]))))

@@ -8,16 +8,17 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import InvalidFileError, JobError, file_problems, shortened
 from paceline.spec import StepRow
 from paceline.spec.codec import from_mapping
 from paceline.spec.job import MOST_WORKERS
 
-_WHOLE = ("num_nodes", "devices_per_node", "micro_batch_size", "grad_accum_steps", "global_batch_size")
+_COUNTS = ("num_nodes", "devices_per_node", "micro_batch_size", "grad_accum_steps", "global_batch_size")
 _TIMES = ("step_time_s", "sync_time_s")
-_BYTES = ("gradient_bytes", "link_bytes_per_s")
-_COLUMNS = (*_WHOLE, *_TIMES, *_BYTES, "devices_on_node", "algorithm")
+_AMOUNTS = (*_TIMES, "gradient_bytes", "link_bytes_per_s")
+_COLUMNS = (*_COUNTS, *_AMOUNTS, "devices_on_node", "algorithm")
 _NEAR = 0.75
 """How alike a column's name and one of these are where the one was meant: "grad_accum", "step_time_ms"."""
 
@@ -33,7 +34,7 @@ def read_rows(path: Path) -> list[StepRow]:
     """
     what = f"{path} cannot be read as a table of comma-separated values"
     with file_problems(what, InvalidFileError):
-        text = path.read_text("utf-8").removeprefix("\N{ZERO WIDTH NO-BREAK SPACE}")
+        text = path.read_text("utf-8-sig")
     lines = {number: line for number, line in enumerate(text.splitlines(), 1) if re.match(r"[\s,;]*[^\s,;#]", line)}
     first = next(iter(lines.values()), "")
     told = re.match("sep=([,;\t])", first)  # the line by which Excel knows the delimiter
@@ -83,29 +84,24 @@ def _row(columns: Sequence[str], cells: Sequence[str], *, has_decimal_commas: bo
             "semicolons."
         )
     texts = {name: cell for name, cell in zip(columns, cells, strict=False) if cell}
-    numbers = {
-        name: _number(name, texts[name], has_decimal_commas) for name in (*_WHOLE, *_TIMES, *_BYTES) if name in texts
-    }
+    numbers = {name: _number(name, texts[name], has_decimal_commas) for name in (*_COUNTS, *_AMOUNTS) if name in texts}
     needed = ["micro_batch_size", *([] if "devices_on_node" in texts else ["num_nodes", "devices_per_node"])]
     if empty := [name for name in needed if name not in numbers]:
         raise JobError(f"{empty[0]} is empty.")
-    layout = _layout(texts, numbers)
-    samples_of_a_pass = sum(layout) * int(numbers["micro_batch_size"])
-    batch = numbers.get("global_batch_size", samples_of_a_pass * numbers.get("grad_accum_steps", 1))
-    if batch % samples_of_a_pass:
+    layout, micro_batch_size = _layout(texts, numbers), int(numbers["micro_batch_size"])
+    samples_of_a_pass = sum(layout) * micro_batch_size
+    batch = int(numbers.get("global_batch_size", samples_of_a_pass * numbers.get("grad_accum_steps", 1)))
+    num_passes, rest = divmod(batch, samples_of_a_pass)
+    if rest:
         raise JobError(
-            f"global_batch_size = {batch:.0f} is no multiple of the {samples_of_a_pass} samples that all devices pass "
-            "at once."
+            f"global_batch_size = {batch} is no multiple of the {samples_of_a_pass} samples that all devices pass at "
+            "once."
         )
     if numbers.get("sync_time_s", -math.inf) > numbers.get("step_time_s", math.inf):
         raise JobError(f"sync_time_s = {numbers['sync_time_s']:g} s is longer than the step.")
-    values = {name: numbers[name] for name in (*_TIMES, *_BYTES) if name in numbers} | {
-        "workers_per_node": layout,
-        "micro_batch_size": int(numbers["micro_batch_size"]),
-        "num_passes": int(batch // samples_of_a_pass),
-        "algorithm": texts.get("algorithm", "all_reduce"),
-    }
-    return from_mapping(StepRow, values)
+    values: dict[str, Any] = {name: numbers[name] for name in _AMOUNTS if name in numbers}
+    values |= {"workers_per_node": layout, "micro_batch_size": micro_batch_size, "num_passes": num_passes}
+    return from_mapping(StepRow, values | {"algorithm": texts.get("algorithm", "all_reduce")})
 
 
 def _layout(texts: Mapping[str, str], numbers: Mapping[str, float]) -> tuple[int, ...]:
@@ -127,7 +123,7 @@ def _number(column: str, text: str, has_decimal_commas: bool) -> float:
         value = float(text.replace(",", ".") if has_decimal_commas else text)
     except ValueError:
         value = math.nan
-    if column in _WHOLE and not (value >= 1 and value.is_integer()):
+    if column in _COUNTS and not (value >= 1 and value.is_integer()):
         raise JobError(f"{column} = {text} is not a whole number of 1 or more.")
     if math.isnan(value):
         raise JobError(f"{column} = {text} is not a number.")

@@ -1,0 +1,100 @@
+"""A probe: what it asks of the program that times steps, what that answers, and the rows for the step model.
+
+Loads no torch: only the program in `steps` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.regular_files import make_run_folder
+from paceline.spec import Cluster, Job, Node, Plan, StepRow
+from paceline.spec.cluster import JobTiming
+from paceline.spec.codec import JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from paceline.spec.job import MOST_SAMPLES, CheckpointSpec
+
+REQUEST_FILE, ANSWER_FILE = "request.json", "steps.json"
+"""In the folder of a launch: what all of its workers read, and what the first one writes."""
+_SMALLEST_SHARD = 4
+"""Shards of fewer samples are not halved: batch norm needs several."""
+Run = Callable[[Plan, Sequence[str], Path], None]
+"""Runs a program on the workers of a plan, with its logs in a folder; it is what would follow `python` on a command
+line."""
+RowOf = Callable[[Job, Plan, int], StepRow]
+"""A step of a job with so many parameters on the workers of a plan, without times."""
+
+
+@dataclass(frozen=True)
+class StepsRequest(JsonValue):
+    """The jobs whose steps are timed, one after the other, by the workers of a plan."""
+
+    jobs: tuple[Job, ...]
+    plan: Plan
+    budget_s: PositiveFloat = 60.0
+    """Seconds of steps, for all jobs together."""
+
+
+@dataclass(frozen=True)
+class TimedSteps:
+    """The median step of a job, on the first worker. The fields are those of a `StepRow`."""
+
+    step_time_s: PositiveFloat
+    sync_time_s: NonNegativeFloat | None = None
+    loading_s: NonNegativeFloat | None = None
+    spread: NonNegativeFloat = 0.0
+    peak_memory_bytes: NonNegativeInt | None = None
+
+
+@dataclass(frozen=True)
+class StepsProbe(JsonValue):
+    """What was timed, and facts about the job."""
+
+    timed: tuple[TimedSteps, ...]
+    """Of each of the request's jobs."""
+    num_parameters: NonNegativeInt
+    num_samples: PositiveInt | None = None
+    """Samples of the training set; None: not known."""
+
+
+def time_job(
+    job: Job, plans: Sequence[Plan], device: str, folder: Path, budget_s: float, run: Run, row_of: RowOf
+) -> JobTiming:
+    """The steps of a job on the workers of each plan, and on one worker also with virtual shards of half as many
+    samples: that tells the time of a pass from the time of its samples.
+
+    Args:
+        device: what the workers compute on, in words.
+        folder: where workers find what they are asked, and leave their answers.
+        budget_s: seconds of steps, for all plans together.
+    """
+    endless = replace(job, epochs=MOST_SAMPLES, checkpoint=CheckpointSpec(), callbacks=())
+    halved = replace(endless, virtual_shards=min(2 * job.virtual_shards, job.global_batch_size))
+    rows: list[StepRow] = []
+    for plan in plans:
+        is_halved = plan.world_size == 1 and job.shard_size >= _SMALLEST_SHARD
+        request = StepsRequest((endless, halved) if is_halved else (endless,), plan, budget_s / len(plans))
+        of_launch = folder / f"workers{plan.world_size}"
+        make_run_folder(of_launch)
+        request.save(of_launch / REQUEST_FILE)
+        run(plan, ["-m", "paceline.measure.steps", str(of_launch)], of_launch)
+        found = StepsProbe.load(of_launch / ANSWER_FILE)
+        for timed_job, timed in zip(request.jobs, found.timed, strict=True):
+            rows.append(replace(row_of(timed_job, plan, found.num_parameters), **vars(timed)))
+    return JobTiming(
+        job=job.name,
+        device=device,
+        num_parameters=found.num_parameters,
+        threads_per_worker=plans[0].threads_per_worker,
+        steps=tuple(rows),
+        num_samples=found.num_samples,
+        settings=job.timed_settings,
+    )
+
+
+def keep(timing: JobTiming, nodes: Iterable[Node], before: Cluster, file: Path) -> None:
+    """Write what was measured into a file, with what was measured `before` of other nodes and jobs."""
+    by_name = {node.hostname: node for node in (*before.nodes, *nodes)}
+    by_job = {(one.job, one.device, one.threads_per_worker): one for one in (*before.timings, timing)}
+    Cluster(tuple(by_name.values()), tuple(by_job.values()), before.checks).save(file)
