@@ -11,7 +11,7 @@ from typing import get_args, get_type_hints
 import paceline
 from paceline.cli.commands import COMMANDS
 from paceline.cli.options import parser_of
-from paceline.workflows import catalog
+from paceline.workflows.catalog import CatalogEntry, field_meanings
 
 
 def write_pages(folder: Path) -> None:
@@ -26,8 +26,8 @@ def write_pages(folder: Path) -> None:
 
 def job_keys() -> str:
     """Every key of a job file, a table for each of its tables."""
-    tables: dict[str, list[catalog.CatalogEntry]] = {}
-    for key in catalog.job_keys():
+    tables: dict[str, list[CatalogEntry]] = {}
+    for key in paceline.catalog("keys"):
         table, _, _ = key.name.rpartition(".")
         tables.setdefault(table, []).append(key)
     lines = [
@@ -92,7 +92,7 @@ def files() -> str:
         for table in (value, *_nested(value)):
             heading = f"## {title}" if table is value else f"### {table.__name__}"
             lines += ["", heading, "", (inspect.getdoc(table) or "").partition("\n\n")[0], ""]
-            meanings = catalog.field_meanings(table)
+            meanings = field_meanings(table)
             lines += ["| field | type | meaning |", "|---|---|---|"]
             for field in dataclasses.fields(table):
                 kind = str(field.type).replace("|", "or")

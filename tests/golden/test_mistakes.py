@@ -36,7 +36,7 @@ def of_command_lines() -> dict[str, Said]:
 @pytest.fixture(scope="module")
 def of_job_files() -> dict[str, Said]:
     texts = list(CATALOGUE["job_files"])
-    commands = [["train", "mine.toml", "--dry-run"]] * len(texts)
+    commands = [["submit", "slurm", "--dry-run", "train", "mine.toml"]] * len(texts)
     return dict(zip(texts, run_commands(commands, [{"mine.toml": text} for text in texts]), strict=True))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
-import io
 import signal
 import sys
 from collections.abc import Sequence
@@ -25,9 +23,6 @@ FORMER_NAMES = {
 
 def main() -> None:
     """Run a command. A user's mistake is one sentence and an exit code; a bug keeps its traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and codecs.lookup(stream.encoding).name != "utf-8":
-            stream.reconfigure(errors="backslashreplace")  # what its encoding does not have is written as in Python
     try:
         exit_code = run(sys.argv[1:])
         sys.stdout.flush()
@@ -49,27 +44,27 @@ def main() -> None:
 
 def run(words: Sequence[str]) -> int:
     """Run the command of a command line without `paceline` in front; returns the exit code."""
-    from paceline.cli.commands import COMMANDS
+    from paceline.cli.commands import COMMANDS, runs_script
     from paceline.cli.options import call
 
+    if runs_script("".join(words[:1]), words):
+        words = ["launch", *words[1:]]
     for name in (" ".join(words[:2]), " ".join(words[:1])):
         if name in COMMANDS:
             return call(name, COMMANDS[name], words[len(name.split()) :]) or 0
     group = "".join(words[:1])
+    within = [name for name in COMMANDS if name.startswith(f"{group} ")]
     if group in FORMER_NAMES:
         raise PacelineError(f"There is no `paceline {group}` any more; use {FORMER_NAMES[group]}.")
-    if words[:1] == ["--version"]:
+    if group == "--version":
         print(f"paceline {__version__}")
-    elif not words or words[0] in ("--help", "-h"):
-        print(overview(list(COMMANDS)))
-    elif not any(name.startswith(f"{group} ") for name in COMMANDS):
-        meant = did_you_mean(group, [name.split()[0] for name in COMMANDS])
-        raise PacelineError(f"There is no command {group}; {meant}see `paceline --help`.")
-    elif not words[1:] or words[1] in ("--help", "-h"):
-        print(overview([name for name in COMMANDS if name.startswith(f"{group} ")]))
+    elif group in ("", "--help", "-h") or (within and words[1:2] in ([], ["--help"], ["-h"])):
+        print(overview(within or list(COMMANDS)))
     else:
-        name = " ".join(words[:2])
-        raise PacelineError(f"There is no command {name}; {did_you_mean(name, COMMANDS)}see `paceline {group} --help`.")
+        name, of_group = (" ".join(words[:2]), f" {group}") if within else (group, "")
+        raise PacelineError(
+            f"There is no command {name}; {did_you_mean(name, within or COMMANDS)}see `paceline{of_group} --help`."
+        )
     return 0
 
 

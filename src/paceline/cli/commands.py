@@ -15,7 +15,6 @@ from paceline.cli.options import COMMANDS as COMMANDS
 from paceline.cli.options import command, parse, to_stderr
 from paceline.errors import JobError
 from paceline.words import number_of
-from paceline.workflows.catalog import CatalogEntry
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,40 +23,36 @@ if TYPE_CHECKING:
 
 Column = tuple[str, Callable[[Any], str]]
 """A heading, and what a row has below it."""
-LEVELS = {"error": "bold red", "warning": "yellow", "ok": "green"}
-"""Levels of what the doctor finds, what needs action first, and their styles."""
+PIPE_COLUMNS = 200
+"""The width of tables in a pipe: 16 GPUs and 10 network cards fit."""
+LEVELS = ("error", "warning", "ok")
+"""Levels of what the doctor finds, what needs action first."""
 
 
-@command("topo", "as_json")
+@command("topo", as_json=False)
 def topo(as_json: bool = False, **options: Any) -> None:
     """Show how the GPUs of a node are connected, and choose the best K of them."""
     found = paceline.topo(**options)
 
     from paceline.report.topology import choice_lines, node_view, topology_mapping
 
-    choice = found.choice if "pick" in options else None
+    choice, pair = found.choice if "pick" in options else None, found.pair_sentence
     if as_json:
-        pair = {} if found.pair_sentence is None else {"pair": found.pair_sentence}
-        print(json.dumps({**topology_mapping(found.node, found.choice), **pair}))
-    elif found.pair_sentence is not None:
-        print(found.pair_sentence)
+        print_json(topology_mapping(found.node, found.choice) | ({} if pair is None else {"pair": pair}))
+    elif pair is not None:
+        print(pair)
     else:
-        console = table_console(pipe_columns=200)  # 16 GPUs and 10 network cards fit
+        console = console_of()
         console.print(node_view(found.node, console.width, choice.ring.devices if choice else ()))
         # Whole lines, however narrow the terminal: the last one is there to be copied.
         for line in ["", *choice_lines(choice)] if choice else []:
             console.print(line, soft_wrap=True)
 
 
-@command("probe", "as_json")
-def probe(as_json: bool = False, out: str = "cluster.json", **options: Any) -> None:
+@command("probe")
+def probe(out: str = "cluster.json", **options: Any) -> None:
     """Time real steps of a job on 1, 2, 4, … workers, for `paceline plan`: cluster.json."""
     timing = paceline.probe(out=out, **options)
-    if as_json:
-        from paceline.spec.codec import to_mapping
-
-        print(json.dumps({"timing": to_mapping(timing), "cluster": out}))
-        return
 
     from paceline.report.formats import duration
 
@@ -72,56 +67,49 @@ def probe(as_json: bool = False, out: str = "cluster.json", **options: Any) -> N
         ("peak GiB", lambda row: "" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 2**30:.2f}"),
     ]
     print_grid(columns, timing.steps)
-    print(f"{timing.job}: {timing.num_parameters:,} parameters on {timing.device}")
-    print(out)
+    print(f"{timing.job}: {timing.num_parameters:,} parameters on {timing.device}\n{out}")
 
 
-@command("plan", "as_json", "dry_run_mesh")
-def plan(job: str, as_json: bool = False, dry_run_mesh: str | None = None, out: str = ".", **options: Any) -> None:
+@command("plan", as_json=False, dry_run_mesh=None, out=".")
+def plan(job: str, as_json: bool = False, dry_run_mesh: str | None = None, **options: Any) -> None:
     """Forecast time, throughput and cost of a job on 1…N devices, and recommend a number of them."""
     if dry_run_mesh is not None:
-        unused = options.keys() - {"settings", "data"}
-        if unused:
+        if unused := options.keys() - {"settings", "data"}:
             raise JobError(f"--{min(unused).replace('_', '-')} has no effect with --dry-run-mesh: leave it out.")
         tried = paceline.dry_run_mesh(job, dry_run_mesh, **options)
         if as_json:
-            print(json.dumps(tried.to_mapping()))
+            print_json(tried.to_mapping())
         else:
-            table_console(pipe_columns=120).print(tried.table())
+            console_of().print(tried.table())
         return
-    planned = paceline.plan(job, out=out, **options)
+    folder = Path(options.setdefault("out", "."))
+    planned = paceline.plan(job, **options)
     if as_json:
         plain = None if planned.plan is None else planned.plan.to_mapping()
-        print(json.dumps({**planned.forecast.to_mapping(), "plan": plain}))
+        print_json({**planned.forecast.to_mapping(), "plan": plain})
         return
 
     from paceline.report.plan_page import plan_table
 
-    table_console(pipe_columns=160).print(plan_table(planned.forecast))
+    console_of().print(plan_table(planned.forecast))
     if planned.plan is not None:
-        print(Path(out) / "plan.json")
+        print(folder / "plan.json")
     elif not planned.forecast.is_fitted:
         num_devices = planned.forecast.recommended.devices
         print(f"No plan.json: the cluster lacks devices for {num_devices}; probe the nodes they are on.")
-    print(Path(out) / "plan.html")
+    print(folder / "plan.html")
 
 
-@command("launch", takes_arguments="rest")
+@command("launch", passes_on="rest")
 def launch(**options: Any) -> None:
     """Run a script on workers of this machine or of several."""
     paceline.launch(**options)
 
 
-@command("train", "as_json", "dry_run")
-def train(as_json: bool = False, dry_run: bool = False, **options: Any) -> None:
-    """Train a job on workers of this machine or of several."""
-    from paceline.workflows.train import train_commands
-
-    if dry_run:
-        print(train_commands(**options))
-        return
-    options = with_run_folder(options)
-    run_dir = options["out"]
+@command("train", as_json=False)
+def train(as_json: bool = False, **options: Any) -> None:
+    """Train a job on workers of this machine or of several; a script (*.py) as paceline launch does."""
+    run_dir = with_folder(options)
     try:
         record = paceline.train(**options)
     except (KeyboardInterrupt, SystemExit):
@@ -130,7 +118,7 @@ def train(as_json: bool = False, dry_run: bool = False, **options: Any) -> None:
     if not record.is_complete:
         say_how_to_go_on(run_dir)
     if as_json:
-        print(json.dumps(record.summary()))
+        print_json(record.summary())
         return
     accuracy = "" if record.accuracy is None else f"accuracy {record.accuracy:.2%}, "
     expected = record.plan.forecast_samples_per_s
@@ -142,38 +130,31 @@ def train(as_json: bool = False, dry_run: bool = False, **options: Any) -> None:
     )
 
 
-def with_run_folder(options: dict[str, Any], ending: str = "") -> dict[str, Any]:
-    """The options with a job itself, and with the folder of its run or study, which is known before it begins."""
-    from paceline.workflows.jobs import resolve_job
-    from paceline.workflows.run_folder import new_run_dir
-    from paceline.workflows.strategy import split_settings
+def with_folder(options: dict[str, Any], ending: str = "") -> Path:
+    """Choose the folder of a run or study before it begins, where none is given."""
+    from paceline.workflows.jobs import resolve_job, split_settings
+    from paceline.workflows.train import new_run_dir
 
-    of_job, of_plan = split_settings(options.pop("settings", ()))
-    job = resolve_job(options.pop("job"), of_job, options.pop("data", None))
-    return options | {"job": job, "settings": of_plan, "out": new_run_dir(options.get("out"), job.name + ending)}
+    job = resolve_job(options["job"], split_settings(options.get("settings", ()))[0], options.get("data"))
+    folder = options["out"] = new_run_dir(options.get("out"), job.name + ending)
+    return folder
 
 
 def say_how_to_go_on(run_dir: Path) -> None:
     """Say which command goes on with a run that was interrupted."""
     if (run_dir / "checkpoints" / "latest").exists():
-        is_named = any(word.startswith("--out") for word in sys.argv)
-        to_stderr(
-            f"To go on: {shlex.join(['paceline', *sys.argv[1:], *([] if is_named else ['--out', str(run_dir)])])}"
-        )
+        out = [] if any(word.startswith("--out") for word in sys.argv) else ["--out", str(run_dir)]
+        to_stderr(f"To go on: {shlex.join(['paceline', *sys.argv[1:], *out])}")
 
 
-@command("scale", "as_json")
-def scale(as_json: bool = False, **options: Any) -> None:
+@command("scale")
+def scale(**options: Any) -> None:
     """Train a job on 1, 2, … N devices and write the study: scaling.json, .csv, report.html."""
-    options = with_run_folder(options, "-scaling")
-    study, study_dir = paceline.scale(**options), options["out"]
-    if as_json:
-        print(json.dumps(json.loads((study_dir / "scaling.json").read_text(encoding="utf-8"))))
-    else:
-        print_study(study, study_dir)
+    folder = with_folder(options, "-scaling")
+    print_study(paceline.scale(**options), folder)
 
 
-@command("report")
+@command("report", out=".")
 def report(out: str = ".", **options: Any) -> None:
     """Write tables and the HTML page from run folders."""
     print_study(paceline.report(out=out, **options), Path(out))
@@ -181,15 +162,13 @@ def report(out: str = ".", **options: Any) -> None:
 
 def print_study(study: paceline.Study, folder: Path) -> None:
     """The table of a study, and where its page lies."""
-    from rich.console import Console
-
     from paceline.report.study_page import study_table
 
-    Console(markup=False).print(study_table(study))
+    console_of().print(study_table(study))
     print(folder / "report.html")
 
 
-@command("verify", "as_json", takes_arguments="others")
+@command("verify", passes_on="others", as_json=False)
 def verify(as_json: bool = False, **options: Any) -> int:
     """Check that N workers compute what one does; name what differs first, and the likely cause.
 
@@ -206,46 +185,52 @@ def verify(as_json: bool = False, **options: Any) -> int:
     return 0 if outcomes == {"equal"} else 1 if "differs" in outcomes else 2
 
 
-@command("submit slurm", takes_arguments="rest")
-def slurm(command: str, arguments: Sequence[str], dry_run: bool = False, **options: Any) -> None:
+@command("submit slurm", passes_on="rest")
+def submit_slurm(**options: Any) -> None:
     """Write a job script that runs `paceline COMMAND …` on an allocation, and submit it."""
-    if command in ("train", "launch", "scale"):
-        check_submitted(command, arguments)
-    job = paceline.submit.slurm(command, arguments, dry_run=dry_run, **options)
-    if dry_run:
-        print(job.script, end="")
-    else:
-        log = f"{job.run_dir}/slurm-{job.job_id}.log"
-        print(f"Slurm job {job.job_id}; its output goes to {log}. scancel {job.job_id} ends it.")
+    submit(paceline.submit.slurm, **options)
 
 
-def check_submitted(command: str, arguments: Sequence[str]) -> None:
-    """Refuse what the command would refuse in the allocation. Raises `PacelineError`."""
-    from paceline.workflows.jobs import check_names, resolve_job
-    from paceline.workflows.launch import check_script
-    from paceline.workflows.strategy import split_settings
+@command("submit ray", passes_on="rest")
+def submit_ray(**options: Any) -> None:
+    """Run `paceline COMMAND …` as a job on a Ray cluster."""
+    submit(paceline.submit.ray, **options)
 
-    given = parse(command, COMMANDS[command], arguments)
-    if command == "launch":
+
+def submit(handed_on: Callable[..., Any], command: str, arguments: Sequence[str], **options: Any) -> None:
+    """Hand a command on, after mistakes that it would refuse later; the script of a dry run is printed."""
+    from paceline.workflows.jobs import check_names, resolve_job, split_settings
+    from paceline.workflows.train import check_script
+
+    name = "launch" if runs_script(command, arguments) else command
+    given = parse(name, COMMANDS[name], arguments)
+    if name == "launch":
         check_script(given["script"], is_module="module" in given)
     else:
         check_names(resolve_job(given["job"], split_settings(given.get("settings", ()))[0], given.get("data")))
+    job = handed_on(command, arguments, **options)
+    print(f"Job {job.job_id}: {job.advice}." if job.job_id else job.script.rstrip("\n"))
 
 
-@command("submit kubernetes", takes_arguments="others")
-def kubernetes(**options: Any) -> None:
+def runs_script(command: str, words: Sequence[str]) -> bool:
+    """Whether these are the words of `paceline train SCRIPT.py`, which is `paceline launch SCRIPT.py`."""
+    return command == "train" and any(word.endswith(".py") and "=" not in word for word in words)
+
+
+@command("submit kubernetes", passes_on="others")
+def submit_kubernetes(**options: Any) -> None:
     """Print manifests for `kubectl apply -f -`: one pod a node, PyTorch's elastic agent in each."""
     print(paceline.submit.kubernetes(**options), end="")
 
 
-@command("checkpoint ls", "as_json")
+@command("checkpoint ls", as_json=False)
 def checkpoint_ls(as_json: bool = False, **options: Any) -> None:
     """List the checkpoints of a run, oldest first; only `verify` reads them."""
     from rich.filesize import decimal
 
     states = paceline.checkpoint.ls(**options)
     if as_json:
-        print(json.dumps({"checkpoints": [dataclasses.asdict(one) for one in states]}))
+        print_json({"checkpoints": [dataclasses.asdict(one) for one in states]})
         return
     columns: list[Column] = [
         ("checkpoint", lambda one: one.name),
@@ -297,67 +282,45 @@ def watch(**options: Any) -> None:
     paceline.watch(**options)
 
 
-@command("doctor", "as_json", "strict", "show_all")
+@command("doctor", as_json=False, strict=False, show_all=False)
 def doctor(as_json: bool = False, strict: bool = False, show_all: bool = False, **options: Any) -> int:
     """Check this machine and say what to fix: exit code 0 is fine, 2 is an error."""
-    findings = sorted(paceline.doctor(**options), key=lambda finding: list(LEVELS).index(finding.level))
+    findings = sorted(paceline.doctor(**options), key=lambda finding: LEVELS.index(finding.level))
     counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     if as_json:
         listed = [dataclasses.asdict(finding) for finding in findings]
-        print(json.dumps({**{f"num_{level}": count for level, count in counts.items()}, "findings": listed}))
+        print_json({**{f"num_{level}": count for level, count in counts.items()}, "findings": listed})
     else:
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        for finding in findings:
-            if show_all or finding.level != "ok":
-                body = Text(f"{finding.node}: {finding.what}" if finding.node else finding.what)
-                body.append(f"\n→ {finding.fix}" if finding.fix else "", style="cyan")
-                table.add_row(Text(finding.level, style=LEVELS[finding.level]), body)
-        if table.row_count:
-            table_console(pipe_columns=100).print(table)
+        columns: list[Column] = [
+            ("level", lambda one: one.level),
+            ("node", lambda one: one.node),
+            ("what", lambda one: one.what),
+            ("what to do", lambda one: one.fix),
+        ]
+        print_grid(columns, [one for one in findings if show_all or one.level != "ok"])
         warnings, errors = number_of(counts["warning"], "warning"), number_of(counts["error"], "error")
         print(f"{number_of(counts['ok'], 'check')} passed, {warnings}, {errors}.")
     return 2 if counts["error"] else int(strict and counts["warning"] > 0)
 
 
-@command("list recipes", function="catalog.recipes")
-def list_recipes() -> None:
-    """List the recipes: jobs that come with the package."""
-    print_entries(paceline.catalog.recipes())
-
-
-@command("list models", function="catalog.models")
-def list_models() -> None:
-    """List the reference models and their options."""
-    print_entries(paceline.catalog.models())
-
-
-@command("list data", function="catalog.data_sets")
-def list_data() -> None:
-    """List the data sets that a job can name."""
-    print_entries(paceline.catalog.data_sets())
-
-
-@command("list keys", function="catalog.job_keys")
-def list_keys(prefix: str = "") -> None:
-    """List every key of a job file, then those that only --set takes: default, values and meaning."""
-    print_entries(paceline.catalog.job_keys(prefix))
-
-
-def print_entries(entries: Sequence[CatalogEntry]) -> None:
-    """Names and what they are."""
+@command("list", function="catalog")
+def list_catalog(**options: Any) -> None:
+    """List recipes, models, data sets, or the keys of a job and of --set, with their meaning."""
     columns: list[Column] = [
         ("name", lambda entry: entry.name),
         ("default", lambda entry: entry.default),
         ("values", lambda entry: entry.values),
         ("description", lambda entry: entry.meaning),
     ]
-    print_grid(columns, entries, pipe_columns=400)
+    print_grid(columns, paceline.catalog(**options), pipe_columns=400)
 
 
-def table_console(pipe_columns: int) -> Console:
+def print_json(value: object) -> None:
+    """One line on standard output."""
+    print(json.dumps(value))
+
+
+def console_of(pipe_columns: int = PIPE_COLUMNS) -> Console:
     """Standard output; a pipe has no width of its own and gets `pipe_columns`."""
     from rich.console import Console  # not for `paceline --help`
 
@@ -367,9 +330,15 @@ def table_console(pipe_columns: int) -> Console:
 
 
 def print_grid(
-    columns: Sequence[Column], rows: Sequence[Any], *, left: Collection[str] = (), pipe_columns: int = 120
+    columns: Sequence[Column],
+    rows: Sequence[Any],
+    *,
+    left: Collection[str] | None = None,
+    pipe_columns: int = PIPE_COLUMNS,
 ) -> None:
-    """Print a table, without the columns of which nothing is known."""
+    """Print a table, without the columns of which nothing is known; `left`: headings of texts, None: all of them."""
     from paceline.report.tables import grid_of
 
-    table_console(pipe_columns).print(grid_of(columns, rows, left=left or [heading for heading, _ in columns]))
+    if rows:
+        texts = [heading for heading, _ in columns] if left is None else left
+        console_of(pipe_columns).print(grid_of(columns, rows, left=texts))

@@ -6,7 +6,6 @@ Inside an allocation (`salloc`, `sbatch`) the nodes are those that Slurm allocat
 
 from __future__ import annotations
 
-import math
 import os
 import re
 import shlex
@@ -72,33 +71,25 @@ def batch_script(
     workers_per_node: int,
     cpus_per_worker: int,
     use_gpus: bool,
-    time_limit_s: float | None = None,
-    partition: str | None = None,
-    account: str | None = None,
 ) -> str:
     """The script of a job for `sbatch`: a task per worker, a GPU per task, and `command` once, on the first node.
 
     What `command` writes goes to slurm-JOB.log in `run_dir`. Before the time limit the run saves and ends, and the job
-    is put into the queue again; so it is after a lost node. None leaves an option to the cluster's own choice.
+    is put into the queue again; so it is after a lost node. Its time limit, partition and account are those of sbatch's
+    variables, such as SBATCH_TIMELIMIT.
 
     Raises:
-        LaunchError: a name that would end its line or begin another option, or a path with a line break.
+        LaunchError: a folder that sbatch could not read.
     """
     folder = str(run_dir.absolute())
     if not folder.isprintable() or '"' in folder or "\\" in folder:
         raise LaunchError(f"The run folder {folder!r} has a name that Slurm cannot write to; choose a plain one.")
-    for option, text in (("partition", partition), ("account", account)):
-        if text is not None and not re.fullmatch(r"[A-Za-z0-9_.:@,+-]+", text):
-            raise LaunchError(f"{option} = {text!r} should be one word of letters, digits and _ . : @ , + -.")
     options: dict[str, object] = {
         "job-name": name,
         "nodes": num_nodes,
         "ntasks-per-node": workers_per_node,
         "cpus-per-task": cpus_per_worker,
         "gpus-per-node": workers_per_node if use_gpus else None,
-        "time": None if time_limit_s is None else math.ceil(time_limit_s / 60),
-        "partition": partition,
-        "account": account,
         "output": f'"{folder.replace("%", "%%")}/slurm-%j.log"',
         "open-mode": "append",
         "signal": f"B:USR2@{SAVE_BEFORE_LIMIT_S}",

@@ -1,4 +1,4 @@
-"""Arguments of public functions: what is not as its annotation says, or out of bounds, is named in one sentence."""
+"""Arguments of public functions: one that is not as its annotation says, or out of its bounds, is one sentence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Annotated, Any, ParamSpec, TypeVar, Union, get_args, get_orig
 
 from paceline.errors import JobError, shortened, shown
 from paceline.spec import codec
-from paceline.spec.codec import Bounds, NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
 from paceline.spec.job import MOST_WORKERS
 
 P = ParamSpec("P")
@@ -21,36 +20,21 @@ R = TypeVar("R")
 Say = Callable[[str], None]
 """Receives progress messages of a workflow, one line at a time; such as `print`."""
 
-_KINDS = {
-    "budget": Annotated[float, Bounds(low=1)],
-    "efficiency_floor": UnitInterval,
-    "max_restarts": NonNegativeInt,
-    "noise_scale": Annotated[float, Bounds(low=1)],
-    "pick": Annotated[int, Bounds()],
-    "tolerance": UnitInterval,
-}
-"""What numbers may be by their names; others are positive."""
-
 
 def silent(_line: str) -> None:
     """Discards the message."""
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
-    """A decorator: the function raises `JobError` for an argument of another type than its annotation says, and for a
-    number out of bounds. It is given arguments of just these types: a text as a path, a list as a tuple."""
+    """A decorator: the function raises `JobError` for an argument that its annotation does not allow, and is given the
+    others in the types there: a text as a path, a list as a tuple."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
     def with_checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        types, bound = parameter_types(function), signature.bind(*args, **kwargs)
+        kinds, bound = parameter_types(function), signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
-            kinds = members_of(types[name])
-            if {Callable, str} <= {get_origin(one) or one for one in kinds}:
-                continue  # a model or a data set that workers would have to import: the function says how
-            allowed = {int: PositiveInt, float: PositiveFloat}
-            kind: Any = Union[tuple(_KINDS.get(name, allowed.get(one, one)) for one in kinds)]  # noqa: UP007
-            bound.arguments[name] = codec.checked(kind, value, name)
+            bound.arguments[name] = codec.checked(kinds[name], value, name)
         return function(*bound.args, **bound.kwargs)
 
     return with_checked
@@ -58,16 +42,17 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
 
 @functools.cache
 def parameter_types(function: Callable[..., Any]) -> Mapping[str, Any]:
-    """The types of a function's parameters; that of its result may be one that is not loaded."""
+    """The types of a function's parameters, with their bounds; that of its result may be one that is not loaded."""
     named = {name: kind for name, kind in function.__annotations__.items() if name != "return"}
-    return get_type_hints(SimpleNamespace(__annotations__=named), vars(sys.modules[function.__module__]))
+    module = vars(sys.modules[function.__module__])
+    return get_type_hints(SimpleNamespace(__annotations__=named), module, include_extras=True)
 
 
 def members_of(hint: Any) -> tuple[Any, ...]:
-    """The types of a union; of another type that alone."""
+    """The types of a union, without bounds; of another type that alone."""
     if get_origin(hint) in (Union, UnionType):
         return tuple(member for one in get_args(hint) for member in members_of(one))
-    return (hint,)
+    return (get_args(hint)[0] if get_origin(hint) is Annotated else hint,)
 
 
 def read_counts(name: str, given: Sequence[int] | str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Finds a job by name: a recipe of the package, a file, or a `Job`; and applies the caller's changes."""
+"""The job that is meant, by a name, a file or a value, with the caller's changes; and its plan on some devices."""
 
 from __future__ import annotations
 
@@ -11,33 +11,38 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import JobError, did_you_mean, file_problems, shortened, shown
-from paceline.spec import Job
-from paceline.spec.job import CallbackSpec
+from paceline.plan import place
+from paceline.spec import Cluster, Job, Mesh, Plan, parse_mesh
+from paceline.spec.codec import from_mapping
+from paceline.spec.job import CallbackSpec, with_settings
 from paceline.spec.model_cost import ModelCost
+from paceline.workflows.arguments import Say, silent
 
 _FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = {file.stem: file for file in sorted(_FOLDER.glob("*.toml"), key=lambda file: file.stem)}
 """The job files that come with the package, by name."""
+_KEPT_KEYS = ("pipeline", "recompute", "tensor_plan", "cpu_offload", "debug_comm", "timeout_s")
+PLAN_KEYS = ("threads_per_worker", "algorithm", "num_servers", *_KEPT_KEYS)
+"""The fields of a `Plan` that settings can give; the others follow from the strategy and the devices."""
+CallbackLike = CallbackSpec | type | str | tuple[type | str, Mapping[str, Any]]
 _TRACED_SAMPLES = 2
 
 
 def resolve_job(
     job: Job | str | Path,
-    settings: Sequence[str] | None = None,
+    settings: Sequence[str] = (),
     data: str | Path | Callable[..., Any] | None = None,
     model: str | Callable[..., Any] | None = None,
 ) -> Job:
-    """The job of a value, a file or the name of a recipe, with changes applied.
-
-    Args:
-        settings: keys of the job to change, such as "optim.lr=0.1".
-        data: the directory of the job's data set, or a function that builds (train_set, test_set).
-        model: the name of a model, or a function or class that builds one.
+    """The job of a value, a file or the name of a recipe, with changes applied: arguments as for `train`.
 
     Raises:
         JobError: neither a file nor a recipe, an invalid setting, or a function that workers cannot import.
     """
-    changed = (job if isinstance(job, Job) else _named(str(job))).with_settings(settings or ())
+    for setting in settings:
+        if setting.startswith("plan."):
+            raise JobError(f"{shown(setting)} is for the plan of a run, in train and scale alone; leave it out here.")
+    changed = (job if isinstance(job, Job) else load_job(job)).with_settings(settings)
     if model is not None:
         changed = changed.with_values(model=model if isinstance(model, str) else import_path(model, "model"))
     if data is None:
@@ -50,9 +55,20 @@ def resolve_job(
 
 
 def load_job(source: str | Path) -> Job:
-    """The job in a TOML file. Raises `JobError` for a file that is missing, no TOML, or no job."""
-    path = Path(source)
-    with file_problems(f"The job file '{shortened(str(path))}' cannot be read", JobError):
+    """The recipe of that name, or the job in a TOML file.
+
+    Raises:
+        JobError: there is neither, or the file is no TOML, or no job.
+    """
+    name, path = str(source), RECIPES.get(str(source), Path(source))
+    if is_script(name):
+        raise JobError(f"'{name}' is a script, not a job; `paceline launch {name}` runs it.")
+    if not name.endswith(".toml") and not path.is_file():
+        hint = did_you_mean(name, RECIPES, " ({})")
+        raise JobError(
+            f"'{shortened(name)}' is neither a job file nor a recipe{hint}; the recipes are {', '.join(RECIPES)}."
+        )
+    with file_problems(f"The job file '{shortened(name)}' cannot be read", JobError):
         content = path.read_bytes()
     try:
         mapping = tomllib.loads(content.decode("utf-8-sig"))
@@ -66,35 +82,15 @@ def load_job(source: str | Path) -> Job:
         raise JobError(f"{path}: {problem}") from None
 
 
-def _named(job: str) -> Job:
-    if job in RECIPES:
-        return load_job(RECIPES[job])
-    if job.endswith(".py"):
-        raise JobError(f"'{job}' is a script, not a job; `paceline launch {job}` runs it.")
-    if job.endswith(".toml") or Path(job).is_file():
-        return load_job(job)
-    hint = did_you_mean(job, RECIPES, " ({})")
-    raise JobError(
-        f"'{shortened(job)}' is neither a job file nor a recipe{hint}; the recipes are {', '.join(RECIPES)}."
-    )
-
-
-def is_script(
-    job: Job | str | Path,
-    arguments: Sequence[str],
-    settings: Sequence[str],
-    data: str | Path | Callable[..., Any] | None,
-    model: str | Callable[..., Any] | None,
-) -> bool:
-    """Whether `job` is a Python script (*.py). Options for the other kind of job are refused, never ignored.
+def is_script(job: Job | str | Path, arguments: Sequence[str] = (), **changes: Any) -> bool:
+    """Whether `job` is a Python script (*.py), which takes `arguments`; others take `changes`, by names of options.
 
     Raises:
-        JobError: a job with `arguments`, or a script with changes of a job; names them.
+        JobError: what the one takes is given to the other; names it.
     """
     is_one = not isinstance(job, Job) and str(job).endswith(".py")
-    changes = {"--set": settings, "--data": data, "--model": model}
-    given = [name for name, value in changes.items() if value] if is_one else []
-    if given:
+    given = [f"--{name}" for name, value in changes.items() if value]
+    if is_one and given:
         raise JobError(
             f"{' and '.join(given)} would change a job, and '{job}' is a script: give it arguments of its own, after "
             "its name."
@@ -120,17 +116,14 @@ def check_names(job: Job) -> None:
             check(name)
 
 
-def with_callbacks(
-    job: Job, callbacks: Sequence[CallbackSpec | type | str | tuple[type | str, Mapping[str, Any]]]
-) -> Job:
+def with_callbacks(job: Job, callbacks: Sequence[CallbackLike]) -> Job:
     """`job` with further callbacks, as for `train`. Raises `JobError` for one that workers cannot import."""
     specs = list(job.callbacks)
     for one in callbacks:
-        if not isinstance(one, CallbackSpec):
-            named, options = one if isinstance(one, tuple) else (one, {})
-            name = named if isinstance(named, str) else import_path(named, "callbacks")
-            one = CallbackSpec(name, dict(options))
-        specs.append(one)
+        build, options = one if isinstance(one, tuple) else (one, {})
+        if not isinstance(build, CallbackSpec):
+            build = CallbackSpec(build if isinstance(build, str) else import_path(build, "callbacks"), dict(options))
+        specs.append(build)
     return dataclasses.replace(job, callbacks=tuple(specs)).with_values()
 
 
@@ -177,3 +170,80 @@ def trace_model(job: Job) -> ModelCost:
         lambda: build(job.model, **data_facts(train_set)), train_set[0][0], _TRACED_SAMPLES
     )
     return layer_costs.trace_model(model, arguments, _TRACED_SAMPLES)
+
+
+def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Settings of the job, and those of the plan, which begin with "plan.". Raises `JobError` for an unknown key."""
+    of_plan = [one for one in settings if one.startswith("plan.")]
+    keys = [f"plan.{one}" for one in PLAN_KEYS]
+    for setting in of_plan:
+        key = ".".join(setting.partition("=")[0].strip().split(".")[:2])
+        if key not in keys:
+            raise JobError(f"There is no key '{key}' here: {did_you_mean(key, keys)}the keys are {', '.join(keys)}.")
+    return [one for one in settings if one not in of_plan], of_plan
+
+
+def place_run(
+    job: Job,
+    cluster: Cluster,
+    num_devices: int,
+    strategy: str | None = None,
+    settings: Sequence[str] = (),
+    given: Plan | None = None,
+    say: Say = silent,
+) -> Plan:
+    """A plan for a job on so many devices.
+
+    Args:
+        strategy: how workers divide the model: dp (the default), fsdp, zero1, zero2, hsdp, pp, tp, dp_one_process, a
+            mesh such as "dp2 x pp2", or auto: the planner chooses.
+        settings: fields of the plan, such as "plan.recompute=true", as `split_settings` returns them.
+        given: what `paceline plan` recommended, in place of a strategy.
+        say: receives the reason why the planner chose a strategy.
+
+    Raises:
+        JobError: a setting without the axis that it speaks of, a job that does not fit, or what `place` refuses.
+    """
+    if given is not None and strategy is not None:
+        raise JobError(f"strategy = {strategy!r} and a plan both say how workers divide the model; give one of them.")
+    chosen = with_settings({"plan": {}}, settings)["plan"]
+    asked = from_mapping(Plan, with_settings({"plan": (given or Plan()).to_mapping()}, settings)["plan"], "plan")
+    mesh = asked.mesh
+    if strategy == "auto":
+        from paceline.plan.meshes import choose_mesh
+
+        choice = choose_mesh(job, trace_model(job), cluster, num_devices)
+        say(f"strategy {choice.reason}")
+        mesh, asked = choice.mesh, dataclasses.replace(asked, recompute=choice.recompute)
+    elif strategy not in (None, "dp", "dp_one_process"):
+        mesh = parse_mesh(strategy, num_devices, len(cluster.nodes))
+    if mesh is not None and mesh.num_workers != num_devices:
+        raise JobError(f"The plan lays out {mesh.num_workers} workers as {mesh}, not {num_devices}; leave workers out.")
+    _check_needs(asked, job, mesh)
+    is_one_process = strategy == "dp_one_process"
+    placed = place(
+        job,
+        cluster,
+        1 if is_one_process else num_devices,
+        threads_per_worker=chosen.get("threads_per_worker"),
+        algorithm=asked.algorithm,
+        num_servers=asked.num_servers,
+        mesh=mesh,
+    )
+    kept = {name: getattr(asked, name) for name in _KEPT_KEYS}
+    return dataclasses.replace(placed, **kept, devices_in_process=num_devices if is_one_process else 1)
+
+
+def _check_needs(plan: Plan, job: Job, mesh: Mesh | None) -> None:
+    """Raise `JobError` for what has no effect without something that is not there."""
+    axes, is_alone = mesh or Mesh(), mesh is not None and mesh.num_workers == 1  # which shares nothing
+    is_served = job.aggregation.method == "parameter_server_async" or plan.algorithm.startswith("parameter_server")
+    needs = (
+        ("plan.pipeline goes with a pipeline, such as strategy = 'pp'", plan.pipeline != Plan.pipeline, axes.pp > 1),
+        ("plan.cpu_offload goes with sharded parameters, such as strategy = 'fsdp'", plan.cpu_offload, axes.fsdp > 1),
+        ("plan.recompute goes with a mesh, such as strategy = 'fsdp'", plan.recompute, mesh is not None),
+        ("plan.num_servers goes with plan.algorithm = 'parameter_server'", plan.num_servers > 1, is_served),
+    )
+    for what, is_set, is_there in needs:
+        if is_set and not is_there and not is_alone:
+            raise JobError(f"{what}; name it too, or leave this out.")

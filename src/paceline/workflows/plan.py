@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from paceline import env
 from paceline.errors import ClusterError, JobError, ModelError, file_problems, reason_of, shown
@@ -24,7 +24,7 @@ from paceline.plan.memory import DeviceMemory, job_memory
 from paceline.regular_files import make_run_folder
 from paceline.spec import Cluster, Job, Mesh, Plan, RunRecord, StepRow, parse_mesh
 from paceline.spec.cluster import ForecastCheck, JobTiming
-from paceline.spec.codec import JsonValue
+from paceline.spec.codec import Bounds, JsonValue, PositiveFloat, PositiveInt, UnitInterval
 from paceline.spec.forecast import Forecast, Grow
 from paceline.spec.plan import PLAN_FILE
 from paceline.words import number_of, size
@@ -46,14 +46,14 @@ PAGE_FILE, FORECAST_FILE = "plan.html", "forecast.json"
 def probe(
     job: Job | str | Path,
     *,
-    workers: int | None = None,
+    workers: PositiveInt | None = None,
     out: Path | str = CLUSTER_FILE,
     folder: Path | str = Path("runs"),
-    budget: float = 60.0,
+    budget: Annotated[float, Bounds(low=1)] = 60.0,
     model: str | Callable[..., Any] | None = None,
     data: str | Path | Callable[..., Any] | None = None,
     settings: Sequence[str] = (),
-    threads: int | None = None,
+    threads: PositiveInt | None = None,
     where: Where = HERE,
     say: Say = silent,
 ) -> JobTiming:
@@ -140,12 +140,12 @@ def plan(
     cluster: Cluster | Path | str = CLUSTER_FILE,
     devices: Sequence[int] | str | None = None,
     grow: Grow = "none",
-    efficiency_floor: float = 0.5,
+    efficiency_floor: UnitInterval = 0.5,
     price: str | float | None = None,
-    noise_scale: float | None = None,
-    target_samples: float | None = None,
-    link_rate: float | None = None,
-    devices_per_node: int | None = None,
+    noise_scale: Annotated[float, Bounds(low=1)] | None = None,
+    target_samples: PositiveFloat | None = None,
+    link_rate: PositiveFloat | None = None,
+    devices_per_node: PositiveInt | None = None,
     out: Path | str | None = None,
     model: str | Callable[..., Any] | None = None,
     data: str | Path | Callable[..., Any] | None = None,

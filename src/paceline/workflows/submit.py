@@ -1,57 +1,64 @@
-"""`paceline.submit`: a run for later, handed to a scheduler: a Slurm job script, or Kubernetes manifests."""
+"""`paceline.submit`: a run for later, handed to a scheduler: a job of Slurm or Ray, or manifests for Kubernetes."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.errors import LaunchError, file_problems
+from paceline.errors import file_problems
 from paceline.launch.kubernetes import manifest
+from paceline.launch.run import HERE
 from paceline.launch.slurm import batch_script
 from paceline.launch.slurm import submit as submit_script
 from paceline.plan import place
 from paceline.regular_files import make_run_folder, replace_text
 from paceline.spec import Cluster, Device, Job, Node
+from paceline.spec.codec import PositiveFloat, PositiveInt
 from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import is_script, resolve_job
-from paceline.workflows.run_folder import new_run_dir
+from paceline.workflows.train import new_run_dir
 
-__all__ = ["SlurmJob", "kubernetes", "slurm"]
+__all__ = ["SubmittedJob", "kubernetes", "ray", "slurm"]
 
-COMMANDS = ("train", "launch", "scale")
+SubmittedCommand = Literal["train", "launch", "scale"]
 SCRIPT_FILE = "submit.sh"
+RAY_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
-class SlurmJob:
-    """A job script and the folder of its run; `job_id` is empty where it was not submitted."""
+class SubmittedJob:
+    """What a scheduler runs, and the folder of its run."""
 
     script: str
     run_dir: Path
     job_id: str = ""
+    """Empty where it was not submitted."""
+    advice: str = ""
+    """How to see its output, and how to end it."""
 
 
 @checked
 def slurm(
-    command: str,
+    command: SubmittedCommand,
     arguments: Sequence[str] = (),
     *,
-    nodes: int = 1,
-    workers: int = 1,
-    cpus: int = 1,
+    nodes: PositiveInt = 1,
+    workers: PositiveInt = 1,
+    cpus: PositiveInt = 1,
     on_cpu: bool = False,
-    max_minutes: float | None = None,
-    partition: str | None = None,
-    account: str | None = None,
     out: Path | str | None = None,
     dry_run: bool = False,
-) -> SlurmJob:
+) -> SubmittedJob:
     """Write a job script that runs `paceline COMMAND …` on the nodes of an allocation, and submit it.
 
+    Partition, account, time limit and the like are those of sbatch's own variables, such as SBATCH_PARTITION,
+    SBATCH_ACCOUNT and SBATCH_TIMELIMIT.
     Example: `print(paceline.submit.slurm("train", ["mnist-lenet"], nodes=2, workers=4, dry_run=True).script)`.
 
     Args:
@@ -60,31 +67,16 @@ def slurm(
         workers: number of workers on each node, one per GPU.
         cpus: cores for each worker.
         on_cpu: train on CPUs, without GPUs.
-        max_minutes: the time limit of the job; None: the cluster's.
-        partition: the partition of the cluster; None: its default.
-        account: the account that the job is charged to; None: the user's default.
         out: the run's folder, which all nodes see; None: a new one under runs/.
         dry_run: submit nothing and write nothing.
 
     Raises:
-        LaunchError: a command that runs no workers, or Slurm refuses the script.
-        JobError: arguments that are no list of texts, or an invalid number.
+        LaunchError: Slurm refuses the script.
+        JobError: a command that runs no workers, arguments that are no list of texts, or an invalid number.
     """
-    if command not in COMMANDS:
-        raise LaunchError(f"paceline submit slurm {command!r} is not possible; submit {', '.join(COMMANDS)}.")
     run_dir = Path(out or f"runs/{command}") if dry_run else new_run_dir(out, command)
     script = batch_script(
-        [
-            sys.executable,
-            "-m",
-            "paceline",
-            command,
-            "--launcher",
-            "slurm",
-            "--out",
-            str(run_dir.absolute()),
-            *arguments,
-        ],
+        _program("slurm", command, run_dir, arguments),
         name=f"paceline-{command}",
         run_dir=run_dir,
         cwd=Path.cwd(),
@@ -92,16 +84,54 @@ def slurm(
         workers_per_node=workers,
         cpus_per_worker=cpus,
         use_gpus=not on_cpu,
-        time_limit_s=None if max_minutes is None else 60 * max_minutes,
-        partition=partition,
-        account=account,
     )
     if dry_run:
-        return SlurmJob(script, run_dir)
-    with file_problems(f"The run folder {run_dir} cannot be used", LaunchError, "name another one with out = DIR"):
+        return SubmittedJob(script, run_dir)
+    with file_problems(f"The run folder {run_dir} cannot be used", remedy="name another one with out = DIR"):
         make_run_folder(run_dir)  # before the job begins: its output goes there
         replace_text(run_dir / SCRIPT_FILE, script)
-    return SlurmJob(script, run_dir, submit_script(script))
+    job_id = submit_script(script)
+    advice = f"its output goes to {run_dir}/slurm-{job_id}.log; scancel {job_id} ends it"
+    return SubmittedJob(script, run_dir, job_id, advice)
+
+
+@checked
+def ray(
+    command: SubmittedCommand,
+    arguments: Sequence[str] = (),
+    *,
+    address: str | None = None,
+    out: Path | str | None = None,
+    dry_run: bool = False,
+) -> SubmittedJob:
+    """Hand `paceline COMMAND …` to a Ray cluster as a job, whose workers run on the nodes of the cluster.
+
+    Needs ray[default] on this machine, and there this folder and Paceline at the same paths.
+    Example: `print(paceline.submit.ray("train", ["mnist-lenet"], dry_run=True).script)`.
+
+    Args:
+        command, arguments, out, dry_run: as for `slurm`.
+        address: of the cluster's dashboard, such as "http://head:8265"; None: what RAY_ADDRESS says.
+
+    Raises:
+        LaunchError: Ray refuses the job, or no cluster answers.
+        JobError: a command that runs no workers, or arguments that are no list of texts.
+    """
+    run_dir = Path(out or f"runs/{command}") if dry_run else new_run_dir(out, command)
+    program = f"cd -- {shlex.quote(str(Path.cwd()))} && exec {shlex.join(_program('ray', command, run_dir, arguments))}"
+    at = [] if address is None else ["--address", address]
+    submission = ["ray", "job", "submit", "--no-wait", *at, "--", "sh", "-c", program]
+    if dry_run:
+        return SubmittedJob(shlex.join(submission), run_dir)
+    told = re.search(r"raysubmit_\w+", HERE.output_of(submission, RAY_TIMEOUT_S))
+    job_id = told[0] if told else ""
+    advice = f"ray job logs -f {job_id} shows its output; ray job stop {job_id} ends it"
+    return SubmittedJob(shlex.join(submission), run_dir, job_id, advice)
+
+
+def _program(launcher: str, command: str, run_dir: Path, arguments: Sequence[str]) -> list[str]:
+    own = ["--launcher", launcher, "--out", str(run_dir.absolute())]
+    return [sys.executable, "-m", "paceline", command, *own, *arguments]
 
 
 @checked
@@ -113,11 +143,11 @@ def kubernetes(
     claim: str,
     out: Path | str,
     mount: Path | str = Path("/data"),
-    nodes: int = 1,
-    workers: int = 1,
-    cpus: int = 1,
+    nodes: PositiveInt = 1,
+    workers: PositiveInt = 1,
+    cpus: PositiveInt = 1,
     on_cpu: bool = False,
-    memory_gib: float | None = None,
+    memory_gib: PositiveFloat | None = None,
     kind: Literal["job", "trainjob"] = "job",
     name: str | None = None,
     settings: Sequence[str] = (),
@@ -144,8 +174,7 @@ def kubernetes(
         LaunchError: an invalid argument.
         JobError: a mistake in the job, or more workers than it has virtual shards.
     """
-    runs_script = is_script(job, arguments, settings, data, model)
-    if runs_script:
+    if is_script(job, arguments, set=settings, data=data, model=model):
         program, stem = [str(job), *arguments], Path(str(job)).stem
     else:
         resolved, device = resolve_job(job, settings, data, model), Device("cpu" if on_cpu else "cuda", 0, "", 0)

@@ -1,49 +1,58 @@
-"""`paceline.train`: one run of a job, on this node or on several."""
+"""From a job or a script to its workers: `paceline.train`, `paceline.launch`, and the folder of a run."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import itertools
+import re
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from paceline import env
+from paceline.errors import LaunchError, PacelineError, file_problems
 from paceline.launch.run import LaunchOptions
-from paceline.spec import Job, Plan, RunRecord
-from paceline.spec.job import CallbackSpec, TrackerName
-from paceline.spec.plan import RunLimit
+from paceline.plan import spread
+from paceline.regular_files import make_run_folder, run_file_mode
+from paceline.spec import Job, Plan, RunRecord, parse_mesh
+from paceline.spec.codec import NonNegativeInt, PositiveFloat, PositiveInt
+from paceline.spec.job import JOB_FILE, TrackerName, differences
+from paceline.spec.plan import LIMIT_FILE, PLAN_FILE, RunLimit
+from paceline.spec.record import RECORD_FILE
+from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, silent
-from paceline.workflows.jobs import check_names, import_folders, resolve_job, with_callbacks
+from paceline.workflows.jobs import CallbackLike, import_folders, place_run, resolve_job, split_settings, with_callbacks
 from paceline.workflows.plan import feed_back, with_forecast
-from paceline.workflows.run_folder import (
-    finished_record,
-    finished_run,
-    new_run_dir,
-    put_record_aside,
-    training_program,
-    write_run,
-)
-from paceline.workflows.strategy import place_run, split_settings
 from paceline.workflows.where import HERE, Allocation, Where, allocation_on_paper, open_allocation
+
+STALE_VIEW_S = 60.0
+"""For at most this long a node takes the old content of a shared file for the present one, or believes it absent."""
+_MOST_NAME_CHARACTERS = 50
+"""What a folder's name keeps of its job's: 200 bytes at most in UTF-8, and file systems take 255."""
 
 
 @checked
 def train(
     job: Job | str | Path,
     *,
-    workers: int | None = None,
+    workers: PositiveInt | None = None,
     model: str | Callable[..., Any] | None = None,
     data: str | Path | Callable[..., Any] | None = None,
-    max_steps: int | None = None,
-    max_minutes: float | None = None,
-    callbacks: Sequence[CallbackSpec | type | str | tuple[type | str, Mapping[str, Any]]] = (),
+    max_steps: PositiveInt | None = None,
+    max_minutes: PositiveFloat | None = None,
+    callbacks: Sequence[CallbackLike] = (),
     out: Path | str | None = None,
     force: bool = False,
     settings: Sequence[str] = (),
     track: Sequence[TrackerName] = (),
     quiet: bool = True,
     where: Where = HERE,
-    max_restarts: int = 0,
+    max_restarts: NonNegativeInt = 0,
     strategy: str | None = None,
     plan: Plan | Path | str | None = None,
     say: Say = silent,
@@ -72,7 +81,7 @@ def train(
         max_restarts: how often all workers are started again after a failure, from the newest checkpoint.
         strategy: how workers divide the model: dp, fsdp, zero1, zero2, hsdp, pp, tp, dp_one_process, a mesh such as
             "dp2 x pp2", or auto: the planner chooses; None: as `plan` says, else dp.
-        plan: the plan that `plan` recommended, or its file; arguments given here override it.
+        plan: the plan that `plan` recommended, or its file, in place of a strategy; settings change it.
         say: receives the planner's choices, one line at a time.
 
     Raises:
@@ -81,17 +90,18 @@ def train(
     """
     of_job, of_plan = split_settings(settings)
     resolved = with_callbacks(resolve_job(job, of_job, data, model), callbacks)
-    limit = RunLimit.from_mapping({"max_steps": max_steps, "max_minutes": max_minutes})
-    given = plan if plan is None or isinstance(plan, Plan) else Plan.load(Path(plan))
+    limit = RunLimit(max_steps, max_minutes)
     run_dir = new_run_dir(out, resolved.name)
     if record := finished_run(run_dir, resolved, max_steps, force=force):
         say(f"{run_dir} holds this run, finished; this is its result")
         return record
+    given = Plan.load(Path(plan)) if isinstance(plan, Path | str) else plan
     with open_allocation(where, run_dir) as allocation:
-        put_record_aside(run_dir)
-        placed = _plan_on(allocation, resolved, workers, strategy, of_plan, given, say)
-        options = {"quiet": quiet, "trackers": track, "force": force}
-        return run_job(allocation, resolved, placed, run_dir, limit, max_restarts=max_restarts, **options)
+        cluster = allocation.cluster
+        num_workers = workers or (given.world_size if given else min(len(cluster.devices), resolved.virtual_shards))
+        placed = with_forecast(resolved, place_run(resolved, cluster, num_workers, strategy, of_plan, given, say), say)
+        writing = {"quiet": quiet, "track": track, "force": force}
+        return run_job(allocation, resolved, placed, run_dir, limit, max_restarts=max_restarts, **writing)
 
 
 def run_job(
@@ -101,62 +111,169 @@ def run_job(
     run_dir: Path,
     limit: RunLimit,
     *,
-    max_restarts: int = 0,
+    max_restarts: NonNegativeInt = 0,
     **writing: Any,
 ) -> RunRecord:
-    """Train a job by its plan, and note the error of its forecast; `writing` are options of `write_run`.
+    """Train a job by its plan; its record, with the whole time, and the error of its forecast noted.
+
+    `writing` are options of `write_run`. The caller holds the folder.
 
     Raises:
         WorkerFailed: a worker failed; its message names the rank and the reason.
+        PacelineError: the record is not there at the end, or damaged.
     """
-    started, program = time.monotonic(), write_run(job, plan, run_dir, limit, **writing)
+    started, file = time.monotonic(), run_dir / RECORD_FILE
+    if file.exists():  # of a finished run, of which more is wanted
+        file.rename(run_dir / f"record-{RunRecord.load(file).steps}-steps.json")
+    program = write_run(job, plan, run_dir, limit, **writing)
     environ = env.import_note(import_folders(job))
     allocation.run(plan, program, LaunchOptions(run_dir, max_restarts=max_restarts, environ=environ))
-    record = finished_record(run_dir, started, was_elsewhere=allocation.is_elsewhere)
+    wall_s = time.monotonic() - started  # only here is known when the last worker ended
+    while allocation.is_elsewhere and not file.exists() and time.monotonic() < started + wall_s + STALE_VIEW_S:
+        time.sleep(0.1)
+    record = dataclasses.replace(RunRecord.load(file), wall_s=wall_s)
+    with contextlib.suppress(OSError):  # the worker's own record is there
+        record.save(file, run_file_mode())
     feed_back(record)
     return record
 
 
-def train_commands(
-    job: Job | str | Path,
-    *,
-    workers: int | None = None,
-    data: str | Path | None = None,
-    settings: Sequence[str] = (),
-    out: Path | str | None = None,
-    force: bool = False,
-    track: Sequence[str] = (),
-    quiet: bool = True,
-    where: Where = HERE,
-    max_restarts: int = 0,
-    strategy: str | None = None,
-    plan: Path | str | None = None,
-    say: Say = silent,
-    **_limits: Any,
-) -> str:
-    """The commands that `train` would start, with the same arguments; starts nothing and opens no connection."""
-    of_job, of_plan = split_settings(settings)
-    resolved = resolve_job(job, of_job, data)
-    check_names(resolved)
-    run_dir = Path(out or f"runs/{resolved.name}").absolute()
-    allocation = allocation_on_paper(where, run_dir)
-    given = None if plan is None else Plan.load(Path(plan))
-    placed = _plan_on(allocation, resolved, workers, strategy, of_plan, given, say)
-    program, options = training_program(run_dir, quiet, track, force), LaunchOptions(run_dir, max_restarts=max_restarts)
-    return allocation.commands(placed, program, options)
+def new_run_dir(out: Path | str | None, name: str) -> Path:
+    """The folder of a run: `out`, or a fresh one under runs/. Raises `PacelineError` where none can be made there."""
+    if out:
+        return Path(out)
+    # Whatever a job is called, its folder lies below runs/, and its name is one that file systems take.
+    safe = re.sub(r"[^\w.+=@ -]", "-", name)[:_MOST_NAME_CHARACTERS].strip(". ") or "run"
+    stem = f"{safe}-{datetime.now():%Y%m%d-%H%M%S}"
+    with file_problems("No run folder can be made under runs", remedy="name another one with out = DIR"):
+        Path("runs").mkdir(exist_ok=True)
+        for number in itertools.count(1):
+            run_dir = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
+            with contextlib.suppress(FileExistsError):
+                run_dir.mkdir(mode=0o700)
+                break
+        return run_dir
 
 
-def _plan_on(
-    allocation: Allocation,
+def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool = False) -> RunRecord | None:
+    """The record of the run in `run_dir` if nothing is left to do of `job`; None if there is. Changes nothing.
+
+    Raises:
+        PacelineError: the folder holds a finished run of another job, or of more epochs or steps.
+    """
+    if not (run_dir / RECORD_FILE).exists():
+        return None
+    record = RunRecord.load(run_dir / RECORD_FILE)
+    before = record.job
+    changes = differences(before.to_mapping(), dataclasses.replace(job, epochs=before.epochs).to_mapping())
+    if changes and not force:
+        raise PacelineError(
+            f"{run_dir} already holds a finished run of another job ({'; '.join(changes)}); name another folder, or "
+            "remove the folder."
+        )
+    if job.epochs < before.epochs or (max_steps is not None and max_steps < record.steps):
+        raise PacelineError(
+            f"{run_dir} already holds a finished run that is longer, of {number_of(record.steps, 'step')} and "
+            f"{number_of(before.epochs, 'epoch')}; name another folder, or remove the folder."
+        )
+    limit = RunLimit.read(run_dir / LIMIT_FILE) or RunLimit()
+    had = (before.epochs, limit.max_steps, before.early_stopping)
+    is_same = not changes and had == (job.epochs, max_steps, job.early_stopping)
+    return record if is_same and record.is_complete else None
+
+
+def write_run(
     job: Job,
-    workers: int | None,
-    strategy: str | None,
-    settings: Sequence[str],
-    given: Plan | None,
-    say: Say,
-) -> Plan:
-    """The plan of the run on these nodes: of as many workers as are asked for, or as plan, nodes and job allow."""
-    num_devices = len(allocation.cluster.devices)
-    num_workers = workers or (given.world_size if given else min(num_devices, job.virtual_shards))
-    placed = place_run(job, allocation.cluster, num_workers, strategy, settings, given, say)
-    return with_forecast(job, placed, say)
+    plan: Plan,
+    run_dir: Path,
+    limit: RunLimit | None = None,
+    *,
+    quiet: bool = True,
+    track: Sequence[str] = (),
+    force: bool = False,
+) -> list[str]:
+    """Write job, plan and limit into the run folder; the program that trains them, as python's arguments."""
+    values = {JOB_FILE: job, PLAN_FILE: plan, LIMIT_FILE: limit or RunLimit()}
+    with file_problems(f"The run folder {run_dir} cannot be written to", remedy="name another one with out = DIR"):
+        make_run_folder(run_dir)  # that only its owner can read
+        for name, value in values.items():
+            value.save(run_dir / name, run_file_mode())
+    # Absolute: on another node the working directory may be another.
+    program = ["-m", "paceline.train", str(run_dir.absolute()), *["--quiet"] * quiet, *["--force"] * force]
+    return program + [word for tracker in track for word in ("--track", tracker)]
+
+
+@checked
+def launch(
+    script: str | Path,
+    arguments: Sequence[str] = (),
+    *,
+    workers: PositiveInt | None = None,
+    out: Path | str | None = None,
+    threads: PositiveInt | None = None,
+    strategy: str | None = None,
+    module: bool = False,
+    where: Where = HERE,
+    max_restarts: NonNegativeInt = 0,
+    debug_comm: bool = False,
+    torchrun: Sequence[str] = (),
+    dry_run: bool = False,
+) -> Path:
+    """Run a script on several workers and return the folder of its logs.
+
+    The script calls `paceline.init`, or knows nothing of Paceline and calls `torch.distributed.init_process_group` or a
+    library that does: its workers find the variables that torchrun sets.
+
+    Example: `paceline.launch("train.py", ["--epochs", "3"], workers=2)`.
+
+    Args:
+        script: a Python script, for torchrun or `paceline.init`; `arguments` follow it.
+        workers: number of workers; None: one for each device.
+        out: the folder for logs; None: a new one under runs/.
+        threads: CPU threads that each worker computes with; None: an equal share of the cores.
+        strategy: how workers divide the model if the script does not choose it, such as "fsdp" or "dp2 x pp2".
+        module: run `script` as a module, as `python -m` does.
+        where: the nodes, and how they are reached.
+        max_restarts: how often all workers are started again after a failure; the script must resume by itself.
+        debug_comm: compare every collective across workers, and turn on NCCL's debug output.
+        torchrun: further arguments of torchrun, each as one word, such as --rdzv-conf=timeout=60.
+        dry_run: print what would be started, and start nothing.
+
+    Raises:
+        LaunchError: there is no such script, or workers cannot be started.
+        JobError: a strategy that does not make as many workers, or arguments that are no list of texts.
+        WorkerFailed: a worker failed; says which rank, and why.
+    """
+    script = str(script)
+    check_script(script, is_module=module)
+    program = [*(["-m"] if module else []), script, *arguments]
+    name = script.rpartition(".")[2] if module else Path(script).stem
+    run_dir = Path(out or f"runs/{name}") if dry_run else new_run_dir(out, name)
+    options = LaunchOptions(run_dir, "all", max_restarts, env.note(env.STRATEGY, strategy), tuple(torchrun))
+
+    def plan_on(allocation: Allocation) -> Plan:
+        cluster, num_workers = allocation.cluster, workers or len(allocation.cluster.devices)
+        plan = spread(cluster, num_workers, threads)
+        if strategy is not None:
+            parse_mesh(strategy)  # of any size: one worker, too, is told of a mistake
+        if strategy is not None and num_workers > 1:
+            plan = spread(cluster, num_workers, threads, parse_mesh(strategy, num_workers, len(plan.placements)))
+        return dataclasses.replace(plan, debug_comm=debug_comm)
+
+    if dry_run:
+        allocation = allocation_on_paper(where, run_dir)
+        print(allocation.commands(plan_on(allocation), program, options))
+    else:
+        with open_allocation(where, run_dir, None if module else Path(script)) as allocation:
+            allocation.run(plan_on(allocation), program, options)
+    return run_dir
+
+
+def check_script(script: str, *, is_module: bool) -> None:
+    """Raise `LaunchError` for a script or module that is not there."""
+    if is_module and PathFinder.find_spec(script.partition(".")[0], [str(Path.cwd()), *sys.path]) is None:
+        raise LaunchError(f"There is no module '{script}' in this folder or among what is installed.")
+    if not is_module and not Path(script).is_file():
+        may_be_module = all(part.isidentifier() for part in script.split("."))
+        hint = f"; if it is a module, add -m: -m {script}" if may_be_module else ""
+        raise LaunchError(f"There is no script '{script}'{hint}.")

@@ -13,12 +13,11 @@ from paceline.hardware import detect
 from paceline.launch.run import LaunchOptions, run_workers
 from paceline.plan import spread
 from paceline.spec import Job, parse_mesh
+from paceline.spec.codec import PositiveInt
 from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, read_counts, silent
-from paceline.workflows.jobs import is_script, resolve_job
-from paceline.workflows.launch import check_script
-from paceline.workflows.run_folder import write_run
-from paceline.workflows.strategy import place_run
+from paceline.workflows.jobs import is_script, place_run, resolve_job
+from paceline.workflows.train import check_script, write_run
 
 if TYPE_CHECKING:  # these load NumPy
     from paceline.verify.comparison import ParityVerdict
@@ -31,8 +30,8 @@ def verify(
     arguments: Sequence[str] = (),
     *,
     workers: Sequence[int] | str = "1,2",
-    batch: int | None = None,
-    steps: int = 4,
+    batch: PositiveInt | None = None,
+    steps: PositiveInt = 4,
     deal: bool = False,
     model: str | Callable[..., Any] | None = None,
     data: str | Path | Callable[..., Any] | None = None,
@@ -71,7 +70,7 @@ def verify(
     if counts[1:] == [] and counts[0] > 1 and not deal:
         counts = [1, *counts]
     shared = {count: strategy if count > 1 else None for count in counts}  # one worker has nobody to share with
-    if is_script(job, arguments, settings, data, model):
+    if is_script(job, arguments, set=settings, data=data, model=model):
         check_script(str(job), is_module=False)
         for count in counts if strategy is not None else ():  # as the script will read it
             parse_mesh(str(strategy), count if count > 1 else None)

@@ -299,9 +299,10 @@ def test_what_needs_action_comes_first_each_with_its_fix(
     findings = [Finding("ok", "a", "A."), Finding("warning", "b", "B.", "do b"), Finding("error", "c", "C.", "do c")]
     monkeypatch.setattr(paceline, "doctor", lambda: findings)
     assert commands.doctor() == 2
-    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    assert lines[0].split() == ["error", "C."] and lines[1] == "→ do c" and lines[2].split() == ["warning", "B."]
-    assert lines[-1] == "1 check passed, 1 warning, 1 error."
+    head, _, *rows = (line.split() for line in capsys.readouterr().out.splitlines() if line.strip())
+    assert head == ["level", "what", "what", "to", "do"]
+    assert rows[0] == ["error", "C.", "do", "c"] and rows[1] == ["warning", "B.", "do", "b"]
+    assert " ".join(rows[2]) == "1 check passed, 1 warning, 1 error."
     assert commands.doctor(as_json=True) == 2
     listed = json.loads(capsys.readouterr().out)
     assert [finding["level"] for finding in listed["findings"]] == ["error", "warning", "ok"]

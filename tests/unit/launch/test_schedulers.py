@@ -35,16 +35,15 @@ def sbatch_options(script: str) -> dict[str, str]:
 
 
 def test_a_slurm_script_asks_for_what_was_given() -> None:
-    script = slurm_script(max_minutes=1501.1, partition="gpu", account="lab")
+    script = slurm_script()
     assert script.startswith("#!/bin/sh\n")
     options = sbatch_options(script)
     assert (options["nodes"], options["gpus-per-node"]) == ("2", "8")
     assert int(options["ntasks-per-node"]) * int(options["cpus-per-task"]) == 96
-    assert (options["time"], options["partition"], options["account"]) == ("1502", "gpu", "lab")
     assert "/data/runs/1/" in options["output"] and "%j" in options["output"]
     assert subprocess.run(["sh", "-n", "-c", script], timeout=60).returncode == 0
     bare = sbatch_options(slurm_script(on_cpu=True))
-    assert not {"gpus-per-node", "time", "partition", "account"} & bare.keys()
+    assert not {"gpus-per-node", "time", "partition", "account"} & bare.keys()  # these are sbatch's variables
 
 
 def test_a_slurm_script_quotes_every_argument() -> None:
@@ -55,24 +54,15 @@ def test_a_slurm_script_quotes_every_argument() -> None:
 
 
 def test_a_slurm_job_saves_before_its_limit_and_goes_on() -> None:
-    options = sbatch_options(slurm_script(max_minutes=60))
+    options = sbatch_options(slurm_script())
     assert "requeue" in options and options["signal"].startswith("B:USR2@")
     assert "scontrol requeue" in slurm_script()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"partition": "gpu --uid=0"},
-        {"partition": "a\n#SBATCH --uid=0"},
-        {"account": "x\ny"},
-        {"out": '/data/"x'},
-        {"out": "/data/a\nb"},
-    ],
-)
-def test_a_value_that_would_add_an_option_of_sbatch_is_refused(options: dict[str, str]) -> None:
+@pytest.mark.parametrize("out", ['/data/"x', "/data/a\nb"])
+def test_a_folder_that_would_add_an_option_of_sbatch_is_refused(out: str) -> None:
     with pytest.raises(LaunchError):
-        slurm_script(**options)
+        slurm_script(out=out)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +92,32 @@ def test_sbatch_gets_the_script_and_its_answer_is_read(tmp_path: Path, monkeypat
     sbatch.write_text("#!/bin/sh\ncat > /dev/null\necho 'sbatch: error: no such partition' >&2\nexit 1\n")
     with pytest.raises(LaunchError, match="no such partition"):
         slurm_script(dry_run=False, out=tmp_path / "refused")
+
+
+# --- Ray ---
+
+
+def test_ray_gets_the_command_in_this_folder_and_its_answer_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = tmp_path / "ray"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(LaunchError, match="ray"):
+        paceline.submit.ray("launch", ["train.py"], out=tmp_path / "none")
+    client.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$@\" > {tmp_path}/heard\necho \"Job 'raysubmit_a1B' submitted\"\n")
+    client.chmod(0o700)
+    job = paceline.submit.ray("launch", ["train.py", "a b"], address="http://head:8265", out=tmp_path / "run")
+    assert job.job_id == "raysubmit_a1B" and "raysubmit_a1B" in job.advice
+    words = (tmp_path / "heard").read_text().splitlines()
+    assert words[:6] == ["job", "submit", "--no-wait", "--address", "http://head:8265", "--"]
+    assert shlex.split(job.script) == ["ray", *words]
+    (command,) = words[8:]
+    there = ["cd", "--", str(Path.cwd()), "&&", "exec", sys.executable, "-m", "paceline", "launch"]
+    assert words[6:8] == ["sh", "-c"] and shlex.split(command)[:9] == there
+    assert shlex.split(command)[9:] == ["--launcher", "ray", "--out", str(tmp_path / "run"), "train.py", "a b"]
+    client.write_text("#!/bin/sh\necho 'ConnectionError: no head at 8265' >&2\nexit 1\n")
+    with pytest.raises(LaunchError, match="no head at 8265"):
+        paceline.submit.ray("train", ["digits-lenet"], out=tmp_path / "refused")
 
 
 # --- Kubernetes ---

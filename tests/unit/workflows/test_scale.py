@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import paceline
-from paceline.errors import JobError, WorkerFailed
+from paceline.errors import PacelineError, WorkerFailed
 from paceline.launch.run import LaunchOptions
 from paceline.spec import Job, Plan, RunRecord
 from paceline.workflows.where import Allocation
@@ -29,7 +29,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         if plan.world_size == 2 and names.count(options.run_dir.name) == 1:
             raise WorkerFailed("Rank 1 of 2 fell over.", details="its traceback")
         job = Job.load(options.run_dir / "job.json")
-        record = dataclasses.replace(RunRecord.load(RECORDED), job=job, plan=plan)
+        record = dataclasses.replace(RunRecord.load(RECORDED), job=job, plan=plan, steps=3)
         record.save(options.run_dir / "record.json")
 
     monkeypatch.setattr(Allocation, "run", run)
@@ -56,7 +56,8 @@ def test_a_failed_run_is_told_at_the_end_and_made_again_alone(tmp_path: Path, la
     ("change", "words"),
     [
         ({"devices": [1]}, ["devices2-seed0", "leave out"]),
-        ({"max_steps": 4}, ["max_steps was 3 and is 4"]),
+        ({"max_steps": 2}, ["longer, of 3 steps"]),
+        ({"settings": ["plan.timeout_s=60"]}, ["another plan"]),
         ({"settings": ["optim.lr=0.5"]}, ["optim.lr"]),
     ],
 )
@@ -67,6 +68,6 @@ def test_runs_of_another_study_are_not_mixed_in(
     for _ in range(2):
         with contextlib.suppress(WorkerFailed):
             paceline.scale(JOB, **study)  # type: ignore[arg-type]
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(PacelineError) as caught:
         paceline.scale(JOB, **study | change)  # type: ignore[arg-type]
     assert all(word in str(caught.value) for word in words), caught.value
