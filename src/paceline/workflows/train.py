@@ -176,7 +176,8 @@ def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool 
             f"{run_dir} already holds a finished run that is longer, of {number_of(record.steps, 'step')} and "
             f"{number_of(before.epochs, 'epoch')}; name another folder, or remove the folder."
         )
-    limit = RunLimit.read(run_dir / LIMIT_FILE) or RunLimit()
+    limit_file = run_dir / LIMIT_FILE
+    limit = RunLimit.load(limit_file) if limit_file.exists() else RunLimit()
     had = (before.epochs, limit.max_steps, before.early_stopping)
     is_same = not changes and had == (job.epochs, max_steps, job.early_stopping)
     return record if is_same and record.is_complete else None
