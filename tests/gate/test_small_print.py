@@ -21,11 +21,14 @@ _sgd = functools.partial(torch.optim.SGD, lr=0.3)
 
 
 class _Statistics(nn.Module):
-    """A layer, and what its passes have seen: a count, the smallest and a mean, which an evaluation moves too."""
+    """A layer, and what its passes have seen: a count, the smallest and a mean, which an evaluation moves too; and a
+    factor that is constant, and what grows to infinity."""
 
     count: Tensor
     smallest: Tensor
     mean: Tensor
+    factor: Tensor
+    growing: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,12 +38,15 @@ class _Statistics(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("smallest", torch.tensor(torch.inf))
         self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("factor", torch.full((2,), 0.5))
+        self.register_buffer("growing", torch.zeros(2))
 
     def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = self.norm(self.layer(self.dropout(inputs - self.mean)) * self.factor[:1])
         self.count += (inputs > 0).sum()
         self.smallest.copy_(torch.minimum(self.smallest, inputs.min()))
         self.mean.lerp_(inputs.detach().mean(0), 0.5)
-        output: Tensor = self.norm(self.layer(self.dropout(inputs)))
+        self.growing = self.growing + torch.tensor([1.0, torch.inf])
         return output
 
 
@@ -70,14 +76,14 @@ def _moved_statistics(parity: str) -> list[Any]:
         for batch in run.batches(_pairs(), sampler=_in_order):
             run.step(batch, _squares)
         means = [float(model.mean.sum()), float(run.values["target"])]
-        return [int(model.count), float(model.smallest), model.norm.training, means]
+        return [int(model.count), float(model.smallest), model.norm.training, means, model.growing.tolist()]
 
 
 @pytest.mark.parametrize("parity", ["numeric", "bitwise"])
 def test_statistics_and_values_are_those_of_the_virtual_shards_on_any_number_of_workers(parity: str) -> None:
     inputs, targets = _pairs().tensors
     means = [float(inputs.mean(0).sum()) / 2, float(targets.mean())]
-    expected = [int((inputs[:2] > 0).sum()), 0.0, False, pytest.approx(means, rel=1e-6)]
+    expected = [int((inputs[:2] > 0).sum()), 0.0, False, pytest.approx(means, rel=1e-6), [1.0, 0.0]]
     for num_workers in (1, 2):
         assert all(found == expected for found in run_ranks(_moved_statistics, num_workers, parity))
 

@@ -12,7 +12,6 @@ from paceline.comm.hierarchical import hierarchical
 from paceline.comm.links import WIRE_FORMATS, Links, open_links
 from paceline.comm.parameter_server import all_to_one, parameter_server, parameter_server_two_level
 from paceline.comm.ring import ring
-from paceline.comm.scheduler import Scheduler
 from paceline.comm.tree_exact import tree_exact
 
 ALGORITHMS: dict[str, Algorithm] = {
@@ -31,6 +30,5 @@ __all__ = [
     "Aggregator",
     "Algorithm",
     "Links",
-    "Scheduler",
     "open_links",
 ]

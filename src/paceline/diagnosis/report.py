@@ -282,6 +282,6 @@ def tail_of(path: Path) -> str:
 
 def of_the_user(stacks: str) -> str:
     """Python's dump of all threads without Paceline's own threads, and without Python's own start."""
-    ours = re.compile(r"paceline/(train/watch|comm/scheduler)\.py")
+    ours = re.compile(r"paceline/(train/watch|comm/aggregator)\.py")
     threads = [thread for thread in stacks.split("\n\n") if not ours.search(thread)]
     return "\n".join(line for line in "\n\n".join(threads).splitlines() if "<frozen runpy>" not in line)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.parallel.buffers import Buffers
 from paceline.parallel.engine import Engine
 from paceline.parallel.parallelize import parallelize
+from paceline.parallel.pass_state import Buffers
 from paceline.parallel.step_input import Assignment, Companions, StepInput
 
 __all__ = ["Assignment", "Buffers", "Companions", "Engine", "StepInput", "parallelize"]

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from paceline.comm.asynchronous import AsynchronousWorker, ServerSettings, UpdateSchedule
 from paceline.errors import JobError
 from paceline.object_collectives import open_host_group
-from paceline.parallel.buffers import standing_in, untouched
 from paceline.parallel.engine import Engine, Update
 from paceline.parallel.initial_weights import broadcast
 from paceline.parallel.layout import Whole
 from paceline.parallel.losses import LossLayout, StepLoss
+from paceline.parallel.pass_state import standing_in, untouched
 from paceline.parallel.running_sum import RunningSum
 from paceline.parallel.step_input import AnyShard, StepInput
 from paceline.spec import Job, Plan
@@ -89,8 +89,8 @@ class AsyncServers(Engine):
                     assert more is None
                     self._work = None
                 lengths = [self._layout.length, self.buffers.num_sums, 1]
-                losses, moved, num_left_out = statistics.to(self.layout.device).split(lengths)
-                self.buffers.end_step(self.buffers.combine(moved))
+                losses, changes, num_left_out = statistics.to(self.layout.device).split(lengths)
+                self.buffers.end_step(changes)
                 result = StepLoss.of(losses, self._layout)
                 any_shard.updated(result.loss, not num_left_out)
                 return result
@@ -107,10 +107,11 @@ class AsyncServers(Engine):
         step = replace(self._any_shard.read(batch, shard), loss_name=_LOSS_NAME)
         for parameter in self.module.parameters():
             parameter.grad = None
-        loss = self.passes.forward(step, shard)
-        statistics = self.passes.statistics(loss)
+        self.passes.enter(step, shard)
+        loss = self.passes.read(step, shard)
+        statistics = self.passes.statistics(step, shard, loss)
         self.passes.backward(step, loss)
-        self.buffers.start_over()
+        self.buffers.begin_pass()
         found = [loss.sums[0], *(p.grad for p in self.module.parameters() if p.grad is not None)]
         is_left_out = self._job.nonfinite != "ignore" and not all(bool(one.isfinite().all()) for one in found)
         weight = math.nan if is_left_out else float(loss.weight)

@@ -15,23 +15,23 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.containers import Batch, map_tensors, tensors
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects, broadcast_object
-from paceline.parallel.buffers import buffers_kept, standing_in
 from paceline.parallel.dtensor import reshard
 from paceline.parallel.layout import norm_of
 from paceline.parallel.losses import ShardLoss
+from paceline.parallel.pass_state import buffers_kept, standing_in
 from paceline.parallel.step_input import Assignment, StepInput
 
 if TYPE_CHECKING:
@@ -62,22 +62,29 @@ def audit(passes: Passes, step: StepInput, group: dist.ProcessGroup | None, *, h
     sizes = step.assignment.shard_sizes
     batch = Batch((samples if is_shared else step.batch.shards[0],), (sizes[shard],))
     alone = replace(step, assignment=Assignment(sizes, ((shard, shard + 1),), rank=0), batch=batch)
-    with nullcontext() if is_shared or has_samples else standing_in(passes.model):  # others may wait in its layers
-        norms: list[Any] = [0.0 for _ in passes.model.parameters()] if has_gradients and is_shared else []
+    norms: list[Any] = [0.0 for _ in passes.model.parameters()] if has_gradients and is_shared else []
 
-        def note(place: int, parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            norms[place] = norms[place] + norm_of(parameter.grad)
-            parameter.grad = None  # at once, so that there is memory for one and no more
+    def note(place: int, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        norms[place] = norms[place] + norm_of(parameter.grad)
+        parameter.grad = None  # at once, so that there is memory for one and no more
 
-        (loss,), _ = compute_again(passes, alone, [shard], has_gradients=bool(norms), on_gradient=note)
-    knows_first = has_samples and step.assignment.own[0] == shard
-    numbers = [
-        passes.first_loss if knows_first else math.nan,
-        loss.mean.detach() if is_shared or has_samples else math.nan,
-    ]
-    numbers += [norm / loss.weight for norm in norms]
-    everyone = all_gather_objects([str(float(number)) for number in numbers], group)
+    with leaving_no_trace(passes) as parameters, ExitStack() as contexts:
+        if not (is_shared or has_samples):
+            contexts.enter_context(standing_in(passes.model))  # others may wait in its layers
+        passes.enter(alone, shard)
+        loss = passes.read(alone, shard)
+        if any(parameter.grad is not None for parameter in parameters):
+            raise ModelError("The loss function calls backward() itself; return the loss, run.step calls backward.")
+        if norms:
+            for place, one in enumerate(parameters):
+                if one.requires_grad:
+                    contexts.enter_context(one.register_post_accumulate_grad_hook(partial(note, place)))
+            loss.weighted.backward()
+    first = passes.first_loss if has_samples and step.assignment.own[0] == shard else math.nan
+    again = loss.mean.detach() if is_shared or has_samples else math.nan
+    found = [passes.like + number for number in (first, again, *(norm / loss.weight for norm in norms))]
+    everyone = all_gather_objects([str(number) for number in torch.stack(found).tolist()], group)
     _compare([[float(number) for number in one] for one in everyone], tolerance_of(passes.model, step), is_shared)
 
 
@@ -101,51 +108,35 @@ def _compare(everyone: Sequence[Sequence[float]], tolerance: float, is_shared: b
                 raise ModelError(_differs(where, one, other, what="norm of a gradient"))
 
 
-def compute_again(
-    passes: Passes,
-    step: StepInput,
-    shards: Iterable[int],
-    *,
-    has_gradients: bool = True,
-    on_gradient: Callable[[int, Tensor], None] | None = None,
-) -> tuple[list[ShardLoss], list[Tensor | None]]:
-    """The losses of some shards; and the gradients of their weighted sum for all parameters, none without
-    `has_gradients`. Gradients and buffers are afterwards as before.
-
-    Args:
-        on_gradient: called with the place of a parameter, and the parameter, whenever it gets a gradient.
-
-    Raises:
-        ModelError: the loss function left a gradient: it calls `backward` itself.
-    """
+@contextmanager
+def leaving_no_trace(passes: Passes) -> Iterator[list[nn.Parameter]]:
+    """A context for passes that are made once more: its value are the parameters, without gradients at first.
+    Gradients and buffers are afterwards as before."""
     parameters = list(passes.model.parameters())
     before = [parameter.grad for parameter in parameters]
-    losses: list[ShardLoss] = []
     with buffers_kept(passes.model):
         try:
             for parameter in parameters:
                 parameter.grad = None
-            for shard in shards:
-                passes.enter(step, shard)
-                loss = passes.read(step, shard)
-                if not losses and any(parameter.grad is not None for parameter in parameters):
-                    raise ModelError(
-                        "The loss function calls backward() itself; return the loss, run.step calls backward."
-                    )
-                with ExitStack() as hooks:
-                    for place, one in enumerate(parameters):
-                        if has_gradients and on_gradient is not None and one.requires_grad:
-                            hook = partial(on_gradient, place)
-                            hooks.enter_context(one.register_post_accumulate_grad_hook(hook))
-                    if has_gradients:
-                        loss.weighted.backward()
-                losses.append(loss)
-            return losses, [parameter.grad for parameter in parameters] if has_gradients else []
+            yield parameters
         finally:
             passes.seeds.end()
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
             reshard(passes.model)
+
+
+def compute_again(
+    passes: Passes, step: StepInput, shards: Iterable[int]
+) -> tuple[list[ShardLoss], list[Tensor | None]]:
+    """The losses of some shards, and the gradients of their weighted sum for all parameters."""
+    losses = []
+    with leaving_no_trace(passes) as parameters:
+        for shard in shards:
+            passes.enter(step, shard)
+            losses.append(passes.read(step, shard))
+            losses[-1].weighted.backward()
+        return losses, [parameter.grad for parameter in parameters]
 
 
 def _is_close(one: float, other: float, tolerance: float) -> bool:
@@ -157,7 +148,7 @@ def _differs(where: str, one: float, other: float, what: str = "loss") -> str:
     return f"The {what} of the same samples differs {where} ({one:g} and {other:g}). {_REMEDY}"
 
 
-def tolerance_of(model: torch.nn.Module, step: StepInput) -> float:
+def tolerance_of(model: nn.Module, step: StepInput) -> float:
     """The relative difference that rounding may explain: kernels choose the order of their sums by where a tensor lies
     in memory, and layers amplify what that changes."""
     dtypes = {parameter.dtype for parameter in model.parameters()}

@@ -22,8 +22,7 @@ from paceline.containers import map_tensors, open_container, tensors
 from paceline.errors import ModelError
 from paceline.parallel.blocks import blocks_of, copy_of_modules
 from paceline.parallel.buckets import dense_form
-from paceline.parallel.buffers import BATCH_NORMS, buffers_kept
-from paceline.parallel.generators import host_states, torch_states
+from paceline.parallel.pass_state import BATCH_NORMS, buffers_kept, host_states, torch_states
 
 _READS_VALUES = {torch.equal, torch.allclose, torch.is_nonzero} | {
     getattr(Tensor, name)

@@ -75,8 +75,8 @@ class Copies:
                     _copy(passes.model.buffers(), own.model.buffers())
                     loss = own.read(here, shard)
                     _copy(own.model.buffers(), passes.model.buffers())
-                    own.leave(here, shard, loss)
-                    reducer.forward_made(own.statistics(loss).to(passes.device), is_last=shard == stop - 1)
+                    statistics = own.statistics(here, shard, loss).to(passes.device)
+                    reducer.forward_made(statistics, is_last=shard == stop - 1)
                     own.backward(here, loss)
                     if shard == first:
                         reducer.pass_made(0, loss)

@@ -27,11 +27,10 @@ from paceline.comm import Aggregator
 from paceline.containers import map_tensors
 from paceline.parallel.audit import audit
 from paceline.parallel.blocks import blocks_of
-from paceline.parallel.buffers import Buffers, standing_in
 from paceline.parallel.fixed_order_sum import FixedOrderSum
-from paceline.parallel.generators import BlockSeeds, seed_generators
 from paceline.parallel.layout import Whole
 from paceline.parallel.losses import LossLayouts, ShardLoss, StepLoss, ignore_unless, read_loss
+from paceline.parallel.pass_state import BlockSeeds, Buffers, seed_generators, standing_in
 from paceline.parallel.running_sum import RunningSum
 from paceline.parallel.step_input import GradientNorms, StepInput, TakeNorms
 from paceline.spec import AlgorithmName
@@ -86,7 +85,7 @@ class Passes:
         """The loss of this worker's first shard in the last step whose samples are needed again, a scalar."""
         self.seeds = BlockSeeds(device, blocks_of(model) if blocks is None else blocks)
         self._outputs: list[Any] | None = None
-        """What the model has returned in this pass, where the loss may count for nothing."""
+        """What the model has returned in this pass; None between passes."""
 
         def keep_output(_module: nn.Module, _arguments: Any, output: Any) -> None:
             if self._outputs is not None:
@@ -94,13 +93,6 @@ class Passes:
 
         # A function: `copy.deepcopy` of a model would copy the object of a bound method, with its process groups.
         model.register_forward_hook(keep_output)
-
-    def forward(self, step: StepInput, shard: int) -> ShardLoss:
-        """The loss of a shard of this worker's; `backward` has to follow before the next one."""
-        self.enter(step, shard)
-        loss = self.read(step, shard)
-        self.leave(step, shard, loss)
-        return loss
 
     def enter(self, step: StepInput, shard: int) -> None:
         """Before a forward pass: the generators and buffers are those that the shard has on any worker."""
@@ -110,55 +102,39 @@ class Passes:
         for one in (self.buffers, *step.companions):
             one.begin_pass()
 
-    def leave(self, step: StepInput, shard: int, loss: ShardLoss | None) -> None:
-        """After a forward pass, before its backward pass: note what it made of buffers, and the first shard's loss."""
-        self.buffers.end_pass(shard, step.assignment.weight(shard))
-        if loss is not None and step.reads_again and shard == step.assignment.own[0]:
-            self.first_loss = loss.mean.detach()
-
     def read(self, step: StepInput, shard: int) -> ShardLoss:
         """Call the loss function with a shard's samples, and see what it returned."""
-        weight, size = step.assignment.weight(shard), step.assignment.global_size
-        loss, outputs = self._call(step, step.content(shard), weight, size)
+        loss = self._read(step, step.content(shard), step.assignment.weight(shard), step.assignment.global_size)
         self.layouts.has_returned(step.loss_name, loss.layout)
-        if isinstance(loss.weight, Tensor):
-            ignore_unless(loss.weight != 0, outputs)
         return loss
 
-    def _call(self, step: StepInput, content: Any, weight: float, size: int) -> tuple[ShardLoss, Sequence[Any]]:
-        """The loss, and where that may count for nothing what the model has returned."""
-        self._outputs = [] if weight == 0 or self.layouts.may_be_weighted(step.loss_name) else None
+    def _read(self, step: StepInput, content: Any, fraction: float, size: int) -> ShardLoss:
+        self._outputs = []
         try:
-            loss = read_loss(step.loss_of(self.model, content), weight, size, self.like)
-            return loss, self._outputs or ()
+            loss = read_loss(step.loss_of(self.model, content), fraction, size, self.like)
+            if not fraction or isinstance(loss.weight, Tensor):
+                ignore_unless(loss.weight != 0 if fraction else False, self._outputs)
+            return loss
         finally:
             self._outputs = None
+
+    def statistics(self, step: StepInput, shard: int, loss: ShardLoss) -> Tensor:
+        """After a forward pass, before its backward pass: what is added up over all shards besides gradients, the sums
+        of the shard's loss and then the changes of buffers."""
+        if step.reads_again and shard == step.assignment.own[0]:
+            self.first_loss = loss.mean.detach()
+        changes = self.buffers.changes(shard, step.assignment.weight(shard), loss.sums)
+        return torch.cat([loss.sums, *changes]) if changes else loss.sums
 
     def backward(self, step: StepInput, loss: ShardLoss) -> None:
         """Add the gradient of a shard's loss, times its weight, to `.grad`."""
         step.scale(loss.weighted).backward()
         self.seeds.end()
 
-    def statistics(self, loss: ShardLoss) -> Tensor:
-        """What is added up over all shards besides gradients: the sums of a shard's loss, then the moves of buffers."""
-        moves = self.buffers.take_moves(loss.sums)
-        return torch.cat([loss.sums, *moves]) if moves else loss.sums
-
-    @contextmanager
-    def stand_in(self, step: StepInput) -> Iterator[Tensor]:
-        """The loss of a sample that counts for nothing, a scalar, for a worker that takes part in others' collectives.
-
-        Its backward pass belongs inside.
-        """
-        with standing_in(self.model, *[one.model for one in step.companions]):
-            for one in step.companions:
-                one.begin_pass()
-            yield step.scale(self.loss_of_nothing(step).weighted)
-
     def loss_of_nothing(self, step: StepInput) -> ShardLoss:
-        """The loss of the worker's first shard with the weight 0, through which nothing flows back."""
-        loss, outputs = self._call(step, map_tensors(step.batch.shards[0], torch.clone), 0.0, 1)
-        ignore_unless(torch.zeros((), dtype=torch.bool, device=self.device), outputs)
+        """The loss of the worker's first shard with the weight 0, through which nothing flows back; for contexts of
+        `standing_in`."""
+        loss = self._read(step, map_tensors(step.batch.shards[0], torch.clone), 0.0, 1)
         return replace(loss, weight=0.0, weighted=loss.weighted * 0)
 
 
@@ -200,6 +176,8 @@ class Engine:
         self.buffers = self.passes.buffers
         self._reducer = reducer
         self._runner = runner
+        self.gradient_norm = reducer.gradient_norm
+        self.whole = layout.whole
         now = mark(layout.device)
         self.communication: tuple[Mark, Mark] = now, now
         """The interval of the last step's exposed communication: last gradient computed to last gradient summed."""
@@ -233,10 +211,9 @@ class Engine:
         returned = self.layouts.of(step.loss_name)
         num_losses = returned.length if self.layout.knows_losses else 0
         sums = reducer.finish(num_losses + self.buffers.num_sums)
-        losses, moves, *noise = sums.split([num_losses, self.buffers.num_sums, *[2] * (step.take_norms is not None)])
-        losses = losses if num_losses else sums.new_zeros(returned.length)
-        losses, is_unsound = self.layout.complete(losses, self.buffers.combine(moves))
-        self.buffers.end_step(is_unsound)
+        losses, changes, *noise = sums.split([num_losses, self.buffers.num_sums, *[2] * (step.take_norms is not None)])
+        losses = self.layout.complete(losses if num_losses else sums.new_zeros(returned.length))
+        self.buffers.end_step(changes)
         result = StepLoss.of(losses, returned)
         reducer.leave_gradients(result.rescale)
         if step.take_norms is not None:
@@ -245,28 +222,31 @@ class Engine:
         return result
 
     def _run_in_turn(self, step: StepInput) -> None:
-        """This worker's shards forward and backward, one after the other, then stand-ins."""
+        """This worker's shards forward and backward, one after the other, then stand-ins: samples that count for
+        nothing, where others wait for this worker in the layers."""
         layout, passes, reducer = self.layout, self.passes, self._reducer
         first, stop = step.assignment.own
         num_passes = layout.num_passes(step.assignment)
         for number in range(num_passes):
             shard, is_last = first + number, number == num_passes - 1
             layout.begin_pass(self.module, is_last=is_last)
-            if shard < stop:
-                loss = passes.forward(step, shard)
-                if shard == stop - 1 and self.holds_all:  # else others wait in the layers of this pass
-                    self.layouts.of(step.loss_name)  # agreed on before the first sum begins
-                reducer.forward_made(passes.statistics(loss), is_last=shard == stop - 1)
+            is_own = shard < stop
+            others = [] if is_own else [passes.model, *[one.model for one in step.companions]]
+            with standing_in(*others):  # the backward pass too, in which layers may be computed again
+                if is_own:
+                    passes.enter(step, shard)
+                    loss = passes.read(step, shard)
+                    if shard == stop - 1 and self.holds_all:  # else others wait in the layers of this pass
+                        self.layouts.of(step.loss_name)  # agreed on before the first sum begins
+                    reducer.forward_made(passes.statistics(step, shard, loss), is_last=shard == stop - 1)
+                else:
+                    for one in step.companions:
+                        one.begin_pass()
+                    loss = passes.loss_of_nothing(step)
                 if is_last:
                     reducer.expect_last(self.module)
                 passes.backward(step, loss)
-                reducer.pass_made(number, loss)
-                continue
-            with passes.stand_in(step) as stand_in:
-                if is_last:
-                    reducer.expect_last(self.module)
-                stand_in.backward()
-            reducer.pass_made(number, None)
+            reducer.pass_made(number, loss if is_own else None)
 
     def _tell_noise(self, step: StepInput, take_norms: TakeNorms, noise: Tensor) -> None:
         num_parts, num_samples = self._reducer.measured(step.assignment)
@@ -281,19 +261,6 @@ class Engine:
         """Raise `ModelError` if the loss of the same samples differs between workers or from call to call, between
         `gradients` and the update; a collective (`audit.py`)."""
         audit(self.passes, step, self.layout.world, has_gradients=self.holds_all)
-
-    def gradient_norm(self) -> Tensor:
-        """The norm of the whole model's gradient, a scalar; a collective if workers do not hold all of it."""
-        return self._reducer.gradient_norm()
-
-    # --- the whole model ---
-
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All parameters, or tensors sharded like them, of the whole model by name, in full; a collective.
-
-        If workers do not hold the whole model, rank 0 gets them, in CPU memory, and the others get nothing.
-        """
-        return self.layout.whole(tensors)
 
     # --- workers that differ ---
 

@@ -17,9 +17,9 @@ from torch import nn
 from paceline.containers import Batch, map_tensors, tensors
 from paceline.errors import ModelError
 from paceline.parallel.audit import compute_again, tolerance_of
-from paceline.parallel.buffers import BATCH_NORMS
 from paceline.parallel.engine import Passes
 from paceline.parallel.layout import norm_of
+from paceline.parallel.pass_state import BATCH_NORMS
 from paceline.parallel.step_input import Assignment, StepInput
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

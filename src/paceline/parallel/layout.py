@@ -73,10 +73,9 @@ class Whole:
             gradients = [norm_of(one).to(self.zero) for one in gradients]
         return torch.nn.utils.get_total_norm(gradients) if gradients else self.zero
 
-    def complete(self, losses: Tensor, is_unsound: Tensor) -> tuple[Tensor, Tensor]:
-        """The sums of losses, and whether any worker's buffers are unsound, a scalar; a collective if workers hold
-        other layers than others."""
-        return losses, is_unsound
+    def complete(self, losses: Tensor) -> Tensor:
+        """The sums of losses, zeros where `knows_losses` is not set; a collective if other workers know them."""
+        return losses
 
     def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """All parameters, or tensors sharded like them, of the whole model by name, in full; a collective.

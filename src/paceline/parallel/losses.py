@@ -109,10 +109,6 @@ class LossLayouts:
         if before != layout:
             raise _differ(before, layout)
 
-    def may_be_weighted(self, name: str) -> bool:
-        """Whether a loss function may return a `Mean`."""
-        return name not in self._own or self._own[name].is_weighted
-
     def of(self, name: str) -> LossLayout:
         """The layout of a loss function that has been called on this or another worker; a collective in its first step.
 
@@ -230,7 +226,7 @@ def _form(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def ignore_unless(is_counted: Tensor, outputs: Sequence[Any]) -> None:
+def ignore_unless(is_counted: Tensor | bool, outputs: Sequence[Any]) -> None:
     """Let nothing flow back through a model's outputs if the loss counts for nothing: 0 times the gradient of a mean
     over nothing would be NaN.
 
@@ -238,7 +234,8 @@ def ignore_unless(is_counted: Tensor, outputs: Sequence[Any]) -> None:
         is_counted: whether the loss has a weight, a scalar.
         outputs: what the model returned, be it plain objects with tensors as attributes.
     """
+    counts = torch.as_tensor(is_counted)  # a scalar of the host may stand beside tensors of any device
     for output in outputs:
         for tensor in tensors(output, in_objects=True):
             if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: torch.where(is_counted, gradient, 0.0))
+                tensor.register_hook(lambda gradient: torch.where(counts, gradient, 0.0))

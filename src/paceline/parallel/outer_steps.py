@@ -85,8 +85,7 @@ class OuterSteps(Engine):
         is_local_sgd = spec.method == "local_sgd"
         self._outer_lr = 1.0 if is_local_sgd else spec.outer_lr
         self._outer_momentum = 0.0 if is_local_sgd else spec.outer_momentum
-        self._trained: dict[str, Tensor] = {}
-        """The parameters that are trained, or were in a step before."""
+        self._buffers = {name for name, _ in self.module.named_buffers()}
         self._agreed: dict[str, Tensor] = {}
         """The weights and floating-point buffers after the last outer step, in `_wide` precision."""
         self._momentum: dict[str, Tensor] = {}
@@ -101,7 +100,7 @@ class OuterSteps(Engine):
     def close(self, error: BaseException | None = None) -> None:
         super().close(error)
         if self._aggregator is not None:
-            self._aggregator.scheduler.close()
+            self._aggregator.close()
 
     # --- steps ---
 
@@ -114,13 +113,10 @@ class OuterSteps(Engine):
         if self._holds_consensus:
             raise JobError("run.step has no effect inside run.consensus, which restores the weights; call it outside.")
         # Not earlier: weights may have been loaded since they were prepared, or unfrozen.
-        self._trained |= {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         new = {name: one for name, one in self._averaged().items() if name not in self._agreed}
         self._agreed |= {name: _wide(one, copy=True) for name, one in new.items()}
         self._num_steps += 1
         self._mean = None
-        begin = mark(self.layout.device)
-        self.communication = begin, begin
         result = StepLoss(torch.full((), torch.nan, device=self.layout.device))
         mine = _own_part_of(step)
         if num_samples := mine.assignment.global_size:
@@ -144,10 +140,10 @@ class OuterSteps(Engine):
     @torch.no_grad()
     def _outer_step(self) -> None:
         if self._aggregator is not None:
-            # The scheduler counts this as a step, so that it compares the calls of the first outer steps.
-            self._aggregator.scheduler.begin_step()
+            # It counts this as a step, so that it compares the calls of the first outer steps.
+            self._aggregator.begin_step()
         for name, move in self._mean_moves(exactly=False).items():
-            if name not in self._trained:
+            if name in self._buffers:
                 self._agreed[name].add_(move)
                 continue
             if self._outer_momentum:  # Nesterov's
@@ -159,9 +155,10 @@ class OuterSteps(Engine):
         self._num_steps, self._own_samples = 0, 0.0
 
     def _averaged(self) -> dict[str, Tensor]:
-        """The weights and floating-point buffers of this worker, by name."""
+        """The weights of this worker that are trained, or were before, and its floating-point buffers, by name."""
+        trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad or name in self._agreed}
         floating = {name: one for name, one in self.module.named_buffers() if one.is_floating_point()}
-        return {name: one.detach() for name, one in (self._trained | floating).items()}
+        return {name: one.detach() for name, one in (trained | floating).items()}
 
     def _hold(self, values: Mapping[str, Tensor]) -> None:
         """Hold what workers agree on, and rank 0's other buffers."""
@@ -186,7 +183,7 @@ class OuterSteps(Engine):
         moves: dict[str, Tensor] = {}
         arriving = []
         for bucket in buckets(
-            self._agreed.items(), lambda named: ((named[0] in self._trained, named[1].dtype), named[1].nbytes)
+            self._agreed.items(), lambda named: ((named[0] in self._buffers, named[1].dtype), named[1].nbytes)
         ):
             names = [name for name, _ in bucket]
             # What has not moved may be infinite.
@@ -195,12 +192,12 @@ class OuterSteps(Engine):
             pieces = flat.split([agreed.numel() for _, agreed in bucket])
             moves |= {name: piece.view_as(agreed) for (name, agreed), piece in zip(bucket, pieces, strict=True)}
             if (sums := self._aggregator) is not None:
-                is_exact = exactly or names[0] not in self._trained
+                is_exact = exactly or names[0] in self._buffers
                 arriving.append(sums.sum_exactly(flat, "weights") if is_exact else sums.sum_bucket(flat, names))
         for future in arriving:
             future.wait()
         if self._aggregator is not None:
-            self._aggregator.scheduler.raise_error()
+            self._aggregator.raise_error()
         return moves
 
     # --- workers that differ ---
@@ -265,8 +262,8 @@ class OuterSteps(Engine):
     def own_state(self) -> dict[str, Any]:
         if self.is_synchronised:
             return {}
-        every = (*self._trained.items(), *self.module.named_buffers())
-        means = {name: _wide(one) if one.is_floating_point() else one for name, one in every}
+        every = self._averaged() | dict(self.module.named_buffers())
+        means = {name: _wide(one) if one.is_floating_point() else one for name, one in every.items()}
         samples = torch.tensor(float(self._own_samples), dtype=torch.float64)
         return {"sums": {_OWN_SAMPLES: samples}, "means": {"tensors": means}}
 
@@ -280,7 +277,6 @@ class OuterSteps(Engine):
             self._agreed, self._momentum = (
                 {name: one.to(self.layout.device) for name, one in state[key].items()} for key in ("agreed", "momentum")
             )
-            self._trained = {name: p for name, p in self.module.named_parameters() if name in self._agreed}
         mine = own.get("means", {}).get("tensors", {})
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             if name in mine:

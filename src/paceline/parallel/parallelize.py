@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, Scheduler, open_links
+from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, open_links
 from paceline.errors import JobError, ModelError
 from paceline.parallel.async_servers import AsyncServers
 from paceline.parallel.copies import Copies
@@ -103,25 +103,18 @@ def set_up_aggregation(job: Job, plan: Plan, group: dist.ProcessGroup | None, de
     if not WIRE_FORMATS[wire].is_exact:
         notes = (f"gradients are sent rounded to {wire}, so the result may depend on the number of workers",)
     links = replace(links, wire=WIRE_FORMATS[wire], num_servers=min(plan.num_servers, links.world_size))
-    scheduler = Scheduler(links.group, links.device, plan.debug_comm)
-    return Aggregation(Aggregator(ALGORITHMS[algorithm], links, scheduler), algorithm, notes)
+    aggregator = Aggregator(ALGORITHMS[algorithm], links, check_always=plan.debug_comm)
+    return Aggregation(aggregator, algorithm, notes)
 
 
 def _check_layers(model: nn.Module) -> None:
     """Raises `ModelError` for what would train otherwise on another number of workers."""
     for name, layer in model.named_modules():
-        place = f"The layer '{name}'" if name else "The model"
-        if not isinstance(layer, nn.Embedding | nn.EmbeddingBag):
-            continue
-        if layer.max_norm is not None:
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and (layer.max_norm is not None or layer.sparse):
             raise ModelError(
-                f"{place} has max_norm, by which every forward pass shortens the rows that it looks up, on each worker "
-                "those of its own samples; build it without, and shorten the rows after run.step "
-                "(weight.renorm_(2, 0, max_norm))."
-            )
-        if layer.sparse:
-            raise ModelError(
-                f"{place} makes sparse gradients, which workers cannot add up; build it with sparse=False."
+                f"The embedding '{name}' has max_norm, which shortens the rows that a worker looks up on this worker "
+                "only, or sparse gradients, which workers cannot add up; build it without, and shorten rows after "
+                "run.step (weight.renorm_(2, 0, max_norm))."
             )
     for name, parameter in model.named_parameters():
         if parameter.is_complex() and parameter.requires_grad:

@@ -53,7 +53,7 @@ class RunningSum:
         for hook in self._hooks:
             hook.remove()
         if self._aggregator is not None:
-            self._aggregator.scheduler.close()
+            self._aggregator.close()
 
     # --- the passes of a step ---
 
@@ -67,7 +67,7 @@ class RunningSum:
         self._num_begun = 0
         if self._aggregator is None:
             return
-        self._aggregator.scheduler.begin_step()
+        self._aggregator.begin_step()
         trained = [named for named in self._named if named[1].requires_grad]
         if [id(one) for _, one in trained] != [id(one) for _, one in self._trained]:
             self._arrange(self._aggregator, trained)
@@ -178,7 +178,7 @@ class RunningSum:
         for bucket in self._buckets:
             bucket.wait()
         if self._aggregator is not None:
-            self._aggregator.scheduler.raise_error()
+            self._aggregator.raise_error()
         if self._too_late:
             raise ModelError(
                 f"The gradient of '{self._too_late}' was computed more often in this step than in the one before, and "

@@ -160,12 +160,8 @@ class Spread(Whole):
         dist.all_reduce(of_replicas, group=self.world)
         return own
 
-    def complete(self, losses: Tensor, is_unsound: Tensor) -> tuple[Tensor, Tensor]:
-        if self.axes.pp is None:
-            return losses, is_unsound
-        # Only the last stage knows the loss; and buffers of all stages move, or none.
-        known = sum_over(torch.cat([losses, is_unsound.view(1).to(losses)]), self.axes.pp)
-        return known[:-1], known[-1] > 0
+    def complete(self, losses: Tensor) -> Tensor:
+        return losses if self.axes.pp is None else sum_over(losses.clone(), self.axes.pp)
 
     def norms_of_all(self, norms: Mapping[str, Tensor]) -> Tensor:
         if self._pipeline is None:

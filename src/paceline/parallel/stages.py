@@ -30,10 +30,10 @@ from paceline.errors import JobError, ModelError
 from paceline.mathematics import even_cut
 from paceline.parallel.block_calls import BlockCall, ModelCall, Skeleton, nothing_like, watch
 from paceline.parallel.blocks import blocks_of
-from paceline.parallel.buffers import standing_in
 from paceline.parallel.engine import Passes, Reducer
 from paceline.parallel.layout import Whole
 from paceline.parallel.losses import ShardLoss
+from paceline.parallel.pass_state import standing_in
 from paceline.parallel.stage_modules import (
     Answer,
     CutTrace,
@@ -329,7 +329,7 @@ class MicroBatch:
     def __post_init__(self) -> None:
         self._sums: list[Tensor] = []
         """Those of the loss, where the last stage is."""
-        self._moves = self.passes.like.new_zeros(self.passes.buffers.num_sums)
+        self._changes = self.passes.like.new_zeros(self.passes.buffers.num_sums)
         self._gradients: list[Tensor | None] = []
 
     @property
@@ -356,11 +356,12 @@ class MicroBatch:
         except _AnsweredError as raised:
             answered = raised.value
         if shard is not None:
-            passes.leave(step, shard, loss)
-            moves = passes.buffers.take_moves(self._moves)
-            self._moves += torch.cat(moves) if moves else 0  # of other stages' layers nothing
+            changes = passes.buffers.changes(shard, step.assignment.weight(shard), self._changes)
+            self._changes += torch.cat(changes) if changes else 0  # of other stages' layers nothing
         if loss is None:
             return answered
+        if shard == step.assignment.own[0]:
+            passes.first_loss = loss.mean.detach()
         self._sums = [loss.sums]
         return step.scale(loss.weighted)
 
@@ -386,7 +387,7 @@ class MicroBatch:
         self._gradients = [old if new is None else new for old, new in zip(before, found, strict=True)]
         self.num_stages_left -= 1
         if self.num_stages_left == 0:
-            self.reducer.forward_made(torch.cat([*self._sums, self._moves]), is_last=False)
+            self.reducer.forward_made(torch.cat([*self._sums, self._changes]), is_last=False)
             self.reducer.push(self._gradients, self.step.assignment.weight(self.shard))
             self._gradients = []
 

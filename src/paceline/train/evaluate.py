@@ -28,9 +28,8 @@ from paceline.data.streams import StreamPosition, check_stream, is_split, stand_
 from paceline.errors import DataError, ModelError
 from paceline.object_collectives import broadcast_object, gather_objects
 from paceline.parallel import Companions
-from paceline.parallel.buffers import untouched
-from paceline.parallel.generators import seed_generators
 from paceline.parallel.losses import Mean
+from paceline.parallel.pass_state import seed_generators, untouched
 from paceline.parallel.step_input import shards_of_rank
 from paceline.train.batches import check_read_alike, exchange_sizes
 

@@ -23,7 +23,7 @@ from paceline.errors import JobError
 from paceline.heartbeat import beat
 from paceline.object_collectives import broadcast_object
 from paceline.parallel import Engine
-from paceline.parallel.generators import seed_generators
+from paceline.parallel.pass_state import seed_generators
 from paceline.parallel.step_input import check_shards
 from paceline.spec import Job, Mesh, Plan, parse_mesh
 from paceline.spec.plan import RunLimit

@@ -31,7 +31,7 @@ from paceline.data.randomness import key
 from paceline.errors import PeerLost
 from paceline.heartbeat import beat, inside
 from paceline.object_collectives import all_gather_objects, open_host_group
-from paceline.parallel.generators import seed_generators
+from paceline.parallel.pass_state import seed_generators
 from paceline.regular_files import CHECKPOINTS_LOCK, hold_folder, make_run_folder
 from paceline.train.batches import DataProgress
 from paceline.train.process_group import World

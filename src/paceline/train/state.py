@@ -391,7 +391,13 @@ def rebind(optimizer: Optimizer, names: Names, model: nn.Module) -> None:
             group["params"] = parameters
     for part in parts_of(optimizer):
         if part.state:
+            finest = {parameter: dict(entries) for parameter, entries in part.state.items()}
             part.load_state_dict(part.state_dict())  # on the device and in the type that the parameters have by now
+            for parameter, entries in finest.items():
+                for key, value in entries.items():
+                    is_moment = key != "step" and isinstance(value, Tensor) and value.is_floating_point()
+                    if is_moment and value.dtype.itemsize > parameter.dtype.itemsize:
+                        part.state[parameter][key] = value.to(parameter.device)  # in its own, finer type
 
 
 def optimizers_in(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:

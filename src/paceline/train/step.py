@@ -25,9 +25,9 @@ from paceline.heartbeat import beat
 from paceline.object_collectives import all_gather_objects
 from paceline.parallel import Assignment, Companions, StepInput
 from paceline.parallel.fused import check_fused, fused
-from paceline.parallel.generators import generator_states, seed_generators
 from paceline.parallel.layout import clip_gradients
 from paceline.parallel.losses import StepLoss
+from paceline.parallel.pass_state import generator_states, seed_generators
 from paceline.parallel.step_input import AnyShard, shard_sizes, unchanged
 from paceline.spec import Mesh
 from paceline.train.batches import GlobalBatch, GlobalBatches
@@ -312,7 +312,7 @@ class Stepper:
                 result = engine.step(step_input, functools.partial(self._update, one, step_input))
         except BaseException as problem:
             try:
-                engine.buffers.start_over()  # the run is whole if the error came before the update
+                engine.buffers.begin_pass()  # the run is whole if the error came before the update
             except RuntimeError:  # the device is of no more use
                 self.session.is_consistent = False
             if not isinstance(problem, torch.OutOfMemoryError | MemoryError):

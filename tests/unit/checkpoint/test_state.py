@@ -146,3 +146,12 @@ def test_any_number_in_a_model_of_bfloat16_is_exported_as_it_is(tmp_path: Path) 
     assert all(
         torch.equal(found[name], value) and found[name].dtype == torch.bfloat16 for name, value in weights.items()
     )
+
+
+def test_an_optimizer_state_that_is_finer_than_the_weights_stays_so() -> None:
+    model = nn.Linear(2, 1, bias=False).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[model.weight]["momentum_buffer"] = torch.full((1, 2), 1 + 2**-20)
+    with paceline.init(global_batch_size=2, virtual_shards=2, progress=False) as run:
+        run.prepare(model, optimizer)
+        assert optimizer.state[model.weight]["momentum_buffer"].tolist() == [[1 + 2**-20] * 2]
