@@ -1,5 +1,5 @@
-"""What a checkpoint consists of: files of tensors, and one small file, written last, without which there is none; and
-where it is: in a folder of a local or shared file system, or at an address such as s3://bucket/run.
+"""What a checkpoint consists of: files of tensors, and one small file, written last, without which there is none;
+where it is, in a folder of a local or shared file system or at an address such as s3://bucket/run; and which are kept.
 
 A folder is a checkpoint exactly if it holds manifest.json, that file is byte for byte what `Manifest.dump` writes, and
 the files it names hold the slices it names, each with the CRC-32 it gives, which is there to find damage, not forgery.
@@ -14,8 +14,8 @@ import math
 import operator
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
@@ -27,7 +27,9 @@ from fsspec.implementations.local import LocalFileSystem
 from paceline.containers import unflatten
 from paceline.errors import CheckpointError, JobError
 from paceline.regular_files import make_durable, make_run_folder, run_file_mode, write_file
-from paceline.spec.codec import NonNegativeInt, PositiveInt, from_mapping, to_mapping
+from paceline.spec.codec import NonNegativeInt, PositiveInt, from_mapping
+from paceline.spec.job import CheckpointSpec
+from paceline.spec.record import best_place
 
 FORMAT = 2
 """Raised when older programs could not read what is written."""
@@ -156,7 +158,7 @@ class Manifest:
 
     def dump(self) -> bytes:
         """The file's content: canonical JSON with a checksum over the rest of it."""
-        body = to_mapping(self)
+        body = asdict(self)
         return _canonical({"sha256": _digest(body), **body})
 
     @classmethod
@@ -339,3 +341,39 @@ def _as_os_error() -> Iterator[None]:
         raise
     except Exception as problem:  # every kind of storage has errors of its own
         raise OSError(f"{type(problem).__name__}: {problem}") from problem
+
+
+# --- which of them are kept ---
+
+
+@dataclass(frozen=True)
+class KnownCheckpoint:
+    """The facts about a checkpoint that the retention rules use."""
+
+    name: str
+    saved_at_s: float
+    """Seconds since the epoch."""
+    metrics: dict[str, float]
+
+
+def wanted(known: Sequence[KnownCheckpoint], spec: CheckpointSpec) -> set[str]:
+    """The names of the checkpoints that the rules keep, of `known`, oldest first.
+
+    The last `keep_last`; of every span of `keep_every_hours` hours the first; the best by `keep_best`.
+    """
+    keep = {one.name for one in known[-spec.keep_last :]}
+    if spec.keep_every_hours is not None:
+        span_s = spec.keep_every_hours * 3600
+        keep |= {*{int(one.saved_at_s // span_s): one.name for one in reversed(known)}.values()}
+    best = best_of(known, spec)
+    return keep if best is None else keep | {best}
+
+
+def best_of(known: Sequence[KnownCheckpoint], spec: CheckpointSpec) -> str | None:
+    """The name of the best by `keep_best` of `known`, oldest first; of equals the oldest: later ones have other
+    weights, not evaluated yet."""
+    if spec.keep_best is None:
+        return None
+    values = [one.metrics.get(spec.keep_best, math.nan) for one in known]
+    place = best_place(values, spec.keep_best, spec.best_mode)
+    return None if place is None else known[place].name

@@ -23,16 +23,19 @@ from paceline.checkpoint.format import (
     LATEST_FILE,
     MANIFEST_FILE,
     DataFile,
+    KnownCheckpoint,
     Manifest,
     Slice,
     Storage,
     StoredSlice,
     checksum,
     step_of,
+    wanted,
 )
 from paceline.containers import memory_of, unflatten
 from paceline.errors import CheckpointError, PacelineError, reason_of
 from paceline.object_collectives import all_gather_objects, broadcast_object
+from paceline.spec.job import CheckpointSpec
 
 _Read = TypeVar("_Read")
 
@@ -103,6 +106,53 @@ def verify_checkpoint(storage: Storage, name: str) -> Manifest:
         for chunk in entry.chunks:
             readers[chunk.file].tensor(tensor, entry.dtype, chunk)
     return manifest
+
+
+def known_checkpoints(storage: Storage) -> tuple[list[KnownCheckpoint], dict[str, str]]:
+    """What the manifests in a storage say, oldest first, and the problems of those that are damaged, by name."""
+    known, damaged = [], {}
+    for name, is_complete in storage.checkpoints().items():
+        try:
+            if is_complete:
+                manifest = read_manifest(storage, name)
+                known.append(KnownCheckpoint(name, manifest.saved_at_s, manifest.metrics))
+        except PacelineError as problem:
+            damaged[name] = str(problem)
+    return known, damaged
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """The checkpoints to keep and to delete: names, oldest first."""
+
+    stay: tuple[str, ...]
+    """Checkpoints that were verified and are good."""
+    go: tuple[str, ...]
+    damaged: dict[str, str]
+    """The problems of checkpoints that cannot replace others, by name; they are left as they are."""
+
+
+def prune(storage: Storage, spec: CheckpointSpec, *, dry_run: bool = False) -> Pruning:
+    """Remove the checkpoints that are good and that the rules do not keep; nothing with `dry_run`.
+
+    Only what the rules would keep is read. One that turns out to be damaged does not count, and the rules are asked
+    again, so the newest good one always stays.
+    """
+    known, damaged = known_checkpoints(storage)
+    good: set[str] = set()
+    while unread := wanted(known, spec) - good:
+        for name in unread:
+            try:
+                verify_checkpoint(storage, name)
+                good.add(name)
+            except PacelineError as problem:
+                damaged[name] = str(problem)
+        known = [one for one in known if one.name not in damaged]
+    go = tuple(one.name for one in known if one.name not in good)
+    if not dry_run:
+        for name in go:
+            storage.remove(name)
+    return Pruning(tuple(one.name for one in known if one.name in good), go, dict(sorted(damaged.items())))
 
 
 def newest_that(

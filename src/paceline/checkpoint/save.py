@@ -34,15 +34,18 @@ from paceline.checkpoint.format import (
     LATEST_FILE,
     MANIFEST_FILE,
     DataFile,
+    KnownCheckpoint,
     Manifest,
     Slice,
     Storage,
     StoredSlice,
     TensorEntry,
+    best_of,
     checksum,
     folder_name,
+    wanted,
 )
-from paceline.checkpoint.retention import KnownCheckpoint, best_of, known_checkpoints, wanted
+from paceline.checkpoint.load import known_checkpoints
 from paceline.containers import flatten, is_dtensor, local_shard, shard_slice
 from paceline.errors import CheckpointError, PacelineError, reason_of
 from paceline.object_collectives import all_gather_objects, broadcast_object, gather_objects, open_host_group

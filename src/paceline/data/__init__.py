@@ -13,7 +13,7 @@ from paceline.data.arrays import ArrayReader, ArraySet
 from paceline.data.augment import Augmentation
 from paceline.data.folder import FolderImages, load_folder
 from paceline.data.loading import Loading
-from paceline.data.randomness import Draw
+from paceline.data.randomness import Purpose
 from paceline.data.sample_reader import MapDataset, SampleRequest, read_samples, set_size
 from paceline.data.sources import (
     load_cifar10,
@@ -32,9 +32,9 @@ __all__ = [
     "ArrayReader",
     "ArraySet",
     "Augmentation",
-    "Draw",
     "FolderImages",
     "Loading",
+    "Purpose",
     "SampleRequest",
     "load",
     "read_samples",

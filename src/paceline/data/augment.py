@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.containers import on_device
-from paceline.data.randomness import Draw, integers, uniform
+from paceline.data.randomness import Purpose, integers, uniform
 from paceline.spec import DataSpec
 
 
@@ -50,15 +50,15 @@ def augment(images: Tensor, augmentation: Augmentation, seed: int, epoch: int, i
     """
     if augmentation.crop_padding is not None:
         high = 2 * augmentation.crop_padding + 1
-        top = integers(seed, Draw.CROP_Y, epoch, indices, high)
-        left = integers(seed, Draw.CROP_X, epoch, indices, high)
+        top = integers(seed, Purpose.CROP_Y, epoch, indices, high)
+        left = integers(seed, Purpose.CROP_X, epoch, indices, high)
         images = _crop(images, augmentation.crop_padding, top, left)
     if augmentation.flip:
-        images = _flip(images, uniform(seed, Draw.FLIP, epoch, indices) < 0.5)
+        images = _flip(images, uniform(seed, Purpose.FLIP, epoch, indices) < 0.5)
     if augmentation.cutout_size is not None:
         height, width = images.shape[-2:]
-        y = integers(seed, Draw.CUTOUT_Y, epoch, indices, height)
-        x = integers(seed, Draw.CUTOUT_X, epoch, indices, width)
+        y = integers(seed, Purpose.CUTOUT_Y, epoch, indices, height)
+        x = integers(seed, Purpose.CUTOUT_X, epoch, indices, width)
         images = _cutout(images, augmentation.cutout_size, y, x)
     return images
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.randomness import Draw, generators_in, global_generators_kept, key, permuted, seed_global_generators
+from paceline.data.randomness import Purpose, generators_in, global_generators_kept, key, permuted, seed_generators
 from paceline.errors import DataError
 
 _BLOCK = 16384
@@ -34,7 +34,7 @@ class ShuffledOrder:
         """
         self._set_size = set_size
         self._batch_size = global_batch_size
-        self._key = seed, Draw.ORDER, epoch
+        self._key = seed, Purpose.ORDER, epoch
         self.num_batches = set_size // global_batch_size if drop_last else -(-set_size // global_batch_size)
         self.num_samples = min(set_size, self.num_batches * global_batch_size)
         """How many samples all batches have together."""
@@ -123,7 +123,7 @@ def listed_order(
     """
     with global_generators_kept():
         # They would else go on where the epoch before ended, which a resumed run has not gone through.
-        seed_global_generators(key(seed, Draw.SAMPLER, epoch, 0), generators_in(sampler))
+        seed_generators(key(seed, Purpose.SAMPLER, epoch, 0), generators_in(sampler))
         for part in _parts(sampler):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)

@@ -35,7 +35,7 @@ _DEEPEST, _LONGEST = 6, 64
 samples."""
 
 
-class Draw(IntEnum):
+class Purpose(IntEnum):
     """What random numbers are drawn for, so that no two uses ever share them."""
 
     ORDER = 1
@@ -73,33 +73,33 @@ def _state(*parts: int) -> int:
     return state
 
 
-def hash_keys(seed: int, draw: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
+def hash_keys(seed: int, purpose: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
     """64 random bits for each index, in the shape of `indices`."""
-    found: NDArray[np.uint64] = _mixed((indices.astype(np.uint64) + 1) * _GOLDEN + _state(seed, draw, epoch))
+    found: NDArray[np.uint64] = _mixed((indices.astype(np.uint64) + 1) * _GOLDEN + _state(seed, purpose, epoch))
     return found
 
 
-def uniform(seed: int, draw: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.float64]:
+def uniform(seed: int, purpose: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.float64]:
     """A number in [0, 1) for each index."""
-    return (hash_keys(seed, draw, epoch, indices) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return (hash_keys(seed, purpose, epoch, indices) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def integers(seed: int, draw: int, epoch: int, indices: NDArray[np.int64], high: int) -> NDArray[np.int64]:
+def integers(seed: int, purpose: int, epoch: int, indices: NDArray[np.int64], high: int) -> NDArray[np.int64]:
     """A number in 0 … high - 1 for each index, in the shape of `indices` (bias below high / 2**53)."""
-    return (uniform(seed, draw, epoch, indices) * high).astype(np.int64)
+    return (uniform(seed, purpose, epoch, indices) * high).astype(np.int64)
 
 
-def key(seed: int, draw: int, epoch: int, index: int) -> int:
+def key(seed: int, purpose: int, epoch: int, index: int) -> int:
     """One 63-bit seed for a generator, of torch or Python, that belongs to one thing."""
     # `hash_keys` of one index: in Python's numbers a tenth of the time of arrays of length one.
-    bits: int = _mixed((_state(seed, draw, epoch) + (index + 1) * _GOLDEN) & _MASK)
+    bits: int = _mixed((_state(seed, purpose, epoch) + (index + 1) * _GOLDEN) & _MASK)
     return bits >> 1
 
 
 # --- a permutation that is computed where it is needed ---
 
 
-def permuted(positions: NDArray[np.int64], num_samples: int, seed: int, draw: int, epoch: int) -> NDArray[np.int64]:
+def permuted(positions: NDArray[np.int64], num_samples: int, seed: int, purpose: int, epoch: int) -> NDArray[np.int64]:
     """The numbers, in the shape of `positions`, at these positions of a permutation of 0 … `num_samples` - 1, whose key
     the other arguments are.
 
@@ -116,7 +116,7 @@ def permuted(positions: NDArray[np.int64], num_samples: int, seed: int, draw: in
     def through_network(numbers: NDArray[np.int64]) -> NDArray[np.int64]:
         right, left = np.divmod(numbers, left_size)
         for round_ in range(_NUM_ROUNDS):
-            hashes = hash_keys(seed, draw, epoch, (left if round_ % 2 else right) + (round_ << _ROUND_BITS))
+            hashes = hash_keys(seed, purpose, epoch, (left if round_ % 2 else right) + (round_ << _ROUND_BITS))
             if round_ % 2:
                 right = (right + (hashes % np.uint64(right_size)).astype(np.int64)) % right_size
             else:
@@ -136,7 +136,7 @@ RandomGenerator = torch.Generator | np.random.Generator | np.random.RandomState 
 """A generator that a script has of its own."""
 
 
-def seed_global_generators(seed: int, own: Iterable[RandomGenerator] = ()) -> None:
+def seed_generators(seed: int, own: Iterable[RandomGenerator] = ()) -> None:
     """Seed all three by a 63-bit number; torch's for the CPU alone, since a forked process must not call CUDA. And seed
     each of a script's `own` by a number of its own."""
     random.seed(seed)

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.containers import open_container, to_device
 from paceline.data.loading import Collate, Loading, collated
-from paceline.data.randomness import Draw, generators_in, global_generators_kept, key, seed_global_generators
+from paceline.data.randomness import Purpose, generators_in, global_generators_kept, key, seed_generators
 from paceline.errors import DataError
 
 CARRIED_ERRORS = (DataError, SystemExit)
@@ -152,7 +152,7 @@ class _ShardReader:
         self._collate_fn: Collate = loading.collate_fn
         self._seed = seed
         self._epoch = epoch
-        self._draw = Draw.COLLATE if train else Draw.COLLATE_EVALUATION
+        self._purpose = Purpose.COLLATE if train else Purpose.COLLATE_EVALUATION
         self._own = generators_in(loading.dataset, loading.collate_fn)
         self._is_to_be_checked = train and epoch == 0
         """Whether a shard is still to be read twice: the first one, by the worker that has it."""
@@ -174,10 +174,10 @@ class _ShardReader:
 
     def _content(self, rows: NDArray[np.int64], batch: int, shard: int) -> Any:
         """The content of one virtual shard. Raises `DataError` if it is read a second time, and differs."""
-        samples, collate_key = self._samples(rows), shard_key(self._seed, self._draw, self._epoch, batch, shard)
+        samples, collate_key = self._samples(rows), shard_key(self._seed, self._purpose, self._epoch, batch, shard)
         is_checked = self._is_to_be_checked and (batch, shard) == (0, 0) and len(rows) > 0
         before = checksum(samples) if is_checked else 0  # the collate function may change them
-        seed_global_generators(collate_key, self._own)
+        seed_generators(collate_key, self._own)
         content = self._collate_fn(samples)
         if is_checked:
             self._is_to_be_checked = False
@@ -187,7 +187,7 @@ class _ShardReader:
                     "Samples of the training set, read twice with the same seeds, differ: they depend on how often "
                     f"they were read, {_UNSEEDED}"
                 )
-            seed_global_generators(collate_key, self._own)
+            seed_generators(collate_key, self._own)
             if checksum([self._collate_fn(again)]) != checksum([content]):
                 raise DataError(
                     "The collate function, called twice with the same samples and seeds, returned different batches: "
@@ -198,14 +198,14 @@ class _ShardReader:
     def _samples(self, rows: NDArray[np.int64]) -> list[Any]:
         samples = []
         for index in rows.tolist():
-            seed_global_generators(key(self._seed, Draw.SAMPLE, self._epoch, index), self._own)
+            seed_generators(key(self._seed, Purpose.SAMPLE, self._epoch, index), self._own)
             samples.append(self._dataset[index])
         return samples
 
 
-def shard_key(seed: int, draw: int, epoch: int, batch: int, shard: int) -> int:
+def shard_key(seed: int, purpose: int, epoch: int, batch: int, shard: int) -> int:
     """The seed that belongs to one virtual shard of one global batch."""
-    return key(seed, draw, epoch, (batch << 24) + shard)
+    return key(seed, purpose, epoch, (batch << 24) + shard)
 
 
 def _is_of_plain_tensors(dataset: MapDataset) -> TypeGuard[TensorDataset]:

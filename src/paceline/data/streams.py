@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.containers import to_device
 from paceline.data.loading import Loading
-from paceline.data.randomness import Draw, generators_in, global_generators_kept, key, seed_global_generators
+from paceline.data.randomness import Purpose, generators_in, global_generators_kept, key, seed_generators
 from paceline.data.sample_reader import CARRIED_ERRORS, checksum, loaded, loader_settings, shard_key
 from paceline.errors import DataError
 
@@ -85,7 +85,7 @@ class _Source:
     def __init__(self, stream: Any, seed: int, epoch: int, first_key: int) -> None:
         self._stream = stream
         self._generators = generators_in(stream)
-        self._key = seed, Draw.SAMPLE, epoch
+        self._key = seed, Purpose.SAMPLE, epoch
         self._next = first_key
         self._samples: Iterator[Any] | None = None
         self._is_over = False
@@ -121,7 +121,7 @@ class _Source:
         """The next samples; fewer at the end."""
         found: list[Any] = []
         while len(found) < count and not self._is_over:
-            seed_global_generators(key(*self._key, self._next), self._generators)
+            seed_generators(key(*self._key, self._next), self._generators)
             if self._samples is None:
                 self._samples = iter(self._stream)
             sample = next(self._samples, _END)
@@ -241,7 +241,7 @@ class _Steps(IterableDataset[Any]):
         return {number: batch[ends[number] - counts[number] : ends[number]] for number in self.own}
 
     def _content(self, step: int, number: int, samples: list[Any]) -> Any:
-        seed_global_generators(shard_key(self.seed, Draw.COLLATE, self.epoch, step, number))
+        seed_generators(shard_key(self.seed, Purpose.COLLATE, self.epoch, step, number))
         return self.loading.collate_fn(samples)
 
 

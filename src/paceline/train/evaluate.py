@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.containers import map_tensors
-from paceline.data import Draw, Loading, SampleRequest, set_size
+from paceline.data import Loading, Purpose, SampleRequest, set_size
 from paceline.data.loading import is_stream
 from paceline.data.randomness import key
 from paceline.data.streams import StreamPosition, check_stream, is_split, stand_in
@@ -83,7 +83,7 @@ def evaluate_between_steps(
             run.precision.autocast(),
         ):
             for chunk in chunks:
-                seed_generators(key(run.job.seed, Draw.EVALUATION, run.steps, chunk.number), run.device)
+                seed_generators(key(run.job.seed, Purpose.EVALUATION, run.steps, chunk.number), run.device)
                 for one in prepared:
                     one.begin_pass()
                 found = states.of_chunk(measure(model, chunk.content), chunk.size)

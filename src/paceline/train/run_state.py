@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,7 +145,7 @@ class RunState:
             "metrics": self.metrics,
             "kept": self.kept.state_dict(),
         }
-        return Snapshot(self.progress.steps, self.job.to_mapping(), shared, own, is_part=not self.holds_all)
+        return Snapshot(self.progress.steps, dataclasses.asdict(self.job), shared, own, is_part=not self.holds_all)
 
     @property
     def holds_all(self) -> bool:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from paceline.checkpoint.format import Storage, folder_name
 from paceline.checkpoint.save import Saver
-from paceline.data import Draw
+from paceline.data import Purpose
 from paceline.data.randomness import key
 from paceline.errors import PeerLost
 from paceline.heartbeat import beat, inside
@@ -293,7 +293,7 @@ class Session:
     def seed_between_steps(self, num_steps_on_batch: int = 0) -> None:
         """What a script draws after a step must not depend on the shards that this worker has computed. No collective.
         `num_steps_on_batch`: the steps made on the last batch, if there may be more; 0: it is done."""
-        stream, step = Draw.BETWEEN_STEPS, self.state.progress.steps
+        stream, step = Purpose.BETWEEN_STEPS, self.state.progress.steps
         seed_generators(key(self.state.job.seed, stream, num_steps_on_batch, step), self.world.device)
 
     def step_ended(self, own_time_s: float) -> None:

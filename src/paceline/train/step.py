@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from paceline.containers import Apply, Batch, is_dtensor, local_shard, map_tensors
-from paceline.data import Draw, Loading, SampleRequest
+from paceline.data import Loading, Purpose, SampleRequest
 from paceline.data.randomness import key
 from paceline.errors import JobError, ModelError, PeerLost
 from paceline.heartbeat import beat
@@ -178,12 +178,12 @@ class Stepper:
 
         def apply(function: Callable[[Any], Any], shards: tuple[Any, ...]) -> tuple[Any, ...]:
             every = shards + tuple(map_tensors(shards[0], torch.clone) for _ in range(len(shards), num_calls))
-            own_seed = key(self._job.seed, Draw.IN_LOOP, next(calls), step)
+            own_seed = key(self._job.seed, Purpose.IN_LOOP, next(calls), step)
             made = []
             for shard, content in enumerate(every, batch.assignment.own[0]):
-                seed_generators(key(own_seed, Draw.IN_LOOP, step, shard), self._device)
+                seed_generators(key(own_seed, Purpose.IN_LOOP, step, shard), self._device)
                 made.append(function(content))
-            seed_generators(key(own_seed, Draw.IN_LOOP, step, -1), self._device)
+            seed_generators(key(own_seed, Purpose.IN_LOOP, step, -1), self._device)
             return tuple(made[: len(shards)])
 
         return apply
@@ -329,12 +329,12 @@ class Stepper:
     def _input(self, one: OneStep, index: int, assignment: Assignment, content: Batch) -> StepInput:
         """The step input for an assignment of the global batch with this number, counted over the whole run."""
         precision, seed, nth = one.trained.precision, self._job.seed, one.pending.num_steps
-        own_seed = key(seed, Draw.LATER_STEP, nth, index) if nth else seed  # dropout masks of its own
+        own_seed = key(seed, Purpose.LATER_STEP, nth, index) if nth else seed  # dropout masks of its own
         return StepInput(
             assignment=assignment,
             batch=content,
             loss_of=precision.of(one.loss_fn),
-            shard_seed=lambda shard: key(own_seed, Draw.FORWARD, index, shard),
+            shard_seed=lambda shard: key(own_seed, Purpose.FORWARD, index, shard),
             scale=precision.scaler.scale,
             loss_name=loss_name(one.loss_fn),
             is_low_precision=self._job.precision in ("bfloat16", "float16"),
@@ -400,7 +400,7 @@ class Stepper:
         may_draw = any(type(part).__module__.partition(".")[0] != "torch" for part in parts_of(optimizer))
         if may_draw:
             # It may draw random numbers: every worker makes the same update.
-            seed = key(self._job.seed, Draw.UPDATE, one.pending.num_steps, one.pending.index)
+            seed = key(self._job.seed, Purpose.UPDATE, one.pending.num_steps, one.pending.index)
             seed_generators(seed, self._device)
         before = generator_states(self._device) if may_draw and not trained.engine.holds_all else None
         if not trained.needs_closure:

@@ -15,7 +15,7 @@ from paceline.workflows.arguments import Say, checked, silent
 
 if TYPE_CHECKING:
     from paceline.checkpoint.format import Storage
-    from paceline.checkpoint.retention import Pruning
+    from paceline.checkpoint.load import Pruning
 
 __all__ = ["CheckpointState", "export", "ls", "prune", "verify"]
 
@@ -95,7 +95,7 @@ def prune(
         JobError: an invalid rule, or a metric that no checkpoint has.
         CheckpointError: there are none, or the storage fails.
     """
-    from paceline.checkpoint import retention
+    from paceline.checkpoint import load
 
     rules = {"keep_last": keep_last, "keep_every_hours": keep_every_hours, "keep_best": keep_best}
     spec = from_mapping(CheckpointSpec, rules)
@@ -104,7 +104,7 @@ def prune(
         if keep_best is not None and keep_best not in metrics:
             known = ", ".join(metrics) or "no metrics"
             raise JobError(f"keep_best = {shown(keep_best)}: the checkpoints in {storage.address} have {known}.")
-        return retention.prune(storage, spec, dry_run=dry_run)
+        return load.prune(storage, spec, dry_run=dry_run)
 
 
 @checked

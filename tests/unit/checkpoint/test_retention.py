@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import paceline
-from paceline.checkpoint.retention import KnownCheckpoint, best_of, wanted
+from paceline.checkpoint.format import KnownCheckpoint, best_of, wanted
 from paceline.errors import CheckpointError, JobError
 from paceline.spec.job import CheckpointSpec
 from tests.unit.checkpoint.saving import train

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from paceline.data import ArrayReader, ArraySet, Augmentation, Draw
+from paceline.data import ArrayReader, ArraySet, Augmentation, Purpose
 from paceline.data.augment import augment
 from paceline.data.randomness import integers, uniform
 from paceline.spec import DataSpec
@@ -46,16 +46,16 @@ def augmented(image: Tensor, augmentation: Augmentation, seed: int, epoch: int, 
         return int(integers(seed, stream, epoch, one, high)[0])
 
     if (pad := augmentation.crop_padding) is not None:
-        top, left = draw(Draw.CROP_Y, 2 * pad + 1) - pad, draw(Draw.CROP_X, 2 * pad + 1) - pad
+        top, left = draw(Purpose.CROP_Y, 2 * pad + 1) - pad, draw(Purpose.CROP_X, 2 * pad + 1) - pad
         moved = torch.zeros_like(image)
         for y in range(max(0, -top), min(height, height - top)):
             for x in range(max(0, -left), min(width, width - left)):
                 moved[:, y, x] = image[:, y + top, x + left]
         image = moved
-    if augmentation.flip and uniform(seed, Draw.FLIP, epoch, one)[0] < 0.5:
+    if augmentation.flip and uniform(seed, Purpose.FLIP, epoch, one)[0] < 0.5:
         image = torch.stack([image[..., x] for x in reversed(range(width))], dim=-1)
     if (size := augmentation.cutout_size) is not None:
-        top, left = draw(Draw.CUTOUT_Y, height) - size // 2, draw(Draw.CUTOUT_X, width) - size // 2
+        top, left = draw(Purpose.CUTOUT_Y, height) - size // 2, draw(Purpose.CUTOUT_X, width) - size // 2
         image = image.clone()
         for y in range(max(0, top), min(height, top + size)):
             image[:, y, max(0, left) : max(0, left + size)] = 0
