@@ -97,4 +97,4 @@ def keep(timing: JobTiming, nodes: Iterable[Node], before: Cluster, file: Path) 
     """Write what was measured into a file, with what was measured `before` of other nodes and jobs."""
     by_name = {node.hostname: node for node in (*before.nodes, *nodes)}
     by_job = {(one.job, one.device, one.threads_per_worker): one for one in (*before.timings, timing)}
-    Cluster(tuple(by_name.values()), tuple(by_job.values()), before.checks).save(file)
+    Cluster(tuple(by_name.values()), tuple(by_job.values()), before.forecast_errors).save(file)

@@ -19,7 +19,6 @@ from paceline.plan.memory import USABLE_FRACTION
 from paceline.plan.meshes import needs_replicas, search_meshes
 from paceline.plan.recommendation import batch_advice, explain_choice, recommend, scaling_knee, statistical_efficiency
 from paceline.spec import Cluster, Job, StepRow
-from paceline.spec.cluster import ForecastCheck
 from paceline.spec.forecast import Forecast, ForecastRow, fastest_of_each_count
 from paceline.spec.model_cost import ModelCost
 from paceline.words import number_of
@@ -74,7 +73,7 @@ def forecast(
         device_kind=cluster.device_kind,
         grow=request.grow,
         run_samples=inputs.timing.num_samples and job.epochs * inputs.timing.num_samples,
-        past_error=past_error(cluster.checks),
+        past_error=past_error(cluster.forecast_errors),
         assumptions=(*_unmeasured(inputs.timing.steps, [one.row for one in asked]), *_assumed(inputs, rows)),
     )
     count = found.recommended_devices
@@ -257,11 +256,11 @@ def _of_a_run(inputs: PlanInputs, row: ForecastRow) -> ForecastRow:
     )
 
 
-def past_error(checks: Sequence[ForecastCheck]) -> str:
+def past_error(forecast_errors: Sequence[float]) -> str:
     """ "within 4 % on the last 12 runs", the 90th percentile of the errors of forecasts; empty without a run."""
-    if not checks:
+    if not forecast_errors:
         return ""
-    errors = sorted(abs(check.error) for check in checks)
+    errors = sorted(map(abs, forecast_errors))
     worst = errors[math.ceil(0.9 * len(errors)) - 1]
     runs = "run" if len(errors) == 1 else f"{len(errors)} runs"
     return f"within {worst:.0%} on the last {runs}".replace("%", " %")

@@ -156,21 +156,6 @@ class JobTiming:
 
 
 @dataclass(frozen=True)
-class ForecastCheck:
-    """A forecast and the measurement of the run."""
-
-    job: str
-    devices: PositiveInt
-    forecast_samples_per_s: PositiveFloat
-    measured_samples_per_s: PositiveFloat
-
-    @property
-    def error(self) -> float:
-        """The relative error of the forecast: 0.1 is 10 % above the measurement."""
-        return self.forecast_samples_per_s / self.measured_samples_per_s - 1
-
-
-@dataclass(frozen=True)
 class Cluster(JsonValue):
     """Nodes, and timings of jobs on them."""
 
@@ -179,12 +164,8 @@ class Cluster(JsonValue):
 
     nodes: tuple[Node, ...]
     timings: tuple[JobTiming, ...] = ()
-    checks: tuple[ForecastCheck, ...] = ()
-    """The accuracy of earlier forecasts, the latest last."""
-
-    def checked(self, check: ForecastCheck) -> Cluster:
-        """A copy with one more checked forecast; the latest 50 are kept."""
-        return replace(self, checks=(*self.checks, check)[-50:])
+    forecast_errors: tuple[float, ...] = ()
+    """Relative errors of earlier forecasts, the latest last: 0.1 is 10 % above the measurement."""
 
     @property
     def devices(self) -> tuple[Device, ...]:

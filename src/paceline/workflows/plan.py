@@ -23,7 +23,7 @@ from paceline.plan import place, spread
 from paceline.plan.memory import DeviceMemory, job_memory
 from paceline.regular_files import make_run_folder
 from paceline.spec import Cluster, Job, Mesh, Plan, RunRecord, StepRow, parse_mesh
-from paceline.spec.cluster import ForecastCheck, JobTiming
+from paceline.spec.cluster import JobTiming
 from paceline.spec.codec import Bounds, JsonValue, PositiveFloat, PositiveInt, UnitInterval
 from paceline.spec.forecast import Forecast, Grow
 from paceline.spec.plan import PLAN_FILE
@@ -273,12 +273,15 @@ def with_forecast(job: Job, plan: Plan, say: Say) -> Plan:
 
 
 def feed_back(record: RunRecord) -> None:
-    """Write the error of this run's forecast, if it had one, to cluster.json in the working directory."""
-    if not (forecast := record.plan.forecast_samples_per_s):
+    """Write the error of this run's forecast, if it had one, to cluster.json in the working directory, where the latest
+    50 are kept."""
+    forecast = record.plan.forecast_samples_per_s
+    if not forecast or not record.samples_per_s:
         return
-    check = ForecastCheck(record.job.name, record.world_size, forecast, record.samples_per_s)
     try:
-        Cluster.load(CLUSTER_FILE).checked(check).save(CLUSTER_FILE)
+        cluster = Cluster.load(CLUSTER_FILE)
+        errors = (*cluster.forecast_errors, forecast / record.samples_per_s - 1)
+        replace(cluster, forecast_errors=errors[-50:]).save(CLUSTER_FILE)
     except (OSError, ClusterError) as problem:  # the run is good nevertheless
         print(f"paceline: no forecast error noted in {CLUSTER_FILE}: {reason_of(problem)}", file=sys.stderr)
 

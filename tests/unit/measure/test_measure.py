@@ -10,7 +10,7 @@ import pytest
 import paceline
 from paceline.errors import ClusterError, JobError
 from paceline.spec import Cluster, StepRow
-from paceline.spec.cluster import ForecastCheck, JobTiming
+from paceline.spec.cluster import JobTiming
 
 OTHER = JobTiming("other", "a device", 10, 1, (StepRow((1,), 1, step_time_s=1.0),))
 
@@ -19,11 +19,14 @@ OTHER = JobTiming("other", "a device", 10, 1, (StepRow((1,), 1, step_time_s=1.0)
 def test_a_probe_of_two_workers_is_all_that_a_plan_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in the file already, of another job and of checked forecasts, stays there."""
     monkeypatch.chdir(tmp_path)
-    before = Cluster((), timings=(OTHER,), checks=(ForecastCheck("digits-lenet", 2, 110.0, 100.0),))
+    before = Cluster((), timings=(OTHER,), forecast_errors=(0.1,))
     before.save(tmp_path / "cluster.json")
     timing = paceline.probe("digits-lenet", workers=2, budget=1.0)
     cluster = Cluster.load(tmp_path / "cluster.json")
-    assert cluster.checks == before.checks and {timing.job for timing in cluster.timings} == {"other", "digits-lenet"}
+    assert cluster.forecast_errors == before.forecast_errors and {timing.job for timing in cluster.timings} == {
+        "other",
+        "digits-lenet",
+    }
     assert timing in cluster.timings
     assert timing.num_parameters == 129_068  # of LeNet for images of 8 x 8
     assert timing.num_samples is not None and timing.num_samples > 1000

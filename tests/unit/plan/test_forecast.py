@@ -14,7 +14,6 @@ import paceline
 from paceline.errors import ClusterError, JobError, PacelineError
 from paceline.plan.step_model import expected_maximum
 from paceline.spec import Cluster, Job
-from paceline.spec.cluster import ForecastCheck
 from paceline.spec.forecast import Forecast, ForecastRow
 from tests.unit.plan.clusters import GIB, cpu_cluster, forecast_of, gpu_cluster, with_nodes
 
@@ -206,8 +205,8 @@ def test_a_price_may_name_its_currency(price: object, amount: float | None, curr
 
 
 def test_past_errors_are_told_as_the_bound_that_nine_of_ten_keep() -> None:
-    checks = tuple(ForecastCheck("job", 2, 100.0 + error, 100.0) for error in (1, -2, 3, 1, 2, 1, 0, 1, 4, 30))
-    found = forecast_of(JOB, dataclasses.replace(gpu_cluster(1), checks=checks), [1])
+    errors = tuple(percent / 100 for percent in (1, -2, 3, 1, 2, 1, 0, 1, 4, 30))
+    found = forecast_of(JOB, dataclasses.replace(gpu_cluster(1), forecast_errors=errors), [1])
     assert "4 %" in found.past_error and "10 runs" in found.past_error
     assert forecast_of(JOB, gpu_cluster(1), [1]).past_error == ""
 

@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 
 from paceline.errors import ClusterError, PacelineError
 from paceline.spec import Cluster, Device, Job, Link, Mesh, Node, PipelineSpec, Plan, RunRecord, StepRow
-from paceline.spec.cluster import ForecastCheck, JobTiming
+from paceline.spec.cluster import JobTiming
 from paceline.spec.codec import Bounds
 from paceline.spec.forecast import Forecast, ForecastRow
 from paceline.spec.plan import NodePlacement
 from paceline.spec.record import EpochRecord, EvaluationRecord, StepTime
+from paceline.workflows.plan import feed_back
 
 FINITE = Bounds()
 GPU = Device(
@@ -57,7 +58,7 @@ TIMING = JobTiming(
 CLUSTER = Cluster(
     (NODE, Node("kim@gpu2", 8, 2**34, "Xeon")),
     timings=(TIMING,),
-    checks=(ForecastCheck("digits", 4, 110.0, 100.0),),
+    forecast_errors=(0.1, -0.03),
 )
 PLAN = Plan(
     world_size=3,
@@ -246,7 +247,7 @@ def changed(value: File, place: str, new: object) -> dict[str, Any]:
         ("cluster", "timings.0.steps.0.step_time_s", 0, ["step_time_s", "greater than 0"]),
         ("cluster", "timings.0.steps.1.workers_per_node", [2, 0], ["workers_per_node", "at least 1"]),
         ("cluster", "timings.0.steps.0.loading_s", -0.1, ["loading_s", "at least 0"]),
-        ("cluster", "checks.0.measured_samples_per_s", 0, ["measured_samples_per_s", "greater than 0"]),
+        ("cluster", "forecast_errors.0", math.nan, ["forecast_errors[0]", "finite"]),
         ("plan", "nodes.0.workers", 2, ["nodes[0].workers"]),
         ("plan", "nodes.0.num_workers", 0, ["nodes[0].num_workers = 0", "at least 1"]),
         ("plan", "nodes.0.devices", ["GPU0"], ["nodes[0].devices[0] = 'GPU0'", "whole number"]),
@@ -304,14 +305,14 @@ def test_a_plan_without_nodes_runs_here() -> None:
     assert (PLAN.backend, Plan().backend) == ("nccl", "gloo")
 
 
-@given(st.integers(0, 120))
-def test_checked_forecasts_are_kept_up_to_a_number_the_latest_last(count: int) -> None:
-    cluster = Cluster(())
-    for number in range(count):
-        cluster = cluster.checked(ForecastCheck("job", 1 + number, 110.0, 100.0))
-    kept = [check.devices - 1 for check in cluster.checks]
-    assert kept == list(range(max(0, count - 50), count))
-    assert all(check.error == pytest.approx(0.1) for check in cluster.checks)
+def test_errors_of_forecasts_are_kept_up_to_a_number_the_latest_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Cluster((), forecast_errors=(0.5,) * 50).save(Path("cluster.json"))
+    plan = replace(PLAN, forecast_samples_per_s=110.0)
+    feed_back(replace(RECORD, plan=plan, samples_per_s=100.0))
+    assert Cluster.load(Path("cluster.json")).forecast_errors == pytest.approx([*[0.5] * 49, 0.1])
 
 
 def test_the_summary_of_a_run_that_diverged_is_still_json() -> None:
