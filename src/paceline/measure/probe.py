@@ -1,6 +1,6 @@
 """A probe: what it asks of the program that times steps, what that answers, and the rows for the step model.
 
-Loads no torch: only the program in `steps` does.
+Loads no torch: only the program in `steps` does, and a trace of a model.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from paceline.spec import Cluster, Job, Node, Plan, StepRow
 from paceline.spec.cluster import JobTiming
 from paceline.spec.codec import JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from paceline.spec.job import MOST_SAMPLES, CheckpointSpec
+from paceline.spec.model_cost import ModelCost
 
 REQUEST_FILE, ANSWER_FILE = "request.json", "steps.json"
 """In the folder of a launch: what all of its workers read, and what the first one writes."""
 _SMALLEST_SHARD = 4
 """Shards of fewer samples are not halved: batch norm needs several."""
+_NUM_TRACED_SAMPLES = 2
 Run = Callable[[Plan, Sequence[str], Path], None]
 """Runs a program on the workers of a plan, with its logs in a folder; it is what would follow `python` on a command
 line."""
@@ -98,3 +100,16 @@ def keep(timing: JobTiming, nodes: Iterable[Node], before: Cluster, file: Path) 
     by_name = {node.hostname: node for node in (*before.nodes, *nodes)}
     by_job = {(one.job, one.device, one.threads_per_worker): one for one in (*before.timings, timing)}
     Cluster(tuple(by_name.values()), tuple(by_job.values()), before.forecast_errors).save(file)
+
+
+def trace_job(job: Job) -> ModelCost:
+    """What the job's model tells without memory for it: its layers, with their arithmetic and their memory. Loads
+    torch."""
+    from paceline.data import load
+    from paceline.models import build
+    from paceline.parallel.layer_costs import on_paper, trace_model
+    from paceline.train.loop import data_facts
+
+    train_set, _ = load(job.data)
+    model, arguments = on_paper(lambda: build(job.model, **data_facts(train_set)), train_set[0][0], _NUM_TRACED_SAMPLES)
+    return trace_model(model, arguments, _NUM_TRACED_SAMPLES)

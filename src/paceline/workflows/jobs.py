@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import JobError, did_you_mean, file_problems, shortened, shown
+from paceline.measure.probe import trace_job
 from paceline.plan import place
 from paceline.spec import Cluster, Job, Mesh, Plan, parse_mesh
 from paceline.spec.codec import from_mapping
 from paceline.spec.job import CallbackSpec, with_settings
-from paceline.spec.model_cost import ModelCost
 from paceline.workflows.arguments import Say, silent
 
 _FOLDER = Path(__file__).parents[1] / "recipes"
@@ -25,7 +25,6 @@ _KEPT_KEYS = ("pipeline", "recompute", "tensor_plan", "cpu_offload", "debug_comm
 PLAN_KEYS = ("threads_per_worker", "algorithm", "num_servers", *_KEPT_KEYS)
 """The fields of a `Plan` that settings can give; the others follow from the strategy and the devices."""
 CallbackLike = CallbackSpec | type | str | tuple[type | str, Mapping[str, Any]]
-_TRACED_SAMPLES = 2
 
 
 def resolve_job(
@@ -157,21 +156,6 @@ def import_folders(job: Job) -> list[Path]:
     return list(dict.fromkeys(folders))
 
 
-def trace_model(job: Job) -> ModelCost:
-    """What the job's model tells without memory for it: its layers, with their arithmetic and their memory. Loads
-    torch."""
-    from paceline.data import load
-    from paceline.models import build
-    from paceline.parallel import layer_costs
-    from paceline.train.loop import data_facts
-
-    train_set, _ = load(job.data)
-    model, arguments = layer_costs.on_paper(
-        lambda: build(job.model, **data_facts(train_set)), train_set[0][0], _TRACED_SAMPLES
-    )
-    return layer_costs.trace_model(model, arguments, _TRACED_SAMPLES)
-
-
 def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
     """Settings of the job, and those of the plan, which begin with "plan.". Raises `JobError` for an unknown key."""
     of_plan = [one for one in settings if one.startswith("plan.")]
@@ -212,7 +196,7 @@ def place_run(
     if strategy == "auto":
         from paceline.plan.meshes import choose_mesh
 
-        choice = choose_mesh(job, trace_model(job), cluster, num_devices)
+        choice = choose_mesh(job, trace_job(job), cluster, num_devices)
         say(f"strategy {choice.reason}")
         mesh, asked = choice.mesh, dataclasses.replace(asked, recompute=choice.recompute)
     elif strategy not in (None, "dp", "dp_one_process"):

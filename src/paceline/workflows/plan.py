@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from paceline import env
 from paceline.errors import ClusterError, JobError, ModelError, file_problems, reason_of, shown
 from paceline.launch.run import LaunchOptions
-from paceline.measure.probe import keep, time_job
+from paceline.measure.probe import keep, time_job, trace_job
 from paceline.measure.rows import read_rows
 from paceline.plan import place, spread
 from paceline.plan.memory import DeviceMemory, job_memory
@@ -29,7 +29,7 @@ from paceline.spec.forecast import Forecast, Grow
 from paceline.spec.plan import PLAN_FILE
 from paceline.words import number_of, size
 from paceline.workflows.arguments import Say, checked, read_counts, read_price, silent
-from paceline.workflows.jobs import import_folders, resolve_job, trace_model
+from paceline.workflows.jobs import import_folders, resolve_job
 from paceline.workflows.where import HERE, Where, open_allocation
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def plan(
         resolved = resolve_job(job, settings, data, model)
         cluster = cluster if isinstance(cluster, Cluster) else Cluster.load(Path(cluster))
         counts = counts or read_counts("devices", f"1..{max(1, len(cluster.devices))}")
-        model_cost = trace_model(resolved) if trace else None
+        model_cost = trace_job(resolved) if trace else None
         found = forecast(resolved, cluster, counts, request, model_cost)
         planned = PlannedJob(found, _recommended_plan(resolved, cluster, found, request, model_cost))
     if out is not None:
@@ -351,7 +351,7 @@ def dry_run_mesh(
             f"{axes} divides the batch {axes.num_assignments} ways, and the job has virtual_shards = "
             f"{resolved.virtual_shards}; use more of them, or fewer replicas."
         )
-    cost = trace_model(resolved)
+    cost = trace_job(resolved)
     if axes.tp > 1 and not any(layer.is_sharded_by(axes.tp) for layer in cost.layers):
         raise ModelError(f"The model has no tensor plan by which {axes.tp} workers could divide a layer; leave tp out.")
     memory = job_memory(resolved, cost, axes)

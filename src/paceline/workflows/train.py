@@ -28,7 +28,7 @@ from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, silent
 from paceline.workflows.jobs import CallbackLike, import_folders, place_run, resolve_job, split_settings, with_callbacks
 from paceline.workflows.plan import feed_back, with_forecast
-from paceline.workflows.where import HERE, Allocation, Where, allocation_on_paper, open_allocation
+from paceline.workflows.where import HERE, Allocation, Where, open_allocation
 
 STALE_VIEW_S = 60.0
 """For at most this long a node takes the old content of a shared file for the present one, or believes it absent."""
@@ -251,22 +251,17 @@ def launch(
     name = script.rpartition(".")[2] if module else Path(script).stem
     run_dir = Path(out or f"runs/{name}") if dry_run else new_run_dir(out, name)
     options = LaunchOptions(run_dir, "all", max_restarts, env.note(env.STRATEGY, strategy), tuple(torchrun))
-
-    def plan_on(allocation: Allocation) -> Plan:
+    with open_allocation(where, run_dir, None if module else Path(script), on_paper=dry_run) as allocation:
         cluster, num_workers = allocation.cluster, workers or len(allocation.cluster.devices)
         plan = spread(cluster, num_workers, threads)
-        if strategy is not None:
-            parse_mesh(strategy)  # of any size: one worker, too, is told of a mistake
-        if strategy is not None and num_workers > 1:
-            plan = spread(cluster, num_workers, threads, parse_mesh(strategy, num_workers, len(plan.placements)))
-        return dataclasses.replace(plan, debug_comm=debug_comm)
-
-    if dry_run:
-        allocation = allocation_on_paper(where, run_dir)
-        print(allocation.commands(plan_on(allocation), program, options))
-    else:
-        with open_allocation(where, run_dir, None if module else Path(script)) as allocation:
-            allocation.run(plan_on(allocation), program, options)
+        if strategy is not None:  # one worker, too, is told of a mistake in it
+            mesh = parse_mesh(strategy, num_workers if num_workers > 1 else None, len(plan.placements))
+            plan = spread(cluster, num_workers, threads, mesh if num_workers > 1 else None)
+        plan = dataclasses.replace(plan, debug_comm=debug_comm)
+        if dry_run:
+            print(allocation.commands(plan, program, options))
+        else:
+            allocation.run(plan, program, options)
     return run_dir
 
 

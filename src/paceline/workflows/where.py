@@ -108,35 +108,30 @@ class Allocation:
 
 
 @contextlib.contextmanager
-def open_allocation(where: Where, run_dir: Path, script: Path | None = None) -> Iterator[Allocation]:
+def open_allocation(
+    where: Where, run_dir: Path, script: Path | None = None, *, on_paper: bool = False
+) -> Iterator[Allocation]:
     """Find the nodes that `where` names, and keep other runs from the folder until the block ends.
 
     Args:
         run_dir: the run's folder, which containers see besides the working directory.
         script: a file whose folder containers see too.
+        on_paper: connect to no node and touch no folder: other nodes are assumed equal to this one.
 
     Raises:
-        LaunchError: another run uses the folder, options that contradict each other, or nodes that cannot be reached
-            or differ in versions.
+        LaunchError: another run uses the folder, or nodes that cannot be reached or differ in versions.
     """
     shown = [path.absolute() for path in (run_dir, script and script.parent) if path is not None]
     with contextlib.ExitStack() as held:
-        with file_problems(f"The run folder {run_dir} cannot be used", LaunchError, "name another one with out = DIR"):
-            make_run_folder(run_dir)
-            held.enter_context(hold_folder(run_dir))
-        yield _found(where, shown, on_paper=False)
+        if not on_paper:
+            problem = f"The run folder {run_dir} cannot be used"
+            with file_problems(problem, LaunchError, "name another one with out = DIR"):
+                make_run_folder(run_dir)
+                held.enter_context(hold_folder(run_dir))
+        yield _found(where, shown, on_paper)
 
 
-def allocation_on_paper(where: Where, run_dir: Path) -> Allocation:
-    """The allocation without a connection to any node: other nodes are assumed equal to this one.
-
-    Raises:
-        LaunchError: options that contradict each other, or Slurm has allocated nothing to this command.
-    """
-    return _found(where, [run_dir.absolute()], on_paper=True)
-
-
-def _found(where: Where, shown: Sequence[Path], *, on_paper: bool) -> Allocation:
+def _found(where: Where, shown: Sequence[Path], on_paper: bool) -> Allocation:
     here, slots, started_by = detect(), where.named_hosts(), where.started_by
     reach = partial(_reach, where, shown=shown, gpus=started_by == "ssh" or here.device_kind == "cuda")
     if started_by == "local":
