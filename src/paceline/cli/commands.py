@@ -6,7 +6,8 @@ import dataclasses
 import json
 import shlex
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,13 @@ import paceline
 from paceline.cli.options import COMMANDS as COMMANDS
 from paceline.cli.options import command, parse, to_stderr
 from paceline.errors import JobError
-from paceline.words import number_of
+from paceline.words import duration, number_of, size
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.workflows.checkpoint import CheckpointState
-
-Column = tuple[str, Callable[[Any], str]]
-"""A heading, and what a row has below it."""
+Column = str | tuple[str, Callable[[Any], str]]
+"""An attribute of rows; or a heading, and what a row has below it."""
 PIPE_COLUMNS = 200
 """The width of tables in a pipe: 16 GPUs and 10 network cards fit."""
 LEVELS = ("error", "warning", "ok")
@@ -38,7 +37,7 @@ def topo(as_json: bool = False, **options: Any) -> None:
 
     choice, pair = found.choice if "pick" in options else None, found.pair_sentence
     if as_json:
-        print_json(topology_mapping(found.node, found.choice) | ({} if pair is None else {"pair": pair}))
+        print(json.dumps(topology_mapping(found.node, found.choice) | ({} if pair is None else {"pair": pair})))
     elif pair is not None:
         print(pair)
     else:
@@ -54,19 +53,17 @@ def probe(out: str = "cluster.json", **options: Any) -> None:
     """Time real steps of a job on 1, 2, 4, … workers, for `paceline plan`: cluster.json."""
     timing = paceline.probe(out=out, **options)
 
-    from paceline.report.formats import duration
-
-    columns: list[Column] = [
+    print_table(
+        timing.steps,
         ("nodes x workers", lambda row: row.layout_name),
         ("micro-batch", lambda row: f"{row.num_passes} x {row.micro_batch_size}"),
-        ("step", lambda row: duration(row.step_time_s)),
+        "step_time_s",
         ("varies by", lambda row: f"{100 * row.spread:.0f} %"),
         ("samples/s", lambda row: f"{row.global_batch_size / row.step_time_s:,.0f}"),
-        ("waits for gradients", lambda row: duration(row.sync_time_s)),
-        ("waits for samples", lambda row: duration(row.loading_s)),
-        ("peak GiB", lambda row: "" if row.peak_memory_bytes is None else f"{row.peak_memory_bytes / 2**30:.2f}"),
-    ]
-    print_grid(columns, timing.steps)
+        ("waits for gradients", partial(cell_of, "sync_time_s")),
+        ("waits for samples", partial(cell_of, "loading_s")),
+        "peak_memory_bytes",
+    )
     print(f"{timing.job}: {timing.num_parameters:,} parameters on {timing.device}\n{out}")
 
 
@@ -76,17 +73,13 @@ def plan(job: str, as_json: bool = False, dry_run_mesh: str | None = None, **opt
     if dry_run_mesh is not None:
         if unused := options.keys() - {"settings", "data"}:
             raise JobError(f"--{min(unused).replace('_', '-')} has no effect with --dry-run-mesh: leave it out.")
-        tried = paceline.dry_run_mesh(job, dry_run_mesh, **options)
-        if as_json:
-            print_json(tried.to_mapping())
-        else:
-            console_of().print(tried.table())
+        console_of().print(paceline.dry_run_mesh(job, dry_run_mesh, **options).table())
         return
     folder = Path(options.setdefault("out", "."))
     planned = paceline.plan(job, **options)
     if as_json:
         plain = None if planned.plan is None else planned.plan.to_mapping()
-        print_json({**planned.forecast.to_mapping(), "plan": plain})
+        print(json.dumps({**planned.forecast.to_mapping(), "plan": plain}))
         return
 
     from paceline.report.plan_page import plan_table
@@ -118,7 +111,7 @@ def train(as_json: bool = False, **options: Any) -> None:
     if not record.is_complete:
         say_how_to_go_on(run_dir)
     if as_json:
-        print_json(record.summary())
+        print(json.dumps(record.summary()))
         return
     accuracy = "" if record.accuracy is None else f"accuracy {record.accuracy:.2%}, "
     expected = record.plan.forecast_samples_per_s
@@ -176,8 +169,6 @@ def verify(as_json: bool = False, **options: Any) -> int:
     -- --batch-size {batch}. Or a job, which is compared in float64. Ends with 0 if all is equal, 1 if something
     differs, 2 if that could not be told.
     """
-    if as_json:
-        del options["say"]
     verdicts = paceline.verify(**options)
     for verdict in verdicts:
         print(json.dumps(dataclasses.asdict(verdict)) if as_json else verdict.sentence())
@@ -226,22 +217,12 @@ def submit_kubernetes(**options: Any) -> None:
 @command("checkpoint ls", as_json=False)
 def checkpoint_ls(as_json: bool = False, **options: Any) -> None:
     """List the checkpoints of a run, oldest first; only `verify` reads them."""
-    from rich.filesize import decimal
-
     states = paceline.checkpoint.ls(**options)
     if as_json:
-        print_json({"checkpoints": [dataclasses.asdict(one) for one in states]})
-        return
-    columns: list[Column] = [
-        ("checkpoint", lambda one: one.name),
-        ("step", lambda one: f"{one.step:,}" if one.saved_at else ""),
-        ("saved (UTC)", lambda one: one.saved_at.replace("T", " ").removesuffix("Z")),
-        ("workers", lambda one: str(one.workers) if one.saved_at else ""),
-        ("size", lambda one: decimal(one.num_bytes) if one.saved_at else ""),
-        ("metrics", lambda one: ", ".join(f"{name} {value:.4g}" for name, value in one.metrics.items())),
-        ("state", state_in_words),
-    ]
-    print_grid(columns, states, left=("checkpoint", "metrics", "state"))
+        print(json.dumps({"checkpoints": [dataclasses.asdict(one) for one in states]}))
+    else:
+        size_column = ("size", lambda one: size(one.num_bytes) if one.num_bytes else "")
+        print_table(states, "name", "step", "saved_at", "workers", size_column, "metrics", "state", "problem")
 
 
 @command("checkpoint verify")
@@ -249,12 +230,8 @@ def checkpoint_verify(**options: Any) -> int:
     """Read every byte of every checkpoint; exit code 1 if one is damaged."""
     states = paceline.checkpoint.verify(**options)
     for one in states:
-        print(f"{one.name}  {state_in_words(one)}")
+        print(f"{one.name}  {one.state}{one.problem and ': '}{one.problem}")
     return int(any(one.state == "damaged" for one in states))
-
-
-def state_in_words(one: CheckpointState) -> str:
-    return f"{one.state}: {one.problem}" if one.problem else one.state
 
 
 @command("checkpoint prune")
@@ -289,15 +266,10 @@ def doctor(as_json: bool = False, strict: bool = False, show_all: bool = False, 
     counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
     if as_json:
         listed = [dataclasses.asdict(finding) for finding in findings]
-        print_json({**{f"num_{level}": count for level, count in counts.items()}, "findings": listed})
+        print(json.dumps({**{f"num_{level}": count for level, count in counts.items()}, "findings": listed}))
     else:
-        columns: list[Column] = [
-            ("level", lambda one: one.level),
-            ("node", lambda one: one.node),
-            ("what", lambda one: one.what),
-            ("what to do", lambda one: one.fix),
-        ]
-        print_grid(columns, [one for one in findings if show_all or one.level != "ok"])
+        shown = [finding for finding in findings if show_all or finding.level != "ok"]
+        print_table(shown, "level", "node", "what", ("what to do", lambda finding: finding.fix))
         warnings, errors = number_of(counts["warning"], "warning"), number_of(counts["error"], "error")
         print(f"{number_of(counts['ok'], 'check')} passed, {warnings}, {errors}.")
     return 2 if counts["error"] else int(strict and counts["warning"] > 0)
@@ -306,18 +278,7 @@ def doctor(as_json: bool = False, strict: bool = False, show_all: bool = False, 
 @command("list", function="catalog")
 def list_catalog(**options: Any) -> None:
     """List recipes, models, data sets, or the keys of a job and of --set, with their meaning."""
-    columns: list[Column] = [
-        ("name", lambda entry: entry.name),
-        ("default", lambda entry: entry.default),
-        ("values", lambda entry: entry.values),
-        ("description", lambda entry: entry.meaning),
-    ]
-    print_grid(columns, paceline.catalog(**options), pipe_columns=400)
-
-
-def print_json(value: object) -> None:
-    """One line on standard output."""
-    print(json.dumps(value))
+    print_table(paceline.catalog(**options), "name", "default", "values", "meaning", pipe_columns=400)
 
 
 def console_of(pipe_columns: int = PIPE_COLUMNS) -> Console:
@@ -329,16 +290,27 @@ def console_of(pipe_columns: int = PIPE_COLUMNS) -> Console:
     return console if console.is_terminal else Console(highlight=False, markup=False, width=pipe_columns)
 
 
-def print_grid(
-    columns: Sequence[Column],
-    rows: Sequence[Any],
-    *,
-    left: Collection[str] | None = None,
-    pipe_columns: int = PIPE_COLUMNS,
-) -> None:
-    """Print a table, without the columns of which nothing is known; `left`: headings of texts, None: all of them."""
+def print_table(rows: Sequence[Any], *columns: Column, pipe_columns: int = PIPE_COLUMNS) -> None:
+    """Print a table of values, without the columns of which nothing is known."""
     from paceline.report.tables import grid_of
 
+    named = [(heading_of(one), partial(cell_of, one)) if isinstance(one, str) else one for one in columns]
     if rows:
-        texts = [heading for heading, _ in columns] if left is None else left
-        console_of(pipe_columns).print(grid_of(columns, rows, left=texts))
+        console_of(pipe_columns).print(grid_of(named, rows, left=[heading for heading, _ in named]))
+
+
+def heading_of(name: str) -> str:
+    """ "peak_memory_bytes" as "peak memory": the cells have the unit."""
+    return name.removesuffix("_s").removesuffix("_bytes").replace("_", " ")
+
+
+def cell_of(name: str, row: Any) -> str:
+    """An attribute in the unit that its name ends with; empty where there is none."""
+    value = getattr(row, name)
+    if not value:
+        return ""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {number:.4g}" for key, number in value.items())
+    if name.endswith("_s"):
+        return duration(value)
+    return size(value) if name.endswith("_bytes") else f"{value:,}" if isinstance(value, int) else str(value)
