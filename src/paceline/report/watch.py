@@ -129,16 +129,13 @@ def _state(
 
 def _mapping(path: Path) -> dict[str, Any]:
     """A JSON object in a file; empty where there is none that can be read."""
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text("utf-8"))
-        return found if isinstance(found, dict) else {}
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return dict(json.loads(path.read_text("utf-8")))
     return {}
 
 
 def _modified_s(path: Path) -> float:
-    with contextlib.suppress(OSError):
-        return path.stat().st_mtime
-    return 0.0
+    return path.stat().st_mtime if path.exists() else 0.0
 
 
 def _number(mapping: Mapping[str, Any], name: str) -> float | None:
