@@ -1,4 +1,4 @@
-"""The environment variables that Paceline reads and sets.
+"""What a process finds around it: the environment variables that Paceline reads and sets, and the node's addresses.
 
 A worker gets its rank from its launcher: Paceline's own, torchrun, Slurm, Open MPI or MPICH; a plain `python` is a
 world of one.
@@ -184,3 +184,30 @@ def visible_gpus() -> list[str] | None:
     """The entries of CUDA_VISIBLE_DEVICES; None where it is unset."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if listed is None else [part.strip() for part in listed.split(",") if part.strip()]
+
+
+def addresses() -> list[tuple[str, str]]:
+    """(interface, IPv4 or global IPv6 address) of this node's interfaces that are up; not of loopback."""
+    import psutil  # 10 ms that hardly any command needs
+
+    states = psutil.net_if_stats()
+    return [
+        (name, one.address)
+        for name, known in psutil.net_if_addrs().items()
+        for one in known
+        if (one.family in (socket.AF_INET, socket.AF_INET6) and name in states and states[name].isup)
+        and not one.address.startswith(("127.", "::1", "fe80:"))
+    ]
+
+
+def address_towards(host: str) -> str:
+    """The address of this node from which it would send to `host`; nothing is sent, the kernel only chooses the route.
+
+    Raises:
+        OSError: there is no way.
+    """
+    family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as asking:
+        asking.connect(address)
+        found: str = asking.getsockname()[0]
+    return found

@@ -28,7 +28,6 @@ from paceline.diagnosis.failures import read_processes
 from paceline.diagnosis.report import describe_failure
 from paceline.launch import worker
 from paceline.launch.run import prepare
-from paceline.network_addresses import address_towards, addresses
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -52,7 +51,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     host = config.rdzv_endpoint.rpartition(":")[0].strip("[]")
     if host and config.local_addr is None:
         with contextlib.suppress(OSError):  # no way leads there: the rendezvous says so
-            config.local_addr = own = address_towards(host)
+            config.local_addr = own = env.address_towards(host)
             _use_interface_of(own)
             # Torch would compare names, which on many machines lead to 127.0.1.1.
             config.rdzv_configs.setdefault("is_host", own in {entry[4][0] for entry in socket.getaddrinfo(host, None)})
@@ -92,7 +91,7 @@ def _obey(line: int, run_dir: Path) -> None:
 
 def _use_interface_of(address: str) -> None:
     """Have workers use the network interface of an address of this node, if none is named."""
-    of_address = (name for name, one in addresses() if one == address)
+    of_address = (name for name, one in env.addresses() if one == address)
     interface = "lo" if address.startswith("127.") else next(of_address, None)
     if interface is not None and not any(map(env.text, env.INTERFACE_VARIABLES)):
         os.environ.update(dict.fromkeys(env.INTERFACE_VARIABLES, interface))

@@ -19,9 +19,9 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
+from paceline import env
 from paceline.errors import ClusterError, LaunchError, file_problems
 from paceline.hardware import detect, read_topology
-from paceline.network_addresses import addresses
 from paceline.plan.pick import pick as pick_devices
 from paceline.spec import Cluster, Node
 from paceline.spec.cluster import DeviceChoice
@@ -182,7 +182,7 @@ def describe_node() -> dict[str, object]:
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    return {"versions": versions(), "node": to_mapping(detect().nodes[0]), "addresses": addresses(), "port": port}
+    return {"versions": versions(), "node": to_mapping(detect().nodes[0]), "addresses": env.addresses(), "port": port}
 
 
 def versions() -> dict[str, str]:

@@ -25,7 +25,6 @@ from paceline.errors import reason_of
 from paceline.hardware.doctor import checks, gpus
 from paceline.hardware.doctor.checks import Finding, Lookup, Torch
 from paceline.hardware.nvml import DriverProblem, open_nvml
-from paceline.network_addresses import address_towards, addresses
 from paceline.words import listing
 
 CONNECT_LIMIT_S, REACH_LIMIT_S = 3.0, 20.0
@@ -77,7 +76,7 @@ def examine(folder: Path, peers: Sequence[str] = (), library: Any = None) -> Nod
     lookups = [look_up(peer) for peer in peers]
     ways = [way_to(lookup.address) if lookup.address else "" for lookup in lookups]
     # Where others reach this node: by an interface that leads to them, if there is one.
-    address = next((own for _, own in sorted(addresses(), key=lambda one: one[0] not in ways)), "")
+    address = next((own for _, own in sorted(env.addresses(), key=lambda one: one[0] not in ways)), "")
     shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
     obstacle = next(level for level in (folder, *folder.parents) if os.path.lexists(level))
     there = next(level for level in (folder, *folder.parents) if level.is_dir())
@@ -191,10 +190,10 @@ def way_to(address: str) -> str:
         Its name; "lo" for an address of this node itself, empty where there is no way.
     """
     try:
-        source = address_towards(address)
+        source = env.address_towards(address)
     except OSError:
         return ""
-    return "lo" if source == address else next((name for name, own in addresses() if own == source), "")
+    return "lo" if source == address else next((name for name, own in env.addresses() if own == source), "")
 
 
 def read_text(path: Path) -> str:
