@@ -24,8 +24,8 @@ _NUM_TRACED_SAMPLES = 2
 Run = Callable[[Plan, Sequence[str], Path], None]
 """Runs a program on the workers of a plan, with its logs in a folder; it is what would follow `python` on a command
 line."""
-RowOf = Callable[[Job, Plan, int], StepRow]
-"""A step of a job with so many parameters on the workers of a plan, without times."""
+RowOf = Callable[[Job, Sequence[int], int, bool], StepRow]
+"""(job, workers on each node, number of parameters, whether they have GPUs) -> a step of the job, without times."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,9 @@ def time_job(
         request.save(of_launch / REQUEST_FILE)
         run(plan, ["-m", "paceline.measure.steps", str(of_launch)], of_launch)
         found = StepsProbe.load(of_launch / ANSWER_FILE)
+        layout, has_gpus = [one.num_workers for one in plan.placements], plan.device_kind == "cuda"
         for timed_job, timed in zip(request.jobs, found.timed, strict=True):
-            rows.append(replace(row_of(timed_job, plan, found.num_parameters), **vars(timed)))
+            rows.append(replace(row_of(timed_job, layout, found.num_parameters, has_gpus), **vars(timed)))
     return JobTiming(
         job=job.name,
         device=device,

@@ -22,7 +22,7 @@ from paceline.measure.rows import read_rows
 from paceline.plan import place, spread
 from paceline.plan.memory import DeviceMemory, job_memory
 from paceline.regular_files import make_run_folder
-from paceline.spec import Cluster, Job, Mesh, Plan, RunRecord, StepRow, parse_mesh
+from paceline.spec import Cluster, Job, Mesh, Plan, RunRecord, parse_mesh
 from paceline.spec.cluster import JobTiming
 from paceline.spec.codec import Bounds, JsonValue, PositiveFloat, PositiveInt, UnitInterval
 from paceline.spec.forecast import Forecast, Grow
@@ -83,10 +83,6 @@ def probe(
     """
     from paceline.plan.inputs import job_step  # NumPy: not for those who only want help
 
-    def row_of(job: Job, plan: Plan, num_parameters: int) -> StepRow:
-        layout = [placement.num_workers for placement in plan.placements]
-        return job_step(job, layout, num_parameters, plan.device_kind == "cuda")
-
     resolved, file = resolve_job(job, settings, data, model), Path(out)
     before = Cluster.load(file) if file.exists() else Cluster(())
     with file_problems(f"{out} cannot be written", ClusterError), tempfile.TemporaryFile(dir=file.parent):
@@ -105,7 +101,7 @@ def probe(
             say(f"timing steps on {number_of(plan.world_size, 'worker')} …")
             allocation.run(plan, program, LaunchOptions(folder, environ=environ))
 
-        timing = time_job(resolved, plans, cluster.devices[0].name, scratch, budget, run, row_of)
+        timing = time_job(resolved, plans, cluster.devices[0].name, scratch, budget, run, job_step)
     shutil.rmtree(scratch, ignore_errors=True)  # it stays where a worker fails, whose report lies there
     with file_problems(f"{out} cannot be written", ClusterError):
         keep(timing, cluster.nodes, before, file)

@@ -59,8 +59,7 @@ class NodeFacts:
 
 def facts_of(mapping: Mapping[str, Any]) -> NodeFacts:
     """The facts that another node sent. Raises `TypeError` or `KeyError` where its version is another one."""
-    findings = tuple(Finding(**finding) for finding in mapping["findings"])
-    return NodeFacts(**{**mapping, "findings": findings})
+    return NodeFacts(**{**mapping, "findings": tuple(Finding(**finding) for finding in mapping["findings"])})
 
 
 def examine(folder: Path, peers: Sequence[str] = (), library: Any = None) -> NodeFacts:
