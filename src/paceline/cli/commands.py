@@ -125,10 +125,10 @@ def train(as_json: bool = False, **options: Any) -> None:
 
 def with_folder(options: dict[str, Any], ending: str = "") -> Path:
     """Choose the folder of a run or study before it begins, where none is given."""
-    from paceline.workflows.jobs import resolve_job, split_settings
+    from paceline.workflows.jobs import resolve_job
     from paceline.workflows.train import new_run_dir
 
-    job = resolve_job(options["job"], split_settings(options.get("settings", ()))[0], options.get("data"))
+    job = resolve_job(options["job"], options.get("settings", ()), options.get("data"), is_run=True)
     folder = options["out"] = new_run_dir(options.get("out"), job.name + ending)
     return folder
 
@@ -190,7 +190,7 @@ def submit_ray(**options: Any) -> None:
 
 def submit(handed_on: Callable[..., Any], command: str, arguments: Sequence[str], **options: Any) -> None:
     """Hand a command on, after mistakes that it would refuse later; the script of a dry run is printed."""
-    from paceline.workflows.jobs import check_names, resolve_job, split_settings
+    from paceline.workflows.jobs import check_names, resolve_job
     from paceline.workflows.train import check_script
 
     name = "launch" if runs_script(command, arguments) else command
@@ -198,7 +198,7 @@ def submit(handed_on: Callable[..., Any], command: str, arguments: Sequence[str]
     if name == "launch":
         check_script(given["script"], is_module="module" in given)
     else:
-        check_names(resolve_job(given["job"], split_settings(given.get("settings", ()))[0], given.get("data")))
+        check_names(resolve_job(given["job"], given.get("settings", ()), given.get("data"), is_run=True))
     job = handed_on(command, arguments, **options)
     print(f"Job {job.job_id}: {job.advice}." if job.job_id else job.script.rstrip("\n"))
 

@@ -32,16 +32,21 @@ def resolve_job(
     settings: Sequence[str] = (),
     data: str | Path | Callable[..., Any] | None = None,
     model: str | Callable[..., Any] | None = None,
+    *,
+    is_run: bool = False,
 ) -> Job:
     """The job of a value, a file or the name of a recipe, with changes applied: arguments as for `train`.
+
+    `is_run`: whether settings of the plan are allowed, which `place_run` reads.
 
     Raises:
         JobError: neither a file nor a recipe, an invalid setting, or a function that workers cannot import.
     """
-    for setting in settings:
-        if setting.startswith("plan."):
-            raise JobError(f"{shown(setting)} is for the plan of a run, in train and scale alone; leave it out here.")
-    changed = (job if isinstance(job, Job) else load_job(job)).with_settings(settings)
+    of_plan = plan_settings(settings)
+    if of_plan and not is_run:
+        raise JobError(f"{shown(of_plan[0])} is for the plan of a run, in train and scale alone; leave it out here.")
+    of_job = [one for one in settings if one not in of_plan]
+    changed = (job if isinstance(job, Job) else load_job(job)).with_settings(of_job)
     if model is not None:
         changed = changed.with_values(model=model if isinstance(model, str) else import_path(model, "model"))
     if data is None:
@@ -156,15 +161,14 @@ def import_folders(job: Job) -> list[Path]:
     return list(dict.fromkeys(folders))
 
 
-def split_settings(settings: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Settings of the job, and those of the plan, which begin with "plan.". Raises `JobError` for an unknown key."""
-    of_plan = [one for one in settings if one.startswith("plan.")]
-    keys = [f"plan.{one}" for one in PLAN_KEYS]
-    for setting in of_plan:
+def plan_settings(settings: Sequence[str]) -> list[str]:
+    """The settings that begin with "plan.". Raises `JobError` for an unknown key."""
+    found, keys = [one for one in settings if one.startswith("plan.")], [f"plan.{one}" for one in PLAN_KEYS]
+    for setting in found:
         key = ".".join(setting.partition("=")[0].strip().split(".")[:2])
         if key not in keys:
             raise JobError(f"There is no key '{key}' here: {did_you_mean(key, keys)}the keys are {', '.join(keys)}.")
-    return [one for one in settings if one not in of_plan], of_plan
+    return found
 
 
 def place_run(
@@ -181,7 +185,7 @@ def place_run(
     Args:
         strategy: how workers divide the model: dp (the default), fsdp, zero1, zero2, hsdp, pp, tp, dp_one_process, a
             mesh such as "dp2 x pp2", or auto: the planner chooses.
-        settings: fields of the plan, such as "plan.recompute=true", as `split_settings` returns them.
+        settings: those of the plan count, such as "plan.recompute=true".
         given: what `paceline plan` recommended, in place of a strategy.
         say: receives the reason why the planner chose a strategy.
 
@@ -190,8 +194,9 @@ def place_run(
     """
     if given is not None and strategy is not None:
         raise JobError(f"strategy = {strategy!r} and a plan both say how workers divide the model; give one of them.")
-    chosen = with_settings({"plan": {}}, settings)["plan"]
-    asked = from_mapping(Plan, with_settings({"plan": (given or Plan()).to_mapping()}, settings)["plan"], "plan")
+    of_plan = plan_settings(settings)
+    chosen = with_settings({"plan": {}}, of_plan)["plan"]
+    asked = from_mapping(Plan, with_settings({"plan": (given or Plan()).to_mapping()}, of_plan)["plan"], "plan")
     mesh = asked.mesh
     if strategy == "auto":
         from paceline.plan.meshes import choose_mesh

@@ -18,7 +18,7 @@ from paceline.spec.job import JOB_FILE
 from paceline.spec.plan import PLAN_FILE, RunLimit
 from paceline.spec.record import RECORD_FILE
 from paceline.workflows.arguments import Say, checked, read_counts, silent
-from paceline.workflows.jobs import place_run, resolve_job, split_settings
+from paceline.workflows.jobs import place_run, resolve_job
 from paceline.workflows.plan import with_forecast
 from paceline.workflows.train import finished_run, new_run_dir, run_job
 from paceline.workflows.where import HERE, Where, open_allocation
@@ -70,8 +70,7 @@ def scale(
         WorkerFailed: a run failed; the study of the others is written.
     """
     counts = read_counts("devices", devices)
-    of_job, of_plan = split_settings(settings)
-    base = resolve_job(job, of_job, data, model)
+    base = resolve_job(job, settings, data, model, is_run=True)
     study_dir, limit = new_run_dir(out, f"{base.name}-scaling"), RunLimit(max_steps)
     jobs = {count: base.grown(count) if grow == "batch" else base for count in counts}
     runs = {f"devices{count}-seed{base.seed + n}": (count, base.seed + n) for n in range(seeds) for count in counts}
@@ -86,8 +85,8 @@ def scale(
     with open_allocation(where, study_dir) as allocation:
         # A CPU device is a fixed number of threads, or two devices would be no more than one.
         num_threads = spread(allocation.cluster, counts[-1]).threads_per_worker
-        of_plan = [f"plan.threads_per_worker={num_threads}", *of_plan]
-        plans = {count: place_run(jobs[count], allocation.cluster, count, strategy, of_plan, say=say) for count in jobs}
+        settings, cluster = [f"plan.threads_per_worker={num_threads}", *settings], allocation.cluster
+        plans = {count: place_run(one, cluster, count, strategy, settings, say=say) for count, one in jobs.items()}
         if grow == "none":
             plans = {count: with_forecast(base, plan, say) for count, plan in plans.items()}
         for name, (count, seed) in runs.items():

@@ -26,7 +26,7 @@ from paceline.spec.plan import LIMIT_FILE, PLAN_FILE, RunLimit
 from paceline.spec.record import RECORD_FILE
 from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, silent
-from paceline.workflows.jobs import CallbackLike, import_folders, place_run, resolve_job, split_settings, with_callbacks
+from paceline.workflows.jobs import CallbackLike, import_folders, place_run, resolve_job, with_callbacks
 from paceline.workflows.plan import feed_back, with_forecast
 from paceline.workflows.where import HERE, Allocation, Where, open_allocation
 
@@ -88,8 +88,7 @@ def train(
         PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
         WorkerFailed: a worker failed; its message names the rank and the reason.
     """
-    of_job, of_plan = split_settings(settings)
-    resolved = with_callbacks(resolve_job(job, of_job, data, model), callbacks)
+    resolved = with_callbacks(resolve_job(job, settings, data, model, is_run=True), callbacks)
     limit = RunLimit(max_steps, max_minutes)
     run_dir = new_run_dir(out, resolved.name)
     if record := finished_run(run_dir, resolved, max_steps, force=force):
@@ -99,7 +98,7 @@ def train(
     with open_allocation(where, run_dir) as allocation:
         cluster = allocation.cluster
         num_workers = workers or (given.world_size if given else min(len(cluster.devices), resolved.virtual_shards))
-        placed = with_forecast(resolved, place_run(resolved, cluster, num_workers, strategy, of_plan, given, say), say)
+        placed = with_forecast(resolved, place_run(resolved, cluster, num_workers, strategy, settings, given, say), say)
         writing = {"quiet": quiet, "track": track, "force": force}
         return run_job(allocation, resolved, placed, run_dir, limit, max_restarts=max_restarts, **writing)
 
