@@ -63,7 +63,7 @@ def walk(file, function, event):
     if not hasattr(own, "is_writer"):
         own.is_writer = file.startswith("checkpoint/")
     steps += (file, function) == ("train/run.py", "step")
-    is_failing |= IS_FAILURE and (file, function) in (("launch/worker.py", "_kill_orphans"), ("launch/run.py", "_loss"))
+    is_failing |= IS_FAILURE and (file, function) in (("launch/worker.py", "_kill_orphans"), ("launch/run.py", "close"))
     if IS_FAILURE:
         return "failure" if is_failing else None
     if saves or (own.is_writer and threading.current_thread() is not threading.main_thread()):

@@ -38,8 +38,6 @@ RESTART = "TORCHELASTIC_RESTART_COUNT"
 HANG_TIMEOUT = "PACELINE_HANG_TIMEOUT"
 OUTPUT = "PACELINE_OUTPUT"
 """Whose output is shown: "rank0" or "all"."""
-OUTPUT_LOCK = "PACELINE_OUTPUT_LOCK"
-"""A file that who writes to the terminal locks."""
 NODE = "PACELINE_NODE"
 """What the user calls this node."""
 AGENT = "PACELINE_AGENT"
@@ -88,7 +86,10 @@ def worker_facts(environ: Mapping[str, str] | None = None) -> WorkerFacts:
     rank, world_size = _whole_number(env, names[0]), _whole_number(env, names[1])
     local_rank, local_world_size = _whole_number(env, names[2], rank), _whole_number(env, names[3], world_size)
     if started_by == "srun":
-        local_world_size = _num_tasks(env.get("SLURM_STEP_TASKS_PER_NODE", "1"), _whole_number(env, "SLURM_NODEID"))
+        counts, node = tasks_per_node(env.get("SLURM_STEP_TASKS_PER_NODE", "1")), _whole_number(env, "SLURM_NODEID")
+        if not 0 <= node < len(counts):
+            raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE says nothing of node {node}, but only of {len(counts)}.")
+        local_world_size = counts[node]
     if not 0 <= rank < world_size:
         raise LaunchError(
             f"The environment says rank {rank} of {world_size} workers ({started_by}); a rank lies in "
@@ -116,13 +117,10 @@ def _whole_number(env: Mapping[str, str], name: str, default: int = 0) -> int:
         raise LaunchError(f"The environment variable {name} = {env[name]!r} should be a whole number.") from None
 
 
-def _num_tasks(tasks_per_node: str, node: int) -> int:
-    """The tasks of `node` in Slurm's "2(x3),1": the first three nodes have two tasks, the fourth has one."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks_per_node)
-    counts = [int(count) for count, times in found for _ in range(int(times or 1))]
-    if not 0 <= node < len(counts):
-        raise LaunchError(f"SLURM_STEP_TASKS_PER_NODE = {tasks_per_node!r} says nothing of node {node}.")
-    return counts[node]
+def tasks_per_node(text: str) -> list[int]:
+    """The tasks of each node in Slurm's "2(x3),1": the first three nodes have two tasks, the fourth has one."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]
 
 
 def _first_host(env: Mapping[str, str]) -> str | None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.diagnosis.hang import STALE_S, Hang, WatchClock, WorkerState, find_hang
+from paceline.diagnosis.failures import STALE_S, Hang, WatchClock, WorkerState, find_hang
 
 BOUND_S = 3.0
 

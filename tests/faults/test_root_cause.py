@@ -9,16 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.diagnosis.failures import Failure, WorkerProcess, place_in, root_cause, write_note
-from paceline.diagnosis.report import describe_failure
+from paceline.diagnosis.failures import Failure, WorkerProcess, describe_failure, place_in, root_cause, write_note
 from paceline.launch.worker import count_oom_kills
 
 
 def ending(rank: int, time: float, exit_code: int = 1, kind: str = "", asked_at: float | None = None) -> WorkerProcess:
     note = None
     if kind:
-        is_consequence = kind == "PeerLost"
-        note = Failure(rank, 100 + rank, time, kind, "boom", "Traceback\n", is_consequence=is_consequence)
+        note = Failure(time, f"{kind}: boom", "Traceback\n", is_consequence=kind == "PeerLost")
     return WorkerProcess(rank, 9, 100 + rank, "node", exit_code, time, asked_at, failure=note)
 
 
@@ -114,13 +112,17 @@ def test_workers_in_different_collectives_are_told_by_their_places(tmp_path: Pat
 def test_an_exception_is_told_with_the_peers_that_had_ended(tmp_path: Path) -> None:
     """A connection is closed by a peer whose loop had fewer steps."""
     write_note(tmp_path, ending(1, 1.0, 0))
-    write_note(tmp_path, replace(raised(0, 2.0), failure=None))
-    failure = raised(0, 2.0).failure
-    assert failure is not None
-    write_note(tmp_path, failure)
+    write_note(tmp_path, raised(0, 2.0))
     report = describe_failure(tmp_path)
     assert report is not None and report.ranks == (0,)
     assert "failed (rank 1 had ended without an error) with ValueError: boom" in report.sentence
+
+
+def test_a_kill_for_memory_is_told_with_what_helps(tmp_path: Path) -> None:
+    for out_of_memory, words in ((True, "fewer samples"), (False, "has not counted")):
+        write_note(tmp_path, WorkerProcess(0, 1, 100, "node", -9, 1.0, out_of_memory=out_of_memory))
+        report = describe_failure(tmp_path)
+        assert report is not None and words in report.next
 
 
 def test_the_kernels_count_of_kills_for_memory_is_read(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ FAULTS = {
     "SIGKILL": SIGKILL,
     "SIGSEGV": Fault("import ctypes; ctypes.string_at(0)", 139, ("SIGSEGV", "in fault"), ("signal",)),
     "a hang": Fault(STUCK_IN_PYTHON, 1, ("in fault", "waiting: rank 0"), ("hung",)),
-    "a stop": Fault("os.kill(os.getpid(), signal.SIGSTOP)", 1, ("SIGSTOP", "waiting: rank 0"), ("stopped",)),
+    "a stop": Fault("os.kill(os.getpid(), signal.SIGSTOP)", 1, ("hangs", "waiting: rank 0"), ("hung",)),
 }
 """What rank 1 does before its fourth step."""
 

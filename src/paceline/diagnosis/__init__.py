@@ -1,4 +1,1 @@
-"""Why a run failed or does not go on: notes that workers leave, hangs found from their states, and the report.
-
-Workers use it under every launcher, and `paceline launch` for what only the one who started them knows.
-"""
+"""Why a run failed or does not go on: hangs found from what workers do, and the report of any failure."""

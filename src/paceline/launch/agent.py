@@ -16,29 +16,33 @@ import signal
 import socket
 import stat
 import sys
-import tempfile
 import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+import psutil
 
 from paceline import env
-from paceline.diagnosis.failures import read_processes
-from paceline.diagnosis.report import describe_failure
+from paceline.diagnosis.failures import describe_failure
 from paceline.launch import worker
 from paceline.launch.run import prepare
+
+if TYPE_CHECKING:
+    from torch.distributed.launcher.api import LaunchConfig
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
     run_dir = env.value(env.RUN_DIR, Path)
     assert run_dir is not None
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # of workers that begin just then, too
     kind = os.fstat(0).st_mode
     has_launcher = stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind)
     if has_launcher:
         line = os.dup(0)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # workers find an empty standard input
-        threading.Thread(target=_obey, args=(line, run_dir), name="launcher", daemon=True).start()
+        threading.Thread(target=_obey, args=(line,), name="launcher", daemon=True).start()
     else:
         prepare(run_dir)  # no worker starts before all agents have met
     from torch.distributed import run as torchrun
@@ -47,27 +51,22 @@ def main(arguments: Sequence[str]) -> NoReturn:
     from torch.distributed.launcher.api import elastic_launch
 
     logging.disable(logging.ERROR)  # the report says it
-    config, _, words = torchrun.config_from_args(torchrun.parse_args(arguments))
-    host = config.rdzv_endpoint.rpartition(":")[0].strip("[]")
-    if host and config.local_addr is None:
-        with contextlib.suppress(OSError):  # no way leads there: the rendezvous says so
-            config.local_addr = own = env.address_towards(host)
-            _use_interface_of(own)
-            # Torch would compare names, which on many machines lead to 127.0.1.1.
-            config.rdzv_configs.setdefault("is_host", own in {entry[4][0] for entry in socket.getaddrinfo(host, None)})
+    given = torchrun.parse_args(["--max-restarts", "0", "--log-dir", os.devnull, *arguments])
+    config, _, words = torchrun.config_from_args(given)
+    _choose_address(config)
     # The process beside each worker begins at once: this one has loaded all that it needs. It takes no lock that a
     # thread of this one may hold: Python and the C library make theirs anew, and it calls nothing of torch's.
     config.start_method = "fork"
     warnings.simplefilter("ignore", DeprecationWarning)  # Python's own on that; PYTHONWARNINGS could make it an error
+    # Restarted workers would read addresses of dead peers from the store of the agents.
+    os.environ |= {env.AGENT: str(os.getpid()), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     exit_code = 0
-    with tempfile.NamedTemporaryFile(prefix="paceline-output-") as lock:
-        os.environ |= {env.OUTPUT_LOCK: lock.name, env.AGENT: str(os.getpid())}
-        try:
-            elastic_launch(config, worker.main)(words[words.index("-u") + 1 :])
-        except ChildFailedError:
-            exit_code = 1
-        except SignalException as ended:
-            exit_code = 128 + ended.sigval
+    try:
+        elastic_launch(config, worker.main)(words[words.index("-u") + 1 :])
+    except ChildFailedError:
+        exit_code = 1
+    except SignalException as ended:
+        exit_code = 128 + ended.sigval
     if exit_code == 1 and not has_launcher and (report := describe_failure(run_dir)) is not None:
         saved = report.save(run_dir)
         print(f"\npaceline: {report.text()}", f"The report: {saved}" if saved else "", sep="", file=sys.stderr)
@@ -76,25 +75,30 @@ def main(arguments: Sequence[str]) -> NoReturn:
     os._exit(exit_code)  # not through the interpreter's shutdown, which may wait for threads of torch
 
 
-def _obey(line: int, run_dir: Path) -> None:
+def _obey(line: int) -> None:
     """Do what the launcher asks for until it is gone."""
     with os.fdopen(line, "rb", buffering=0) as requests:
         for request in requests:
             if request.strip() == b"TERM":
                 os.kill(os.getpid(), signal.SIGTERM)
-            for process in read_processes(run_dir, "started") if request.strip() == b"USR1" else ():
-                if process.hostname == env.node_name():
-                    with contextlib.suppress(OSError):
-                        os.kill(process.pid, signal.SIGUSR1)
-    os.kill(os.getpid(), signal.SIGKILL)  # the workers' supervisors see it, and kill all that they have started
+            for supervisor in psutil.Process().children() if request.strip() == b"USR1" else ():
+                supervisor.send_signal(signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGKILL)  # the supervisors of the workers see it, and kill all that they have started
 
 
-def _use_interface_of(address: str) -> None:
-    """Have workers use the network interface of an address of this node, if none is named."""
-    of_address = (name for name, one in env.addresses() if one == address)
-    interface = "lo" if address.startswith("127.") else next(of_address, None)
-    if interface is not None and not any(map(env.text, env.INTERFACE_VARIABLES)):
-        os.environ.update(dict.fromkeys(env.INTERFACE_VARIABLES, interface))
+def _choose_address(config: LaunchConfig) -> None:
+    """Have agents meet, and workers talk, at the address that leads to the first node, if no other is named."""
+    host = config.rdzv_endpoint.rpartition(":")[0].strip("[]")
+    if not host or config.local_addr is not None:
+        return
+    with contextlib.suppress(OSError):  # no way leads there: the rendezvous says so
+        config.local_addr = own = env.address_towards(host)
+        # Torch would compare names, which on many machines lead to 127.0.1.1.
+        config.rdzv_configs.setdefault("is_host", own in {entry[4][0] for entry in socket.getaddrinfo(host, None)})
+        of_own = (name for name, one in env.addresses() if one == own)
+        interface = "lo" if own.startswith("127.") else next(of_own, None)
+        if interface is not None and not any(map(env.text, env.INTERFACE_VARIABLES)):
+            os.environ.update(dict.fromkeys(env.INTERFACE_VARIABLES, interface))
 
 
 if __name__ == "__main__":

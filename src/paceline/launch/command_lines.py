@@ -1,4 +1,4 @@
-"""Command lines that run a program elsewhere: on another node by SSH or Slurm's srun, or in a container.
+"""Nodes as a user names them, and command lines that run a program there, by SSH or Slurm's srun, or in a container.
 
 The local process has the program's standard streams. A container is `image.sif` or `docker://name@sha256:…` for
 Apptainer, or `podman://name:tag`; in it the program sees the node's own network and /dev/shm, since workers talk
@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
-from paceline.errors import LaunchError
+from paceline.errors import LaunchError, reason_of, shown
 
-_SECRET = re.compile(
-    r"(TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|(^|_|API|ACCESS|PRIVATE)KEY)S?(_|$)", re.IGNORECASE
+_NODE = re.compile(
+    r"(?P<user>\w[\w.-]*@)?(?:(?P<name>\w[\w.-]*)|\[(?P<ipv6>[0-9a-f.]*:[0-9a-f:.]+(?:%[\w.-]+)?)\])"
+    r"(?::(?P<count>[1-9][0-9]{0,5}))?",
+    re.ASCII | re.IGNORECASE,
 )
 _SSH_OPTIONS = (
     "BatchMode=yes",  # nobody can type a password or "yes"
@@ -32,19 +36,59 @@ _NODE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "SLURM_*", "NCCL
 """What the node's scheduler sets for the job; Podman passes none by default."""
 
 
+def parse_node_list(text: str) -> dict[str, int | None]:
+    """The addresses in a text such as "a:8,kim@b:4,[fd00::3]", in their order, and the number of workers on each; None:
+    as many as it has devices.
+
+    An address is as `ssh` takes it: after its user, if one was given; IPv6 without brackets.
+
+    Raises:
+        LaunchError: an invalid entry, a node named twice, or no node.
+    """
+    nodes: dict[str, int | None] = {}
+    for number, entry in enumerate(text.split(","), 1):
+        found = _NODE.fullmatch(entry.strip())
+        if found is None:
+            raise LaunchError(
+                f"hosts, entry {number}: {shown(entry.strip())} should be a node such as gpu1, kim@gpu1:8 or "
+                "[fd00::3]:8, with the number of its workers; ports and keys are for ~/.ssh/config."
+            )
+        name = found["name"] or found["ipv6"]
+        if name.lower() in [address.rpartition("@")[2].lower() for address in nodes]:
+            raise LaunchError(f"hosts, entry {number}: {name} was named before; name it once, with all its workers.")
+        nodes[(found["user"] or "") + name] = int(found["count"]) if found["count"] else None
+    return nodes
+
+
 def with_variables(program: Sequence[str], environ: Mapping[str, str]) -> tuple[str, ...]:
     """`program` behind `env`, which sets `environ` for it: ("env", "A=1", "python", …).
 
-    Raises:
-        LaunchError: a variable looks like a secret, which all users of a node could read in the command line.
+    All users of a node can read a command line: `environ` holds nothing but what Paceline sets itself.
     """
-    for name in environ:
-        if _SECRET.search(name):
-            raise LaunchError(
-                f"{name} looks like a secret, and a command line can be read by everybody on the node; let the node "
-                "itself set it: in ~/.profile, in ~/.ssh/environment, or from a Kubernetes Secret."
-            )
     return (*(["env"] if environ else []), *(f"{name}={value}" for name, value in environ.items()), *program)
+
+
+def output_of(argv: Sequence[str], timeout_s: float, stdin: str = "", node: str = "") -> str:
+    """What a program prints; `node` is where it runs, if not here.
+
+    Raises:
+        LaunchError: it cannot be run, or fails; says why.
+    """
+    what = f"Nothing runs on {node}" if node else f"{argv[0]} failed"
+    try:
+        done = subprocess.run(
+            argv, input=stdin, capture_output=True, text=True, errors="surrogateescape", timeout=timeout_s
+        )
+    except (OSError, subprocess.TimeoutExpired) as problem:
+        raise LaunchError(f"{what}: {reason_of(problem)}.") from None
+    if done.returncode != 0:
+        raise LaunchError(f"{what}: {last_line(done.stderr.splitlines()) or f'exit code {done.returncode}'}.")
+    return done.stdout
+
+
+def last_line(lines: Sequence[str]) -> str:
+    """The last one that says something, without the full stop."""
+    return next((line.strip().rstrip(".") for line in reversed(lines) if line.strip()), "")
 
 
 def ssh_argv(host: str, program: Sequence[str], *, cwd: Path, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -52,9 +96,6 @@ def ssh_argv(host: str, program: Sequence[str], *, cwd: Path, environ: Mapping[s
 
     It requests no terminal, so that bytes pass unchanged: a program whose client dies sees its standard input end, and
     must then end by itself.
-
-    Raises:
-        LaunchError: `environ` holds what looks like a secret.
     """
     options = [word for option in _SSH_OPTIONS for word in ("-o", option)]
     # The shell is replaced by the program.
@@ -69,9 +110,6 @@ def srun_argv(
 
     One task a node that may use all that the job holds there. srun passes on the environment of this process; `environ`
     takes precedence.
-
-    Raises:
-        LaunchError: `environ` holds what looks like a secret.
     """
     return (
         "srun",
@@ -96,7 +134,7 @@ def container_argv(
     cwd: Path,
     binds: Sequence[Path] = (),
     gpus: bool = False,
-    environ: Mapping[str, str] | None = None,
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[str, ...]:
     """The command that runs `program` inside `image`, in `cwd`, which it sees beside `binds` at their own paths.
 
@@ -105,13 +143,12 @@ def container_argv(
 
     Args:
         gpus: whether the node has NVIDIA GPUs to show; Podman needs the node's CDI description of them.
-        environ: variables for the program.
 
     Raises:
         LaunchError: an invalid image.
     """
     folders = list(dict.fromkeys((cwd, *binds)))
-    inside = with_variables(program, {**_CONTAINER_VARIABLES, **(environ or {})})
+    inside = with_variables(program, {**_CONTAINER_VARIABLES, **environ})
     if re.fullmatch(r"docker://[^\s-]\S*|[^-].*\.sif", image):
         options = [*(["--nv"] if gpus else []), *(f"--bind={path}:{path}" for path in folders), f"--pwd={cwd}"]
         return ("apptainer", "--silent", "exec", *options, image, *inside)

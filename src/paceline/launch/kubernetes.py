@@ -56,15 +56,12 @@ def manifest(
             f"{_MOST_NAME_CHARACTERS} at most."
         )
     # A worker that failed ends its pod, and with it the Job; the next Job resumes.
-    command = ["python", "-m", "paceline.launch.agent", "--max-restarts=0", "--log-dir=/dev/null"]
+    command = ["python", "-m", "paceline.launch.agent"]
     if kind == "job":
         command += [f"--nnodes={num_pods}", f"--nproc-per-node={workers_per_pod}"]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={name}-0.{name}:{PORT}", f"--rdzv-id={name}"]
     variables = {
-        # Workers that torch's agent restarts would read addresses of dead peers from the store of the agents.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": str(cpus_per_worker),
-        "PYTHONUNBUFFERED": "1",
         env.RUN_DIR: str(run_dir),
         env.OUTPUT: "all",
         **({} if use_gpus else {env.DEVICE: "cpu"}),
@@ -76,7 +73,6 @@ def manifest(
     requests = {"cpu": str(workers_per_pod * cpus_per_worker), **limits}
     values = {
         "name": name,
-        "labels": {"app.kubernetes.io/name": "paceline", "app.kubernetes.io/instance": name},
         "port": PORT,
         "num_pods": num_pods,
         "workers_per_pod": workers_per_pod,

@@ -15,7 +15,6 @@ import importlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -26,8 +25,7 @@ from typing import Any, NoReturn
 
 from paceline import env
 from paceline.errors import LaunchError
-from paceline.launch.command_lines import with_variables
-from paceline.launch.node_list import NodeSlots
+from paceline.launch.command_lines import output_of, with_variables
 
 LIST_TIMEOUT_S = 120
 POLL_S = 0.5
@@ -43,36 +41,28 @@ def ray_argv(
     """The local command that runs `program` once on each of so many nodes, in `cwd`.
 
     Ray reserves `num_gpus` on each and tells the program which by CUDA_VISIBLE_DEVICES.
-
-    Raises:
-        LaunchError: `environ` holds what looks like a secret.
     """
     driver = (sys.executable, "-m", "paceline.launch.ray", str(num_nodes), str(num_gpus), str(cwd))
     return (*driver, *with_variables(program, environ))
 
 
-def ray_nodes() -> tuple[NodeSlots, ...]:
-    """The living nodes of the Ray cluster that RAY_ADDRESS names, or of this machine, by name.
-
-    A node with GPUs has as many workers; one without leaves the number open.
+def ray_nodes() -> dict[str, int | None]:
+    """The living nodes of the Ray cluster that RAY_ADDRESS names, or of this machine, by name, and the GPUs of each;
+    None: it has none.
 
     Raises:
         LaunchError: Ray is not installed, or no cluster answers.
     """
-    command = [sys.executable, "-c", _LIST]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=LIST_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        raise LaunchError("The Ray cluster does not answer; check it with ray status.") from None
-    if done.returncode != 0:
-        last = (done.stderr.splitlines() or [""])[-1]
-        raise LaunchError(f"No Ray cluster answers ({last}); it needs paceline[ray], and `ray status` shows it.")
-    nodes = (
-        NodeSlots(node["NodeManagerHostname"], int(node["Resources"].get("GPU", 0)) or None)
-        for node in json.loads(done.stdout.splitlines()[-1])
-        if node["Alive"]
-    )
-    return tuple(sorted(nodes, key=lambda node: node.address))
+        printed = output_of([sys.executable, "-c", _LIST], LIST_TIMEOUT_S)
+    except LaunchError as problem:
+        raise LaunchError(
+            f"No Ray cluster answers; it needs paceline[ray], and `ray status` shows it: {problem}"
+        ) from None
+    nodes = sorted(json.loads(printed.splitlines()[-1]), key=lambda node: node["NodeManagerHostname"])
+    return {
+        node["NodeManagerHostname"]: int(node["Resources"].get("GPU", 0)) or None for node in nodes if node["Alive"]
+    }
 
 
 def main(num_nodes: int, num_gpus: int, cwd: str, program: Sequence[str]) -> int:
@@ -113,12 +103,8 @@ def _obey(requests: Path) -> NoReturn:
 
 def _start_agent(config: dict[str, Any]) -> None:
     """On a node: run the command, which sees its line to the launcher closed when this process ends."""
-    torch: Any = importlib.import_module("torch")
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = torch.tensor([probe.getsockname()[1]])
-    torch.distributed.broadcast(port, 0)  # one that is free on the first node
-    endpoint = f"{env.text('MASTER_ADDR')}:{int(port)}"  # Ray has set the address
+    # Ray has set the address, and a port that was free for its own group.
+    endpoint = f"{env.text('MASTER_ADDR')}:{int(env.text('MASTER_PORT')) + 1}"
     program = [word.replace(FIRST_NODE, endpoint) for word in config["program"]]
     with (
         open(config["requests"], "rb") as requests,

@@ -14,13 +14,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Literal
+from typing import IO, TYPE_CHECKING, Literal
 
 from paceline import env
-from paceline.diagnosis.failures import read_processes, signal_name
-from paceline.diagnosis.report import NodeLoss, describe_failure
+from paceline.diagnosis.failures import NodeLoss, describe_failure, signal_name
 from paceline.errors import LaunchError, PacelineError, WorkerFailed, file_problems, reason_of
+from paceline.launch.command_lines import last_line, output_of, with_variables
 from paceline.regular_files import make_run_folder
 
 if TYPE_CHECKING:
@@ -30,6 +29,8 @@ SAVE_S = 30.0
 """Time for workers to save a checkpoint when they are asked to end: what torch's agent allows, too."""
 GRACE_S = 5.0
 """How much longer an agent may take to end than its workers."""
+POLL_S = 0.05
+"""How often the agents are looked at."""
 
 Output = Literal["rank0", "all"]
 
@@ -54,50 +55,22 @@ class Reach:
 
     hostnames: tuple[str, ...] = ()
     """Empty: this node."""
-    argv: Callable[[Sequence[str], Mapping[str, str]], Sequence[str]] = lambda program, _environ: program
+    argv: Callable[[Sequence[str], Mapping[str, str]], Sequence[str]] = with_variables
     """(program, environment variables that it needs there) -> the local command line."""
     python: str = sys.executable
     """The interpreter there, in which Paceline is installed."""
 
     @property
     def node(self) -> str:
-        """The name of its node; empty where there are several."""
+        """The name of its node; empty for this one, and where there are several."""
         return self.hostnames[0].rpartition("@")[2] if len(self.hostnames) == 1 else ""
 
     def output_of(self, program: Sequence[str], timeout_s: float) -> str:
-        """What a program prints there.
-
-        Raises:
-            LaunchError: it cannot be run, or fails; says why.
-        """
-        argv = self.argv(program, {})
-        try:
-            done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
-        except (OSError, subprocess.TimeoutExpired) as problem:
-            where = ", ".join(self.hostnames) or "this node"
-            raise LaunchError(f"{argv[0]} on {where} does not answer: {reason_of(problem)}.") from None
-        if done.returncode != 0:
-            raise self.error(done.returncode, done.stderr.splitlines())
-        return done.stdout
-
-    def error(self, exit_code: int, told: Sequence[str]) -> LaunchError:
-        """Why a program there failed, by the last line that it, or what carries it, has `told`."""
-        last = next((line.strip() for line in reversed(told) if line.strip()), f"exit code {exit_code}")
-        hint = f"; see by hand what `ssh {self.hostnames[0]} {self.python} -V` says" if self.node else ""
-        return LaunchError(f"Nothing runs on {', '.join(self.hostnames) or 'this node'}: {last.rstrip('.')}{hint}.")
+        """What a program prints there. Raises `LaunchError` where it cannot be run, or fails."""
+        return output_of(self.argv(program, {}), timeout_s, node=self.node)
 
 
 HERE = Reach()
-
-
-@dataclass(frozen=True)
-class AgentCommand:
-    """How torch's agent is started by one local process."""
-
-    reach: Reach
-    argv: Sequence[str]
-    environ: dict[str, str]
-    """Variables for the agent and its workers, in addition to those of their node; `argv` has them for other nodes."""
 
 
 def agent_commands(
@@ -107,8 +80,8 @@ def agent_commands(
     reaches: Sequence[Reach] = (HERE,),
     endpoint: str = "127.0.0.1:0",
     launched_at: float = 0.0,
-) -> list[AgentCommand]:
-    """The commands that start the agents of a run; starts nothing and touches no file.
+) -> list[Sequence[str]]:
+    """The local command lines that start the agents of a run, one for each of `reaches`; starts nothing.
 
     Args:
         program: what would follow `python` on a command line: ("train.py", "--flag") or ("-m", "a.module").
@@ -119,45 +92,33 @@ def agent_commands(
     Raises:
         LaunchError: more workers on a node than it has GPUs in the plan.
     """
-    shares = plan.placements
     commands = []
-    for reach, share in zip(reaches, shares, strict=False):
+    for reach, share in zip(reaches, plan.placements, strict=False):
         if share.devices and len(share.devices) < share.num_workers:
             raise LaunchError(
                 f"{share.num_workers} workers cannot share {len(share.devices)} GPUs of "
                 f"{share.hostname or 'this node'}; give every worker one."
             )
-        environ = _variables(plan, options, launched_at) | env.note(env.NODE, reach.node)
-        if share.cpus:
-            environ[env.CPUS] = ";".join(",".join(map(str, cpus)) for cpus in share.cpus)
+        environ = {
+            "OMP_NUM_THREADS": str(plan.threads_per_worker),
+            env.RUN_DIR: str(options.run_dir.absolute()),  # a script may change its working directory
+            env.LAUNCHED_AT: repr(launched_at),
+            env.OUTPUT: options.output,
+        }
+        if plan.debug_comm:
+            # Not TORCH_DISTRIBUTED_DEBUG=DETAIL: torch 2.13 crashes with it in DistributedDataParallel over Gloo.
+            environ |= {env.DEBUG_COMM: "1", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,COLL"}
         if share.devices:
             devices = ",".join(map(str, share.devices))
             environ |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": devices}
-        environ |= options.environ
-        arguments = ["--nnodes", str(len(shares)), "--nproc-per-node", str(share.num_workers)]
+        environ |= env.note(env.NODE, reach.node)
+        environ |= env.note(env.CPUS, ";".join(",".join(map(str, cpus)) for cpus in share.cpus))
+        arguments = ["--nnodes", str(len(plan.placements)), "--nproc-per-node", str(share.num_workers)]
         arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", options.run_dir.name]
-        arguments += ["--max-restarts", str(options.max_restarts), "--log-dir", os.devnull, *options.torchrun]
+        arguments += ["--max-restarts", str(options.max_restarts), *options.torchrun]
         agent = (reach.python, "-m", "paceline.launch.agent", *arguments, *program)
-        commands.append(AgentCommand(reach, reach.argv(agent, environ), environ))
+        commands.append(reach.argv(agent, environ | dict(options.environ)))
     return commands
-
-
-def _variables(plan: Plan, options: LaunchOptions, launched_at: float) -> dict[str, str]:
-    variables = {
-        "OMP_NUM_THREADS": str(plan.threads_per_worker),
-        "MKL_NUM_THREADS": str(plan.threads_per_worker),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",  # a crash in native code says where Python was
-        # Workers that torch's agent restarts would read addresses of dead peers from the store of the agents.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        env.RUN_DIR: str(options.run_dir.absolute()),  # a script may change its working directory
-        env.LAUNCHED_AT: repr(launched_at),
-        env.OUTPUT: options.output,
-    }
-    if plan.debug_comm:
-        # Not TORCH_DISTRIBUTED_DEBUG=DETAIL: torch 2.13 crashes with it in DistributedDataParallel over Gloo.
-        variables |= {env.DEBUG_COMM: "1", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,COLL"}
-    return variables
 
 
 def run_workers(
@@ -185,11 +146,11 @@ def run_workers(
     prepare(options.run_dir)
     commands = agent_commands(plan, program, options, reaches, endpoint, time.time())
     agents: list[_Agent] = []
-    with _caught_signals() as events:
+    with _caught_signals() as signals:
         try:
-            for command in commands:
-                agents.append(_Agent(command, events))
-            first, interrupted_by = _await_end(agents, events)
+            for reach, argv in zip(reaches, commands, strict=False):
+                agents.append(_Agent(reach, argv))
+            first, interrupted_by = _await_end(agents, signals)
         finally:
             for agent in agents:
                 agent.close()
@@ -199,9 +160,16 @@ def run_workers(
         raise SystemExit(128 + interrupted_by)
     if first is None:
         return
-    report = describe_failure(options.run_dir, _loss(first, options.run_dir))
+    told, exit_code = last_line(first.told), first.exit_code or 0
+    ended = f"its agent was killed by {signal_name(-exit_code)}" if exit_code < 0 else f"exit code {exit_code}"
+    # An agent that says itself that a worker failed ends with 1; one of several nodes does not say which was lost.
+    is_one = not first.reach.hostnames or first.reach.node
+    loss = NodeLoss(first.reach.node, first.ended_at, told or ended) if exit_code != 1 and is_one else None
+    report = describe_failure(options.run_dir, loss)
     if report is None:
-        raise first.reach.error(first.exit_code or 0, first.told)
+        where = ", ".join(first.reach.hostnames) or "this node"
+        why = told or f"{first.reach.python} ended with exit code {exit_code}"
+        raise LaunchError(f"Nothing runs on {where}: {why}.")
     if report.is_user_error:
         raise PacelineError(report.sentence)
     code = 1 if report.exit_code is None else report.exit_code
@@ -227,64 +195,61 @@ def prepare(run_dir: Path) -> None:
 class _Agent:
     """The local process that carries the agents of some nodes, until it is closed."""
 
-    def __init__(self, command: AgentCommand, events: queue.SimpleQueue[_Agent | int]) -> None:
-        self.reach = command.reach
+    def __init__(self, reach: Reach, argv: Sequence[str]) -> None:
+        self.reach = reach
         self.told: deque[str] = deque(maxlen=20)
         """The last lines of its standard error, if it is on another node."""
         self.ended_at = float("inf")
-        """When it ended, in seconds since the epoch."""
-        is_here = not command.reach.hostnames
+        """When its end was noticed, in seconds since the epoch."""
+        pipe = subprocess.PIPE if reach.hostnames else None
         try:
             self._process = subprocess.Popen(
-                command.argv,
-                env=os.environ | (command.environ if is_here else {}),
+                argv,
                 stdin=subprocess.PIPE,
-                stdout=None if is_here else subprocess.PIPE,
-                stderr=None if is_here else subprocess.PIPE,
+                stdout=pipe,
+                stderr=pipe,
                 start_new_session=True,  # Ctrl-C reaches this process alone
             )
         except OSError as problem:
-            raise LaunchError(f"{command.argv[0]} cannot be started: {reason_of(problem)}.") from None
-        self._threads = [threading.Thread(target=self._await, args=(events,), daemon=True)]
-        if not is_here:
-            self._threads += [threading.Thread(target=self._show, args=(target,), daemon=True) for target in (1, 2)]
+            raise LaunchError(f"{argv[0]} cannot be started: {reason_of(problem)}.") from None
+        assert self._process.stdin is not None
+        self._line = self._process.stdin
+        self._threads = [
+            threading.Thread(target=self._show, args=(stream, target), daemon=True)
+            for target, stream in ((1, self._process.stdout), (2, self._process.stderr))
+            if stream is not None
+        ]
         for thread in self._threads:
             thread.start()
 
     @property
     def exit_code(self) -> int | None:
         """As in subprocess; None before the end."""
-        return self._process.poll()
+        if self._process.poll() is not None:
+            self.ended_at = min(self.ended_at, time.time())
+        return self._process.returncode
 
     def ask(self, what: Literal["TERM", "USR1"]) -> None:
         """Have a signal sent to all workers."""
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(what.encode() + b"\n")
-            self._process.stdin.flush()
+            self._line.write(what.encode() + b"\n")
+            self._line.flush()
 
     def kill(self) -> None:
         """End the agent and all workers at once: it finds its standard input closed."""
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()
+            self._line.close()
 
     def close(self) -> None:
         """End everything, in any case."""
         self.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE_S)
+        self._process.kill()
         for thread in self._threads:
             thread.join(GRACE_S)
-        if self._process.poll() is None:
-            self._process.kill()
 
-    def _await(self, events: queue.SimpleQueue[_Agent | int]) -> None:
-        self._process.wait()
-        self.ended_at = time.time()
-        events.put(self)
-
-    def _show(self, target: int) -> None:
-        stream = self._process.stdout if target == 1 else self._process.stderr
-        assert stream is not None
+    def _show(self, stream: IO[bytes], target: int) -> None:
         for line in stream:
             if target == 2:
                 self.told.append(line.decode(errors="replace"))
@@ -295,65 +260,46 @@ class _Agent:
 _one_line_at_a_time = threading.Lock()
 
 
-def _await_end(agents: Sequence[_Agent], events: queue.SimpleQueue[_Agent | int]) -> tuple[_Agent | None, int | None]:
+def _await_end(agents: Sequence[_Agent], signals: queue.SimpleQueue[int]) -> tuple[_Agent | None, int | None]:
     """Return when all agents have ended; when the first fails, or a signal comes, the others are asked to end.
 
     Returns:
         The first agent that failed, and the signal that asked for the end of the run if it came before.
     """
     first, interrupted_by, deadline = None, None, float("inf")
-    while any(agent.exit_code is None for agent in agents):
-        try:
-            event = events.get(timeout=max(0.0, deadline - time.monotonic()) if deadline < float("inf") else None)
-        except queue.Empty:
-            deadline = float("inf")
-            for agent in agents:
-                agent.kill()
-            continue
-        is_ending = first is not None or interrupted_by is not None
-        if event == signal.SIGUSR1:
+    while None in [agent.exit_code for agent in agents]:
+        number = None
+        with contextlib.suppress(queue.Empty):
+            number = signals.get(timeout=POLL_S)
+        failed = next((agent for agent in agents if agent.exit_code), None)
+        if number == signal.SIGUSR1:
             for agent in agents:
                 agent.ask("USR1")
-        elif is_ending and not isinstance(event, _Agent):  # asked twice: now
-            interrupted_by = event if first is None else interrupted_by
+        elif number is not None and deadline < float("inf"):  # asked twice: now
             deadline = 0.0
-        elif not is_ending and not (isinstance(event, _Agent) and event.exit_code == 0):
-            first, interrupted_by = (event, None) if isinstance(event, _Agent) else (None, event)
-            deadline = time.monotonic() + SAVE_S + GRACE_S
+        elif deadline == float("inf") and (number is not None or failed is not None):
+            first, interrupted_by, deadline = failed, number, time.monotonic() + SAVE_S + GRACE_S
             for agent in agents:
                 agent.ask("TERM")
-    if first is None and interrupted_by is None:  # all have ended before the first was heard of
-        first = next((agent for agent in agents if agent.exit_code), None)
+        if time.monotonic() > deadline:
+            for agent in agents:
+                agent.kill()
+    if interrupted_by is None:  # all may have ended before the first was heard of
+        first = first or next((agent for agent in agents if agent.exit_code), None)
     return first, interrupted_by
 
 
 @contextlib.contextmanager
-def _caught_signals() -> Iterator[queue.SimpleQueue[_Agent | int]]:
-    """While the block is open, signals do not end this process but are events; none come outside of the main thread."""
-    events: queue.SimpleQueue[_Agent | int] = queue.SimpleQueue()
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        events.put(number)  # SimpleQueue.put may interrupt a get, and itself
-
+def _caught_signals() -> Iterator[queue.SimpleQueue[int]]:
+    """While the block is open, signals do not end this process but are told; none come outside of the main thread."""
+    came: queue.SimpleQueue[int] = queue.SimpleQueue()  # its `put` may interrupt a `get`, and itself
     is_main = threading.current_thread() is threading.main_thread()
     wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if is_main else ()
     # Signals that the caller ignores (nohup, a shell's background job) stay ignored.
     heeded = [number for number in wanted if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    before = {number: signal.signal(number, note) for number in heeded}
+    before = {number: signal.signal(number, lambda number, _frame: came.put(number)) for number in heeded}
     try:
-        yield events
+        yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _loss(agent: _Agent, run_dir: Path) -> NodeLoss | None:
-    """The loss of a node, or of its agent alone; None where the agent has said itself that a worker failed."""
-    exit_code, node = agent.exit_code or 0, agent.reach.node
-    here = not agent.reach.hostnames
-    workers = tuple(one for one in read_processes(run_dir, "started") if here or one.hostname == node)
-    if exit_code == 1 or not workers:
-        return None
-    ended = f"its agent was killed by {signal_name(-exit_code)}" if exit_code < 0 else f"exit code {exit_code}"
-    told = next((line.strip().rstrip(".") for line in reversed(agent.told) if line.strip()), "")
-    return NodeLoss(workers[0].hostname, agent.ended_at, ended if here or not told else told, workers)

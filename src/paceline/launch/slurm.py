@@ -1,25 +1,24 @@
 """Slurm: the nodes of the current allocation, and a job script that asks for one.
 
 Inside an allocation (`salloc`, `sbatch`) the nodes are those that Slurm allocated. Outside of one,
-`batch_script` writes a job that runs the same command inside, and `submit` hands it to `sbatch`.
+`batch_script` writes a job for `sbatch` that runs the same command inside.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.errors import LaunchError, reason_of
-from paceline.launch.node_list import NodeSlots
+from paceline import env
+from paceline.errors import LaunchError
+from paceline.launch.command_lines import output_of
 
 SAVE_BEFORE_LIMIT_S = 120
 """How long before the time limit of a job its run is asked to save and to end; Slurm itself may be a minute late."""
 ASK_TIMEOUT_S = 30.0
-"""Timeout for scontrol and sbatch; a busy controller needs some seconds."""
+"""Timeout for scontrol or sbatch; a busy controller needs some seconds."""
 
 _BODY = """\
 umask 077
@@ -37,7 +36,7 @@ exit $code
 """Files of a run are readable only by their owner. A signal ends a `wait`, hence the loop."""
 
 
-def allocation(environ: Mapping[str, str]) -> tuple[NodeSlots, ...]:
+def allocation(environ: Mapping[str, str]) -> dict[str, int | None]:
     """The nodes of the current allocation, with as many workers as GPUs were asked for there, else as tasks.
 
     Raises:
@@ -46,19 +45,17 @@ def allocation(environ: Mapping[str, str]) -> tuple[NodeSlots, ...]:
     if "SLURM_JOB_NODELIST" not in environ:
         raise LaunchError("This is no Slurm allocation; get one with salloc or sbatch, or use paceline submit slurm.")
     # scontrol spells out compressed lists such as gpu[03-05,9]-ib.
-    names = _answer(["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]]).split()
+    names = output_of(["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]], ASK_TIMEOUT_S).split()
     # "8", or "h100:8" as it was asked for.
     gpus = environ.get("SLURM_GPUS_PER_NODE") or environ.get("SLURM_GPUS_ON_NODE", "")
     if found := re.fullmatch(r"(?:[^:,]+:)?([1-9]\d*)", gpus, re.ASCII):
         counts = [int(found[1])] * len(names)
     else:
-        # "2(x3),1": three nodes have two tasks, the fourth has one.
         tasks = environ.get("SLURM_TASKS_PER_NODE", f"1(x{len(names)})")
-        groups = re.findall(r"([1-9]\d{0,5})(?:\(x([1-9]\d{0,5})\))?(?:,|$)", tasks, re.ASCII)
-        counts = [int(count) for count, times in groups for _ in range(int(times or 1))]
+        counts = env.tasks_per_node(tasks)
         if len(counts) != len(names):
             raise LaunchError(f"Slurm's SLURM_TASKS_PER_NODE = {tasks!r} does not fit {len(names)} nodes.")
-    return tuple(NodeSlots(name, count) for name, count in zip(names, counts, strict=True))
+    return dict(zip(names, counts, strict=True))
 
 
 def batch_script(
@@ -97,24 +94,3 @@ def batch_script(
     head = [f"#SBATCH --{option}={value}" for option, value in options.items() if value is not None]
     body = _BODY.format(cwd=shlex.quote(str(cwd)), command=shlex.join(command))
     return "\n".join(["#!/bin/sh", *head, "#SBATCH --requeue", body])
-
-
-def submit(script: str) -> str:
-    """Hand a job script to sbatch; its job id.
-
-    Raises:
-        LaunchError: sbatch is missing or refuses; the sentence holds its reason.
-    """
-    return _answer(["sbatch", "--parsable"], script).strip().partition(";")[0]  # "7;cluster" where there are several
-
-
-def _answer(argv: Sequence[str], stdin: str = "") -> str:
-    """What a command of Slurm on this machine prints."""
-    try:
-        done = subprocess.run(argv, input=os.fsencode(stdin), capture_output=True, timeout=ASK_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as problem:
-        raise LaunchError(f"{argv[0]} does not answer here ({reason_of(problem)}); is this a login node?") from None
-    if done.returncode != 0:
-        told = " ".join(done.stderr.decode(errors="replace").split())
-        raise LaunchError(f"{argv[0]} refused: {told or f'exit code {done.returncode}'}")
-    return done.stdout.decode(errors="replace")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
+import json
 import os
 import re
 import signal
@@ -29,8 +29,17 @@ from typing import BinaryIO
 import psutil
 
 from paceline import env
-from paceline.diagnosis.failures import TRACEBACK, WorkerProcess, failure_in, log_path, note_path, place_in, write_note
-from paceline.diagnosis.report import describe_failure, tail_of
+from paceline.diagnosis.failures import (
+    MOST_EVIDENCE_LINES,
+    Failure,
+    WorkerProcess,
+    describe_failure,
+    failure_in,
+    failure_path,
+    log_path,
+    place_in,
+    write_note,
+)
 from paceline.heartbeat import read_vitals
 from paceline.words import number_of
 
@@ -41,7 +50,7 @@ SAVE_S = 28.0
 """From the request to end to SIGKILL: what schedulers allow, and a little less than torch's agent does."""
 REAP_S = 2.0
 """The maximum wait for the end of killed processes; one in uninterruptible sleep is left."""
-CHUNK_BYTES = 1 << 16
+CHUNK_BYTES = MOST_TAIL_BYTES = 1 << 16
 
 
 def main(program: Sequence[str]) -> None:
@@ -62,47 +71,44 @@ def main(program: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="paceline-worker-") as folder:
         heartbeat = Path(folder) / "heartbeat"
         output = _Output(facts.rank, run_dir, restart)
-        # On a terminal, where it may draw progress, rank 0 writes itself.
-        pipe = None if output.is_direct else subprocess.PIPE
         process = subprocess.Popen(
             [sys.executable, "-u", *program],
-            env=os.environ | {env.HEARTBEAT: str(heartbeat)},
+            # A crash in native code says where Python was.
+            env=os.environ | {env.HEARTBEAT: str(heartbeat), "PYTHONFAULTHANDLER": "1"},
             stdin=subprocess.DEVNULL,
-            stdout=pipe,
-            stderr=pipe,
+            stdout=output.pipe,
+            stderr=output.pipe,
             process_group=0,
             preexec_fn=_as_program,
         )
         note = WorkerProcess(facts.rank, facts.world_size, process.pid, env.node_name())
         with contextlib.suppress(OSError):  # a full disk is no reason not to train
             write_note(run_dir, note, restart)
-        copying = output.start(process)
-        kills_before = count_oom_kills(process.pid)
+        output.start(process)
+        num_kills = count_oom_kills(process.pid)
         asked_at = _attend(process, agent)
-        kills_after = count_oom_kills(process.pid)
+        is_oom_counted = count_oom_kills(process.pid) > num_kills
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # not yet reaped: until then the number is its own
         exit_code = process.wait()
         _kill_orphans()
-        for thread in copying:
-            thread.join(REAP_S)  # a process that is left may have the pipe open
-        vitals = read_vitals(heartbeat)
-    tail = tail_of(log_path(run_dir, facts.rank)) if exit_code else ""
-    note = replace(
-        note,
-        exit_code=exit_code,
-        time=time.time(),
-        asked_at=asked_at,
-        out_of_memory=exit_code == -signal.SIGKILL and (kills_after > kills_before or _kernel_log_names(process.pid)),
-        step=vitals.step,
-        collective=vitals.collective,
-        place=place_in(tail, exit_code),
-    )
+        tail, vitals = output.end(), read_vitals(heartbeat)
+        failure = failure_in(tail, time.time()) if exit_code == 1 else None
+        with contextlib.suppress(OSError, ValueError):
+            failure = Failure(**json.loads(failure_path(heartbeat, process.pid).read_text()))
     with contextlib.suppress(OSError):
-        if exit_code == 1 and not note_path(run_dir, "failure", facts.rank, restart).exists():
-            raised = replace(note, time=output.traceback_at or note.time)
-            if (failure := failure_in(tail, raised)) is not None:
-                write_note(run_dir, failure, restart)
+        note = replace(
+            note,
+            exit_code=exit_code,
+            time=failure.time if failure else time.time(),
+            asked_at=asked_at,
+            out_of_memory=exit_code == -signal.SIGKILL and (is_oom_counted or _kernel_log_names(process.pid)),
+            step=vitals.step,
+            collective=vitals.collective,
+            place=place_in(tail, exit_code),
+            output="\n".join(tail.splitlines()[-MOST_EVIDENCE_LINES:]),
+            failure=failure,
+        )
         write_note(run_dir, note, restart)
     if exit_code:
         os._exit(exit_code if exit_code > 0 else 128 - exit_code)
@@ -162,48 +168,49 @@ class _Output:
     def __init__(self, rank: int, run_dir: Path, restart: int) -> None:
         self.prefix = b"" if rank == 0 else b"[rank %d] " % rank if env.text(env.OUTPUT) == "all" else None
         """None: its lines are not shown."""
-        self.is_direct = rank == 0 and os.isatty(2)
-        self.traceback_at: float | None = None
-        """When the last traceback came, in seconds since the epoch; None: none did, or they are not copied."""
+        # On a terminal, where it may draw progress, rank 0 writes itself.
+        self.pipe = None if rank == 0 and os.isatty(2) else subprocess.PIPE
+        """For both streams of the program."""
+        self._threads: list[threading.Thread] = []
         try:
-            self.log = open(log_path(run_dir, rank), "ab" if restart else "wb", buffering=0)  # noqa: SIM115
+            self.log = open(log_path(run_dir, rank), "a+b" if restart else "w+b", buffering=0)  # noqa: SIM115
         except OSError:  # a full disk is no reason not to train
-            self.log = open(os.devnull, "wb", buffering=0)  # noqa: SIM115
+            self.log = open(os.devnull, "w+b", buffering=0)  # noqa: SIM115
 
-    def start(self, process: subprocess.Popen[bytes]) -> list[threading.Thread]:
-        """Begin to copy what the program writes, in threads that end with its output."""
-        pipes = [(pipe, target) for target, pipe in ((1, process.stdout), (2, process.stderr)) if pipe is not None]
-        threads = [threading.Thread(target=self._copy, args=pipe, daemon=True) for pipe in pipes]
-        for thread in threads:
-            thread.start()
-        return threads
+    def start(self, process: subprocess.Popen[bytes]) -> None:
+        """Begin to copy what the program writes."""
+        for target, pipe in ((1, process.stdout), (2, process.stderr)):
+            if pipe is not None:
+                self._threads.append(threading.Thread(target=self._copy, args=(pipe, target), daemon=True))
+                self._threads[-1].start()
+
+    def end(self) -> str:
+        """The last of the output, once the program has ended."""
+        for thread in self._threads:
+            thread.join(REAP_S)  # a process that is left may have the pipe open
+        self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - MOST_TAIL_BYTES))
+        return self.log.read().decode(errors="replace")
 
     def _copy(self, pipe: BinaryIO, target: int) -> None:
-        # A lock belongs to an open file: with one for each pipe, all pipes of a node write one after the other.
-        lock, unfinished = open(env.text(env.OUTPUT_LOCK) or os.devnull, "wb"), b""  # noqa: SIM115
+        unfinished = b""
         while chunk := os.read(pipe.fileno(), CHUNK_BYTES):
             with contextlib.suppress(OSError):  # a full disk must not stop the program, which would block
                 self.log.write(chunk)
             # Progress bars end their lines with \r; a very long line is shown as several.
             end = len(chunk) if len(unfinished) > CHUNK_BYTES else max(chunk.rfind(b"\n"), chunk.rfind(b"\r")) + 1
-            lines = unfinished + chunk[:end] if end else b""
-            if TRACEBACK.encode() in lines:
-                self.traceback_at = time.time()
-            self._show(lines, target, lock)
+            self._show(unfinished + chunk[:end] if end else b"", target)
             unfinished = chunk[end:] if end else unfinished + chunk
-        self._show(unfinished, target, lock)
+        self._show(unfinished, target)
 
-    def _show(self, text: bytes, target: int, lock: BinaryIO) -> None:
-        """Write whole lines."""
-        if self.prefix is None or not text:
+    def _show(self, text: bytes, target: int) -> None:
+        """Write whole lines; the system mixes none of up to 4,096 bytes with one that another process writes."""
+        if self.prefix is None:
             return
-        text += b"" if text.endswith((b"\n", b"\r")) else b"\n"
-        text = b"".join(self.prefix + line for line in text.splitlines(keepends=True))
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        with contextlib.suppress(OSError):  # a reader that has gone
-            while text:
-                text = text[os.write(target, text) :]
-        fcntl.flock(lock, fcntl.LOCK_UN)
+        for line in text.splitlines(keepends=True):
+            line = self.prefix + line + (b"" if line.endswith((b"\n", b"\r")) else b"\n")
+            with contextlib.suppress(OSError):  # a reader that has gone
+                while line:
+                    line = line[os.write(target, line) :]
 
 
 def count_oom_kills(pid: int, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -35,12 +35,24 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, and not in its list
 
 from paceline import env
-from paceline.diagnosis.failures import Failure, write_note
-from paceline.diagnosis.hang import HANG_TIMEOUT_S, STALE_S, Hang, WatchClock, WorkerState, find_hang
-from paceline.diagnosis.report import FailureReport, describe_exception, describe_hang, describe_lost_peer, of_the_user
+from paceline.diagnosis.failures import (
+    HANG_TIMEOUT_S,
+    STALE_S,
+    Failure,
+    FailureReport,
+    Hang,
+    WatchClock,
+    WorkerState,
+    describe_exception,
+    describe_hang,
+    failure_path,
+    find_hang,
+    raised_in,
+    report_of,
+)
 from paceline.errors import PacelineError, PeerLost, shortened
 from paceline.heartbeat import Vitals, own_file, read_vitals
-from paceline.regular_files import run_file_mode
+from paceline.regular_files import replace_text, run_file_mode
 from paceline.spec.record import STATUS_FILE, RunStatus, WorkerStatus
 
 STORE_TIMEOUT_S = 10.0
@@ -257,7 +269,7 @@ class Watch:
         return None if self.lost is None else PeerLost(ended, rank=self.lost)
 
     def _stacks_of(self, state: WorkerState) -> str:
-        """Python's stacks of a worker of this node."""
+        """Python's stacks of a worker of this node, without Paceline's own threads."""
         path, text = self._files[state.rank][0], ""
         with contextlib.suppress(OSError):
             os.kill(state.pid, signal.SIGUSR2)
@@ -267,7 +279,8 @@ class Watch:
                 before, text = text, path.read_text(errors="replace")
                 if text and text == before:  # complete
                     break
-        return of_the_user(text)
+        ours = re.compile(r"paceline/(train/watch|comm/aggregator)\.py")
+        return "\n\n".join(thread for thread in text.split("\n\n") if not ours.search(thread))
 
     def _publish(self, report: FailureReport) -> None:
         """Write the report of this run, and show it where no launcher does, unless another worker has."""
@@ -290,20 +303,20 @@ class Watch:
 
     def tell(self, failure: Failure) -> None:
         """Report an exception that ends this worker, or the loss of the peer that it comes of."""
+        rank, world_size = self._facts.rank, self._facts.world_size
         if not failure.is_consequence:
-            own = WorkerState(
-                rank=failure.rank, pid=failure.pid, hostname=self._hostname, step=read_vitals(own_file()).step
-            )
+            step = read_vitals(own_file()).step
+            own = WorkerState(rank=rank, pid=os.getpid(), hostname=self._hostname, step=step)
             states = [self._as_of_now(state) for state in self.states]
-            self._publish(describe_exception(failure, self._facts.world_size, states or [own]))
+            self._publish(describe_exception(failure, rank, world_size, states or [own]))
         deadline = time.monotonic() + OTHERS_S
         while failure.is_consequence and time.monotonic() < deadline:
             states = [self._as_of_now(state) for state in self.states]
-            gone = [one for one in states if one.rank != failure.rank and self._is_gone(one)]
+            gone = [one for one in states if one.rank != rank and self._is_gone(one)]
             if self._is_reported():  # looked at last: who raises reports before it is gone
                 return
             if gone:
-                self._publish(describe_lost_peer(gone[0], states, failure.time))
+                self._publish(report_of("peer_lost", states, (gone[0].rank,), {}, noticed_at=failure.time))
                 return
             time.sleep(0.05)
 
@@ -363,12 +376,10 @@ def tell_failures(facts: env.WorkerFacts) -> None:
             return
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torch's agent ends all workers as soon as one has failed
-        failure = _failure(facts.rank, error)
-        run_dir = env.value(env.RUN_DIR, Path)
-        is_noted = False
-        if run_dir is not None and env.text(env.AGENT):
+        failure, is_noted = _failure(error), False
+        if env.text(env.AGENT):
             with contextlib.suppress(OSError):
-                write_note(run_dir, failure, env.value(env.RESTART, int) or 0)
+                replace_text(failure_path(own_file(), os.getpid()), json.dumps(asdict(failure)))
                 is_noted = True
         if not is_noted:
             traceback.print_exception(error, file=sys.__stderr__)
@@ -381,22 +392,16 @@ def tell_failures(facts: env.WorkerFacts) -> None:
     sys.excepthook = end
 
 
-def _failure(rank: int, error: BaseException) -> Failure:
+def _failure(error: BaseException) -> Failure:
     lines = traceback.TracebackException.from_exception(error)
     is_user_error = isinstance(error, PacelineError) and not isinstance(error, PeerLost)
     innermost = lines.stack[-1].filename if lines.stack else ""
     is_inside = read_vitals(own_file()).inside_s is not None and ("/torch/" in innermost or "/paceline/" in innermost)
     is_consequence = isinstance(error, RuntimeError) and (is_inside or "/torch/distributed/" in innermost)
-    try:
-        message = str(error)
-    except Exception:  # a user's own __str__ may fail
-        message = ""
+    told = str(error) if is_user_error else raised_in("".join(lines.format_exception_only()))
     return Failure(
-        rank=rank,
-        pid=os.getpid(),
         time=time.time(),
-        type=type(error).__name__,
-        message=shortened(_writable(message), 10_000),
+        message=shortened(_writable(told), 10_000),
         traceback="" if is_user_error else shortened(_writable("".join(lines.format())), MOST_TRACEBACK_CHARACTERS),
         is_user_error=is_user_error,
         is_consequence=is_consequence or isinstance(error, PeerLost),

@@ -139,7 +139,7 @@ def doctor(*, hosts: str | None = None, folder: Path | str = Path("runs")) -> tu
     folder = Path(folder).absolute()
     if hosts is None:
         return examine(folder).findings
-    return survey({slot.address: over_ssh(slot.address) for slot in Where(hosts=hosts).named_hosts()}, folder)
+    return survey({address: over_ssh(address) for address in Where(hosts=hosts).named_hosts()}, folder)
 
 
 def survey(nodes: Mapping[str, Reach], folder: Path) -> tuple[Finding, ...]:

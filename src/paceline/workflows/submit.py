@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import file_problems
+from paceline.launch.command_lines import output_of
 from paceline.launch.kubernetes import manifest
-from paceline.launch.run import HERE
 from paceline.launch.slurm import batch_script
-from paceline.launch.slurm import submit as submit_script
 from paceline.plan import place
 from paceline.regular_files import make_run_folder, replace_text
 from paceline.spec import Cluster, Device, Job, Node
@@ -28,7 +27,8 @@ __all__ = ["SubmittedJob", "kubernetes", "ray", "slurm"]
 
 SubmittedCommand = Literal["train", "launch", "scale"]
 SCRIPT_FILE = "submit.sh"
-RAY_TIMEOUT_S = 60.0
+ANSWER_S = 60.0
+"""Timeout for a scheduler's answer; a busy one needs some seconds."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def slurm(
     with file_problems(f"The run folder {run_dir} cannot be used", remedy="name another one with out = DIR"):
         make_run_folder(run_dir)  # before the job begins: its output goes there
         replace_text(run_dir / SCRIPT_FILE, script)
-    job_id = submit_script(script)
+    job_id = output_of(["sbatch", "--parsable"], ANSWER_S, script).strip().partition(";")[0]  # "7;cluster" of several
     advice = f"its output goes to {run_dir}/slurm-{job_id}.log; scancel {job_id} ends it"
     return SubmittedJob(script, run_dir, job_id, advice)
 
@@ -123,7 +123,7 @@ def ray(
     submission = ["ray", "job", "submit", "--no-wait", *at, "--", "sh", "-c", program]
     if dry_run:
         return SubmittedJob(shlex.join(submission), run_dir)
-    told = re.search(r"raysubmit_\w+", HERE.output_of(submission, RAY_TIMEOUT_S))
+    told = re.search(r"raysubmit_\w+", output_of(submission, ANSWER_S))
     job_id = told[0] if told else ""
     advice = f"ray job logs -f {job_id} shows its output; ray job stop {job_id} ends it"
     return SubmittedJob(shlex.join(submission), run_dir, job_id, advice)

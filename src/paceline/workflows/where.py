@@ -19,8 +19,7 @@ from typing import Annotated, Literal
 from paceline import env
 from paceline.errors import LaunchError, file_problems
 from paceline.hardware import detect
-from paceline.launch.command_lines import container_argv, srun_argv, ssh_argv
-from paceline.launch.node_list import NodeSlots, parse_node_list
+from paceline.launch.command_lines import container_argv, parse_node_list, srun_argv, ssh_argv, with_variables
 from paceline.launch.ray import FIRST_NODE, ray_argv, ray_nodes
 from paceline.launch.run import LaunchOptions, Reach, agent_commands, run_workers
 from paceline.launch.slurm import allocation as slurm_allocation
@@ -62,9 +61,9 @@ class Where:
     def started_by(self) -> Literal["local", "ssh", "slurm", "ray"]:
         return self.launcher or ("local" if self.hosts is None else "ssh")
 
-    def named_hosts(self) -> tuple[NodeSlots, ...]:
-        """The nodes that are named. Raises `LaunchError` where one is named twice, or a name is invalid."""
-        return () if self.hosts is None else parse_node_list(self.hosts)
+    def named_hosts(self) -> dict[str, int | None]:
+        """The nodes that are named, and their workers. Raises `LaunchError` for an invalid name, or the same twice."""
+        return {} if self.hosts is None else parse_node_list(self.hosts)
 
 
 HERE = Where()
@@ -92,11 +91,9 @@ class Allocation:
     def commands(self, plan: Plan, program: Sequence[str], options: LaunchOptions) -> str:
         """The commands that `run` would start, as text for a shell; starts nothing and opens no connection."""
         lines = [f"# {plan.world_size} workers, launcher {self.where.started_by}, backend {plan.backend}"]
-        for command in agent_commands(plan, program, self._with_variables(options), self.reaches(plan), self.endpoint):
-            environ = {} if command.reach.hostnames else command.environ  # else the command line has it
-            variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(environ.items())]
-            lines.append(f"# {', '.join(command.reach.hostnames) or 'this node'}")
-            lines.append(" ".join([*variables, shlex.join(command.argv)]))
+        options, reaches = self._with_variables(options), self.reaches(plan)
+        for reach, argv in zip(reaches, agent_commands(plan, program, options, reaches, self.endpoint), strict=True):
+            lines += [f"# {', '.join(reach.hostnames) or 'this node'}", shlex.join(argv)]
         return "\n".join(lines)
 
     def _with_variables(self, options: LaunchOptions) -> LaunchOptions:
@@ -135,10 +132,11 @@ def _found(where: Where, shown: Sequence[Path], on_paper: bool) -> Allocation:
     here, slots, started_by = detect(), where.named_hosts(), where.started_by
     reach = partial(_reach, where, shown=shown, gpus=started_by == "ssh" or here.device_kind == "cuda")
     if started_by == "local":
-        return Allocation(where, here, lambda _plan: [reach([], lambda program, **_: program)])
+        here_alone = reach([], lambda program, environ, **_: with_variables(program, environ))
+        return Allocation(where, here, lambda _plan: [here_alone])
     if started_by == "ssh":
-        by_name = {slot.address: reach([slot.address], partial(ssh_argv, slot.address)) for slot in slots}
-        endpoint = f"{slots[0].address}:PORT"
+        by_name = {address: reach([address], partial(ssh_argv, address)) for address in slots}
+        endpoint = f"{next(iter(slots))}:PORT"
         cluster, endpoint = (_like(here, slots), endpoint) if on_paper else _ask(slots, by_name, where.interface)
         return Allocation(where, cluster, lambda plan: [by_name[node.hostname] for node in plan.nodes], endpoint)
     is_slurm = started_by == "slurm"
@@ -153,7 +151,7 @@ def _found(where: Where, shown: Sequence[Path], on_paper: bool) -> Allocation:
         return [reach(names, to_all)]
 
     port = 20000 + zlib.crc32((env.text("SLURM_JOB_ID") or "0").encode()) % 12000
-    return Allocation(where, _like(here, slots), at_once, f"{slots[0].address}:{port}" if is_slurm else FIRST_NODE)
+    return Allocation(where, _like(here, slots), at_once, f"{next(iter(slots))}:{port}" if is_slurm else FIRST_NODE)
 
 
 def _reach(
@@ -165,7 +163,7 @@ def _reach(
 
     def argv(program: Sequence[str], environ: Mapping[str, str]) -> Sequence[str]:
         if where.container is None:
-            return carry(program, cwd=cwd, environ=env.passed_on() | dict(environ))
+            return carry(program, cwd=cwd, environ=(env.passed_on() if hostnames else {}) | dict(environ))
         passed = {name: value for name, value in env.passed_on().items() if name != "PYTHONPATH"} | dict(environ)
         inside = container_argv(program, where.container, cwd=cwd, binds=shown, gpus=gpus, environ=passed)
         return carry(inside, cwd=cwd, environ={})
@@ -178,18 +176,18 @@ def over_ssh(address: str) -> Reach:
     return _reach(HERE, [address], partial(ssh_argv, address), [], gpus=False)
 
 
-def _like(here: Cluster, slots: Sequence[NodeSlots]) -> Cluster:
+def _like(here: Cluster, slots: Mapping[str, int | None]) -> Cluster:
     """Nodes of so many workers, assumed equal to this one."""
     node, one = here.nodes[0], here.devices[0]
     nodes = []
-    for slot in slots:
-        count = slot.num_workers or len(node.devices)
+    for address, num_workers in slots.items():
+        count = num_workers or len(node.devices)
         devices = tuple(Device(one.kind, index, one.name, one.memory_bytes) for index in range(count))
-        nodes.append(replace(node, hostname=slot.address, is_remote=True, devices=devices, links=()))
+        nodes.append(replace(node, hostname=address, is_remote=True, devices=devices, links=()))
     return Cluster(tuple(nodes))
 
 
-def _ask(slots: Sequence[NodeSlots], reaches: Mapping[str, Reach], interface: str | None) -> tuple[Cluster, str]:
+def _ask(slots: Mapping[str, int | None], reaches: Mapping[str, Reach], interface: str | None) -> tuple[Cluster, str]:
     """What nodes say of themselves, and where agents can meet on the first: at the address of its name, if it has that
     one, else of the interface or the first one.
 
@@ -199,16 +197,16 @@ def _ask(slots: Sequence[NodeSlots], reaches: Mapping[str, Reach], interface: st
     """
     program = (next(iter(reaches.values())).python, "-m", "paceline.workflows.machine")
     with ThreadPoolExecutor(max_workers=len(slots)) as pool:
-        printed = pool.map(lambda slot: reaches[slot.address].output_of(program, DESCRIBE_S), slots)
+        printed = pool.map(lambda address: reaches[address].output_of(program, DESCRIBE_S), slots)
         told = [json.loads(text.splitlines()[-1]) for text in printed]  # a shell may greet before
     nodes, own = [], versions()
-    for slot, one in zip(slots, told, strict=True):
+    for (address, num_workers), one in zip(slots.items(), told, strict=True):
         if one["versions"] != own:
             theirs, mine = (", ".join(map(" ".join, each.items())) for each in (one["versions"], own))
-            raise LaunchError(f"{slot.address} has {theirs}, and this machine {mine}; install the same there.")
-        node = replace(from_mapping(Node, one["node"]), hostname=slot.address, is_remote=True)
-        nodes.append(_with_num_workers(node, slot.num_workers or len(node.devices)))
-    name, addresses = slots[0].address, [address for one, address in told[0]["addresses"] if interface in (None, one)]
+            raise LaunchError(f"{address} has {theirs}, and this machine {mine}; install the same there.")
+        node = replace(from_mapping(Node, one["node"]), hostname=address, is_remote=True)
+        nodes.append(_with_num_workers(node, num_workers or len(node.devices)))
+    name, addresses = next(iter(slots)), [address for one, address in told[0]["addresses"] if interface in (None, one)]
     if not addresses:
         raise LaunchError(f"{name} has no network interface {interface or ''} with an address that others could reach.")
     with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from paceline import env
 from paceline.errors import LaunchError
-from paceline.launch.node_list import parse_node_list
+from paceline.launch.command_lines import parse_node_list
 from paceline.launch.slurm import allocation
 
 SLURM_LISTS: dict[str, list[str]] = json.loads(
@@ -23,12 +23,7 @@ SLURM_LISTS: dict[str, list[str]] = json.loads(
 
 def test_names_counts_users_and_addresses_are_understood() -> None:
     found = parse_node_list("a:8, kim@b.example:4,10.0.0.7,[fd00::3]:2")
-    assert [(node.address, node.num_workers) for node in found] == [
-        ("a", 8),
-        ("kim@b.example", 4),
-        ("10.0.0.7", None),
-        ("fd00::3", 2),
-    ]
+    assert list(found.items()) == [("a", 8), ("kim@b.example", 4), ("10.0.0.7", None), ("fd00::3", 2)]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +69,7 @@ def test_any_text_is_nodes_or_one_sentence(text: str) -> None:
         assert "\n" not in str(error)
     else:
         assert nodes
-        assert not any(node.address.startswith("-") or set(node.address) & set(" ;$`'\"\\|&<>\n") for node in nodes)
+        assert not any(address.startswith("-") or set(address) & set(" ;$`'\"\\|&<>\n") for address in nodes)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +104,7 @@ def test_an_allocation_has_the_nodes_that_scontrol_names(
 ) -> None:
     scontrol(tmp_path, monkeypatch)
     found = allocation({"SLURM_JOB_NODELIST": text, "SLURM_GPUS_ON_NODE": "2"})
-    assert [node.address for node in found] == SLURM_LISTS[text]
+    assert list(found) == SLURM_LISTS[text]
 
 
 @pytest.mark.parametrize(
@@ -133,4 +128,4 @@ def test_a_node_has_as_many_workers_as_gpus_else_as_tasks(
         with pytest.raises(LaunchError, match="SLURM_TASKS_PER_NODE"):
             allocation(given)
     else:
-        assert [node.num_workers for node in allocation(given)] == counts
+        assert list(allocation(given).values()) == counts
