@@ -7,6 +7,7 @@ import io
 import json
 import math
 from collections import defaultdict
+from dataclasses import asdict
 from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +21,6 @@ from paceline.report import formats
 from paceline.report.charts import Axis, Chart, Series, beside_ideal, in_words, series_colors, step_parts
 from paceline.report.page import render
 from paceline.report.tables import MARK, Grid, grid_of
-from paceline.spec.codec import to_mapping
 from paceline.spec.job import flat
 from paceline.words import listing, number_of
 
@@ -195,9 +195,9 @@ def write_study(study: Study, out: Path) -> None:
     Raises:
         PacelineError: the folder cannot be made or written to.
     """
-    everything = to_mapping(study) | {"same_weights": study.same_weights}
+    everything = asdict(study) | {"same_weights": study.same_weights}
     everything["recommended_devices"] = study.recommendation.devices
-    everything["job"] = to_mapping(study.base.runs[0].job)
+    everything["job"] = asdict(study.base.runs[0].job)
     for run in (run for row in everything["rows"] for run in row["runs"]):
         job = run.pop("job")  # what differs in a study stays
         run |= {key: job[key] for key in ("name", "seed", "global_batch_size")}

@@ -90,24 +90,12 @@ class JsonValue:
         return cls.from_json(content, str(path))
 
     def to_mapping(self) -> dict[str, Any]:
-        return to_mapping(self)
+        """The value as nested plain dictionaries and tuples, fit for JSON."""
+        return dataclasses.asdict(self)  # type: ignore[call-overload, no-any-return]
 
     def save(self, path: Path, mode: int = 0o666) -> None:
         """Write the JSON file, complete or not at all; `mode`: its permissions, less those that the umask takes."""
         replace_text(path, json.dumps(self.to_mapping(), indent=1) + "\n", mode)
-
-
-def to_mapping(value: Any) -> dict[str, Any]:
-    """A dataclass as nested plain dictionaries and lists, fit for JSON and TOML."""
-    return {field.name: _to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-
-
-def _to_plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value):
-        return to_mapping(value)
-    if isinstance(value, Mapping):
-        return {key: _to_plain(item) for key, item in value.items()}
-    return [_to_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def from_mapping(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from torch import Tensor
 
 from paceline.errors import JobError
 from paceline.import_path import imported
-from paceline.spec.codec import from_mapping, to_mapping
+from paceline.spec.codec import from_mapping
 from paceline.spec.job import CallbackSpec, EarlyStoppingSpec, Mode
 from paceline.spec.record import EvaluationRecord, best_place
 from paceline.train.optim import build_scheduler, checked_options
@@ -99,7 +100,7 @@ class Training:
                 run.keep(f"callback {number}", callback)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"evaluations": [to_mapping(one) for one in self.evaluations], "ended_at": self._ended_at}
+        return {"evaluations": [asdict(one) for one in self.evaluations], "ended_at": self._ended_at}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.evaluations = [from_mapping(EvaluationRecord, one) for one in state["evaluations"]]

@@ -23,7 +23,7 @@ from paceline.checkpoint.format import IN_RUN_FOLDER
 from paceline.errors import JobError
 from paceline.regular_files import replace_text, run_file_mode
 from paceline.spec import RunRecord
-from paceline.spec.codec import DivergingFloat, NonNegativeFloat, NonNegativeInt, from_mapping, to_mapping
+from paceline.spec.codec import DivergingFloat, NonNegativeFloat, NonNegativeInt, from_mapping
 from paceline.spec.record import EpochRecord
 from paceline.train.callbacks import Callback, Training, best_evaluation
 from paceline.train.meters import batch_warning, samples_per_s, shown_metrics
@@ -99,7 +99,7 @@ class Journal(Callback):
     def state_dict(self) -> dict[str, Any]:
         self._read_losses()
         wall_s = self._so_far.wall_s + self._since_launch_s()
-        return to_mapping(dataclasses.replace(self._so_far, train_s=self._run.timer.train_s, wall_s=wall_s))
+        return dataclasses.asdict(dataclasses.replace(self._so_far, train_s=self._run.timer.train_s, wall_s=wall_s))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._so_far = from_mapping(_SoFar, state)

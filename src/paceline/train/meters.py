@@ -24,7 +24,7 @@ from paceline.parallel import Assignment
 from paceline.parallel.engine import Mark, seconds
 from paceline.parallel.step_input import GradientNorms, TakeNorms
 from paceline.spec import Job
-from paceline.spec.codec import from_mapping, to_mapping
+from paceline.spec.codec import from_mapping
 from paceline.spec.record import StepTime
 from paceline.train.batches import DataProgress
 from paceline.words import number_of
@@ -236,7 +236,7 @@ class NoiseMeter:
         return None if mean is None or not math.isfinite(mean.samples) else mean.samples
 
     def state_dict(self) -> dict[str, Any]:
-        return to_mapping(self.read())
+        return dataclasses.asdict(self.read())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.job.measure_noise:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
@@ -25,7 +25,6 @@ from paceline.hardware import detect, read_topology
 from paceline.plan.pick import pick as pick_devices
 from paceline.spec import Cluster, Node
 from paceline.spec.cluster import DeviceChoice
-from paceline.spec.codec import to_mapping
 from paceline.workflows.arguments import checked
 
 if TYPE_CHECKING:
@@ -182,7 +181,7 @@ def describe_node() -> dict[str, object]:
     with socket.socket() as probe:
         probe.bind(("", 0))
         port = probe.getsockname()[1]
-    return {"versions": versions(), "node": to_mapping(detect().nodes[0]), "addresses": env.addresses(), "port": port}
+    return {"versions": versions(), "node": asdict(detect().nodes[0]), "addresses": env.addresses(), "port": port}
 
 
 def versions() -> dict[str, str]:
