@@ -111,8 +111,7 @@ class OptimSpec:
     scheduler: SchedulerSpec = field(default_factory=SchedulerSpec)
     """A scheduler that sets the rate by itself; needs schedule = "constant" and no warm-up."""
     schedule: Literal["constant", "cosine", "linear", "step"] = "constant"
-    """How the learning rate changes after the warm-up, counted in samples: not at all, along a cosine or a line to 0,
-    in steps."""
+    """How the learning rate changes after the warm-up, counted in samples."""
     step_epochs: tuple[PositiveFloat, ...] = ()
     """Epochs at which the step schedule multiplies the rate by `step_factor`, in any order."""
     step_factor: PositiveFloat = 0.1
@@ -129,13 +128,6 @@ class OptimSpec:
     """The largest norm of the whole gradient; None: not clipped."""
 
     def __post_init__(self) -> None:
-        if self.scheduler.name is not None and (
-            self.schedule != "constant" or self.warmup_epochs or self.base_batch_size
-        ):
-            raise JobError(
-                "optim.scheduler sets the learning rate by itself; leave out optim.schedule, optim.warmup_epochs and "
-                "optim.base_batch_size."
-            )
         if self.schedule == "step" and not self.step_epochs:
             raise JobError("optim.schedule = 'step' needs optim.step_epochs, such as [15, 25].")
 
@@ -160,11 +152,9 @@ class CheckpointSpec:
     keep_every_hours: PositiveFloat | None = None
     """Also keep the first checkpoint of every period of this many hours."""
     keep_best: str | None = None
-    """Also keep the best checkpoint by this metric of `evaluate`, such as "accuracy"; early stopping keeps the best by
-    its own metric where this is left out."""
+    """Also keep the best checkpoint by this metric, such as "accuracy"; None: by that of early stopping, if any."""
     best_mode: Mode = "auto"
-    """Whether the best by `keep_best` is the smallest ("min") or the largest ("max"); "auto": the smallest where the
-    metric's name says loss, error or perplexity."""
+    """Which value of `keep_best` is the best; "auto": the smallest of a loss, error or perplexity, by its name."""
 
 
 @dataclass(frozen=True)
@@ -184,8 +174,7 @@ class AggregationSpec:
     outer_momentum: UnitInterval = 0.9
     """The Nesterov momentum of outer steps, with diloco."""
     staleness: NonNegativeInt = 1
-    """With parameter_server_async: how many updates late the parameters behind every gradient may be; SGD's momentum is
-    lowered for it."""
+    """With parameter_server_async: how many updates late a gradient may be; SGD's momentum is lowered for it."""
 
     @property
     def is_infrequent(self) -> bool:
@@ -204,8 +193,7 @@ class EarlyStoppingSpec:
     min_change: NonNegativeFloat = 0.0
     """The least improvement over the best value before that counts."""
     mode: Mode = "auto"
-    """Whether smaller ("min") or larger values ("max") are better; "auto": smaller ones where the metric's name says
-    loss, error or perplexity."""
+    """Which value is the best; "auto": the smallest of a loss, error or perplexity, by its name."""
 
 
 @dataclass(frozen=True)
@@ -239,15 +227,13 @@ class Job(JsonValue):
     """What stays equal when the number of workers changes: results up to rounding, or every bit."""
     precision: Precision = "float32"
     """The precision of forward passes: bfloat16 and float16 are mixed precision with float32 weights; "auto": bfloat16
-    where all workers have GPUs that compute fast in it, else float32. A checkpoint is resumed in its own precision:
-    name it where "auto" would mean another one."""
+    where all workers have GPUs that compute fast in it, else float32."""
     tf32: bool | None = None
     """Whether GPUs that have it compute float32 products in TF32, to 10 bits of mantissa; None: in numeric parity."""
     channels_last: bool = False
     """Whether images and convolutions use the memory format channels_last."""
     compile: Literal[False, True, "reduce-overhead", "max-autotune"] = False
-    """Whether the model goes through torch.compile, or in which of its modes; "reduce-overhead" replays forward and
-    backward passes as CUDA graphs."""
+    """Whether the model goes through torch.compile, or in which of its modes."""
     measure_noise: bool = True
     """Whether to measure the gradient noise scale and log it every epoch; it never changes what is learned."""
     nonfinite: Literal["skip", "rollback", "stop", "ignore"] = "skip"
@@ -285,10 +271,15 @@ class Job(JsonValue):
                 f"virtual_shards = {self.virtual_shards} is more than global_batch_size = "
                 f"{self.global_batch_size}; every shard needs at least one sample."
             )
-        is_bitwise, method = self.parity == "bitwise", self.aggregation.method
+        is_bitwise, has_scheduler = self.parity == "bitwise", self.optim.scheduler.name is not None
+        method = self.aggregation.method
         every_step = ("aggregation.method", "every_step")
         is_async, asynchronous = method == "parameter_server_async", f"aggregation.method = {method!r}"
         for setting, is_set, (key, needed) in (
+            # A scheduler sets the learning rate by itself.
+            ("optim.scheduler", has_scheduler, ("optim.schedule", "constant")),
+            ("optim.scheduler", has_scheduler, ("optim.warmup_epochs", 0.0)),
+            ("optim.scheduler", has_scheduler, ("optim.base_batch_size", None)),
             # What makes the result depend on the number of workers.
             ("parity = 'bitwise'", is_bitwise, ("compile", False)),
             ("parity = 'bitwise'", is_bitwise, ("aggregation.wire", "float32")),
