@@ -1,13 +1,12 @@
 """`paceline.probe` times real steps of a job; `paceline.plan` forecasts it, or a table of steps, on 1, 2, … N devices.
 
-A run's plan has the forecast too, and its error goes into cluster.json.
+A run's plan has the forecast too.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,14 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from paceline import env
-from paceline.errors import ClusterError, JobError, ModelError, file_problems, reason_of, shown
+from paceline.errors import ClusterError, JobError, ModelError, file_problems, shown
 from paceline.launch.run import LaunchOptions
-from paceline.measure.probe import keep, time_job, trace_job
+from paceline.measure.probe import CLUSTER_FILE, keep, time_job, trace_job
 from paceline.measure.rows import read_rows
 from paceline.plan import place, spread
 from paceline.plan.memory import DeviceMemory, job_memory
 from paceline.regular_files import make_run_folder
-from paceline.spec import Cluster, Job, Mesh, Plan, RunRecord, parse_mesh
+from paceline.spec import Cluster, Job, Mesh, Plan, parse_mesh
 from paceline.spec.cluster import JobTiming
 from paceline.spec.codec import Bounds, JsonValue, PositiveFloat, PositiveInt, UnitInterval
 from paceline.spec.forecast import Forecast, Grow
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from paceline.plan.inputs import ForecastRequest
     from paceline.spec.model_cost import ModelCost
 
-CLUSTER_FILE = Path("cluster.json")
 PAGE_FILE, FORECAST_FILE = "plan.html", "forecast.json"
 
 
@@ -266,20 +264,6 @@ def with_forecast(job: Job, plan: Plan, say: Say) -> Plan:
         say(f"paceline: no forecast: {problem}")
         return plan
     return replace(plan, forecast_samples_per_s=None if row.objection or row.placement else row.samples_per_s)
-
-
-def feed_back(record: RunRecord) -> None:
-    """Write the error of this run's forecast, if it had one, to cluster.json in the working directory, where the latest
-    50 are kept."""
-    forecast = record.plan.forecast_samples_per_s
-    if not forecast or not record.samples_per_s:
-        return
-    try:
-        cluster = Cluster.load(CLUSTER_FILE)
-        errors = (*cluster.forecast_errors, forecast / record.samples_per_s - 1)
-        replace(cluster, forecast_errors=errors[-50:]).save(CLUSTER_FILE)
-    except (OSError, ClusterError) as problem:  # the run is good nevertheless
-        print(f"paceline: no forecast error noted in {CLUSTER_FILE}: {reason_of(problem)}", file=sys.stderr)
 
 
 # --- a mesh without its devices ---

@@ -17,6 +17,7 @@ from typing import Any
 from paceline import env
 from paceline.errors import LaunchError, PacelineError, file_problems
 from paceline.launch.run import LaunchOptions
+from paceline.measure.probe import feed_back
 from paceline.plan import spread
 from paceline.regular_files import make_run_folder, run_file_mode
 from paceline.spec import Job, Plan, RunRecord, parse_mesh
@@ -27,7 +28,7 @@ from paceline.spec.record import RECORD_FILE
 from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, silent
 from paceline.workflows.jobs import CallbackLike, import_folders, place_run, resolve_job, with_callbacks
-from paceline.workflows.plan import feed_back, with_forecast
+from paceline.workflows.plan import with_forecast
 from paceline.workflows.where import HERE, Allocation, Where, open_allocation
 
 STALE_VIEW_S = 60.0
