@@ -168,10 +168,9 @@ def held(case: Case, column: Column, cuts: tuple[str, ...]) -> Held | str:
 
 def traced(case: Case) -> ModelCost:
     from paceline.models import build
-    from paceline.parallel.layer_costs import on_paper, trace_model
+    from paceline.parallel.layer_costs import trace_model
 
-    model, arguments = on_paper(partial(build, ModelSpec(case.model, case.options)), sample(case, 1)[0], TRACED_SAMPLES)
-    return trace_model(model, arguments, TRACED_SAMPLES)
+    return trace_model(partial(build, ModelSpec(case.model, case.options)), sample(case, 1)[0], TRACED_SAMPLES)
 
 
 def forecast(cost: ModelCost, mesh: Mesh, column: Column) -> DeviceMemory:

@@ -24,7 +24,6 @@ REQUEST_FILE, ANSWER_FILE = "request.json", "steps.json"
 """In the folder of a launch: what all of its workers read, and what the first one writes."""
 _SMALLEST_SHARD = 4
 """Shards of fewer samples are not halved: batch norm needs several."""
-_NUM_TRACED_SAMPLES = 2
 Run = Callable[[Plan, Sequence[str], Path], None]
 """Runs a program on the workers of a plan, with its logs in a folder; it is what would follow `python` on a command
 line."""
@@ -126,9 +125,8 @@ def trace_job(job: Job) -> ModelCost:
     torch."""
     from paceline.data import load
     from paceline.models import build
-    from paceline.parallel.layer_costs import on_paper, trace_model
+    from paceline.parallel.layer_costs import trace_model
     from paceline.train.loop import data_facts
 
     train_set, _ = load(job.data)
-    model, arguments = on_paper(lambda: build(job.model, **data_facts(train_set)), train_set[0][0], _NUM_TRACED_SAMPLES)
-    return trace_model(model, arguments, _NUM_TRACED_SAMPLES)
+    return trace_model(lambda: build(job.model, **data_facts(train_set)), train_set[0][0])

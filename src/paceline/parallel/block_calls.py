@@ -103,9 +103,8 @@ class BlockCall:
     @classmethod
     def of(cls, path: str, needs: frozenset[Source], returned: Any, *, draws: bool = False, flops: int = 0) -> Self:
         forms = [dense_form(one) for one in tensors(returned, in_objects=True)]
-        return cls(
-            path, needs, forms, map_tensors(returned, lambda one: one.new_empty(0), in_objects=True), draws, flops
-        )
+        around = map_tensors(returned, lambda one: one.new_empty(0), in_objects=True)
+        return cls(path, needs, forms, around, draws, flops)
 
     def returned(self, leaves: Iterable[Tensor]) -> Any:
         """What the block returns, with these tensors."""

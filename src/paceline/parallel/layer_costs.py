@@ -7,6 +7,7 @@ counts as this one's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -28,27 +29,22 @@ _REPLICATED_FRACTION = 10 / 34
 """The fraction of a divided layer's activations that tensor groups do not divide (Korthikanti et al. 2022)."""
 
 
-def on_paper(build: Callable[[], nn.Module], sample: Any, num_samples: int) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The model of `build` on the meta device, and its arguments for `num_samples` samples like `sample`."""
-    with torch.device("meta"):
-        model = build()
-    inputs = map_tensors(default_collate([sample] * num_samples), lambda tensor: tensor.to("meta"))
-    return model, (inputs,)
-
-
-def trace_model(model: nn.Module, arguments: tuple[Any, ...], num_samples: int) -> ModelCost:
-    """The costs of a model on the meta device for one sample, by layer; their unit of time is a floating-point
-    operation of the forward pass.
+def trace_model(build: Callable[[], nn.Module], sample: Any, num_samples: int = 2) -> ModelCost:
+    """The costs of a model for one sample, by layer; their unit of time is a floating-point operation of the forward
+    pass.
 
     Behind the model stands a loss that keeps as much as the model's output, as cross entropy does, and needs twice as
     much in its backward pass. Tensor parallelism divides what the model's own tensor plan says.
 
     Args:
-        arguments: the model's, for `num_samples` samples, on the meta device.
+        sample: one of `num_samples` like it, with which the model is tried on the meta device.
 
     Raises:
         ModelError: the forward pass needs values of its tensors.
     """
+    with torch.device("meta"):
+        model = build()
+    inputs = map_tensors(default_collate([sample] * num_samples), lambda tensor: tensor.to("meta"))
     plan, num_slices = _tensor_plan(model)
     counts = _Counts(model)
     watch(blocks_of(model) or {"model": model})
@@ -58,7 +54,7 @@ def trace_model(model: nn.Module, arguments: tuple[Any, ...], num_samples: int) 
             observed_by(counts.call),
             torch.autograd.graph.saved_tensors_hooks(counts.keep, lambda tensor: tensor),
         ):
-            output = model(*arguments)
+            output = model(inputs)
     except (NotImplementedError, RuntimeError) as problem:
         raise ModelError(
             f"The model cannot be tried without values: {reason_of(problem)}. Name a strategy in place of auto, or "
@@ -71,7 +67,7 @@ def trace_model(model: nn.Module, arguments: tuple[Any, ...], num_samples: int) 
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         activations=Activations(
             max(before + layer.moment_bytes for before, layer in zip(kept, layers, strict=True)),
-            input_bytes=_num_bytes(arguments) / num_samples,
+            input_bytes=_num_bytes(inputs) / num_samples,
         ),
         layers=layers,
     )
@@ -81,12 +77,10 @@ def _tensor_plan(model: nn.Module) -> tuple[Mapping[str, str], int]:
     """The model's own tensor plan, and the largest power of two by which it divides; empty and 1: it has none."""
     plan: Mapping[str, str] = {}
     degree = 1
-    while degree < _MOST_TENSOR_WORKERS:
-        try:
+    with suppress(ModelError):
+        while degree < _MOST_TENSOR_WORKERS:
             plan = tensor_plan_of(model, None, 2 * degree)
-        except ModelError:
-            break
-        degree *= 2
+            degree *= 2
     return plan, degree
 
 

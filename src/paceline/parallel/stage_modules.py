@@ -74,11 +74,6 @@ class CutTrace:
         returned = {Output(len(calls) - 1, place): form for place, form in enumerate(calls[-1].forms)}
         return cls(calls, stage_of, [*crossing, returned])
 
-    @property
-    def kinds(self) -> list[dict[Output, torch.dtype]]:
-        """Which tensors cross each cut, and in which dtype."""
-        return [{output: form.dtype for output, form in crossing.items()} for crossing in self.crossing]
-
     def paths(self, stage: int) -> set[str]:
         """The blocks that a stage calls."""
         return {call.path for call in self._calls_of(stage)} - {""}
@@ -97,6 +92,12 @@ class CutTrace:
         return [call for call, own in zip(self.calls, self.stage_of, strict=True) if own == stage]
 
 
+_OTHER_ORDER = (
+    "The model calls its blocks in another order than in a pass before with inputs of the same shapes; in a pipeline "
+    "it has to be the same: choose another strategy."
+)
+
+
 class _NextStageError(BaseException):
     """The first block of the next stage is called; not an Exception, which a model might catch."""
 
@@ -104,8 +105,8 @@ class _NextStageError(BaseException):
 # --- what crosses a cut ---
 
 
-Message = Mapping[Output, tuple[torch.dtype, int]]
-"""What a stage sends, each tensor as a vector: its dtype and length."""
+Message = Mapping[Output, Tensor]
+"""What a stage sends: of each tensor a vector, here without values on the meta device."""
 
 
 def message_of(crossings: Sequence[Mapping[Output, Tensor]], before: Message | None = None) -> Message:
@@ -114,23 +115,13 @@ def message_of(crossings: Sequence[Mapping[Output, Tensor]], before: Message | N
     Args:
         crossings: what crosses the cut behind the stage in each of the step's passes: the same tensors, of any sizes.
     """
-    long = {} if before is None else {output: length for output, (_, length) in before.items()}
-    return {
-        output: (form.dtype, max(long.get(output, 0), *(crossing[output].numel() for crossing in crossings)))
-        for output, form in crossings[0].items()
-    }
-
-
-def can_have_gradient(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def vectors_of(message: Message) -> tuple[Tensor, ...]:
-    """What is sent, on the meta device."""
-    return tuple(
-        torch.empty(length, dtype=dtype, device="meta", requires_grad=can_have_gradient(dtype))
-        for dtype, length in message.values()
-    )
+    found = {}
+    for output, form in crossings[0].items():
+        lengths = [len(before[output])] if before and output in before else []
+        lengths += [crossing[output].numel() for crossing in crossings]
+        has_gradient = form.is_floating_point() or form.is_complex()
+        found[output] = torch.empty(max(lengths), dtype=form.dtype, device="meta", requires_grad=has_gradient)
+    return found
 
 
 def unpacked(form: Tensor, vector: Tensor) -> Tensor:
@@ -175,7 +166,7 @@ class StagePass:
         except _NextStageError:
             return [self._left[output] for output in self.leaving]
         if self.stage + 1 < len(self.cut.crossing) or self._number + 2 < len(self.cut.calls):
-            raise self._other_order()
+            raise ModelError(_OTHER_ORDER)
         if not self.leaving:
             return returned
         return [self._packed(*pair) for pair in zip(self.leaving, tensors(returned, in_objects=True), strict=True)]
@@ -184,7 +175,7 @@ class StagePass:
         self._number += 1
         made, own = self.cut.calls[self._number], self.cut.stage_of[self._number]
         if made.path != path:
-            raise self._other_order()
+            raise ModelError(_OTHER_ORDER)
         if own > self.stage:
             raise _NextStageError
         outputs = {Output(self._number, place): form for place, form in enumerate(made.forms)}
@@ -214,19 +205,13 @@ class StagePass:
 
     def _packed(self, output: Output, tensor: Tensor) -> Tensor:
         """A tensor that leaves as a vector in the order of memory, padded."""
-        strides, (dtype, length) = self.cut.crossing[self.stage][output].stride(), self.leaving[output]
+        strides, vector = self.cut.crossing[self.stage][output].stride(), self.leaving[output]
         values = tensor.permute(sorted(range(tensor.dim()), key=strides.__getitem__, reverse=True)).reshape(-1)
         # What a frozen stage sends gets a gradient too, so that messages do not depend on what is frozen.
-        if can_have_gradient(dtype) and not values.requires_grad:
+        if vector.requires_grad and not values.requires_grad:
             values = values.detach().requires_grad_()
         # A copy: torch detaches what leaves a stage in place, which an operation may have saved or a view not allow.
-        return torch.cat([values, values.new_zeros(length - len(values))])
-
-    def _other_order(self) -> ModelError:
-        return ModelError(
-            "The model calls its blocks in another order than in a pass before with inputs of the same shapes; in a "
-            "pipeline it has to be the same: choose another strategy."
-        )
+        return torch.cat([values, values.new_zeros(len(vector) - len(values))])
 
 
 def stage_module(
@@ -301,10 +286,12 @@ class Stages(nn.Module):
 
     @contextmanager
     def answering(self, answer: Answer) -> Iterator[None]:
-        """A context in which a loss function may call the model once, and may not look into it."""
+        """A context in which a loss function has to call the model once, and may not look into it."""
         self._answers = [answer]
         try:
             yield
+            if self._answers:
+                raise ModelError("The loss function did not call the model it was given; in a pipeline it has to.")
         finally:
             self._answers = None
 
@@ -338,8 +325,6 @@ class Stages(nn.Module):
             yield from stage.named_modules(memo, prefix, remove_duplicate)
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        if self._answers is not None:
-            raise _InPartsError("model.state_dict()")
         for stage in self._own_stages:
             destination = stage.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         return destination

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -40,17 +40,15 @@ from paceline.parallel.stage_modules import (
     Message,
     StagePass,
     Stages,
-    can_have_gradient,
     message_of,
     stage_module,
     unpacked,
-    vectors_of,
 )
 from paceline.parallel.step_input import StepInput
 from paceline.spec import PipelineSpec
 
-_MOST_FORMS = 100
-"""Of so many shapes of shards the traces are kept."""
+_MOST_TRACES = 200
+"""So many are kept."""
 
 
 class Pipeline:
@@ -105,11 +103,12 @@ class Pipeline:
         self._hold(model, CutTrace.of(calls, self._cuts))
         self.module = Stages(self.stages, self._evaluate, self._skeleton.model)
         """This worker's stages as one module; called, it computes the whole model."""
-        self._cut_traces: dict[Hashable, CutTrace] = {}
-        self._measured: dict[Hashable, tuple[Hashable, CutTrace]] = {}
-        """How the loss function calls the model for a micro-batch of some form: the call's form, and what it runs."""
+        self._traces: dict[Hashable, tuple[Hashable, CutTrace]] = {}
+        """What calls of the model run, behind their forms: by these, and by the form of the samples for which the loss
+        function makes them."""
         self._messages: Sequence[Message] = [{}] * self.num_stages
-        """The longest that stages have sent each other by the present schedules."""
+        """The longest that stages have sent each other."""
+        self._message_form: list[Any] = []
         self._schedules: dict[Hashable, Any] = {}
         """Torch's schedules with these messages."""
         self.seed_block: Callable[[str], None] = lambda _path: None
@@ -169,30 +168,18 @@ class Pipeline:
         num_passes = layout.num_passes(step.assignment)
         if not num_passes:
             return
-        if len(self._measured) > _MOST_FORMS:
-            self._measured.clear()
-            self._cut_traces.clear()
+        if len(self._traces) > _MOST_TRACES:
+            self._traces.clear()
         if self._spec.schedule == "1f1b":
             num_passes = max(num_passes, self.num_stages)
         elif self._spec.schedule != "gpipe":  # as many as torch's schedule takes
             while num_passes % (num_passes // self._num_workers or 1):
                 num_passes += 1
         own = range(*step.assignment.own)
-        self.micro_batches = [
-            MicroBatch(
-                passes,
-                step,
-                reducer,
-                layout,
-                shard=own[place] if place < len(own) else None,
-                is_last=place == num_passes - 1,
-                num_stages_left=len(self.stages),
-            )
-            for place in range(num_passes)
-        ]
-        for one in self.micro_batches:
-            one.measured = self._measure(one)
-        schedule = self._schedule([one.measured[1] for one in self.micro_batches])
+        shards = [*own, *[None] * (num_passes - len(own))]
+        self.micro_batches = [MicroBatch(passes, step, reducer, layout, shard, len(self.stages)) for shard in shards]
+        self.micro_batches[-1].is_last = True
+        schedule = self._schedule([self.measure(one)[1] for one in self.micro_batches])
         numbers = torch.arange(num_passes)
         try:
             schedule.step(number=numbers, target=numbers, return_outputs=False)
@@ -201,23 +188,22 @@ class Pipeline:
         passes.seeds.end()
         self._sum_shared_gradients()
 
-    def _measure(self, micro_batch: MicroBatch) -> tuple[Hashable, CutTrace]:
-        """How the loss function calls the model for a micro-batch; it is called up to there."""
+    def measure(self, micro_batch: MicroBatch) -> tuple[Hashable, CutTrace]:
+        """How the loss function calls the model for a micro-batch: the call's form, and what it runs. The loss function
+        is called up to there."""
 
         def stop(call: ModelCall) -> NoReturn:
-            raise _AnsweredError((self.form_of(call), self._cut_trace(call)))
+            raise _AnsweredError(self._trace(call))
 
         key = micro_batch.form, self.module.training
-        if key not in self._measured:
-            found = micro_batch.forward(stop)
-            if isinstance(found, Tensor):
-                raise _not_called()
-            self._measured[key] = found
-        return self._measured[key]
+        if key not in self._traces:
+            self._traces[key] = micro_batch.forward(stop)
+        return self._traces[key]
 
     def _schedule(self, cuts: Sequence[CutTrace]) -> Any:
         """Torch's schedule for micro-batches that run so."""
-        if any(cut.kinds != cuts[0].kinds for cut in cuts):
+        kinds = [[[(one, form.dtype) for one, form in crossing.items()] for crossing in cut.crossing] for cut in cuts]
+        if kinds.count(kinds[0]) < len(kinds):
             raise ModelError(
                 "The loss function calls the model in another way for some virtual shards of a batch than for others; "
                 "in a pipeline only the sizes of its inputs may differ."
@@ -225,8 +211,9 @@ class Pipeline:
         # Messages become longer and not shorter, or each length of padded samples would have a schedule of its own.
         crossings = zip(*(cut.crossing for cut in cuts), strict=True)
         messages = [message_of(some, before) for some, before in zip(crossings, self._messages, strict=True)]
-        if messages != self._messages:
-            self._messages = messages
+        form = [[(one, vector.dtype, len(vector)) for one, vector in message.items()] for message in messages]
+        if form != self._message_form:
+            self._message_form, self._messages = form, messages
             self._schedules.clear()
         split = {number for number in self._stages if self._splits_backward and cuts[0].can_split(number)}
         key = len(cuts), *split
@@ -245,8 +232,8 @@ class Pipeline:
             number,
             self.num_stages,
             self.device,
-            input_args=vectors_of(self._messages[number - 1]) if number else (),
-            output_args=loss if is_last else vectors_of(self._messages[number]),
+            input_args=tuple(self._messages[number - 1].values()) if number else (),
+            output_args=loss if is_last else tuple(self._messages[number].values()),
             group=self._group,
             dw_builder=None if splits else lambda: lambda: None,  # nothing is left of it then
         )
@@ -257,14 +244,14 @@ class Pipeline:
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         return call.form, self.module.training, autocast
 
-    def _cut_trace(self, call: ModelCall) -> CutTrace:
-        """What a call of the model runs, where it is cut.
+    def _trace(self, call: ModelCall) -> tuple[Hashable, CutTrace]:
+        """The form of a call of the model, and what it runs, where it is cut.
 
         Raises:
             ModelError: another stage has what a stage would need.
         """
         form = self.form_of(call)
-        if form not in self._cut_traces:
+        if form not in self._traces:
             cut = CutTrace.of(self._skeleton.trace(call, training=self.module.training), self._cuts)
             for number, stage in self._stages.items():
                 names = {name for name, _ in stage.named_parameters(remove_duplicate=False)}
@@ -273,12 +260,12 @@ class Pipeline:
                         f"A call of the model uses '{missing.pop()}' in another stage than in training, or in "
                         "evaluation alone; cut the model elsewhere (pipeline.cuts), or choose another strategy."
                     )
-            self._cut_traces[form] = cut
-        return self._cut_traces[form]
+            self._traces[form] = form, cut
+        return self._traces[form]
 
     def _evaluate(self, call: ModelCall) -> Any:
         """The whole model: stage after stage, and what each gives for everybody. Nothing flows back through it."""
-        cut = self._cut_trace(call)
+        _, cut = self._trace(call)
         vectors: Sequence[Tensor] = ()
         with torch.no_grad():
             for number, leaving in enumerate(cut.crossing):
@@ -287,17 +274,17 @@ class Pipeline:
                     stage_pass = StagePass(call, cut, number, self.device, message, self.seed_block)
                     vectors = self._stages[number](stage_pass, *vectors)
                 else:
-                    vectors = [torch.empty_like(one, device=self.device) for one in vectors_of(message)]
+                    vectors = [torch.empty_like(one, device=self.device) for one in message.values()]
                 for vector in vectors:
                     dist.broadcast(vector, group=self._group, group_src=self._owners[number])
         outputs = [unpacked(form, vector) for form, vector in zip(leaving.values(), vectors, strict=True)]
-        for one in outputs:  # a loss wants to depend on something
-            one.requires_grad_(can_have_gradient(one.dtype) and torch.is_grad_enabled())
+        for one, like in zip(outputs, message.values(), strict=True):  # a loss wants to depend on something
+            one.requires_grad_(like.requires_grad and torch.is_grad_enabled())
         return cut.calls[-1].returned(outputs)
 
     def _sum_shared_gradients(self) -> None:
         """Add up the gradients of parameters that several workers have."""
-        named = dict(self.module.named_parameters(remove_duplicate=False))
+        named = dict(self.module.named_parameters())
         for name, ranks in self.shared_parameters.items():
             parameter = named[name]
             if parameter.requires_grad:
@@ -319,12 +306,10 @@ class MicroBatch:
     layout: Whole
     shard: int | None
     """None: a stand-in."""
-    is_last: bool
-    """Whether it is the step's last one."""
-    num_stages_left: int = 0
+    num_stages_left: int
     """How many of this worker's stages it has to go backward through."""
-    measured: tuple[Hashable, CutTrace] = field(init=False)
-    """How the loss function calls the model for it: the call's form, and what it runs."""
+    is_last: bool = False
+    """Whether it is the step's last one."""
 
     def __post_init__(self) -> None:
         self._sums: list[Tensor] = []
@@ -408,8 +393,7 @@ class _Part(nn.Module):
         """
         pipeline = self.pipeline
         micro_batch = pipeline.micro_batches[int(number)]
-        form, cut = micro_batch.measured
-        is_last = self.number == pipeline.num_stages - 1
+        form, cut = pipeline.measure(micro_batch)
 
         def answer(call: ModelCall) -> Any:
             if pipeline.form_of(call) != form:
@@ -419,14 +403,11 @@ class _Part(nn.Module):
                 )
             stage_pass = StagePass(call, cut, self.number, pipeline.device, self._leaving, pipeline.seed_block)
             found = self.stage(stage_pass, *arrived)
-            if is_last:
+            if self.number == pipeline.num_stages - 1:
                 return found
             raise _AnsweredError(tuple(found))
 
-        found = micro_batch.forward(answer)
-        if isinstance(found, Tensor) != is_last:
-            raise _not_called()
-        return found
+        return micro_batch.forward(answer)
 
 
 class _TorchStage(PipelineStage):
@@ -462,10 +443,6 @@ class _AnsweredError(BaseException):
     def __init__(self, value: Any) -> None:
         super().__init__()
         self.value = value
-
-
-def _not_called() -> ModelError:
-    return ModelError("The loss function did not call the model it was given; in a pipeline it has to.")
 
 
 # --- where to cut ---

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -13,20 +12,16 @@ import paceline
 from paceline.errors import ModelError
 from paceline.models import build
 from paceline.models.gpt import GPT
-from paceline.parallel.layer_costs import on_paper, trace_model
+from paceline.parallel.layer_costs import trace_model
 from paceline.spec.model_cost import ModelCost
 
 WORDS, LENGTH, WIDTH, SAMPLES = 32, 8, 16, 2
 BUILD = partial(GPT, WORDS, LENGTH, num_layers=3, num_heads=4, width=WIDTH)
 
 
-def traced(build: Callable[[], nn.Module], sample: Tensor) -> ModelCost:
-    return trace_model(*on_paper(build, sample, SAMPLES), SAMPLES)
-
-
 @pytest.fixture(scope="module")
 def cost() -> ModelCost:
-    return traced(BUILD, torch.zeros(LENGTH, dtype=torch.long))
+    return trace_model(BUILD, torch.zeros(LENGTH, dtype=torch.long), SAMPLES)
 
 
 def test_layers_are_the_blocks_before_which_a_pipeline_may_cut(cost: ModelCost) -> None:
@@ -73,7 +68,7 @@ def test_tensor_parallelism_divides_what_the_plan_of_the_model_says(cost: ModelC
         # Two sums in forward; in backward one for each layer that takes what is whole: query, key, value and the net.
         assert (layer.num_all_reduces, layer.all_reduce_bytes) == (6, 4 * LENGTH * WIDTH)
         assert 0.1 < layer.replicated_fraction < 0.5
-    plain = traced(partial(nn.Linear, 4, 4), torch.zeros(4))
+    plain = trace_model(partial(nn.Linear, 4, 4), torch.zeros(4))
     assert all(layer.num_tensor_slices == 1 for layer in plain.layers)
 
 
@@ -84,7 +79,7 @@ class Asking(nn.Linear):
 
 def test_a_model_that_reads_values_is_refused_in_one_sentence() -> None:
     with pytest.raises(ModelError, match="cannot be tried without values"):
-        traced(partial(Asking, 4, 4), torch.zeros(4))
+        trace_model(partial(Asking, 4, 4), torch.zeros(4))
 
 
 def test_each_strategy_divides_what_it_says() -> None:
