@@ -108,9 +108,8 @@ class Pipeline:
         function makes them."""
         self._messages: Sequence[Message] = [{}] * self.num_stages
         """The longest that stages have sent each other."""
-        self._message_form: list[Any] = []
-        self._schedules: dict[Hashable, Any] = {}
-        """Torch's schedules with these messages."""
+        self._schedule: tuple[Any, Any] = None, None
+        """Torch's schedule of the last step, behind what it depends on."""
         self.seed_block: Callable[[str], None] = lambda _path: None
         """Called with the path of a block of an earlier stage where that would be called."""
 
@@ -179,7 +178,7 @@ class Pipeline:
         shards = [*own, *[None] * (num_passes - len(own))]
         self.micro_batches = [MicroBatch(passes, step, reducer, layout, shard, len(self.stages)) for shard in shards]
         self.micro_batches[-1].is_last = True
-        schedule = self._schedule([self.measure(one)[1] for one in self.micro_batches])
+        schedule = self._schedule_for([self.measure(one)[1] for one in self.micro_batches])
         numbers = torch.arange(num_passes)
         try:
             schedule.step(number=numbers, target=numbers, return_outputs=False)
@@ -195,12 +194,15 @@ class Pipeline:
         def stop(call: ModelCall) -> NoReturn:
             raise _AnsweredError(self._trace(call))
 
-        key = micro_batch.form, self.module.training
+        step, shard = micro_batch.step, micro_batch.shard
+        samples = step.batch.shards[0 if shard is None else shard - step.assignment.own[0]]
+        form = [(one.shape, one.dtype) for one in tensors(samples)]
+        key = shard is None, step.loss_name, self.module.training, *form
         if key not in self._traces:
             self._traces[key] = micro_batch.forward(stop)
         return self._traces[key]
 
-    def _schedule(self, cuts: Sequence[CutTrace]) -> Any:
+    def _schedule_for(self, cuts: Sequence[CutTrace]) -> Any:
         """Torch's schedule for micro-batches that run so."""
         kinds = [[[(one, form.dtype) for one, form in crossing.items()] for crossing in cut.crossing] for cut in cuts]
         if kinds.count(kinds[0]) < len(kinds):
@@ -210,19 +212,16 @@ class Pipeline:
             )
         # Messages become longer and not shorter, or each length of padded samples would have a schedule of its own.
         crossings = zip(*(cut.crossing for cut in cuts), strict=True)
-        messages = [message_of(some, before) for some, before in zip(crossings, self._messages, strict=True)]
-        form = [[(one, vector.dtype, len(vector)) for one, vector in message.items()] for message in messages]
-        if form != self._message_form:
-            self._message_form, self._messages = form, messages
-            self._schedules.clear()
+        self._messages = [message_of(some, before) for some, before in zip(crossings, self._messages, strict=True)]
+        form = [[(one, vector.dtype, len(vector)) for one, vector in message.items()] for message in self._messages]
         split = {number for number in self._stages if self._splits_backward and cuts[0].can_split(number)}
-        key = len(cuts), *split
-        if key not in self._schedules:
+        key = len(cuts), form, split
+        if key != self._schedule[0]:
             stages = [self._torch_stage(number, splits=number in split) for number in self._stages]
             schedule: Any = _SCHEDULES[self._spec.schedule]
             of_stages = stages[0] if self._spec.schedule in ("gpipe", "1f1b") else stages
-            self._schedules[key] = schedule(of_stages, len(cuts), loss_fn=lambda loss, _: loss, scale_grads=False)
-        return self._schedules[key]
+            self._schedule = key, schedule(of_stages, len(cuts), loss_fn=lambda loss, _: loss, scale_grads=False)
+        return self._schedule[1]
 
     def _torch_stage(self, number: int, *, splits: bool) -> _TorchStage:
         is_last = number == self.num_stages - 1
@@ -316,12 +315,6 @@ class MicroBatch:
         """Those of the loss, where the last stage is."""
         self._changes = self.passes.like.new_zeros(self.passes.buffers.num_sums)
         self._gradients: list[Tensor | None] = []
-
-    @property
-    def form(self) -> Hashable:
-        """The shapes and types of the samples."""
-        content = self.step.batch.shards[0 if self.shard is None else self.shard - self.step.assignment.own[0]]
-        return self.shard is None, self.step.loss_name, *((one.shape, one.dtype) for one in tensors(content))
 
     def forward(self, answer: Answer) -> Any:
         """Call the loss function, for which `answer` stands in place of the model.

@@ -113,15 +113,13 @@ def _counts(style: str) -> list[str]:
 
 def _check_tied(model: nn.Module, plan: TensorPlan) -> None:
     """Raises `ModelError` if the plan divides one place of a tied weight and not the others."""
-    for first, *others in _places_of_tied(model):
-        for name in others:
-            styles = (plan.get(of.rpartition(".")[0], "") for of in (first, name))
-            one, other = (_DIVISIONS[style][0] if style in _DIVISIONS else None for style in styles)
-            if (one is None, one == "in_features") != (other is None, other == "in_features"):
-                raise ModelError(
-                    f"'{name}' is the same weight as '{first}', and the tensor plan divides only one of them, or each "
-                    "in another way; give both a style by rows (embedding_rowwise, colwise_gather_output), or none."
-                )
+    for places in _places_of_tied(model):
+        features = (_DIVISIONS.get(plan.get(place.rpartition(".")[0], ""), ("",))[0] for place in places)
+        if len({feature and feature == "in_features" for feature in features}) > 1:
+            raise ModelError(
+                f"'{places[1]}' is the same weight as '{places[0]}', and the tensor plan divides only one of them, or "
+                "each in another way; give both a style by rows (embedding_rowwise, colwise_gather_output), or none."
+            )
 
 
 def apply_tensor_plan(model: nn.Module, axis: DeviceMesh, plan: Mapping[str, str]) -> None:
@@ -184,7 +182,7 @@ class _DividedRegion(TorchFunctionMode):
                 has_heads = hasattr(modules[parent], "head_dim") or bool(_counts(plan.get(parent, "")))
                 module.register_forward_hook(partial(self._begin, has_heads))
             elif style == "rowwise":
-                module.register_forward_pre_hook(partial(self._end_before, name))
+                module.register_forward_pre_hook(lambda _module, _arguments: self._end())
             elif style is None and any(True for _ in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(partial(self._refuse_whole, name))
         model.register_forward_pre_hook(lambda _module, _arguments: self._end())  # an error may have left it open
@@ -201,16 +199,6 @@ class _DividedRegion(TorchFunctionMode):
             self._widths.clear()
             self._has_heads = False
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def _end_before(self, name: str, module: nn.Linear, arguments: tuple[Tensor]) -> None:
-        self._end()
-        given = arguments[0].shape[-1]  # of all workers: the input is a DTensor by now
-        if given != module.in_features:
-            raise ModelError(
-                f"'{name}', a linear layer of {module.in_features} input features, was given {given} of all workers "
-                "together: the layer before it does not leave its features divided; take both out of the tensor plan, "
-                "or make this one rowwise_split_input."
-            )
 
     def _refuse_whole(self, name: str, _module: nn.Module, _arguments: Any) -> None:
         if self._widths:
