@@ -82,6 +82,14 @@ def _with_some_targets(model: nn.Module, batch: Any) -> Tensor:
     return F.cross_entropy(model(inputs[chosen]), targets[chosen])
 
 
+def _texts_of_lengths(num_samples: int) -> list[tuple[Tensor, Tensor]]:
+    """Two neighbours of one length, the next two of another."""
+    return [
+        (tokens[: 1 + number // 2 % 3], targets[: 1 + number // 2 % 3])
+        for number, (tokens, targets) in enumerate(texts(num_samples))
+    ]
+
+
 def _outer(num_workers: int, **keys: Any) -> Engine:
     """Workers that train by themselves between outer steps."""
     return Engine(num_workers, job={"aggregation": {"sync_every": 1, **keys}}, has_own_losses=True)
@@ -111,6 +119,11 @@ CASES = {
     ),
     "what goes past two stages": Case(
         ENGINES["pp, interleaved"], replace(_CLASSES, model=models.skips), num_shards=None
+    ),
+    "texts of several lengths through stages": Case(
+        ENGINES["pp, 1f1b"],
+        replace(_TIED, data=_texts_of_lengths(22), global_batch_size=4),  # type: ignore[arg-type]
+        num_shards=None,
     ),
     "a stage whose layers are divided": Case(
         Engine(4, {"pp": 2, "tp": 2}, {"tensor_plan": models.TENSOR_PLAN}), replace(_CLASSES, clip_norm=0.1)
