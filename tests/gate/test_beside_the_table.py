@@ -84,10 +84,9 @@ def _with_some_targets(model: nn.Module, batch: Any) -> Tensor:
 
 def _texts_of_lengths(num_samples: int) -> list[tuple[Tensor, Tensor]]:
     """Two neighbours of one length, the next two of another."""
-    return [
-        (tokens[: 1 + number // 2 % 3], targets[: 1 + number // 2 % 3])
-        for number, (tokens, targets) in enumerate(texts(num_samples))
-    ]
+    whole = zip(*texts(num_samples).tensors, strict=True)
+    lengths = (1 + number // 2 % 3 for number in range(num_samples))
+    return [(tokens[:length], targets[:length]) for length, (tokens, targets) in zip(lengths, whole, strict=True)]
 
 
 def _outer(num_workers: int, **keys: Any) -> Engine:
