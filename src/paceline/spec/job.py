@@ -328,9 +328,8 @@ class Job(JsonValue):
     def timed_settings(self) -> tuple[str, ...]:
         """The settings that times of passes, updates and loading follow from, as "model.name = 'lenet'"; without a
         precision that each run decides."""
-        plain = self.to_mapping()
-        values = flat(plain) | {"model.options": plain["model"]["options"], "data.options": plain["data"]["options"]}
-        return tuple(f"{key} = {values[key]!r}" for key in _TIMED if (key, values[key]) != ("precision", "auto"))
+        values = {key: operator.attrgetter(key)(self) for key in _TIMED}
+        return tuple(f"{key} = {value!r}" for key, value in values.items() if (key, value) != ("precision", "auto"))
 
     def with_values(self, **changes: Any) -> Job:
         """A copy with other values; nested tables take mappings, `optim={"lr": 0.2}`, merged into what is there."""

@@ -175,11 +175,6 @@ def parse_mesh(text: str, num_workers: int | None = None, num_nodes: int = 1) ->
         JobError: no such strategy, an axis named twice, or degrees that do not make up the world size.
     """
     words, named = text.strip().lower(), f"The strategy '{shortened(text)}'"
-    if words in ("auto", "dp_one_process"):
-        raise JobError(
-            f"{named} is for paceline train and paceline scale, which know the job before they start workers; name a "
-            "mesh here, such as 'fsdp' or 'dp2 x pp2'."
-        )
     if words == "hsdp":
         words = f"dp{max(num_nodes, 2)} x fsdp"
     degrees: dict[str, int | None] = {}
@@ -188,8 +183,9 @@ def parse_mesh(text: str, num_workers: int | None = None, num_nodes: int = 1) ->
         term = _TERM.fullmatch(word)
         if term is None:
             raise JobError(
-                f"There is no strategy '{shortened(text)}'; {did_you_mean(word, STRATEGIES)}it is one of "
-                f"{', '.join(STRATEGIES)}, auto, or axes with their degrees such as 'dp2 x pp2' or 'fsdp2 x tp2'."
+                f"There is no strategy '{shortened(text)}' here; {did_you_mean(word, STRATEGIES)}it is one of "
+                f"{', '.join(STRATEGIES)}, or axes with their degrees such as 'dp2 x pp2' or 'fsdp2 x tp2'; "
+                "dp_one_process and auto are for paceline train and paceline scale alone."
             )
         axis, degree = term.groups()
         if axis.startswith("zero"):
