@@ -135,6 +135,12 @@ class Failure:
     is_consequence: bool = False
     """Whether the worker failed only because a peer had gone: it was waiting for one in a collective."""
 
+    @property
+    def told(self) -> str:
+        """The message on a line, the type without its module."""
+        kind, colon, message = self.message.partition(":")
+        return shortened(" ".join((kind.rpartition(".")[2] + colon + message).split()), MOST_MESSAGE_CHARACTERS)
+
 
 @dataclass(frozen=True)
 class WorkerProcess:
@@ -266,8 +272,7 @@ def log_path(run_dir: Path, rank: int) -> Path:
 _TEXTS: dict[str, tuple[str, str]] = {
     "exception": (
         "{who} failed{peers} with {what}",
-        "Read the traceback; `paceline launch --launcher debug …` runs the program in one process, under a debugger if "
-        "you like.",
+        "Read the traceback; with one worker, plain `python` runs the program under a debugger.",
     ),
     "exit": ("{who} ended with exit code {exit_code}.", "Read the last lines of the worker's log, {log}."),
     "signal": (
@@ -425,7 +430,7 @@ def _of_ending(root: WorkerProcess, ended: Sequence[WorkerProcess], log: Path) -
     cause = "out_of_memory" if root.out_of_memory else "signal" if exit_code < 0 else "exit"
     if failure is not None:
         cause, values["evidence"] = "lost_touch" if failure.is_consequence else "exception", failure.traceback
-        facts["what"] = _told(failure)
+        facts["what"] = failure.told
         if failure.is_user_error:
             values |= {"is_user_error": True, "sentence": failure.message}
     return report_of(cause, ended, (root.rank,), facts, **values)
@@ -444,18 +449,6 @@ def describe_hang(hang: Hang, states: Sequence[WorkerState], stacks: dict[int, s
         facts["who"] = f"{name_ranks(hang.culprits).capitalize()} of {len(states)}"
     evidence = "\n".join(f"Stack of rank {rank}:\n{text}" for rank, text in stacks.items() if text)
     return report_of(hang.kind, states, hang.culprits, facts, noticed_at=now, evidence=evidence)
-
-
-def describe_exception(failure: Failure, rank: int, world_size: int, states: Sequence[WorkerState]) -> FailureReport:
-    """The report of an exception, by the worker that it ends; `states` are those that it knows, its own at least."""
-    facts = {"what": _told(failure), "world_size": world_size}
-    return report_of("exception", states, (rank,), facts, noticed_at=failure.time, evidence=failure.traceback)
-
-
-def _told(failure: Failure) -> str:
-    """Its message on a line, the type without its module."""
-    kind, colon, message = failure.message.partition(":")
-    return shortened(" ".join((kind.rpartition(".")[2] + colon + message).split()), MOST_MESSAGE_CHARACTERS)
 
 
 def report_of(

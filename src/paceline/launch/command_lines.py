@@ -82,13 +82,9 @@ def output_of(argv: Sequence[str], timeout_s: float, stdin: str = "", node: str 
     except (OSError, subprocess.TimeoutExpired) as problem:
         raise LaunchError(f"{what}: {reason_of(problem)}.") from None
     if done.returncode != 0:
-        raise LaunchError(f"{what}: {last_line(done.stderr.splitlines()) or f'exit code {done.returncode}'}.")
+        told = done.stderr.strip().rpartition("\n")[2].rstrip(".") or f"exit code {done.returncode}"
+        raise LaunchError(f"{what}: {told}.")
     return done.stdout
-
-
-def last_line(lines: Sequence[str]) -> str:
-    """The last one that says something, without the full stop."""
-    return next((line.strip().rstrip(".") for line in reversed(lines) if line.strip()), "")
 
 
 def ssh_argv(host: str, program: Sequence[str], *, cwd: Path, environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -111,20 +107,10 @@ def srun_argv(
     One task a node that may use all that the job holds there. srun passes on the environment of this process; `environ`
     takes precedence.
     """
-    return (
-        "srun",
-        f"--nodelist={','.join(nodes)}",
-        f"--nodes={len(nodes)}",
-        f"--ntasks={len(nodes)}",
-        "--ntasks-per-node=1",
-        "--overlap",
-        "--cpu-bind=none",  # otherwise a single task gets one core; workers are pinned by us
-        "--kill-on-bad-exit=1",
-        "--quiet",
-        f"--chdir={cwd}",
-        "--",
-        *with_variables(program, environ),
-    )
+    places = (f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--ntasks-per-node=1")
+    # A single task would get one core; workers are pinned by us.
+    options = ("--cpu-bind=none", "--overlap", "--kill-on-bad-exit=1", "--quiet", f"--chdir={cwd}")
+    return ("srun", *places, *options, "--", *with_variables(program, environ))
 
 
 def container_argv(

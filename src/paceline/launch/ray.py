@@ -14,7 +14,6 @@ import contextlib
 import importlib
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -32,6 +31,7 @@ POLL_S = 0.5
 """How often a node looks for what the launcher asks for."""
 FIRST_NODE = "FIRST_NODE"
 """Stands in the agent's arguments for the address of the first node, which Ray chooses."""
+AGENT_ENDED = "the agent ended with exit code"
 _LIST = "import json, ray; ray.init(address='auto', logging_level='ERROR'); print(json.dumps(ray.nodes()))"
 
 
@@ -66,7 +66,7 @@ def ray_nodes() -> dict[str, int | None]:
 
 
 def main(num_nodes: int, num_gpus: int, cwd: str, program: Sequence[str]) -> int:
-    """Run the program on the nodes; its exit code, of one that failed where some did."""
+    """Run the program on the nodes; the exit code, 1 where one of them failed."""
     requests = next(Path(word.partition("=")[2]) for word in program if word.startswith(f"{env.RUN_DIR}=")) / "requests"
     requests.touch()
     threading.Thread(target=_obey, args=(requests,), daemon=True).start()
@@ -86,10 +86,10 @@ def main(num_nodes: int, num_gpus: int, cwd: str, program: Sequence[str]) -> int
     try:
         trainer.fit()
     except Exception as problem:  # Ray wraps what a node raised in several ways
-        if told := re.findall(r"ended with exit code (\d+)", str(problem)):
-            return int(told[-1])
-        print(f"paceline: Ray could not run the workers: {' '.join(str(problem).split())[-300:]}", file=sys.stderr)
-        return LaunchError.exit_code
+        if AGENT_ENDED not in str(problem):
+            told = " ".join(str(problem).split())[-300:]
+            print(f"paceline: Ray could not run the workers: {told}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -116,7 +116,7 @@ def _start_agent(config: dict[str, Any]) -> None:
                 process.stdin.write(requests.read())
             time.sleep(POLL_S)
     if exit_code:
-        raise RuntimeError(f"the agent ended with exit code {exit_code if exit_code > 0 else 128 - exit_code}")
+        raise RuntimeError(f"{AGENT_ENDED} {exit_code}")
 
 
 if __name__ == "__main__":

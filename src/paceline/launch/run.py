@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Literal
 from paceline import env
 from paceline.diagnosis.failures import NodeLoss, describe_failure, signal_name
 from paceline.errors import LaunchError, PacelineError, WorkerFailed, file_problems, reason_of
-from paceline.launch.command_lines import last_line, output_of, with_variables
+from paceline.launch.command_lines import output_of, with_variables
 from paceline.regular_files import make_run_folder
 
 if TYPE_CHECKING:
@@ -32,15 +31,13 @@ GRACE_S = 5.0
 POLL_S = 0.05
 """How often the agents are looked at."""
 
-Output = Literal["rank0", "all"]
-
 
 @dataclass(frozen=True)
 class LaunchOptions:
     """Settings of all workers of a run, on all nodes."""
 
     run_dir: Path
-    output: Output = "rank0"
+    output: Literal["rank0", "all"] = "rank0"
     """Whose lines are shown: those of rank 0, or all, each with its rank in front; logs have everybody's."""
     max_restarts: int = 0
     environ: Mapping[str, str] = field(default_factory=dict)
@@ -160,11 +157,11 @@ def run_workers(
         raise SystemExit(128 + interrupted_by)
     if first is None:
         return
-    told, exit_code = last_line(first.told), first.exit_code or 0
+    told, exit_code = first.told, first.exit_code or 0
     ended = f"its agent was killed by {signal_name(-exit_code)}" if exit_code < 0 else f"exit code {exit_code}"
     # An agent that says itself that a worker failed ends with 1; one of several nodes does not say which was lost.
-    is_one = not first.reach.hostnames or first.reach.node
-    loss = NodeLoss(first.reach.node, first.ended_at, told or ended) if exit_code != 1 and is_one else None
+    is_loss = exit_code != 1 and len(first.reach.hostnames) <= 1
+    loss = NodeLoss(first.reach.node, first.ended_at, told or ended) if is_loss else None
     report = describe_failure(options.run_dir, loss)
     if report is None:
         where = ", ".join(first.reach.hostnames) or "this node"
@@ -175,7 +172,7 @@ def run_workers(
     code = 1 if report.exit_code is None else report.exit_code
     raise WorkerFailed(
         report.sentence,
-        rank=next(iter(report.ranks), None),
+        rank=report.ranks[0],
         details=report.evidence,
         exit_code=code if code > 0 else 128 - code,
         report=report.save(options.run_dir),
@@ -197,18 +194,15 @@ class _Agent:
 
     def __init__(self, reach: Reach, argv: Sequence[str]) -> None:
         self.reach = reach
-        self.told: deque[str] = deque(maxlen=20)
-        """The last lines of its standard error, if it is on another node."""
+        self.told = ""
+        """The last line of its standard error, if it is on another node."""
         self.ended_at = float("inf")
         """When its end was noticed, in seconds since the epoch."""
         pipe = subprocess.PIPE if reach.hostnames else None
         try:
+            # In a session of its own: Ctrl-C reaches this process alone.
             self._process = subprocess.Popen(
-                argv,
-                stdin=subprocess.PIPE,
-                stdout=pipe,
-                stderr=pipe,
-                start_new_session=True,  # Ctrl-C reaches this process alone
+                argv, stdin=subprocess.PIPE, stdout=pipe, stderr=pipe, start_new_session=True
             )
         except OSError as problem:
             raise LaunchError(f"{argv[0]} cannot be started: {reason_of(problem)}.") from None
@@ -251,13 +245,10 @@ class _Agent:
 
     def _show(self, stream: IO[bytes], target: int) -> None:
         for line in stream:
-            if target == 2:
-                self.told.append(line.decode(errors="replace"))
-            with contextlib.suppress(OSError), _one_line_at_a_time:
+            if target == 2 and line.strip():
+                self.told = line.decode(errors="replace").strip().rstrip(".")
+            with contextlib.suppress(OSError):
                 os.write(target, line)
-
-
-_one_line_at_a_time = threading.Lock()
 
 
 def _await_end(agents: Sequence[_Agent], signals: queue.SimpleQueue[int]) -> tuple[_Agent | None, int | None]:

@@ -43,7 +43,6 @@ from paceline.diagnosis.failures import (
     Hang,
     WatchClock,
     WorkerState,
-    describe_exception,
     describe_hang,
     failure_path,
     find_hang,
@@ -308,7 +307,8 @@ class Watch:
             step = read_vitals(own_file()).step
             own = WorkerState(rank=rank, pid=os.getpid(), hostname=self._hostname, step=step)
             states = [self._as_of_now(state) for state in self.states]
-            self._publish(describe_exception(failure, rank, world_size, states or [own]))
+            facts, values = {"what": failure.told, "world_size": world_size}, {"evidence": failure.traceback}
+            self._publish(report_of("exception", states or [own], (rank,), facts, noticed_at=failure.time, **values))
         deadline = time.monotonic() + OTHERS_S
         while failure.is_consequence and time.monotonic() < deadline:
             states = [self._as_of_now(state) for state in self.states]
