@@ -11,7 +11,8 @@ from typing import get_args, get_type_hints
 import paceline
 from paceline.cli.commands import COMMANDS
 from paceline.cli.options import parser_of
-from paceline.workflows.catalog import CatalogEntry, field_meanings
+from paceline.workflows.arguments import field_meanings
+from paceline.workflows.catalog import CatalogEntry
 
 
 def write_pages(folder: Path) -> None:

@@ -21,8 +21,7 @@ import paceline
 from paceline.errors import InvalidFileError, PacelineError, WorkerFailed, did_you_mean
 from paceline.spec.codec import from_mapping
 from paceline.spec.job import with_settings
-from paceline.workflows.arguments import members_of, parameter_types
-from paceline.workflows.catalog import field_meanings
+from paceline.workflows.arguments import field_meanings, members_of, parameter_types
 from paceline.workflows.where import Where
 
 _WHERE_OPTIONS = frozenset({"hosts", "launcher"})

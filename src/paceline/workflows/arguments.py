@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import re
@@ -53,6 +54,19 @@ def members_of(hint: Any) -> tuple[Any, ...]:
     if get_origin(hint) in (Union, UnionType):
         return tuple(member for one in get_args(hint) for member in members_of(one))
     return (get_args(hint)[0] if get_origin(hint) is Annotated else hint,)
+
+
+def field_meanings(table: type) -> dict[str, str]:
+    """The string below each attribute of a class, which Python itself does not keep."""
+    (body,) = ast.parse(inspect.getsource(table)).body
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for attribute, below in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
+        if isinstance(attribute, ast.AnnAssign) and isinstance(attribute.target, ast.Name):
+            value = below.value if isinstance(below, ast.Expr) else None
+            text = str(value.value) if isinstance(value, ast.Constant) else ""
+            found[attribute.target.id] = inspect.cleandoc(text).replace("\n", " ")
+    return found
 
 
 def read_counts(name: str, given: Sequence[int] | str) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import json
@@ -13,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 from paceline.errors import JobError
 from paceline.spec import Job, Plan
-from paceline.workflows.arguments import checked
+from paceline.workflows.arguments import checked, field_meanings
 from paceline.workflows.jobs import PLAN_KEYS, RECIPES, load_job
 from paceline.workflows.where import Where
 
@@ -119,16 +118,3 @@ def _values(kind: Any) -> str:
     if origin is tuple:
         return f"list of: {_values(arguments[0])}"
     return "table" if origin is dict or dataclasses.is_dataclass(kind) else str(kind.__name__)
-
-
-def field_meanings(table: type) -> dict[str, str]:
-    """The string below each attribute of a class, which Python itself does not keep."""
-    (body,) = ast.parse(inspect.getsource(table)).body
-    assert isinstance(body, ast.ClassDef)
-    found = {}
-    for attribute, below in zip(body.body, [*body.body[1:], ast.Pass()], strict=True):
-        if isinstance(attribute, ast.AnnAssign) and isinstance(attribute.target, ast.Name):
-            value = below.value if isinstance(below, ast.Expr) else None
-            text = str(value.value) if isinstance(value, ast.Constant) else ""
-            found[attribute.target.id] = inspect.cleandoc(text).replace("\n", " ")
-    return found
