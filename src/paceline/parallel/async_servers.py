@@ -39,6 +39,8 @@ class AsyncServers(Engine):
 
     reads_assignment = False
     changes_state = True
+    weights_diverge = True  # the servers have the optimizer's state, and gradients are in flight, until `sync_buffers`
+    is_synchronised = False  # status is exchanged in `AnyShard.on_pause`
 
     def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
         layout = Whole(model, device, None)
@@ -60,7 +62,6 @@ class AsyncServers(Engine):
         self._any_shard: AnyShard | None = None
         self._layout: LossLayout | None = None
         """Which numbers the loss function returns; the same in all steps."""
-        self._has_optimizer_state = False
 
     def step(self, step: StepInput, update: Update) -> StepLoss:  # noqa: ARG002 - the servers make it
         """Compute shards until the servers have made the update by this global batch; return its loss."""
@@ -77,7 +78,7 @@ class AsyncServers(Engine):
             if self._work is None:
                 if any_shard.batch:
                     any_shard.on_pause()
-                self._has_optimizer_state = False
+                self.weights_diverge = True
                 self._work = self._servers.work(
                     self._compute, any_shard.stop, any_shard.wants_pause, is_weighted=self._layout.is_weighted
                 )
@@ -130,16 +131,6 @@ class AsyncServers(Engine):
             self._servers.close(error)
             self._servers = None
 
-    @property
-    def is_synchronised(self) -> bool:
-        """Status is exchanged in `AnyShard.on_pause`."""
-        return False
-
-    @property
-    def weights_diverge(self) -> bool:
-        """Whether the servers hold the optimizer state, with gradients in flight; no longer after `sync_buffers`."""
-        return not self._has_optimizer_state
-
     def sync_buffers(self) -> bool:
         """While all workers pause: copy the optimizer's state from the servers to every worker."""
         if self._work is not None:
@@ -147,7 +138,7 @@ class AsyncServers(Engine):
         if self._servers is not None:
             self._servers.collect()
         broadcast(self.module.buffers(), self._group)
-        self._has_optimizer_state = True
+        self.weights_diverge = False
         return True
 
     @contextmanager

@@ -151,6 +151,10 @@ class Engine:
     """Whether a worker computes the samples assigned to it. If not, they need not be read: see `AnyShard`."""
     changes_state = False
     """Whether a step changes more than buffers before its update, so that one which fails half-way leaves a mixture."""
+    weights_diverge = False
+    """Whether workers' weights and optimizers differ between two synchronisations."""
+    is_synchronised = True
+    """Whether the last step synchronised all workers, so that they can exchange their status."""
 
     def __init__(
         self,
@@ -263,16 +267,6 @@ class Engine:
         audit(self.passes, step, self.layout.world, has_gradients=self.holds_all)
 
     # --- workers that differ ---
-
-    @property
-    def weights_diverge(self) -> bool:
-        """Whether workers' weights and optimizers differ between two synchronisations."""
-        return False
-
-    @property
-    def is_synchronised(self) -> bool:
-        """Whether the last step synchronised all workers, so that they can exchange their status."""
-        return True
 
     def sync_buffers(self) -> bool:
         """Broadcast rank 0's buffers where they differ; returns whether all weights are equal now. A collective, after

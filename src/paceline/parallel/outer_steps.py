@@ -59,6 +59,7 @@ class OuterSteps(Engine):
     """
 
     changes_state = True
+    weights_diverge = True
 
     def __init__(
         self,
@@ -126,7 +127,8 @@ class OuterSteps(Engine):
             if not weight:
                 self.module.zero_grad()
         update(result.loss)
-        if self._num_steps == self._spec.sync_every:
+        self.is_synchronised = self._num_steps == self._spec.sync_every
+        if self.is_synchronised:
             begin = mark(self.layout.device)
             self._outer_step()
             self.communication = begin, mark(self.layout.device)
@@ -202,14 +204,6 @@ class OuterSteps(Engine):
 
     # --- workers that differ ---
 
-    @property
-    def weights_diverge(self) -> bool:
-        return True
-
-    @property
-    def is_synchronised(self) -> bool:
-        return self._num_steps == 0
-
     @contextmanager
     def consensus(self) -> Iterator[None]:
         """A context in which the model holds the weighted mean of all workers' weights; exact, without an outer step.
@@ -250,7 +244,6 @@ class OuterSteps(Engine):
         if self._agreed:
             outer_steps = {
                 "num_steps": self._num_steps,
-                "own_samples": self._own_samples,
                 "agreed": dict(self._agreed),
                 "momentum": dict(self._momentum),
             }
@@ -273,7 +266,8 @@ class OuterSteps(Engine):
         self._mean = None
         state = shared.get("outer_steps")
         if state:
-            self._num_steps, self._own_samples = state["num_steps"], state["own_samples"]
+            self._num_steps = state["num_steps"]
+            self.is_synchronised = not self._num_steps
             self._agreed, self._momentum = (
                 {name: one.to(self.layout.device) for name, one in state[key].items()} for key in ("agreed", "momentum")
             )
@@ -281,7 +275,7 @@ class OuterSteps(Engine):
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             if name in mine:
                 tensor.copy_(mine[name])
-        self._own_samples = float(own.get("sums", {}).get(_OWN_SAMPLES, self._own_samples))
+        self._own_samples = float(own.get("sums", {}).get(_OWN_SAMPLES, 0.0))
 
 
 def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:
