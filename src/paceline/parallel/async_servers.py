@@ -72,8 +72,11 @@ class AsyncServers(Engine):
             with standing_in(self.module), untouched(self.buffers), torch.no_grad():
                 self._layout = self.passes.loss_of_nothing(step).layout
             self.layouts.has_returned(_LOSS_NAME, self._layout)
-        if self._servers is None:
-            self._servers = self._open(any_shard)
+        if self._servers is None:  # on the run's first workers
+            settings = ServerSettings(self._job.aggregation.staleness, self._plan.num_servers, self._plan.timeout_s)
+            schedule = UpdateSchedule(any_shard.num_shards, any_shard.lr_factor, any_shard.batch)
+            with any_shard.at_base_rates() as optimizer:
+                self._servers = AsynchronousWorker(optimizer, schedule, settings, open_host_group(_RUN_S))
         while True:
             if self._work is None:
                 if any_shard.batch:
@@ -117,13 +120,6 @@ class AsyncServers(Engine):
         is_left_out = self._job.nonfinite != "ignore" and not all(bool(one.isfinite().all()) for one in found)
         weight = math.nan if is_left_out else float(loss.weight)
         return torch.cat([statistics, statistics.new_tensor([is_left_out])]), weight
-
-    def _open(self, any_shard: AnyShard) -> AsynchronousWorker:
-        """The servers of a run are its first workers. A collective."""
-        settings = ServerSettings(self._job.aggregation.staleness, self._plan.num_servers, self._plan.timeout_s)
-        schedule = UpdateSchedule(any_shard.num_shards, any_shard.lr_factor, any_shard.batch)
-        with any_shard.at_base_rates() as optimizer:
-            return AsynchronousWorker(optimizer, schedule, settings, open_host_group(_RUN_S))
 
     def close(self, error: BaseException | None = None) -> None:
         """Disconnect from the servers: with the other workers, or without them if an error ends the run."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,7 +30,6 @@ from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects, broadcast_object
 from paceline.parallel.dtensor import reshard
 from paceline.parallel.layout import norm_of
-from paceline.parallel.losses import ShardLoss
 from paceline.parallel.pass_state import buffers_kept, standing_in
 from paceline.parallel.step_input import Assignment, StepInput
 
@@ -124,19 +123,6 @@ def leaving_no_trace(passes: Passes) -> Iterator[list[nn.Parameter]]:
             for parameter, gradient in zip(parameters, before, strict=True):
                 parameter.grad = gradient
             reshard(passes.model)
-
-
-def compute_again(
-    passes: Passes, step: StepInput, shards: Iterable[int]
-) -> tuple[list[ShardLoss], list[Tensor | None]]:
-    """The losses of some shards, and the gradients of their weighted sum for all parameters."""
-    losses = []
-    with leaving_no_trace(passes) as parameters:
-        for shard in shards:
-            passes.enter(step, shard)
-            losses.append(passes.read(step, shard))
-            losses[-1].weighted.backward()
-        return losses, [parameter.grad for parameter in parameters]
 
 
 def _is_close(one: float, other: float, tolerance: float) -> bool:

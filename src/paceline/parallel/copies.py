@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,6 @@ from paceline.errors import JobError
 from paceline.parallel.blocks import copy_of_modules
 from paceline.parallel.engine import Passes, Reducer
 from paceline.parallel.layout import Whole
-from paceline.parallel.losses import LossOf
 from paceline.parallel.step_input import StepInput, shards_of_rank
 from paceline.spec import Plan
 
@@ -68,7 +68,11 @@ class Copies:
         for other in busy[1:]:
             _take_over(other.model, passes.model)
         for place, own in enumerate(busy):
-            here = replace(step, loss_of=_on_device(step.loss_of, own.device))
+
+            def loss_of(model: nn.Module, content: Any, device: torch.device = own.device) -> Any:
+                return step.loss_of(model, to_device(content, device))
+
+            here = replace(step, loss_of=loss_of)
             with torch.cuda.device(own.device) if own.device.type == "cuda" else nullcontext():
                 for shard in range(*(first + bound for bound in shards_of_rank(place, len(busy), stop - first))):
                     own.enter(here, shard)
@@ -111,8 +115,3 @@ def _add_gradients(mine: nn.Module, model: nn.Module) -> None:
             gradient = own.grad.to(total.device, non_blocking=True)
             total.grad = gradient if total.grad is None else total.grad.add_(gradient)
             own.grad = None
-
-
-def _on_device(loss_of: LossOf, device: torch.device) -> LossOf:
-    """The loss function, given samples that are moved to a device."""
-    return lambda model, content: loss_of(model, to_device(content, device))

@@ -32,12 +32,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 def reshard(model: nn.Module) -> None:
     """Leave this worker its shards of the parameters that it has gathered."""
-    if "torch.distributed.tensor" not in sys.modules:  # without it nothing is sharded, and it takes long to load
-        return
-    from paceline.parallel.sharded import sharded_modules
-
-    for one in sharded_modules(model):
-        one.reshard()
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # else nothing is sharded, and it takes long to load
+    for module in [] if fsdp is None else model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.reshard()
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:

@@ -17,13 +17,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from paceline.comm import Aggregator
 from paceline.containers import map_tensors
 from paceline.parallel.audit import audit
 from paceline.parallel.blocks import blocks_of
@@ -45,17 +44,6 @@ Mark = float | torch.cuda.Event
 
 Reducer = RunningSum | FixedOrderSum
 """Makes one gradient of those of all shards."""
-
-
-@dataclass(frozen=True)
-class Aggregation:
-    """How the workers of a group sum gradients."""
-
-    aggregator: Aggregator | None
-    """None: there is one worker."""
-    algorithm: AlgorithmName | None = None
-    """The name of the algorithm: the plan's, or what "auto" is here."""
-    notes: tuple[str, ...] = ()
 
 
 class Passes:
@@ -187,11 +175,7 @@ class Engine:
         """The interval of the last step's exposed communication: last gradient computed to last gradient summed."""
 
     def close(self, error: BaseException | None = None) -> None:  # noqa: ARG002 - whatever it is
-        """End what runs in the background.
-
-        Args:
-            error: the error that ends the run; None: none does.
-        """
+        """End what runs in the background; `error` ends the run, if it is given."""
         self._reducer.close()
 
     # --- a step ---

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -34,20 +34,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.comm import Aggregator
 from paceline.errors import JobError
 from paceline.object_collectives import all_gather_objects
 from paceline.parallel.buckets import buckets
-from paceline.parallel.engine import Aggregation, Engine, Update, mark
+from paceline.parallel.engine import Engine, Update, mark
 from paceline.parallel.initial_weights import broadcast
 from paceline.parallel.layout import Whole
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.running_sum import RunningSum
 from paceline.parallel.step_input import Assignment, StepInput
+from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.job import AggregationSpec
 from paceline.words import number_of
-
-_OWN_SAMPLES = "own_samples"
-"""In a worker's own state: the weight of what it has computed since the last outer step."""
 
 
 class OuterSteps(Engine):
@@ -66,23 +65,25 @@ class OuterSteps(Engine):
         layout: Whole,
         spec: AggregationSpec,
         everyone: dist.ProcessGroup | None,
-        sums: Aggregation,
+        aggregator: Aggregator | None,
+        notes: Sequence[str],
+        algorithm: AlgorithmName | None,
     ) -> None:
         """
         Args:
             layout: of a worker that trains alone.
             everyone: all workers, which have equal weights; None: there is one.
-            sums: how they sum moves.
+            aggregator, notes, algorithm: how they sum moves.
         """
         note = (
             f"the weights of the workers are averaged every {number_of(spec.sync_every, 'step')} ({spec.method}); in "
             "between each trains on its own samples of every batch, so the result depends on their number, and the "
             "training loss is that of rank 0"
         )
-        super().__init__(layout, RunningSum(layout, None), notes=[*sums.notes, note], algorithm=sums.algorithm)
+        super().__init__(layout, RunningSum(layout, None), notes=[*notes, note], algorithm=algorithm)
         self._spec = spec
         self._everyone = everyone
-        self._aggregator = sums.aggregator
+        self._aggregator = aggregator
         is_local_sgd = spec.method == "local_sgd"
         self._outer_lr = 1.0 if is_local_sgd else spec.outer_lr
         self._outer_momentum = 0.0 if is_local_sgd else spec.outer_momentum
@@ -258,7 +259,7 @@ class OuterSteps(Engine):
         every = self._averaged() | dict(self.module.named_buffers())
         means = {name: _wide(one) if one.is_floating_point() else one for name, one in every.items()}
         samples = torch.tensor(float(self._own_samples), dtype=torch.float64)
-        return {"sums": {_OWN_SAMPLES: samples}, "means": {"tensors": means}}
+        return {"sums": {"own_samples": samples}, "means": {"tensors": means}}
 
     @torch.no_grad()
     def load_state(self, shared: dict[str, Any], own: dict[str, Any]) -> None:
@@ -275,7 +276,7 @@ class OuterSteps(Engine):
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             if name in mine:
                 tensor.copy_(mine[name])
-        self._own_samples = float(own.get("sums", {}).get(_OWN_SAMPLES, 0.0))
+        self._own_samples = float(own.get("sums", {}).get("own_samples", 0.0))
 
 
 def _wide(tensor: Tensor, *, copy: bool = False) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +15,14 @@ from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, open_links
 from paceline.errors import JobError, ModelError
 from paceline.parallel.async_servers import AsyncServers
 from paceline.parallel.copies import Copies
-from paceline.parallel.engine import Aggregation, Engine, Runner
+from paceline.parallel.engine import Engine, Runner
 from paceline.parallel.fixed_order_sum import FixedOrderSum
 from paceline.parallel.initial_weights import align, broadcast, draw, is_on_meta
 from paceline.parallel.layout import Whole
 from paceline.parallel.outer_steps import OuterSteps
 from paceline.parallel.running_sum import RunningSum
 from paceline.spec import Job, Plan
-from paceline.spec.algorithm import automatic_algorithm
+from paceline.spec.algorithm import AlgorithmName, automatic_algorithm
 from paceline.spec.plan import check_mesh
 
 
@@ -70,8 +71,8 @@ def parallelize(
         copies = Copies(model, plan, device)
         return Engine(layout, RunningSum(layout, None), copies, [copies.note])
     if job.aggregation.is_infrequent:  # each worker trains alone, and weights are averaged every few steps
-        sums = set_up_aggregation(job, plan, group, device)
-        return OuterSteps(Whole(model, device, None), job.aggregation, group, sums)
+        aggregator, algorithm, notes = set_up_aggregation(job, plan, group, device)
+        return OuterSteps(Whole(model, device, None), job.aggregation, group, aggregator, notes, algorithm)
     # One worker alone is its own server: there is nothing asynchronous about it.
     if job.aggregation.method == "parameter_server_async" and group is not None:
         return AsyncServers(model, job, plan, device, group)
@@ -82,14 +83,16 @@ def _every_step(layout: Whole, runner: Runner | None, job: Job, plan: Plan) -> E
     """The engine of workers that meet in every step."""
     if job.parity == "bitwise":
         return Engine(layout, FixedOrderSum(layout), runner)
-    sums = set_up_aggregation(job, plan, layout.replicas, layout.device)
-    return Engine(layout, RunningSum(layout, sums.aggregator), runner, sums.notes, sums.algorithm)
+    aggregator, algorithm, notes = set_up_aggregation(job, plan, layout.replicas, layout.device)
+    return Engine(layout, RunningSum(layout, aggregator), runner, notes, algorithm)
 
 
-def set_up_aggregation(job: Job, plan: Plan, group: dist.ProcessGroup | None, device: torch.device) -> Aggregation:
-    """How the workers of a group sum gradients."""
+def set_up_aggregation(
+    job: Job, plan: Plan, group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[Aggregator | None, AlgorithmName | None, Sequence[str]]:
+    """How the workers of a group sum gradients: by which algorithm (the plan's, or what "auto" is here), and notes."""
     if group is None:
-        return Aggregation(None)
+        return None, None, ()
     links = open_links(group, device, plan.timeout_s)
     wire = job.aggregation.wire
     if wire == "auto-lossy":
@@ -104,7 +107,7 @@ def set_up_aggregation(job: Job, plan: Plan, group: dist.ProcessGroup | None, de
         notes = (f"gradients are sent rounded to {wire}, so the result may depend on the number of workers",)
     links = replace(links, wire=WIRE_FORMATS[wire], num_servers=min(plan.num_servers, links.world_size))
     aggregator = Aggregator(ALGORITHMS[algorithm], links, check_always=plan.debug_comm)
-    return Aggregation(aggregator, algorithm, notes)
+    return aggregator, algorithm, notes
 
 
 def _check_layers(model: nn.Module) -> None:

@@ -45,13 +45,8 @@ def seed_generators(seed: int, device: torch.device) -> None:
         torch.cuda.manual_seed(seed)
 
 
-def generator_states(device: torch.device) -> tuple[bytes, ...]:
-    """The states of all generators that `seed_generators` seeds: equal where nothing was drawn in between."""
-    return (*host_states(), *torch_states(device))
-
-
 def torch_states(device: torch.device) -> list[bytes]:
-    """The states of torch's own generators, of the host and of a GPU."""
+    """The states of torch's own generators, of the host and of a GPU: equal where nothing was drawn in between."""
     states = [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
     return [state.numpy().tobytes() for state in states]
 

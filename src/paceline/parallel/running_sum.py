@@ -39,6 +39,7 @@ class RunningSum:
             aggregator: sums over the replicas; None: there is one.
         """
         self._layout = layout
+        self.gradient_norm = layout.gradient_norm
         self._aggregator = aggregator
         self._sums_early = aggregator is not None and aggregator.links.group is layout.data
         self._named = list(layout.module.named_parameters())
@@ -195,10 +196,6 @@ class RunningSum:
             for _, parameter in self._named:
                 if parameter.grad is not None:
                     local_shard(parameter.grad).mul_(factor.to(parameter.grad.device))
-
-    def gradient_norm(self) -> Tensor:
-        """The norm of the whole model's gradient, a scalar; a collective if workers do not hold all of it."""
-        return self._layout.gradient_norm()
 
     def measured(self, assignment: Assignment) -> tuple[int, int]:
         """The number of parts whose gradients' norms are measured, and of the samples in them."""

@@ -27,7 +27,7 @@ from paceline.parallel import Assignment, Companions, StepInput
 from paceline.parallel.fused import check_fused, fused
 from paceline.parallel.layout import clip_gradients
 from paceline.parallel.losses import StepLoss
-from paceline.parallel.pass_state import generator_states, seed_generators
+from paceline.parallel.pass_state import host_states, seed_generators, torch_states
 from paceline.parallel.step_input import AnyShard, shard_sizes, unchanged
 from paceline.spec import Mesh
 from paceline.train.batches import GlobalBatch, GlobalBatches
@@ -402,7 +402,7 @@ class Stepper:
             # It may draw random numbers: every worker makes the same update.
             seed = key(self._job.seed, Purpose.UPDATE, one.pending.num_steps, one.pending.index)
             seed_generators(seed, self._device)
-        before = generator_states(self._device) if may_draw and not trained.engine.holds_all else None
+        before = (host_states(), torch_states(self._device)) if may_draw and not trained.engine.holds_all else None
         if not trained.needs_closure:
             scaler.step(optimizer)
             scaler.update()
@@ -417,7 +417,7 @@ class Stepper:
                 return loss
 
             optimizer.step(torch.enable_grad()(gradients_again))  # type: ignore[arg-type]
-        if before is not None and before != generator_states(self._device):
+        if before is not None and before != (host_states(), torch_states(self._device)):
             raise ModelError(
                 f"{type(optimizer).__name__} draws random numbers for the update, which are others for parts of the "
                 "parameters than for all of them; choose the strategy dp."
