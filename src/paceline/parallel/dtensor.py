@@ -32,10 +32,12 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 def reshard(model: nn.Module) -> None:
     """Leave this worker its shards of the parameters that it has gathered."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # else nothing is sharded, and it takes long to load
-    for module in [] if fsdp is None else model.modules():
-        if isinstance(module, fsdp.FSDPModule):
-            module.reshard()
+    if "torch.distributed.fsdp" in sys.modules:  # else nothing is sharded, and it takes long to load
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
