@@ -21,8 +21,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from paceline.measure.rows import read_rows
-from paceline.plan.fit import fit, predict
-from paceline.plan.step_model import seconds_of
+from paceline.plan.step_model import fit, predict, seconds_of
 from paceline.spec import StepRow
 
 SUBSETS = {"two": (0, 1), "three": (0, 1, 2), "span": (0, -1)}

@@ -6,13 +6,14 @@ Either may be absent.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import platform
+import re
 import socket
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 
@@ -90,12 +91,8 @@ def output_of(command: Sequence[str], timeout_s: float) -> str | None:
 
 
 def _cpu_name() -> str:
-    with (
-        contextlib.suppress(OSError, StopIteration),
-        open("/proc/cpuinfo", encoding="ascii", errors="replace") as lines,
-    ):
-        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return platform.machine()
+    found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
 
 
 def only_visible(node: Node, allowed: list[str] | None) -> Node:

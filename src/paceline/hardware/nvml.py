@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any
 
 from paceline.spec import Device
@@ -166,13 +167,12 @@ def _bits(words: Any) -> tuple[int, ...]:
 def _labels(nvml: Nvml, handles: Mapping[int, Any], devices: tuple[Device, ...]) -> dict[tuple[str, str], str]:
     links = {index: _num_links(nvml, handle) for index, handle in handles.items()}
     labels: dict[tuple[str, str], str] = {}
-    for position, one in enumerate(devices):
-        for other in devices[position + 1 :]:
-            through_switches = min(links[end.index].get(SWITCHES, 0) for end in (one, other))
-            num_links = links[one.index].get(other.pci_bus_id, 0) or through_switches
-            level = nvml.ask("nvmlDeviceGetTopologyCommonAncestor", handles[one.index], handles[other.index])
-            if num_links or level in ANCESTORS:
-                labels[one.label, other.label] = f"NV{num_links}" if num_links else ANCESTORS[level]
+    for one, other in combinations(devices, 2):
+        through_switches = min(links[end.index].get(SWITCHES, 0) for end in (one, other))
+        num_links = links[one.index].get(other.pci_bus_id, 0) or through_switches
+        level = nvml.ask("nvmlDeviceGetTopologyCommonAncestor", handles[one.index], handles[other.index])
+        if num_links or level in ANCESTORS:
+            labels[one.label, other.label] = f"NV{num_links}" if num_links else ANCESTORS[level]
     return labels
 
 

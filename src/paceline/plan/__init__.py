@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from paceline.plan.pick import pick
-from paceline.plan.placement import place, spread
+from paceline.plan.placement import pick, place, spread
 
 __all__ = ["pick", "place", "spread"]

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, repeat
 
 from paceline.errors import ClusterError
-from paceline.plan.collectives import wire_bytes
-from paceline.plan.fit import Fit, fit
-from paceline.plan.memory import (
-    USABLE_FRACTION,
-    job_memory,
-    measured_activations,
-    state_bytes,
-    worker_memory_bytes,
-)
-from paceline.plan.pick import pick
-from paceline.spec import AlgorithmName, Cluster, Job, Mesh, Node, StepRow
+from paceline.plan.memory import measured_activations, worker_memory_bytes
+from paceline.plan.placement import pick
+from paceline.plan.step_model import Fit, fit
+from paceline.spec import AlgorithmName, Cluster, Job, Node, StepRow
 from paceline.spec.algorithm import automatic_algorithm
 from paceline.spec.cluster import JobTiming
 from paceline.spec.forecast import Grow
 from paceline.spec.model_cost import Activations, ModelCost
-from paceline.words import size
 
 
 @dataclass(frozen=True)
@@ -44,20 +35,6 @@ class ForecastRequest:
     """A datasheet's rate between nodes."""
     devices_per_node: int | None = None
     """Devices of each node beyond the cluster; None: as many as its largest node has."""
-
-
-@dataclass(frozen=True)
-class AskedStep:
-    """A step that a forecast is asked for, and what is known of it besides."""
-
-    row: StepRow
-    global_batch_size: int
-    memory_bytes: float | None = None
-    """Memory of one device; None: not known."""
-    objection: str = ""
-    """Why it cannot run; empty: it can."""
-    name: str = ""
-    """What tells it from other steps of as many devices; empty: there is no other."""
 
 
 @dataclass(frozen=True)
@@ -85,26 +62,14 @@ class PlanInputs:
         """Workers on the nodes that there are, the first ones first, then on more of the same kind."""
         return workers_by_node(count, [len(node.devices) for node in self.cluster.nodes], self.devices_per_node)
 
-    def asked(self, count: int) -> AskedStep:
+    def step(self, count: int) -> StepRow:
         """The step on `count` devices, each with the whole model."""
-        job, layout, needed = self.job_on(count), self.layout(count), None
-        row = job_step(job, layout, self.timing.num_parameters, self.cluster.device_kind == "cuda")
-        if self.is_memory_known:
-            needed = job_memory(job, self.model, Mesh(dp=count)).total_bytes
-        return AskedStep(row, job.global_batch_size, needed, self._objection(job, count, needed))
+        has_gpus = self.cluster.device_kind == "cuda"
+        return job_step(self.job_on(count), self.layout(count), self.timing.num_parameters, has_gpus)
 
     def worker_bytes(self, count: int) -> float:
         """Memory of one of `count` workers: its device's, or on CPU its part of its node's; infinite: not known."""
-        return worker_memory_bytes(self.cluster, max(self.layout(count))) or math.inf
-
-    def _objection(self, job: Job, count: int, needed: float | None) -> str:
-        """Why the job cannot run so; empty: it can."""
-        room = self.worker_bytes(count)
-        if needed is not None and needed > USABLE_FRACTION * room:
-            return f"a virtual shard of {job.shard_size} samples needs {size(needed)} of a device's {size(room)}"
-        if count > job.global_batch_size:
-            return f"a global batch of {job.global_batch_size} has no sample for each of {count} devices"
-        return f"it needs virtual_shards = {count}, which is part of the job" if count > job.virtual_shards else ""
+        return worker_memory_bytes(self.cluster, max(self.layout(count)))
 
 
 def workers_by_node(count: int, nodes: Sequence[int], further: int) -> tuple[int, ...]:
@@ -119,17 +84,20 @@ def workers_by_node(count: int, nodes: Sequence[int], further: int) -> tuple[int
 
 def job_step(job: Job, workers_per_node: Sequence[int], num_parameters: int, has_gpus: bool) -> StepRow:
     """A step of the job by workers with the whole model; the worker with the most virtual shards counts."""
-    count = sum(workers_per_node)
-    shards = max(job.virtual_shards, min(count, job.global_batch_size))
-    algorithm: AlgorithmName = "tree_exact"
+    count, wire = sum(workers_per_node), job.aggregation.wire
+    if wire == "auto-lossy":
+        wire = "bfloat16" if len(workers_per_node) > 1 else "float32"
+    algorithm: AlgorithmName = "tree_exact"  # which sends values as they are
     if job.parity == "numeric":
-        algorithm = automatic_algorithm(workers_per_node, is_gloo=not has_gpus, wire=job.aggregation.wire)
+        algorithm = automatic_algorithm(workers_per_node, is_gloo=not has_gpus, wire=wire)
+    width = 4 if wire == "float32" or algorithm == "tree_exact" else 2
+    shards = max(job.virtual_shards, min(count, job.global_batch_size))
     return StepRow(
         tuple(workers_per_node),
         -(-job.global_batch_size // shards),
         -(-shards // count),
         algorithm,
-        gradient_bytes=wire_bytes(algorithm, 4.0 * num_parameters, job.aggregation.wire) or None,
+        gradient_bytes=width * num_parameters or None,
         sync_every=job.aggregation.sync_every if job.aggregation.is_infrequent else 1,
     )
 
@@ -145,36 +113,34 @@ def plan_inputs(
     Raises:
         ClusterError: the cluster has no devices or no timing of this job, or nothing is known of links between nodes.
     """
-    if not cluster.nodes or not cluster.devices:
+    if not cluster.devices:
         raise ClusterError("This cluster has no devices; write one with paceline probe.")
     timing = _timing_of(job, cluster)
     first, rate = len(cluster.nodes[0].devices), request.link_bytes_per_s
-    are_several = any(row.most_on_node > 1 for row in timing.steps)
     if rate is None and most_devices > first and all(row.num_nodes == 1 for row in timing.steps):
         raise ClusterError(
             f"{most_devices} devices need several nodes, and no step was timed on several (a node has {first}); probe "
             "them, or give the rate of the links between them in one direction: link_rate = 1.25e9."
         )
     steps = tuple(dataclasses.replace(row, link_bytes_per_s=rate) for row in timing.steps)
-    activations = measured_activations(timing.steps, timing.num_parameters, state_bytes(job)) or (
-        model and model.activations
-    )
+    inside = None if any(row.most_on_node > 1 for row in steps) else _inside_bytes_per_s(cluster.nodes[0])
     costs = model or ModelCost(timing.num_parameters, Activations(0.0))
+    measured = measured_activations(job, timing)
     return PlanInputs(
-        job=job,
-        cluster=cluster,
-        request=request,
-        timing=timing,
-        fit=_fit_once(steps, None if are_several else inside_bytes_per_s(cluster.nodes[0])),
-        model=dataclasses.replace(costs, activations=activations or costs.activations),
-        is_memory_known=activations is not None,
+        job,
+        cluster,
+        request,
+        timing,
+        fit=_fit_once(steps, inside),
+        model=dataclasses.replace(costs, activations=measured or costs.activations),
+        is_memory_known=bool(measured or model),
     )
 
 
 _fit_once = lru_cache(maxsize=8)(fit)
 
 
-def inside_bytes_per_s(node: Node) -> float | None:
+def _inside_bytes_per_s(node: Node) -> float | None:
     """The rate of the slowest link in the best ring of all GPUs of a node; None: not known, or it has CPU workers."""
     if node.device_kind != "cuda" or len(node.devices) < 2:
         return None
@@ -188,24 +154,22 @@ def _timing_of(job: Job, cluster: Cluster) -> JobTiming:
     Raises:
         ClusterError: there is none, or the job has changed since in what its times follow from.
     """
-    found = [timing for timing in cluster.timings if timing.job == job.name and timing.steps]
-    alike = [timing for timing in found if not _changed(timing, job)]
-    if alike:
-        return alike[-1]
-    if found:
-        raise ClusterError(
-            f"The job '{job.name}' was timed with other settings: {', '.join(_changed(found[-1], job))}; run paceline "
-            "probe with the settings of now first."
-        )
-    others = sorted({timing.job for timing in cluster.timings if timing.steps})
-    known = f"it has timings of {', '.join(others)}" if others else "it has timings of no job"
-    raise ClusterError(
-        f"The cluster has no timed steps of the job '{job.name}' ({known}); run paceline probe JOB first."
-    )
-
-
-def _changed(timing: JobTiming, job: Job) -> list[str]:
-    """The settings that the job was timed with and has other values of now, in words."""
     now = dict(one.split(" = ", 1) for one in job.timed_settings)
-    timed = [one.split(" = ", 1) for one in timing.settings]
-    return [f"{name} = {value}, now {now[name]}" for name, value in timed if now.get(name, value) != value]
+    found, changed = None, []
+    for timing in cluster.timings:
+        if timing.job == job.name and timing.steps:
+            timed = [one.split(" = ", 1) for one in timing.settings]
+            changed = [f"{name} = {value}, now {now[name]}" for name, value in timed if now.get(name, value) != value]
+            found = found if changed else timing
+    if found is not None:
+        return found
+    if changed:
+        raise ClusterError(
+            f"The job '{job.name}' was timed with other settings: {', '.join(changed)}; run paceline probe with the "
+            "settings of now first."
+        )
+    others = ", ".join(sorted({timing.job for timing in cluster.timings if timing.steps})) or "no job"
+    raise ClusterError(
+        f"The cluster has no timed steps of the job '{job.name}' (it has timings of {others}); run paceline probe JOB "
+        "first."
+    )

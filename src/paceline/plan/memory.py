@@ -9,40 +9,37 @@ and gradients that are gathered or in messages.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from statistics import fmean, linear_regression
-from typing import NamedTuple
 
 from paceline.mathematics import even_cut
-from paceline.spec import Cluster, Job, Mesh, StepRow
+from paceline.spec import Cluster, Job, Mesh
 from paceline.spec.algorithm import MIN_BLOCK_BYTES
+from paceline.spec.cluster import JobTiming
 from paceline.spec.model_cost import Activations, LayerCost, Layers, ModelCost
 
 USABLE_FRACTION = 0.92
 """The usable fraction of a device's memory; the rest is used by the driver and the communication library, or lost to
 fragmentation."""
-_REPLICATED_FRACTION = 10 / 34
-"""The fraction of a transformer layer's activations that tensor groups do not divide (Korthikanti et al. 2022)."""
 _ONE_COPY = ("adagrad", "rprop", "rmsprop", "asgd")
 """Optimizers that keep one value per parameter, not two."""
+_UNKNOWN_LAYERS = (LayerCost(time_s=1.0, parameter_bytes=1.0, activation_bytes=1.0),) * 8
+"""Stand in for a model that was not traced."""
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes per parameter: the parameter, its gradient and the optimizer state."""
+    """Bytes per parameter."""
 
     parameter: float = 4.0
-    gradient: float = 4.0
+    """Of the parameter, and as many of its gradient."""
     optimizer: float = 4.0
     is_bitwise: bool = False
     """Whether gradients are added in the tree of bitwise parity: every worker holds whole ones, in partial sums."""
-
-    @property
-    def total(self) -> float:
-        return self.parameter + self.gradient + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,6 @@ class DeviceMemory:
     gradient_bytes: float
     optimizer_bytes: float
     activation_bytes: float
-    """Activations at the peak, less the gradients that backward has not made by then."""
     moving_bytes: float = 0
     """Parameters and gradients at the peak that are gathered, in messages, or copied to be summed."""
     stages: tuple[Layers, ...] = ()
@@ -74,57 +70,49 @@ def state_bytes(job: Job) -> StateBytes:
     width = 8.0 if job.precision == "float64" else 4.0
     name = job.optim.name.lower()
     copies = int(job.optim.momentum > 0) if name == "sgd" else 1 if name in _ONE_COPY else 2
-    return StateBytes(width, width, width * copies, job.parity == "bitwise")
+    return StateBytes(width, width * copies, job.parity == "bitwise")
 
 
-def measured_activations(rows: Sequence[StepRow], num_parameters: int, state: StateBytes) -> Activations | None:
+def measured_activations(job: Job, timing: JobTiming) -> Activations | None:
     """The line through the measured peaks of steps on one worker, less parameters, gradients and optimizer state, which
     were in memory too. None with fewer than two sizes of micro-batches."""
-    alone = [row for row in rows if row.num_workers == 1]
+    alone = [row for row in timing.steps if row.num_workers == 1]
     peaks = [(row.micro_batch_size, row.peak_memory_bytes) for row in alone if row.peak_memory_bytes is not None]
     if len({size for size, _ in peaks}) < 2:
         return None
     sizes, peak_bytes = zip(*peaks, strict=True)
     slope = max(0.0, linear_regression(sizes, peak_bytes).slope)
-    return Activations(slope, max(0.0, fmean(peak_bytes) - slope * fmean(sizes) - num_parameters * state.total))
+    state = state_bytes(job)
+    held_bytes = timing.num_parameters * (2 * state.parameter + state.optimizer)
+    return Activations(slope, max(0.0, fmean(peak_bytes) - slope * fmean(sizes) - held_bytes))
 
 
 def worker_memory_bytes(cluster: Cluster, most_on_node: int) -> float:
-    """Memory of one worker: the smallest device's; on CPU the workers of the fullest node share the smallest node's."""
+    """Memory of one worker: the smallest device's; on CPU the workers of the fullest node share the smallest node's.
+    Infinite where it is not known."""
     if cluster.device_kind == "cuda":
-        return float(min(device.memory_bytes for device in cluster.devices))
-    return min(node.memory_bytes for node in cluster.nodes) / most_on_node
+        return float(min(device.memory_bytes for device in cluster.devices)) or math.inf
+    return min(node.memory_bytes for node in cluster.nodes) / most_on_node or math.inf
 
 
-def fits(memory: DeviceMemory, memory_bytes: float) -> bool:
-    """Whether it fits into a device with this memory."""
-    return memory.total_bytes <= USABLE_FRACTION * memory_bytes
+def fits(needed_bytes: float, memory_bytes: float) -> bool:
+    """Whether so much fits into a device with this memory."""
+    return needed_bytes <= USABLE_FRACTION * memory_bytes
 
 
 def job_memory(job: Job, model: ModelCost, mesh: Mesh, recompute: bool = False) -> DeviceMemory:
     """The memory of the device of `mesh` that uses the most, with one virtual shard at a time."""
-    return device_memory(
-        model.num_parameters,
-        state_bytes(job),
-        mesh,
-        model.activations,
-        job.shard_size,
-        num_micro_batches=-(-job.virtual_shards // mesh.num_assignments),
-        layers=model.layers,
-        recompute=recompute,
-    )
+    num_micro_batches = -(-job.virtual_shards // mesh.num_assignments)
+    return device_memory(model, state_bytes(job), mesh, job.shard_size, num_micro_batches, recompute)
 
 
 @lru_cache(maxsize=2**12)
 def device_memory(
-    num_parameters: float,
+    model: ModelCost,
     state: StateBytes,
     mesh: Mesh,
-    activations: Activations,
     micro_batch_size: int,
-    *,
     num_micro_batches: int = 1,
-    layers: Layers = (),
     recompute: bool = False,
 ) -> DeviceMemory:
     """The memory of the device of `mesh` that uses the most.
@@ -137,28 +125,23 @@ def device_memory(
     Args:
         micro_batch_size: Samples of one forward pass.
         num_micro_batches: Micro-batches of one worker in a step.
-        layers: The model's layers; empty: one for each stage, all equal, divided by tensor parallelism like those of
-            a transformer.
     """
-    has_layers = bool(layers)
-    layers = layers or (_equal_layer(mesh.tp),) * mesh.pp
+    layers, activations = model.layers or _UNKNOWN_LAYERS, model.activations
     kept_bytes = accumulate(layer.activation_bytes for layer in layers)
     counted_bytes = max(kept + layer.moment_bytes for kept, layer in zip(kept_bytes, layers, strict=True))
-    parameters_per_byte = num_parameters / (sum(layer.parameter_bytes for layer in layers) or 1.0)
-    kept_per_byte = micro_batch_size * activations.bytes_per_sample / (counted_bytes or 1.0)
-    held_by_layer = {  # most layers of a large model are alike
-        layer: _held(layer, mesh.tp, parameters_per_byte, kept_per_byte, recompute) for layer in set(layers)
-    }
+    of_parameters = model.num_parameters * state.parameter / (sum(layer.parameter_bytes for layer in layers) or 1.0)
+    of_activations = micro_batch_size * activations.bytes_per_sample / (counted_bytes or 1.0)
+    parts = {layer: _part(layer, mesh.tp, of_parameters, of_activations) for layer in set(layers)}  # most are alike
     stages = cut(layers, mesh.pp)
     messages = [micro_batch_size * output for output in (0.0, *(stage[-1].output_bytes for stage in stages[:-1]), 0.0)]
     inputs_bytes = micro_batch_size * num_micro_batches * activations.input_bytes if mesh.pp > 1 else 0.0
     found = []
     for worker, stage in enumerate(stages):
-        held = [held_by_layer[layer] for layer in stage]
-        in_flight = min(mesh.pp - worker, num_micro_batches)
-        waiting = (in_flight - 1) * sum(layer.kept_bytes for layer in held)
+        own = [parts[layer] for layer in stage]
+        kept = [min(part.output_bytes, part.activation_bytes) if recompute else part.activation_bytes for part in own]
+        waiting = (min(mesh.pp - worker, num_micro_batches) - 1) * sum(kept)
         waiting += activations.fixed_bytes + inputs_bytes + messages[worker] + messages[worker + 1]
-        found.append(_on_worker(held, waiting, state, mesh, num_micro_batches, has_layers))
+        found.append(_on_worker(own, kept, waiting, state, mesh, num_micro_batches))
     return dataclasses.replace(max(found, key=lambda memory: memory.total_bytes), stages=stages)
 
 
@@ -169,114 +152,86 @@ def cut(layers: Layers, num_stages: int) -> tuple[Layers, ...]:
     return tuple(layers[start:stop] for start, stop in pairwise((*starts, len(layers))))
 
 
-class _Held(NamedTuple):
-    """What a worker has of a layer, of which a tensor group may divide some; bytes are those of a micro-batch."""
+def _part(layer: LayerCost, tp: int, of_parameters: float, of_activations: float) -> LayerCost:
+    """What a worker has of a layer, of which a tensor group may divide some, with one micro-batch.
 
-    parameters: float
-    largest_parameter: float
-    """Parameters in the largest tensor of them."""
-    whole_bytes: float
-    """Activations."""
-    kept_bytes: float
-    """Those that wait for backward; the others are computed again."""
-    moment_bytes: float
-    """What lives only while backward goes through the layer: gradients of its output and input."""
-
-
-def _held(layer: LayerCost, tp: int, parameters_per_byte: float, kept_per_byte: float, recompute: bool) -> _Held:
-    """
     Args:
-        kept_per_byte: bytes of a micro-batch for each of the layer's `activation_bytes` and `moment_bytes`.
+        of_parameters, of_activations: bytes for each of the layer's bytes.
     """
-    per_parameter, per_byte = parameters_per_byte / layer.tensor_shards(tp), kept_per_byte
+    per_parameter, per_byte = of_parameters / layer.tensor_shards(tp), of_activations
     if layer.is_sharded_by(tp):
         per_byte *= layer.replicated_fraction + (1 - layer.replicated_fraction) / tp
-    whole, output = per_byte * layer.activation_bytes, kept_per_byte * layer.output_bytes
-    return _Held(
-        per_parameter * layer.parameter_bytes,
-        per_parameter * layer.largest_parameter_bytes,
-        whole,
-        min(output, whole) if recompute else whole,
-        per_byte * layer.moment_bytes,
+    return dataclasses.replace(
+        layer,
+        parameter_bytes=per_parameter * layer.parameter_bytes,
+        largest_parameter_bytes=per_parameter * layer.largest_parameter_bytes,
+        activation_bytes=per_byte * layer.activation_bytes,
+        moment_bytes=per_byte * layer.moment_bytes,
+        output_bytes=of_activations * layer.output_bytes,
     )
 
 
 def _on_worker(
-    layers: Sequence[_Held], waiting_bytes: float, state: StateBytes, mesh: Mesh, num_passes: int, has_layers: bool
+    layers: Sequence[LayerCost],
+    kept_bytes: Sequence[float],
+    waiting_bytes: float,
+    state: StateBytes,
+    mesh: Mesh,
+    num_passes: int,
 ) -> DeviceMemory:
     """The memory of a worker at the moment of backward where it is most.
 
-    While backward goes through a layer, the layers before it keep what they kept, and those behind it nothing. A single
-    pass makes the gradients one by one; those that have not been made yet are taken off, but for replicas, whose
-    gradients lie in the buckets that are summed, and stay there from step to step.
+    While backward goes through a layer, the layers before it keep what they kept, and those behind it nothing. Where
+    parameters are sharded, blocks of layers are gathered: one while the one before it is computed with, and backward
+    has the gradients of a block whole until they are in a message.
 
     Args:
+        kept_bytes: activations of each layer that wait for backward; the others are computed again.
         waiting_bytes: what is there all the time: inputs, messages, and other micro-batches of a pipeline.
-        has_layers: whether the layers are known: else nobody knows how large a block is.
     """
-    own, shards, gradient = sum(layer.parameters for layer in layers), mesh.fsdp, state.gradient
-    is_single = num_passes == 1 and mesh.pp == 1 and not state.is_bitwise
-    scatters_every_pass = mesh.zero_stage > 1 or num_passes == 1  # ZeRO 1 scatters in the last pass alone
-    copies = 1.0 / shards if scatters_every_pass else 1.0
+    own, shards = sum(layer.parameter_bytes for layer in layers), mesh.fsdp
+    scatters = shards > 1 and not state.is_bitwise
+    is_gathered = scatters and mesh.zero_stage == 3
+    is_spread = mesh.zero_stage > 1 or num_passes == 1  # ZeRO 1 scatters gradients in the last pass alone
+    copies = 1.0 / shards if is_spread else 1.0  # of the gradients of all parameters
     if state.is_bitwise:  # a gradient of the shard, and a sum for each power of two of the shards before it
         copies = 1.0 + num_passes.bit_length()
-    has_buckets = mesh.dp > 1 and not state.is_bitwise
-    by_blocks = shards > 1 and has_layers and not state.is_bitwise
-    blocks = _blocks(layers, MIN_BLOCK_BYTES / state.parameter if by_blocks else 0.0)
-    sizes = [0.0, *(sum(layer.parameters for layer in block) for block in blocks), 0.0]
-    whole_bytes = 0.0  # of parameters beside a worker's own: all of them where nobody knows the blocks of ZeRO 3
-    if shards > 1 and not (by_blocks and mesh.zero_stage == 3):
-        whole_bytes = own * state.parameter / (1 if mesh.zero_stage == 3 else shards)
-    kept = waiting_bytes + sum(layer.kept_bytes for layer in layers)
-    whole, behind = waiting_bytes + sum(layer.whole_bytes for layer in layers), 0.0
+    beside = 0.0  # parameters beside a worker's own
+    if shards > 1 and not is_gathered:  # a shard of all; in bitwise parity all are whole at the end of backward
+        beside = own / (1 if mesh.zero_stage == 3 else shards)
+    kept = waiting_bytes + sum(kept_bytes)
+    whole = waiting_bytes + sum(layer.activation_bytes for layer in layers)
     moments = []  # bytes of activations, and of parameters and gradients that are gathered or in messages
-    for number in range(len(blocks), 0, -1):
-        before, block_size, following = sizes[number - 1 : number + 2]
-        gathered = whole_bytes
-        if by_blocks and mesh.zero_stage == 3:  # a block is copied out of its message; then the next one's is there
-            gathered = (before + block_size) * state.parameter
-            moments.append((kept, 2 * block_size * state.parameter + gradient * following))
-        done = behind
-        for layer in reversed(blocks[number - 1]):
-            done += layer.parameters
-            made = done if shards == 1 else behind
-            moving = gathered
-            if by_blocks:  # gradients of the block, and a message with those of the block behind it
-                moving += gradient * (done - behind + (following if scatters_every_pass else 0.0))
-            elif shards == 1 and not state.is_bitwise and (num_passes > 1 or has_buckets):  # one that is added to a sum
-                moving += gradient * layer.largest_parameter
-            missing = gradient / shards * (own - made) if is_single and not has_buckets else 0.0
-            moments.append((min(kept + layer.whole_bytes, whole) + layer.moment_bytes - missing, moving))
-            kept, whole = kept - layer.kept_bytes, whole - layer.whole_bytes
-        behind = done
-    late_scatter = max(sizes) if by_blocks and not scatters_every_pass else 0.0
-    moments.append((waiting_bytes, whole_bytes + gradient * late_scatter))
+    blocks, following = _blocks(layers), 0.0
+    for number, block in reversed(list(enumerate(blocks))):
+        size, before = (sum(layers[place].parameter_bytes for place in one) for one in (block, blocks[number - 1]))
+        before = before if number else 0.0
+        if is_gathered:  # copied out of its message; of the last block forward's are there too, when backward begins
+            moments.append((kept, (4 if block is blocks[-1] else 2) * size + following))
+        done = 0.0
+        for place in reversed(block):
+            layer = layers[place]
+            done += layer.parameter_bytes
+            moving = done + following if scatters else layer.largest_parameter_bytes
+            activations = min(kept + layer.activation_bytes, whole) + layer.moment_bytes
+            moments.append((activations, moving + (before + size if is_gathered else beside)))
+            kept, whole = kept - kept_bytes[place], whole - layer.activation_bytes
+        following = size if is_spread else 0.0
     activation_bytes, moving_bytes = max(moments, key=sum)
     return DeviceMemory(
-        parameter_bytes=own * state.parameter / (shards if mesh.zero_stage == 3 else 1),
-        gradient_bytes=own * gradient * copies,
-        optimizer_bytes=own * state.optimizer / shards,
-        activation_bytes=max(0.0, activation_bytes),
-        moving_bytes=moving_bytes + min(0.0, activation_bytes),
+        parameter_bytes=own / (shards if mesh.zero_stage == 3 else 1),
+        gradient_bytes=own * copies,
+        optimizer_bytes=own * state.optimizer / state.parameter / shards,
+        activation_bytes=activation_bytes,
+        moving_bytes=moving_bytes,
     )
 
 
-def _blocks(layers: Sequence[_Held], min_parameters: float) -> list[list[_Held]]:
-    """The layers that `parallel/sharded.py` gathers together: small neighbours, until they have enough parameters."""
-    found: list[list[_Held]] = [[]]
-    for layer in layers:
-        if found[-1] and sum(one.parameters for one in found[-1]) >= min_parameters:
+def _blocks(layers: Sequence[LayerCost]) -> list[list[int]]:
+    """The places of the layers that `parallel/sharded.py` gathers together: small neighbours, until they are enough."""
+    found: list[list[int]] = [[]]
+    for place in range(len(layers)):
+        if found[-1] and sum(layers[one].parameter_bytes for one in found[-1]) >= MIN_BLOCK_BYTES:
             found.append([])
-        found[-1].append(layer)
+        found[-1].append(place)
     return found
-
-
-def _equal_layer(tp: int) -> LayerCost:
-    """A layer of which only the number of parameters is known; tensor parallelism divides it like a transformer's."""
-    return LayerCost(
-        time_s=1.0,
-        parameter_bytes=1.0,
-        activation_bytes=1.0,
-        num_tensor_slices=tp,
-        replicated_fraction=_REPLICATED_FRACTION,
-    )

@@ -1,4 +1,4 @@
-"""The step model: how long a training step takes on any workers, and what hardware usually has.
+"""The step model: how long a training step takes on any workers, fitted to steps that were measured.
 
     pass = (fixed + per sample * samples) * slow-down by the other workers of the node
     step = passes * slowest pass, the last of them overlapped with one sum of gradients (`collectives`),
@@ -7,10 +7,19 @@
 The slowest pass is that of the slowest worker, or what the host of a node needs to feed its devices if that is longer.
 Constants are seconds, seconds a byte, or fractions; all of them are positive. Each is a number, or an array of many
 possible values at once.
+
+A fit is not one set of constants but many, equally likely after what was measured; a forecast is the middle of the
+steps that they make, its interval their spread and the error of a row. Errors are factors, not seconds: log(measured /
+forecast) follows Student's t distribution, so that one bad row does not distort the fit.
+
+Constants are drawn and weighed by how probable they are (importance sampling): from their priors where rows are few, so
+that what these leave open stays open, else around the most probable ones, which least squares finds. Draws are seeded:
+the same rows have the same forecast.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,13 +30,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.plan.collectives import AlphaBeta, Network, cost_of
+from paceline.plan.collectives import Network, cost_of
 from paceline.spec import StepRow
 
 Array = NDArray[np.float64]
 Constants = Mapping[str, Any]
 
-UNKNOWN_GRADIENT_BYTES = 100e6
+_UNKNOWN_GRADIENT_BYTES = 100e6
 """Stands in where no row tells: the constants of links are then right for this size, and forecasts for any."""
 _RDMA_BYTES_PER_S = 5e9
 """40 Gbit/s and more of a datasheet are InfiniBand, RoCE or their like."""
@@ -35,6 +44,19 @@ _HOST_SHARPNESS = 8.0
 """How abruptly the host becomes the limit of a node."""
 _LONG_STEP_S = 0.3
 """A shorter step is one of a smaller model or a faster device, whose launches and sums are shorter too."""
+
+_ROW_ERROR = 0.012
+"""The usual error of a row, as the scale of log(measured / forecast)."""
+_ERROR_ROWS = 4.0
+"""That is known as well as if it had been seen in so many rows."""
+_UNSEEN_ERROR = 0.025
+"""The model's error on rows that were not measured, however well it fits those that were: a few per cent, as on
+published tables. It only widens intervals."""
+_FREEDOM = 4.0
+"""Degrees of freedom of errors: one row in a hundred misses by more than five times their scale."""
+_FEW_ROWS, _NUM_STEPS = 3, 30
+_NUM_DRAWS, _NUM_SAMPLES = 20_000, 2000
+_SEED = 20260701
 
 Unit = Literal["sample", "pass", "step", "byte", "fraction", "inside byte"]
 
@@ -46,7 +68,7 @@ class Prior:
 
     median: float
     deviation: float
-    unit: Unit
+    unit: Unit = "fraction"
     """What the median is a multiple of: the seconds of a sample, those of a pass or step that is not long, the seconds
     of a step over the bytes of its gradients, nothing, or the time of a byte inside a node."""
     least: float = 0.0
@@ -60,9 +82,9 @@ PRIORS: Mapping[str, Prior] = MappingProxyType(
         # Seconds that a node's host needs for a sample of any of its devices: loading, host memory.
         "host_s_per_sample": Prior(0.02, 1.8, "sample"),
         # Slow-down by the other workers of a node, which share memory and power.
-        "neighbour_slowdown": Prior(0.015, 1.5, "fraction"),
+        "neighbour_slowdown": Prior(0.015, 1.5),
         # Standard deviation over mean of one worker's pass; all wait for the slowest.
-        "straggler_spread": Prior(0.015, 1.5, "fraction"),
+        "straggler_spread": Prior(0.015, 1.5),
         # Latency of all messages of a step's sum inside a node: ten buckets at 5 us.
         "inside_alpha_s": Prior(5e-5, 1.2, "step"),
         "inside_beta_s_per_byte": Prior(0.02, 1.5, "byte"),
@@ -74,9 +96,9 @@ PRIORS: Mapping[str, Prior] = MappingProxyType(
         # Seconds that a step of several nodes takes longer, whatever they send.
         "several_nodes_s": Prior(0.012, 1.5, "step"),
         # The exponent of the overlap, less 1: 0 is none.
-        "overlap_beyond_sum": Prior(6.0, 0.6, "fraction"),
+        "overlap_beyond_sum": Prior(6.0, 0.6),
         # The fraction of a sum that nothing hides: its last bucket.
-        "tail_fraction": Prior(0.06, 0.8, "fraction"),
+        "tail_fraction": Prior(0.06, 0.8),
         # Seconds of a step beside its passes: the optimizer. Where all rows make as many passes, `fixed_s` holds it.
         "update_s": Prior(0.003, 1.0, "step"),
     }
@@ -85,8 +107,20 @@ PRIORS: Mapping[str, Prior] = MappingProxyType(
 
 
 @dataclass(frozen=True)
+class StepParts:
+    """Seconds of many steps: an array [num_points, num_rows] for each part of a step."""
+
+    compute_s: Array
+    """What a worker computes by itself."""
+    slowest_s: Array
+    """Until the slowest worker has computed, and the host of its node has fed it; the update with it."""
+    communication_s: Array
+    total_s: Array
+
+
+@dataclass(frozen=True)
 class StepModel:
-    """The step model around one measured row: priors in seconds and bytes, and the steps that constants make."""
+    """The step model of one job: priors in seconds and bytes, and the steps that constants make."""
 
     priors: Mapping[str, Prior]
     anchor: StepRow
@@ -102,6 +136,10 @@ class StepModel:
         Whatever is no computing has an absolute scale: launching kernels takes milliseconds and a sum of gradients tens
         of them, also where many passes make a step of minutes.
 
+        Links inside a node lie between PCIe 3.0 x16, whose 10 GB/s devices may share, and NVLink with ten times as
+        much. Networks are of two kinds: RDMA as on InfiniBand, and sockets as in most clouds, which cap each flow. A
+        datasheet's rate is a bound, of which collectives reach most by RDMA, and two thirds or much less by sockets.
+
         Args:
             inside_bytes_per_s: a datasheet's rate of the links inside a node, a bound; None: not known.
         """
@@ -114,19 +152,26 @@ class StepModel:
             "sample": step_s / anchor.samples_per_worker,
             "pass": min(1.0, step_s / anchor.num_passes / _LONG_STEP_S),
             "step": of_step,
-            "byte": of_step / (gradient_bytes or UNKNOWN_GRADIENT_BYTES),
+            "byte": of_step / (gradient_bytes or _UNKNOWN_GRADIENT_BYTES),
         }
         scaled = {
-            name: Prior(prior.median * scales.get(prior.unit, 1.0), prior.deviation, prior.unit, prior.least)
+            name: Prior(prior.median * scales.get(prior.unit, 1.0), prior.deviation, prior.unit)
             for name, prior in PRIORS.items()
         }
         if len({row.num_passes for row in rows}) == 1:
             del scaled["update_s"]
-        scaled |= _by_datasheet(gradient_bytes, link, of_step)
+        if gradient_bytes is not None:
+            scaled["inside_beta_s_per_byte"] = Prior(1 / 30e9, 1.5)
+            scaled["shared_beta_s_per_byte"] = Prior(0.05 / 30e9, 2.3)
         if inside_bytes_per_s is not None:
-            bound = 1 / inside_bytes_per_s
-            scaled["inside_beta_s_per_byte"] = Prior(0.3 * bound, 1.0, "fraction", least=bound)
-        return cls(scaled, anchor, gradient_bytes or UNKNOWN_GRADIENT_BYTES, link)
+            scaled["inside_beta_s_per_byte"] = Prior(0.3 / inside_bytes_per_s, 1.0, least=1 / inside_bytes_per_s)
+        is_rdma = link is not None and link >= _RDMA_BYTES_PER_S
+        if link is not None:
+            scaled["between_beta_s_per_byte"] = Prior((0.15 if is_rdma else 0.5) / link, 1.0, least=1 / link)
+        if is_rdma:
+            scaled["between_alpha_s"] = Prior(1e-4 * of_step, 1.2)
+            scaled["several_nodes_s"] = Prior(0.001 * of_step, 1.0)
+        return cls(scaled, anchor, gradient_bytes or _UNKNOWN_GRADIENT_BYTES, link)
 
     def constants_at(self, points: Array) -> Constants:
         """The constants, arrays [num_points, 1], at points of the priors.
@@ -143,43 +188,29 @@ class StepModel:
         return values
 
     def steps(self, rows: Sequence[StepRow], constants: Constants) -> StepParts:
-        """The parts of each row's step, [num_points, num_rows]."""
+        """The parts of each row's step."""
         columns = []
         for row in rows:
             link_ratio = (self.link_bytes_per_s or 1.0) / (row.link_bytes_per_s or self.link_bytes_per_s or 1.0)
-            size_bytes = row.gradient_bytes or self.gradient_bytes
             network = network_at(constants, row.most_on_node, link_ratio)
-            sum_s = cost_of(row.algorithm)(size_bytes, row.workers_per_node, network)
+            sum_s = cost_of(row.algorithm)(row.gradient_bytes or self.gradient_bytes, row.workers_per_node, network)
             columns.append(np.broadcast_to(sum_s / row.sync_every, constants["per_sample_s"].shape))
-        communication = np.concatenate(columns, axis=1)
+        communication_s = np.concatenate(columns, axis=1)
         sizes = np.array([row.micro_batch_size for row in rows])
         passes = np.array([row.num_passes for row in rows])
         on_node = np.array([row.most_on_node for row in rows])
-        maxima = np.array([expected_maximum(row.num_workers) for row in rows])
+        waits = constants["straggler_spread"] * np.array([expected_maximum(row.num_workers) for row in rows])
         pass_s = constants["fixed_s"] + constants["per_sample_s"] * sizes
         pass_s = pass_s * (1 + constants["neighbour_slowdown"] * (1 - 1 / on_node))
         host_s = np.where(on_node > 1, constants["host_s_per_sample"] * sizes * on_node, 0.0)
-        slowest_s = smooth_max(pass_s * (1 + constants["straggler_spread"] * maxima), host_s, _HOST_SHARPNESS)
+        slowest_s = smooth_max(pass_s * (1 + waits), host_s, _HOST_SHARPNESS)
         # The fixed tree of bitwise parity sums what all passes have made: nothing hides it.
         is_hidden = np.array([row.algorithm != "tree_exact" for row in rows])
-        tail_s = np.where(is_hidden, np.minimum(constants["tail_fraction"], 1.0), 1.0) * communication
-        last_s = smooth_max(slowest_s, communication - tail_s, 1 + constants["overlap_beyond_sum"])
-        update_s = constants["update_s"]
-        total_s = (passes - 1) * slowest_s + last_s + tail_s + update_s
+        tail_s = np.where(is_hidden, np.minimum(constants["tail_fraction"], 1.0), 1.0) * communication_s
+        last_s = smooth_max(slowest_s, communication_s - tail_s, 1 + constants["overlap_beyond_sum"])
+        total_s = (passes - 1) * slowest_s + last_s + tail_s + constants["update_s"]
         total_s = total_s + constants["several_nodes_s"] * np.array([row.num_nodes > 1 for row in rows])
-        return StepParts(passes * pass_s, passes * slowest_s + update_s, communication, total_s)
-
-
-@dataclass(frozen=True)
-class StepParts:
-    """Seconds of many steps: an array [num_points, num_rows] for each part of a step."""
-
-    compute_s: Array
-    """What a worker computes by itself."""
-    slowest_s: Array
-    """Until the slowest worker has computed, and the host of its node has fed it; the update with it."""
-    communication_s: Array
-    total_s: Array
+        return StepParts(passes * pass_s, passes * slowest_s + constants["update_s"], communication_s, total_s)
 
 
 def network_at(constants: Constants, most_on_node: int, link_ratio: float = 1.0) -> Network:
@@ -190,7 +221,7 @@ def network_at(constants: Constants, most_on_node: int, link_ratio: float = 1.0)
     """
     inside = constants["inside_beta_s_per_byte"] + most_on_node * constants["shared_beta_s_per_byte"]
     between = constants["between_beta_s_per_byte"] * link_ratio
-    return Network(AlphaBeta(constants["inside_alpha_s"], inside), AlphaBeta(constants["between_alpha_s"], between))
+    return Network(constants["inside_alpha_s"], inside, constants["between_alpha_s"], between)
 
 
 def seconds_of(row: StepRow) -> float:
@@ -212,32 +243,169 @@ def expected_maximum(num_workers: int) -> float:
     The maximum has the distribution F(x)^n (David and Nagaraja 2003, "Order Statistics", 2.1), so that it is the mean
     of its quantiles, those of F at u^(1/n).
     """
-    quantile, count = NormalDist().inv_cdf, 1000
-    if num_workers == 1:
-        return 0.0
-    return fmean(quantile(((place + 0.5) / count) ** (1 / num_workers)) for place in range(count))
-
-
-def _by_datasheet(gradient_bytes: float | None, link: float | None, of_step: float) -> dict[str, Prior]:
-    """Priors of links where the size of gradients or a datasheet's rate of the network is known.
-
-    Links inside a node lie between PCIe 3.0 x16, whose 10 GB/s devices may share, and NVLink with ten times as much.
-    Networks are of two kinds: RDMA as on InfiniBand, and sockets as in most clouds, which cap each flow. A datasheet's
-    rate is a bound, of which collectives reach most by RDMA, and two thirds or much less by sockets.
-    """
-    found: dict[str, Prior] = {}
-    if gradient_bytes is not None:
-        found["inside_beta_s_per_byte"] = Prior(1 / 30e9, 1.5, "fraction")
-        found["shared_beta_s_per_byte"] = Prior(0.05 / 30e9, 2.3, "fraction")
-    is_rdma = link is not None and link >= _RDMA_BYTES_PER_S
-    if link is not None:
-        found["between_beta_s_per_byte"] = Prior((0.15 if is_rdma else 0.5) / link, 1.0, "fraction", least=1 / link)
-    if is_rdma:
-        found["between_alpha_s"] = Prior(1e-4 * of_step, 1.2, "fraction")
-        found["several_nodes_s"] = Prior(0.001 * of_step, 1.0, "fraction")
-    return found
+    places = (np.arange(1000) + 0.5) / 1000
+    return fmean(map(NormalDist().inv_cdf, places ** (1 / num_workers)))
 
 
 def _median(values: Sequence[float | None]) -> float | None:
     told = [value for value in values if value is not None]
     return float(np.median(told)) if told else None
+
+
+@dataclass(frozen=True)
+class StepForecast:
+    """The forecast time of one training step, and its components."""
+
+    step_s: float
+    compute_s: float
+    communication_s: float
+    """Time of all communication, hidden or not."""
+    overhead_s: float
+    """Waiting for the slowest worker and for the host, and the optimizer."""
+    low_s: float
+    high_s: float
+    """The 90 % prediction interval of a measured step."""
+
+    @property
+    def exposed_s(self) -> float:
+        """Time of exposed communication, which compute does not hide, and what several nodes cost."""
+        return self.step_s - self.compute_s - self.overhead_s
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Samples of the constants, all equally likely after what was measured."""
+
+    model: StepModel
+    constants: Constants
+    """Arrays [num_samples, 1]."""
+    error: float
+    """The scale of log(measured / forecast) of a row."""
+
+    def typical(self) -> dict[str, float]:
+        """The median of each constant."""
+        return {name: float(np.median(values)) for name, values in self.constants.items()}
+
+
+def fit(rows: Sequence[StepRow], inside_bytes_per_s: float | None = None) -> Fit:
+    """Samples of the constants that are consistent with measured rows, one at least.
+
+    Args:
+        inside_bytes_per_s: a datasheet's rate of the links inside a node, a bound; None: not known.
+
+    Raises:
+        JobError: a row has an algorithm without a cost formula.
+    """
+    model, random = StepModel.around(rows, inside_bytes_per_s), np.random.default_rng(_SEED)
+    if len(rows) <= _FEW_ROWS:
+        error = _ROW_ERROR
+        points, logs = _drawn_from_priors(model, random)
+    else:
+        best, precision, error = _most_probable(model, rows)
+        draws = random.normal(size=(_NUM_DRAWS, len(best)))
+        points = best + draws @ np.linalg.cholesky(np.linalg.inv(precision)).T
+        logs = (np.square(draws) - np.square(points)).sum(axis=1) / 2
+    logs = logs + _likelihoods(_misses(model, rows, points) / error).sum(axis=1)
+    weights = np.cumsum(np.exp(logs - logs.max()))
+    places = np.searchsorted(weights, (np.arange(_NUM_SAMPLES) + 0.5) / _NUM_SAMPLES * weights[-1])
+    spread = float(np.median([row.spread for row in rows]))  # of the times of a measured step
+    return Fit(model, model.constants_at(points[places]), math.hypot(error, spread))
+
+
+def _drawn_from_priors(model: StepModel, random: np.random.Generator) -> tuple[Array, Array]:
+    """[num_draws, num_constants], and [num_draws]: logarithms of what they weigh besides the likelihood of the rows.
+
+    The time of a sample, which the priors leave open, is drawn last, so that the row with the fewest workers is met:
+    else most draws would be far from all rows.
+    """
+    points, anchor = random.normal(size=(_NUM_DRAWS, len(model.priors))), [model.anchor]
+    missing = _ROW_ERROR * random.standard_t(_FREEDOM, size=_NUM_DRAWS)
+    for _ in range(6):
+        misses = _misses(model, anchor, points)[:, 0]
+        points[:, 0] += (missing - misses) / model.priors["per_sample_s"].deviation
+    misses = _misses(model, anchor, points)[:, 0]
+    return points, -np.square(points[:, 0]) / 2 - _likelihoods(misses / _ROW_ERROR)
+
+
+def _likelihoods(misses: Array) -> Array:
+    """Their logarithms, of what rows miss by over their error."""
+    return np.asarray(-(_FREEDOM + 1) / 2 * np.log1p(np.square(misses) / _FREEDOM))
+
+
+def _most_probable(model: StepModel, rows: Sequence[StepRow]) -> tuple[Array, Array, float]:
+    """[num_constants] and the inverse of their covariance, [num_constants, num_constants], and the error of a row.
+
+    Gauss and Newton's steps, in which rows that miss by more than others weigh less, as Student's t distribution has
+    it (Lange, Little and Taylor 1989, "Robust statistical modeling using the t distribution").
+    """
+    num_constants = len(model.priors)
+    best, error, small = np.zeros(num_constants), _ROW_ERROR, 1e-4
+    for place in range(_NUM_STEPS):
+        # At first all rows weigh the same: else one that needs another constant may be taken for a bad one.
+        freedom = 1000.0 if place < _NUM_STEPS / 2 else _FREEDOM
+        misses = _misses(model, rows, np.vstack([best, best + small * np.eye(num_constants)]))
+        slopes, now = (misses[1:] - misses[0]).T / small, misses[0]
+        weights = (freedom + 1) / (freedom + np.square(now / error))
+        precision = slopes.T @ (slopes * weights[:, None]) / error**2 + np.eye(num_constants)
+        gradient = slopes.T @ (now * weights) / error**2 + best
+        best = best - np.clip(np.linalg.solve(precision, gradient), -1.0, 1.0)
+        seen = float((weights * np.square(now)).sum())
+        error = math.sqrt((_ERROR_ROWS * _ROW_ERROR**2 + seen) / (_ERROR_ROWS + len(now)))
+    return best, precision, error
+
+
+def _misses(model: StepModel, rows: Sequence[StepRow], points: Array) -> Array:
+    """[num_points, num_errors]: log(forecast / measured), of steps and of what was computed in the rows that told how
+    long a worker waited for gradients.
+
+    Args:
+        points: [num_points, num_constants], standard normal before anything is measured.
+    """
+    parts = model.steps(rows, model.constants_at(points))
+    measured = np.array([seconds_of(row) for row in rows])
+    apart = [place for place, row in enumerate(rows) if row.sync_time_s is not None]
+    waited = np.array([rows[place].sync_time_s for place in apart])
+    computed = np.maximum(measured[apart] - waited, 0.01 * measured[apart])
+    errors = [parts.total_s / measured, parts.compute_s[:, apart] / computed]
+    return np.asarray(np.log(np.concatenate(errors, axis=1)))
+
+
+def predict(found: Fit, rows: Sequence[StepRow]) -> list[StepForecast]:
+    """A forecast for each row: the middle of the samples, and the 90 % interval of a measurement."""
+    parts = found.model.steps(rows, found.constants)
+    totals = _middle(parts.total_s)
+    errors = np.random.default_rng(_SEED).standard_t(_FREEDOM, size=(len(parts.total_s), 1))
+    measurements = parts.total_s * np.exp(math.hypot(found.error, _UNSEEN_ERROR) * errors)
+    lows, highs = np.quantile(measurements, (0.05, 0.95), axis=0)
+    # The parts of a forecast are mean fractions of its samples, so that they add up.
+    computing, waited, sending = (
+        ((seconds / parts.total_s).mean(axis=0) * totals)
+        for seconds in (
+            np.minimum(parts.compute_s, parts.total_s),
+            np.minimum(parts.slowest_s, parts.total_s),
+            parts.communication_s,
+        )
+    )
+    columns = (
+        totals,
+        computing,
+        sending,
+        np.maximum(waited - computing, 0.0),
+        np.minimum(lows, totals),
+        np.maximum(highs, totals),
+    )
+    return [StepForecast(*values) for values in np.stack(columns, axis=1).tolist()]
+
+
+def _middle(totals: Array) -> Array:
+    """[num_rows]: the geometric mean of the middle half of the samples. If two explanations fit the rows, it lies
+    between them, while the median jumps from one to the other.
+
+    Samples are weighted by 1 / step time, because errors are relative to the measured time: if the shorter of two
+    explanations is the true one, a forecast between them has the larger relative error.
+    """
+    totals = np.sort(totals, axis=0)
+    weights = 1 / totals
+    shares = (np.cumsum(weights, axis=0) - weights / 2) / weights.sum(axis=0)
+    weights[np.abs(shares - 0.5) > 0.25] = 0.0
+    return np.asarray(np.exp((weights * np.log(totals)).sum(axis=0) / weights.sum(axis=0)))

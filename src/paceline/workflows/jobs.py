@@ -201,9 +201,10 @@ def place_run(
     if strategy == "auto":
         from paceline.plan.meshes import choose_mesh
 
-        choice = choose_mesh(job, trace_job(job), cluster, num_devices)
-        say(f"strategy {choice.reason}")
-        mesh, asked = choice.mesh, dataclasses.replace(asked, recompute=choice.recompute)
+        choice, reason = choose_mesh(job, trace_job(job), cluster, num_devices)
+        say(f"strategy {reason}")
+        mesh = None if choice.mesh.is_plain else choice.mesh
+        asked = dataclasses.replace(asked, recompute=choice.recompute)
     elif strategy not in (None, "dp", "dp_one_process"):
         mesh = parse_mesh(strategy, num_devices, len(cluster.nodes))
     if mesh is not None and mesh.num_workers != num_devices:

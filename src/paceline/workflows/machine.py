@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from paceline import env
 from paceline.errors import ClusterError, LaunchError, file_problems
 from paceline.hardware import detect, read_topology
-from paceline.plan.pick import pick as pick_devices
+from paceline.plan import pick as pick_devices
 from paceline.spec import Cluster, Node
 from paceline.spec.cluster import DeviceChoice
 from paceline.workflows.arguments import checked

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
-from paceline.plan.collectives import COSTS, AlphaBeta, Network, cost_of, wire_bytes
+from paceline.plan.collectives import COSTS, Network, cost_of
 from paceline.plan.memory import DeviceMemory, StateBytes, device_memory, fits
 from paceline.plan.meshes import MeshCandidate, Workload, search
 from paceline.spec import AlgorithmName, Job, Mesh
@@ -15,28 +14,9 @@ from paceline.spec.model_cost import Activations, LayerCost, Layers, ModelCost
 ALGORITHMS = tuple(sorted(COSTS))
 
 
-@dataclass(frozen=True)
-class Links:
-    """Seconds a message and a byte take inside a node and between nodes."""
-
-    inside_alpha_s: float = 0.0
-    inside_beta: float = 0.0
-    between_alpha_s: float = 0.0
-    between_beta: float = 0.0
-
-    @property
-    def network(self) -> Network:
-        inside, between = (
-            AlphaBeta(self.inside_alpha_s, self.inside_beta),
-            AlphaBeta(self.between_alpha_s, self.between_beta),
-        )
-        return Network(inside, between)
-
-
-def sum_s(algorithm: str, num_bytes: float, nodes: Sequence[int], links: Links, wire: str = "float32") -> float:
+def sum_s(algorithm: str, num_bytes: float, nodes: Sequence[int], links: Network) -> float:
     """Seconds to sum `num_bytes` over workers, so many on each of the `nodes`."""
-    name = cast(AlgorithmName, algorithm)
-    return float(cost_of(name)(wire_bytes(name, num_bytes, wire), tuple(nodes), links.network))
+    return float(cost_of(cast(AlgorithmName, algorithm))(num_bytes, tuple(nodes), links))
 
 
 def memory(
@@ -52,21 +32,22 @@ def memory(
     layers: Layers = (),
     recompute: bool = False,
 ) -> DeviceMemory:
-    """The memory of the fullest device; bytes are those of a parameter and of a sample's activations."""
+    """The memory of the fullest device; bytes are those of a parameter and of a sample's activations.
+
+    Without layers there is one for each stage, all equal, divided by tensor groups like those of a transformer."""
+    equal = LayerCost("", 1.0, 1.0, 1.0, num_tensor_slices=mesh.tp, replicated_fraction=10 / 34)
     return device_memory(
-        num_parameters,
-        StateBytes(parameter_bytes, parameter_bytes, optimizer_bytes, is_bitwise),
+        ModelCost(int(num_parameters), Activations(sample_bytes), layers or (equal,) * mesh.pp),
+        StateBytes(parameter_bytes, optimizer_bytes, is_bitwise),
         mesh,
-        Activations(sample_bytes),
         micro_batch_size,
-        num_micro_batches=num_passes,
-        layers=layers,
-        recompute=recompute,
+        num_passes,
+        recompute,
     )
 
 
 def has_room(found: DeviceMemory, room: float) -> bool:
-    return fits(found, room)
+    return fits(found.total_bytes, room)
 
 
 def transformer(num_parameters: float, *, num_layers: int, width: int, num_heads: int, tokens: int) -> Layers:
@@ -88,7 +69,7 @@ def transformer(num_parameters: float, *, num_layers: int, width: int, num_heads
 def meshes(
     num_workers: int,
     devices_per_node: int,
-    links: Links,
+    links: Network,
     *,
     num_parameters: int = 25_000_000,
     activations: Activations | None = None,
@@ -104,7 +85,7 @@ def meshes(
             Job(global_batch_size=global_batch_size, virtual_shards=global_batch_size // shard_size),
             ModelCost(num_parameters, activations or Activations(90e6), layers),
             devices_per_node=devices_per_node,
-            network=links.network,
+            network=links,
             **known | workload,
         ),
         num_workers,

@@ -96,7 +96,7 @@ def test_larger_passes_than_were_timed_are_extrapolated() -> None:
 def test_all_wait_for_the_slowest_worker_as_order_statistics_say(count: int, expected: float) -> None:
     """Harter 1961, "Expected values of normal order statistics": the mean of the largest of n normal numbers."""
     assert expected_maximum(count) == pytest.approx(expected, rel=1e-4)
-    assert expected_maximum(1) == 0
+    assert expected_maximum(1) == pytest.approx(0, abs=1e-9)
 
 
 def test_workers_slow_each_other_as_they_were_seen_to() -> None:
@@ -269,11 +269,9 @@ def test_a_batch_beyond_the_noise_scale_takes_fewer_devices() -> None:
     assert forecast_of(job, gpu_cluster(), counts, grow="batch").recommended_devices == 16
     found = forecast_of(job, gpu_cluster(), counts, grow="batch", noise_scale=500)
     assert found.recommended_devices < 8
-    assert "progress" in found.reason and "50 %" in found.reason
+    assert "useful samples" in found.reason and "50 %" in found.reason
     too_large = forecast_of(JOB, gpu_cluster(), counts, noise_scale=256)
-    assert too_large.recommended_devices == 1
-    for words in ("4,096", "16x", "256", "94 %"):
-        assert words in too_large.reason
+    assert too_large.recommended_devices == 1 and too_large.recommended.useful_efficiency == pytest.approx(1 / 17)
 
 
 def test_what_the_job_rules_out_is_not_recommended_but_said_with_its_gain() -> None:

@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import JobError
-from paceline.spec import Mesh
-from paceline.spec.model_cost import Activations, LayerCost
-from tests.unit.plan.calls import Links, has_room, meshes, transformer
-from tests.unit.plan.clusters import GIB
+from paceline.plan.collectives import Network
+from paceline.plan.meshes import choose_mesh
+from paceline.spec import Job, Mesh
+from paceline.spec.model_cost import Activations, LayerCost, ModelCost
+from tests.unit.plan.calls import has_room, meshes, transformer
+from tests.unit.plan.clusters import GIB, gpu_cluster
 
-FAST = Links(3e-6, 1 / 300e9, 10e-6, 1 / 25e9)
-SLOW = Links(3e-6, 1 / 300e9, 50e-6, 1 / 1e9)
-FREE = Links()
+FAST = Network(3e-6, 1 / 300e9, 10e-6, 1 / 25e9)
+SLOW = Network(3e-6, 1 / 300e9, 50e-6, 1 / 1e9)
+FREE = Network()
 GPT: dict[str, Any] = {
     "num_parameters": 6_700_000_000,
     "activations": Activations(32 * 2048 * 4096 * 34.0),
@@ -61,7 +63,7 @@ def test_a_model_that_does_not_fit_is_sharded() -> None:
 
 @given(st.sampled_from([1, 2, 4, 8, 16]), st.floats(1e9, 1e11), st.sampled_from([FAST, SLOW]))
 @settings(max_examples=8)
-def test_everything_offered_fits_and_more_memory_is_never_slower(num_workers: int, room: float, links: Links) -> None:
+def test_everything_offered_fits_and_more_memory_is_never_slower(num_workers: int, room: float, links: Network) -> None:
     def best_s(memory_bytes: float) -> float:
         try:
             result = meshes(num_workers, 8, links, **GPT | {"memory_bytes": memory_bytes})
@@ -86,8 +88,7 @@ def test_a_pipeline_without_communication_has_the_bubble_of_the_papers() -> None
 
 def test_a_pipelines_micro_batches_are_the_virtual_shards() -> None:
     for one in meshes(16, 8, FAST, **GPT | {"shard_size": 32, "memory_bytes": math.inf}):
-        assert one.mesh.num_assignments <= 8 and one.micro_batch_size % 32 == 0
-        assert one.mesh.pp == 1 or (one.micro_batch_size, one.num_micro_batches) == (32, 8 // one.mesh.num_assignments)
+        assert one.num_micro_batches == 8 // one.mesh.num_assignments
 
 
 def test_a_slow_network_keeps_what_sends_most_inside_a_node() -> None:
@@ -100,7 +101,8 @@ def test_messages_between_stages_and_sums_of_tensor_groups_take_the_link_between
     """Two nodes of two, and links inside that take no time: one of three boundaries of pp4 lies between the nodes, and
     so does that of dp2 x pp2; a tensor group of two never leaves its node."""
     layers = (LayerCost("", 1.0, 1e6, 1e4, 1e6, True, 4, 2, 1e5),) * 4
-    found = {one.mesh: one.tensor_s for one in meshes(4, 2, Links(between_beta=1 / 1e9), layers=layers, shard_size=16)}
+    links = Network(between_beta_s_per_byte=1 / 1e9)
+    found = {one.mesh: one.tensor_s for one in meshes(4, 2, links, layers=layers, shard_size=16)}
     message_s = 16 * 1e6 / 1e9
     assert found[Mesh(pp=4)] == pytest.approx((16 + 3) * 2 * message_s)
     assert found[Mesh(dp=2, pp=2)] == pytest.approx((8 + 1) * 2 * 2 * message_s)
@@ -111,7 +113,7 @@ def test_large_layers_of_few_samples_are_divided_over_slow_links_and_large_batch
     """Replicas would sum 100 MB over a link of 25 MB/s, a tensor group two sums of 2 MB."""
     layers = (LayerCost("", 1.0, 12.5e6, 5e4, 3e4, True, 4096, 1, 3e4),) * 2
     known: dict[str, Any] = {"layers": layers, "is_gloo": True}
-    slow, fast = (Links(20e-6, 1 / 1.5e9, 120e-6, 1 / rate) for rate in (25e6, 25e9))
+    slow, fast = (Network(20e-6, 1 / 1.5e9, 120e-6, 1 / rate) for rate in (25e6, 25e9))
     assert meshes(4, 2, slow, global_batch_size=64, shard_size=32, **known)[0].mesh == Mesh(tp=4)
     many = {"global_batch_size": 1 << 16, "shard_size": 1 << 14, "activations": Activations(1e5)}
     assert meshes(4, 2, fast, **known | many)[0].mesh == Mesh(dp=4)
@@ -137,7 +139,7 @@ def test_computing_activations_again_is_one_forward_pass_more() -> None:
     ("num_workers", "workload", "words"),
     [
         (8, GPT | {"memory_bytes": 2.0 * GIB}, ["8 devices", "GiB"]),
-        (512, {}, ["512 workers", "256"]),
+        (512, {}, ["512 devices", "virtual_shards = 256"]),
     ],
 )
 def test_what_fits_nowhere_is_one_sentence_with_numbers(
@@ -146,3 +148,20 @@ def test_what_fits_nowhere_is_one_sentence_with_numbers(
     with pytest.raises(JobError) as caught:
         meshes(num_workers, 8, FAST, **workload)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize("is_timed", [True, False])
+@pytest.mark.parametrize(("num_parameters", "is_plain"), [(1_000_000, True), (2_000_000_000, False)])
+def test_auto_takes_replicas_where_they_fit_and_says_why(num_parameters: int, is_plain: bool, is_timed: bool) -> None:
+    """24 GB of state do not fit into 16 GiB."""
+    cluster = gpu_cluster(1, num_parameters=num_parameters, sample_bytes=1_000_000, memory_bytes=16 * GIB)
+    job, model = Job(global_batch_size=64, virtual_shards=64), ModelCost(num_parameters, Activations(1e6))
+    found, reason = choose_mesh(job, model, cluster if is_timed else dataclasses.replace(cluster, timings=()), 8)
+    assert found.mesh.is_plain == is_plain and found.mesh.num_workers == 8
+    assert str(found.mesh) in reason and "iB a worker" in reason
+    only_replicas = job.with_values(aggregation={"method": "diloco"})
+    if is_plain:
+        assert choose_mesh(only_replicas, model, cluster, 8)[0].mesh.is_plain
+    else:
+        with pytest.raises(JobError, match="dp8 needs the least"):
+            choose_mesh(only_replicas, model, cluster, 8)

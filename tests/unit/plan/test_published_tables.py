@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from paceline.measure.rows import read_rows
-from paceline.plan.fit import fit, predict
-from paceline.plan.step_model import seconds_of
+from paceline.plan.step_model import fit, predict, seconds_of
 from paceline.spec import StepRow
 
 DATA = os.environ.get("PACELINE_TEST_DATA")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.plan.recommendation import statistical_efficiency
+from paceline.plan.forecast import statistical_efficiency
 from paceline.train.meters import NoiseScale, SmoothedNoise
 
 positive = st.floats(1e-3, 1e6)

@@ -174,15 +174,11 @@ def check_way(peer: Lookup, interface: str) -> list[Finding]:
     name, address = peer.name, peer.address
     line = f"echo '{address or 'ADDRESS'} {name}' | sudo tee -a /etc/hosts"
     there = f"In /etc/hosts give {name} the address that other nodes reach it at."
+    unknown = f"The name {name} has no address here: {peer.problem}."
     closed = f"No interface of this node leads to {name} ({address})."
     inside = f"The way to {name} ({address}) leads into {interface}, a network inside of this node."
     rows: list[Row] = [
-        (
-            not address,
-            "error",
-            f"The name {name} has no address here: {peer.problem}.",
-            f"Check its spelling, or {line}",
-        ),
+        (not address, "error", unknown, f"Check its spelling, or {line}"),
         (interface == "lo", "error", f"The name {name} means this node itself here ({address}).", there),
         (not interface, "error", closed, f"See why: ip route get {address}"),
         (is_local(interface), "error", inside, "Use an address of the node in the network that all nodes share."),
