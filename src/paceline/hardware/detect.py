@@ -15,8 +15,6 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 from paceline import env
 from paceline.errors import ClusterError
 from paceline.hardware.datasheet import links_of_pairs
@@ -33,7 +31,7 @@ def detect() -> Cluster:
     GPUs that the caller's CUDA_VISIBLE_DEVICES leaves out are left out, in its order, and a note says so.
     """
     num_cores = len(os.sched_getaffinity(0))
-    node = Node(socket.gethostname(), num_cores, psutil.virtual_memory().total, _cpu_name())
+    node = Node(socket.gethostname(), num_cores, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _cpu_name())
     if env.device_kind() != "cpu":
         gpus = read_gpus()
         text = output_of(["nvidia-smi", "topo", "-m"], SMI_LIMIT_S) if len(gpus.devices) > 1 else None

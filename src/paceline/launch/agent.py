@@ -22,8 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-import psutil
-
 from paceline import env
 from paceline.diagnosis.failures import describe_failure
 from paceline.launch import worker
@@ -77,6 +75,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 def _obey(line: int) -> None:
     """Do what the launcher asks for until it is gone."""
+    import psutil  # while torch is loaded
+
     with os.fdopen(line, "rb", buffering=0) as requests:
         for request in requests:
             if request.strip() == b"TERM":

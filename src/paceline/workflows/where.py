@@ -10,7 +10,6 @@ import socket
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,6 @@ from paceline.plan import pick
 from paceline.regular_files import hold_folder, make_run_folder
 from paceline.spec import Cluster, Device, Node, Plan
 from paceline.spec.codec import Bounds, check_values, from_mapping
-from paceline.workflows.machine import versions
 
 DESCRIBE_S = 60.0
 """Timeout for a node's first answer: login, start of a container and an interpreter, hardware detection."""
@@ -195,6 +193,10 @@ def _ask(slots: Mapping[str, int | None], reaches: Mapping[str, Reach], interfac
         LaunchError: a node does not answer, has other versions, or no such interface.
         ClusterError: a node has fewer free GPUs than it is to have workers.
     """
+    from concurrent.futures import ThreadPoolExecutor
+
+    from paceline.workflows.machine import versions
+
     program = (next(iter(reaches.values())).python, "-m", "paceline.workflows.machine")
     with ThreadPoolExecutor(max_workers=len(slots)) as pool:
         printed = pool.map(lambda address: reaches[address].output_of(program, DESCRIBE_S), slots)
