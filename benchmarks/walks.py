@@ -66,7 +66,8 @@ def walk(file, function, event):
     is_failing |= IS_FAILURE and (file, function) in (("launch/worker.py", "_kill_orphans"), ("launch/run.py", "close"))
     if IS_FAILURE:
         return "failure" if is_failing else None
-    if saves or (own.is_writer and threading.current_thread() is not threading.main_thread()):
+    is_main = threading.current_thread() is threading.main_thread()
+    if saves if is_main else own.is_writer:  # another thread passes its own files meanwhile
         return "checkpoint"
     return {0: "job", 8: "batch"}.get(steps)  # the ninth step is in the same epoch as the eighth
 
