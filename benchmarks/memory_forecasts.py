@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tests.kit.workers import run_ranks
+from tests.kit.workers import in_turn, run_ranks
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import TensorDataset
@@ -180,10 +180,6 @@ def forecast(cost: ModelCost, mesh: Mesh, column: Column) -> DeviceMemory:
     return job_memory(JOB, cost, mesh, column.recompute)
 
 
-def held_by_each(wanted: Sequence[tuple[Case, Column, tuple[str, ...]]]) -> list[Held | str]:
-    return [held(*one) for one in wanted]
-
-
 def cuts_of(memory: DeviceMemory) -> tuple[str, ...]:
     return tuple(stage[0].name for stage in memory.stages[1:])
 
@@ -225,7 +221,7 @@ def main() -> None:
             memory = forecast(cost, parse_mesh(column.strategy, asked.workers), column)
             forecasts.append((name, column, memory))
             wanted.append((CASES[name], column, cuts_of(memory)))
-    found = run_ranks(held_by_each, asked.workers, wanted, timeout_s=1800)
+    found = run_ranks(in_turn, asked.workers, held, wanted, timeout_s=1800)
     rows = [(*row, of_workers) for row, of_workers in zip(forecasts, zip(*found, strict=True), strict=True)]
     print("\n".join(table(rows)))
 
