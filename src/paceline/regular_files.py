@@ -25,6 +25,8 @@ RUN_LOCK, CHECKPOINTS_LOCK = ".run.lock", ".checkpoints.lock"
 
 _PATIENCE_S = 3.0
 """How long a process that was killed may take to be gone."""
+_held: set[Path] = set()
+"""What this process has locked: the kernel would let it lock the same file again."""
 
 
 def write_file(
@@ -102,7 +104,7 @@ def hold_folder(folder: Path, name: str = RUN_LOCK) -> Iterator[None]:
     path = folder.resolve() / name
     deadline = time.monotonic() + _PATIENCE_S
     with open(os.open(path, os.O_RDWR | os.O_CREAT, run_file_mode()), "r+", encoding="utf-8") as file:
-        while not _is_locked(file.fileno()):
+        while path in _held or not _is_locked(file.fileno()):
             if time.monotonic() >= deadline:
                 holder = file.read(1000) or "another run"
                 raise LaunchError(f"{folder} is in use by {holder}; wait for its end, or choose another folder.")
@@ -110,7 +112,11 @@ def hold_folder(folder: Path, name: str = RUN_LOCK) -> Iterator[None]:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
         file.flush()
-        yield
+        _held.add(path)
+        try:
+            yield
+        finally:
+            _held.remove(path)
 
 
 def _is_locked(descriptor: int) -> bool:
