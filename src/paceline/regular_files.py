@@ -9,7 +9,6 @@ inherit. Where a file system has none, nothing is locked.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import platform
@@ -26,7 +25,7 @@ RUN_LOCK, CHECKPOINTS_LOCK = ".run.lock", ".checkpoints.lock"
 _PATIENCE_S = 3.0
 """How long a process that was killed may take to be gone."""
 _held: set[Path] = set()
-"""What this process has locked: the kernel would let it lock the same file again."""
+"""What this process has locked: the kernel would let it lock a file again, and unlock it when either is closed."""
 
 
 def write_file(
@@ -102,13 +101,21 @@ def hold_folder(folder: Path, name: str = RUN_LOCK) -> Iterator[None]:
         OSError: nothing can be written there.
     """
     path = folder.resolve() / name
+    if path in _held:
+        raise LaunchError(f"{folder} is in use by another run of this process; end that first, or choose another one.")
     deadline = time.monotonic() + _PATIENCE_S
     with open(os.open(path, os.O_RDWR | os.O_CREAT, run_file_mode()), "r+", encoding="utf-8") as file:
-        while path in _held or not _is_locked(file.fileno()):
-            if time.monotonic() >= deadline:
-                holder = file.read(1000) or "another run"
-                raise LaunchError(f"{folder} is in use by {holder}; wait for its end, or choose another folder.")
-            time.sleep(0.05)
+        while True:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except (BlockingIOError, PermissionError):  # another process has locked it, maybe one that was just killed
+                if time.monotonic() >= deadline:
+                    what = f"{folder} is in use by {file.read(1000) or 'another run'}"
+                    raise LaunchError(f"{what}; wait for its end, or choose another folder.") from None
+                time.sleep(0.05)
+            except OSError:  # no locks in this file system
+                break
         file.truncate(0)
         file.write(f"process {os.getpid()} on {platform.node()} since {time.strftime('%Y-%m-%d %H:%M:%S')}")
         file.flush()
@@ -117,12 +124,3 @@ def hold_folder(folder: Path, name: str = RUN_LOCK) -> Iterator[None]:
             yield
         finally:
             _held.remove(path)
-
-
-def _is_locked(descriptor: int) -> bool:
-    """Try to lock a file; False if another process has locked it, maybe one that was just killed."""
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as problem:
-        return problem.errno not in (errno.EACCES, errno.EAGAIN)  # else this file system has no locks
-    return True
