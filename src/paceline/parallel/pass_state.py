@@ -211,7 +211,7 @@ class Buffers:
         self._before = [flat.clone() for flat in self._flats]
         # From where changes are counted: 0 where the value is not finite, as of a minimum.
         self._starts = [
-            flat.nan_to_num(0.0, 0.0, 0.0) if flat.is_floating_point() else flat.double() for flat in self._flats
+            flat.nan_to_num(0.0, 0.0, 0.0) if flat.is_floating_point() else flat.long() for flat in self._flats
         ]
 
     @torch.no_grad()
@@ -237,7 +237,7 @@ class Buffers:
         """
         self._gather()
         return [
-            ((flat - start) * (weight if flat.is_floating_point() else float(shard == 0))).to(like)
+            ((flat.to(start) - start) * (weight if flat.is_floating_point() else float(shard == 0))).to(like)
             for flat, start in zip(self._flats, self._starts, strict=True)
         ]
 
@@ -253,8 +253,7 @@ class Buffers:
         """
         of_flats = sums.split([len(flat) for flat in self._flats]) if self._flats else ()
         for flat, start, before, changes in zip(self._flats, self._starts, self._before, of_flats, strict=True):
-            after = start + changes.to(start)
-            after = after if flat.is_floating_point() else after.round()
+            after = start + (changes if flat.is_floating_point() else changes.round()).to(start)
             flat.data.copy_(torch.where(after.isfinite(), after.to(flat.dtype), before))
         found = [name for name, before in self._constants.items() if not torch.equal(self._slices[name], before)]
         self._changing |= set(found)

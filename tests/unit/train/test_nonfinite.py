@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.errors import ModelError
+from paceline.parallel.pass_state import Buffers
 
 RATE = 0.1
 
@@ -109,3 +110,19 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
 
 def test_a_run_that_ignores_bad_steps_learns_from_them() -> None:
     assert all(value != value for value in train([4], nonfinite="ignore").weights)
+
+
+def test_masks_and_large_whole_numbers_in_buffers_stay_exact() -> None:
+    model = nn.Module()
+    kept = {"mask": torch.tensor([True, False]), "first": torch.tensor([2**63 - 1, 2**53 + 1]), "least": torch.inf}
+    for name, value in kept.items():
+        model.register_buffer(name, torch.as_tensor(value).clone())
+    model.register_buffer("calls", torch.tensor(2**53 + 1))
+    buffers = Buffers(model)
+    buffers.begin_step()
+    buffers.begin_pass()
+    dict(model.named_buffers())["calls"].add_(1)
+    changes = torch.cat(buffers.changes(0, 1.0, torch.zeros(())))
+    buffers.end_step(changes)
+    assert all(torch.equal(getattr(model, name), torch.as_tensor(value)) for name, value in kept.items())
+    assert int(dict(model.named_buffers())["calls"]) == 2**53 + 2
