@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import os
 import platform
+import re
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -87,8 +88,9 @@ def run_file_mode() -> int:
 
     People who share their runs with a group set such an umask.
     """
-    umask = os.umask(0o077)  # there is no way to ask without setting one
-    os.umask(umask)
+    # Not by os.umask, which sets one to ask: other threads would make files meanwhile, or ask and set that one again.
+    found = re.search(r"^Umask:\s+(\d+)", Path("/proc/self/status").read_text(), re.MULTILINE)
+    umask = int(found[1], 8) if found else 0o077
     return 0o600 if umask & 0o020 else 0o666 & ~umask
 
 

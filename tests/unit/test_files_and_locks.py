@@ -13,7 +13,7 @@ import pytest
 
 from paceline import regular_files
 from paceline.errors import LaunchError
-from paceline.regular_files import hold_folder, write_file
+from paceline.regular_files import hold_folder, run_file_mode, write_file
 
 HOLDER = """
 import os, sys, time
@@ -43,6 +43,16 @@ def test_a_file_whose_writing_fails_is_what_it_was_before(tmp_path: Path, as_it_
     assert [one.read_bytes() for one in tmp_path.iterdir()] == ([] if as_it_was is None else [as_it_was])
     write_file(path, [b"whole"], 0o600)
     assert path.read_bytes() == b"whole" and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_asking_for_the_mode_of_a_file_sets_no_umask(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(0o002)  # for all threads of this process
+    monkeypatch.setattr(os, "umask", pytest.fail)
+    try:
+        assert run_file_mode() == 0o664
+    finally:
+        monkeypatch.undo()
+        os.umask(before)
 
 
 def test_a_folder_is_held_until_its_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
