@@ -26,17 +26,17 @@ if TYPE_CHECKING:
     from paceline.train import init as init
     from paceline.workflows import checkpoint as checkpoint
     from paceline.workflows import submit as submit
-    from paceline.workflows.catalog import catalog as catalog
+    from paceline.workflows.jobs import catalog as catalog
     from paceline.workflows.machine import doctor as doctor
     from paceline.workflows.machine import topo as topo
     from paceline.workflows.plan import dry_run_mesh as dry_run_mesh
     from paceline.workflows.plan import plan as plan
     from paceline.workflows.plan import probe as probe
-    from paceline.workflows.studies import report as report
-    from paceline.workflows.studies import scale as scale
-    from paceline.workflows.studies import watch as watch
-    from paceline.workflows.train import launch as launch
-    from paceline.workflows.train import train as train
+    from paceline.workflows.runs import launch as launch
+    from paceline.workflows.runs import report as report
+    from paceline.workflows.runs import scale as scale
+    from paceline.workflows.runs import train as train
+    from paceline.workflows.runs import watch as watch
     from paceline.workflows.verify import verify as verify
     from paceline.workflows.where import Where as Where
 
@@ -45,11 +45,11 @@ __version__ = "0.2.0"
 _MODULES = {
     **dict.fromkeys(("Cluster", "Job", "Plan", "RunRecord"), "spec"),
     **dict.fromkeys(("Callback", "Run", "init"), "train"),
-    **{name: f"workflows.{name}" for name in ("catalog", "checkpoint", "submit", "verify")},
+    **{name: f"workflows.{name}" for name in ("checkpoint", "submit", "verify")},
     **dict.fromkeys(("doctor", "topo"), "workflows.machine"),
     **dict.fromkeys(("dry_run_mesh", "plan", "probe"), "workflows.plan"),
-    **dict.fromkeys(("launch", "train"), "workflows.train"),
-    **dict.fromkeys(("report", "scale", "watch"), "workflows.studies"),
+    **dict.fromkeys(("launch", "report", "scale", "train", "watch"), "workflows.runs"),
+    "catalog": "workflows.jobs",
     "Where": "workflows.where",
     "Forecast": "spec.forecast",
     "Mean": "parallel.losses",

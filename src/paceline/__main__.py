@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 
-from paceline.cli import main as command_line
+from paceline.cli.commands import main as command_line
 
 
 def main() -> None:

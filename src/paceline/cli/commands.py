@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -13,19 +14,82 @@ from typing import TYPE_CHECKING, Any
 
 import paceline
 from paceline.cli.options import COMMANDS as COMMANDS
-from paceline.cli.options import command, parse, to_stderr
-from paceline.errors import JobError
+from paceline.cli.options import call, command, parse, to_stderr
+from paceline.errors import JobError, PacelineError, WorkerFailed, did_you_mean, printable
 from paceline.words import duration, number_of, size
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from paceline.plan.memory import DeviceMemory
+
 Column = str | tuple[str, Callable[[Any], str]]
 """An attribute of rows; or a heading, and what a row has below it."""
 PIPE_COLUMNS = 200
 """The width of tables in a pipe: 16 GPUs and 10 network cards fit."""
+FORMER_NAMES = {
+    "memory": "`paceline plan JOB`, or without devices `paceline plan JOB --dry-run-mesh fsdp4`",
+    "jobs": "`paceline list recipes` and `paceline list keys`",
+    "models": "`paceline list models`",
+    "data": "`paceline list data`",
+    "export": "`paceline checkpoint export`",
+    "new": "`paceline train RECIPE`, or a job file as in README.md",
+    "bench": "the scripts in benchmarks/ of the repository",
+}
+"""What stands in the place of a command of version 0.2."""
 LEVELS = ("error", "warning", "ok")
 """Levels of what the doctor finds, what needs action first."""
+
+
+def main() -> None:
+    """Run a command. A user's mistake is one sentence and an exit code; a bug keeps its traceback."""
+    try:
+        exit_code = run(sys.argv[1:])
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        print("paceline: interrupted; all workers have ended.", file=sys.stderr)
+        exit_code = 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+        sys.stdout = None
+        exit_code = 1
+    except PacelineError as error:
+        if isinstance(error, WorkerFailed) and error.details:
+            print(printable(error.details.rstrip()), file=sys.stderr)
+        print(f"paceline: {error}", file=sys.stderr)
+        if isinstance(error, WorkerFailed) and error.report:
+            print(f"The report: {error.report}", file=sys.stderr)
+        exit_code = error.exit_code
+    sys.exit(exit_code)
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the command of a command line without `paceline` in front; returns the exit code."""
+    if runs_script("".join(words[:1]), words):
+        words = ["launch", *words[1:]]
+    for name in (" ".join(words[:2]), " ".join(words[:1])):
+        if name in COMMANDS:
+            return call(name, COMMANDS[name], words[len(name.split()) :]) or 0
+    group = "".join(words[:1])
+    within = [name for name in COMMANDS if name.startswith(f"{group} ")]
+    if group in FORMER_NAMES:
+        raise PacelineError(f"There is no `paceline {group}` any more; use {FORMER_NAMES[group]}.")
+    if group == "--version":
+        print(f"paceline {paceline.__version__}")
+    elif group in ("", "--help", "-h") or (within and words[1:2] in ([], ["--help"], ["-h"])):
+        print(overview(within or list(COMMANDS)))
+    else:
+        name, of_group = (" ".join(words[:2]), f" {group}") if within else (group, "")
+        raise PacelineError(
+            f"There is no command {name}; {did_you_mean(name, within or COMMANDS)}see `paceline{of_group} --help`."
+        )
+    return 0
+
+
+def overview(names: Sequence[str]) -> str:
+    """The help of the command line as a whole: a line for each of these commands."""
+    lines = [f"  {name:<18} {COMMANDS[name].help.splitlines()[0]}" for name in names]
+    usage = "usage: paceline COMMAND ...; paceline COMMAND --help lists the options of a command; --version"
+    return "\n".join([usage, "", "Add devices, keep the accuracy, know the gain before you pay for it.", "", *lines])
 
 
 @command("topo", as_json=False)
@@ -73,7 +137,7 @@ def plan(job: str, as_json: bool = False, dry_run_mesh: str | None = None, **opt
     if dry_run_mesh is not None:
         if unused := options.keys() - {"settings", "data"}:
             raise JobError(f"--{min(unused).replace('_', '-')} has no effect with --dry-run-mesh: leave it out.")
-        console_of().print(paceline.dry_run_mesh(job, dry_run_mesh, **options).table())
+        print_memory(paceline.dry_run_mesh(job, dry_run_mesh, **options))
         return
     folder = Path(options.setdefault("out", "."))
     planned = paceline.plan(job, **options)
@@ -91,6 +155,15 @@ def plan(job: str, as_json: bool = False, dry_run_mesh: str | None = None, **opt
         num_devices = planned.forecast.recommended.devices
         print(f"No plan.json: the cluster lacks devices for {num_devices}; probe the nodes they are on.")
     print(folder / "plan.html")
+
+
+def print_memory(memory: DeviceMemory) -> None:
+    """What a worker of a mesh holds, and the first modules of the stages but the first, as a setting."""
+    held = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
+    moving = ("gathered, sent or summed", partial(cell_of, "moving_bytes"))
+    print_table([memory], *held, moving, "total_bytes")
+    if cuts := [stage[0].name for stage in memory.stages[1:]]:
+        print(f"--set 'plan.pipeline.cuts={json.dumps(cuts)}'")
 
 
 @command("launch", passes_on="rest")
@@ -126,7 +199,7 @@ def train(as_json: bool = False, **options: Any) -> None:
 def with_folder(options: dict[str, Any], ending: str = "") -> Path:
     """Choose the folder of a run or study before it begins, where none is given."""
     from paceline.workflows.jobs import resolve_job
-    from paceline.workflows.train import new_run_dir
+    from paceline.workflows.runs import new_run_dir
 
     job = resolve_job(options["job"], options.get("settings", ()), options.get("data"), is_run=True)
     folder = options["out"] = new_run_dir(options.get("out"), job.name + ending)
@@ -191,7 +264,7 @@ def submit_ray(**options: Any) -> None:
 def submit(handed_on: Callable[..., Any], command: str, arguments: Sequence[str], **options: Any) -> None:
     """Hand a command on, after mistakes that it would refuse later; the script of a dry run is printed."""
     from paceline.workflows.jobs import check_names, resolve_job
-    from paceline.workflows.train import check_script
+    from paceline.workflows.runs import check_script
 
     name = "launch" if runs_script(command, arguments) else command
     given = parse(name, COMMANDS[name], arguments)
@@ -259,8 +332,8 @@ def watch(**options: Any) -> None:
     paceline.watch(**options)
 
 
-@command("doctor", as_json=False, strict=False, show_all=False)
-def doctor(as_json: bool = False, strict: bool = False, show_all: bool = False, **options: Any) -> int:
+@command("doctor", as_json=False, show_all=False)
+def doctor(as_json: bool = False, show_all: bool = False, **options: Any) -> int:
     """Check this machine and say what to fix: exit code 0 is fine, 2 is an error."""
     findings = sorted(paceline.doctor(**options), key=lambda finding: LEVELS.index(finding.level))
     counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
@@ -272,7 +345,7 @@ def doctor(as_json: bool = False, strict: bool = False, show_all: bool = False, 
         print_table(shown, "level", "node", "what", ("what to do", lambda finding: finding.fix))
         warnings, errors = number_of(counts["warning"], "warning"), number_of(counts["error"], "error")
         print(f"{number_of(counts['ok'], 'check')} passed, {warnings}, {errors}.")
-    return 2 if counts["error"] else int(strict and counts["warning"] > 0)
+    return 2 if counts["error"] else 0
 
 
 @command("list", function="catalog")

@@ -53,47 +53,40 @@ class Topology:
 def topo(
     source: str | Path | Cluster | None = None,
     *,
-    node: str | None = None,
     pair: str | None = None,
     pick: int | None = None,
     svg: Path | str | None = None,
-    keep_busy: bool = False,
 ) -> Topology:
     """How the GPUs of a node are joined, and the best of them.
 
     Example: `paceline.topo().node.devices`.
 
     Args:
-        source: a file, or its text, from nvidia-smi topo -m, or cluster.json; None: this node. A single line is a path.
-        node: the name of the node, in a cluster with several; None: the first.
+        source: a file, or its text, from nvidia-smi topo -m, or cluster.json, of which the first node is shown; None:
+            this node. A single line is a path.
         pair: two GPUs such as "0,1", or a GPU and another device such as "GPU0,NIC1"; says how they are connected.
         pick: choose this many GPUs, so that the slowest link of a ring through them is as fast as possible; None: all.
         svg: write a drawing of the node to this file.
-        keep_busy: choose among all GPUs, also those in use.
 
     Raises:
-        ClusterError: a source that cannot be read, or a node, pair or number of GPUs that is not there.
+        ClusterError: a source that cannot be read or has no node, or a pair or number of GPUs that is not there.
         PacelineError: the drawing cannot be written.
     """
     from paceline.report.topology import pair_sentence  # loads rich
 
     cluster = detect() if source is None else source if isinstance(source, Cluster) else read_topology(source)
-    names = [one.hostname for one in cluster.nodes]
-    if not names or node not in (None, *names):
-        known = f"its nodes are {', '.join(names)}" if names else "it has none; write one with paceline probe"
-        raise ClusterError(f"node = {node!r} is not in this cluster: {known}.")
-    found = cluster.nodes[names.index(node) if node is not None else 0]
+    if not cluster.nodes:
+        raise ClusterError("This cluster has no nodes; write one with paceline probe.")
+    found, *others = cluster.nodes
     gpus = [device for device in found.devices if device.kind == "cuda"]
-    left_out = [] if keep_busy else [device for device in gpus if device.busy]
+    left_out = [device for device in gpus if device.busy]
     notes = [f"{device.label} is left out of every choice: {device.busy}." for device in left_out]
-    notes += [f"This is the first of the nodes {', '.join(names)}."] if node is None and names[1:] else []
+    notes += [f"Not shown are the nodes {', '.join(node.hostname for node in others)}."] if others else []
     found = replace(found, notes=(*found.notes, *notes))
     free = sorted(device.index for device in gpus if device not in left_out)
     if pick is not None and not 1 <= pick <= len(free):
-        busy = f" and {len(left_out)} in use, which keep_busy = True takes too" if left_out else ""
-        raise ClusterError(
-            f"pick = {pick} is not possible on {found.hostname or 'this node'}: it has {len(free)} GPUs{busy}."
-        )
+        name = found.hostname or "this node"
+        raise ClusterError(f"pick = {pick} is not possible on {name}: it has {len(free)} GPUs that are not in use.")
     choice = pick_devices(found, pick or len(free), free) if free else None
     topology = Topology(found, choice, None if pair is None else pair_sentence(found, *_ends_of(found, pair)))
     if svg is not None:

@@ -5,10 +5,9 @@ A run's plan has the forecast too.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,19 +20,17 @@ from paceline.measure.rows import read_rows
 from paceline.plan import place, spread
 from paceline.plan.memory import DeviceMemory, job_memory
 from paceline.regular_files import make_run_folder
-from paceline.spec import Cluster, Job, Mesh, Plan, parse_mesh
+from paceline.spec import Cluster, Job, Plan, parse_mesh
 from paceline.spec.cluster import JobTiming
-from paceline.spec.codec import Bounds, JsonValue, PositiveFloat, PositiveInt, UnitInterval
+from paceline.spec.codec import Bounds, PositiveFloat, PositiveInt, UnitInterval
 from paceline.spec.forecast import Forecast, Grow
 from paceline.spec.plan import PLAN_FILE
-from paceline.words import number_of, size
+from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, read_counts, read_price, silent
 from paceline.workflows.jobs import import_folders, resolve_job
 from paceline.workflows.where import HERE, Where, open_allocation
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from paceline.plan.inputs import ForecastRequest
     from paceline.spec.model_cost import ModelCost
 
@@ -48,8 +45,7 @@ def probe(
     out: Path | str = CLUSTER_FILE,
     folder: Path | str = Path("runs"),
     budget: Annotated[float, Bounds(low=1)] = 60.0,
-    model: str | Callable[..., Any] | None = None,
-    data: str | Path | Callable[..., Any] | None = None,
+    data: str | Path | None = None,
     settings: Sequence[str] = (),
     threads: PositiveInt | None = None,
     where: Where = HERE,
@@ -61,15 +57,12 @@ def probe(
     Example: `paceline.probe("digits-lenet", budget=10)`.
 
     Args:
-        job: a job, a job file or a recipe.
         workers: the most workers; None: all devices, at most one for each virtual shard.
         out: the file to write; earlier measurements that are not repeated stay in it.
         folder: where workers find their orders, on storage that all nodes see.
         budget: seconds of steps, 1 or more, for all numbers of workers together; starting them comes on top.
         threads: CPU threads that each worker computes with; None: an equal share of the cores.
-        where: the nodes, and how they are reached.
-        say: receives progress messages, one line at a time.
-        model, data, settings: as for `train`.
+        job, data, settings, where, say: as for `train`.
 
     Returns:
         The timed steps of the job.
@@ -81,7 +74,7 @@ def probe(
     """
     from paceline.plan.inputs import job_step  # NumPy: not for those who only want help
 
-    resolved, file = resolve_job(job, settings, data, model), Path(out)
+    resolved, file = resolve_job(job, settings, data), Path(out)
     before = Cluster.load(file) if file.exists() else Cluster(())
     with file_problems(f"{out} cannot be written", ClusterError), tempfile.TemporaryFile(dir=file.parent):
         pass  # known before minutes are spent on what could not be kept
@@ -141,8 +134,7 @@ def plan(
     link_rate: PositiveFloat | None = None,
     devices_per_node: PositiveInt | None = None,
     out: Path | str | None = None,
-    model: str | Callable[..., Any] | None = None,
-    data: str | Path | Callable[..., Any] | None = None,
+    data: str | Path | None = None,
     settings: Sequence[str] = (),
     trace: bool = False,
 ) -> PlannedJob:
@@ -168,7 +160,7 @@ def plan(
         devices_per_node: devices on each node beyond the measured ones; None: as on the largest node.
         out: the folder for plan.json, plan.html and forecast.json; None: nothing is written.
         trace: trace the model, so that pipeline and tensor parallelism are considered too.
-        model, data, settings: as for `train`.
+        data, settings: as for `train`.
 
     Raises:
         ClusterError: this hardware was not measured, or no steps of this job on it.
@@ -185,12 +177,12 @@ def plan(
     )
     if not isinstance(job, Job) and str(job).endswith((".csv", ".tsv")):
         of_jobs: dict[str, Any] = {"noise_scale": noise_scale, "target_samples": target_samples, "link_rate": link_rate}
-        of_jobs |= {"model": model, "data": data, "settings": settings, "trace": trace, "grow": grow != "none"}
+        of_jobs |= {"data": data, "settings": settings, "trace": trace, "grow": grow != "none"}
         if given := [f"{name} = {shown(value)}" for name, value in of_jobs.items() if value]:
             raise JobError(f"{given[0]} has no effect on the table of steps {job}: leave it out.")
         planned = PlannedJob(_forecast_of_table(Path(job), counts, request), None)
     else:
-        resolved = resolve_job(job, settings, data, model)
+        resolved = resolve_job(job, settings, data)
         cluster = cluster if isinstance(cluster, Cluster) else Cluster.load(Path(cluster))
         counts = counts or read_counts("devices", f"1..{max(1, len(cluster.devices))}")
         model_cost = trace_job(resolved) if trace else None
@@ -266,66 +258,27 @@ def with_forecast(job: Job, plan: Plan, say: Say) -> Plan:
     return replace(plan, forecast_samples_per_s=None if row.objection or row.placement else row.samples_per_s)
 
 
-# --- a mesh without its devices ---
-
-
-@dataclass(frozen=True)
-class MeshDryRun(JsonValue):
-    """What the fullest worker of a mesh would hold."""
-
-    mesh: Mesh
-    memory: DeviceMemory
-    cuts: tuple[str, ...]
-    """The modules that begin a stage, without the first stage's, as in `PipelineSpec`."""
-
-    def table(self) -> RenderableType:
-        """What it holds, and the cuts as a setting."""
-        from rich.console import Group
-
-        from paceline.report.tables import Grid
-
-        memory = self.memory
-        held = {
-            "parameters": memory.parameter_bytes,
-            "gradients": memory.gradient_bytes,
-            "optimizer state": memory.optimizer_bytes,
-            "activations": memory.activation_bytes,
-            "in messages and sums": memory.moving_bytes,
-            "in all": memory.total_bytes,
-        }
-        headings = [f"one of {number_of(self.mesh.num_workers, 'worker')}, {self.mesh}", "holds"]
-        grid = Grid(headings, [(name, size(num_bytes)) for name, num_bytes in held.items()], left=headings[:1])
-        return Group(grid, *([f"--set 'plan.pipeline.cuts={json.dumps(self.cuts)}'"] if self.cuts else []))
-
-    def _repr_html_(self) -> str:
-        from paceline.report.tables import html_of
-
-        return html_of(self.table())
-
-
 @checked
 def dry_run_mesh(
     job: Job | str | Path,
     mesh: str,
     *,
-    model: str | Callable[..., Any] | None = None,
-    data: str | Path | Callable[..., Any] | None = None,
+    data: str | Path | None = None,
     settings: Sequence[str] = (),
-) -> MeshDryRun:
-    """Try a mesh without its devices, with as many workers as its degrees make.
+) -> DeviceMemory:
+    """What the fullest worker of a mesh would hold, computed without its devices; with the stages of a pipeline.
 
-    Example: `paceline.dry_run_mesh("digits-lenet", "dp4 x pp2").memory.total_bytes`.
+    Example: `paceline.dry_run_mesh("digits-lenet", "dp4 x pp2").total_bytes`.
 
     Args:
-        job: a job, a job file (TOML) or the name of a recipe.
         mesh: such as "dp128 x tp8".
-        model, data, settings: as for `train`.
+        job, data, settings: as for `train`.
 
     Raises:
         JobError: not a mesh, or one that divides the batch into more than the job's virtual shards.
         ModelError: the model cannot be cut into these stages, or its layers not be divided so.
     """
-    axes, resolved = parse_mesh(mesh), resolve_job(job, settings, data, model)
+    axes, resolved = parse_mesh(mesh), resolve_job(job, settings, data)
     if axes.num_assignments > resolved.virtual_shards:
         raise JobError(
             f"{axes} divides the batch {axes.num_assignments} ways, and the job has virtual_shards = "
@@ -334,5 +287,4 @@ def dry_run_mesh(
     cost = trace_job(resolved)
     if axes.tp > 1 and not any(layer.is_sharded_by(axes.tp) for layer in cost.layers):
         raise ModelError(f"The model has no tensor plan by which {axes.tp} workers could divide a layer; leave tp out.")
-    memory = job_memory(resolved, cost, axes)
-    return MeshDryRun(axes, replace(memory, stages=()), tuple(stage[0].name for stage in memory.stages[1:]))
+    return job_memory(resolved, cost, axes)

@@ -6,10 +6,10 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from paceline.errors import file_problems
 from paceline.launch.command_lines import output_of
@@ -21,7 +21,7 @@ from paceline.spec import Cluster, Device, Job, Node
 from paceline.spec.codec import PositiveFloat, PositiveInt
 from paceline.workflows.arguments import checked
 from paceline.workflows.jobs import is_script, resolve_job
-from paceline.workflows.train import new_run_dir
+from paceline.workflows.runs import new_run_dir
 
 __all__ = ["SubmittedJob", "kubernetes", "ray", "slurm"]
 
@@ -151,8 +151,7 @@ def kubernetes(
     kind: Literal["job", "trainjob"] = "job",
     name: str | None = None,
     settings: Sequence[str] = (),
-    model: str | Callable[..., Any] | None = None,
-    data: str | Path | Callable[..., Any] | None = None,
+    data: str | Path | None = None,
 ) -> str:
     """Manifests for `kubectl apply -f -`: one pod for each node, PyTorch's elastic agent in each.
 
@@ -168,16 +167,16 @@ def kubernetes(
         kind: "job": any cluster; "trainjob": one with the Kubeflow Trainer.
         name: name of the Kubernetes Job; None: the name of the Paceline job.
         nodes, workers, cpus, on_cpu: as for `slurm`.
-        model, data, settings: as for `train`.
+        data, settings: as for `train`.
 
     Raises:
         LaunchError: an invalid argument.
         JobError: a mistake in the job, or more workers than it has virtual shards.
     """
-    if is_script(job, arguments, set=settings, data=data, model=model):
+    if is_script(job, arguments, set=settings, data=data):
         program, stem = [str(job), *arguments], Path(str(job)).stem
     else:
-        resolved, device = resolve_job(job, settings, data, model), Device("cpu" if on_cpu else "cuda", 0, "", 0)
+        resolved, device = resolve_job(job, settings, data), Device("cpu" if on_cpu else "cuda", 0, "", 0)
         devices = tuple(replace(device, index=index) for index in range(workers))
         on_paper = (Node(f"pod{n}", workers * cpus, 0, "", devices, is_remote=True) for n in range(nodes))
         plan = place(resolved, Cluster(tuple(on_paper)), nodes * workers, threads_per_worker=cpus)

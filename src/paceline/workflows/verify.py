@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paceline import env
 from paceline.errors import JobError, PacelineError
@@ -17,7 +17,7 @@ from paceline.spec.codec import PositiveInt
 from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, read_counts, silent
 from paceline.workflows.jobs import is_script, place_run, resolve_job
-from paceline.workflows.train import check_script, write_run
+from paceline.workflows.runs import check_script, write_run
 
 if TYPE_CHECKING:  # these load NumPy
     from paceline.verify.comparison import ParityVerdict
@@ -33,8 +33,7 @@ def verify(
     batch: PositiveInt | None = None,
     steps: PositiveInt = 4,
     deal: bool = False,
-    model: str | Callable[..., Any] | None = None,
-    data: str | Path | Callable[..., Any] | None = None,
+    data: str | Path | None = None,
     settings: Sequence[str] = (),
     strategy: str | None = None,
     say: Say = silent,
@@ -56,8 +55,7 @@ def verify(
         deal: compare with the same number of workers, of which some compute more virtual shards than others: where one
             worker cannot hold the model.
         strategy: how more than one worker divide the model, such as "fsdp" or "dp2 x pp2"; None: dp.
-        say: receives progress messages, one line at a time.
-        model, data, settings: as for `train`.
+        data, settings, say: as for `train`.
 
     Returns:
         A verdict for each further number of workers: equal, the first difference and the likely cause, or why that
@@ -70,7 +68,7 @@ def verify(
     if counts[1:] == [] and counts[0] > 1 and not deal:
         counts = [1, *counts]
     shared = {count: strategy if count > 1 else None for count in counts}  # one worker has nobody to share with
-    if is_script(job, arguments, set=settings, data=data, model=model):
+    if is_script(job, arguments, set=settings, data=data):
         check_script(str(job), is_module=False)
         for count in counts if strategy is not None else ():  # as the script will read it
             parse_mesh(str(strategy), count if count > 1 else None)
@@ -82,7 +80,7 @@ def verify(
     else:
         if batch is not None:
             raise JobError("A job says its own global_batch_size; leave batch out.")
-        resolved = resolve_job(job, settings, data, model)
+        resolved = resolve_job(job, settings, data)
         resolved = resolved.with_values(precision="float64") if resolved.parity == "numeric" else resolved
         of_plan = ["plan.threads_per_worker=1"]
         plans = {count: place_run(resolved, cluster, count, shared[count], of_plan, say=say) for count in counts}

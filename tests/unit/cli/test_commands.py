@@ -97,7 +97,7 @@ assert dir(paceline) == sorted(paceline.__all__)
 def test_help_and_mistakes_load_nothing_heavy() -> None:
     code = """
 import contextlib, io, json, sys
-from paceline.cli import main
+from paceline.cli.commands import main
 
 for sys.argv in json.loads(sys.argv[1]):
     with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):

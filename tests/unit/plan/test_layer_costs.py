@@ -84,7 +84,7 @@ def test_a_model_that_reads_values_is_refused_in_one_sentence() -> None:
 
 def test_each_strategy_divides_what_it_says() -> None:
     settings = ["optim.momentum=0.9", "parity=numeric"]
-    dp, fsdp = (paceline.dry_run_mesh("digits-lenet", mesh, settings=settings).memory for mesh in ("dp4", "fsdp4"))
+    dp, fsdp = (paceline.dry_run_mesh("digits-lenet", mesh, settings=settings) for mesh in ("dp4", "fsdp4"))
     num_bytes = 4 * sum(parameter.numel() for parameter in build("lenet").parameters())
     assert dp.parameter_bytes == dp.gradient_bytes == dp.optimizer_bytes == num_bytes
     assert fsdp.parameter_bytes == fsdp.gradient_bytes == fsdp.optimizer_bytes == num_bytes / 4

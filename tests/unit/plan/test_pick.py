@@ -45,8 +45,8 @@ def node_of(
     return Node("a-node", 8, 2**36, "", devices, cards, tuple(links))
 
 
-def pick(node: Node, num_devices: int, *, keep_busy: bool = False) -> DeviceChoice:
-    choice = paceline.topo(Cluster((node,)), pick=num_devices, keep_busy=keep_busy).choice
+def pick(node: Node, num_devices: int) -> DeviceChoice:
+    choice = paceline.topo(Cluster((node,)), pick=num_devices).choice
     assert choice is not None
     return choice
 
@@ -195,10 +195,9 @@ def test_of_many_devices_those_of_one_group_are_chosen_without_trying_all_rings(
     )
 
 
-def test_busy_gpus_are_left_out_unless_they_are_asked_for() -> None:
+def test_busy_gpus_are_left_out() -> None:
     node = node_of(ALIKE, 4, busy=(1,))
     assert pick(node, 3).devices == (0, 2, 3)
-    assert pick(node, 4, keep_busy=True).devices == (0, 1, 2, 3)
     assert any("GPU1" in note or "GPU 1" in note for note in paceline.topo(Cluster((node,))).node.notes)
 
 

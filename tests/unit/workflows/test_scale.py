@@ -55,7 +55,6 @@ def test_a_failed_run_is_told_at_the_end_and_made_again_alone(tmp_path: Path, la
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"devices": [1]}, ["devices2-seed0", "leave out"]),
         ({"max_steps": 2}, ["longer, of 3 steps"]),
         ({"settings": ["plan.timeout_s=60"]}, ["another plan"]),
         ({"settings": ["optim.lr=0.5"]}, ["optim.lr"]),

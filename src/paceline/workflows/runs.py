@@ -1,4 +1,7 @@
-"""From a job or a script to its workers: `paceline.train`, `paceline.launch`, and the folder of a run."""
+"""From a job or a script to its workers and their runs, one or several side by side.
+
+`paceline.train`, `launch`, `scale`, `report` and `watch`; and the folder of a run.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +11,37 @@ import itertools
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline import env
-from paceline.errors import LaunchError, PacelineError, file_problems
+from paceline.errors import JobError, LaunchError, PacelineError, WorkerFailed, file_problems
 from paceline.launch.run import LaunchOptions
 from paceline.measure.probe import feed_back
 from paceline.plan import spread
 from paceline.regular_files import make_run_folder, run_file_mode
 from paceline.spec import Job, Plan, RunRecord, parse_mesh
-from paceline.spec.codec import NonNegativeInt, PositiveFloat, PositiveInt
+from paceline.spec.codec import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
+from paceline.spec.forecast import Grow
 from paceline.spec.job import JOB_FILE, TrackerName, differences
 from paceline.spec.plan import LIMIT_FILE, PLAN_FILE, RunLimit
 from paceline.spec.record import RECORD_FILE
 from paceline.words import number_of
-from paceline.workflows.arguments import Say, checked, silent
+from paceline.workflows.arguments import Say, checked, read_counts, silent
 from paceline.workflows.jobs import CallbackLike, import_folders, place_run, resolve_job, with_callbacks
 from paceline.workflows.plan import with_forecast
 from paceline.workflows.where import HERE, Allocation, Where, open_allocation
 
+if TYPE_CHECKING:
+    from paceline.report.study import Study
+
 STALE_VIEW_S = 60.0
 """For at most this long a node takes the old content of a shared file for the present one, or believes it absent."""
+INTERVAL_S = 1.0
+"""How often the tables of `watch` are brought up to date."""
 _MOST_NAME_CHARACTERS = 50
 """What a folder's name keeps of its job's: 200 bytes at most in UTF-8, and file systems take 255."""
 
@@ -234,11 +243,11 @@ def launch(
         threads: CPU threads that each worker computes with; None: an equal share of the cores.
         strategy: how workers divide the model if the script does not choose it, such as "fsdp" or "dp2 x pp2".
         module: run `script` as a module, as `python -m` does.
-        where: the nodes, and how they are reached.
         max_restarts: how often all workers are started again after a failure; the script must resume by itself.
         debug_comm: compare every collective across workers, and turn on NCCL's debug output.
         torchrun: further arguments of torchrun, each as one word, such as --rdzv-conf=timeout=60.
         dry_run: print what would be started, and start nothing.
+        where: as for `train`.
 
     Raises:
         LaunchError: there is no such script, or workers cannot be started.
@@ -273,3 +282,156 @@ def check_script(script: str, *, is_module: bool) -> None:
         may_be_module = all(part.isidentifier() for part in script.split("."))
         hint = f"; if it is a module, add -m: -m {script}" if may_be_module else ""
         raise LaunchError(f"There is no script '{script}'{hint}.")
+
+
+@checked
+def scale(
+    job: Job | str | Path,
+    *,
+    devices: Sequence[int] | str = (1, 2),
+    seeds: PositiveInt = 1,
+    tolerance: UnitInterval = 0.01,
+    efficiency_floor: UnitInterval = 0.5,
+    grow: Grow = "none",
+    data: str | Path | None = None,
+    max_steps: PositiveInt | None = None,
+    out: Path | str | None = None,
+    settings: Sequence[str] = (),
+    quiet: bool = True,
+    where: Where = HERE,
+    strategy: str | None = None,
+    say: Say = silent,
+) -> Study:
+    """Train a job on several numbers of devices and return the study; it is also written to the study's folder.
+
+    A study that was begun in the same folder is continued: runs that have ended are not repeated.
+    Example: `study = paceline.scale("digits-lenet", devices=[1, 2], max_steps=20)`.
+
+    Args:
+        devices: the numbers of devices, one worker each; or a text such as "1,2,4" or "1..4".
+        seeds: runs for each number of devices, each with another seed.
+        tolerance: how much accuracy may be lost, absolute: 0.01 is one point.
+        efficiency_floor: least scaling efficiency worth recommending, in [0, 1].
+        grow: "none": the same global batch on every number of devices; "batch": the same batch for each device.
+        out: the study's folder, for scaling.json, scaling.csv, report.html and the runs; None: a new one under runs/.
+        job, data, max_steps, settings, quiet, where, strategy, say: as for `train`.
+
+    Raises:
+        PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
+        WorkerFailed: a run failed; the study of the others is written.
+    """
+    counts = read_counts("devices", devices)
+    base = resolve_job(job, settings, data, is_run=True)
+    study_dir, limit = new_run_dir(out, f"{base.name}-scaling"), RunLimit(max_steps)
+    jobs = {count: base.grown(count) if grow == "batch" else base for count in counts}
+    runs = {f"devices{count}-seed{base.seed + n}": (count, base.seed + n) for n in range(seeds) for count in counts}
+    records: list[RunRecord] = []
+    failures: dict[str, WorkerFailed] = {}
+    with open_allocation(where, study_dir) as allocation:
+        # A CPU device is a fixed number of threads, or two devices would be no more than one.
+        num_threads = spread(allocation.cluster, counts[-1]).threads_per_worker
+        settings, cluster = [f"plan.threads_per_worker={num_threads}", *settings], allocation.cluster
+        plans = {count: place_run(one, cluster, count, strategy, settings, say=say) for count, one in jobs.items()}
+        if grow == "none":
+            plans = {count: with_forecast(base, plan, say) for count, plan in plans.items()}
+        for name, (count, seed) in runs.items():
+            seeded, plan, run_dir = dataclasses.replace(jobs[count], seed=seed), plans[count], study_dir / "runs" / name
+            try:
+                record = _finished(run_dir, seeded, plan, max_steps)
+                records.append(record or run_job(allocation, seeded, plan, run_dir, limit, quiet=quiet))
+            except WorkerFailed as failure:
+                failures[name] = failure
+                say(f"{name}: {failure}")
+    if records:
+        study = _study(records, study_dir, grow, tolerance, efficiency_floor)
+    if failures:
+        told = "; ".join(f"{name}: {failure}".rstrip(".") for name, failure in failures.items())
+        first = next(iter(failures.values()))
+        raise WorkerFailed(f"{len(failures)} of {len(runs)} runs failed: {told}.", details=first.details)
+    return study
+
+
+def _finished(run_dir: Path, job: Job, plan: Plan, max_steps: int | None) -> RunRecord | None:
+    """The record of the run in this folder if it has ended; whatever its speed follows from has to be the same."""
+    record = finished_run(run_dir, job, max_steps)
+    if record is not None:
+        before = Plan.load(run_dir / PLAN_FILE)
+        expected = dataclasses.replace(plan, forecast_samples_per_s=before.forecast_samples_per_s)
+        if (Job.load(run_dir / JOB_FILE), before) != (job, expected):
+            raise JobError(f"{run_dir} holds a run of another plan or job; name another folder for this study.")
+    return record
+
+
+@checked
+def report(
+    runs: Iterable[Path | str] | Path | str,
+    *,
+    out: Path | str | None = None,
+    tolerance: UnitInterval = 0.01,
+    efficiency_floor: UnitInterval = 0.5,
+) -> Study:
+    """The study that the records in some run folders make.
+
+    Example: `paceline.report(Path("runs").glob("mnist-*"))`.
+
+    Args:
+        runs: run folders, each with a record.json, or one of them.
+        out: the folder for scaling.json, scaling.csv and report.html; None: nothing is written.
+        tolerance, efficiency_floor: as for `scale`.
+
+    Raises:
+        PacelineError: a folder without a record, or with a damaged one; records that are not of one study.
+    """
+    folders = [runs] if isinstance(runs, Path | str) else runs
+    records = [RunRecord.load(Path(folder) / RECORD_FILE) for folder in folders]
+    return _study(records, None if out is None else Path(out), None, tolerance, efficiency_floor)
+
+
+def _study(
+    records: Sequence[RunRecord], folder: Path | None, grow: Grow | None, tolerance: float, efficiency_floor: float
+) -> Study:
+    """The study of these runs, written into a folder if there is one; `grow` None: as the records show."""
+    from paceline.report.study import analyse, detect_grow
+    from paceline.report.study_page import write_study  # loads a template engine
+
+    grow = grow or detect_grow(records)
+    study = analyse(records, grow=grow, tolerance=tolerance, efficiency_floor=efficiency_floor)
+    if folder is not None:
+        write_study(study, folder)
+    return study
+
+
+@checked
+def watch(runs: Iterable[Path | str] | Path | str) -> None:
+    """Show runs side by side in the terminal, and keep the tables up to date until all have ended, or Ctrl-C.
+
+    Loss, throughput, where a step's time goes, evaluations, what every worker does, events, and how
+    the jobs of the runs differ. Where standard output is no terminal, the tables are printed once.
+
+    Example: `paceline.watch("runs/mnist-lenet")`.
+
+    Args:
+        runs: run folders, or one of them; runs of different jobs too.
+
+    Raises:
+        PacelineError: no such folder.
+    """
+    from rich.console import Console
+    from rich.live import Live
+
+    from paceline.hardware.nvml import gpu_use
+    from paceline.report.watch import read_run, watch_table
+
+    folders = [Path(run) for run in ([runs] if isinstance(runs, Path | str) else runs)]
+    if not folders:
+        raise PacelineError("watch needs at least one run folder, such as runs/mnist-lenet.")
+    console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, markup=False, width=160)
+    with Live(console=console, auto_refresh=False) as shown, contextlib.suppress(KeyboardInterrupt):
+        while True:
+            found = [read_run(folder) for folder in folders]
+            shown.update(watch_table(found, gpu_use()), refresh=console.is_terminal)
+            if not console.is_terminal or all(run.state in ("finished", "failed", "silent") for run in found):
+                break
+            time.sleep(INTERVAL_S)
