@@ -200,11 +200,8 @@ def options_in(parser: argparse.ArgumentParser) -> list[str]:
 
 
 def parse(name: str, command: Command, words: Sequence[str]) -> dict[str, Any]:
-    """What a command line gives to a command, by the names of parameters.
-
-    Raises:
-        PacelineError: an option that is not there, or a value that cannot be read.
-    """
+    """What a command line gives to a command, by the names of parameters. Raises `PacelineError` for an option that is
+    not there, or a value that cannot be read."""
     parser, after = parser_of(name, command), []
     if command.passes_on == "others" and "--" in words:
         words, after = words[: words.index("--")], list(words[words.index("--") + 1 :])

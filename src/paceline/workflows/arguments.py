@@ -70,11 +70,8 @@ def field_meanings(table: type) -> dict[str, str]:
 
 
 def read_counts(name: str, given: Sequence[int] | str) -> list[int]:
-    """Numbers, or a text such as "1..4,8", ascending and once each; long ranges are thinned out.
-
-    Raises:
-        JobError: something else; names the argument.
-    """
+    """Numbers, or a text such as "1..4,8", ascending and once each; long ranges are thinned out. Raises `JobError` for
+    something else; it has the argument's `name`."""
     counts: set[int] = set()
     for part in (given if isinstance(given, str) else ",".join(map(str, given))).split(","):
         ends = re.fullmatch(r"\s*([0-9]{1,9})\s*(?:\.\.\s*([0-9]{1,9})\s*)?", part)
@@ -90,11 +87,8 @@ def read_counts(name: str, given: Sequence[int] | str) -> list[int]:
 
 
 def read_price(price: float | str | None) -> tuple[float | None, str]:
-    """The amount and the currency of 2.5, "2.5" or "2.5 USD"; an empty currency where none is given.
-
-    Raises:
-        JobError: it is not an amount of 0 or more, with a currency or without.
-    """
+    """The amount and the currency of 2.5, "2.5" or "2.5 USD"; an empty currency where none is given. Raises `JobError`
+    for something else."""
     if price is None:
         return None, ""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?) ?(\D{0,8})", str(price).strip())

@@ -143,11 +143,7 @@ def export(checkpoint: str | Path, target: str | Path, *, force: bool = False, s
 @contextlib.contextmanager
 def _opened(place: Path | str) -> Iterator[tuple[Storage, list[str]]]:
     """The storage that is meant by a run folder, a folder of checkpoints or one checkpoint, as a path or an address;
-    and the checkpoints there, complete or not, oldest first, or the one.
-
-    Raises:
-        CheckpointError: there are none, or the storage fails.
-    """
+    and the checkpoints there, complete or not, oldest first, or the one. Raises `CheckpointError` if there are none."""
     from paceline.checkpoint.format import IN_RUN_FOLDER, MANIFEST_FILE, Storage
 
     with file_problems(f"{place} cannot be read", CheckpointError):

@@ -43,13 +43,8 @@ def resolve_job(
     *,
     is_run: bool = False,
 ) -> Job:
-    """The job of a value, a file or the name of a recipe, with changes applied: arguments as for `train`.
-
-    `is_run`: whether settings of the plan are allowed, which `place_run` reads.
-
-    Raises:
-        JobError: neither a file nor a recipe, an invalid setting, or a function that workers cannot import.
-    """
+    """The job of a value, a file or the name of a recipe, with changes applied: arguments as for `train`, which may be
+    wrong (`JobError`). `is_run`: whether settings of the plan are allowed, which `place_run` reads."""
     of_plan = plan_settings(settings)
     if of_plan and not is_run:
         raise JobError(f"{shown(of_plan[0])} is for the plan of a run, in train and scale alone; leave it out here.")
@@ -67,11 +62,7 @@ def resolve_job(
 
 
 def load_job(source: str | Path) -> Job:
-    """The recipe of that name, or the job in a TOML file.
-
-    Raises:
-        JobError: there is neither, or the file is no TOML, or no job.
-    """
+    """The recipe of that name, or the job in a TOML file. Raises `JobError` where there is neither, or it is no job."""
     name, path = str(source), RECIPES.get(str(source), Path(source))
     if is_script(name):
         raise JobError(f"'{name}' is a script, not a job; `paceline launch {name}` runs it.")
@@ -96,10 +87,7 @@ def load_job(source: str | Path) -> Job:
 
 def is_script(job: Job | str | Path, arguments: Sequence[str] = (), **changes: Any) -> bool:
     """Whether `job` is a Python script (*.py), which takes `arguments`; others take `changes`, by names of options.
-
-    Raises:
-        JobError: what the one takes is given to the other; names it.
-    """
+    Raises `JobError` for what the one takes and the other is given."""
     is_one = not isinstance(job, Job) and str(job).endswith(".py")
     given = [f"--{name}" for name, value in changes.items() if value]
     if is_one and given:
@@ -113,11 +101,7 @@ def is_script(job: Job | str | Path, arguments: Sequence[str] = (), **changes: A
 
 
 def check_names(job: Job) -> None:
-    """Raise early what workers would raise for names that are unknown; import paths are not checked.
-
-    Raises:
-        ModelError, DataError, JobError: there is no such model, data set or optimizer.
-    """
+    """Raise early what workers would raise for an unknown model, data set or optimizer; import paths stay unchecked."""
     from paceline.data import source  # these three load torch
     from paceline.models import constructor
     from paceline.train.optim import optimizer_class
@@ -140,12 +124,7 @@ def with_callbacks(job: Job, callbacks: Sequence[CallbackLike]) -> Job:
 
 
 def import_path(build: Any, keyword: str) -> str:
-    """ "package.module:build" for a function or class that builds a model or data sets.
-
-    Raises:
-        JobError: worker processes cannot import it, because it is no function, or was defined in a notebook, in the
-            script that runs, or inside of another function.
-    """
+    """ "package.module:build" for a function or class; raises `JobError` for one that workers cannot import."""
     module, name = getattr(build, "__module__", None), getattr(build, "__qualname__", None)
     if not callable(build) or not module or not name or module == "__main__" or "<" in name:
         raise JobError(
@@ -188,14 +167,7 @@ def place_run(
     given: Plan | None = None,
     say: Say = silent,
 ) -> Plan:
-    """A plan for a job on so many devices.
-
-    Args:
-        strategy: how workers divide the model: dp (the default), fsdp, zero1, zero2, hsdp, pp, tp, dp_one_process, a
-            mesh such as "dp2 x pp2", or auto: the planner chooses.
-        settings: those of the plan count, such as "plan.recompute=true".
-        given: what `paceline plan` recommended, in place of a strategy.
-        say: receives the reason why the planner chose a strategy.
+    """A plan for a job on so many devices. `given` is `plan` of `train`; of `settings` those of the plan count.
 
     Raises:
         JobError: a setting without the axis that it speaks of, a job that does not fit, or what `place` refuses.
@@ -324,8 +296,8 @@ def _keys_of(table: type, prefix: str, *, is_left_out: bool = False) -> Iterator
             continue
         default = None if field.default is dataclasses.MISSING else field.default
         default = default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        shown = "" if default is None or is_left_out else json.dumps(default)
-        yield CatalogEntry(name, meanings[field.name], _values(kind), shown)
+        in_toml = "" if default is None or is_left_out else json.dumps(default)
+        yield CatalogEntry(name, meanings[field.name], _values(kind), in_toml)
 
 
 def _values(kind: Any) -> str:

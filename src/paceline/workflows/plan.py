@@ -239,11 +239,7 @@ def _recommended_plan(
 
 def with_forecast(job: Job, plan: Plan, say: Say) -> Plan:
     """The plan with its forecast; unchanged if this job was not probed, and for a mesh, since the steps of a probe are
-    those of whole replicas.
-
-    Raises:
-        ClusterError: there is a file, but it cannot be read.
-    """
+    those of whole replicas. Raises `ClusterError` for a cluster.json that cannot be read."""
     cluster = Cluster.load(CLUSTER_FILE) if CLUSTER_FILE.exists() else Cluster(())
     is_meshed = plan.mesh is not None and not plan.mesh.is_plain
     if is_meshed or all(timing.job != job.name for timing in cluster.timings):

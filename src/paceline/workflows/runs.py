@@ -123,14 +123,8 @@ def run_job(
     max_restarts: NonNegativeInt = 0,
     **writing: Any,
 ) -> RunRecord:
-    """Train a job by its plan; its record, with the whole time, and the error of its forecast noted.
-
-    `writing` are options of `write_run`. The caller holds the folder.
-
-    Raises:
-        WorkerFailed: a worker failed; its message names the rank and the reason.
-        PacelineError: the record is not there at the end, or damaged.
-    """
+    """Train a job by its plan; its record, with the whole time, and the error of its forecast noted. It raises what
+    `train` does. `writing` are options of `write_run`. The caller holds the folder."""
     started, file = time.monotonic(), run_dir / RECORD_FILE
     if file.exists():  # of a finished run, of which more is wanted
         file.rename(run_dir / f"record-{RunRecord.load(file).steps}-steps.json")
@@ -165,11 +159,8 @@ def new_run_dir(out: Path | str | None, name: str) -> Path:
 
 
 def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool = False) -> RunRecord | None:
-    """The record of the run in `run_dir` if nothing is left to do of `job`; None if there is. Changes nothing.
-
-    Raises:
-        PacelineError: the folder holds a finished run of another job, or of more epochs or steps.
-    """
+    """The record of the run in `run_dir` if nothing is left to do of `job`; None if there is.
+    Raises `PacelineError` for a finished run of another job, or of more epochs or steps."""
     if not (run_dir / RECORD_FILE).exists():
         return None
     record = RunRecord.load(run_dir / RECORD_FILE)

@@ -187,12 +187,7 @@ def _like(here: Cluster, slots: Mapping[str, int | None]) -> Cluster:
 
 def _ask(slots: Mapping[str, int | None], reaches: Mapping[str, Reach], interface: str | None) -> tuple[Cluster, str]:
     """What nodes say of themselves, and where agents can meet on the first: at the address of its name, if it has that
-    one, else of the interface or the first one.
-
-    Raises:
-        LaunchError: a node does not answer, has other versions, or no such interface.
-        ClusterError: a node has fewer free GPUs than it is to have workers.
-    """
+    one, else of the interface or the first one. Raises `LaunchError` or `ClusterError` where a node is of no use."""
     from concurrent.futures import ThreadPoolExecutor
 
     from paceline.workflows.machine import versions
