@@ -167,11 +167,8 @@ def place_run(
     given: Plan | None = None,
     say: Say = silent,
 ) -> Plan:
-    """A plan for a job on so many devices. `given` is `plan` of `train`; of `settings` those of the plan count.
-
-    Raises:
-        JobError: a setting without the axis that it speaks of, a job that does not fit, or what `place` refuses.
-    """
+    """A plan for a job on so many devices. `given` is `plan` of `train`; of `settings` those of the plan count. Raises
+    `JobError` for a setting without the axis that it speaks of, a job that does not fit, or what `place` refuses."""
     if given is not None and strategy is not None:
         raise JobError(f"strategy = {strategy!r} and a plan both say how workers divide the model; give one of them.")
     of_plan = plan_settings(settings)
@@ -191,10 +188,15 @@ def place_run(
         raise JobError(f"The plan lays out {mesh.num_workers} workers as {mesh}, not {num_devices}; leave workers out.")
     axes, is_alone = mesh or Mesh(), mesh is not None and mesh.num_workers == 1  # which shares nothing
     is_served = job.aggregation.method == "parameter_server_async" or asked.algorithm.startswith("parameter_server")
-    has_effect = {"pipeline": axes.pp > 1, "cpu_offload": axes.fsdp > 1, "recompute": mesh, "num_servers": is_served}
-    for name, there in has_effect.items():
-        if getattr(asked, name) != getattr(Plan(), name) and not there and not is_alone:
-            raise JobError(f"plan.{name} has no effect with strategy = {strategy or 'dp'!r}; change one of them.")
+    needs = {
+        "pipeline": ("strategy = 'pp'", axes.pp > 1),
+        "cpu_offload": ("strategy = 'fsdp'", axes.fsdp > 1),
+        "recompute": ("a mesh, such as strategy = 'fsdp'", mesh is not None),
+        "num_servers": ("plan.algorithm = 'parameter_server'", is_served),
+    }
+    for name, (needed, is_there) in needs.items():
+        if getattr(asked, name) != getattr(Plan(), name) and not is_there and not is_alone:
+            raise JobError(f"plan.{name} has no effect without {needed}; name it too, or leave plan.{name} out.")
     is_one_process = strategy == "dp_one_process"
     placed = place(
         job,

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 STALE_VIEW_S = 60.0
 """For at most this long a node takes the old content of a shared file for the present one, or believes it absent."""
-INTERVAL_S = 1.0
-"""How often the tables of `watch` are brought up to date."""
 _MOST_NAME_CHARACTERS = 50
 """What a folder's name keeps of its job's: 200 bytes at most in UTF-8, and file systems take 255."""
 
@@ -425,4 +423,4 @@ def watch(runs: Iterable[Path | str] | Path | str) -> None:
             shown.update(watch_table(found, gpu_use()), refresh=console.is_terminal)
             if not console.is_terminal or all(run.state in ("finished", "failed", "silent") for run in found):
                 break
-            time.sleep(INTERVAL_S)
+            time.sleep(1.0)
