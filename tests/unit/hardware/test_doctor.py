@@ -204,19 +204,11 @@ def test_this_machine_is_judged_in_sentences_with_advice_where_something_is_wron
 
 
 @pytest.mark.parametrize(
-    ("levels", "strict", "code"),
-    [
-        ([], False, 0),
-        (["ok"], True, 0),
-        (["ok", "warning"], False, 0),
-        (["ok", "warning"], True, 1),
-        (["warning", "error"], False, 2),
-        (["error"], True, 2),
-    ],
+    ("levels", "code"), [([], 0), (["ok"], 0), (["ok", "warning"], 0), (["warning", "error"], 2), (["error"], 2)]
 )
-def test_exit_codes(levels: list[checks.Level], strict: bool, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exit_codes(levels: list[checks.Level], code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paceline, "doctor", lambda: [Finding(level, "x", "X.", "fix") for level in levels])
-    assert commands.doctor(strict=strict) == code
+    assert commands.doctor() == code
 
 
 # --- several nodes ---
