@@ -162,7 +162,7 @@ def passed_on() -> dict[str, str]:
 def cpus(local_rank: int) -> set[int]:
     """The cores that a worker of this node is to stay on; empty: any."""
     shares = text(CPUS).split(";")
-    return {int(cpu) for cpu in shares[local_rank].split(",")} if len(shares) > local_rank and text(CPUS) else set()
+    return {int(cpu) for cpu in shares[local_rank].split(",") if cpu} if len(shares) > local_rank else set()
 
 
 def node_name() -> str:

@@ -135,7 +135,7 @@ def probe(out: str = "cluster.json", **options: Any) -> None:
 def plan(job: str, as_json: bool = False, dry_run_mesh: str | None = None, **options: Any) -> None:
     """Forecast time, throughput and cost of a job on 1…N devices, and recommend a number of them."""
     if dry_run_mesh is not None:
-        if unused := options.keys() - {"settings", "data"}:
+        if unused := {*options, *["json"] * as_json} - {"settings", "data"}:
             raise JobError(f"--{min(unused).replace('_', '-')} has no effect with --dry-run-mesh: leave it out.")
         print_memory(paceline.dry_run_mesh(job, dry_run_mesh, **options))
         return

@@ -261,8 +261,7 @@ def root_cause(processes: Sequence[WorkerProcess]) -> WorkerProcess | None:
 
 
 def signal_name(number: int) -> str:
-    named = (one.name for one in signal.Signals if one == number)
-    return next(named, f"signal {number}")  # real-time signals have no names
+    return next((one.name for one in signal.Signals if one == number), f"signal {number}")  # real-time ones have none
 
 
 def log_path(run_dir: Path, rank: int) -> Path:

@@ -82,7 +82,8 @@ def _obey(line: int) -> None:
             if request.strip() == b"TERM":
                 os.kill(os.getpid(), signal.SIGTERM)
             for supervisor in psutil.Process().children() if request.strip() == b"USR1" else ():
-                supervisor.send_signal(signal.SIGUSR1)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    supervisor.send_signal(signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGKILL)  # the supervisors of the workers see it, and kill all that they have started
 
 

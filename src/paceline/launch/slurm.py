@@ -18,7 +18,7 @@ from paceline.launch.command_lines import output_of
 SAVE_BEFORE_LIMIT_S = 120
 """How long before the time limit of a job its run is asked to save and to end; Slurm itself may be a minute late."""
 ASK_TIMEOUT_S = 30.0
-"""Timeout for scontrol or sbatch; a busy controller needs some seconds."""
+"""Timeout for scontrol; a busy controller needs some seconds."""
 
 _BODY = """\
 umask 077

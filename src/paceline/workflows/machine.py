@@ -149,7 +149,7 @@ def survey(nodes: Mapping[str, Reach], folder: Path) -> tuple[Finding, ...]:
         try:
             told = json.loads(nodes[node].output_of(program, ANSWER_LIMIT_S).splitlines()[-1])
             skew_s = told["time_s"] - time.time()
-            return Surveyed(facts_of(told["facts"]), skew_s, told["marker"] == marker, told["unreachable"])
+            return Surveyed(facts_of(told["facts"]), skew_s, told["marker"] == Path(marker).name, told["unreachable"])
         except LaunchError as problem:
             return Finding("error", "node", str(problem), f"Try: ssh {node} hostname", node)
         except (LookupError, TypeError, ValueError):
@@ -158,9 +158,8 @@ def survey(nodes: Mapping[str, Reach], folder: Path) -> tuple[Finding, ...]:
     with ExitStack() as at_end, ThreadPoolExecutor(len(nodes)) as pool:
         with suppress(OSError):  # where nothing can be written, the check of the folder says so
             there = next(level for level in (folder, *folder.parents) if level.is_dir())
-            file = at_end.enter_context(NamedTemporaryFile("w", dir=there, prefix=".paceline-doctor-"))
-            marker = file.name  # the file holds its own random name
-            print(marker, file=file, flush=True)
+            marker = at_end.enter_context(NamedTemporaryFile(dir=there, prefix=".paceline-doctor-")).name
+            Path(marker).write_text(Path(marker).name)  # it is random
         found = dict(zip(nodes, pool.map(look_at, nodes), strict=True))
     findings = [one for one in found.values() if isinstance(one, Finding)]
     surveyed = {node: one for node, one in found.items() if isinstance(one, Surveyed)}

@@ -203,7 +203,8 @@ def _ask(slots: Mapping[str, int | None], reaches: Mapping[str, Reach], interfac
             raise LaunchError(f"{address} has {theirs}, and this machine {mine}; install the same there.")
         node = replace(from_mapping(Node, one["node"]), hostname=address, is_remote=True)
         nodes.append(_with_num_workers(node, num_workers or len(node.devices)))
-    name, addresses = next(iter(slots)), [address for one, address in told[0]["addresses"] if interface in (None, one)]
+    name, wanted = next(iter(slots)), interface and interface.split(",")
+    addresses = [address for one, address in told[0]["addresses"] if not wanted or one in wanted]
     if not addresses:
         raise LaunchError(f"{name} has no network interface {interface or ''} with an address that others could reach.")
     with contextlib.suppress(OSError):

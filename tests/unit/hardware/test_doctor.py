@@ -263,8 +263,10 @@ def reached(program: Sequence[str] | None = None) -> Reach:
 
 @pytest.mark.budget(processor_s=30)
 def test_one_machine_that_is_named_twice_is_found_out(tmp_path: Path) -> None:
-    found = survey({"127.0.0.1": reached(), "127.0.0.2": reached()}, tmp_path)
-    assert list(tmp_path.iterdir()) == []  # the mark is gone
+    folder = tmp_path / "Läufe"
+    folder.mkdir()
+    found = survey({"127.0.0.1": reached(), "127.0.0.2": reached()}, folder)
+    assert list(folder.iterdir()) == []  # the mark is gone
     assert {finding.node for finding in found} == {"127.0.0.1", "127.0.0.2", ""}
     levels = {finding.check: finding.level for finding in found}
     assert levels["way to 127.0.0.2"] == "error"

@@ -5,16 +5,24 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import env
 from paceline.errors import LaunchError
+from paceline.launch import agent
 from paceline.launch.command_lines import parse_node_list
+from paceline.launch.run import Reach
 from paceline.launch.slurm import allocation
+from paceline.workflows import where
+from paceline.workflows.machine import describe_node
 
 SLURM_LISTS: dict[str, list[str]] = json.loads(
     (Path(__file__).parents[2] / "data" / "slurm_node_lists.json").read_text()
@@ -129,3 +137,27 @@ def test_a_node_has_as_many_workers_as_gpus_else_as_tasks(
             allocation(given)
     else:
         assert list(allocation(given).values()) == counts
+
+
+@pytest.mark.parametrize(("interface", "endpoint"), [("ib9,ib1", "10.1.0.1:7"), ("eth0", "10.0.0.1:7")])
+def test_agents_meet_at_an_address_of_one_of_the_interfaces_that_are_named(interface: str, endpoint: str) -> None:
+    told = describe_node() | {"addresses": [("eth0", "10.0.0.1"), ("ib1", "10.1.0.1")], "port": 7}
+    answering = Reach(("gpu1",), lambda _program, _environ: [sys.executable, "-c", f"print({json.dumps(told)!r})"])
+    assert where._ask({"gpu1": None}, {"gpu1": answering}, interface)[1] == endpoint
+    with pytest.raises(LaunchError, match="gpu1 has no network interface eth9"):
+        where._ask({"gpu1": None}, {"gpu1": answering}, "eth9")
+
+
+def test_a_worker_that_has_just_ended_does_not_end_the_line_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    def send_signal(_number: int) -> None:
+        raise psutil.NoSuchProcess(1)
+
+    killed: list[tuple[int, int]] = []
+    gone = SimpleNamespace(send_signal=send_signal)
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(children=lambda: [gone]))
+    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
+    line, launcher = os.pipe()
+    os.write(launcher, b"USR1\n")
+    os.close(launcher)
+    agent._obey(line)
+    assert killed == [(os.getpid(), signal.SIGKILL)]

@@ -143,3 +143,11 @@ def test_a_bug_inside_the_users_module_keeps_its_traceback(tmp_path: Path, monke
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="nosuchlibrary"):
         imported("with_a_bug:x", "model.name")
+
+
+@pytest.mark.parametrize(("told", "cores"), [("0,2;1,3", {1, 3}), (";", set()), ("0", set()), ("", set())])
+def test_a_worker_whose_cores_are_not_known_stays_on_none(
+    told: str, cores: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(env.CPUS, told)
+    assert env.cpus(1) == cores
