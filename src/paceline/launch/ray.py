@@ -103,8 +103,8 @@ def _obey(requests: Path) -> NoReturn:
 
 def _start_agent(config: dict[str, Any]) -> None:
     """On a node: run the command, which sees its line to the launcher closed when this process ends."""
-    # Ray has set the address, and a port that was free for its own group.
-    endpoint = f"{env.text('MASTER_ADDR')}:{int(env.text('MASTER_PORT')) + 1}"
+    # Ray has set the address, and a port at random; the kernel gives none below 32,000 to anybody.
+    endpoint = f"{env.text('MASTER_ADDR')}:{20_000 + int(env.text('MASTER_PORT')) % 12_000}"
     program = [word.replace(FIRST_NODE, endpoint) for word in config["program"]]
     with (
         open(config["requests"], "rb") as requests,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,10 +86,8 @@ def _last_lines(path: Path) -> list[dict[str, Any]]:
     with contextlib.suppress(OSError), open(path, "rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
         for text in file:
-            with contextlib.suppress(ValueError):  # the first is cut, the last may be half written
-                line = json.loads(text)
-                if isinstance(line, dict):
-                    found.append(line)
+            with contextlib.suppress(ValueError, TypeError):  # the first is cut, the last may be half written
+                found.append(dict(json.loads(text)))
     return found
 
 
@@ -135,7 +134,9 @@ def _mapping(path: Path) -> dict[str, Any]:
 
 
 def _modified_s(path: Path) -> float:
-    return path.stat().st_mtime if path.exists() else 0.0
+    with contextlib.suppress(OSError):  # there is none, or it was just removed
+        return path.stat().st_mtime
+    return 0.0
 
 
 def _number(mapping: Mapping[str, Any], name: str) -> float | None:
@@ -195,7 +196,7 @@ def _step_time(run: WatchedRun) -> str:
 
 def _workers(run: WatchedRun, gpus: Mapping[int, GpuUse]) -> Grid:
     def gpu(worker: WorkerStatus) -> str:
-        use = None if worker.node else gpus.get(worker.pid)
+        use = gpus.get(worker.pid) if worker.node == socket.gethostname() else None
         if use is None:
             return NOTHING
         held = "" if use.memory_bytes is None else f", {size(use.memory_bytes)}"
@@ -203,7 +204,7 @@ def _workers(run: WatchedRun, gpus: Mapping[int, GpuUse]) -> Grid:
 
     columns = [
         ("rank", lambda worker: str(worker.rank)),
-        ("node", lambda worker: worker.node or "this node"),
+        ("node", lambda worker: worker.node),
         ("step", lambda worker: NOTHING if worker.step is None else f"{worker.step:,}"),
         ("memory", lambda worker: NOTHING if worker.memory_bytes is None else size(worker.memory_bytes)),
         ("GPU", gpu),

@@ -112,7 +112,7 @@ class WorkerStatus:
 
     rank: NonNegativeInt
     node: str
-    """Its hostname; empty: the launcher's own."""
+    """Its hostname."""
     pid: NonNegativeInt
     step: int | None
     """Optimizer updates done; None for a program without a `Run`."""

@@ -177,8 +177,8 @@ def plan(
     )
     if not isinstance(job, Job) and str(job).endswith((".csv", ".tsv")):
         of_jobs: dict[str, Any] = {"noise_scale": noise_scale, "target_samples": target_samples, "link_rate": link_rate}
-        of_jobs |= {"data": data, "settings": settings, "trace": trace, "grow": grow != "none"}
-        if given := [f"{name} = {shown(value)}" for name, value in of_jobs.items() if value]:
+        of_jobs |= {"data": data, "settings": settings, "trace": trace, "grow": grow}
+        if given := [f"{name} = {shown(value)}" for name, value in of_jobs.items() if value and value != "none"]:
             raise JobError(f"{given[0]} has no effect on the table of steps {job}: leave it out.")
         planned = PlannedJob(_forecast_of_table(Path(job), counts, request), None)
     else:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from pathlib import Path
 
 import pytest
 
 import paceline
+from paceline.hardware import nvml
 from paceline.report.watch import read_run
-from paceline.spec.record import RunStatus, WorkerStatus
+from paceline.spec.record import GpuUse, RunStatus, WorkerStatus
 
 
 def _write(folder: Path, lr: float, losses: list[float]) -> None:
@@ -28,7 +30,11 @@ def _status(folder: Path, when_s: float) -> None:
     RunStatus(when_s, (worker,)).save(folder / "workers.json")
 
 
-def test_a_run_is_shown_as_its_files_tell_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_shown_as_its_files_tell_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu2")
+    monkeypatch.setattr(nvml, "gpu_use", lambda: {77: GpuUse(3, 5 << 30, 0.5)})
     one, other = tmp_path / "one", tmp_path / "other"
     _write(one, 0.1, [2.0, 1.25])
     _write(other, 0.2, [3.0])
@@ -49,7 +55,17 @@ def test_a_run_is_shown_as_its_files_tell_of_it(tmp_path: Path, capsys: pytest.C
         "accuracy 0.875",
     ):
         assert fact in shown, fact
-    for fact in ("gpu2", "summing gradients", "2 GiB", "optim.lr", "0.1", "0.2", "Epoch 1 ended", "Rank 1 raised"):
+    for fact in (
+        "gpu2",
+        "summing gradients",
+        "2 GiB",
+        "3, 5 GiB, 50% busy",
+        "optim.lr",
+        "0.1",
+        "0.2",
+        "Epoch 1 ended",
+        "Rank 1 raised",
+    ):
         assert fact in shown, fact
 
 
