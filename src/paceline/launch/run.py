@@ -90,11 +90,11 @@ def agent_commands(
         LaunchError: more workers on a node than it has GPUs in the plan.
     """
     commands = []
-    for reach, share in zip(reaches, plan.placements, strict=False):
-        if share.devices and len(share.devices) < share.num_workers:
+    for reach, placement in zip(reaches, plan.placements, strict=False):
+        if placement.devices and len(placement.devices) < placement.num_workers:
             raise LaunchError(
-                f"{share.num_workers} workers cannot share {len(share.devices)} GPUs of "
-                f"{share.hostname or 'this node'}; give every worker one."
+                f"{placement.num_workers} workers cannot share {len(placement.devices)} GPUs of "
+                f"{placement.hostname or 'this node'}; give every worker one."
             )
         environ = {
             "OMP_NUM_THREADS": str(plan.threads_per_worker),
@@ -105,12 +105,12 @@ def agent_commands(
         if plan.debug_comm:
             # Not TORCH_DISTRIBUTED_DEBUG=DETAIL: torch 2.13 crashes with it in DistributedDataParallel over Gloo.
             environ |= {env.DEBUG_COMM: "1", "NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,GRAPH,COLL"}
-        if share.devices:
-            devices = ",".join(map(str, share.devices))
+        if placement.devices:
+            devices = ",".join(map(str, placement.devices))
             environ |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": devices}
         environ |= env.note(env.NODE, reach.node)
-        environ |= env.note(env.CPUS, ";".join(",".join(map(str, cpus)) for cpus in share.cpus))
-        arguments = ["--nnodes", str(len(plan.placements)), "--nproc-per-node", str(share.num_workers)]
+        environ |= env.note(env.CPUS, ";".join(",".join(map(str, cpus)) for cpus in placement.cpus))
+        arguments = ["--nnodes", str(len(plan.placements)), "--nproc-per-node", str(placement.num_workers)]
         arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", options.run_dir.name]
         arguments += ["--max-restarts", str(options.max_restarts), *options.torchrun]
         agent = (reach.python, "-m", "paceline.launch.agent", *arguments, *program)
