@@ -28,8 +28,6 @@ _MOST_ROWS_IN_FULL = 64
 """A range up to here has a row for every count; beyond, four counts for each doubling."""
 _DISTURBED_SPREAD = 0.1
 """Steps of an idle machine vary less than by this part."""
-_WORTH_A_DEVICE = 0.5
-"""Scaling is inefficient where one more device brings less than this part of what the first one brought."""
 
 
 def counts_between(first: int, last: int) -> list[int]:
@@ -236,7 +234,6 @@ def _recommended(
         recommended_row=next(place for place, row in enumerate(rows) if row is chosen),
         verdict=verdict,
         reason=reason,
-        bend=scaling_knee(curve),
         efficiency_floor=request.efficiency_floor,
         price_per_device_hour=request.price_per_device_hour,
         currency=request.currency,
@@ -294,7 +291,9 @@ def explain_choice(
 
     def reason(row: ForecastRow) -> str:
         useful = "" if row.useful_efficiency is None else f" ({100 * row.useful_efficiency:.0f} % in useful samples)"
-        return f"{speed(row)}, an efficiency of {100 * row.efficiency:.0f} %{useful}, bound by {_bound(row)}"
+        times_s = {"communication": row.exposed_s, "loader": row.loader_s, "compute": row.compute_s}
+        bound = f"{row.bound_by} ({duration(times_s.get(row.bound_by, row.overhead_s))} of {duration(row.step_s)})"
+        return f"{speed(row)}, an efficiency of {100 * row.efficiency:.0f} %{useful}, bound by {bound}"
 
     if len(rows) == 1:
         verdict = f"{name}: {chosen.samples_per_s:,.0f} samples/s."
@@ -318,33 +317,6 @@ def _devices(row: ForecastRow) -> str:
     return number_of(row.devices, "device")
 
 
-def _bound(row: ForecastRow) -> str:
-    """ "communication (12.0 of 20.0 ms)"."""
-    times_s = {"communication": row.exposed_s, "loader": row.loader_s, "compute": row.compute_s}
-    time_s = times_s.get(row.bound_by, row.overhead_s)
-    return f"{row.bound_by} ({duration(time_s)} of {duration(row.step_s)})"
-
-
-def scaling_knee(rows: Sequence[ForecastRow]) -> str:
-    """The number of devices after which one more brings less than half of what the first one did, in sentences.
-
-    Args:
-        rows: one for each number of devices, in ascending order.
-    """
-    if len(rows) == 1:
-        return "This is the only number of devices here, which tells nothing of scaling."
-    for place, row in enumerate(rows[:-1]):
-        # Counts that divide the shards unevenly do not count: the best gain up to twice the devices decides.
-        later = [other for other in rows[place + 1 :] if other is rows[place + 1] or other.devices <= 2 * row.devices]
-        gain = max((other.speedup - row.speedup) / (other.devices - row.devices) for other in later)
-        if gain < _WORTH_A_DEVICE:
-            return (
-                f"Scaling becomes inefficient after {_devices(row)} ({row.speedup:.3g}x): from there a further device "
-                f"brings less than half of what the first one brought, bound by {_bound(rows[place + 1])}."
-            )
-    return f"Scaling stays efficient up to {_devices(rows[-1])} ({rows[-1].speedup:.3g}x)."
-
-
 def _past_error(forecast_errors: Sequence[float]) -> str:
     """ "within 4 % on the last 12 runs", the 90th percentile of the errors of forecasts; empty without a run."""
     if not forecast_errors:
@@ -357,9 +329,6 @@ def _past_error(forecast_errors: Sequence[float]) -> str:
 def _unmeasured(measured: Sequence[StepRow], asked: Sequence[StepRow]) -> Iterator[str]:
     """A sentence for each thing that forecasts need and nobody measured."""
     most_on_node = max(row.most_on_node for row in measured)
-    fewest = min(row.num_workers for row in (*measured, *asked))
-    if fewest > 1:
-        yield f"Nobody measured one device: speed-up and efficiency are over the fewest, {fewest}."
     if len(measured) == 1:
         yield "One row alone says nothing of how steps scale: measure a second row with more devices."
     if all(row.num_nodes == 1 for row in measured) and any(row.num_nodes > 1 for row in asked):
@@ -370,9 +339,6 @@ def _unmeasured(measured: Sequence[StepRow], asked: Sequence[StepRow]) -> Iterat
 
 def _assumed(inputs: PlanInputs, rows: Sequence[ForecastRow]) -> Iterator[str]:
     """A sentence for each value that was assumed for a job's rows."""
-    rate = inputs.request.link_bytes_per_s
-    if rate is not None and any(row.nodes > 1 for row in rows):
-        yield f"Links between nodes carry at most {rate / 1e9:g} GB/s, as given."
     if rows[-1].devices > len(inputs.cluster.devices):
         yield (
             f"Beyond the {len(inputs.cluster.devices)} devices of this cluster there are more nodes of "

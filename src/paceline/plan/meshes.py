@@ -48,9 +48,6 @@ class Workload:
     network: Network
     optimizer_s: float = 0.0
     """Seconds in which one device updates the whole model."""
-    is_gloo: bool = False
-    """With Gloo nothing hides what the fsdp axis says, and a reduce_scatter moves as much as an all_reduce: counted
-    between two nodes with torch 2.13, (n - 1)/n of a vector for an all_gather, 2 (n - 1)/n for the other two."""
 
 
 @dataclass(frozen=True)
@@ -162,17 +159,6 @@ def _meshes(job: Job, num_workers: int, devices_per_node: int, layers: Layers) -
                     yield Mesh(dp, fsdp, tp, pp, zero_stage)
 
 
-def num_gathers_and_scatters(zero_stage: int, num_passes: int, is_bitwise: bool = False) -> tuple[int, int]:
-    """How often a step gathers parameters and scatters gradients along fsdp (Rajbhandari et al. 2020, section 7).
-
-    Stage 1 does both once a step, stage 2 in every pass, and stage 3 gathers again for backward. In bitwise parity
-    gradients are whole, so that nothing scatters them and a pass gathers once.
-    """
-    if is_bitwise:
-        return (1 if zero_stage == 1 else num_passes), 0
-    return {1: (1, 1), 2: (num_passes, num_passes), 3: (2 * num_passes, num_passes)}[zero_stage]
-
-
 def _priced(workload: Workload, mesh: Mesh, memory: DeviceMemory, recompute: bool) -> MeshCandidate:
     """The seconds of a step. A pipeline of p stages takes m + p - 1 turns for m micro-batches (Huang et al. 2019,
     "GPipe")."""
@@ -215,8 +201,11 @@ def _inside_model_s(workload: Workload, mesh: Mesh, stages: tuple[Layers, ...]) 
 
 def _exposed_s(workload: Workload, mesh: Mesh, own_bytes: float, num_passes: int, turn_s: float) -> float:
     """What computing does not hide of adding up gradients of `own_bytes` over replicas, and of gathering parameters and
-    scattering gradients over the fsdp axis: a gather is half an all_reduce by a ring, and so is a scatter where the
-    backend has one.
+    scattering gradients over the fsdp axis, each half an all_reduce by a ring.
+
+    ZeRO stage 1 gathers and scatters once a step, stage 2 in every pass, and stage 3 gathers again for backward
+    (Rajbhandari et al. 2020, section 7). In bitwise parity nothing scatters: gradients are whole, and are summed when
+    all is computed.
 
     All of it travels behind the last backward pass but the last bucket of gradients (Zhang et al. 2017, "Poseidon",
     wait-free backpropagation), and blocks of parameters behind earlier passes too, but for stage 1 of ZeRO.
@@ -224,15 +213,13 @@ def _exposed_s(workload: Workload, mesh: Mesh, own_bytes: float, num_passes: int
     is_bitwise = workload.job.parity == "bitwise"
     num_blocks = max(1, min(len(workload.model.layers) // mesh.pp or 1, int(own_bytes / MIN_BLOCK_BYTES)))
     ring_s = num_blocks * _sum_s(workload, own_bytes / num_blocks, mesh.fsdp, mesh.tp, ring)
-    gathers, scatters = num_gathers_and_scatters(mesh.zero_stage, num_passes, is_bitwise)
-    sharding_s = ring_s * (gathers + scatters * (2 if workload.is_gloo else 1)) / 2
-    if is_bitwise:  # whole gradients, whatever is sharded, when all is computed
-        return sharding_s + _sum_s(workload, own_bytes, mesh.num_assignments, mesh.tp, tree_exact)
+    num_gathers = 1 if mesh.zero_stage == 1 else num_passes
+    if is_bitwise:
+        return num_gathers * ring_s / 2 + _sum_s(workload, own_bytes, mesh.num_assignments, mesh.tp, tree_exact)
     num_buckets = math.ceil(own_bytes / mesh.fsdp / BUCKET_BYTES) or 1
     bucket_s = _sum_s(workload, own_bytes / mesh.fsdp / num_buckets, mesh.dp, mesh.tp * mesh.fsdp)
     backward_s = _BACKWARD_FRACTION * turn_s
-    if workload.is_gloo:
-        return sharding_s + max(bucket_s, num_buckets * bucket_s - backward_s)
+    sharding_s = (3 if mesh.zero_stage == 3 else 2) * num_gathers * ring_s / 2
     if mesh.zero_stage > 1:
         sharding_s = max(0.0, sharding_s - (num_passes - 1) * turn_s)
     return max(bucket_s, sharding_s + num_buckets * bucket_s - backward_s)
@@ -260,7 +247,6 @@ def search_meshes(inputs: PlanInputs, num_workers: int) -> tuple[MeshCandidate, 
         devices_per_node=most_on_node,
         network=network_at(constants, most_on_node),
         optimizer_s=constants["update_s"],
-        is_gloo=inputs.cluster.device_kind != "cuda",
     )
     return search(workload, num_workers)
 

@@ -32,7 +32,7 @@ def plan_table(forecast: Forecast) -> RenderableType:
         lines.append(Text("Grey rows need another job or a larger device.", style="dim"))
     if len(rows) < len(forecast.rows):
         lines.append(Text(f"{len(rows)} of {len(forecast.rows)} counts; the page has all of them."))
-    lines += [Text(f"\n{forecast.verdict}", style="bold"), Text(forecast.reason), Text(forecast.bend)]
+    lines += [Text(f"\n{forecast.verdict}", style="bold"), Text(forecast.reason)]
     if forecast.past_error:
         lines.append(Text(f"Forecasts for this cluster were right {forecast.past_error}."))
     if forecast.strategy:

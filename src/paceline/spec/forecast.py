@@ -71,8 +71,6 @@ class Forecast(JsonValue):
     """One short line."""
     reason: str
     """One sentence or a few."""
-    bend: str
-    """The number of devices beyond which a further one adds little, and why."""
     strategy: tuple[str, ...] = ()
     """A sentence each about the best mesh on the recommended devices and the next best."""
     assumptions: tuple[str, ...] = ()

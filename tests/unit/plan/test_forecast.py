@@ -258,7 +258,6 @@ def test_a_small_model_on_a_slow_link_stays_on_one_device() -> None:
     found = forecast_of(few, single, [1, 2, 3, 4])
     assert found.recommended_devices == 1
     assert "1 device" in found.verdict and "communication" in found.reason and "50 %" in found.reason
-    assert "after 1 device" in found.bend
     fast = with_nodes(cpu_cluster(4, link_bytes_per_s=10e9), devices=cluster.nodes[0].devices[:1])
     assert forecast_of(dataclasses.replace(few, global_batch_size=2048), fast, [1, 2, 4]).recommended_devices == 4
 
@@ -303,7 +302,6 @@ def test_a_long_range_has_both_ends_few_rows_and_the_powers_of_two() -> None:
     counts = [row.devices for row in found.rows]
     assert counts[:64] == list(range(1, 65)) and counts[-1] == 4096 and len(counts) < 120
     assert {2**power for power in range(13)} <= set(counts)
-    assert "Scaling" in found.bend
 
 
 # --- the plan, and memory ---

@@ -112,7 +112,7 @@ def test_messages_between_stages_and_sums_of_tensor_groups_take_the_link_between
 def test_large_layers_of_few_samples_are_divided_over_slow_links_and_large_batches_are_not() -> None:
     """Replicas would sum 100 MB over a link of 25 MB/s, a tensor group two sums of 2 MB."""
     layers = (LayerCost("", 1.0, 12.5e6, 5e4, 3e4, True, 4096, 1, 3e4),) * 2
-    known: dict[str, Any] = {"layers": layers, "is_gloo": True}
+    known: dict[str, Any] = {"layers": layers}
     slow, fast = (Network(20e-6, 1 / 1.5e9, 120e-6, 1 / rate) for rate in (25e6, 25e9))
     assert meshes(4, 2, slow, global_batch_size=64, shard_size=32, **known)[0].mesh == Mesh(tp=4)
     many = {"global_batch_size": 1 << 16, "shard_size": 1 << 14, "activations": Activations(1e5)}

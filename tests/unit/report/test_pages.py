@@ -134,7 +134,7 @@ def test_the_study_page_says_what_limits_its_verdict() -> None:
 @pytest.mark.parametrize("name", FORECASTS)
 def test_the_plan_page_says_its_verdict_every_row_and_every_assumption(name: str) -> None:
     forecast, text = forecast_named(name), Page(page_of(name)).text
-    for sentence in (forecast.verdict, forecast.reason, forecast.bend, *forecast.strategy, *forecast.assumptions):
+    for sentence in (forecast.verdict, forecast.reason, *forecast.strategy, *forecast.assumptions):
         assert " ".join(sentence.split()) in text, sentence
     for row in forecast.rows:
         for figure in (f"{row.devices:,}", f"{row.speedup:.2f}x", f"{100 * row.efficiency:.0f} %"):
