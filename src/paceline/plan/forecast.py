@@ -159,9 +159,7 @@ def _row(
     if noise_scale is not None:
         useful = efficiency * statistical_efficiency(global_batch_size, noise_scale)
         target = target and target / statistical_efficiency(global_batch_size, noise_scale, base_batch_size)
-    price_per_s = None
-    if request.price_per_device_hour is not None:
-        price_per_s = request.price_per_device_hour * row.num_workers / 3600
+    price_per_s = request.price_per_device_hour and request.price_per_device_hour * row.num_workers / 3600
     return ForecastRow(
         devices=row.num_workers,
         nodes=row.num_nodes,

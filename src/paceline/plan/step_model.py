@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist, fmean
-from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -74,35 +73,33 @@ class Prior:
     least: float = 0.0
 
 
-PRIORS: Mapping[str, Prior] = MappingProxyType(
-    {
-        "per_sample_s": Prior(0.9, 0.3, "sample"),
-        # Seconds of a pass beside its samples: launching kernels.
-        "fixed_s": Prior(0.01, 1.0, "pass"),
-        # Seconds that a node's host needs for a sample of any of its devices: loading, host memory.
-        "host_s_per_sample": Prior(0.02, 1.8, "sample"),
-        # Slow-down by the other workers of a node, which share memory and power.
-        "neighbour_slowdown": Prior(0.015, 1.5),
-        # Standard deviation over mean of one worker's pass; all wait for the slowest.
-        "straggler_spread": Prior(0.015, 1.5),
-        # Latency of all messages of a step's sum inside a node: ten buckets at 5 us.
-        "inside_alpha_s": Prior(5e-5, 1.2, "step"),
-        "inside_beta_s_per_byte": Prior(0.02, 1.5, "byte"),
-        # What each device of a node adds to the time of a byte inside it: a bus, a root or a memory that they share.
-        "shared_beta_s_per_byte": Prior(0.001, 2.3, "byte"),
-        # The same between nodes: ten buckets at 30 us, and a network is a few times slower than links inside a node.
-        "between_alpha_s": Prior(3e-4, 1.2, "step"),
-        "between_beta_s_per_byte": Prior(3.0, 1.2, "inside byte"),
-        # Seconds that a step of several nodes takes longer, whatever they send.
-        "several_nodes_s": Prior(0.012, 1.5, "step"),
-        # The exponent of the overlap, less 1: 0 is none.
-        "overlap_beyond_sum": Prior(6.0, 0.6),
-        # The fraction of a sum that nothing hides: its last bucket.
-        "tail_fraction": Prior(0.06, 0.8),
-        # Seconds of a step beside its passes: the optimizer. Where all rows make as many passes, `fixed_s` holds it.
-        "update_s": Prior(0.003, 1.0, "step"),
-    }
-)
+PRIORS: Mapping[str, Prior] = {
+    "per_sample_s": Prior(0.9, 0.3, "sample"),
+    # Seconds of a pass beside its samples: launching kernels.
+    "fixed_s": Prior(0.01, 1.0, "pass"),
+    # Seconds that a node's host needs for a sample of any of its devices: loading, host memory.
+    "host_s_per_sample": Prior(0.02, 1.8, "sample"),
+    # Slow-down by the other workers of a node, which share memory and power.
+    "neighbour_slowdown": Prior(0.015, 1.5),
+    # Standard deviation over mean of one worker's pass; all wait for the slowest.
+    "straggler_spread": Prior(0.015, 1.5),
+    # Latency of all messages of a step's sum inside a node: ten buckets at 5 us.
+    "inside_alpha_s": Prior(5e-5, 1.2, "step"),
+    "inside_beta_s_per_byte": Prior(0.02, 1.5, "byte"),
+    # What each device of a node adds to the time of a byte inside it: a bus, a root or a memory that they share.
+    "shared_beta_s_per_byte": Prior(0.001, 2.3, "byte"),
+    # The same between nodes: ten buckets at 30 us, and a network is a few times slower than links inside a node.
+    "between_alpha_s": Prior(3e-4, 1.2, "step"),
+    "between_beta_s_per_byte": Prior(3.0, 1.2, "inside byte"),
+    # Seconds that a step of several nodes takes longer, whatever they send.
+    "several_nodes_s": Prior(0.012, 1.5, "step"),
+    # The exponent of the overlap, less 1: 0 is none.
+    "overlap_beyond_sum": Prior(6.0, 0.6),
+    # The fraction of a sum that nothing hides: its last bucket.
+    "tail_fraction": Prior(0.06, 0.8),
+    # Seconds of a step beside its passes: the optimizer. Where all rows make as many passes, `fixed_s` holds it.
+    "update_s": Prior(0.003, 1.0, "step"),
+}
 """Every constant, and what hardware usually has."""
 
 
@@ -379,21 +376,11 @@ def predict(found: Fit, rows: Sequence[StepRow]) -> list[StepForecast]:
     lows, highs = np.quantile(measurements, (0.05, 0.95), axis=0)
     # The parts of a forecast are mean fractions of its samples, so that they add up.
     computing, waited, sending = (
-        ((seconds / parts.total_s).mean(axis=0) * totals)
-        for seconds in (
-            np.minimum(parts.compute_s, parts.total_s),
-            np.minimum(parts.slowest_s, parts.total_s),
-            parts.communication_s,
-        )
+        (np.minimum(seconds, parts.total_s) / parts.total_s).mean(axis=0) * totals
+        for seconds in (parts.compute_s, parts.slowest_s, parts.communication_s)
     )
-    columns = (
-        totals,
-        computing,
-        sending,
-        np.maximum(waited - computing, 0.0),
-        np.minimum(lows, totals),
-        np.maximum(highs, totals),
-    )
+    waiting = np.maximum(waited - computing, 0.0)
+    columns = [totals, computing, sending, waiting, np.minimum(lows, totals), np.maximum(highs, totals)]
     return [StepForecast(*values) for values in np.stack(columns, axis=1).tolist()]
 
 
