@@ -327,6 +327,9 @@ def _past_error(forecast_errors: Sequence[float]) -> str:
 def _unmeasured(measured: Sequence[StepRow], asked: Sequence[StepRow]) -> Iterator[str]:
     """A sentence for each thing that forecasts need and nobody measured."""
     most_on_node = max(row.most_on_node for row in measured)
+    fewest = min(row.num_workers for row in (*measured, *asked))
+    if fewest > 1:
+        yield f"Nobody measured one device: speed-up and efficiency are over the fewest, {fewest}."
     if len(measured) == 1:
         yield "One row alone says nothing of how steps scale: measure a second row with more devices."
     if all(row.num_nodes == 1 for row in measured) and any(row.num_nodes > 1 for row in asked):
@@ -337,6 +340,9 @@ def _unmeasured(measured: Sequence[StepRow], asked: Sequence[StepRow]) -> Iterat
 
 def _assumed(inputs: PlanInputs, rows: Sequence[ForecastRow]) -> Iterator[str]:
     """A sentence for each value that was assumed for a job's rows."""
+    rate = inputs.request.link_bytes_per_s
+    if rate is not None and any(row.nodes > 1 for row in rows):
+        yield f"Links between nodes carry at most {rate / 1e9:g} GB/s, as given."
     if rows[-1].devices > len(inputs.cluster.devices):
         yield (
             f"Beyond the {len(inputs.cluster.devices)} devices of this cluster there are more nodes of "

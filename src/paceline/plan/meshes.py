@@ -222,7 +222,8 @@ def _exposed_s(workload: Workload, mesh: Mesh, own_bytes: float, num_passes: int
     sharding_s = (3 if mesh.zero_stage == 3 else 2) * num_gathers * ring_s / 2
     if mesh.zero_stage > 1:
         sharding_s = max(0.0, sharding_s - (num_passes - 1) * turn_s)
-    return max(bucket_s, sharding_s + num_buckets * bucket_s - backward_s)
+    last_s = ring_s / num_blocks / 2 + bucket_s  # of gradients, which are there when backward ends
+    return max(last_s, sharding_s + num_buckets * bucket_s - backward_s)
 
 
 def _sum_s(workload: Workload, size_bytes: float, degree: int, stride: int, cost: Cost = all_reduce) -> float:

@@ -95,9 +95,7 @@ RECORD = RunRecord(
 ROW = ForecastRow(
     2, 1, "ring", 64, 32, 1, 0.1, 0.08, 0.02, 0.01, 0.005, 0.01, "compute", 0.09, 0.12, 640.0, 1.9, 0.95, objection="no"
 )
-FORECAST = Forecast(
-    "digits", "A100", "cuda", "none", (ROW,), 2, "Use 2.", "It is fast.", "None.", price_per_device_hour=2.5
-)
+FORECAST = Forecast("digits", "A100", "cuda", "none", (ROW,), 2, "Use 2.", "It is fast.", price_per_device_hour=2.5)
 
 
 class File(Protocol):
