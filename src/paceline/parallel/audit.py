@@ -109,7 +109,7 @@ def _compare(everyone: Sequence[Sequence[float]], tolerance: float, is_shared: b
 
 @contextmanager
 def leaving_no_trace(passes: Passes) -> Iterator[list[nn.Parameter]]:
-    """A context for passes that are made once more: its value are the parameters, without gradients at first.
+    """A context for passes that are made once more, with the list of parameters, which have no gradients at first.
     Gradients and buffers are afterwards as before."""
     parameters = list(passes.model.parameters())
     before = [parameter.grad for parameter in parameters]

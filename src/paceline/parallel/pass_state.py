@@ -186,6 +186,13 @@ class Buffers:
                     own.data.copy_(now.detach())
                     setattr(module, attribute, own)
 
+    def _put_back(self) -> None:
+        """Have modules hold ours again: layers that a backward pass computes again may have put others there."""
+        for name, own in self._slices.items():
+            for module, attribute in self._places[name]:
+                if getattr(module, attribute) is not own:
+                    setattr(module, attribute, own)
+
     @property
     def num_sums(self) -> int:
         """How many numbers `changes` returns."""
@@ -217,6 +224,7 @@ class Buffers:
     @torch.no_grad()
     def begin_pass(self) -> None:
         """Give all buffers their values before the step."""
+        self._put_back()
         for flat, before in zip(self._flats, self._before, strict=True):
             # By .data: in a pipeline the backward pass of another shard is to come, with what its forward pass saved.
             flat.data.copy_(before)
@@ -251,6 +259,7 @@ class Buffers:
         Raises:
             ModelError: a constant changes that did not in the first steps.
         """
+        self._put_back()
         of_flats = sums.split([len(flat) for flat in self._flats]) if self._flats else ()
         for flat, start, before, changes in zip(self._flats, self._starts, self._before, of_flats, strict=True):
             after = start + (changes if flat.is_floating_point() else changes.round()).to(start)

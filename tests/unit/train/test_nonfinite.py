@@ -126,3 +126,23 @@ def test_masks_and_large_whole_numbers_in_buffers_stay_exact() -> None:
     buffers.end_step(changes)
     assert all(torch.equal(getattr(model, name), torch.as_tensor(value)) for name, value in kept.items())
     assert int(dict(model.named_buffers())["calls"]) == 2**53 + 2
+
+
+def test_buffers_that_layers_assign_begin_every_pass_with_the_values_of_the_step() -> None:
+    model = nn.Module()
+    model.register_buffer("mean", torch.zeros(2))
+
+    def compute() -> None:
+        model.mean = dict(model.named_buffers())["mean"] + 1  # not in place
+
+    buffers = Buffers(model)
+    buffers.begin_step()
+    sums = torch.zeros(buffers.num_sums)
+    for shard in (0, 1):
+        buffers.begin_pass()
+        compute()
+        sums += torch.cat(buffers.changes(shard, 0.5, sums))
+        compute()  # as a backward pass through a checkpointed layer does
+    buffers.end_step(sums)
+    buffers.begin_step()
+    assert dict(model.named_buffers())["mean"].tolist() == [1, 1]
