@@ -218,7 +218,7 @@ class Buffers:
         self._before = [flat.clone() for flat in self._flats]
         # From where changes are counted: 0 where the value is not finite, as of a minimum.
         self._starts = [
-            flat.nan_to_num(0.0, 0.0, 0.0) if flat.is_floating_point() else flat.long() for flat in self._flats
+            before.nan_to_num(0.0, 0.0, 0.0) if before.is_floating_point() else before.long() for before in self._before
         ]
 
     @torch.no_grad()

@@ -123,6 +123,7 @@ def test_masks_and_large_whole_numbers_in_buffers_stay_exact() -> None:
     buffers.begin_pass()
     dict(model.named_buffers())["calls"].add_(1)
     changes = torch.cat(buffers.changes(0, 1.0, torch.zeros(())))
+    buffers.begin_pass()
     buffers.end_step(changes)
     assert all(torch.equal(getattr(model, name), torch.as_tensor(value)) for name, value in kept.items())
     assert int(dict(model.named_buffers())["calls"]) == 2**53 + 2
