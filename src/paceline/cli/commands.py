@@ -251,7 +251,7 @@ def verify(as_json: bool = False, **options: Any) -> int:
 
 @command("submit slurm", passes_on="rest")
 def submit_slurm(**options: Any) -> None:
-    """Write a job script that runs `paceline COMMAND …` on an allocation, and submit it."""
+    """Write a job script that runs `paceline COMMAND …`, and submit it; sbatch reads SBATCH_PARTITION and the like."""
     submit(paceline.submit.slurm, **options)
 
 
