@@ -100,8 +100,10 @@ class Passes:
         self._outputs = []
         try:
             loss = read_loss(step.loss_of(self.model, content), fraction, size, self.like)
-            if not fraction or isinstance(loss.weight, Tensor):
-                ignore_unless(loss.weight != 0 if fraction else False, self._outputs)
+            if not fraction:
+                ignore_unless(False, self._outputs)
+            elif isinstance(loss.weight, Tensor):
+                ignore_unless(loss.weight != 0, self._outputs)
             return loss
         finally:
             self._outputs = None
