@@ -30,18 +30,30 @@ _spent_s: dict[str, float] = {}
 def processor_s(pid: int) -> float:
     """User and system seconds of a process and of its descendants, those that ended and were waited for too."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         is_fork_server = b"multiprocessing.forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        children = [
-            int(child)
-            for thread in Path(f"/proc/{pid}/task").iterdir()
-            for child in (thread / "children").read_text().split()
-        ]
+        while True:
+            own, waited_for = _ticks(pid)
+            of_children_s = sum(map(processor_s, _children(pid)))
+            if _ticks(pid)[1] == waited_for:  # else a child ended meanwhile, and would count twice or not at all
+                break
     except OSError:  # it has ended
         return 0.0
-    own, waited_for = (sum(map(int, fields[place : place + 2])) for place in (11, 13))
     counted = waited_for if is_fork_server else own + waited_for
-    return counted / _TICKS_PER_S + sum(map(processor_s, children))
+    return counted / _TICKS_PER_S + of_children_s
+
+
+def _ticks(pid: int) -> tuple[int, int]:
+    """Of a process itself, and of its children that ended and were waited for."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12]), int(fields[13]) + int(fields[14])
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # threads end while this looks at them
+            found += map(int, (thread / "children").read_text().split())
+    return found
 
 
 def _reference_work() -> float:
