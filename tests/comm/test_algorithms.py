@@ -24,6 +24,8 @@ ROUNDING = 2.0**-8
 """The relative error of a bfloat16, whose significand has 8 bits."""
 SINGLE = 2.0**-24
 
+pytestmark = pytest.mark.budget(processor_s=10)  # five times as many examples every night
+
 LAYOUTS = st.lists(st.integers(0, 3), min_size=1, max_size=9).map(nodes_by_name)
 LENGTHS = st.one_of(st.integers(0, 40), st.sampled_from([1000, 4097]))
 SEEDS = st.integers(0, 2**31)

@@ -66,7 +66,7 @@ def constructor(name: str) -> Callable[..., Any]:
         return imported(name, "model.name", ModelError)
     if name not in MODELS:
         raise ModelError(
-            f"There is no model '{name}': {did_you_mean(name.lower(), MODELS)}The models are {', '.join(MODELS)}, "
+            f"There is no model {name!r}: {did_you_mean(name.lower(), MODELS)}The models are {', '.join(MODELS)}, "
             "or any import path 'package.module:build'."
         )
     return MODELS[name]

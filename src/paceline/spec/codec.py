@@ -20,7 +20,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from paceline.errors import InvalidFileError, JobError, PacelineError, did_you_mean, file_problems, shortened, shown
+from paceline.errors import InvalidFileError, JobError, PacelineError, did_you_mean, file_problems, shown
 from paceline.regular_files import replace_text
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T
     for key in mapping:
         if key not in kinds:
             hint, keys = did_you_mean(str(key), kinds), ", ".join(sorted(kinds))
-            raise JobError(f"There is no key '{shortened(_path(where, key))}': {hint}The keys here are {keys}.")
+            raise JobError(f"There is no key {shown(_path(where, key))}: {hint}The keys here are {keys}.")
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if field.name not in mapping and field.default is MISSING and field.default_factory is MISSING:
             raise JobError(f"The key '{_path(where, field.name)}' is missing; give it a value.")

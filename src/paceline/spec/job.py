@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from paceline.errors import JobError, shortened, shown
+from paceline.errors import JobError, shown
 from paceline.spec.algorithm import WireName
 from paceline.spec.codec import (
     Bounds,
@@ -388,7 +388,7 @@ def with_settings(mapping: Mapping[str, Any], settings: Iterable[str]) -> dict[s
     for setting in settings:
         key, separator, text = setting.partition("=")
         if not separator or not key.strip():
-            raise JobError(f"'{shortened(setting)}' is not a setting; write key=value, such as optim.lr=0.1.")
+            raise JobError(f"{shown(setting)} is not a setting; write key=value, such as optim.lr=0.1.")
         value: Any = text.strip()
         with contextlib.suppress(ValueError):
             value = None if value.lower() in ("none", "null") else tomllib.loads(f"value = {text}")["value"]

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from paceline.errors import JobError, did_you_mean, shortened
+from paceline.errors import JobError, did_you_mean, shown
 from paceline.spec.algorithm import AlgorithmName
 from paceline.spec.cluster import DeviceKind
 from paceline.spec.codec import Bounds, JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -174,7 +174,7 @@ def parse_mesh(text: str, num_workers: int | None = None, num_nodes: int = 1) ->
     Raises:
         JobError: no such strategy, an axis named twice, or degrees that do not make up the world size.
     """
-    words, named = text.strip().lower(), f"The strategy '{shortened(text)}'"
+    words, named = text.strip().lower(), f"The strategy {shown(text)}"
     if words == "hsdp":
         words = f"dp{max(num_nodes, 2)} x fsdp"
     degrees: dict[str, int | None] = {}
@@ -183,7 +183,7 @@ def parse_mesh(text: str, num_workers: int | None = None, num_nodes: int = 1) ->
         term = _TERM.fullmatch(word)
         if term is None:
             raise JobError(
-                f"There is no strategy '{shortened(text)}' here; {did_you_mean(word, STRATEGIES)}it is one of "
+                f"There is no strategy {shown(text)} here; {did_you_mean(word, STRATEGIES)}it is one of "
                 f"{', '.join(STRATEGIES)}, or axes with their degrees such as 'dp2 x pp2' or 'fsdp2 x tp2'; "
                 "dp_one_process and auto are for paceline train and paceline scale alone."
             )

@@ -329,7 +329,7 @@ def open_sinks(run_dir: Path, trackers: Sequence[str], first_step: int, say: Cal
     sinks: list[Sink] = [json_lines(run_dir, first_step, say)]
     for name in trackers:
         if name not in TRACKERS:
-            raise JobError(f"There is no tracker '{name}'; it is one of {', '.join(TRACKERS)}.")
+            raise JobError(f"There is no tracker {name!r}; it is one of {', '.join(TRACKERS)}.")
         try:
             sinks.append(TRACKERS[name](run_dir))
         except ImportError:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from paceline.errors import JobError, did_you_mean, file_problems, shortened, shown
+from paceline.errors import JobError, did_you_mean, file_problems, shown
 from paceline.measure.probe import trace_job
 from paceline.plan import place
 from paceline.spec import Cluster, Job, Mesh, Plan, parse_mesh
@@ -68,10 +68,8 @@ def load_job(source: str | Path) -> Job:
         raise JobError(f"'{name}' is a script, not a job; `paceline launch {name}` runs it.")
     if not name.endswith(".toml") and not path.is_file():
         hint = did_you_mean(name, RECIPES, " ({})")
-        raise JobError(
-            f"'{shortened(name)}' is neither a job file nor a recipe{hint}; the recipes are {', '.join(RECIPES)}."
-        )
-    with file_problems(f"The job file '{shortened(name)}' cannot be read", JobError):
+        raise JobError(f"{shown(name)} is neither a job file nor a recipe{hint}; the recipes are {', '.join(RECIPES)}.")
+    with file_problems(f"The job file {shown(name)} cannot be read", JobError):
         content = path.read_bytes()
     try:
         mapping = tomllib.loads(content.decode("utf-8-sig"))
@@ -154,7 +152,7 @@ def plan_settings(settings: Sequence[str]) -> list[str]:
     for setting in found:
         key = ".".join(setting.partition("=")[0].strip().split(".")[:2])
         if key not in keys:
-            raise JobError(f"There is no key '{key}' here: {did_you_mean(key, keys)}the keys are {', '.join(keys)}.")
+            raise JobError(f"There is no key {key!r} here: {did_you_mean(key, keys)}the keys are {', '.join(keys)}.")
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paceline.errors import JobError
@@ -69,6 +69,7 @@ def test_named_strategies(text: str, workers: int, nodes: int, mesh: Mesh) -> No
 
 
 @given(st.text(max_size=12), st.integers(1, 8))
+@example("\n", 1)
 def test_any_other_text_is_refused_in_a_sentence(text: str, num_workers: int) -> None:
     try:
         mesh = parse_mesh(text, num_workers)
