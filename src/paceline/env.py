@@ -154,11 +154,6 @@ def import_note(folders: Sequence[Path]) -> dict[str, str]:
     return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *known])} if folders else {}
 
 
-def passed_on() -> dict[str, str]:
-    """The variables of this process that agents on other nodes also need."""
-    return {name: os.environ[name] for name in (DEVICE, "PYTHONPATH") if name in os.environ}
-
-
 def cpus(local_rank: int) -> set[int]:
     """The cores that a worker of this node is to stay on; empty: any."""
     shares = text(CPUS).split(";")

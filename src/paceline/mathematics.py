@@ -1,15 +1,19 @@
-"""Which number of devices to recommend, and where to cut a model into stages: rules that several rooms share."""
+"""Which number of devices to recommend, where to cut a model into stages, and random bits: rules that several rooms
+share."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 from paceline.errors import ModelError
 
 NEARLY = 0.97
 RULE = "the fewest devices that come within 3 % of the fastest"
 """The rule of `fewest_near_fastest`, as pages say it."""
+GOLDEN, _MASK = 0x9E3779B97F4A7C15, 0xFFFFFFFFFFFFFFFF
+"""What SplitMix64 adds to its state for each draw, and its 64 bits."""
 
 
 def fewest_near_fastest(speeds: Sequence[float]) -> int:
@@ -47,3 +51,16 @@ def even_cut(work: Sequence[float], may_begin: Sequence[bool], num_stages: int) 
         possible = possible[: len(possible) - (num_stages - 1 - stage)]  # the others need one each
         starts.append(min(possible, key=lambda place: (abs(before[place] - part), -place)))
     return starts
+
+
+def split_mix(state: int, index: Any) -> Any:
+    """Draw number `index`, from 0, of SplitMix64 in a state: 64 bits (Steele, Lea, Flood: "Fast splittable pseudorandom
+    number generators", OOPSLA 2014).
+
+    Args:
+        index: a whole number, or an array of them in uint64, for as many draws.
+    """
+    bits = state + (index + 1) * GOLDEN & _MASK
+    bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & _MASK
+    return bits ^ (bits >> 31)

@@ -73,7 +73,7 @@ def _run_all(
 
 
 def _command(arguments: list[str]) -> None:
-    from paceline.__main__ import main
+    from paceline.cli.commands import main
 
     sys.argv = ["paceline", *arguments]
     main()

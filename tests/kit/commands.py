@@ -68,6 +68,6 @@ def _run_forked(arguments: tuple[str, ...], cwd: str, environ: dict[str, str], o
         os.close(file)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.argv = ["paceline", *arguments]
-    from paceline.__main__ import main
+    from paceline.cli.commands import main
 
     main()

@@ -140,3 +140,24 @@ def test_the_first_difference_of_a_wrong_script_and_its_cause_are_named(name: st
     where, words = EXPECTED[name]
     assert verdict.first_difference == where, verdict.sentence()
     assert re.search(words, verdict.cause), verdict.sentence()
+
+
+OF_PACELINE = """
+import torch, paceline
+
+with paceline.init(global_batch_size=8, virtual_shards=2, epochs=2, progress=False) as run:
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for batch in run.batches([torch.arange(4.0) + number for number in range(16)]):
+        run.step(batch, lambda model, shard: model(shard).square().mean())
+    assert not torch.nn.functional.dropout(torch.ones(99)).all()
+"""
+
+
+@pytest.mark.budget(processor_s=20)
+def test_batch_norm_and_dropout_of_a_run_of_paceline_work_as_without_verify(tmp_path: Path) -> None:
+    script = tmp_path / "mine.py"
+    script.write_text(OF_PACELINE)
+    found = _run(script, 1, tmp_path / "trace")
+    assert found.num_steps == [NUM_STEPS]
+    assert all(ranks[0].buffers["0.running_mean"][0] > 1 for ranks in found.steps)

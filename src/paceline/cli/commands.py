@@ -27,22 +27,15 @@ Column = str | tuple[str, Callable[[Any], str]]
 """An attribute of rows; or a heading, and what a row has below it."""
 PIPE_COLUMNS = 200
 """The width of tables in a pipe: 16 GPUs and 10 network cards fit."""
-FORMER_NAMES = {
-    "memory": "`paceline plan JOB`, or without devices `paceline plan JOB --dry-run-mesh fsdp4`",
-    "jobs": "`paceline list recipes` and `paceline list keys`",
-    "models": "`paceline list models`",
-    "data": "`paceline list data`",
-    "export": "`paceline checkpoint export`",
-    "new": "`paceline train RECIPE`, or a job file as in README.md",
-    "bench": "the scripts in benchmarks/ of the repository",
-}
-"""What stands in the place of a command of version 0.2."""
 LEVELS = ("error", "warning", "ok")
 """Levels of what the doctor finds, what needs action first."""
 
 
 def main() -> None:
-    """Run a command. A user's mistake is one sentence and an exit code; a bug keeps its traceback."""
+    """Run a command. A user's mistake is one sentence and an exit code; a bug keeps its traceback; signals clean up."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):  # while workers run, the launcher heeds them
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     try:
         exit_code = run(sys.argv[1:])
         sys.stdout.flush()
@@ -71,8 +64,6 @@ def run(words: Sequence[str]) -> int:
             return call(name, COMMANDS[name], words[len(name.split()) :]) or 0
     group = "".join(words[:1])
     within = [name for name in COMMANDS if name.startswith(f"{group} ")]
-    if group in FORMER_NAMES:
-        raise PacelineError(f"There is no `paceline {group}` any more; use {FORMER_NAMES[group]}.")
     if group == "--version":
         print(f"paceline {paceline.__version__}")
     elif group in ("", "--help", "-h") or (within and words[1:2] in ([], ["--help"], ["-h"])):
@@ -197,11 +188,13 @@ def train(as_json: bool = False, **options: Any) -> None:
 
 
 def with_folder(options: dict[str, Any], ending: str = "") -> Path:
-    """Choose the folder of a run or study before it begins, where none is given."""
-    from paceline.workflows.jobs import resolve_job
+    """Read the job, and choose the folder of its run or study before it begins, where none is given."""
+    from paceline.workflows.jobs import plan_settings, resolve_job
     from paceline.workflows.runs import new_run_dir
 
-    job = resolve_job(options["job"], options.get("settings", ()), options.get("data"), is_run=True)
+    settings = options.pop("settings", ())
+    job = options["job"] = resolve_job(options["job"], settings, options.pop("data", None), is_run=True)
+    options["settings"] = plan_settings(settings)
     folder = options["out"] = new_run_dir(options.get("out"), job.name + ending)
     return folder
 

@@ -12,9 +12,9 @@ from torch.utils.data import Subset
 from paceline.data.arrays import ArrayReader, ArraySet
 from paceline.data.augment import Augmentation
 from paceline.data.folder import FolderImages, load_folder
-from paceline.data.loading import Loading
+from paceline.data.loading import Loading, set_size
 from paceline.data.randomness import Purpose
-from paceline.data.sample_reader import MapDataset, SampleRequest, read_samples, set_size
+from paceline.data.sample_reader import MapDataset, SampleRequest, read_samples
 from paceline.data.sources import (
     load_cifar10,
     load_cifar100,
@@ -65,11 +65,10 @@ def load(spec: DataSpec | str) -> tuple[MapDataset, MapDataset]:
     spec = DataSpec(spec) if isinstance(spec, str) else spec
     train, test = source(spec.name)(spec)
     train, test = _limited(train, spec.train_limit), _limited(test, spec.test_limit)
-    augmentation = Augmentation.from_spec(spec)
-    if augmentation is None:
+    if not spec.augment:
         return train, test
     if isinstance(train, FolderImages) or (isinstance(train, ArraySet) and train.mean is not None):
-        return dataclasses.replace(train, augment=augmentation), test
+        return dataclasses.replace(train, augment=Augmentation.from_spec(spec)), test
     raise DataError(
         f"data.augment = {list(spec.augment)} cannot be applied to {spec.name!r}, which does not give raw images; "
         "leave it empty and augment inside the data set."

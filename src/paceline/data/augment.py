@@ -31,9 +31,7 @@ class Augmentation:
     borders."""
 
     @classmethod
-    def from_spec(cls, spec: DataSpec) -> Augmentation | None:
-        if not spec.augment:
-            return None
+    def from_spec(cls, spec: DataSpec) -> Augmentation:
         return cls(
             crop_padding=spec.crop_padding if "crop" in spec.augment else None,
             flip="flip" in spec.augment,

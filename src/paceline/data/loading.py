@@ -123,6 +123,22 @@ class Loading:
             raise DataError("An evaluation counts every sample once; give its DataLoader drop_last=False.")
 
 
+def set_size(dataset: Any, what: str, alternative: str = "") -> int:
+    """The number of samples in a map-style data set. Raises `DataError` if it has none, or is none.
+
+    Args:
+        what: names it in messages.
+        alternative: what may be given in its place.
+    """
+    kind = type(dataset)
+    what = f"{what}, of type {kind.__name__},"
+    if not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
+        raise DataError(f"{what} lacks a length or samples by number; give a map-style data set{alternative}.")
+    if not len(dataset):
+        raise DataError(f"{what} has no samples.")
+    return len(dataset)
+
+
 def is_stream(dataset: Any) -> bool:
     """Whether a data set gives samples one after the other, and none by its number."""
     has_numbers = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")

@@ -2,8 +2,7 @@
 
 What is drawn depends on its key alone, never on who draws it or when: every draw is a hash of (seed, what it is for,
 epoch, sample index), so a sample looks the same whichever worker processes it and however many workers there are. The
-hash is the finaliser of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA 2014),
-applied once per key part.
+hash is SplitMix64, drawn from once per key part.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-_GOLDEN, _MIX1, _MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_MASK = 0xFFFFFFFFFFFFFFFF
+from paceline.mathematics import GOLDEN, split_mix
 
 _NUM_ROUNDS = 16
 """Enough for all permutations of a few numbers to come equally often; large sets would need fewer."""
@@ -59,23 +57,16 @@ class Purpose(IntEnum):
 # --- hashes of keys ---
 
 
-def _mixed(bits: Any) -> Any:
-    """Of a number, or of each in an array of uint64."""
-    bits = (bits ^ (bits >> 30)) * _MIX1 & _MASK
-    bits = (bits ^ (bits >> 27)) * _MIX2 & _MASK
-    return bits ^ (bits >> 31)
-
-
 def _state(*parts: int) -> int:
     state = 0
     for part in parts:
-        state = _mixed((state + _GOLDEN + part) & _MASK)
+        state = split_mix(state + part, 0)
     return state
 
 
 def hash_keys(seed: int, purpose: int, epoch: int, indices: NDArray[np.int64]) -> NDArray[np.uint64]:
     """64 random bits for each index, in the shape of `indices`."""
-    found: NDArray[np.uint64] = _mixed((indices.astype(np.uint64) + 1) * _GOLDEN + _state(seed, purpose, epoch))
+    found: NDArray[np.uint64] = split_mix(_state(seed, purpose, epoch), indices.astype(np.uint64))
     return found
 
 
@@ -92,7 +83,7 @@ def integers(seed: int, purpose: int, epoch: int, indices: NDArray[np.int64], hi
 def key(seed: int, purpose: int, epoch: int, index: int) -> int:
     """One 63-bit seed for a generator, of torch or Python, that belongs to one thing."""
     # `hash_keys` of one index: in Python's numbers a tenth of the time of arrays of length one.
-    bits: int = _mixed((_state(seed, purpose, epoch) + (index + 1) * _GOLDEN) & _MASK)
+    bits: int = split_mix(_state(seed, purpose, epoch), index)
     return bits >> 1
 
 
@@ -143,7 +134,7 @@ def seed_generators(seed: int, own: Iterable[RandomGenerator] = ()) -> None:
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
     torch.default_generator.manual_seed(seed)
     for number, generator in enumerate(own, 1):
-        other = (seed + number * _GOLDEN) % 2**63
+        other = (seed + number * GOLDEN) % 2**63
         if isinstance(generator, torch.Generator):
             generator.manual_seed(other)
         elif isinstance(generator, np.random.Generator):

@@ -40,22 +40,6 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-def set_size(dataset: Any, what: str, alternative: str = "") -> int:
-    """The number of samples in a map-style data set. Raises `DataError` if it has none, or is none.
-
-    Args:
-        what: names it in messages.
-        alternative: what may be given in its place.
-    """
-    kind = type(dataset)
-    what = f"{what}, of type {kind.__name__},"
-    if not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
-        raise DataError(f"{what} lacks a length or samples by number; give a map-style data set{alternative}.")
-    if not len(dataset):
-        raise DataError(f"{what} has no samples.")
-    return len(dataset)
-
-
 @dataclass(frozen=True)
 class SampleRequest:
     """Samples that are read together, by their numbers."""

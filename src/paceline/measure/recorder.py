@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from paceline import env
 from paceline.containers import Batch, tensors
 from paceline.measure.values import StepRecord, write_steps
-from paceline.train.run import Run, observers
+from paceline.train.run import Run, observed_by
 from paceline.train.state import Trained, weights_sha256
 
 NUM_PROJECTIONS = 8
@@ -116,7 +116,6 @@ class RunRecorder:
         self._header = {"precision": run.job.precision, "is_bitwise": run.job.parity == "bitwise"}
         self._steps: list[StepRecord] = []
         self._step = StepRecord()
-        write_steps(self._path, self._header, [])  # `verify.observe` sees that this run records itself
 
     def before_update(self, trained: Trained, loss: Tensor, batch: Batch | None) -> None:
         whole, named = trained.engine.whole, dict(trained.model.named_parameters())
@@ -150,5 +149,5 @@ def record_file(rank: int) -> Path:
 if __name__ == "__main__":
     from paceline.train.__main__ import main
 
-    observers.append(RunRecorder)
-    main()
+    with observed_by(RunRecorder):
+        main()

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import ModelError
+from paceline.mathematics import split_mix
 from paceline.parallel.initial_weights import ALIGNMENT_BYTES
 
 # --- generators ---
@@ -79,7 +80,7 @@ class BlockSeeds:
         Args:
             seed: of the virtual shard whose forward or backward pass begins.
         """
-        self._state = _mixed((seed + _GOLDEN) & _MASK)
+        self._state = split_mix(seed, 0)
 
     def end(self) -> None:
         """Leave the generators alone from now on."""
@@ -91,27 +92,15 @@ class BlockSeeds:
 
     def _hook(self, path: str) -> Callable[..., None]:
         number = int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest())
-        own = (number + 1) * _GOLDEN
 
         def seed_block(*_given: Any) -> None:
             if not torch.compiler.is_compiling() and self._state is not None:  # else each seed would be compiled in
-                seed = _mixed((self._state + own) & _MASK) >> 1
+                seed = split_mix(self._state, number) >> 1
                 torch.default_generator.manual_seed(seed)
                 if self._on_gpu:
                     torch.cuda.manual_seed(seed)
 
         return seed_block
-
-
-_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_MASK = 0xFFFFFFFFFFFFFFFF
-
-
-def _mixed(bits: int) -> int:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014)."""
-    bits = ((bits ^ (bits >> 30)) * _MIX_1) & _MASK
-    bits = ((bits ^ (bits >> 27)) * _MIX_2) & _MASK
-    return bits ^ (bits >> 31)
 
 
 # --- buffers ---

@@ -7,7 +7,8 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO, TypeVar, overload
@@ -41,8 +42,18 @@ from paceline.train.watch import tell_failures
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound="Optimizer | Sequence[Optimizer]")
 
-observers: list[Callable[[Run], UpdateObserver]] = []
-"""Each makes what is told of every update of a run of this process, as `paceline verify` records them."""
+_observer: ContextVar[Callable[[Run], UpdateObserver] | None] = ContextVar("observer of runs", default=None)
+
+
+@contextmanager
+def observed_by(make: Callable[[Run], UpdateObserver]) -> Iterator[None]:
+    """A context in which each run that begins, as in a script that is run there, tells what `make(run)` returns of
+    every update: `paceline verify` has them recorded so."""
+    token = _observer.set(make)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 class Run:
@@ -102,9 +113,10 @@ class Run:
         self._has_read_batches = False
         self._averages: list[tuple[AveragedModel, Trained]] = []
         beat(0)
-        self._observers = [make(self) for make in observers]
-        for observer in self._observers:
-            self._at_close.callback(observer.close)
+        make = _observer.get()
+        self._observer = None if make is None else make(self)
+        if self._observer is not None:
+            self._at_close.callback(self._observer.close)
         seed_generators(job.seed, self.device)
 
     @overload
@@ -177,7 +189,7 @@ class Run:
             session = Session(state, self)
             self._at_close.callback(session.close)
             session.resume(**self._resume_from)
-            self._prepared = Stepper(session, self.mesh, self.timer, self._batches, self._observers)
+            self._prepared = Stepper(session, self.mesh, self.timer, self._batches, self._observer)
         else:
             self._prepared.session.add(name)
         for number, one in enumerate(trained.schedulers):

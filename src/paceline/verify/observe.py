@@ -37,7 +37,7 @@ from paceline import env
 from paceline.containers import tensors
 from paceline.measure.recorder import RunRecorder, difference, fingerprint, options_of, record_file, sample_digests
 from paceline.measure.values import Fingerprints, StepRecord, write_steps
-from paceline.train.run import observers
+from paceline.train.run import Run, observed_by
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.multi_head_attention_forward}
@@ -87,12 +87,20 @@ class Observer(TorchFunctionMode):
         self._is_low_precision = False
         self._step = StepRecord()
         self._steps: list[StepRecord] = []
+        self._hooks = (
+            register_module_forward_pre_hook(self._module_called),
+            register_module_forward_hook(self._module_returned, with_kwargs=True, always_call=True),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        )
+        self._gives_way = False
 
-    def begin(self) -> None:
-        register_module_forward_pre_hook(self._module_called)
-        register_module_forward_hook(self._module_returned, with_kwargs=True, always_call=True)
-        register_optimizer_step_pre_hook(self._before_step)
-        register_optimizer_step_post_hook(self._after_step)
+    def give_way(self, run: Run) -> RunRecorder:
+        """What records a run of `paceline.init`, in the place of this."""
+        self._gives_way = True
+        for hook in self._hooks:
+            hook.remove()
+        return RunRecorder(run)
 
     def _module_called(self, module: nn.Module, _arguments: Any) -> None:
         self._depth += 1
@@ -133,6 +141,8 @@ class Observer(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
+        if self._gives_way:
+            return func(*args, **named)
         if func in (Tensor.backward, torch.autograd.backward):
             return self._backward(func, args, named)
         if func in _DROPOUTS or func is F.batch_norm:
@@ -194,7 +204,7 @@ class Observer(TorchFunctionMode):
             self._step.local_gradients = {**so_far, name: added}
 
     def _before_step(self, optimizer: Optimizer, arguments: Any, named: Any) -> None:
-        if self._stepping is not None or self._path.exists():  # the path exists in a paceline.init run
+        if self._stepping is not None:
             return
         self._stepping = optimizer
         with self._whole(optimizer) as parameters:
@@ -275,7 +285,7 @@ class Observer(TorchFunctionMode):
             yield {names.get(id(one), f"parameter {number}"): one for number, one in enumerate(held)}
 
     def write(self) -> None:
-        if self._path.exists():
+        if self._gives_way or self._path.exists():
             return
         dtypes = {one.dtype for model in self._models for one in model.parameters()}
         precision = "float64" if dtypes == {torch.float64} else "float32"
@@ -352,12 +362,10 @@ def main() -> None:
     script, *arguments = sys.argv[1:]
     facts = env.worker_facts()
     observer = Observer(record_file(facts.rank), env.value(env.MAX_STEPS, int) or 1, facts.world_size)
-    observers.append(RunRecorder)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
-    observer.begin()
     try:
-        with observer:
+        with observer, observed_by(observer.give_way):
             runpy.run_path(script, run_name="__main__")
     except Exception:
         if not observer.all_have_recorded():  # else another worker has ended, while this one made a further step

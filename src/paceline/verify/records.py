@@ -24,14 +24,14 @@ class ObservedRun:
     num_workers: int
     precision: str
     is_bitwise: bool
-    libraries: Sequence[str]
-    """Those that the script has loaded of the ones that read data in an order of their own."""
     steps: Sequence[Sequence[StepRecord]]
     """steps[step][rank]."""
     num_steps: Sequence[int]
     """How many steps each rank recorded."""
     failure: str = ""
     """Why the run ended early."""
+    libraries: Sequence[str] = ()
+    """Those that the script has loaded of the ones that read data in an order of their own."""
 
     def named_like(self, base: ObservedRun) -> ObservedRun:
         """This run, its tensors by the names that they have in another one: where names differ, by their place. A
@@ -138,15 +138,8 @@ def load(folder: Path, num_workers: int, failure: str = "") -> ObservedRun:
             or f"The run on {number_of(num_workers, 'worker')} made no step of an optimizer that could be seen: each "
             "process (RANK of WORLD_SIZE) should train a torch.nn.Module by an optimizer of torch."
         )
-    return ObservedRun(
-        num_workers,
-        header["precision"],
-        header["is_bitwise"],
-        header.get("libraries", ()),
-        list(zip(*ranks, strict=False)),
-        num_steps,
-        failure,
-    )
+    steps = list(zip(*ranks, strict=False))
+    return ObservedRun(num_workers=num_workers, steps=steps, num_steps=num_steps, failure=failure, **header)
 
 
 def _projections(tensors: Fingerprints, names: Sequence[str]) -> np.ndarray:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 from paceline import env
 from paceline.errors import JobError, LaunchError, PacelineError, WorkerFailed, file_problems
 from paceline.launch.run import LaunchOptions
-from paceline.measure.probe import feed_back
 from paceline.plan import spread
 from paceline.regular_files import make_run_folder, run_file_mode
 from paceline.spec import Job, Plan, RunRecord, parse_mesh
@@ -32,7 +31,7 @@ from paceline.spec.record import RECORD_FILE
 from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, read_counts, silent
 from paceline.workflows.jobs import CallbackLike, import_folders, place_run, resolve_job, with_callbacks
-from paceline.workflows.plan import with_forecast
+from paceline.workflows.plan import feed_back, with_forecast
 from paceline.workflows.where import HERE, Allocation, Where, open_allocation
 
 if TYPE_CHECKING:
@@ -112,14 +111,7 @@ def train(
 
 
 def run_job(
-    allocation: Allocation,
-    job: Job,
-    plan: Plan,
-    run_dir: Path,
-    limit: RunLimit,
-    *,
-    max_restarts: NonNegativeInt = 0,
-    **writing: Any,
+    allocation: Allocation, job: Job, plan: Plan, run_dir: Path, limit: RunLimit, max_restarts: int = 0, **writing: Any
 ) -> RunRecord:
     """Train a job by its plan; its record, with the whole time, and the error of its forecast noted. It raises what
     `train` does. `writing` are options of `write_run`. The caller holds the folder."""

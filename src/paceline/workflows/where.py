@@ -160,9 +160,10 @@ def _reach(
     cwd = Path.cwd()
 
     def argv(program: Sequence[str], environ: Mapping[str, str]) -> Sequence[str]:
-        if where.container is None:
-            return carry(program, cwd=cwd, environ=(env.passed_on() if hostnames else {}) | dict(environ))
-        passed = {name: value for name, value in env.passed_on().items() if name != "PYTHONPATH"} | dict(environ)
+        passed = env.note(env.DEVICE, env.text(env.DEVICE)) | dict(environ)
+        if where.container is None:  # in one, folders of this node mean nothing
+            passed = env.note("PYTHONPATH", env.text("PYTHONPATH")) | passed if hostnames else dict(environ)
+            return carry(program, cwd=cwd, environ=passed)
         inside = container_argv(program, where.container, cwd=cwd, binds=shown, gpus=gpus, environ=passed)
         return carry(inside, cwd=cwd, environ={})
 

@@ -102,7 +102,6 @@ def test_augmentations_are_spread_evenly() -> None:
 
 
 def test_a_job_augments_as_its_keys_say() -> None:
-    assert Augmentation.from_spec(DataSpec()) is None
     assert Augmentation.from_spec(DataSpec(augment=("cutout",), crop_padding=3, cutout_size=5)) == Augmentation(
         cutout_size=5
     )
