@@ -15,7 +15,7 @@ from typing import Any
 import paceline
 from paceline.errors import PacelineError
 from paceline.measure.recorder import RunRecorder
-from paceline.train.run import observed_by
+from paceline.train.run import recorded_by
 from paceline.verify.comparison import compare
 from paceline.verify.records import load
 from tests.kit.workers import run_ranks
@@ -89,7 +89,7 @@ def outcomes(kind: type[Script], case: str, num_workers: int, folder: Path) -> l
 def _outcome(kind: type[Script], case: str, job: Mapping[str, Any], folder: Path) -> Outcome:
     os.environ["PACELINE_TRACE_DIR"] = str(folder)
     try:
-        with observed_by(RunRecorder), paceline.init(**job, progress=False) as run:
+        with recorded_by(RunRecorder), paceline.init(**job, progress=False) as run:
             return Outcome(weights=train(kind, case, run))
     except PacelineError as problem:
         return Outcome(error=str(problem), steps=run.steps)

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from paceline import env
 from paceline.containers import Batch, tensors
 from paceline.measure.values import StepRecord, write_steps
-from paceline.train.run import Run, observed_by
+from paceline.train.run import Run, recorded_by
 from paceline.train.state import Trained, weights_sha256
 
 NUM_PROJECTIONS = 8
@@ -149,5 +149,5 @@ def record_file(rank: int) -> Path:
 if __name__ == "__main__":
     from paceline.train.__main__ import main
 
-    with observed_by(RunRecorder):
+    with recorded_by(RunRecorder):
         main()

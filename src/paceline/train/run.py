@@ -36,24 +36,24 @@ from paceline.train.process_group import decide_precision, join, leave, torch_se
 from paceline.train.run_state import Keepable, Kept, RunState
 from paceline.train.session import Session, Stopping
 from paceline.train.state import LossFn, Precision, Trained, TrainedModels, weights_sha256
-from paceline.train.step import Stepper, UpdateObserver
+from paceline.train.step import Stepper, UpdateRecorder
 from paceline.train.watch import tell_failures
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 OptimizerT = TypeVar("OptimizerT", bound="Optimizer | Sequence[Optimizer]")
 
-_observer: ContextVar[Callable[[Run], UpdateObserver] | None] = ContextVar("observer of runs", default=None)
+_recorder: ContextVar[Callable[[Run], UpdateRecorder] | None] = ContextVar("recorder of runs", default=None)
 
 
 @contextmanager
-def observed_by(make: Callable[[Run], UpdateObserver]) -> Iterator[None]:
+def recorded_by(make: Callable[[Run], UpdateRecorder]) -> Iterator[None]:
     """A context in which each run that begins, as in a script that is run there, tells what `make(run)` returns of
     every update: `paceline verify` has them recorded so."""
-    token = _observer.set(make)
+    token = _recorder.set(make)
     try:
         yield
     finally:
-        _observer.reset(token)
+        _recorder.reset(token)
 
 
 class Run:
@@ -113,10 +113,10 @@ class Run:
         self._has_read_batches = False
         self._averages: list[tuple[AveragedModel, Trained]] = []
         beat(0)
-        make = _observer.get()
-        self._observer = None if make is None else make(self)
-        if self._observer is not None:
-            self._at_close.callback(self._observer.close)
+        make = _recorder.get()
+        self._recorder = None if make is None else make(self)
+        if self._recorder is not None:
+            self._at_close.callback(self._recorder.close)
         seed_generators(job.seed, self.device)
 
     @overload
@@ -189,7 +189,7 @@ class Run:
             session = Session(state, self)
             self._at_close.callback(session.close)
             session.resume(**self._resume_from)
-            self._prepared = Stepper(session, self.mesh, self.timer, self._batches, self._observer)
+            self._prepared = Stepper(session, self.mesh, self.timer, self._batches, self._recorder)
         else:
             self._prepared.session.add(name)
         for number, one in enumerate(trained.schedulers):

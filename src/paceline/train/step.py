@@ -57,7 +57,7 @@ class Pending:
     """The steps made on it so far."""
 
 
-class UpdateObserver(Protocol):
+class UpdateRecorder(Protocol):
     """What is told of every update of a run."""
 
     def before_update(self, trained: Trained, loss: Tensor, batch: Batch | None) -> None:
@@ -98,12 +98,12 @@ class Stepper:
         mesh: Mesh,
         timer: StepTimer,
         batches: GlobalBatches,
-        observer: UpdateObserver | None,
+        recorder: UpdateRecorder | None,
     ) -> None:
         self.session = session
         self._state, self._job = session.state, session.state.job
         self._device = session.world.device
-        self._timer, self._batches, self._observer = timer, batches, observer
+        self._timer, self._batches, self._recorder = timer, batches, recorder
         self._guards: dict[str, NonFiniteGuard] = {}
         self._is_sharded = mesh.fsdp > 1
         """Whether workers with other samples hold parts of one model, which they have to call together."""
@@ -322,8 +322,8 @@ class Stepper:
                 f"Memory ran out in step {pending.index + 1} ({words}); raise virtual_shards: one shard of "
                 f"{self._job.shard_size} samples goes through the model at a time."
             ) from problem
-        if self._observer is not None:
-            self._observer.after_update(trained)
+        if self._recorder is not None:
+            self._recorder.after_update(trained)
         return result
 
     def _input(self, one: OneStep, index: int, assignment: Assignment, content: Batch) -> StepInput:
@@ -368,8 +368,8 @@ class Stepper:
                 self.session.check_peers()  # the norm was a sum of all workers' too, and the guard has not read it
         self.session.is_consistent = False
         seen = one.content if one.pending.batch.assignment.sizes and self._counts_samples else None
-        if self._observer is not None:
-            self._observer.before_update(trained, loss, seen)
+        if self._recorder is not None:
+            self._recorder.before_update(trained, loss, seen)
         if is_made:
             with left_out:
                 self._make_update(one, step_input)

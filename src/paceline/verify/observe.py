@@ -37,7 +37,7 @@ from paceline import env
 from paceline.containers import tensors
 from paceline.measure.recorder import RunRecorder, difference, fingerprint, options_of, record_file, sample_digests
 from paceline.measure.values import Fingerprints, StepRecord, write_steps
-from paceline.train.run import Run, observed_by
+from paceline.train.run import Run, recorded_by
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.multi_head_attention_forward}
@@ -55,7 +55,7 @@ _PATIENCE_S = 3.0
 """How long a worker whose steps are recorded waits for the others before it makes a further step."""
 
 
-class Observer(TorchFunctionMode):
+class ScriptRecorder(TorchFunctionMode):
     """Records the steps of this process."""
 
     def __init__(self, path: Path, num_steps: int, num_workers: int) -> None:
@@ -361,17 +361,17 @@ def main() -> None:
     """Run the script that is named on the command line, and leave a record of its first steps."""
     script, *arguments = sys.argv[1:]
     facts = env.worker_facts()
-    observer = Observer(record_file(facts.rank), env.value(env.MAX_STEPS, int) or 1, facts.world_size)
+    recorder = ScriptRecorder(record_file(facts.rank), env.value(env.MAX_STEPS, int) or 1, facts.world_size)
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     try:
-        with observer, observed_by(observer.give_way):
+        with recorder, recorded_by(recorder.give_way):
             runpy.run_path(script, run_name="__main__")
     except Exception:
-        if not observer.all_have_recorded():  # else another worker has ended, while this one made a further step
+        if not recorder.all_have_recorded():  # else another worker has ended, while this one made a further step
             raise
     finally:
-        observer.write()
+        recorder.write()
 
 
 if __name__ == "__main__":
