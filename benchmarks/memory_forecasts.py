@@ -28,11 +28,11 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import TensorDataset
 
-from paceline.containers import local_shard
 from paceline.plan.memory import DeviceMemory
 from paceline.spec import Job, Mesh, PipelineSpec, parse_mesh
 from paceline.spec.job import ModelSpec
 from paceline.spec.model_cost import ModelCost
+from paceline.tensors import local_shard
 
 TRACED_SAMPLES = 2
 SHARD, SHARDS, STEPS = 4, 8, 3

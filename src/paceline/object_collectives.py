@@ -1,7 +1,7 @@
 """Process groups that send from host memory, and collectives on Python values, as torch.distributed's object
 collectives are, but with nothing pickled.
 
-A message is JSON text, then the memory of the tensors in it; `containers.flatten` says what it may hold. What a
+A message is JSON text, then the memory of the tensors in it; `tensors.flatten` says what it may hold. What a
 stranger sends can at worst be a wrong value: unlike a pickle, decoding it runs no code. Tensors arrive in host memory,
 whatever the backend.
 """
@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.containers import flatten, unflatten
 from paceline.errors import DivergenceError
+from paceline.tensors import flatten, unflatten
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:

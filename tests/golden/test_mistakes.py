@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.regular_files import RUN_LOCK
+from paceline.files import RUN_LOCK
 from tests.golden.terminal import Said, run_calls, run_commands
 from tests.kit.commands import TRACEBACK
 

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from paceline import regular_files
+from paceline import files
 from paceline.errors import LaunchError
-from paceline.regular_files import hold_folder, run_file_mode, write_file
+from paceline.files import hold_folder, run_file_mode, write_file
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
-from paceline import regular_files
-regular_files._PATIENCE_S = 0.1
-with regular_files.hold_folder(Path(sys.argv[1])):
+from paceline import files
+files._PATIENCE_S = 0.1
+with files.hold_folder(Path(sys.argv[1])):
     if os.fork():
         print("held", flush=True)
     time.sleep(60)
@@ -56,14 +56,14 @@ def test_asking_for_the_mode_of_a_file_sets_no_umask(monkeypatch: pytest.MonkeyP
 
 
 def test_a_folder_is_held_until_its_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(regular_files, "_PATIENCE_S", 0.1)
+    monkeypatch.setattr(files, "_PATIENCE_S", 0.1)
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
     with pytest.raises(LaunchError, match=f"process {holder.pid} on "), hold_folder(tmp_path):
         pass
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
-    monkeypatch.setattr(regular_files, "_PATIENCE_S", 60.0)
+    monkeypatch.setattr(files, "_PATIENCE_S", 60.0)
     with hold_folder(tmp_path):
         again = subprocess.run([sys.executable, "-c", HOLDER, str(tmp_path)], capture_output=True, text=True)
         assert f"process {os.getpid()} on " in again.stderr

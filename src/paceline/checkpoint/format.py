@@ -24,12 +24,12 @@ import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
-from paceline.containers import unflatten
 from paceline.errors import CheckpointError, JobError
-from paceline.regular_files import make_durable, make_run_folder, run_file_mode, write_file
+from paceline.files import make_durable, make_run_folder, run_file_mode, write_file
 from paceline.spec.codec import NonNegativeInt, PositiveInt, from_mapping
 from paceline.spec.job import CheckpointSpec
 from paceline.spec.record import best_place
+from paceline.tensors import unflatten
 
 FORMAT = 2
 """Raised when older programs could not read what is written."""
@@ -149,7 +149,7 @@ class Manifest:
     job: dict[str, Any]
     """What was trained."""
     values: dict[str, Any]
-    """All state but tensors; see `containers.flatten`."""
+    """All state but tensors; see `tensors.flatten`."""
     workers: tuple[dict[str, Any], ...] = ()
     """For each worker, the part of `values` in which workers differ."""
     files: tuple[DataFile, ...] = ()

@@ -32,10 +32,10 @@ from paceline.checkpoint.format import (
     step_of,
     wanted,
 )
-from paceline.containers import memory_of, unflatten
 from paceline.errors import CheckpointError, PacelineError, reason_of
 from paceline.object_collectives import all_gather_objects, broadcast_object
 from paceline.spec.job import CheckpointSpec
+from paceline.tensors import memory_of, unflatten
 
 _Read = TypeVar("_Read")
 

@@ -46,10 +46,10 @@ from paceline.checkpoint.format import (
     wanted,
 )
 from paceline.checkpoint.load import known_checkpoints
-from paceline.containers import flatten, is_dtensor, local_shard, shard_slice
 from paceline.errors import CheckpointError, PacelineError, reason_of
 from paceline.object_collectives import all_gather_objects, broadcast_object, gather_objects, open_host_group
 from paceline.spec.job import CheckpointSpec
+from paceline.tensors import flatten, is_dtensor, local_shard, shard_slice
 
 _SLOW_S = 60.0
 """The user is told of a checkpoint that takes longer."""

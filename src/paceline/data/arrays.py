@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.containers import on_device
 from paceline.data.augment import Augmentation, augment
+from paceline.tensors import on_device
 
 
 @dataclass(frozen=True, eq=False)

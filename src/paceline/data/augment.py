@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.containers import on_device
 from paceline.data.randomness import Purpose, integers, uniform
 from paceline.spec import DataSpec
+from paceline.tensors import on_device
 
 
 @dataclass(frozen=True)

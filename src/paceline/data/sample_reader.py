@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.containers import open_container, to_device
 from paceline.data.loading import Collate, Loading, collated
 from paceline.data.randomness import Purpose, generators_in, global_generators_kept, key, seed_generators
 from paceline.errors import DataError
+from paceline.tensors import open_container, to_device
 
 CARRIED_ERRORS = (DataError, SystemExit)
 """What a loader process hands over as a value: torch would wrap the one into a page of traceback, and of the other it

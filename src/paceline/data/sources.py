@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from paceline.data.arrays import ArraySet
 from paceline.errors import DataError, reason_of
-from paceline.regular_files import write_file
+from paceline.files import write_file
 from paceline.spec import DataSpec
 from paceline.spec.codec import PositiveInt, from_mapping
 

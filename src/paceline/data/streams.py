@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from paceline.containers import to_device
 from paceline.data.loading import Loading
 from paceline.data.randomness import Purpose, generators_in, global_generators_kept, key, seed_generators
 from paceline.data.sample_reader import CARRIED_ERRORS, checksum, loaded, loader_settings, shard_key
 from paceline.errors import DataError
+from paceline.tensors import to_device
 
 _WHOLE = "whole"
 """Names the state of a stream that is not split."""

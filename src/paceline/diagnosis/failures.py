@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from paceline.errors import shortened
+from paceline.files import make_run_folder, replace_text
 from paceline.heartbeat import Vitals
-from paceline.regular_files import make_run_folder, replace_text
 from paceline.words import name_ranks, number_of
 
 STALE_S = 5.0

@@ -18,8 +18,8 @@ from typing import IO, TYPE_CHECKING, Literal
 from paceline import env
 from paceline.diagnosis.failures import NodeLoss, describe_failure, signal_name
 from paceline.errors import LaunchError, PacelineError, WorkerFailed, file_problems, reason_of
+from paceline.files import make_run_folder
 from paceline.launch.command_lines import output_of, with_variables
-from paceline.regular_files import make_run_folder
 
 if TYPE_CHECKING:
     from paceline.spec import Plan

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.regular_files import make_run_folder
+from paceline.files import make_run_folder
 from paceline.spec import Cluster, Job, Node, Plan, StepRow
 from paceline.spec.cluster import JobTiming
 from paceline.spec.codec import JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline import env
-from paceline.containers import Batch, tensors
-from paceline.measure.values import StepRecord, write_steps
+from paceline.measure.step_record import StepRecord, write_steps
+from paceline.tensors import Batch, tensors
 from paceline.train.run import Run, recorded_by
 from paceline.train.state import Trained, weights_sha256
 

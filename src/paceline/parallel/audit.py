@@ -25,13 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.containers import Batch, map_tensors, tensors
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects, broadcast_object
 from paceline.parallel.dtensor import reshard
 from paceline.parallel.layout import norm_of
 from paceline.parallel.pass_state import buffers_kept, standing_in
 from paceline.parallel.step_input import Assignment, StepInput
+from paceline.tensors import Batch, map_tensors, tensors
 
 if TYPE_CHECKING:
     from paceline.parallel.engine import Passes

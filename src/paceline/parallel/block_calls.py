@@ -18,11 +18,11 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.containers import map_tensors, open_container, tensors
 from paceline.errors import ModelError
 from paceline.parallel.blocks import blocks_of, copy_of_modules
 from paceline.parallel.buckets import dense_form
 from paceline.parallel.pass_state import BATCH_NORMS, buffers_kept, host_states, torch_states
+from paceline.tensors import map_tensors, open_container, tensors
 
 _READS_VALUES = {torch.equal, torch.allclose, torch.is_nonzero} | {
     getattr(Tensor, name)

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.containers import to_device
 from paceline.errors import JobError
 from paceline.parallel.blocks import copy_of_modules
 from paceline.parallel.engine import Passes, Reducer
 from paceline.parallel.layout import Whole
 from paceline.parallel.step_input import StepInput, shards_of_rank
 from paceline.spec import Plan
+from paceline.tensors import to_device
 
 
 class Copies:

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from paceline.containers import is_dtensor, shard_slice
+from paceline.tensors import is_dtensor, shard_slice
 
 
 @torch.no_grad()

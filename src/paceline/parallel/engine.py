@@ -23,7 +23,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from paceline.containers import map_tensors
 from paceline.parallel.audit import audit
 from paceline.parallel.blocks import blocks_of
 from paceline.parallel.fixed_order_sum import FixedOrderSum
@@ -33,6 +32,7 @@ from paceline.parallel.pass_state import BlockSeeds, Buffers, seed_generators, s
 from paceline.parallel.running_sum import RunningSum
 from paceline.parallel.step_input import GradientNorms, StepInput, TakeNorms
 from paceline.spec import AlgorithmName
+from paceline.tensors import map_tensors
 
 Update = Callable[[Tensor], None]
 """Called with the loss when the gradient is in `.grad` of every parameter: makes the optimizer's step."""

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.containers import Batch, map_tensors, tensors
 from paceline.errors import ModelError
 from paceline.parallel.audit import leaving_no_trace, tolerance_of
 from paceline.parallel.engine import Passes
 from paceline.parallel.layout import norm_of
 from paceline.parallel.pass_state import BATCH_NORMS
 from paceline.parallel.step_input import Assignment, StepInput
+from paceline.tensors import Batch, map_tensors, tensors
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.containers import local_shard
 from paceline.errors import ModelError
 from paceline.object_collectives import device_of
 from paceline.parallel.buckets import buckets
 from paceline.parallel.dtensor import shard_like
+from paceline.tensors import local_shard
 
 ALIGNMENT_BYTES = 64
 """Where torch lets host memory begin."""

@@ -17,12 +17,12 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline.containers import map_tensors, tensors
 from paceline.errors import ModelError, reason_of
 from paceline.parallel.block_calls import observed_by, watch
 from paceline.parallel.blocks import blocks_of
 from paceline.parallel.tensor_plan import tensor_plan_of
 from paceline.spec.model_cost import Activations, LayerCost, ModelCost
+from paceline.tensors import map_tensors, tensors
 
 _MOST_TENSOR_WORKERS = 64
 _REPLICATED_FRACTION = 10 / 34

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.containers import local_shard
 from paceline.parallel.step_input import Assignment
+from paceline.tensors import local_shard
 
 
 class Whole:

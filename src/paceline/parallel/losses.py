@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.containers import tensors
 from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects
+from paceline.tensors import tensors
 
 LossOf = Callable[[nn.Module, Any], Any]
 """The loss of a batch, as `StepInput` has it."""

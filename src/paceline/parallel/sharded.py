@@ -23,10 +23,10 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import checkpoint
 
-from paceline.containers import map_tensors, tensors
 from paceline.errors import ModelError
 from paceline.parallel.blocks import can_be_called, elements_of_lists
 from paceline.spec.algorithm import MIN_BLOCK_BYTES
+from paceline.tensors import map_tensors, tensors
 
 
 def _groups_of_blocks(model: nn.Module) -> Iterator[list[nn.Module]]:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from paceline.containers import is_dtensor, local_shard
 from paceline.errors import JobError, ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.dtensor import full_tensor, is_sharded, reshard, shard_like
@@ -25,6 +24,7 @@ from paceline.parallel.step_input import Assignment
 from paceline.parallel.tensor_plan import TensorPlan, apply_tensor_plan, tensor_plan_of
 from paceline.spec import Job, Mesh, Plan
 from paceline.spec.plan import AXES
+from paceline.tensors import is_dtensor, local_shard
 
 if TYPE_CHECKING:
     from paceline.parallel.stages import Pipeline

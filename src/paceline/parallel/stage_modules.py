@@ -10,7 +10,6 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from paceline.containers import tensors
 from paceline.errors import ModelError
 from paceline.parallel.block_calls import (
     BlockCall,
@@ -22,6 +21,7 @@ from paceline.parallel.block_calls import (
 )
 from paceline.parallel.blocks import blocks_of, copy_of_modules
 from paceline.parallel.buckets import views
+from paceline.tensors import tensors
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
-from paceline.containers import local_shard, tensors
 from paceline.errors import JobError, ModelError
 from paceline.mathematics import even_cut
 from paceline.parallel.block_calls import BlockCall, ModelCall, Skeleton, nothing_like, watch
@@ -46,6 +45,7 @@ from paceline.parallel.stage_modules import (
 )
 from paceline.parallel.step_input import StepInput
 from paceline.spec import PipelineSpec
+from paceline.tensors import local_shard, tensors
 
 _MOST_TRACES = 200
 """So many are kept."""

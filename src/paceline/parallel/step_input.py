@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline import env
-from paceline.containers import Batch, map_tensors
 from paceline.errors import JobError
 from paceline.parallel.dtensor import reshard
 from paceline.parallel.losses import LossOf
 from paceline.parallel.pass_state import Buffers, untouched
+from paceline.tensors import Batch, map_tensors
 
 
 def shard_sizes(num_samples: int, num_shards: int) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from paceline.errors import InvalidFileError, JobError, PacelineError, did_you_mean, file_problems, shown
-from paceline.regular_files import replace_text
+from paceline.files import replace_text
 
 T = TypeVar("T")
 

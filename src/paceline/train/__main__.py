@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 from paceline import env
-from paceline.regular_files import make_run_folder
+from paceline.files import make_run_folder
 from paceline.spec import Job, Plan
 from paceline.spec.job import JOB_FILE
 from paceline.spec.plan import LIMIT_FILE, PLAN_FILE, RunLimit
 from paceline.train.loop import RunOutput, train
-from paceline.train.watch import tell_failures
+from paceline.train.peers import tell_failures
 
 
 def main() -> None:

@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from paceline.containers import Batch, tensors, to_device
 from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, read_samples, set_size
 from paceline.data.loading import collated, is_stream
 from paceline.data.order import EpochOrder, digest_of
@@ -33,6 +32,7 @@ from paceline.object_collectives import all_gather_objects, device_of, open_host
 from paceline.parallel import Assignment
 from paceline.parallel.step_input import shards_of_rank
 from paceline.spec import Job
+from paceline.tensors import Batch, tensors, to_device
 from paceline.train.optim import counts_epochs
 from paceline.train.process_group import World
 from paceline.words import name_ranks

@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.containers import map_tensors
 from paceline.data import Loading, Purpose, SampleRequest, set_size
 from paceline.data.loading import is_stream
 from paceline.data.randomness import key
@@ -31,6 +30,7 @@ from paceline.parallel import Companions
 from paceline.parallel.losses import Mean
 from paceline.parallel.pass_state import seed_generators, untouched
 from paceline.parallel.step_input import shards_of_rank
+from paceline.tensors import map_tensors
 from paceline.train.batches import check_read_alike, exchange_sizes
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from paceline import __version__, env
 from paceline.checkpoint.format import IN_RUN_FOLDER
 from paceline.errors import JobError
-from paceline.regular_files import replace_text, run_file_mode
+from paceline.files import replace_text, run_file_mode
 from paceline.spec import RunRecord
 from paceline.spec.codec import DivergingFloat, NonNegativeFloat, NonNegativeInt, from_mapping
 from paceline.spec.record import EpochRecord

@@ -16,7 +16,7 @@ from paceline.checkpoint.format import Storage
 from paceline.checkpoint.load import save_weights
 from paceline.data import ArraySet, Loading, SampleRequest
 from paceline.errors import CheckpointError, ModelError, file_problems
-from paceline.regular_files import run_file_mode
+from paceline.files import run_file_mode
 from paceline.spec import Job, Plan, RunRecord
 from paceline.spec.job import OptimSpec
 from paceline.spec.record import RECORD_FILE

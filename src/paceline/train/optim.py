@@ -15,12 +15,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.containers import is_dtensor
 from paceline.errors import JobError, ModelError, did_you_mean
 from paceline.import_path import imported
 from paceline.parallel import Engine
 from paceline.spec import Job, Mesh
 from paceline.spec.job import OptimSpec, SchedulerSpec
+from paceline.tensors import is_dtensor
 
 _TOTALS = ("total_steps", "num_training_steps")
 """Names of the scheduler options for the number of steps of the whole run."""

@@ -10,12 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from paceline.containers import to_device
 from paceline.errors import JobError, ModelError
 from paceline.parallel import Buffers, parallelize
 from paceline.parallel.initial_weights import broadcast, is_on_meta
 from paceline.parallel.pass_state import accept_single_values
 from paceline.spec import Job, Mesh, Plan
+from paceline.tensors import to_device
 from paceline.train.optim import (
     JointOptimizer,
     LearningRates,

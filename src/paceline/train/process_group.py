@@ -25,7 +25,7 @@ from paceline.errors import LaunchError
 from paceline.heartbeat import inside
 from paceline.object_collectives import all_gather_objects
 from paceline.spec import Job, Plan
-from paceline.train.watch import begin_watch, end_watch
+from paceline.train.peers import begin_watch, end_watch
 
 GLOO_THREAD = "pt_gloo_runloop"
 _REST_S = 2.0

@@ -29,14 +29,14 @@ from paceline.checkpoint.save import Saver
 from paceline.data import Purpose
 from paceline.data.randomness import key
 from paceline.errors import PeerLost
+from paceline.files import CHECKPOINTS_LOCK, hold_folder, make_run_folder
 from paceline.heartbeat import beat, inside
 from paceline.object_collectives import all_gather_objects, open_host_group
 from paceline.parallel.pass_state import seed_generators
-from paceline.regular_files import CHECKPOINTS_LOCK, hold_folder, make_run_folder
 from paceline.train.batches import DataProgress
+from paceline.train.peers import Watch, current_watch
 from paceline.train.process_group import World
 from paceline.train.run_state import Found, RunState, newest_checkpoint
-from paceline.train.watch import Watch, current_watch
 
 if TYPE_CHECKING:
     from paceline.train.run import Run

@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint.format import Slice
 from paceline.checkpoint.load import Loaded, Stored
-from paceline.containers import is_dtensor, local_shard, shard_slice, to_device
 from paceline.errors import CheckpointError, ModelError
 from paceline.parallel import Buffers, Engine
 from paceline.parallel.dtensor import shard_like
 from paceline.parallel.losses import Loss
 from paceline.spec import Job
+from paceline.tensors import is_dtensor, local_shard, shard_slice, to_device
 from paceline.train.optim import LearningRates, parts_of
 from paceline.words import and_more
 

@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from paceline.containers import Apply, Batch, is_dtensor, local_shard, map_tensors
 from paceline.data import Loading, Purpose, SampleRequest
 from paceline.data.randomness import key
 from paceline.errors import JobError, ModelError, PeerLost
@@ -30,6 +29,7 @@ from paceline.parallel.losses import StepLoss
 from paceline.parallel.pass_state import host_states, seed_generators, torch_states
 from paceline.parallel.step_input import AnyShard, shard_sizes, unchanged
 from paceline.spec import Mesh
+from paceline.tensors import Apply, Batch, is_dtensor, local_shard, map_tensors
 from paceline.train.batches import GlobalBatch, GlobalBatches
 from paceline.train.meters import StepTimer
 from paceline.train.optim import FUSED, lr_factor, parts_of

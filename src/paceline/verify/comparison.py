@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from paceline.measure.values import Fingerprints, StepRecord
+from paceline.measure.step_record import Fingerprints, StepRecord
 from paceline.verify import causes
 from paceline.verify.causes import Cause
 from paceline.verify.records import Distances, ObservedRun, StepPair, distances_of

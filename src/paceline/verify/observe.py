@@ -34,9 +34,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.overrides import TorchFunctionMode
 
 from paceline import env
-from paceline.containers import tensors
 from paceline.measure.recorder import RunRecorder, difference, fingerprint, options_of, record_file, sample_digests
-from paceline.measure.values import Fingerprints, StepRecord, write_steps
+from paceline.measure.step_record import Fingerprints, StepRecord, write_steps
+from paceline.tensors import tensors
 from paceline.train.run import Run, recorded_by
 
 _BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d

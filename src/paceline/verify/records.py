@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from paceline.errors import PacelineError
-from paceline.measure.values import Fingerprints, StepRecord
+from paceline.measure.step_record import Fingerprints, StepRecord
 from paceline.words import number_of
 
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from paceline import env
 from paceline.errors import ClusterError, JobError, ModelError, file_problems, reason_of, shown
+from paceline.files import make_run_folder
 from paceline.launch.run import LaunchOptions
 from paceline.measure.probe import CLUSTER_FILE, keep, time_job, trace_job
 from paceline.measure.rows import read_rows
 from paceline.plan import place, spread
 from paceline.plan.memory import DeviceMemory, job_memory
-from paceline.regular_files import make_run_folder
 from paceline.spec import Cluster, Job, Plan, RunRecord, parse_mesh
 from paceline.spec.cluster import JobTiming
 from paceline.spec.codec import Bounds, PositiveFloat, PositiveInt, UnitInterval

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import env
 from paceline.errors import JobError, LaunchError, PacelineError, WorkerFailed, file_problems
+from paceline.files import make_run_folder, run_file_mode
 from paceline.launch.run import LaunchOptions
 from paceline.plan import spread
-from paceline.regular_files import make_run_folder, run_file_mode
 from paceline.spec import Job, Plan, RunRecord, parse_mesh
 from paceline.spec.codec import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
 from paceline.spec.forecast import Grow

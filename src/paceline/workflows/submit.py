@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 from paceline.errors import file_problems
+from paceline.files import make_run_folder, replace_text
 from paceline.launch.command_lines import output_of
 from paceline.launch.kubernetes import manifest
 from paceline.launch.slurm import batch_script
 from paceline.plan import place
-from paceline.regular_files import make_run_folder, replace_text
 from paceline.spec import Cluster, Device, Job, Node
 from paceline.spec.codec import PositiveFloat, PositiveInt
 from paceline.workflows.arguments import checked

@@ -17,13 +17,13 @@ from typing import Annotated, Literal
 
 from paceline import env
 from paceline.errors import LaunchError, file_problems
+from paceline.files import hold_folder, make_run_folder
 from paceline.hardware import detect
 from paceline.launch.command_lines import container_argv, parse_node_list, srun_argv, ssh_argv, with_variables
 from paceline.launch.ray import FIRST_NODE, ray_argv, ray_nodes
 from paceline.launch.run import LaunchOptions, Reach, agent_commands, run_workers
 from paceline.launch.slurm import allocation as slurm_allocation
 from paceline.plan import pick
-from paceline.regular_files import hold_folder, make_run_folder
 from paceline.spec import Cluster, Device, Node, Plan
 from paceline.spec.codec import Bounds, check_values, from_mapping
 

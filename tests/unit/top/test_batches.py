@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.containers import map_tensors, tensors, to_device
+from paceline.tensors import map_tensors, tensors, to_device
 
 
 @dataclasses.dataclass(frozen=True)

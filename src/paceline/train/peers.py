@@ -50,8 +50,8 @@ from paceline.diagnosis.failures import (
     report_of,
 )
 from paceline.errors import PacelineError, PeerLost, shortened
+from paceline.files import replace_text, run_file_mode
 from paceline.heartbeat import Vitals, own_file, read_vitals
-from paceline.regular_files import replace_text, run_file_mode
 from paceline.spec.record import STATUS_FILE, RunStatus, WorkerStatus
 
 STORE_TIMEOUT_S = 10.0
@@ -278,7 +278,7 @@ class Watch:
                 before, text = text, path.read_text(errors="replace")
                 if text and text == before:  # complete
                     break
-        ours = re.compile(r"paceline/(train/watch|comm/aggregator)\.py")
+        ours = re.compile(r"paceline/(train/peers|comm/aggregator)\.py")
         return "\n\n".join(thread for thread in text.split("\n\n") if not ours.search(thread))
 
     def _publish(self, report: FailureReport) -> None:
