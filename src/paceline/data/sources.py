@@ -1,4 +1,5 @@
-"""The named data sets: handwritten digits inside the package, published sets of small images, a text file.
+"""The named data sets, and those of an import path. Named are handwritten digits inside the package, published sets of
+small images, a folder of images and a text file.
 
 Published sets are idx files or parquet files in `data.dir`, else from the Hugging Face hub. The idx format:
 http://yann.lecun.com/exdb/mnist/ (big-endian magic number, sizes, then bytes). A parquet file has a column of encoded
@@ -12,27 +13,38 @@ Machine Learning Repository, https://doi.org/10.24432/C50P49, licensed CC BY 4.0
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gzip
+import hashlib
 import importlib
+import inspect
 import io
+import itertools
 import math
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import Subset
 
 from paceline.data.arrays import ArraySet
-from paceline.errors import DataError, reason_of
+from paceline.data.augment import Augmentation
+from paceline.data.folder import FolderImages
+from paceline.data.loading import set_size
+from paceline.data.sample_reader import MapDataset
+from paceline.errors import DataError, did_you_mean, reason_of
 from paceline.files import write_file
+from paceline.import_path import imported
 from paceline.spec import DataSpec
 from paceline.spec.codec import PositiveInt, from_mapping
 
 T = TypeVar("T")
+IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 
 
 @dataclass(frozen=True)
@@ -239,3 +251,129 @@ def load_text(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
         return ArraySet(part[:end].reshape(-1, context), part[1 : end + 1].reshape(-1, context), num_classes=256)
 
     return windows(tokens[:cut]), windows(tokens[cut:])
+
+
+@dataclass(frozen=True)
+class FolderOptions:
+    image_size: PositiveInt = 224
+    """Pixels a side of the square that every image becomes."""
+
+
+def load_folder(spec: DataSpec) -> tuple[FolderImages, FolderImages]:
+    """`data.dir` with train/ and val/ (or test/) of class folders; or class folders alone, of which a tenth
+    is test.
+
+    Raises:
+        DataError: the directory lacks that shape, or the two parts have different classes.
+    """
+    size = read_options(FolderOptions, spec).image_size
+    import_extra("PIL.Image", "images", "Reading a folder of images")
+    root = folder_of(spec)
+    if (root / "train").is_dir():
+        held_out = root / ("val" if (root / "val").is_dir() else "test")
+        if not held_out.is_dir():
+            raise DataError(f"{root} has train/ but neither val/ nor test/; add one, or give class folders alone.")
+        train, test = _files(root / "train"), _files(held_out)
+        if odd := sorted(set(train) ^ set(test)):
+            raise DataError(f"The class {odd[0]!r} is in only one of train/ and {held_out.name}/ of {root}.")
+    else:
+        train, test = _files(root), {}
+        for name, files in train.items():
+            test[name] = [file for file in files if _is_test(file)]
+            train[name] = [file for file in files if not _is_test(file)]
+        if not any(train.values()) or not any(test.values()):
+            raise DataError(f"{root} has too few images to set a tenth apart; split them into train/ and val/.")
+    return _images(train, size), _images(test, size)
+
+
+def _files(folder: Path) -> dict[str, list[Path]]:
+    """Class name -> its image files at any depth, both in sorted order. Raises `DataError` where there are none."""
+    found = {}
+    for one in sorted(path for path in folder.glob("[!.]*") if path.is_dir()):
+        found[one.name] = sorted(path for path in one.rglob("*") if path.suffix.lower() in IMAGE_SUFFIXES)
+        if not found[one.name]:
+            raise DataError(f"{one} has no images ({', '.join(sorted(IMAGE_SUFFIXES))}); add some.")
+    if not found:
+        raise DataError(f"{folder} has no subfolders; expected one for each class, with its images.")
+    return found
+
+
+def _is_test(file: Path) -> bool:
+    """One file in ten, by a hash of its name: a file stays in the same split when other files are added or removed."""
+    digest = hashlib.sha256(f"{file.parent.name}/{file.name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") % 10 == 0
+
+
+def _images(files: dict[str, list[Path]], image_size: int) -> FolderImages:
+    labels = [label for label, name in enumerate(files) for _ in files[name]]
+    return FolderImages([*itertools.chain(*files.values())], labels, tuple(files), image_size)
+
+
+SOURCES: dict[str, Callable[[DataSpec], tuple[MapDataset, MapDataset]]] = {
+    "digits": load_digits,
+    "mnist": load_mnist,
+    "fashion-mnist": load_fashion_mnist,
+    "cifar10": load_cifar10,
+    "cifar100": load_cifar100,
+    "folder": load_folder,
+    "text": load_text,
+}
+
+
+def load(spec: DataSpec | str) -> tuple[MapDataset, MapDataset]:
+    """The training and the test set that `spec` describes, limits and augmentation applied.
+
+    Args:
+        spec: or just a name: "digits", or "package.module:build".
+
+    Raises:
+        DataError: no such data set, files missing or damaged, an optional package missing.
+        JobError: options that the data set does not take.
+    """
+    spec = DataSpec(spec) if isinstance(spec, str) else spec
+    train, test = source(spec.name)(spec)
+    train, test = _limited(train, spec.train_limit), _limited(test, spec.test_limit)
+    if not spec.augment:
+        return train, test
+    if isinstance(train, FolderImages) or (isinstance(train, ArraySet) and train.mean is not None):
+        return dataclasses.replace(train, augment=Augmentation.from_spec(spec)), test
+    raise DataError(
+        f"data.augment = {list(spec.augment)} cannot be applied to {spec.name!r}, which does not give raw images; "
+        "leave it empty and augment inside the data set."
+    )
+
+
+def source(name: str) -> Callable[[DataSpec], tuple[MapDataset, MapDataset]]:
+    """What loads the data set of a name or an import path. Raises `DataError` for a name that is none."""
+    if ":" in name:
+        return _from_import_path
+    if name in SOURCES:
+        return SOURCES[name]
+    raise DataError(
+        f"There is no data set {name!r}: {did_you_mean(name, SOURCES)}The names are {', '.join(SOURCES)}; your own is "
+        "given by its import path, 'package.module:build'."
+    )
+
+
+def _limited(dataset: MapDataset, limit: int | None) -> MapDataset:
+    if limit is None or limit >= len(dataset):
+        return dataset
+    if isinstance(dataset, ArraySet | FolderImages):
+        return dataset.take(limit)
+    return Subset(cast(Any, dataset), range(limit))  # torch asks for its own base class and uses none of it
+
+
+def _from_import_path(spec: DataSpec) -> tuple[MapDataset, MapDataset]:
+    build = imported(spec.name, "data.name", DataError)
+    if "split" in inspect.signature(build).parameters:
+        pair: Any = build("train", **spec.options), build("test", **spec.options)
+    else:
+        pair = build(**spec.options)
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        raise DataError(
+            f"{spec.name} returned {type(pair).__name__}; it should take an argument 'split' and return one "
+            "data set, or take none and return two, (train, test)."
+        )
+    for dataset in pair:
+        set_size(dataset, f"The data set that {spec.name} returned")
+    return pair[0], pair[1]
