@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
@@ -15,6 +15,14 @@ from paceline.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
 """Makes the content of a batch from a list of samples."""
+
+
+class MapDataset(Protocol):
+    """What torch calls a map-style data set."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
 
 
 def collated(samples: list[Any]) -> Any:

@@ -8,7 +8,7 @@ import signal
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeGuard, cast
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.data.loading import Collate, Loading, collated
+from paceline.data.loading import Collate, Loading, MapDataset, collated
 from paceline.data.randomness import Purpose, generators_in, global_generators_kept, key, seed_generators
 from paceline.errors import DataError
 from paceline.tensors import open_container, to_device
@@ -30,14 +30,6 @@ _UNSEEDED = (
     "np.random.default_rng(); draw from the global generators, which Paceline seeds for every sample and shard."
 )
 _END = object()
-
-
-class MapDataset(Protocol):
-    """What torch calls a map-style data set."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ from torch.utils.data import Subset
 from paceline.data.arrays import ArraySet
 from paceline.data.augment import Augmentation
 from paceline.data.folder import FolderImages
-from paceline.data.loading import set_size
-from paceline.data.sample_reader import MapDataset
+from paceline.data.loading import MapDataset, set_size
 from paceline.errors import DataError, did_you_mean, reason_of
 from paceline.files import write_file
 from paceline.import_path import imported
