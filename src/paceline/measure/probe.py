@@ -5,12 +5,14 @@ Loads no torch: only the program in `steps` does, and a trace of a model.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from paceline.errors import ClusterError, reason_of
 from paceline.files import make_run_folder
-from paceline.spec import Cluster, Job, Node, Plan, StepRow
+from paceline.spec import Cluster, Job, Node, Plan, RunRecord, StepRow
 from paceline.spec.cluster import JobTiming
 from paceline.spec.codec import JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from paceline.spec.job import MOST_SAMPLES, CheckpointSpec
@@ -102,6 +104,19 @@ def keep(timing: JobTiming, nodes: Iterable[Node], before: Cluster, file: Path) 
     by_name = {node.hostname: node for node in (*before.nodes, *nodes)}
     by_job = {(one.job, one.device, one.threads_per_worker): one for one in (*before.timings, timing)}
     Cluster(tuple(by_name.values()), tuple(by_job.values()), before.forecast_errors).save(file)
+
+
+def feed_back(record: RunRecord) -> None:
+    """Note the error of a run's forecast, if it had one, in cluster.json, where the latest 50 are kept."""
+    forecast = record.plan.forecast_samples_per_s
+    if not forecast or not record.samples_per_s:
+        return
+    try:
+        cluster = Cluster.load(CLUSTER_FILE)
+        errors = (*cluster.forecast_errors, forecast / record.samples_per_s - 1)
+        replace(cluster, forecast_errors=errors[-50:]).save(CLUSTER_FILE)
+    except (OSError, ClusterError) as problem:  # the run is good nevertheless
+        print(f"paceline: no forecast error noted in {CLUSTER_FILE}: {reason_of(problem)}", file=sys.stderr)
 
 
 def trace_job(job: Job) -> ModelCost:

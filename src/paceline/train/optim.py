@@ -237,7 +237,7 @@ class LearningRates:
 
     def __init__(self, job: Job, optimizer: Optimizer) -> None:
         """Raises `ModelError` where the optimizer has no learning rates that the job's schedule could change."""
-        self._job = job
+        self._job, self._scale = job, job.lr_scale
         self._optimizer = optimizer
         rates = [group.get("lr") for group in optimizer.param_groups]
         # None: the optimizer finds its rate itself, as Adafactor of transformers does with relative_step.
@@ -252,8 +252,33 @@ class LearningRates:
     def set(self, samples_seen: int, samples_per_epoch: int) -> None:
         """For the step after `samples_seen` samples; without a schedule the rates are the script's business."""
         if self._is_scheduled:
-            factor = lr_factor(self._job, samples_seen, samples_per_epoch)
+            factor = self.factor(samples_seen, samples_per_epoch)
             self._write([None if base is None else base * factor for base in self._base])
+
+    def factor(self, samples_seen: int, samples_per_epoch: int) -> float:
+        """The factor on the optimizer's own rate for the step that begins after `samples_seen` samples.
+
+        Warm-up rises linearly, counted to the end of the step, from the unscaled rate if scaling raised it (Goyal et
+        al. 2017, section 2.2), else from zero. Decay follows the job's schedule over all its epochs.
+        """
+        job, optim, scale = self._job, self._job.optim, self._scale
+        progress = min(1.0, samples_seen / (job.epochs * samples_per_epoch))
+        decay = 1.0
+        if optim.schedule == "cosine":
+            decay = 0.5 * (1.0 + math.cos(math.pi * progress))
+        elif optim.schedule == "linear":
+            decay = 1.0 - progress
+        elif optim.schedule == "step":
+            decay = float(
+                optim.step_factor ** sum(epoch <= samples_seen / samples_per_epoch for epoch in optim.step_epochs)
+            )
+        factor = scale * decay
+        warmup = optim.warmup_epochs * samples_per_epoch
+        if samples_seen >= warmup:
+            return factor
+        warmed = min(1.0, (samples_seen + job.global_batch_size) / warmup)
+        start = 1.0 / scale if scale > 1.0 else 0.0
+        return factor * (start + (1.0 - start) * warmed)
 
     @contextmanager
     def at_base(self) -> Iterator[Optimizer]:
@@ -274,32 +299,6 @@ class LearningRates:
 def counts_epochs(job: Job) -> bool:
     """Whether the learning rate depends on how many epochs have passed."""
     return job.optim.schedule != "constant" or job.optim.warmup_epochs > 0
-
-
-def lr_factor(job: Job, samples_seen: int, samples_per_epoch: int) -> float:
-    """The factor on the optimizer's own rate for the step that begins after `samples_seen` samples.
-
-    Warm-up rises linearly, counted to the end of the step, from the unscaled rate if scaling raised it (Goyal et
-    al. 2017, section 2.2), else from zero. Decay follows the job's schedule over all its epochs.
-    """
-    optim, scale = job.optim, job.lr_scale
-    progress = min(1.0, samples_seen / (job.epochs * samples_per_epoch))
-    decay = 1.0
-    if optim.schedule == "cosine":
-        decay = 0.5 * (1.0 + math.cos(math.pi * progress))
-    elif optim.schedule == "linear":
-        decay = 1.0 - progress
-    elif optim.schedule == "step":
-        decay = float(
-            optim.step_factor ** sum(epoch <= samples_seen / samples_per_epoch for epoch in optim.step_epochs)
-        )
-    factor = scale * decay
-    warmup = optim.warmup_epochs * samples_per_epoch
-    if samples_seen >= warmup:
-        return factor
-    warmed = min(1.0, (samples_seen + job.global_batch_size) / warmup)
-    start = 1.0 / scale if scale > 1.0 else 0.0
-    return factor * (start + (1.0 - start) * warmed)
 
 
 def describe_scaling(job: Job) -> str | None:

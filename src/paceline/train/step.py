@@ -32,7 +32,7 @@ from paceline.spec import Mesh
 from paceline.tensors import Apply, Batch, is_dtensor, local_shard, map_tensors
 from paceline.train.batches import GlobalBatch, GlobalBatches
 from paceline.train.meters import StepTimer
-from paceline.train.optim import FUSED, lr_factor, parts_of
+from paceline.train.optim import FUSED, parts_of
 from paceline.train.session import Session
 from paceline.train.state import LossFn, Trained
 from paceline.words import and_more
@@ -464,7 +464,7 @@ class Stepper:
         def factor(index: int) -> float:
             epoch, number = divmod(index, num_batches)
             seen = epoch * batch.samples_per_epoch + min(number * job.global_batch_size, batch.samples_per_epoch)
-            return lr_factor(job, seen, batch.samples_per_epoch)
+            return one.trained.rates.factor(seen, batch.samples_per_epoch)
 
         def updated(loss: Tensor, is_made: bool) -> None:
             if is_made:

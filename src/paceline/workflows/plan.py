@@ -6,7 +6,6 @@ A run's plan has the forecast too.
 from __future__ import annotations
 
 import shutil
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from paceline import env
-from paceline.errors import ClusterError, JobError, ModelError, file_problems, reason_of, shown
+from paceline.errors import ClusterError, JobError, ModelError, file_problems, shown
 from paceline.files import make_run_folder
 from paceline.launch.run import LaunchOptions
 from paceline.measure.probe import CLUSTER_FILE, keep, time_job, trace_job
 from paceline.measure.rows import read_rows
 from paceline.plan import place, spread
 from paceline.plan.memory import DeviceMemory, job_memory
-from paceline.spec import Cluster, Job, Plan, RunRecord, parse_mesh
+from paceline.spec import Cluster, Job, Plan, parse_mesh
 from paceline.spec.cluster import JobTiming
 from paceline.spec.codec import Bounds, PositiveFloat, PositiveInt, UnitInterval
 from paceline.spec.forecast import Forecast, Grow
@@ -253,19 +252,6 @@ def with_forecast(job: Job, plan: Plan, say: Say) -> Plan:
         say(f"paceline: no forecast: {problem}")
         return plan
     return replace(plan, forecast_samples_per_s=None if row.objection or row.placement else row.samples_per_s)
-
-
-def feed_back(record: RunRecord) -> None:
-    """Note the error of a run's forecast, if it had one, in cluster.json, where the latest 50 are kept."""
-    forecast = record.plan.forecast_samples_per_s
-    if not forecast or not record.samples_per_s:
-        return
-    try:
-        cluster = Cluster.load(CLUSTER_FILE)
-        errors = (*cluster.forecast_errors, forecast / record.samples_per_s - 1)
-        replace(cluster, forecast_errors=errors[-50:]).save(CLUSTER_FILE)
-    except (OSError, ClusterError) as problem:  # the run is good nevertheless
-        print(f"paceline: no forecast error noted in {CLUSTER_FILE}: {reason_of(problem)}", file=sys.stderr)
 
 
 @checked

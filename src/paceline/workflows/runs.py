@@ -21,6 +21,7 @@ from paceline import env
 from paceline.errors import JobError, LaunchError, PacelineError, WorkerFailed, file_problems
 from paceline.files import make_run_folder, run_file_mode
 from paceline.launch.run import LaunchOptions
+from paceline.measure.probe import feed_back
 from paceline.plan import spread
 from paceline.spec import Job, Plan, RunRecord, parse_mesh
 from paceline.spec.codec import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
@@ -31,7 +32,7 @@ from paceline.spec.record import RECORD_FILE
 from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, read_counts, silent
 from paceline.workflows.jobs import CallbackLike, import_folders, place_run, resolve_job, with_callbacks
-from paceline.workflows.plan import feed_back, with_forecast
+from paceline.workflows.plan import with_forecast
 from paceline.workflows.where import HERE, Allocation, Where, open_allocation
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ClusterError, PacelineError
+from paceline.measure.probe import feed_back
 from paceline.spec import Cluster, Device, Job, Link, Mesh, Node, PipelineSpec, Plan, RunRecord, StepRow
 from paceline.spec.cluster import JobTiming
 from paceline.spec.codec import Bounds
 from paceline.spec.forecast import Forecast, ForecastRow
 from paceline.spec.plan import NodePlacement
 from paceline.spec.record import EpochRecord, EvaluationRecord, StepTime
-from paceline.workflows.plan import feed_back
 
 FINITE = Bounds()
 GPU = Device(
