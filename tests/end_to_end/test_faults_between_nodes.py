@@ -29,12 +29,13 @@ import os, signal, sys, time
 from pathlib import Path
 
 folder, way, rank = Path(sys.argv[1]), sys.argv[2], os.environ["RANK"]
+was_killed = (folder / "killed").exists()
 (folder / f"{rank}.began").touch()
 while not (folder / "go").exists():
     time.sleep(0.01)
 if rank == "1" and way == "killed":
     os.kill(os.getpid(), signal.SIGKILL)
-if way == "killed once" and (folder / "killed").exists():
+if was_killed:
     sys.exit()
 if rank == "1" and way == "killed once":
     (folder / "killed").touch()

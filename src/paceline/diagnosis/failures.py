@@ -186,13 +186,12 @@ class WorkerProcess:
 
 
 def write_note(run_dir: Path, process: WorkerProcess, restart: int = 0) -> None:
-    """Note a worker's process, readable only by the user; `restart` is how often it has been started before.
-
-    Raises:
-        OSError: the folder cannot be written to.
-    """
-    make_run_folder(run_dir / "workers")
-    replace_text(run_dir / "workers" / f"{process.rank}-{restart}.json", json.dumps(asdict(process), indent=1), 0o600)
+    """Note a worker's process, readable only by the user, unless the folder cannot be written to: a full disk is no
+    reason not to train. `restart` is how often it has been started before."""
+    with contextlib.suppress(OSError):
+        make_run_folder(run_dir / "workers")
+        note = json.dumps(asdict(process), indent=1)
+        replace_text(run_dir / "workers" / f"{process.rank}-{restart}.json", note, 0o600)
 
 
 def read_notes(run_dir: Path, restart: int | None = None) -> list[WorkerProcess]:
@@ -409,8 +408,7 @@ def describe_failure(run_dir: Path, loss: NodeLoss | None = None, restart: int |
 def _of_ending(root: WorkerProcess, ended: Sequence[WorkerProcess], log: Path) -> FailureReport:
     """The report of the worker that ended first, of its own."""
     exit_code, failure = root.exit_code or 0, root.failure
-    # Peers that it may have lost, as after a loop with fewer steps; times say nothing: sockets close before a process
-    # ends.
+    # Peers that it may have lost, as after a loop with fewer steps; times say nothing: sockets close before processes.
     gone = [one.rank for one in ended if not one.exit_code]
     elsewhere = [f", while rank {one.rank} was at {one.place}" for one in ended if one.place not in ("", root.place)]
     facts: dict[str, Any] = {

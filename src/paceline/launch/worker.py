@@ -46,6 +46,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 AWAITED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 SAVE_S = 28.0
 """From the request to end to SIGKILL: what schedulers allow, and a little less than torch's agent does."""
+LEAVING_S = 5.0
+"""From a worker's loss of its peers to the end of all, so that one that leaves without an error is seen to."""
 REAP_S = 2.0
 """The maximum wait for the end of killed processes; one in uninterruptible sleep is left."""
 CHUNK_BYTES = MOST_TAIL_BYTES = 1 << 16
@@ -80,8 +82,7 @@ def main(program: Sequence[str]) -> None:
             preexec_fn=_as_program,
         )
         note = WorkerProcess(facts.rank, facts.world_size, process.pid, env.node_name())
-        with contextlib.suppress(OSError):  # a full disk is no reason not to train
-            write_note(run_dir, note, restart)
+        write_note(run_dir, note, restart)
         output.start(process)
         num_kills = count_oom_kills(process.pid)
         asked_at = _attend(process, agent)
@@ -94,20 +95,21 @@ def main(program: Sequence[str]) -> None:
         failure = failure_in(tail, time.time()) if exit_code == 1 else None
         with contextlib.suppress(OSError, ValueError):
             failure = Failure(**json.loads(failure_path(heartbeat, process.pid).read_text()))
-    with contextlib.suppress(OSError):
-        note = replace(
-            note,
-            exit_code=exit_code,
-            time=failure.time if failure else time.time(),
-            asked_at=asked_at,
-            out_of_memory=exit_code == -signal.SIGKILL and (is_oom_counted or _kernel_log_names(process.pid)),
-            step=vitals.step,
-            collective=vitals.collective,
-            place=place_in(tail, exit_code),
-            output="\n".join(tail.splitlines()[-MOST_EVIDENCE_LINES:]),
-            failure=failure,
-        )
-        write_note(run_dir, note, restart)
+    note = replace(
+        note,
+        exit_code=exit_code,
+        time=failure.time if failure else time.time(),
+        asked_at=asked_at,
+        out_of_memory=exit_code == -signal.SIGKILL and (is_oom_counted or _kernel_log_names(process.pid)),
+        step=vitals.step,
+        collective=vitals.collective,
+        place=place_in(tail, exit_code),
+        output="\n".join(tail.splitlines()[-MOST_EVIDENCE_LINES:]),
+        failure=failure,
+    )
+    write_note(run_dir, note, restart)
+    if note.is_consequence and asked_at is None:  # who left early lost its connections first, and is about to end
+        signal.sigtimedwait(AWAITED[1:], LEAVING_S)  # till the agent asks: somebody else has failed
     if exit_code:
         os._exit(exit_code if exit_code > 0 else 128 - exit_code)
     for number in AWAITED:  # the agent has it wait for the other workers
