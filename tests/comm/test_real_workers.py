@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
 from paceline.comm.asynchronous import AsynchronousWorker, ServerSettings, UpdateSchedule
@@ -66,6 +67,53 @@ def test_every_algorithm_steps_by_the_mean_gradient(world_size: int) -> None:
         rounding = world_size * 2**-8 if is_lossy else SIZE * 2**-24
         assert bool((error <= rounding * magnitude).all()), (algorithm, wire)
         assert is_lossy == bool((error > SIZE * 2**-24 * magnitude).any()), "something was rounded, or nothing was"
+
+
+WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"mesh": {"fsdp": 2}}, {}),
+    ({}, {"aggregation": {"method": "parameter_server_async"}}),
+]
+
+
+def _threads_after_rounds(folder: Path) -> list[int]:
+    """The number of threads of this process after each of three rounds of runs: kept in checkpoints, as a stream."""
+    counted: list[int] = []
+    fully_sharded: list[nn.Module] = []
+    for number in range(3):
+        for plan, keys in WAYS:
+            made = paceline.Plan.from_mapping(plan | {"world_size": 2, "timeout_s": 60})
+            save = folder / f"{number}-{len(fully_sharded)}-{len(keys)}"
+            init: dict[str, Any] = {
+                "global_batch_size": 4,
+                "virtual_shards": 2,
+                "max_steps": 2,
+                "plan": made,
+                "checkpoint_dir": save,
+            }
+            with paceline.init(**init, **keys, progress=False) as run:
+                model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1))
+                model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+                for batch in run.batches(_Stream()):
+                    run.step(batch, _linear_loss)
+            if "mesh" in plan:
+                fully_sharded.append(model)
+                with torch.no_grad():
+                    outputs = [one(_inputs()) for one in fully_sharded]
+                assert all(torch.equal(outputs[0], one) for one in outputs), "a model of a run that is over"
+        counted.append(len([*Path("/proc/self/task").iterdir()]))
+    return counted
+
+
+class _Stream(IterableDataset[tuple[Tensor]]):
+    def __iter__(self) -> Iterator[tuple[Tensor]]:
+        return iter([(row,) for row in _inputs()])
+
+
+def test_a_process_with_many_runs_has_the_threads_of_one(tmp_path: Path) -> None:
+    """Models of runs that are over work on."""
+    for after_one, *after_more in run_ranks(_threads_after_rounds, 2, tmp_path, timeout_s=120):
+        assert max(after_more) <= after_one
 
 
 @dataclass(frozen=True)

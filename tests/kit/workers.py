@@ -37,32 +37,9 @@ def join_world(timeout_s: float) -> Any:
     return dist.group.WORLD
 
 
-def close_groups() -> None:
-    """Close the process groups of runs that have ended; a collective, between two runs of one process.
-
-    A run leaves them to those who still use its model. Threads of each wake a hundred times a second. Those of meshes
-    stay: of two equal meshes torch remembers the first.
-    """
-    import gc
-
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return
-    gc.collect()  # what holds groups
-    dist.barrier()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD and not group.group_desc.startswith("mesh_"):
-            dist.destroy_process_group(group)
-
-
 def in_turn(train: Callable[..., Outcome], cases: Iterable[tuple[Any, ...]]) -> list[Outcome]:
     """What `train(*case)` returns of each case, by one run after the other in this process; a collective."""
-    found = []
-    for case in cases:
-        found.append(train(*case))
-        close_groups()
-    return found
+    return [train(*case) for case in cases]
 
 
 def fork_process(function: Callable[..., None], *args: Any) -> ForkServerProcess:

@@ -131,7 +131,7 @@ class Saver:
         self._storage, self._spec, self._group, self._say = storage, spec, group, say
         self._rank = 0 if group is None else dist.get_rank(group)
         # Writers' collectives would mix with those of training.
-        self._writers = None if group is None else open_host_group(_LONGEST_WRITE_S)
+        self._writers = None if group is None else open_host_group(group, "receipts of writers", _LONGEST_WRITE_S)
         # Workers of an earlier run may still be writing somewhere: their files have another name.
         self._run: str = broadcast_object(secrets.token_hex(3), group)
         self._num_begun = 0

@@ -7,6 +7,7 @@ the dtype of the values (float32 or more), never in the format's.
 
 from __future__ import annotations
 
+import functools
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -209,17 +210,23 @@ def open_group(ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup | No
     groups = sorted({tuple(sorted(one)) for one in all_gather_objects(list(ranks), world)})
     if sum(map(len, groups)) != dist.get_world_size():
         raise ValueError(f"workers want groups that overlap: {groups}")
-    timeout = timedelta(seconds=timeout_s)
     if all(len(members) == 1 for members in groups):
         return None
+    opened = _open_groups(world, tuple(groups), timedelta(seconds=timeout_s))
+    return opened if len(ranks) > 1 else None
+
+
+@functools.cache  # the next run in the process uses them again
+def _open_groups(
+    world: dist.ProcessGroup, groups: tuple[tuple[int, ...], ...], timeout: timedelta
+) -> dist.ProcessGroup | None:
+    """The group of this worker, if it is in one of several."""
     if world.bound_device_id is not None:
         # One call for all groups. Workers alone get one, too: torch names groups by how many a worker has.
-        opened = dist.split_group(split_ranks=[list(members) for members in groups], timeout=timeout)
-    else:
-        # Everybody takes part in the making of every group, in one order.
-        made = [dist.new_group(list(members), timeout=timeout) for members in groups if len(members) > 1]
-        opened = next((one for one in made if isinstance(one, dist.ProcessGroup)), None)
-    return opened if len(ranks) > 1 else None
+        return dist.split_group(split_ranks=[list(members) for members in groups], timeout=timeout)
+    # Everybody takes part in the making of every group, in one order.
+    made = [dist.new_group(list(members), timeout=timeout) for members in groups if len(members) > 1]
+    return next((one for one in made if isinstance(one, dist.ProcessGroup)), None)
 
 
 def node_of_every_rank(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:

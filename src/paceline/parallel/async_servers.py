@@ -76,7 +76,8 @@ class AsyncServers(Engine):
             settings = ServerSettings(self._job.aggregation.staleness, self._plan.num_servers, self._plan.timeout_s)
             schedule = UpdateSchedule(any_shard.num_shards, any_shard.lr_factor, any_shard.batch)
             with any_shard.at_base_rates() as optimizer:
-                self._servers = AsynchronousWorker(optimizer, schedule, settings, open_host_group(_RUN_S))
+                calls = open_host_group(self._group, "calls of servers", _RUN_S)
+                self._servers = AsynchronousWorker(optimizer, schedule, settings, calls)
         while True:
             if self._work is None:
                 if any_shard.batch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,8 +44,10 @@ class Axes:
     pp: dist.ProcessGroup | None
 
     @classmethod
+    @functools.cache
     def of(cls, mesh: Mesh, device: torch.device, world: dist.ProcessGroup) -> Self:
-        """Open the process groups of a mesh; a collective of all workers."""
+        """Open the process groups of a mesh; a collective of all workers. The next run in the process with this mesh
+        uses them again: models stay spread over them, and of two equal meshes torch remembers the first."""
         device_mesh = init_device_mesh(device.type, tuple(map(mesh.degree, AXES)), mesh_dim_names=AXES)
         ranks_by_place: dict[tuple[int, int], list[int]] = {}
         for rank in range(mesh.num_workers):

@@ -8,6 +8,7 @@ the last stage does the loss function go on from there.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -149,9 +150,8 @@ class Pipeline:
                 self.shared_parameters[name] = ranks
         self._groups = {}
         for ranks in dict.fromkeys(self.shared_parameters.values()):
-            everywhere = [dist.get_global_rank(self._group, rank) for rank in ranks]
             is_part = len(ranks) < self._num_workers
-            self._groups[ranks] = dist.new_group(everywhere, use_local_synchronization=True) if is_part else self._group
+            self._groups[ranks] = _open_group(self._group, ranks) if is_part else self._group
 
     # --- a step ---
 
@@ -428,6 +428,13 @@ _SCHEDULES = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
+
+
+@functools.cache  # the next run in the process uses it again
+def _open_group(stages: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    everywhere = [dist.get_global_rank(stages, rank) for rank in ranks]
+    opened: dist.ProcessGroup = dist.new_group(everywhere, use_local_synchronization=True)
+    return opened
 
 
 class _AnsweredError(BaseException):

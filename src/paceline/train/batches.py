@@ -105,7 +105,7 @@ class GlobalBatches:
                 "give run.batches samples_per_epoch=…, or leave the schedule out and end the run by max_steps."
             )
         if self.world.group is not None and self.sizes_group is None:
-            self.sizes_group = open_host_group(self.timeout_s)
+            self.sizes_group = open_host_group(self.world.group, "sizes of batches", self.timeout_s)
         progress.gather = lambda value: all_gather_objects(value, self.sizes_group)
         name = stream.digest() if hasattr(stream, "digest") else type(stream).__name__
         ways = f"{getattr(stream, 'num_shards', 1)} shards" if is_split(stream, job.virtual_shards) else "as it comes"

@@ -179,7 +179,7 @@ class Session:
         self.state, self.world = state, run.world
         group, plan = run.world.group, run.plan
         # A separate group in CPU memory, whatever the others use: it communicates in parallel to them.
-        self._group = None if group is None else open_host_group(plan.timeout_s)
+        self._group = None if group is None else open_host_group(group, "status of workers", plan.timeout_s)
         self._watch = current_watch()
         self.peers: Watch | None = None
         if group is not None and self._watch is not None and dist.get_backend(group) == "nccl":
