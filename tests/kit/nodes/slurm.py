@@ -18,7 +18,7 @@ from tests.kit.nodes.cluster import Node
 from tests.kit.waiting import wait_until
 
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin"
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 120.0
 
 _SETTINGS = """
 ClusterName=paceline
@@ -45,14 +45,17 @@ KillWait=2
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
-# The cgroup plugin wants a hierarchy to look at even where nothing uses it.
+# The cgroup plugin wants a hierarchy to look at even where nothing uses it. All daemons stay in the process group of
+# this shell, and end with it: a node may be part of another Slurm cluster afterwards.
 _START = """
 set -e
 mount --bind "$1/etc" /etc/slurm
 mount -t tmpfs tmpfs /sys/fs/cgroup
-mkdir -m 755 /run/munge
-munged --force --key-file="$1/munge.key" --socket=/run/munge/munge.socket.2 --pid-file=/run/munge/munged.pid \
-    --log-file="$1/munged-$2.log" --seed-file="/run/munge/seed"
+mkdir -p -m 755 /run/munge
+rm -f /run/munge/*
+munged --foreground --key-file="$1/munge.key" --socket=/run/munge/munge.socket.2 --pid-file=/run/munge/munged.pid \
+    --log-file="$1/munged-$2.log" --seed-file="/run/munge/seed" &
+while ! test -S /run/munge/munge.socket.2; do sleep 0.1; done
 """
 
 
@@ -71,15 +74,17 @@ def slurm_on(nodes: Sequence[Node], folder: Path, *, cpus_per_node: int) -> Iter
     (folder / "etc" / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     environ = {"PATH": f"{_PATH}:{os.environ.get('PATH', '')}"}
     with ExitStack() as daemons:
+        started = []
         for number, node in enumerate(nodes):
             start = _START + ("slurmctld -D &\n" if number == 0 else "") + 'exec slurmd -D -N "$2"\n'
-            process = node.exec(["sh", "-c", start, "sh", str(folder), node.hostname], env=environ)
-            daemons.callback(process.kill)
-        wait_until(lambda: _num_idle(nodes[0]) == len(nodes), "all Slurm nodes are idle", _TIMEOUT_S)
+            started.append(node.exec(["sh", "-c", start, "sh", str(folder), node.hostname], env=environ))
+            daemons.callback(started[-1].kill)
+
+        def are_idle() -> bool:
+            assert all(process.is_running for process in started), "".join(process.output for process in started)
+            sinfo = nodes[0].exec(["sinfo", "--noheader", "--Node", "--format=%N %t"])
+            sinfo.wait(_TIMEOUT_S)
+            return [line.split()[1] for line in sinfo.stdout.splitlines()] == ["idle"] * len(nodes)
+
+        wait_until(are_idle, "all Slurm nodes are idle", _TIMEOUT_S)
         yield
-
-
-def _num_idle(node: Node) -> int:
-    sinfo = node.exec(["sinfo", "--noheader", "--Node", "--format=%N %t"])
-    sinfo.wait(_TIMEOUT_S)
-    return sum(line.split()[1:] == ["idle"] for line in sinfo.stdout.splitlines())
