@@ -94,7 +94,7 @@ def _threads_after_rounds(folder: Path) -> list[int]:
             with paceline.init(**init, **keys, progress=False) as run:
                 model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 1))
                 model, _ = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-                for batch in run.batches(_Stream()):
+                for batch in run.batches(TensorDataset(_inputs()) if keys else _Stream()):
                     run.step(batch, _linear_loss)
             if "mesh" in plan:
                 fully_sharded.append(model)

@@ -122,7 +122,7 @@ def test_slurm_jobs_go_on_in_the_queue_with_the_same_bits(cluster: Cluster, fold
         for event in ("limit", "loss"):
             run_dir = tmp_path / event
             submit = [*PROGRAM, "submit", "slurm", "--cpu", "--nodes", "2", "--out", str(run_dir), *job]
-            number = re.findall(r"Slurm job (\d+)", on_node(first, submit, folder))[0]
+            number = re.findall(r"Job (\d+):", on_node(first, submit, folder))[0]
             wait_until(lambda place=run_dir: any(place.glob("**/step-*/manifest.json")), "a checkpoint", TIMEOUT_S)  # type: ignore[misc]
             if event == "limit":  # what Slurm sends two minutes before it
                 on_node(first, ["scancel", "--signal=USR2", "--batch", number], folder)
