@@ -111,7 +111,9 @@ def launchers(names: Sequence[str], folder: Path) -> Iterator[dict[str, Start]]:
             found["ssh"] = starting([python, *LAUNCH, "--hosts", "node0:1,node1:1"], first)
             found["srun"] = starting(["srun", "--nodes=2", "--ntasks-per-node=1", python], first)
             found["mpirun"] = starting(mpirun_argv("node0:1,node1:1", passed_on, []), first)
-            found["ray"] = starting([python, *LAUNCH, "--launcher", "ray", "-n", "2"], first, **RAY_VARIABLES)
+            found["ray"] = starting(
+                [python, *LAUNCH, "--launcher", "ray", "--hosts", "node0:1,node1:1"], first, **RAY_VARIABLES
+            )
             if {"ssh", "mpirun"} & set(names):
                 up.enter_context(ssh_between(cluster.nodes, folder))
             if "srun" in names:

@@ -156,7 +156,7 @@ def test_a_ray_cluster_of_two_nodes(cluster: Cluster, folder: Path, alone: str) 
     if reason := why_not_ray():
         missing(reason)
     with ray_on(cluster.nodes):
-        launch = [*PROGRAM, "launch", "--launcher", "ray", "-n", "2", "train.py"]
+        launch = [*PROGRAM, "launch", "--launcher", "ray", "--hosts", "node0:1,node1:1", "train.py"]
         output = on_node(cluster.nodes[0], launch, folder, **RAY_VARIABLES)
     assert weights_in(output, world_size=2) == [alone]
 

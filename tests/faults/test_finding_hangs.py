@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.diagnosis.failures import STALE_S, Hang, WatchClock, WorkerState, find_hang
+from paceline.diagnosis.failures import STALE_S, Hang, WorkerState, find_hang
+from paceline.train.watch import WatchClock
 
 BOUND_S = 3.0
 

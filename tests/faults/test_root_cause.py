@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.diagnosis.failures import Failure, WorkerProcess, describe_failure, place_in, root_cause, write_note
+from paceline.diagnosis.failures import (
+    Failure,
+    WorkerProcess,
+    describe_failure,
+    place_in,
+    root_cause,
+    silent_node,
+    write_note,
+)
 from paceline.launch.worker import count_oom_kills
 
 
@@ -116,6 +124,17 @@ def test_an_exception_is_told_with_the_peers_that_had_ended(tmp_path: Path) -> N
     report = describe_failure(tmp_path)
     assert report is not None and report.ranks == (0,)
     assert "failed (rank 1 had ended without an error) with ValueError: boom" in report.sentence
+
+
+def test_a_node_of_which_nothing_tells_how_its_workers_ended_is_lost(tmp_path: Path) -> None:
+    """Ray and srun carry the agents of several nodes, and do not say which node is gone."""
+    write_note(tmp_path, replace(lost_peer(0, 2.0), hostname="first"))
+    lost = replace(ending(1, 3.0, -9), hostname="second")
+    write_note(tmp_path, replace(lost, exit_code=None))
+    report = describe_failure(tmp_path, silent_node(tmp_path, within_s=0.1))
+    assert report is not None and (report.cause, report.ranks, report.hostname) == ("node_lost", (1,), "second")
+    write_note(tmp_path, lost)
+    assert silent_node(tmp_path, within_s=0.1) is None
 
 
 def test_a_kill_for_memory_is_told_with_what_helps(tmp_path: Path) -> None:

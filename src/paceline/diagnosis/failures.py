@@ -12,8 +12,7 @@ import json
 import re
 import signal
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,30 +33,6 @@ TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = ("During handling of the above exception", "The above exception was the direct cause")
 _FOREIGN = re.compile(rf"/site-packages/|/lib/python3\.\d+/|^{re.escape(str(Path(__file__).parents[1]))}/")
 """Files that are not a user's own."""
-
-
-class WatchClock:
-    """Measures durations, counting only the time in which this process, the observer, was running itself.
-
-    A worker that is stopped together with the others (SIGSTOP to all, a paused container, gang scheduling) must not
-    report the pause as a hang afterwards.
-    """
-
-    def __init__(self, hang_timeout_s: float, now: Callable[[], float] = time.monotonic) -> None:
-        """Start measuring; `watched_s` must be called every `interval_s` seconds."""
-        self._now = now
-        self.interval_s = min(1.0, hang_timeout_s / 10)
-        """How often a worker posts its state, and looks at those of others."""
-        self._looked_at = now()
-        self._pauses: deque[tuple[float, float]] = deque(maxlen=100)
-
-    def watched_s(self, seconds: float) -> float:
-        """The number of the last `seconds` in which this process ran."""
-        looked_at, self._looked_at = self._looked_at, self._now()
-        if self._looked_at - looked_at > 2 * self.interval_s:
-            self._pauses.append((looked_at + self.interval_s, self._looked_at))
-        began = self._looked_at - seconds
-        return seconds - sum(end - max(start, began) for start, end in tuple(self._pauses) if end > began)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,6 +354,16 @@ class NodeLoss:
     """Seconds since the epoch when the loss was noticed."""
     how: str
     """What is known of it: how the agent ended, or what ssh said."""
+
+
+def silent_node(run_dir: Path, within_s: float) -> NodeLoss | None:
+    """The node of workers of which no supervisor tells, within so many seconds, that they have ended; agents have."""
+    deadline = time.monotonic() + within_s
+    while silent := [one for one in read_notes(run_dir) if one.exit_code is None]:
+        if time.monotonic() > deadline:
+            return NodeLoss(silent[0].hostname, time.time(), "nothing tells how its workers ended")
+        time.sleep(0.1)
+    return None
 
 
 def describe_failure(run_dir: Path, loss: NodeLoss | None = None, restart: int | None = None) -> FailureReport | None:

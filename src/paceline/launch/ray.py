@@ -105,7 +105,9 @@ def _start_agent(config: dict[str, Any]) -> None:
     """On a node: run the command, which sees its line to the launcher closed when this process ends."""
     # Ray has set the address, and a port at random; the kernel gives none below 32,000 to anybody.
     endpoint = f"{env.text('MASTER_ADDR')}:{20_000 + int(env.text('MASTER_PORT')) % 12_000}"
-    program = [word.replace(FIRST_NODE, endpoint) for word in config["program"]]
+    # Ray chooses the node, too: no name that the launcher gives it is right.
+    words = [word for word in config["program"] if not word.startswith(f"{env.NODE}=")]
+    program = [word.replace(FIRST_NODE, endpoint) for word in words]
     with (
         open(config["requests"], "rb") as requests,
         subprocess.Popen(program, cwd=config["cwd"], stdin=subprocess.PIPE, bufsize=0) as process,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal
 
 from paceline import env
-from paceline.diagnosis.failures import NodeLoss, describe_failure, signal_name
+from paceline.diagnosis.failures import NodeLoss, describe_failure, signal_name, silent_node
 from paceline.errors import LaunchError, PacelineError, WorkerFailed, file_problems, reason_of
 from paceline.files import make_run_folder
 from paceline.launch.command_lines import output_of, with_variables
@@ -159,9 +159,10 @@ def run_workers(
         return
     told, exit_code = first.told, first.exit_code or 0
     ended = f"its agent was killed by {signal_name(-exit_code)}" if exit_code < 0 else f"exit code {exit_code}"
-    # An agent that says itself that a worker failed ends with 1; one of several nodes does not say which was lost.
-    is_loss = exit_code != 1 and len(first.reach.hostnames) <= 1
-    loss = NodeLoss(first.reach.node, first.ended_at, told or ended) if is_loss else None
+    loss: NodeLoss | None = NodeLoss(first.reach.node, first.ended_at, told or ended)
+    # An agent that ends with 1 says that a worker failed, maybe by a loss elsewhere; one of several nodes is not named.
+    if exit_code == 1 or len(first.reach.hostnames) > 1:
+        loss = silent_node(options.run_dir, GRACE_S) if first.reach.hostnames else None
     report = describe_failure(options.run_dir, loss)
     if report is None:
         where = ", ".join(first.reach.hostnames) or "this node"

@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from datetime import timedelta
@@ -41,7 +42,6 @@ from paceline.diagnosis.failures import (
     Failure,
     FailureReport,
     Hang,
-    WatchClock,
     WorkerState,
     describe_hang,
     failure_path,
@@ -66,6 +66,30 @@ NOTICE_S = 4.0
 OVER_S = 60.0
 """How long a worker that has ended its run waits for those that are still busy in their scripts."""
 MOST_TRACEBACK_CHARACTERS = 100_000
+
+
+class WatchClock:
+    """Measures durations, counting only the time in which this process, the observer, was running itself.
+
+    A worker that is stopped together with the others (SIGSTOP to all, a paused container, gang scheduling) must not
+    report the pause as a hang afterwards.
+    """
+
+    def __init__(self, hang_timeout_s: float, now: Callable[[], float] = time.monotonic) -> None:
+        """Start measuring; `watched_s` must be called every `interval_s` seconds."""
+        self._now = now
+        self.interval_s = min(1.0, hang_timeout_s / 10)
+        """How often a worker posts its state, and looks at those of others."""
+        self._looked_at = now()
+        self._pauses: deque[tuple[float, float]] = deque(maxlen=100)
+
+    def watched_s(self, seconds: float) -> float:
+        """The number of the last `seconds` in which this process ran."""
+        looked_at, self._looked_at = self._looked_at, self._now()
+        if self._looked_at - looked_at > 2 * self.interval_s:
+            self._pauses.append((looked_at + self.interval_s, self._looked_at))
+        began = self._looked_at - seconds
+        return seconds - sum(end - max(start, began) for start, end in tuple(self._pauses) if end > began)
 
 
 class Watch:

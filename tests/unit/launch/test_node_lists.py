@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from paceline import env
 from paceline.errors import LaunchError
-from paceline.launch import agent
+from paceline.launch import agent, ray
 from paceline.launch.command_lines import parse_node_list
 from paceline.launch.run import Reach
 from paceline.launch.slurm import allocation
@@ -161,3 +161,15 @@ def test_a_worker_that_has_just_ended_does_not_end_the_line_to_the_launcher(monk
     os.close(launcher)
     agent._obey(line)
     assert killed == [(os.getpid(), signal.SIGKILL)]
+
+
+def test_an_agent_on_a_node_that_ray_chooses_has_no_name_of_the_launchers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.7")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    (tmp_path / "requests").touch()
+    told = "import os, sys; open('told', 'w').write(os.environ.get('PACELINE_NODE', 'none') + ' ' + sys.argv[1])"
+    program = ["env", f"{env.NODE}=elsewhere", sys.executable, "-c", told, ray.FIRST_NODE]
+    ray._start_agent({"program": program, "cwd": str(tmp_path), "requests": str(tmp_path / "requests")})
+    assert (tmp_path / "told").read_text() == "none 10.0.0.7:20001"
