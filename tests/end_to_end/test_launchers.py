@@ -128,7 +128,7 @@ def test_slurm_jobs_go_on_in_the_queue_with_the_same_bits(cluster: Cluster, fold
                 on_node(first, ["scancel", "--signal=USR2", "--batch", number], folder)
             else:
                 on_node(first, [*lost, "state=down"], folder)
-                on_node(first, [*lost, "state=resume"], folder)
+                first.exec([*lost, "state=resume"]).wait(TIMEOUT_S)  # unless it has come back by itself
 
             def is_over(number: str = number, place: Path = run_dir) -> bool:
                 """Slurm itself waits two minutes before it starts a job again."""
