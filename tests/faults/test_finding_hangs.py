@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.diagnosis.failures import STALE_S, Hang, WorkerState, find_hang
-from paceline.train.watch import WatchClock
+from paceline.train.peers import WatchClock
 
 BOUND_S = 3.0
 
