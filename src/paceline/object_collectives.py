@@ -32,7 +32,7 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
 
 @functools.cache
 def open_host_group(world: dist.ProcessGroup, purpose: str, timeout_s: float) -> dist.ProcessGroup:  # noqa: ARG001
-    """Open a further group of all workers, for tensors in host memory; a collective of them. The next run in the process
+    """Open a further group of all workers, for tensors in host memory; a collective. The next run in the process
     uses it again: a group's threads wake a hundred times a second. What is sent for two purposes must not mix."""
     opened: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     return opened
