@@ -10,6 +10,7 @@ fastest here. Medians over the rounds; ratios are to Paceline with the first num
 from __future__ import annotations
 
 import argparse
+import compileall
 import json
 import os
 import statistics
@@ -20,6 +21,8 @@ import time
 from pathlib import Path
 
 from peers.trainers import CASES, TRAINERS
+
+import paceline
 
 SCRIPT = Path(__file__).parent / "peers" / "trainers.py"
 COLUMNS = ("steps_per_s", "processor_s_per_step", "first_step_s", "peak_mib")
@@ -94,6 +97,8 @@ def main() -> None:
     arguments = parser.parse_args()
     options = [f"--{name}" for name in ("bf16", "fused") if getattr(arguments, name)]
     rows = rows_of([int(number) for number in arguments.shards.split(",")])
+    # As pip does it for what is installed: an environment may keep Python from writing what it compiles.
+    compileall.compile_dir(Path(paceline.__file__).parent, quiet=1)
     print(
         "| case | trainer | steps/s | processor s/step | first step s | peak MiB | steps/s over the first's | loaders |"
     )

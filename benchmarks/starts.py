@@ -6,6 +6,7 @@ torchrun alone, in turns; medians.
 
 from __future__ import annotations
 
+import compileall
 import os
 import statistics
 import subprocess
@@ -13,6 +14,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+
+import paceline
 
 SCRIPT = """
 import os, signal, time
@@ -60,6 +63,8 @@ def times(launcher: str) -> dict[str, float]:
 
 
 def main(num_rounds: int) -> None:
+    # As pip does it for what is installed: an environment may keep Python from writing what it compiles.
+    compileall.compile_dir(Path(paceline.__file__).parent, quiet=1)
     found: dict[str, list[dict[str, float]]] = {launcher: [] for launcher in LAUNCHERS}
     for _ in range(num_rounds):
         for launcher, runs in found.items():

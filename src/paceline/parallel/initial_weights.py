@@ -95,3 +95,4 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> Non
         dist.broadcast(flat, group_src=0, group=group)
         for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
             tensor.copy_(values.view(tensor.shape))
+        del flat, values  # or two of them were in memory while the next one is made
