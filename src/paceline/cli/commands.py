@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import shlex
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -48,13 +48,15 @@ def main() -> None:
             signal.signal(number, lambda number, _frame: sys.exit(128 + number))
     try:
         exit_code = run(sys.argv[1:])
-        sys.stdout.flush()
+        print(end="", flush=True)
     except KeyboardInterrupt:
         print("paceline: interrupted; all workers have ended.", file=sys.stderr)
-        exit_code = 128 + signal.SIGINT
-    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+        exit_code = 130  # 128 + SIGINT
+    except OSError as problem:  # the reader of the output, such as `head`, has ended, or a disk is full
+        if problem.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
+            raise
         sys.stdout = None
-        exit_code = 1
+        sys.exit(1 if problem.errno == errno.EPIPE else f"paceline: {problem.strerror}; make room, and start again.")
     except PacelineError as error:
         if isinstance(error, WorkerFailed) and error.details:
             print(printable(error.details.rstrip()), file=sys.stderr)
@@ -163,8 +165,7 @@ def plan(job: str, as_json: bool = False, dry_run_mesh: str | None = None, **opt
 def print_memory(memory: DeviceMemory) -> None:
     """What a worker of a mesh holds, and the first modules of the stages but the first, as a setting."""
     held = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
-    moving = ("gathered, sent or summed", partial(cell_of, "moving_bytes"))
-    print_table([memory], *held, moving, "total_bytes")
+    print_table([memory], *held, ("gathered, sent or summed", partial(cell_of, "moving_bytes")), "total_bytes")
     if cuts := [stage[0].name for stage in memory.stages[1:]]:
         print(f"--set 'plan.pipeline.cuts={json.dumps(cuts)}'")
 

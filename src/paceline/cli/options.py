@@ -169,7 +169,7 @@ def _add_to(parser: argparse.ArgumentParser, name: str, hint: Any, default: Any,
     if get_origin(members[0]) is Literal:
         said["choices"] = get_args(members[0])
     is_required = default is inspect.Parameter.empty
-    if not is_required and default and isinstance(default, str | Path | float):
+    if not is_required and default and isinstance(default, str | Path | int | float):
         said["help"] = re.sub(r" \(default: .*?\)", "", said["help"]) + f" (default: {default})"
     said["help"] = said["help"].replace("%", "%%")
     if name in _BY_PLACE:

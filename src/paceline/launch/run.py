@@ -185,7 +185,7 @@ def prepare(run_dir: Path) -> None:
     with file_problems(f"The run folder {run_dir} cannot be used", LaunchError, "name another one with out = DIR"):
         for folder in (run_dir, run_dir / "logs", run_dir / "workers"):
             make_run_folder(folder)
-        for pattern in ("workers/*.json", "logs/rank*", "failure.json", "failure.txt", "failure-*.*"):
+        for pattern in ("workers/*.json", "workers.json", "logs/rank*", "failure.json", "failure.txt", "failure-*.*"):
             for note in run_dir.glob(pattern):
                 note.unlink()
 

@@ -63,11 +63,6 @@ class StudyRow:
         expected = self.forecast_samples_per_s
         return None if expected is None or not self.samples_per_s else expected / self.samples_per_s - 1
 
-    @property
-    def weights_sha256(self) -> dict[int, str]:
-        """The fingerprint of the trained weights, by seed."""
-        return {run.job.seed: run.weights_sha256 for run in self.runs}
-
 
 @dataclass(frozen=True)
 class Recommendation:

@@ -190,11 +190,8 @@ def _curve(row: StudyRow, name: str) -> tuple[list[float], list[list[float]]]:
 
 def write_study(study: Study, out: Path) -> None:
     """Write scaling.json (everything), scaling.csv (one line per run) and report.html into the folder `out`, which is
-    made. Times are in seconds, accuracies in [0, 1]; null, or an empty cell, is a number that was not measured.
-
-    Raises:
-        PacelineError: the folder cannot be made or written to.
-    """
+    made. Times are in seconds, accuracies in [0, 1]; null, or an empty cell, is a number that was not measured. Raises
+    `PacelineError` where the folder cannot be made or written to."""
     everything = asdict(study) | {"same_weights": study.same_weights}
     everything["recommended_devices"] = study.recommendation.devices
     everything["job"] = asdict(study.base.runs[0].job)

@@ -55,20 +55,23 @@ class WatchedRun:
 
 
 def read_run(folder: Path) -> WatchedRun:
-    """A run now, from the files in its folder.
-
-    Raises:
-        PacelineError: there is no such folder.
-    """
-    if not folder.is_dir():
-        raise PacelineError(f"There is no run folder '{folder}'.")
+    """A run now, from the files in its folder. Raises `PacelineError` where there are none."""
+    written_s = max(
+        _modified_s(folder / name) for name in (JOB_FILE, "workers", METRICS_FILE, STATUS_FILE, RECORD_FILE)
+    )
+    if not written_s:
+        raise PacelineError(f"There is no run in '{folder}'; name a folder that paceline train or launch wrote into.")
     lines, status = _last_lines(folder / METRICS_FILE), None
     with contextlib.suppress(PacelineError):  # there is none, or it is damaged
         status = RunStatus.load(folder / STATUS_FILE)
     metrics = {name: value for line in lines for name, value in line.items()}
     record, failure = _mapping(folder / RECORD_FILE), _mapping(folder / FAILURE_FILE)
-    last_s = status.time if status is not None else _modified_s(folder / METRICS_FILE)
-    state, sentence = _state(record, failure, "loss" in metrics, time.time() - last_s)
+    notes = [_mapping(path) for path in folder.glob("workers/*.json")]
+    has_trained = "loss" in metrics or (status is not None and any(worker.step for worker in status.workers))
+    here = [one for one in notes if (one.get("hostname"), one.get("exit_code")) == (socket.gethostname(), None)]
+    if status is None and any(Path(f"/proc/{one.get('pid')}").exists() for one in here):
+        written_s = time.time()  # a worker that is alone writes no status, nor do those of any other script
+    state, sentence = _state(record, failure, notes, has_trained, time.time() - written_s)
     return WatchedRun(
         name=folder.resolve().name,
         state=state,
@@ -112,7 +115,11 @@ def _events(
 
 
 def _state(
-    record: Mapping[str, Any], failure: Mapping[str, Any], has_trained: bool, silent_s: float
+    record: Mapping[str, Any],
+    failure: Mapping[str, Any],
+    notes: Sequence[Mapping[str, Any]],
+    has_trained: bool,
+    silent_s: float,
 ) -> tuple[str, str]:
     if failure:
         return "failed", str(failure.get("sentence", "The run has failed."))
@@ -120,6 +127,8 @@ def _state(
         accuracy = record.get("accuracy")
         result = f", accuracy {accuracy:.2%}" if isinstance(accuracy, float) else ""
         return "finished", f"Finished after {record.get('steps')} steps{result}."
+    if notes and all(note.get("exit_code") == 0 for note in notes):
+        return "finished", "All workers have ended."
     if silent_s > _SILENT_S:
         said = f"Nothing was written for {silent_s:,.0f} s: the run has ended without a record, or is stopped."
         return "silent", said

@@ -372,11 +372,12 @@ class _Above:
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:
-    """Names and texts in two columns, in lines of 80 characters where words allow it."""
+    """Names and texts in two columns, in lines of 80 characters where words allow it; a path stays whole."""
     width = max(len(name) for name, _ in rows) + 2
     lines = []
     for name, text in rows:
         wrapped = textwrap.wrap(text, _PLAIN_COLUMNS - width, break_long_words=False, break_on_hyphens=False)
+        wrapped = [text] if name == "checkpoint" else wrapped
         lines += [f"{key:{width}}{line}" for key, line in zip((name, *[""] * len(wrapped)), wrapped, strict=False)]
     return "\n".join(lines)
 
@@ -399,7 +400,8 @@ def end_rows(run: Run, progress: DataProgress, checkpoint: str | None) -> list[t
         rows.append(("stopped", run.stopping.reason))
     if run.timer.train_s:
         median = run.timer.median()
-        parts = {"compute": median.compute_s, "data": median.data_s, "waiting for others": median.exposed_comm_s}
+        parts = {"compute": median.compute_s, "data": median.data_s}
+        parts |= {"waiting for others": median.exposed_comm_s} if run.world_size > 1 else {}
         total_s = sum(parts.values())
         shown = [f"{name} {part_s / total_s:.0%}" for name, part_s in parts.items() if part_s >= 0.005 * total_s > 0]
         rows.append(("speed", f"{rate(samples_per_s(run))} samples/s"))

@@ -24,7 +24,7 @@ _INITIAL_TOLERANCE = 1e-6
 _NEGLIGIBLE = 1e-5
 """A gradient this much smaller than all of them together is rounding, which Adam makes as large as any other."""
 
-MEND = "mend what the run says, and compare again."
+MEND = "fix what the run reports, and compare again."
 
 Kind = Literal["initial_weights", "samples", "loss", "gradients", "learning_rate", "update", "buffers", "none"]
 

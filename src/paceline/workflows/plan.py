@@ -59,7 +59,7 @@ def probe(
     Args:
         workers: the most workers; None: all devices, at most one for each virtual shard.
         out: the file to write; earlier measurements that are not repeated stay in it.
-        folder: where workers find their orders, on storage that all nodes see.
+        folder: where files of the workers lie while they are timed, on storage that all nodes see.
         budget: seconds of steps, 1 or more, for all numbers of workers together; starting them comes on top.
         threads: CPU threads that each worker computes with; None: an equal share of the cores.
         job, data, settings, where, say: as for `train`.

@@ -270,7 +270,7 @@ def check_script(script: str, *, is_module: bool) -> None:
 def scale(
     job: Job | str | Path,
     *,
-    devices: Sequence[int] | str = (1, 2),
+    devices: Sequence[int] | str = "1,2",
     seeds: PositiveInt = 1,
     tolerance: UnitInterval = 0.01,
     efficiency_floor: UnitInterval = 0.5,

@@ -116,6 +116,16 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("target", "exit_code", "said"),
+    [("> /dev/full", 1, "paceline: No space left on device; make room, and start again.\n"), (">&-", 0, "")],
+)
+def test_output_that_cannot_be_written_is_no_traceback(target: str, exit_code: int, said: str) -> None:
+    line = f"exec {sys.executable} -m paceline list recipes {target}"
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (exit_code, said)
+
+
 def test_the_listed_keys_and_defaults_make_the_default_job() -> None:
     tables: dict[str, Any] = {}
     for key in paceline.catalog("keys"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import paceline
+from paceline.diagnosis.failures import WorkerProcess, write_note
 from paceline.hardware import nvml
 from paceline.report.watch import read_run
 from paceline.spec.record import GpuUse, RunStatus, WorkerStatus
@@ -84,7 +86,33 @@ def test_a_line_that_was_half_written_is_read_when_it_is_whole(tmp_path: Path) -
     assert "accuracy 90.00%" in run.sentence
 
 
+def _age(folder: Path) -> None:
+    """Have all that is in the folder be a minute old."""
+    for path in [*folder.rglob("*"), folder]:
+        os.utime(path, (time.time() - 60, time.time() - 60))
+
+
+def _note(folder: Path, pid: int, exit_code: int | None = None) -> None:
+    write_note(folder, WorkerProcess(0, 1, pid, socket.gethostname(), exit_code))
+
+
 def test_a_run_of_which_nothing_was_heard_is_silent(tmp_path: Path) -> None:
     _write(tmp_path / "run", 0.1, [2.0])
     _status(tmp_path / "run", time.time() - 60)
-    assert read_run(tmp_path / "run").state == "silent"
+    _note(tmp_path / "run", os.getpid())  # stopped: those of several workers write every second
+    _age(tmp_path / "run")
+    run = read_run(tmp_path / "run")
+    assert run.state == "silent" and "for 60 s" in run.sentence
+
+
+def test_a_run_that_starts_or_is_long_in_a_step_is_not_silent_and_a_script_ends(tmp_path: Path) -> None:
+    starting, alone, script, ended = (tmp_path / name for name in ("starting", "alone", "script", "ended"))
+    for folder in (starting, alone, script, ended):
+        folder.mkdir()
+    (starting / "job.json").write_text("{}")
+    _note(alone, os.getpid())
+    _age(alone)
+    _status(script, time.time())
+    _note(ended, 1, exit_code=0)
+    states = [read_run(folder).state for folder in (starting, alone, script, ended)]
+    assert states == ["starting", "starting", "training", "finished"]

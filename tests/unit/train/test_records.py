@@ -160,14 +160,16 @@ def train(progress: io.StringIO | bool, *, after_step: Callable[[paceline.Run], 
 
 def test_the_table_at_the_end_has_the_facts_and_fits_a_terminal(tmp_path: Path) -> None:
     screen = io.StringIO()
-    train(screen, checkpoint_dir=tmp_path / "checkpoints")
+    folder = tmp_path / ("a folder with spaces " * 3).strip() / "checkpoints"
+    train(screen, checkpoint_dir=folder)
     lines = screen.getvalue().splitlines()
     rows = {line.split()[0]: line for line in lines if line.strip()}
     assert "10" in rows["steps"] and "2 epochs" in rows["steps"] and "36 samples" in rows["steps"]
     assert "1 worker" in rows["workers"] and "cpu" in rows["workers"]
     assert "accuracy 50.00%" in rows["evaluated"]
     assert "samples/s" in rows["speed"]
-    assert "step-00000010" in rows["checkpoint"] or "step-00000010" in "".join(lines)
+    assert "waiting for others" not in rows["time"]  # there are none
+    assert f"{folder}/step-00000010" in rows["checkpoint"]
     assert max(len(line) for line in lines if str(tmp_path) not in line) <= 80
 
 
