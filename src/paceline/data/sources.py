@@ -36,7 +36,7 @@ from paceline.data.arrays import ArraySet
 from paceline.data.augment import Augmentation
 from paceline.data.folder import FolderImages
 from paceline.data.loading import MapDataset, set_size
-from paceline.errors import DataError, did_you_mean, reason_of
+from paceline.errors import DataError, did_you_mean, file_problems, reason_of
 from paceline.files import write_file
 from paceline.import_path import imported
 from paceline.spec import DataSpec
@@ -140,7 +140,8 @@ def _split(spec: DataSpec, known: Published, split: str, idx_name: str, limit: i
     where: object = known.repository
     if folder is None:
         purpose = f"Without data.dir, {spec.name} comes from the Hugging Face hub, which"
-        rows = import_extra("datasets", "hub", purpose).load_dataset(known.repository, split=split)
+        with file_problems(f"{spec.name} cannot be read from the Hugging Face hub", DataError, "give a data.dir"):
+            rows = import_extra("datasets", "hub", purpose).load_dataset(known.repository, split=split)
         rows = rows.select(range(min(limit or len(rows), len(rows))))
         images, labels = (rows.with_format("arrow")[:].column(name) for name in known.columns)
         images, labels = _decoded(images, known, where), labels.to_numpy()

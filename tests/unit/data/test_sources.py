@@ -208,6 +208,15 @@ def test_without_a_folder_a_published_set_comes_from_the_hub(monkeypatch: pytest
     assert np.array_equal(test.inputs[:, 0], pixels[:2]) and test.num_classes == 10
 
 
+def test_a_hub_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*_: object, **__: object) -> datasets.Dataset:
+        raise ConnectionError("Couldn't reach 'ylecun/mnist' on the Hub (timed out)")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(DataError, match=r"mnist .*Hugging Face hub: Couldn't reach .*data\.dir"):
+        arrays("mnist")
+
+
 # --- a folder of images ---
 
 
