@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import json
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -51,7 +52,7 @@ def main() -> None:
         print(end="", flush=True)
     except KeyboardInterrupt:
         print("paceline: interrupted; all workers have ended.", file=sys.stderr)
-        exit_code = 130  # 128 + SIGINT
+        exit_code = 128 + signal.SIGINT
     except OSError as problem:  # the reader of the output, such as `head`, has ended, or a disk is full
         if problem.errno not in (errno.EPIPE, errno.ENOSPC, errno.EDQUOT):
             raise

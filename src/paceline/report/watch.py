@@ -56,10 +56,8 @@ class WatchedRun:
 
 def read_run(folder: Path) -> WatchedRun:
     """A run now, from the files in its folder. Raises `PacelineError` where there are none."""
-    written_s = max(
-        _modified_s(folder / name) for name in (JOB_FILE, "workers", METRICS_FILE, STATUS_FILE, RECORD_FILE)
-    )
-    if not written_s:
+    last_s = max(_modified_s(folder / name) for name in (JOB_FILE, "workers", METRICS_FILE, STATUS_FILE, RECORD_FILE))
+    if not last_s:
         raise PacelineError(f"There is no run in '{folder}'; name a folder that paceline train or launch wrote into.")
     lines, status = _last_lines(folder / METRICS_FILE), None
     with contextlib.suppress(PacelineError):  # there is none, or it is damaged
@@ -70,8 +68,8 @@ def read_run(folder: Path) -> WatchedRun:
     has_trained = "loss" in metrics or (status is not None and any(worker.step for worker in status.workers))
     here = [one for one in notes if (one.get("hostname"), one.get("exit_code")) == (socket.gethostname(), None)]
     if status is None and any(Path(f"/proc/{one.get('pid')}").exists() for one in here):
-        written_s = time.time()  # a worker that is alone writes no status, nor do those of any other script
-    state, sentence = _state(record, failure, notes, has_trained, time.time() - written_s)
+        last_s = time.time()  # a worker that is alone writes no status, nor do those of any other script
+    state, sentence = _state(record, failure, notes, has_trained, time.time() - last_s)
     return WatchedRun(
         name=folder.resolve().name,
         state=state,
