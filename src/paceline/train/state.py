@@ -148,11 +148,22 @@ class Trained:
         for parameter in others.values():
             parameter.requires_grad_(not parameter.requires_grad)
         more = and_more(len(others) - 1)
-        return [
+        return _other_dtypes(self.model, shared["model"]) + [
             f"As when the run was saved, '{name}'{more} is {'trained' if parameter.requires_grad else 'frozen'}; to "
             "choose otherwise, set requires_grad after run.prepare."
             for name, parameter in list(others.items())[:1]
         ]
+
+
+def _other_dtypes(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
+    """A sentence where parameters were saved with another dtype than they have, which rounds or widens them."""
+    saved = {name: one.values if isinstance(one, Loaded) else one for name, one in state.items()}
+    others = [
+        f"The checkpoint has '{name}' as {saved[name].dtype}, and the model as {parameter.dtype}: it was converted."
+        for name, parameter in model.named_parameters()
+        if isinstance(saved.get(name), Tensor) and saved[name].dtype != parameter.dtype
+    ]
+    return others[:1]
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Any], *, holds_all: bool) -> None:

@@ -180,6 +180,26 @@ def test_a_run_that_ended_in_the_middle_of_an_epoch_says_so() -> None:
     assert "7" in row and "epoch 2 of 2" in row
 
 
+def test_a_run_that_goes_on_in_another_dtype_says_so(tmp_path: Path) -> None:
+    samples, notes = TensorDataset(torch.ones(8, 1)), []
+    for num_steps, dtype in enumerate((torch.float32, torch.float32, torch.bfloat16), start=1):
+        with paceline.init(
+            global_batch_size=4,
+            epochs=2,
+            virtual_shards=2,
+            max_steps=num_steps,
+            checkpoint_dir=tmp_path,
+            progress=False,
+        ) as run:
+            model = nn.Linear(1, 1, dtype=dtype)
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for batch in run.batches(samples):
+                run.step(batch, lambda model, shard: model(shard[0].to(model.weight.dtype)).float().square().mean())
+        notes.append(" ".join(run.notes))
+    assert "converted" not in notes[1]
+    assert "'weight' as torch.float32, and the model as torch.bfloat16" in notes[2]
+
+
 def test_a_run_that_is_stopped_ends_one_step_later_and_says_why() -> None:
     screen = io.StringIO()
     assert train(screen, after_step=lambda run: run.stop("it is good enough") if run.steps == 3 else None) == 4
