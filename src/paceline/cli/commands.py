@@ -47,6 +47,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):  # while workers run, the launcher heeds them
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, lambda number, _frame: sys.exit(128 + number))
+    getattr(sys.stdout, "reconfigure", lambda **_: None)(errors="replace")  # a terminal may lack letters
     try:
         exit_code = run(sys.argv[1:])
         print(end="", flush=True)
