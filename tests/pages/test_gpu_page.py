@@ -86,6 +86,7 @@ def test_a_part_that_hangs_fails_or_dies_does_not_stop_the_others(parts: dict[st
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1100)
 @pytest.mark.budget(processor_s=600)
 def test_the_page_is_made_without_a_gpu_and_nothing_on_it_has_failed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--out", str(tmp_path), "--minutes", "15"]
