@@ -169,7 +169,11 @@ def open_stage(folder: Path) -> Iterator[Stage]:
 
 
 def ended(launcher: subprocess.Popen[str]) -> Ended:
-    out, err = launcher.communicate(timeout=PATIENCE_S)
+    try:
+        out, err = launcher.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired as expired:
+        said = (expired.stderr or b"").decode(errors="replace")
+        raise AssertionError(f"the launcher runs on after {PATIENCE_S:g} s; it has said:\n{said}") from None
     return Ended(launcher.returncode, out, err)
 
 
