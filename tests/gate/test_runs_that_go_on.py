@@ -230,6 +230,35 @@ def test_what_is_kept_before_prepare_goes_on_too(tmp_path: Path) -> None:
     assert run_ranks(_drawn_by_what_is_kept_before_prepare, 1, tmp_path) == [[draws.random() for _ in range(4)]]
 
 
+def _rates_of_two_models(folder: Path) -> list[list[float]]:
+    """In each step; their schedulers are made when both models are there."""
+    rates = []
+    for max_steps in (2, 4):
+        job = paceline.Job(global_batch_size=BATCH, virtual_shards=2, epochs=EPOCHS)
+        with paceline.init(job, checkpoint_dir=folder, max_steps=max_steps, progress=False) as run:
+            models = [nn.Linear(3, 1), nn.Linear(3, 1)]
+            optimizers = [torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1)) for model in models]
+            for model, optimizer in zip(models, optimizers, strict=True):
+                run.prepare(model, optimizer)
+            schedulers = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: 1 / (1 + step)) for one in optimizers]
+            for number, scheduler in enumerate(schedulers):
+                run.keep(f"scheduler {number}", scheduler)
+            for batch in run.batches(_rows()):
+                for model in models:
+                    run.step(batch, lambda model, shard: model(shard[0]).square().mean(), model=model)
+                rates.append([float(one.param_groups[0]["lr"]) for one in optimizers])
+                for scheduler in schedulers:
+                    scheduler.step()
+    return rates
+
+
+def test_schedulers_of_several_models_go_on_at_their_rates(tmp_path: Path) -> None:
+    (rates,) = run_ranks(_rates_of_two_models, 1, tmp_path)
+    assert [rate for rates_of_step in rates for rate in rates_of_step] == pytest.approx(
+        [0.1 / (1 + step) for step in range(4) for _ in range(2)]
+    )
+
+
 def test_an_epoch_is_saved_at_its_end(tmp_path: Path) -> None:
     """Three steps each; the last one is saved at the end of the run."""
     run_ranks(functools.partial(_train, epochs=2), 2, tmp_path)

@@ -181,6 +181,23 @@ def test_gradients_beside_the_optimizer_are_those_of_one_step(parity: str) -> No
     assert all(found == pytest.approx(alone, rel=rounding) for found in run_ranks(_beside_the_optimizer, 2, parity))
 
 
+def _each_by_its_own_step(parity: str) -> list[float]:
+    """Two optimizers over one model, each with a step of its own, and a limit that both gradients pass."""
+    torch.manual_seed(0)
+    layers = nn.Linear(2, 2), nn.Linear(2, 1)
+    with _init(optim={"clip_norm": 0.1}, parity=parity, precision="float64") as run:
+        run.prepare(nn.Sequential(*layers), optimizers := [_sgd(layer.parameters()) for layer in layers])
+        for batch in run.batches(_pairs(24)):
+            for optimizer in optimizers:
+                run.step(batch, _squares, optimizer=optimizer)
+        return [float(one) for layer in layers for one in layer.weight.flatten()]
+
+
+def test_a_step_of_one_of_several_optimizers_is_clipped_by_the_norm_of_its_own_gradient() -> None:
+    (bitwise,), (numeric,) = (run_ranks(_each_by_its_own_step, 1, parity) for parity in ("bitwise", "numeric"))
+    assert bitwise == pytest.approx(numeric, rel=1e-9)
+
+
 def _noisy(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     inputs, _ = batch
     return {"noisy": model(inputs).flatten() + torch.rand(len(inputs))}

@@ -3,6 +3,7 @@ samples: in the first two steps, before a checkpoint and at the end of an epoch.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
 from paceline.errors import ModelError
@@ -19,7 +20,19 @@ from tests.kit.workers import run_ranks
 NUM_SHARDS, NUM_STEPS = 4, 6
 
 
-def _calls(folder: Path, parity: str, every_steps: int | None) -> tuple[list[int], dict[str, list[float]]]:
+class _Stream(IterableDataset[Any]):
+    """The samples of a set, one after the other."""
+
+    def __init__(self, data: TensorDataset) -> None:
+        self._data = data
+
+    def __iter__(self) -> Any:
+        return iter(self._data)
+
+
+def _calls(
+    folder: Path, parity: str, every_steps: int | None, *, is_stream: bool = False
+) -> tuple[list[int], dict[str, list[float]]]:
     """The calls of the loss function in each step, and what gradients and buffers are at the end of a step."""
     calls = 0
     seen: dict[str, list[float]] = {}
@@ -43,7 +56,7 @@ def _calls(folder: Path, parity: str, every_steps: int | None) -> tuple[list[int
         model = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout(0.5), nn.Linear(2, 1))
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
         found = []
-        for batch in run.batches(data):
+        for batch in run.batches(_Stream(data) if is_stream else data):
             calls = 0
             run.step(batch, loss_fn)
             found.append(calls)
@@ -57,6 +70,11 @@ def test_a_shard_is_a_call_and_the_audit_is_one_more(num_workers: int, parity: s
     own = NUM_SHARDS // num_workers
     for found, _ in run_ranks(_calls, num_workers, tmp_path, parity, None):
         assert found == [own + 1, own + 1, *[own] * (NUM_STEPS - 3), own + 1]
+
+
+def test_a_stream_whose_end_is_not_known_is_audited_in_its_first_steps_alone(tmp_path: Path) -> None:
+    (found, _), _ = run_ranks(functools.partial(_calls, is_stream=True), 2, tmp_path, "numeric", None)
+    assert found == [3, 3, *[2] * (NUM_STEPS - 2)]
 
 
 def test_the_audit_before_a_checkpoint_changes_nothing(tmp_path: Path) -> None:

@@ -157,7 +157,8 @@ class FixedOrderSum:
         A parameter without a gradient counts as 0, so that the number of norms, and with it the order in which they
         are added, does not change.
         """
-        norm: Tensor = torch.linalg.vector_norm(self._layout.norms_of_all(self._norms))
+        left = {name: norm for name, norm in self._norms.items() if self._named[name].grad is not None}
+        norm: Tensor = torch.linalg.vector_norm(self._layout.norms_of_all(left))
         return norm
 
     def measured(self, assignment: Assignment) -> tuple[int, int]:

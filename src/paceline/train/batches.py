@@ -307,7 +307,8 @@ class GlobalBatch:
     index: int
     """Index of the batch over all epochs of the job, from 0."""
     num_left: int
-    """How many batches this run trains on until the epoch ends, including this one."""
+    """How many batches this run trains on until the epoch ends, including this one; of a stream until the run ends, 0
+    where that is not known."""
     samples: NDArray[np.int64]
     """The numbers of the samples of all workers."""
     assignment: Assignment
@@ -477,7 +478,8 @@ class DataProgress:
         taken = tuple(had + more for had, more in zip(position.taken, sizes, strict=True))
         after = StreamPosition(position.step + 1, taken, states, fingerprint)
         samples = np.arange(before, before + sum(sizes))
-        return GlobalBatch(self.epoch, position.step, position.step, 1, samples, assignment, samples_per_epoch, after)
+        num_left, number = self.steps_left or 0, position.step
+        return GlobalBatch(self.epoch, number, number, num_left, samples, assignment, samples_per_epoch, after)
 
     def trained_on(self, batch: GlobalBatch) -> None:
         """Note that an update by `batch` has been made, by this worker or a server."""

@@ -252,6 +252,8 @@ class LearningRates:
     def set(self, samples_seen: int, samples_per_epoch: int) -> None:
         """For the step after `samples_seen` samples; without a schedule the rates are the script's business."""
         if self._is_scheduled:
+            added = self._optimizer.param_groups[len(self._base) :]  # by the script, since it was prepared
+            self._base += [float(group["lr"]) for group in added]
             factor = self.factor(samples_seen, samples_per_epoch)
             self._write([None if base is None else base * factor for base in self._base])
 

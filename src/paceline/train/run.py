@@ -315,8 +315,7 @@ class Run:
         Returns:
             The loss of the global batch, the same on every worker; a detached scalar. Workers that synchronise
             only every few steps (aggregation.method = "local_sgd" or "diloco") do not send each other: theirs is the
-            mean over the samples of this worker, or of its node where that synchronises every step, and NaN where there
-            are none.
+            mean over the samples of this worker, and NaN where there are none.
         """
         steps = self.steps
         result, trained = self.stepper.step(batch, loss_fn, model, optimizer)

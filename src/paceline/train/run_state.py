@@ -83,7 +83,8 @@ class Kept:
         """Whether the script changes any of them itself."""
         self._restored: dict[str, Any] = {}
         """States from a checkpoint that have not been claimed yet."""
-        self._after_restoring: Callable[[], None] = lambda: None
+        self.after_restoring: list[Callable[[], None]] = []
+        """Called whenever a thing has got its state back."""
 
     def add(self, name: str, thing: Keepable, *, in_step: bool = False) -> None:
         """`in_step`: it moves in `Run.step` alone, not in what the script does between two steps. Raises `JobError` for
@@ -103,15 +104,14 @@ class Kept:
         found = [name for name in names if name in self._restored]
         for name in found:
             self._things[name].load_state_dict(self._restored.pop(name))
-        if found:
-            self._after_restoring()
+        for put_right in self.after_restoring if found else ():
+            put_right()
 
     def state_dict(self) -> dict[str, Any]:
         return {name: thing.state_dict() for name, thing in self._things.items()}
 
-    def load_state_dict(self, state: dict[str, Any], after_restoring: Callable[[], None] = lambda: None) -> None:
-        """Call `after_restoring` whenever a thing has got its state back."""
-        self._restored, self._after_restoring = dict(state), after_restoring
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._restored = dict(state)
         self._restore([*self._things])  # what the script gave before `Run.prepare`
 
 
@@ -162,24 +162,25 @@ class RunState:
                     f"The checkpoint to resume belongs to another job: {'; '.join(changes)}{_why(before, self.job)}. "
                     "Set it back, choose another folder, or resume nevertheless with force = True."
                 )
-            notes = [
-                note
-                for name in self.models.by_name
-                for note in self.models.put(name, shared, found.own, hyper=not changes, goes_on=not changes)
-            ]
+            notes = [note for name in self.models.by_name for note in self._put(name, found, goes_on=not changes)]
             self.progress.load_state_dict(shared["progress"], check_order=not force)
             self.noise.load_state_dict(shared["noise"])
             self.metrics.update(shared["metrics"])
-            # A new scheduler writes its first learning rate into the optimizer, and loading its state leaves it there.
-            self.kept.load_state_dict(shared["kept"], (lambda: None) if changes else self.models.hyperparameters())
+            self.kept.load_state_dict(shared["kept"])
             return notes
 
     def restore_model(self, name: str, found: Found) -> list[str]:
         """Give a model that was prepared after the others its state; returns notes. Raises `CheckpointError` where the
         checkpoint has no such model."""
         with _as_saved(found.name):
-            changes = self._changes(found.shared)[1]
-            return self.models.put(name, found.shared, found.own, hyper=not changes, goes_on=not changes)
+            return self._put(name, found, goes_on=not self._changes(found.shared)[1])
+
+    def _put(self, name: str, found: Found, *, goes_on: bool) -> list[str]:
+        notes = self.models.put(name, found.shared, found.own, hyper=goes_on, goes_on=goes_on)
+        if goes_on:
+            # A new scheduler writes its first learning rate into the optimizer, and loading its state leaves it there.
+            self.kept.after_restoring.append(self.models.by_name[name].hyperparameters())
+        return notes
 
     def _changes(self, shared: dict[str, Any]) -> tuple[Job, list[str]]:
         """The job of a checkpoint, and its differences from this run's job that change the result."""

@@ -10,6 +10,7 @@ counts, are each worker's where as many resume, else the first one's.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -153,6 +154,17 @@ class Trained:
             "choose otherwise, set requires_grad after run.prepare."
             for name, parameter in list(others.items())[:1]
         ]
+
+    def hyperparameters(self) -> Callable[[], None]:
+        """A function that puts the optimizer's learning rates and the like back to what they are now."""
+        groups = [*self.optimizer.param_groups]
+        kept = [copy.deepcopy({key: value for key, value in group.items() if key != "params"}) for group in groups]
+
+        def put_back() -> None:
+            for group, values in zip(groups, kept, strict=True):
+                group.update(values)
+
+        return put_back
 
 
 def _other_dtypes(model: nn.Module, state: Mapping[str, Any]) -> list[str]:
@@ -309,17 +321,6 @@ class TrainedModels:
                 f"The frozen model '{name}' has the weights that the script had given it when the run was saved."
             )
         return said
-
-    def hyperparameters(self) -> Callable[[], None]:
-        """A function that puts the optimizers' learning rates and the like back to what they are now."""
-        groups = [group for trained in self.by_name.values() for group in trained.optimizer.param_groups]
-        kept = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-
-        def put_back() -> None:
-            for group, values in zip(groups, kept, strict=True):
-                group.update(values)
-
-        return put_back
 
 
 # --- fingerprints of weights ---

@@ -88,6 +88,28 @@ def test_each_group_keeps_its_share_of_the_rate() -> None:
     assert kept[0].param_groups[1]["lr"] == pytest.approx(0.2)
 
 
+def test_a_group_that_is_added_on_the_way_follows_the_schedule_from_its_own_rate() -> None:
+    class Growing(torch.optim.SGD):
+        """Gets a second group in its first step."""
+
+        def __init__(self, first: nn.Parameter, late: nn.Parameter) -> None:
+            super().__init__([first], lr=0.1)
+            self.late = late
+
+        def step(self, closure: Any = None) -> Any:
+            if len(self.param_groups) == 1:
+                self.add_param_group({"params": [self.late], "lr": 0.4})
+            return super().step(closure)
+
+    def growing(model: nn.Module) -> torch.optim.Optimizer:
+        kept.append(Growing(*model.parameters()))
+        return kept[0]
+
+    kept: list[torch.optim.Optimizer] = []
+    assert rates_of(2, SIZE, growing, schedule="linear") == pytest.approx([0.1, 0.05])
+    assert kept[0].param_groups[1]["lr"] == pytest.approx(0.2)
+
+
 class WithoutRate(torch.optim.Optimizer):
     """Without a learning rate."""
 
