@@ -12,27 +12,24 @@ say.
 from __future__ import annotations
 
 import argparse
-import json
-import tempfile
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from tests.kit.workers import in_turn, run_ranks
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch import Tensor, UntypedStorage, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
 from paceline.plan.memory import DeviceMemory
 from paceline.spec import Job, Mesh, PipelineSpec, parse_mesh
 from paceline.spec.job import ModelSpec
 from paceline.spec.model_cost import ModelCost
-from paceline.tensors import local_shard
+from paceline.tensors import is_dtensor, local_shard, tensors
 
 TRACED_SAMPLES = 2
 SHARD, SHARDS, STEPS = 4, 8, 3
@@ -89,22 +86,31 @@ class Held:
     """Parameters, gradients and the optimizer's numbers, after a step."""
 
 
-def peak_bytes(trace: Path) -> int:
-    """The most that the allocator has given to the training thread at once since "measured" began, from a profiler's
-    trace. What was there before the trace does not count, nor what a backend of collectives holds."""
-    events = sorted(json.loads(trace.read_text())["traceEvents"], key=lambda event: event.get("ts", 0))
-    first = next(event for event in events if event["name"] == "measured")
-    held: dict[int, int] = {}
-    total = peak = 0
-    for event in (event for event in events if event["name"] == "[memory]"):
-        address, size = event["args"]["Addr"], int(event["args"]["Bytes"])
-        if size <= 0:
-            total -= held.pop(address, 0)
-        elif event["tid"] == first["tid"]:
-            held[address] = size
-            total += size
-        peak = max(peak, total) if event["ts"] >= first["ts"] else 0
-    return peak
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of all tensors that operations of this thread have made and that are alive, each piece of memory
+    once, after every operation: FSDP frees and takes memory under a living tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._made: WeakValueDictionary[int, UntypedStorage] = WeakValueDictionary()
+        self._given: WeakValueDictionary[int, UntypedStorage] = WeakValueDictionary()
+        """What no operation has made that was seen here: samples, what a backend has received."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = list(tensors((args, kwargs or {})))
+        if any(map(is_dtensor, given)):
+            return NotImplemented  # the operations on the tensors inside of it come here too
+        self._given |= {id(one): one for one in _storages(given) if id(one) not in self._made}
+        result = func(*args, **(kwargs or {}))
+        self._made |= {id(one): one for one in _storages(tensors(result)) if id(one) not in self._given}
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self._made.values()))
+        return result
+
+
+def _storages(of: Iterable[Tensor]) -> list[UntypedStorage]:
+    """Those that are in memory: shapes of DTensors are found on the meta device."""
+    return [one.untyped_storage() for one in of if type(one) in (Tensor, nn.Parameter) and not one.is_meta]
 
 
 def sample(case: Case, num_samples: int) -> Tensor:
@@ -149,21 +155,19 @@ def held(case: Case, column: Column, cuts: tuple[str, ...]) -> Held | str:
     data = TensorDataset(sample(case, JOB.global_batch_size), targets(case, JOB.global_batch_size))
     spec = ModelSpec(case.model, case.options)
     try:
-        watched = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        with watched, paceline.init(JOB, plan=plan, max_steps=STEPS) as run:
+        with LiveBytes() as live, paceline.init(JOB, plan=plan, max_steps=STEPS) as run:
             model = models.build(spec)
             model, optimizer = run.prepare(model, build_optimizer(JOB.optim, model), example=data[:2][0])
             for number, batch in enumerate(run.batches(data)):
-                with record_function("measured") if number else nullcontext():
-                    run.step(batch, loss_fn)
+                if number == 1:
+                    live.peak = 0
+                run.step(batch, loss_fn)
             gradients = [parameter.grad for parameter in model.parameters()]
             numbers = [value for values in optimizer.state.values() for value in values.values()]
             state = num_bytes([*model.parameters(), *gradients, *numbers])
     except PacelineError as problem:
         return str(problem)
-    with tempfile.NamedTemporaryFile(suffix=".json") as trace:
-        watched.export_chrome_trace(trace.name)
-        return Held(peak_bytes(Path(trace.name)), state)
+    return Held(live.peak, state)
 
 
 def traced(case: Case) -> ModelCost:

@@ -134,13 +134,15 @@ def device_memory(
     parts = {layer: _part(layer, mesh.tp, of_parameters, of_activations) for layer in set(layers)}  # most are alike
     stages = cut(layers, mesh.pp)
     messages = [micro_batch_size * output for output in (0.0, *(stage[-1].output_bytes for stage in stages[:-1]), 0.0)]
-    inputs_bytes = micro_batch_size * num_micro_batches * activations.input_bytes if mesh.pp > 1 else 0.0
+    num_passes = max(num_micro_batches, mesh.pp)
     found = []
     for worker, stage in enumerate(stages):
         own = [parts[layer] for layer in stage]
         kept = [min(part.output_bytes, part.activation_bytes) if recompute else part.activation_bytes for part in own]
-        waiting = (min(mesh.pp - worker, num_micro_batches) - 1) * sum(kept)
-        waiting += activations.fixed_bytes + inputs_bytes + messages[worker] + messages[worker + 1]
+        arriving, leaving, in_flight = messages[worker], messages[worker + 1], mesh.pp - worker
+        waiting = activations.fixed_bytes + micro_batch_size * num_micro_batches * activations.input_bytes
+        # A buffer for all that arrives in a step, forward and backward; what leaves is a copy, sent or to be sent.
+        waiting += num_passes * (arriving + leaving) + (in_flight + 1) * leaving + (in_flight - 1) * sum(kept)
         found.append(_on_worker(own, kept, waiting, state, mesh, num_micro_batches))
     return dataclasses.replace(max(found, key=lambda memory: memory.total_bytes), stages=stages)
 
@@ -190,10 +192,10 @@ def _on_worker(
         waiting_bytes: what is there all the time: inputs, messages, and other micro-batches of a pipeline.
     """
     own, shards = sum(layer.parameter_bytes for layer in layers), mesh.fsdp
-    scatters = shards > 1 and not state.is_bitwise
+    # ZeRO 1 scatters gradients in the last pass alone: before, they are whole.
+    scatters = shards > 1 and not state.is_bitwise and (mesh.zero_stage > 1 or num_passes == 1)
     is_gathered = scatters and mesh.zero_stage == 3
-    is_spread = mesh.zero_stage > 1 or num_passes == 1  # ZeRO 1 scatters gradients in the last pass alone
-    copies = 1.0 / shards if is_spread else 1.0  # of the gradients of all parameters
+    copies = 1.0 / shards if scatters else 1.0  # of the gradients of all parameters
     if state.is_bitwise:  # a gradient of the shard, and a sum for each power of two of the shards before it
         copies = 1.0 + num_passes.bit_length()
     beside = 0.0  # parameters beside a worker's own
@@ -206,8 +208,8 @@ def _on_worker(
     for number, block in reversed(list(enumerate(blocks))):
         size, before = (sum(layers[place].parameter_bytes for place in one) for one in (block, blocks[number - 1]))
         before = before if number else 0.0
-        if is_gathered:  # copied out of its message; of the last block forward's are there too, when backward begins
-            moments.append((kept, (4 if block is blocks[-1] else 2) * size + following))
+        if is_gathered:  # copied out of its message
+            moments.append((kept, 2 * size + following))
         done = 0.0
         for place in reversed(block):
             layer = layers[place]
@@ -216,7 +218,10 @@ def _on_worker(
             activations = min(kept + layer.activation_bytes, whole) + layer.moment_bytes
             moments.append((activations, moving + (before + size if is_gathered else beside)))
             kept, whole = kept - kept_bytes[place], whole - layer.activation_bytes
-        following = size if is_spread else 0.0
+        if scatters:  # its parameters are gone; its gradients are copied into a message, and a shard of them arrives
+            beside -= 0.0 if is_gathered else size
+            moments.append((kept, (2 + 1 / shards) * size + (before if is_gathered else beside)))
+            following = size
     activation_bytes, moving_bytes = max(moments, key=sum)
     return DeviceMemory(
         parameter_bytes=own / (shards if mesh.zero_stage == 3 else 1),
