@@ -13,7 +13,9 @@ from itertools import accumulate
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, UntypedStorage, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -53,6 +55,7 @@ def trace_model(build: Callable[[], nn.Module], sample: Any, num_samples: int = 
             counts.flops,
             observed_by(counts.call),
             torch.autograd.graph.saved_tensors_hooks(counts.keep, lambda tensor: tensor),
+            _FusedAttention(counts.keep),
         ):
             output = model(inputs)
     except (NotImplementedError, RuntimeError) as problem:
@@ -177,3 +180,21 @@ class _Counts:
         total = self.flops.get_total_flops()
         self.layers[-1].flops += total - self._counted_flops
         self._counted_flops = total
+
+
+class _FusedAttention(TorchFunctionMode):
+    """Attention keeps what it is given, as fused kernels do: on the meta device torch takes it apart, and keeps the
+    weight of every token for every other one."""
+
+    def __init__(self, keep: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._keep = keep
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        given = args, kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*given[0], **given[1])
+        for tensor in tensors(given):
+            self._keep(tensor)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return func(*given[0], **given[1])

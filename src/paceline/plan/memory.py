@@ -119,8 +119,9 @@ def device_memory(
 
     Replicas shard nothing. For psi parameters ZeRO stage 1 shards the optimizer state, 2 the gradients, 3 the
     parameters, each by 1/fsdp (Rajbhandari et al. 2020, figure 1). A pipeline runs 1F1B: its worker r of p keeps the
-    activations of min(p - r, m) micro-batches (Narayanan et al. 2021, section 2.2). Recomputation keeps what layers
-    give each other, and one layer's activations.
+    activations of p - r micro-batches (Narayanan et al. 2021, section 2.2). Torch has buffers for all that arrives in a
+    step, forward and backward, and copies what leaves. Recomputation keeps what layers are given, and one layer's
+    activations.
 
     Args:
         micro_batch_size: Samples of one forward pass.
@@ -134,15 +135,16 @@ def device_memory(
     parts = {layer: _part(layer, mesh.tp, of_parameters, of_activations) for layer in set(layers)}  # most are alike
     stages = cut(layers, mesh.pp)
     messages = [micro_batch_size * output for output in (0.0, *(stage[-1].output_bytes for stage in stages[:-1]), 0.0)]
-    num_passes = max(num_micro_batches, mesh.pp)
+    sample_bytes, num_passes = micro_batch_size * activations.input_bytes, max(num_micro_batches, mesh.pp)
     found = []
     for worker, stage in enumerate(stages):
-        own = [parts[layer] for layer in stage]
-        kept = [min(part.output_bytes, part.activation_bytes) if recompute else part.activation_bytes for part in own]
-        arriving, leaving, in_flight = messages[worker], messages[worker + 1], mesh.pp - worker
-        waiting = activations.fixed_bytes + micro_batch_size * num_micro_batches * activations.input_bytes
-        # A buffer for all that arrives in a step, forward and backward; what leaves is a copy, sent or to be sent.
-        waiting += num_passes * (arriving + leaving) + (in_flight + 1) * leaving + (in_flight - 1) * sum(kept)
+        own, others = [parts[layer] for layer in stage], mesh.pp - worker - 1
+        arriving, leaving = messages[worker], messages[worker + 1]
+        given = [arriving or sample_bytes, *(part.output_bytes for part in own[:-1])]
+        whole = [part.activation_bytes for part in own]
+        kept = list(map(min, given, whole)) if recompute else whole
+        waiting = activations.fixed_bytes + num_micro_batches * sample_bytes + others * sum(kept)
+        waiting += num_passes * (arriving + leaving) + (others + 2) * leaving
         found.append(_on_worker(own, kept, waiting, state, mesh, num_micro_batches))
     return dataclasses.replace(max(found, key=lambda memory: memory.total_bytes), stages=stages)
 
@@ -155,11 +157,8 @@ def cut(layers: Layers, num_stages: int) -> tuple[Layers, ...]:
 
 
 def _part(layer: LayerCost, tp: int, of_parameters: float, of_activations: float) -> LayerCost:
-    """What a worker has of a layer, of which a tensor group may divide some, with one micro-batch.
-
-    Args:
-        of_parameters, of_activations: bytes for each of the layer's bytes.
-    """
+    """What a worker has of a layer, of which a tensor group may divide some, with one micro-batch: so many bytes
+    `of_parameters` and `of_activations` for each of the layer's."""
     per_parameter, per_byte = of_parameters / layer.tensor_shards(tp), of_activations
     if layer.is_sharded_by(tp):
         per_byte *= layer.replicated_fraction + (1 - layer.replicated_fraction) / tp
@@ -184,7 +183,7 @@ def _on_worker(
     """The memory of a worker at the moment of backward where it is most.
 
     While backward goes through a layer, the layers before it keep what they kept, and those behind it nothing. Where
-    parameters are sharded, blocks of layers are gathered: one while the one before it is computed with, and backward
+    parameters are sharded, blocks of layers are gathered: one while the one behind it is computed with, and backward
     has the gradients of a block whole until they are in a message.
 
     Args:
@@ -198,30 +197,26 @@ def _on_worker(
     copies = 1.0 / shards if scatters else 1.0  # of the gradients of all parameters
     if state.is_bitwise:  # a gradient of the shard, and a sum for each power of two of the shards before it
         copies = 1.0 + num_passes.bit_length()
-    beside = 0.0  # parameters beside a worker's own
-    if shards > 1 and not is_gathered:  # a shard of all; in bitwise parity all are whole at the end of backward
-        beside = own / (1 if mesh.zero_stage == 3 else shards)
+    # Parameters beside a worker's own: a shard of all; in bitwise parity all are whole at the end of backward.
+    beside = 0.0 if shards == 1 or is_gathered else own / (1 if mesh.zero_stage == 3 else shards)
     kept = waiting_bytes + sum(kept_bytes)
     whole = waiting_bytes + sum(layer.activation_bytes for layer in layers)
     moments = []  # bytes of activations, and of parameters and gradients that are gathered or in messages
-    blocks, following = _blocks(layers), 0.0
-    for number, block in reversed(list(enumerate(blocks))):
-        size, before = (sum(layers[place].parameter_bytes for place in one) for one in (block, blocks[number - 1]))
-        before = before if number else 0.0
-        if is_gathered:  # copied out of its message
-            moments.append((kept, 2 * size + following))
+    blocks, following = _blocks(layers, kept_bytes), 0.0
+    sizes = [sum(layer.parameter_bytes for layer, _ in block) for block in blocks]
+    for block, size, before in reversed(list(zip(blocks, sizes, [0.0, *sizes[:-1]], strict=True))):
+        if scatters:  # parameters are copied out of their message, for stages 1 and 2 in forward
+            moments.append((kept, size + (size + following if is_gathered else beside)))
         done = 0.0
-        for place in reversed(block):
-            layer = layers[place]
+        for layer, its_kept in reversed(block):
             done += layer.parameter_bytes
             moving = done + following if scatters else layer.largest_parameter_bytes
             activations = min(kept + layer.activation_bytes, whole) + layer.moment_bytes
             moments.append((activations, moving + (before + size if is_gathered else beside)))
-            kept, whole = kept - kept_bytes[place], whole - layer.activation_bytes
-        if scatters:  # its parameters are gone; its gradients are copied into a message, and a shard of them arrives
-            beside -= 0.0 if is_gathered else size
-            moments.append((kept, (2 + 1 / shards) * size + (before if is_gathered else beside)))
-            following = size
+            kept, whole = kept - its_kept, whole - layer.activation_bytes
+        if scatters:  # forward copies parameters out, beside the message before; backward gradients into their message
+            beside, following = beside - size, size
+            moments.append((kept, 2 * size + before + (0.0 if is_gathered else beside)))
     activation_bytes, moving_bytes = max(moments, key=sum)
     return DeviceMemory(
         parameter_bytes=own / (shards if mesh.zero_stage == 3 else 1),
@@ -232,11 +227,11 @@ def _on_worker(
     )
 
 
-def _blocks(layers: Sequence[LayerCost]) -> list[list[int]]:
-    """The places of the layers that `parallel/sharded.py` gathers together: small neighbours, until they are enough."""
-    found: list[list[int]] = [[]]
-    for place in range(len(layers)):
-        if found[-1] and sum(layers[one].parameter_bytes for one in found[-1]) >= MIN_BLOCK_BYTES:
+def _blocks(layers: Sequence[LayerCost], kept_bytes: Sequence[float]) -> list[list[tuple[LayerCost, float]]]:
+    """The layers, with what each keeps, that `parallel/sharded.py` gathers together: small neighbours."""
+    found: list[list[tuple[LayerCost, float]]] = [[]]
+    for pair in zip(layers, kept_bytes, strict=True):
+        if sum(layer.parameter_bytes for layer, _ in found[-1]) >= MIN_BLOCK_BYTES:
             found.append([])
-        found[-1].append(place)
+        found[-1].append(pair)
     return found

@@ -56,7 +56,7 @@ def test_a_layer_keeps_what_autograd_keeps_of_it(cost: ModelCost) -> None:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         logits = model(torch.zeros(SAMPLES, LENGTH, dtype=torch.long))
     found = sum(layer.activation_bytes for layer in cost.layers) * SAMPLES
-    assert found == pytest.approx(sum(kept.values()) + logits.nbytes, rel=0.1)  # attention has another kernel there
+    assert found == pytest.approx(sum(kept.values()) + logits.nbytes, rel=0.02)  # attention keeps a number a token, too
     assert cost.activations.bytes_per_sample * SAMPLES > found
 
 

@@ -131,7 +131,7 @@ def test_what_tensor_groups_cannot_divide_is_whole_on_every_worker() -> None:
     assert memory(2e6, Mesh(tp=4), layers=layers).parameter_bytes == pytest.approx(4 * 1.25e6)
 
 
-def test_recomputing_keeps_outputs_of_layers_and_one_layer() -> None:
+def test_recomputing_keeps_what_layers_are_given_and_one_layer() -> None:
     """Chen et al. 2016."""
     layers = (LayerCost("", 1.0, 1e6, 100.0, 10.0),) * 8
     kept, again = (
@@ -139,7 +139,17 @@ def test_recomputing_keeps_outputs_of_layers_and_one_layer() -> None:
         for flag in (False, True)
     )
     assert kept.activation_bytes == pytest.approx(3 * 800)
-    assert again.activation_bytes == pytest.approx(3 * (80 + 100))
+    assert again.activation_bytes == pytest.approx(3 * (70 + 100))
+
+
+def test_a_pipeline_has_a_buffer_for_each_message_of_a_step() -> None:
+    """The first of two workers gets a gradient for each micro-batch, as large as what it sends."""
+    layers = (LayerCost("", 1.0, 1e6, 100.0, 10.0),) * 2
+    some, more = (
+        memory(2e6, Mesh(pp=2), sample_bytes=200.0, micro_batch_size=3, num_passes=count, layers=layers)
+        for count in (4, 9)
+    )
+    assert more.activation_bytes - some.activation_bytes == pytest.approx(5 * 3 * 10)
 
 
 def has_room_of(num_bytes: float, room: float) -> bool:
