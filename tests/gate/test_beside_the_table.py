@@ -54,6 +54,23 @@ class _Routed(models.Layers):
         return logits
 
 
+class _Scaled(models.Layers):
+    """A branch with a factor of its own, which not every virtual shard goes through."""
+
+    unused = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs).tanh()
+        if float(inputs[0, 0]) > 0:
+            hidden = hidden + self.factor * self.second(hidden).tanh()
+        logits: Tensor = self.head(self.third(hidden).tanh())
+        return logits
+
+
 class _Thawing(SGD):
     """Its first parameter is frozen in the first two steps."""
 
@@ -138,6 +155,9 @@ CASES = {
     ),
     "experts that some shards do not use": Case(
         _TWO, replace(_CLASSES, model=partial(_seeded, _Routed)), num_shards=None
+    ),
+    "a factor in a branch that some shards do not take": Case(
+        ENGINES["fsdp"], replace(_CLASSES, model=partial(_seeded, _Scaled)), num_shards=None
     ),
     "shards without a target": Case(_TWO, replace(_CLASSES, loss=_with_some_targets), num_shards=None),
     "a weight that is unfrozen": Case(_TWO, replace(_CLASSES, optimizer=_Thawing)),

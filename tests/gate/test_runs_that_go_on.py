@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.checkpoint.format import Storage
+from paceline.checkpoint.load import save_weights
 from paceline.errors import PacelineError
 from tests.kit.workers import run_ranks
 
@@ -257,6 +259,39 @@ def test_schedulers_of_several_models_go_on_at_their_rates(tmp_path: Path) -> No
     assert [rate for rates_of_step in rates for rate in rates_of_step] == pytest.approx(
         [0.1 / (1 + step) for step in range(4) for _ in range(2)]
     )
+
+
+class _Counting(nn.Sequential):
+    """Counts its steps in what torch calls extra state."""
+
+    num_steps = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"num_steps": self.num_steps}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.num_steps = state["num_steps"]
+
+
+def _counted(folder: Path, strategy: str) -> tuple[list[int], bool]:
+    counts = []
+    for max_steps in (2, 4):
+        job = paceline.Job(global_batch_size=BATCH, virtual_shards=2, epochs=EPOCHS)
+        with paceline.init(job, strategy=strategy, checkpoint_dir=folder, max_steps=max_steps, progress=False) as run:
+            model = _Counting(nn.Linear(3, 1))
+            run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for batch in run.batches(_rows()):
+                run.step(batch, lambda model, shard: model(shard[0]).square().mean())
+                model.num_steps += 1
+                counts.append(model.num_steps)
+            whole = run.whole_state()
+    save_weights(whole, Storage(folder), f"of-{run.rank}.safetensors")
+    return counts, run.rank > 0 or whole["_extra_state"] == {"num_steps": 4}
+
+
+@pytest.mark.parametrize("strategy", ["dp", "fsdp"])
+def test_extra_state_of_modules_goes_on(strategy: str, tmp_path: Path) -> None:
+    assert run_ranks(_counted, 2, tmp_path, strategy) == [([1, 2, 3, 4], True)] * 2
 
 
 def test_an_epoch_is_saved_at_its_end(tmp_path: Path) -> None:

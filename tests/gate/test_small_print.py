@@ -312,6 +312,10 @@ class _InAnotherOrder(nn.Module):
         return output
 
 
+def _lazy(_rank: int) -> nn.Module:
+    return nn.LazyLinear(1)
+
+
 class _CountingReads(Dataset[Any]):
     """Samples that depend on how many were read before."""
 
@@ -364,6 +368,7 @@ def _end_of(
 
 REFUSED: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "layers in another order": ({"model_of": _InAnotherOrder}, 0, ("rank 1", "first", "second", "step 1")),
+    "a layer without a shape yet": ({"model_of": _lazy}, 0, ("'weight'", "lazy", "run.prepare")),
     "samples in another order": ({"has_own_order": True}, 0, ("rank 1", "order")),
     "a stream without samples": ({"data": _Stream(0, 0)}, 0, ("no sample",)),
     "more workers than virtual shards": ({"virtual_shards": 1}, 0, ("2", "virtual_shards = 1")),

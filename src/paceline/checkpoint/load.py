@@ -311,7 +311,8 @@ def save_weights(weights: Mapping[str, Tensor], storage: Storage, name: str) -> 
         OSError: it cannot be written.
     """
     first: dict[object, str] = {}
-    first_of = {alias: first.setdefault(memory_of(weights[alias]) or alias, alias) for alias in sorted(weights)}
+    names = sorted(name for name, one in weights.items() if isinstance(one, Tensor))  # not a module's extra state
+    first_of = {alias: first.setdefault(memory_of(weights[alias]) or alias, alias) for alias in names}
     tied = {alias: one for alias, one in first_of.items() if alias != one}
     tensors = {one: weights[one].detach().contiguous() for one in first.values()}
     storage.write(name, [save(tensors, {"format": "pt", **tied})])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,8 +78,9 @@ class Whole:
         """The sums of losses, zeros where `knows_losses` is not set; a collective if other workers know them."""
         return losses
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """All parameters, or tensors sharded like them, of the whole model by name, in full; a collective.
+    def whole(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+        """All parameters, or tensors sharded like them, of the whole model by name, in full; a collective. What is no
+        tensor stays as it is.
 
         If workers do not hold the whole model, rank 0 gets them, in CPU memory, and the others get nothing.
         """

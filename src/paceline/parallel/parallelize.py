@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, open_links
 from paceline.errors import JobError, ModelError
@@ -120,6 +121,11 @@ def _check_layers(model: nn.Module) -> None:
                 "run.step (weight.renorm_(2, 0, max_norm))."
             )
     for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ModelError(
+                f"The parameter '{name}' of a lazy layer has no shape yet; call the model with an example before the "
+                "optimizer is made and run.prepare is called."
+            )
         if parameter.is_complex() and parameter.requires_grad:
             raise ModelError(
                 f"The parameter '{name}' has complex numbers, which workers cannot add up; hold its real and imaginary "

@@ -132,6 +132,7 @@ class Buffers:
         self._changing = {
             name for name, places in self._places.items() if any(isinstance(one, BATCH_NORMS) for one, _ in places)
         }
+        self._overlapping = _overlapping(names)
         self._flats: list[Tensor] = []
         self._slices: dict[str, Tensor] = {}
         """Slices of the flat vectors, which modules hold."""
@@ -256,6 +257,12 @@ class Buffers:
         found = [name for name, before in self._constants.items() if not torch.equal(self._slices[name], before)]
         self._changing |= set(found)
         self._constants = {}
+        if views := self._overlapping & set(found):
+            raise ModelError(
+                f"The buffer '{min(views)}' changes and lies in the memory of another one, of which it is a view, so "
+                "their values for the virtual shards of a batch cannot be combined; hold one of them, and take the "
+                "view in forward."
+            )
         if found and self._num_steps > _NUM_FIRST_STEPS:
             raise ModelError(
                 f"The buffer '{min(found)}' did not change in the first {_NUM_FIRST_STEPS} steps and does now, so "
@@ -275,6 +282,20 @@ class Buffers:
         for name, module_buffer in self.model.named_buffers():
             if name in state:
                 module_buffer.copy_(state[name])
+
+
+def _overlapping(names: Mapping[Tensor, str]) -> set[str]:
+    """The names of buffers that lie in the memory of another one."""
+    plain = [one for one in names if type(one) is Tensor and one.layout == torch.strided and not one.is_meta]
+    found: set[str] = set()
+    before = ("", 0, "")
+    for device, start, stop, name in sorted(
+        (str(one.device), one.data_ptr(), one.data_ptr() + one.nbytes, names[one]) for one in plain if one.numel()
+    ):
+        if device == before[0] and start < before[1]:
+            found |= {name, before[2]}
+        before = max(before, (device, stop, name))
+    return found
 
 
 def _may_change(tensor: Tensor) -> bool:

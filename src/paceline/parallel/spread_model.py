@@ -134,7 +134,8 @@ class Spread(Whole):
                     local_shard(grad).copy_(summed)
 
     def _forget_unused(self) -> None:
-        """Leave no gradient of parameters that no worker has used: fsdp has added them up all the same, as zeros."""
+        """Leave no gradient of parameters that no worker has used: fsdp has added them up all the same, as zeros. Of
+        those that some other worker has used leave one here, too."""
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         are_used = [p.grad is not None and local_shard(p.grad).any() for p in trained]
         known = torch.stack([self.zero + one for one in are_used])
@@ -143,6 +144,8 @@ class Spread(Whole):
         for parameter, is_used in zip(trained, known.tolist(), strict=True):
             if not is_used:
                 parameter.grad = None
+            elif parameter.grad is None:  # one without dimensions, which fsdp leaves alone
+                parameter.grad = torch.zeros_like(parameter)
 
     def local_squares(self, named: Iterable[tuple[str, Tensor]]) -> Tensor:
         mesh, total = self.axes.mesh, self.zero
@@ -179,13 +182,16 @@ class Spread(Whole):
     def gradient_norm(self) -> Tensor:
         return self.sum_in_replica(self.local_squares(self.module.named_parameters()).view(1)).sqrt().view(())
 
-    def whole(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def whole(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         gathered: dict[Tensor, Tensor] = {}  # tied ones stay tied
-        found: dict[str, Tensor] = {}
+        found: dict[str, Any] = {}
         rank = dist.get_rank(self.world)
         place = self.axes.mesh.place(rank)
         keeps = place["dp"] == place["fsdp"] == place["tp"] == 0
         for name, tensor in tensors.items():
+            if not isinstance(tensor, Tensor):  # a module's extra state
+                found[name] = tensor
+                continue
             if tensor not in gathered:
                 all_of_it = full_tensor(tensor)
                 gathered[tensor] = all_of_it.cpu() if keeps else all_of_it.new_empty(0)

@@ -184,6 +184,7 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, holds_all: b
         if holds_all:
             model.load_state_dict(state)
             return
+        modules: dict[str, Any] = dict(model.named_modules())
         for name, value in model.state_dict().items():
             if name not in state:
                 raise RuntimeError(f"it lacks '{name}'")
@@ -194,6 +195,8 @@ def load_model_state(model: nn.Module, state: Mapping[str, Any], *, holds_all: b
                 if value.shape != kept.shape:
                     raise RuntimeError(f"'{name}' has the shape {tuple(kept.shape)}, not {tuple(value.shape)}")
                 local_shard(value).copy_(local_shard(shard_like(kept, value)))
+            else:
+                modules[name.rpartition(".")[0]].set_extra_state(kept)
     except RuntimeError as problem:
         raise CheckpointError(f"The checkpoint belongs to another model: {' '.join(str(problem).split())}") from None
 

@@ -147,3 +147,16 @@ def test_buffers_that_layers_assign_begin_every_pass_with_the_values_of_the_step
     buffers.end_step(sums)
     buffers.begin_step()
     assert dict(model.named_buffers())["mean"].tolist() == [1, 1]
+
+
+def test_a_buffer_that_changes_in_the_memory_of_another_one_is_refused() -> None:
+    model = nn.Module()
+    model.register_buffer("table", torch.zeros(3, 2))
+    for row in (1, 2):
+        model.register_buffer(f"row_{row}", dict(model.named_buffers())["table"][row])
+    buffers = Buffers(model)
+    buffers.begin_step()
+    buffers.begin_pass()
+    dict(model.named_buffers())["row_2"].add_(1)
+    with pytest.raises(ModelError, match="row_2"):
+        buffers.end_step(torch.cat(buffers.changes(0, 1.0, torch.zeros(()))))
