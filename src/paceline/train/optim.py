@@ -107,9 +107,10 @@ def choose_kernels(optimizer: Optimizer, device: torch.device, *, alike_on_shard
             continue
         are_floating = all(one.device.type == device.type and one.is_floating_point() for one in parameters)
         if device.type == "cpu":
-            # There they round the last elements of a tensor in another way, and do not look at strides. For SGD they
-            # gain nothing.
-            is_right = kinds == {None} and not alike_on_shards and all(one.is_contiguous() for one in parameters)
+            # There they round the last elements of a tensor in another way, values of 16 bits once in an update and
+            # not at each operation, as shards are, and do not look at strides. For SGD they gain nothing.
+            is_plain = all(one.is_contiguous() and one.itemsize > 2 for one in parameters)
+            is_right = kinds == {None} and not alike_on_shards and is_plain
             if is_right and are_floating and type(optimizer) in _FUSED_ON_SHARDS and not group["differentiable"]:
                 group["fused"] = True
             continue

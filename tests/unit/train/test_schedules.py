@@ -3,6 +3,7 @@ optimizers and schedulers are built as a job names them, and a mistake is named.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,16 +23,21 @@ SIZE = 48
 
 
 def rates_of(
-    epochs: int, batch: int, optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None, **optim: Any
+    epochs: int,
+    batch: int,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
+    *,
+    model: nn.Module | None = None,
+    **optim: Any,
 ) -> list[float]:
     """The learning rate of each step."""
     found = []
     with paceline.init(global_batch_size=batch, virtual_shards=1, epochs=epochs, optim=optim, progress=False) as run:
-        model = nn.Linear(1, 1)
+        model = model or nn.Linear(1, 1)
         made = torch.optim.SGD(model.parameters(), lr=RATE) if optimizer is None else optimizer(model)
         run.prepare(model, made)
         for batch_ in run.batches(TensorDataset(torch.zeros(SIZE, 1))):
-            run.step(batch_, lambda model, shard: model(shard[0]).mean())
+            run.step(batch_, lambda model, shard: model(shard[0].to(model.bias.dtype)).mean())
             found.append(run.optimizer.param_groups[0]["lr"])
     return found
 
@@ -164,6 +170,19 @@ def test_an_optimizer_of_torch_makes_its_own_step(name: str) -> None:
 class Lion(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float, beta: float = 0.9, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "weight_decay": weight_decay})
+
+
+def test_weights_of_16_bits_are_updated_as_in_a_plain_loop() -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(1, 64).bfloat16()
+    ours = copy.deepcopy(plain)
+    rates_of(8, SIZE, lambda model: torch.optim.AdamW(model.parameters(), lr=0.01), model=ours)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    for _ in range(8):
+        optimizer.zero_grad()
+        plain(torch.zeros(SIZE, 1).bfloat16()).mean().backward()
+        optimizer.step()
+    assert torch.equal(ours.bias, plain.bias)
 
 
 def test_an_optimizer_of_ones_own_gets_its_options_and_groups() -> None:
