@@ -90,9 +90,14 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> Non
         return
     device = device_of(group)
     real = (tensor.detach() for tensor in tensors if not tensor.is_meta)
+    room: dict[torch.dtype, Tensor] = {}
     for bucket in buckets(real, lambda tensor: (tensor.dtype, tensor.nbytes)):
-        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket])
+        lengths = [tensor.numel() for tensor in bucket]
+        flat = room.get(bucket[0].dtype)
+        if flat is None or len(flat) < sum(lengths):
+            flat = room[bucket[0].dtype] = torch.empty(sum(lengths), dtype=bucket[0].dtype, device=device)
+        # In the same place each time: malloc gives what it has kept of the message before to nobody of the same size.
+        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket], out=flat[: sum(lengths)])
         dist.broadcast(flat, group_src=0, group=group)
-        for tensor, values in zip(bucket, flat.split([tensor.numel() for tensor in bucket]), strict=True):
+        for tensor, values in zip(bucket, flat.split(lengths), strict=True):
             tensor.copy_(values.view(tensor.shape))
-        del flat, values  # or two of them were in memory while the next one is made
