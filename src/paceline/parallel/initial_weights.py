@@ -96,7 +96,7 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> Non
         flat = room.get(bucket[0].dtype)
         if flat is None or len(flat) < sum(lengths):
             flat = room[bucket[0].dtype] = torch.empty(sum(lengths), dtype=bucket[0].dtype, device=device)
-        # In the same place each time: malloc gives what it has kept of the message before to nobody of the same size.
+        # In the same memory each time: what malloc keeps of a freed message does not always hold the next one.
         flat = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket], out=flat[: sum(lengths)])
         dist.broadcast(flat, group_src=0, group=group)
         for tensor, values in zip(bucket, flat.split(lengths), strict=True):
