@@ -33,8 +33,8 @@ from torch.utils.data import TensorDataset
 
 from paceline.plan.memory import DeviceMemory
 from paceline.spec import Job, Mesh, PipelineSpec, parse_mesh
+from paceline.spec.forecast import ModelCost
 from paceline.spec.job import ModelSpec
-from paceline.spec.model_cost import ModelCost
 from paceline.tensors import is_dtensor, local_shard, tensors
 
 TRACED_SAMPLES = 2

@@ -26,7 +26,7 @@ from paceline.workflows.where import Where
 
 _WHERE_OPTIONS = frozenset({"hosts", "launcher"})
 """Fields of `Where` that are options even where a command has `--set`, which takes the others as keys "where."."""
-IN_PYTHON = frozenset({"model", "callbacks", "say", "quiet", "arguments", "trace", "where"})
+IN_PYTHON = frozenset({"model", "callbacks", "say", "quiet", "arguments", "where"})
 """Parameters that are no options, or not as they are."""
 _BY_PLACE = frozenset({"job", "script", "command", "place", "checkpoint", "target", "runs", "what", "prefix"})
 """Parameters that a command line gives by their place."""

@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
-from paceline.spec.algorithm import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, NUM_CHUNKS
+from paceline.spec.algorithm import MIN_CHUNK_BYTES, NUM_CHUNKS
+
+_MAX_CHUNK_BYTES = 2 << 20
 
 
 def chunk_length(values: Tensor) -> int:
     """How many elements of a vector are a chunk."""
-    return min(max(values.nbytes // NUM_CHUNKS, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES) // values.itemsize
+    return min(max(values.nbytes // NUM_CHUNKS, MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES) // values.itemsize
 
 
 def in_turns(chunks: Iterable[Iterator[None]]) -> None:

@@ -15,8 +15,8 @@ from paceline.files import make_run_folder
 from paceline.spec import Cluster, Job, Node, Plan, RunRecord, StepRow
 from paceline.spec.cluster import JobTiming
 from paceline.spec.codec import JsonValue, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from paceline.spec.forecast import ModelCost
 from paceline.spec.job import MOST_SAMPLES, CheckpointSpec
-from paceline.spec.model_cost import ModelCost
 
 CLUSTER_FILE = Path("cluster.json")
 """What was measured in this folder, and the errors of forecasts from it."""

@@ -23,7 +23,7 @@ from paceline.errors import ModelError, reason_of
 from paceline.parallel.block_calls import observed_by, watch
 from paceline.parallel.blocks import blocks_of
 from paceline.parallel.tensor_plan import tensor_plan_of
-from paceline.spec.model_cost import Activations, LayerCost, ModelCost
+from paceline.spec.forecast import LayerCost, ModelCost
 from paceline.tensors import map_tensors, tensors
 
 _MOST_TENSOR_WORKERS = 64
@@ -42,15 +42,15 @@ def trace_model(build: Callable[[], nn.Module], sample: Any, num_samples: int = 
         sample: one of `num_samples` like it, with which the model is tried on the meta device.
 
     Raises:
-        ModelError: the forward pass needs values of its tensors.
+        ModelError: the model needs values of its tensors, when it is built or in the forward pass.
     """
-    with torch.device("meta"):
-        model = build()
     inputs = map_tensors(default_collate([sample] * num_samples), lambda tensor: tensor.to("meta"))
-    plan, num_slices = _tensor_plan(model)
-    counts = _Counts(model)
-    watch(blocks_of(model) or {"model": model})
     try:
+        with torch.device("meta"):
+            model = build()
+        plan, num_slices = _tensor_plan(model)
+        counts = _Counts(model)
+        watch(blocks_of(model) or {"model": model})
         with (
             counts.flops,
             observed_by(counts.call),
@@ -68,10 +68,8 @@ def trace_model(build: Callable[[], nn.Module], sample: Any, num_samples: int = 
     kept = accumulate(layer.activation_bytes for layer in layers)
     return ModelCost(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
-        activations=Activations(
-            max(before + layer.moment_bytes for before, layer in zip(kept, layers, strict=True)),
-            input_bytes=_num_bytes(inputs) / num_samples,
-        ),
+        bytes_per_sample=max(before + layer.moment_bytes for before, layer in zip(kept, layers, strict=True)),
+        input_bytes=_num_bytes(inputs) / num_samples,
         layers=layers,
     )
 

@@ -10,24 +10,168 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
-from paceline.errors import JobError
+from paceline.errors import ClusterError, JobError
 from paceline.mathematics import NEARLY, fewest_near_fastest
-from paceline.plan.inputs import ForecastRequest, PlanInputs, plan_inputs
-from paceline.plan.memory import fits, job_memory
-from paceline.plan.meshes import needs_replicas, search_meshes
-from paceline.plan.step_model import StepForecast, fit, predict
-from paceline.spec import Cluster, Job, Mesh, StepRow
-from paceline.spec.forecast import BoundBy, Forecast, ForecastRow, fastest_of_each_count
-from paceline.spec.model_cost import ModelCost
+from paceline.plan.memory import fits, job_memory, with_measured_memory, worker_memory_bytes
+from paceline.plan.meshes import MeshCandidate, Workload, needs_replicas, search
+from paceline.plan.placement import pick, workers_by_node
+from paceline.plan.step_model import PRIORS, Fit, StepForecast, fit, predict
+from paceline.spec import AlgorithmName, Cluster, Job, Mesh, Node, StepRow
+from paceline.spec.algorithm import automatic_algorithm
+from paceline.spec.cluster import JobTiming
+from paceline.spec.forecast import BoundBy, Forecast, ForecastRow, Grow, ModelCost, fastest_of_each_count
 from paceline.words import duration, number_of, size
 
 _MOST_ROWS_IN_FULL = 64
 """A range up to here has a row for every count; beyond, four counts for each doubling."""
 _DISTURBED_SPREAD = 0.1
 """Steps of an idle machine vary less than by this part."""
+_CLEARLY_FASTER = 0.9
+"""A mesh is taken in place of replicas where its step takes at most this fraction of theirs."""
+
+
+@dataclass(frozen=True)
+class ForecastRequest:
+    """The user's request, besides the job and the devices."""
+
+    grow: Grow = "none"
+    efficiency_floor: float = 0.5
+    price_per_device_hour: float | None = None
+    currency: str = ""
+    noise_scale: float | None = None
+    """In samples."""
+    target_samples: float | None = None
+    """Samples that the job needs to reach its target with its own global batch."""
+    link_bytes_per_s: float | None = None
+    """A datasheet's rate between nodes."""
+    devices_per_node: int | None = None
+    """Devices of each node beyond the cluster; None: as many as its largest node has."""
+
+
+@dataclass(frozen=True)
+class PlanInputs:
+    """Job, cluster and request, with what follows from them for every number of devices."""
+
+    job: Job
+    cluster: Cluster
+    request: ForecastRequest
+    timing: JobTiming
+    fit: Fit
+    model: ModelCost
+
+    def traced(self, model: ModelCost) -> PlanInputs:
+        """The same with what a trace of the model told, but for the memory that was measured."""
+        return replace(self, model=with_measured_memory(model, self.job, self.timing))
+
+    @property
+    def devices_per_node(self) -> int:
+        """Devices of each node beyond the cluster."""
+        return self.request.devices_per_node or max(len(node.devices) for node in self.cluster.nodes)
+
+    def job_on(self, count: int) -> Job:
+        return self.job.grown(count) if self.request.grow == "batch" else self.job
+
+    def layout(self, count: int) -> tuple[int, ...]:
+        """Workers on the nodes that there are, the first ones first, then on more of the same kind."""
+        return workers_by_node(count, [len(node.devices) for node in self.cluster.nodes], self.devices_per_node)
+
+    def workload(self, count: int) -> Workload:
+        """The job on `count` devices, by the steps that were timed."""
+        on_node = max(self.layout(count))
+        room = worker_memory_bytes(self.cluster, on_node)
+        return Workload(self.job_on(count), self.model, count, on_node, room, self.fit.typical)
+
+    def replica_bytes(self, count: int) -> float:
+        """Memory that each of `count` workers with the whole model needs; 0: not known."""
+        if self.model.bytes_per_sample is None:
+            return 0.0
+        return job_memory(self.job_on(count), self.model, Mesh(dp=count)).total_bytes
+
+    def has_room(self, count: int) -> bool:
+        """Whether each of `count` workers can hold the whole model, as far as is known."""
+        return fits(self.replica_bytes(count), self.workload(count).memory_bytes)
+
+
+def job_step(job: Job, workers_per_node: Sequence[int], num_parameters: int, has_gpus: bool) -> StepRow:
+    """A step of the job by workers with the whole model; the worker with the most virtual shards counts."""
+    count, wire = sum(workers_per_node), job.aggregation.wire
+    if wire == "auto-lossy":
+        wire = "bfloat16" if len(workers_per_node) > 1 else "float32"
+    algorithm: AlgorithmName = "tree_exact"  # which sends values as they are
+    if job.parity == "numeric":
+        algorithm = automatic_algorithm(workers_per_node, is_gloo=not has_gpus, wire=wire)
+    width = 4 if wire == "float32" or algorithm == "tree_exact" else 2
+    shards = max(job.virtual_shards, min(count, job.global_batch_size))
+    return StepRow(
+        tuple(workers_per_node),
+        -(-job.global_batch_size // shards),
+        -(-shards // count),
+        algorithm,
+        gradient_bytes=width * num_parameters or None,
+        sync_every=job.aggregation.sync_every if job.aggregation.is_infrequent else 1,
+    )
+
+
+def plan_inputs(job: Job, cluster: Cluster, most_devices: int, request: ForecastRequest | None = None) -> PlanInputs:
+    """Everything that forecasts of up to `most_devices` devices need, of the model what was timed.
+
+    Raises:
+        ClusterError: the cluster has no devices or no timing of this job, or nothing is known of links between nodes.
+    """
+    if not cluster.devices:
+        raise ClusterError("This cluster has no devices; write one with paceline probe.")
+    request, timing = request or ForecastRequest(), _timing_of(job, cluster)
+    first, rate = len(cluster.nodes[0].devices), request.link_bytes_per_s
+    if rate is None and most_devices > first and all(row.num_nodes == 1 for row in timing.steps):
+        raise ClusterError(
+            f"{most_devices} devices need several nodes, and no step was timed on several (a node has {first}); probe "
+            "them, or give the rate of the links between them in one direction: link_rate = 1.25e9."
+        )
+    steps = tuple(replace(row, link_bytes_per_s=rate) for row in timing.steps)
+    inside = None if any(row.most_on_node > 1 for row in steps) else _inside_bytes_per_s(cluster.nodes[0])
+    model = with_measured_memory(ModelCost(timing.num_parameters), job, timing)
+    return PlanInputs(job, cluster, request, timing, _fit_once(steps, inside), model)
+
+
+_fit_once = lru_cache(maxsize=8)(fit)
+
+
+def _inside_bytes_per_s(node: Node) -> float | None:
+    """The rate of the slowest link in the best ring of all GPUs of a node; None: not known, or it has CPU workers."""
+    if node.device_kind != "cuda" or len(node.devices) < 2:
+        return None
+    slowest = pick(node, len(node.devices)).ring.bottleneck
+    return slowest.bytes_per_s if slowest else None
+
+
+def _timing_of(job: Job, cluster: Cluster) -> JobTiming:
+    """The timing of this job; of several, the latest one.
+
+    Raises:
+        ClusterError: there is none, or the job has changed since in what its times follow from.
+    """
+    now, found, changed = job.timed_settings, None, []
+    for timing in cluster.timings:
+        if timing.job == job.name and timing.steps:
+            others = [key for key, value in timing.settings.items() if now.get(key, value) != value]
+            changed = [f"{key} = {timing.settings[key]}, now {now[key]}" for key in others]
+            found = found if changed else timing
+    if found is not None:
+        return found
+    if changed:
+        raise ClusterError(
+            f"The job '{job.name}' was timed with other settings: {', '.join(changed)}; run paceline probe with the "
+            "settings of now first."
+        )
+    timed = ", ".join(sorted({timing.job for timing in cluster.timings if timing.steps})) or "no job"
+    raise ClusterError(
+        f"The cluster has no timed steps of the job '{job.name}' (it has timings of {timed}); run paceline probe JOB "
+        "first."
+    )
 
 
 def counts_between(first: int, last: int) -> list[int]:
@@ -39,25 +183,18 @@ def counts_between(first: int, last: int) -> list[int]:
     return counts
 
 
-def forecast(
-    job: Job,
-    cluster: Cluster,
-    devices: Sequence[int],
-    request: ForecastRequest | None = None,
-    model: ModelCost | None = None,
-) -> Forecast:
+def forecast(inputs: PlanInputs, devices: Sequence[int]) -> Forecast:
     """A row for every count in `devices`, the recommended one, and why; speed-ups are over one device.
 
-    Args:
-        model: the costs from a trace; None: those from timed steps.
-
     Raises:
-        ClusterError: the cluster has no timed steps of this job, or nothing is known of links that a count needs.
         JobError: no count can run the job.
     """
-    request = request or ForecastRequest()
-    inputs = plan_inputs(job, cluster, request, max(devices), model)
-    timed, asked = inputs.timing.steps, [inputs.step(count) for count in sorted({1, *devices})]
+    job, request, cluster, timing = inputs.job, inputs.request, inputs.cluster, inputs.timing
+    has_gpus = cluster.device_kind == "cuda"
+    asked = [
+        job_step(inputs.job_on(count), inputs.layout(count), timing.num_parameters, has_gpus)
+        for count in sorted({1, *devices})
+    ]
     steps = predict(inputs.fit, asked)
     base_per_s = job.global_batch_size / steps[0].step_s
     rows = [
@@ -69,22 +206,23 @@ def forecast(
         rows,
         request,
         job=job.name,
-        device=inputs.timing.device,
+        device=timing.device,
         device_kind=cluster.device_kind,
         grow=request.grow,
-        run_samples=inputs.timing.num_samples and job.epochs * inputs.timing.num_samples,
+        run_samples=timing.num_samples and job.epochs * timing.num_samples,
         past_error=_past_error(cluster.forecast_errors),
-        assumptions=(*_unmeasured(timed, asked), *_assumed(inputs, rows)),
+        assumptions=(*_unmeasured(timing.steps, asked), *_assumed(inputs, rows)),
     )
-    spread = max(row.spread for row in timed)
+    spread = max(row.spread for row in timing.steps)
     if spread > _DISTURBED_SPREAD:
         warning = f"These figures may be wrong: timed steps varied by {100 * spread:.0f} %, as on a busy machine"
         found = replace(found, verdict=f"{warning}; probe again while it is idle. By these steps: {found.verdict}")
     if found.recommended_devices == 1 or needs_replicas(job):
         return found
     try:
-        meshes = search_meshes(inputs, found.recommended_devices)[:2]
-        return replace(found, strategy=tuple(f"{mesh.in_words()}." for mesh in meshes))
+        meshes = [f"{mesh.in_words()}." for mesh in search(inputs.workload(found.recommended_devices))[:2]]
+        hint = "Pipelines and tensor parallelism are compared where the model is traced: --trace, or trace=True."
+        return replace(found, strategy=(*meshes, *[hint] * (not inputs.model.layers)))
     except JobError as problem:
         return replace(found, strategy=(str(problem),))
 
@@ -101,22 +239,18 @@ def forecast_of_rows(
     Raises:
         JobError: a row has an algorithm without a cost formula.
     """
-    found = fit(measured)
-    every = dict.fromkeys([*(row.unmeasured() for row in measured), *asked])
+    every = list(dict.fromkeys([*(row.unmeasured() for row in measured), *asked]))
+    steps = dict(zip(every, predict(fit(measured), every), strict=True))
+    rates = {row: row.samples_per_worker / step.step_s for row, step in steps.items()}
     fewest = min(row.num_workers for row in every)
-    bases = [row for row in every if row.num_workers == fewest]
-    rates = [row.samples_per_worker / step.step_s for row, step in zip(bases, predict(found, bases), strict=True)]
-    base = bases[rates.index(max(rates))]
+    base = max((row for row in every if row.num_workers == fewest), key=rates.__getitem__)
     shown = sorted(dict.fromkeys([*({base} - {*asked}), *asked]), key=lambda row: (row.num_workers, row.num_nodes))
-    steps = predict(found, shown)
-    base_per_s = base.samples_per_worker / steps[shown.index(base)].step_s
-    counts = [row.num_workers for row in shown]
-    rows = []
-    for row, step in zip(shown, steps, strict=True):  # of several rows of as many devices each is named
+    counts, rows = [row.num_workers for row in shown], []
+    for row in shown:  # of several rows of as many devices each is named
         passes = f"{row.num_passes} x " if row.num_passes > 1 else ""
         several = f"{row.layout_name}, micro-batch {passes}{row.micro_batch_size}, {row.algorithm}"
         placement = several if counts.count(row.num_workers) > 1 else ""
-        rows.append(_row(row, step, base_per_s, request, row.global_batch_size, placement=placement))
+        rows.append(_row(row, steps[row], rates[base], request, row.global_batch_size, placement=placement))
     return _recommended(
         rows,
         request,
@@ -186,17 +320,15 @@ def _row(
 def _row_of_job(inputs: PlanInputs, row: StepRow, step: StepForecast, base_per_s: float) -> ForecastRow:
     """The row of a job's step by replicas; where they do not fit, of the best mesh that does, if one does."""
     count = row.num_workers
-    job, room, needed = inputs.job_on(count), inputs.worker_bytes(count), None
-    if inputs.is_memory_known:
-        needed = job_memory(job, inputs.model, Mesh(dp=count)).total_bytes
-    known: dict[str, Any] = {"memory_bytes": needed}
+    job, needed = inputs.job_on(count), inputs.replica_bytes(count)
+    known: dict[str, Any] = {"memory_bytes": needed or None}
     if count > job.virtual_shards:
         known["objection"] = f"it needs virtual_shards = {count}, which is part of the job"
-    if needed is not None and not fits(needed, room):
-        shard = f"a virtual shard of {job.shard_size} samples"
-        known["objection"] = f"{shard} needs {size(needed)} of a device's {size(room)}"
+    if not inputs.has_room(count):
+        workload, shard = inputs.workload(count), f"a virtual shard of {job.shard_size} samples"
+        known["objection"] = f"{shard} needs {size(needed)} of a device's {size(workload.memory_bytes)}"
         with suppress(JobError):  # no mesh fits either
-            best = search_meshes(inputs, count)[0]
+            best = search(workload)[0]
             known = {"memory_bytes": best.memory.total_bytes, "placement": str(best.mesh)}
             row = replace(row, micro_batch_size=job.shard_size, num_passes=best.num_micro_batches)
             step = best.forecast_like(step)
@@ -217,22 +349,26 @@ def _row_of_job(inputs: PlanInputs, row: StepRow, step: StepForecast, base_per_s
 def _recommended(
     rows: Sequence[ForecastRow], request: ForecastRequest, base_devices: int = 1, **values: Any
 ) -> Forecast:
-    """The forecast of compared rows with the recommended one, and why.
+    """The forecast of compared rows with the recommended one, and why: the fewest devices that come near the fastest
+    that keeps its efficiency, or the smallest number if none does.
 
     Args:
         base_devices: the devices that speed-ups are over.
         values: other fields of the forecast.
     """
-    curve = fastest_of_each_count(rows)
-    chosen = recommend(curve, request.efficiency_floor)
-    verdict, reason = explain_choice(curve, chosen, request.efficiency_floor, base_devices)
+    curve, floor = fastest_of_each_count(rows), request.efficiency_floor
+    possible = [row for row in curve if not row.objection]
+    if not possible:
+        raise JobError(f"None of these device counts can run this job: {rows[0].objection}.")
+    efficient = [row for row in possible if _efficiency(row) >= floor - 1e-9] or possible[:1]
+    chosen = efficient[fewest_near_fastest([_worth(row) for row in efficient])]
+    verdict, reason = explain_choice(curve, chosen, floor, base_devices)
     return Forecast(
         rows=tuple(rows),
         recommended_devices=chosen.devices,
-        recommended_row=next(place for place, row in enumerate(rows) if row is chosen),
         verdict=verdict,
         reason=reason,
-        efficiency_floor=request.efficiency_floor,
+        efficiency_floor=floor,
         price_per_device_hour=request.price_per_device_hour,
         currency=request.currency,
         noise_scale=request.noise_scale,
@@ -261,15 +397,6 @@ def _efficiency(row: ForecastRow) -> float:
 def _worth(row: ForecastRow) -> float:
     """Useful samples/s, up to a factor that all rows share."""
     return _efficiency(row) * row.devices
-
-
-def recommend(rows: Sequence[ForecastRow], floor: float) -> ForecastRow:
-    """The fewest devices that come near the fastest that keeps its efficiency; the smallest if none does."""
-    possible = [row for row in rows if not row.objection]
-    if not possible:
-        raise JobError(f"None of these device counts can run this job: {rows[0].objection}.")
-    efficient = [row for row in possible if _efficiency(row) >= floor - 1e-9] or possible[:1]
-    return efficient[fewest_near_fastest([_worth(row) for row in efficient])]
 
 
 def explain_choice(
@@ -350,3 +477,29 @@ def _assumed(inputs: PlanInputs, rows: Sequence[ForecastRow]) -> Iterator[str]:
         )
     if any(row.placement for row in rows):
         yield "Steps of meshes are priced by the links alone: nobody timed one, and no run's error is noted for them."
+
+
+def choose_mesh(job: Job, model: ModelCost, cluster: Cluster, num_workers: int) -> tuple[MeshCandidate, str]:
+    """The mesh to train on, and why in one sentence: replicas where they fit and nothing is clearly faster, else the
+    fastest mesh, or where no step of the job was timed the simplest one that fits.
+
+    Args:
+        model: What a trace of it told.
+
+    Raises:
+        JobError: no mesh fits.
+    """
+    try:
+        workload = plan_inputs(job, cluster, num_workers).traced(model).workload(num_workers)
+    except ClusterError:
+        most_on_node = max(min(num_workers, len(cluster.nodes[0].devices)), -(-num_workers // len(cluster.nodes)))
+        room = worker_memory_bytes(cluster, most_on_node)
+        workload = Workload(job, model, num_workers, most_on_node, room, dict.fromkeys(PRIORS, 0.0))
+    found = search(workload)
+    winner, replicas = found[0], next((one for one in found if one.mesh.is_plain), None)
+    why = "whole replicas do not fit"
+    if replicas is not None:
+        why = f"whole replicas take {duration(replicas.step_s)} a step"
+        if winner.step_s >= _CLEARLY_FASTER * replicas.step_s:
+            winner, why = replicas, "no other mesh that was timed is clearly faster"
+    return winner, f"{winner.mesh}: it holds {size(winner.memory.total_bytes)} a worker, and {why}."

@@ -20,7 +20,7 @@ from paceline.mathematics import even_cut
 from paceline.spec import Cluster, Job, Mesh
 from paceline.spec.algorithm import MIN_BLOCK_BYTES
 from paceline.spec.cluster import JobTiming
-from paceline.spec.model_cost import Activations, LayerCost, Layers, ModelCost
+from paceline.spec.forecast import LayerCost, Layers, ModelCost
 
 USABLE_FRACTION = 0.92
 """The usable fraction of a device's memory; the rest is used by the driver and the communication library, or lost to
@@ -73,18 +73,19 @@ def state_bytes(job: Job) -> StateBytes:
     return StateBytes(width, width * copies, job.parity == "bitwise")
 
 
-def measured_activations(job: Job, timing: JobTiming) -> Activations | None:
-    """The line through the measured peaks of steps on one worker, less parameters, gradients and optimizer state, which
-    were in memory too. None with fewer than two sizes of micro-batches."""
+def with_measured_memory(model: ModelCost, job: Job, timing: JobTiming) -> ModelCost:
+    """The model with the line through the measured peaks of steps on one worker, less parameters, gradients and
+    optimizer state, which were in memory too; as it is with fewer than two sizes of micro-batches."""
     alone = [row for row in timing.steps if row.num_workers == 1]
     peaks = [(row.micro_batch_size, row.peak_memory_bytes) for row in alone if row.peak_memory_bytes is not None]
     if len({size for size, _ in peaks}) < 2:
-        return None
+        return model
     sizes, peak_bytes = zip(*peaks, strict=True)
     slope = max(0.0, linear_regression(sizes, peak_bytes).slope)
     state = state_bytes(job)
     held_bytes = timing.num_parameters * (2 * state.parameter + state.optimizer)
-    return Activations(slope, max(0.0, fmean(peak_bytes) - slope * fmean(sizes) - held_bytes))
+    fixed_bytes = max(0.0, fmean(peak_bytes) - slope * fmean(sizes) - held_bytes)
+    return dataclasses.replace(model, bytes_per_sample=slope, fixed_bytes=fixed_bytes)
 
 
 def worker_memory_bytes(cluster: Cluster, most_on_node: int) -> float:
@@ -127,15 +128,15 @@ def device_memory(
         micro_batch_size: Samples of one forward pass.
         num_micro_batches: Micro-batches of one worker in a step.
     """
-    layers, activations = model.layers or _UNKNOWN_LAYERS, model.activations
+    layers = model.layers or _UNKNOWN_LAYERS
     kept_bytes = accumulate(layer.activation_bytes for layer in layers)
     counted_bytes = max(kept + layer.moment_bytes for kept, layer in zip(kept_bytes, layers, strict=True))
     of_parameters = model.num_parameters * state.parameter / (sum(layer.parameter_bytes for layer in layers) or 1.0)
-    of_activations = micro_batch_size * activations.bytes_per_sample / (counted_bytes or 1.0)
+    of_activations = micro_batch_size * (model.bytes_per_sample or 0.0) / (counted_bytes or 1.0)
     parts = {layer: _part(layer, mesh.tp, of_parameters, of_activations) for layer in set(layers)}  # most are alike
     stages = cut(layers, mesh.pp)
     messages = [micro_batch_size * output for output in (0.0, *(stage[-1].output_bytes for stage in stages[:-1]), 0.0)]
-    sample_bytes, num_passes = micro_batch_size * activations.input_bytes, max(num_micro_batches, mesh.pp)
+    sample_bytes, num_passes = micro_batch_size * model.input_bytes, max(num_micro_batches, mesh.pp)
     found = []
     for worker, stage in enumerate(stages):
         own, others = [parts[layer] for layer in stage], mesh.pp - worker - 1
@@ -143,7 +144,7 @@ def device_memory(
         given = [arriving or sample_bytes, *(part.output_bytes for part in own[:-1])]
         whole = [part.activation_bytes for part in own]
         kept = list(map(min, given, whole)) if recompute else whole
-        waiting = activations.fixed_bytes + num_micro_batches * sample_bytes + others * sum(kept)
+        waiting = model.fixed_bytes + num_micro_batches * sample_bytes + others * sum(kept)
         waiting += num_passes * (arriving + leaving) + (others + 2) * leaving
         found.append(_on_worker(own, kept, waiting, state, mesh, num_micro_batches))
     return dataclasses.replace(max(found, key=lambda memory: memory.total_bytes), stages=stages)
@@ -160,7 +161,7 @@ def _part(layer: LayerCost, tp: int, of_parameters: float, of_activations: float
     """What a worker has of a layer, of which a tensor group may divide some, with one micro-batch: so many bytes
     `of_parameters` and `of_activations` for each of the layer's."""
     per_parameter, per_byte = of_parameters / layer.tensor_shards(tp), of_activations
-    if layer.is_sharded_by(tp):
+    if layer.tensor_shards(tp) > 1:
         per_byte *= layer.replicated_fraction + (1 - layer.replicated_fraction) / tp
     return dataclasses.replace(
         layer,

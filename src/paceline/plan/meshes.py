@@ -8,25 +8,22 @@ pipeline's micro-batches are the virtual shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from paceline.errors import ClusterError, JobError
+from paceline.errors import JobError
 from paceline.plan.collectives import Cost, Network, all_reduce, ring, tree_exact
-from paceline.plan.inputs import ForecastRequest, PlanInputs, plan_inputs
-from paceline.plan.memory import USABLE_FRACTION, DeviceMemory, fits, job_memory, worker_memory_bytes
-from paceline.plan.step_model import StepForecast, network_at
-from paceline.spec import Cluster, Job, Mesh
+from paceline.plan.memory import USABLE_FRACTION, DeviceMemory, fits, job_memory
+from paceline.plan.step_model import StepForecast, network_at, pass_at
+from paceline.spec import Job, Mesh
 from paceline.spec.algorithm import BUCKET_BYTES, MIN_BLOCK_BYTES
-from paceline.spec.model_cost import Layers, ModelCost
+from paceline.spec.forecast import Layers, ModelCost
 from paceline.spec.plan import check_mesh
 from paceline.words import duration, number_of, size
 
 _CLOSE = 1.03
 """Meshes whose steps are within 3 % of the fastest one's are as good; the simplest of them wins."""
-_CLEARLY_FASTER = 0.9
-"""A mesh is taken in place of replicas where its step takes at most this fraction of theirs."""
 _RECOMPUTE_FACTOR = 4 / 3
 """Forward once more, where backward takes twice as long as forward (Chen et al. 2016, "Sublinear Memory Cost")."""
 _BACKWARD_FRACTION = 2 / 3
@@ -35,19 +32,21 @@ _BACKWARD_FRACTION = 2 / 3
 
 @dataclass(frozen=True)
 class Workload:
-    """A job's model on devices: all on which the choice of a mesh depends."""
+    """A job's model on so many devices: all on which the choice of a mesh depends."""
 
     job: Job
     model: ModelCost
     """Without layers only data parallelism and sharding are possible."""
-    compute_s: Callable[[float], float]
-    """Seconds of a forward and backward pass of the whole model over so many samples on one device."""
+    num_workers: int
+    devices_per_node: int
     memory_bytes: float
     """Memory of one device."""
-    devices_per_node: int
-    network: Network
-    optimizer_s: float = 0.0
-    """Seconds in which one device updates the whole model."""
+    constants: Mapping[str, float]
+    """Those of the step model."""
+
+    @property
+    def network(self) -> Network:
+        return network_at(self.constants, self.devices_per_node)
 
 
 @dataclass(frozen=True)
@@ -103,16 +102,15 @@ def needs_replicas(job: Job) -> bool:
     return job.aggregation.wire == "auto-lossy"
 
 
-def search(workload: Workload, num_workers: int) -> tuple[MeshCandidate, ...]:
-    """The meshes of `num_workers` devices that fit, one at least, in the order of their steps; of nearly equal ones the
-    simplest is first.
+def search(workload: Workload) -> tuple[MeshCandidate, ...]:
+    """The meshes that fit, one at least, in the order of their steps; of nearly equal ones the simplest is first.
 
     Activations are computed again only where a mesh does not fit without, and never on plain replicas, which cannot.
 
     Raises:
         JobError: none of them fits; the message says how much the thriftiest one would need.
     """
-    job, model = workload.job, workload.model
+    job, model, num_workers = workload.job, workload.model, workload.num_workers
     candidates: list[MeshCandidate] = []
     too_large: list[tuple[float, Mesh]] = []
     plain = [Mesh(dp=num_workers)] if num_workers <= job.virtual_shards else []
@@ -150,7 +148,7 @@ def _meshes(job: Job, num_workers: int, devices_per_node: int, layers: Layers) -
     degrees = [one for one in range(1, num_workers + 1) if num_workers % one == 0]
     for tp in degrees if job.parity == "numeric" else [1]:
         is_even = devices_per_node % tp == 0 or tp % devices_per_node == 0
-        if tp > 1 and not (is_even and any(layer.is_sharded_by(tp) for layer in layers)):
+        if tp > 1 and not (is_even and any(layer.tensor_shards(tp) > 1 for layer in layers)):
             continue
         for pp, fsdp in product(degrees, repeat=2):
             dp, rest = divmod(num_workers, tp * pp * fsdp)
@@ -165,7 +163,8 @@ def _priced(workload: Workload, mesh: Mesh, memory: DeviceMemory, recompute: boo
     job, m = workload.job, -(-workload.job.virtual_shards // mesh.num_assignments)
     of_stages = [sum(layer.time_s / layer.tensor_shards(mesh.tp) for layer in stage) for stage in memory.stages]
     busiest = max(of_stages) / (sum(layer.time_s for stage in memory.stages for layer in stage) or 1.0)
-    turn_s = workload.compute_s(job.global_batch_size / job.virtual_shards) * busiest
+    samples = job.global_batch_size / job.virtual_shards
+    turn_s = float(pass_at(workload.constants, samples, workload.devices_per_node)) * busiest
     if recompute:
         turn_s *= _RECOMPUTE_FACTOR
     own_bytes = memory.parameter_bytes * (mesh.fsdp if mesh.zero_stage == 3 else 1)
@@ -178,14 +177,14 @@ def _priced(workload: Workload, mesh: Mesh, memory: DeviceMemory, recompute: boo
         bubble_s=(mesh.pp - 1) * turn_s,
         tensor_s=(m + mesh.pp - 1) * _inside_model_s(workload, mesh, memory.stages),
         exposed_s=_exposed_s(workload, mesh, own_bytes, m, turn_s),
-        optimizer_s=workload.optimizer_s * mesh.dp / mesh.num_workers,
+        optimizer_s=workload.constants["update_s"] * mesh.dp / mesh.num_workers,
     )
 
 
 def _inside_model_s(workload: Workload, mesh: Mesh, stages: tuple[Layers, ...]) -> float:
     """What one micro-batch's sums inside of layers and messages to the next stage take, forward and backward."""
     seconds, samples, network = 0.0, workload.job.shard_size, workload.network
-    for divided in ([layer for layer in stage if layer.is_sharded_by(mesh.tp)] for stage in stages):
+    for divided in ([layer for layer in stage if layer.tensor_shards(mesh.tp) > 1] for stage in stages):
         if num_sums := sum(layer.num_all_reduces for layer in divided):
             sum_bytes = samples * sum(layer.num_all_reduces * layer.all_reduce_bytes for layer in divided) / num_sums
             seconds = max(seconds, num_sums * _sum_s(workload, sum_bytes, mesh.tp, 1))
@@ -234,45 +233,3 @@ def _sum_s(workload: Workload, size_bytes: float, degree: int, stride: int, cost
     on_a_node = max(1, min(degree, on_node // stride))
     shared = replace(network, between_beta_s_per_byte=network.between_beta_s_per_byte * on_node / on_a_node)
     return float(cost(size_bytes, (on_a_node,) * -(-degree // on_a_node), shared))
-
-
-def search_meshes(inputs: PlanInputs, num_workers: int) -> tuple[MeshCandidate, ...]:
-    """What `search` finds, by the steps that were timed."""
-    most_on_node, constants = max(inputs.layout(num_workers)), inputs.fit.typical()
-    slowdown = 1 + constants["neighbour_slowdown"] * (1 - 1 / most_on_node)
-    workload = Workload(
-        inputs.job_on(num_workers),
-        inputs.model,
-        compute_s=lambda samples: (constants["fixed_s"] + constants["per_sample_s"] * samples) * slowdown,
-        memory_bytes=inputs.worker_bytes(num_workers),
-        devices_per_node=most_on_node,
-        network=network_at(constants, most_on_node),
-        optimizer_s=constants["update_s"],
-    )
-    return search(workload, num_workers)
-
-
-def choose_mesh(job: Job, model: ModelCost, cluster: Cluster, num_workers: int) -> tuple[MeshCandidate, str]:
-    """The mesh to train on, and why in one sentence: replicas where they fit and nothing is clearly faster, else the
-    fastest mesh, or where no step of the job was timed the simplest one that fits.
-
-    Args:
-        model: What a trace of it told.
-
-    Raises:
-        JobError: no mesh fits.
-    """
-    try:
-        found = search_meshes(plan_inputs(job, cluster, ForecastRequest(), num_workers, model), num_workers)
-    except ClusterError:
-        most_on_node = max(min(num_workers, len(cluster.nodes[0].devices)), -(-num_workers // len(cluster.nodes)))
-        room = worker_memory_bytes(cluster, most_on_node)
-        workload = Workload(job, model, lambda _: 0.0, room, most_on_node, Network())
-        found = search(workload, num_workers)
-    winner, replicas = found[0], next((one for one in found if one.mesh.is_plain), None)
-    why = "whole replicas do not fit"
-    if replicas is not None:
-        why = f"whole replicas take {duration(replicas.step_s)} a step"
-        if winner.step_s >= _CLEARLY_FASTER * replicas.step_s:
-            winner, why = replicas, "no other mesh that was timed is clearly faster"
-    return winner, f"{winner.mesh}: it holds {size(winner.memory.total_bytes)} a worker, and {why}."

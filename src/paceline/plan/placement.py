@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import combinations, permutations, product
+from itertools import chain, combinations, permutations, product, repeat
 
 from paceline.errors import ClusterError, JobError
 from paceline.spec import AlgorithmName, Cluster, Job, Mesh, Node, Plan
@@ -158,8 +158,8 @@ def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = 
     """
     if num_workers < 1:
         raise JobError(f"{num_workers} workers cannot train; use at least 1.")
-    kind = cluster.device_kind
-    num_free = sum(len(_free(node)) for node in cluster.nodes)
+    kind, free = cluster.device_kind, [len(_free(node)) for node in cluster.nodes]
+    num_free = sum(free)
     if kind == "cuda" and num_workers > num_free:
         where = "this machine has" if len(cluster.nodes) == 1 else f"these {len(cluster.nodes)} nodes have"
         busy = [device for device in cluster.devices if device.busy]
@@ -167,7 +167,10 @@ def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = 
         raise JobError(
             f"{num_workers} workers need as many GPUs, but {where} {num_free}{' free' * bool(busy)}{others}."
         )
-    counts = _workers_by_node(cluster, num_workers)
+    by_node = zip(cluster.nodes, workers_by_node(min(num_workers, num_free), free, 0), strict=False)
+    used = [(node, count) for node, count in by_node if count]
+    more, rest = divmod(max(num_workers - num_free, 0), len(used))  # CPU workers beyond the devices, for each in turn
+    counts = [(node, count + more + (turn < rest)) for turn, (node, count) in enumerate(used)]
     threads = min(max(1, node.num_cores // count) for node, count in counts)
     plan = Plan(world_size=num_workers, device_kind=kind, threads_per_worker=threads_per_worker or threads)
     if kind == "cpu" and not any(node.is_remote for node, _ in counts):
@@ -192,16 +195,14 @@ def _node_placement(node: Node, num_workers: int, kind: DeviceKind, mesh: Mesh |
     return NodePlacement(hostname, num_workers, devices, tuple(by_index[index].cpus for index in devices))
 
 
-def _workers_by_node(cluster: Cluster, num_workers: int) -> list[tuple[Node, int]]:
-    """The nodes that get workers: one for each free device as long as there are, then one more for each in turn."""
-    used: list[tuple[Node, int]] = []
-    left = num_workers
-    for node in cluster.nodes:
-        count = min(len(_free(node)), left)
-        if count:
-            used.append((node, count))
-            left -= count
-    return [(node, count + left // len(used) + (turn < left % len(used))) for turn, (node, count) in enumerate(used)]
+def workers_by_node(count: int, nodes: Sequence[int], further: int) -> tuple[int, ...]:
+    """Workers on each node, one a device: `nodes` have so many devices, all nodes after them `further`."""
+    found: list[int] = []
+    for num_devices in chain(nodes, repeat(further)):
+        if not (left := count - sum(found)):
+            break
+        found.append(min(num_devices, left))
+    return tuple(found)
 
 
 def place(

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from statistics import NormalDist, fmean
 from typing import Any, Literal
 
@@ -197,8 +197,7 @@ class StepModel:
         passes = np.array([row.num_passes for row in rows])
         on_node = np.array([row.most_on_node for row in rows])
         waits = constants["straggler_spread"] * np.array([expected_maximum(row.num_workers) for row in rows])
-        pass_s = constants["fixed_s"] + constants["per_sample_s"] * sizes
-        pass_s = pass_s * (1 + constants["neighbour_slowdown"] * (1 - 1 / on_node))
+        pass_s = pass_at(constants, sizes, on_node)
         host_s = np.where(on_node > 1, constants["host_s_per_sample"] * sizes * on_node, 0.0)
         slowest_s = smooth_max(pass_s * (1 + waits), host_s, _HOST_SHARPNESS)
         # The fixed tree of bitwise parity sums what all passes have made: nothing hides it.
@@ -208,6 +207,12 @@ class StepModel:
         total_s = (passes - 1) * slowest_s + last_s + tail_s + constants["update_s"]
         total_s = total_s + constants["several_nodes_s"] * np.array([row.num_nodes > 1 for row in rows])
         return StepParts(passes * pass_s, passes * slowest_s + constants["update_s"], communication_s, total_s)
+
+
+def pass_at(constants: Constants, num_samples: Any, most_on_node: Any) -> Any:
+    """Seconds of a forward and backward pass over so many samples beside the other workers of a node."""
+    slowdown = 1 + constants["neighbour_slowdown"] * (1 - 1 / most_on_node)
+    return (constants["fixed_s"] + constants["per_sample_s"] * num_samples) * slowdown
 
 
 def network_at(constants: Constants, most_on_node: int, link_ratio: float = 1.0) -> Network:
@@ -279,6 +284,7 @@ class Fit:
     error: float
     """The scale of log(measured / forecast) of a row."""
 
+    @cached_property
     def typical(self) -> dict[str, float]:
         """The median of each constant."""
         return {name: float(np.median(values)) for name, values in self.constants.items()}

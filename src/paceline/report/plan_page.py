@@ -143,7 +143,7 @@ def plan_page(forecast: Forecast) -> str:
         objections=[f"{', '.join(of[:8])}{and_more(len(of) - 8)}: {why}" for why, of in impossible.items()],
         one_device="one device" if base == 1 else f"one of {formats.devices(base)}",
         rule=RULE,
-        charts=_charts(replace(forecast, rows=fastest_of_each_count(forecast.rows), recommended_row=None)),
+        charts=_charts(replace(forecast, rows=fastest_of_each_count(forecast.rows))),
     )
 
 

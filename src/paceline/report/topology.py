@@ -68,12 +68,10 @@ def link_text(link: Link | None) -> str:
 
 
 def rate_words(links: Iterable[Link]) -> str:
-    """What links carry in one direction, the range if they differ, and whether that was measured; may be empty."""
-    known = sorted((link.bytes_per_s, link.source) for link in links if link.bytes_per_s is not None)
-    if not known:
-        return ""
-    words = " to ".join(dict.fromkeys(bandwidth_text(known[place][0]) for place in (0, -1)))
-    return f"{words} measured" if all(source == "measured" for _, source in known) else f"about {words}"
+    """What links carry in one direction, the range if they differ; may be empty."""
+    known = sorted(link.bytes_per_s for link in links if link.bytes_per_s is not None)
+    words = " to ".join(dict.fromkeys(map(bandwidth_text, known[:1] + known[-1:])))
+    return f"about {words}" if words else ""
 
 
 def pair_sentence(node: Node, one: str, other: str) -> str:

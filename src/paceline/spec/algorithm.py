@@ -25,7 +25,6 @@ BUCKET_BYTES = 25 << 20
 """The size of a bucket, as in DistributedDataParallel (Li et al. 2020, "PyTorch Distributed", section 4.2)."""
 MIN_BLOCK_BYTES = 1 << 20
 """Smaller neighbours in a sharded model are gathered together: below, a message costs more than what it carries."""
-MAX_CHUNK_BYTES = 2 << 20
 MIN_CHUNK_BYTES = 256 << 10
 """A vector is cut into chunks where nodes are one of two levels; below this a chunk costs more than it hides."""
 NUM_CHUNKS = 16

@@ -46,8 +46,7 @@ class Link:
     label: str
     """The label as in `nvidia-smi topo -m`: NV1 … NV18, PIX, PXB, PHB, NODE, SYS."""
     bytes_per_s: NonNegativeFloat | None = None
-    """Bandwidth in one direction; None if neither a datasheet nor a measurement gives it."""
-    source: Literal["datasheet", "measured"] = "datasheet"
+    """Bandwidth in one direction, by a datasheet; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class JobTiming:
     steps: tuple[StepRow, ...] = ()
     num_samples: PositiveInt | None = None
     """Samples of the training set, that is of an epoch; None: not known."""
-    settings: tuple[str, ...] = ()
+    settings: dict[str, str] = field(default_factory=dict)
     """The job's `timed_settings` when it was timed; empty: not known."""
 
 

@@ -1,4 +1,5 @@
-"""`Forecast`: what a job is expected to do on several numbers of devices; made by `plan`, shown by `report`."""
+"""`ModelCost`: what a model costs, by layer and sample; `Forecast`: what a job is expected to do on several numbers of
+devices, made by `plan`, shown by `report`."""
 
 from __future__ import annotations
 
@@ -7,11 +8,61 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.spec.algorithm import AlgorithmName
-from paceline.spec.codec import JsonValue, NonNegativeInt
+from paceline.spec.codec import JsonValue
 
 BoundBy = Literal["compute", "communication", "loader", "overhead"]
 Grow = Literal["none", "batch"]
 """What grows with the number of devices: nothing (fixed global batch), or the global batch (fixed batch per device)."""
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """The cost of one layer for one micro-batch; in a `ModelCost`, for one sample."""
+
+    name: str = ""
+    time_s: float = 0.0
+    """Time of a forward and backward pass; if not measured, in an arbitrary unit common to all layers."""
+    parameter_bytes: float = 0
+    activation_bytes: float = 0
+    """Bytes that the forward pass keeps for the backward pass."""
+    output_bytes: float = 0
+    """Bytes that a stage ending here sends to the next one; gradients of the same size return. 0 for the last layer."""
+    may_begin: bool = True
+    """Whether a stage of a pipeline may begin with this layer."""
+    num_tensor_slices: int = 1
+    """Heads, groups or output channels that tensor parallelism can distribute; 1: every worker computes all of it."""
+    num_all_reduces: int = 0
+    """How many all-reduces a tensor group makes, forward and backward."""
+    all_reduce_bytes: float = 0.0
+    """Bytes of each of these all-reduces."""
+    replicated_fraction: float = 1.0
+    """The fraction of `activation_bytes` that each worker of a tensor group keeps whole."""
+    moment_bytes: float = 0
+    """Bytes that live only while backward goes through this layer: the gradients of its output and of its input."""
+    largest_parameter_bytes: float = 0
+    """Bytes of the largest parameter: its gradient lives beside the sum that it is added to."""
+
+    def tensor_shards(self, degree: int) -> int:
+        """Into how many shards a tensor group divides the layer: `degree` where they are even, else 1."""
+        return degree if self.num_tensor_slices % degree == 0 else 1
+
+
+Layers = tuple[LayerCost, ...]
+
+
+@dataclass(frozen=True)
+class ModelCost:
+    """The costs of a model from a trace or a measurement."""
+
+    num_parameters: int
+    bytes_per_sample: float | None = None
+    """One pass on a device with the whole model holds fixed_bytes + samples * bytes_per_sample at its peak; None: not
+    known."""
+    fixed_bytes: float = 0.0
+    input_bytes: float = 0.0
+    """Bytes of a sample as the model takes it; 0: not known."""
+    layers: Layers = ()
+    """The layers of the model; empty: unknown."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +139,11 @@ class Forecast(JsonValue):
     """Whether it comes from measured step times alone, and not from what `probe` measured."""
     base_devices: int = 1
     """The fewest devices, to whose throughput per device speed-up and efficiency refer."""
-    recommended_row: NonNegativeInt | None = None
-    """The recommended one of `rows`, counted from 0; None: the one row of `recommended_devices`."""
 
     @property
     def recommended(self) -> ForecastRow:
-        if self.recommended_row is not None:
-            return self.rows[self.recommended_row]
-        return next(row for row in self.rows if row.devices == self.recommended_devices)
+        """The fastest row of the recommended number of devices."""
+        return next(row for row in fastest_of_each_count(self.rows) if row.devices == self.recommended_devices)
 
 
 def fastest_of_each_count(rows: Iterable[ForecastRow]) -> tuple[ForecastRow, ...]:

@@ -271,33 +271,27 @@ class Job(JsonValue):
                 f"virtual_shards = {self.virtual_shards} is more than global_batch_size = "
                 f"{self.global_batch_size}; every shard needs at least one sample."
             )
-        is_bitwise, has_scheduler = self.parity == "bitwise", self.optim.scheduler.name is not None
-        method = self.aggregation.method
-        every_step = ("aggregation.method", "every_step")
-        is_async, asynchronous = method == "parameter_server_async", f"aggregation.method = {method!r}"
-        for setting, is_set, (key, needed) in (
+        method, every_step = self.aggregation.method, {"aggregation.method": "every_step"}
+        is_async = method == "parameter_server_async"
+        scheduled = {"optim.schedule": "constant", "optim.warmup_epochs": 0.0, "optim.base_batch_size": None}
+        for setting, is_set, needs in (
             # A scheduler sets the learning rate by itself.
-            ("optim.scheduler", has_scheduler, ("optim.schedule", "constant")),
-            ("optim.scheduler", has_scheduler, ("optim.warmup_epochs", 0.0)),
-            ("optim.scheduler", has_scheduler, ("optim.base_batch_size", None)),
+            ("optim.scheduler", self.optim.scheduler.name is not None, scheduled),
             # What makes the result depend on the number of workers.
-            ("parity = 'bitwise'", is_bitwise, ("compile", False)),
-            ("parity = 'bitwise'", is_bitwise, ("aggregation.wire", "float32")),
-            ("parity = 'bitwise'", is_bitwise, every_step),
+            ("parity = 'bitwise'", self.parity == "bitwise", {"compile": False, "aggregation.wire": "float32"}),
+            ("parity = 'bitwise'", self.parity == "bitwise", every_step),
             # A worker's shards have to be only added up.
-            ("fuse_shards", self.fuse_shards is not None, ("parity", "numeric")),
-            ("fuse_shards", self.fuse_shards is not None, every_step),
+            ("fuse_shards", self.fuse_shards is not None, {"parity": "numeric", **every_step}),
             # Workers have to see the same gradients and hold the same weights after every step.
             ("nonfinite = 'rollback'", self.nonfinite == "rollback", every_step),
             ("average_decay", self.average_decay is not None, every_step),
             # Servers update slices of the parameters whenever a gradient arrives.
-            (asynchronous, is_async, ("optim.clip_norm", None)),
-            (asynchronous, is_async, ("eval_every_steps", None)),
-            (asynchronous, is_async and self.precision == "float16", ("precision", "float32")),
+            (f"aggregation.method = {method!r}", is_async, {"optim.clip_norm": None, "eval_every_steps": None}),
+            (f"aggregation.method = {method!r}", is_async and self.precision == "float16", {"precision": "float32"}),
         ):
-            value = operator.attrgetter(key)(self)
-            if is_set and value != needed:
-                raise JobError(f"{setting} needs {key} = {needed!r}, not {value!r}.")
+            for key, needed in needs.items():
+                if is_set and (value := operator.attrgetter(key)(self)) != needed:
+                    raise JobError(f"{setting} needs {key} = {needed!r}, not {value!r}.")
 
     @property
     def kept_checkpoints(self) -> CheckpointSpec:
@@ -325,11 +319,11 @@ class Job(JsonValue):
         return super().from_mapping(_merge({"model": {}, "data": {}}, mapping))
 
     @property
-    def timed_settings(self) -> tuple[str, ...]:
-        """The settings that times of passes, updates and loading follow from, as "model.name = 'lenet'"; without a
+    def timed_settings(self) -> dict[str, str]:
+        """The settings that times of passes, updates and loading follow from, as {"model.name": "'lenet'"}; without a
         precision that each run decides."""
         values = {key: operator.attrgetter(key)(self) for key in _TIMED}
-        return tuple(f"{key} = {value!r}" for key, value in values.items() if (key, value) != ("precision", "auto"))
+        return {key: repr(value) for key, value in values.items() if (key, value) != ("precision", "auto")}
 
     def with_values(self, **changes: Any) -> Job:
         """A copy with other values; nested tables take mappings, `optim={"lr": 0.2}`, merged into what is there."""

@@ -54,8 +54,7 @@ class Mesh:
         return self.dp * self.fsdp
 
     def degree(self, axis: AxisName) -> int:
-        degree: int = getattr(self, axis)
-        return degree
+        return int(getattr(self, axis))
 
     def place(self, rank: int) -> dict[AxisName, int]:
         """The coordinates of a rank on all axes."""

@@ -174,7 +174,7 @@ def place_run(
     asked = from_mapping(Plan, with_settings({"plan": (given or Plan()).to_mapping()}, of_plan)["plan"], "plan")
     mesh = asked.mesh
     if strategy == "auto":
-        from paceline.plan.meshes import choose_mesh
+        from paceline.plan.forecast import choose_mesh
 
         choice, reason = choose_mesh(job, trace_job(job), cluster, num_devices)
         say(f"strategy {reason}")

@@ -8,18 +8,20 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from paceline import env
-from paceline.errors import ClusterError, JobError, ModelError, file_problems, shown
+from paceline.errors import ClusterError, JobError, ModelError, PacelineError, file_problems, shown
 from paceline.files import make_run_folder
 from paceline.launch.run import LaunchOptions
 from paceline.measure.probe import CLUSTER_FILE, keep, time_job, trace_job
 from paceline.measure.rows import read_rows
 from paceline.plan import place, spread
 from paceline.plan.memory import DeviceMemory, job_memory
+from paceline.plan.placement import workers_by_node
 from paceline.spec import Cluster, Job, Plan, parse_mesh
 from paceline.spec.cluster import JobTiming
 from paceline.spec.codec import Bounds, PositiveFloat, PositiveInt, UnitInterval
@@ -31,8 +33,7 @@ from paceline.workflows.jobs import import_folders, resolve_job
 from paceline.workflows.where import HERE, Where, open_allocation
 
 if TYPE_CHECKING:
-    from paceline.plan.inputs import ForecastRequest
-    from paceline.spec.model_cost import ModelCost
+    from paceline.plan.forecast import ForecastRequest, PlanInputs
 
 PAGE_FILE, FORECAST_FILE = "plan.html", "forecast.json"
 
@@ -72,7 +73,7 @@ def probe(
         PacelineError: an invalid argument, nodes that cannot be reached, a mistake in the job (see `errors`).
         WorkerFailed: a worker failed.
     """
-    from paceline.plan.inputs import job_step  # NumPy: not for those who only want help
+    from paceline.plan.forecast import job_step  # NumPy: not for those who only want help
 
     resolved, file = resolve_job(job, settings, data), Path(out)
     before = Cluster.load(file) if file.exists() else Cluster(())
@@ -159,7 +160,8 @@ def plan(
             1.25e9 (10 Gbit/s); taken as a bound.
         devices_per_node: devices on each node beyond the measured ones; None: as on the largest node.
         out: the folder for plan.json, plan.html and forecast.json; None: nothing is written.
-        trace: trace the model, so that pipeline and tensor parallelism are considered too.
+        trace: trace the model (loads torch), so that pipelines and tensor parallelism are compared too; a model that
+            is too large for a device is traced anyway.
         data, settings: as for `train`.
 
     Raises:
@@ -168,8 +170,7 @@ def plan(
         PacelineError: a file cannot be written.
     """
     # NumPy and what plots: not for `paceline --help`.
-    from paceline.plan.forecast import forecast
-    from paceline.plan.inputs import ForecastRequest
+    from paceline.plan.forecast import ForecastRequest, forecast, plan_inputs
 
     counts = None if devices is None else read_counts("devices", devices)
     request = ForecastRequest(
@@ -185,9 +186,12 @@ def plan(
         resolved = resolve_job(job, settings, data)
         cluster = cluster if isinstance(cluster, Cluster) else Cluster.load(Path(cluster))
         counts = counts or read_counts("devices", f"1..{max(1, len(cluster.devices))}")
-        model_cost = trace_job(resolved) if trace else None
-        found = forecast(resolved, cluster, counts, request, model_cost)
-        planned = PlannedJob(found, _recommended_plan(resolved, cluster, found, request, model_cost))
+        inputs = plan_inputs(resolved, cluster, max(counts), request)
+        if trace or not all(map(inputs.has_room, counts)):  # then a pipeline may fit, which needs the layers
+            with nullcontext() if trace else suppress(PacelineError):
+                inputs = inputs.traced(trace_job(resolved))
+        found = forecast(inputs, counts)
+        planned = PlannedJob(found, _recommended_plan(inputs, found))
     if out is not None:
         with file_problems(f"The plan cannot be written into '{out}'"):
             Path(out).mkdir(parents=True, exist_ok=True)
@@ -202,7 +206,6 @@ def _forecast_of_table(path: Path, counts: Sequence[int] | None, request: Foreca
     """The forecast of the rows without a time, and of device counts with as many samples a device as the measured row
     with the most devices has."""
     from paceline.plan.forecast import forecast_of_rows
-    from paceline.plan.inputs import workers_by_node
 
     rows = read_rows(path)
     measured = [row for row in rows if row.step_time_s is not None]
@@ -216,25 +219,22 @@ def _forecast_of_table(path: Path, counts: Sequence[int] | None, request: Foreca
     return forecast_of_rows(path.stem, measured, list(dict.fromkeys(asked)), request)
 
 
-def _recommended_plan(
-    job: Job, cluster: Cluster, forecast: Forecast, request: ForecastRequest, model: ModelCost | None
-) -> Plan | None:
+def _recommended_plan(inputs: PlanInputs, forecast: Forecast) -> Plan | None:
     """The plan of the recommended row; None where the cluster has too few devices for it.
 
     Its workers are laid out on a mesh where replicas do not fit; then it has no forecast that its run would check.
     """
-    row = forecast.recommended
+    row, cluster = forecast.recommended, inputs.cluster
     if row.devices > len(cluster.devices):
         return None
-    grown = job.grown(row.devices) if forecast.grow == "batch" else job
+    job = inputs.job_on(row.devices)
     if not row.placement:
-        plan = place(grown, cluster, row.devices, algorithm=row.algorithm if row.devices > 1 else "auto")
+        plan = place(job, cluster, row.devices, algorithm=row.algorithm if row.devices > 1 else "auto")
         return replace(plan, forecast_samples_per_s=row.samples_per_s)
-    from paceline.plan.inputs import plan_inputs
-    from paceline.plan.meshes import search_meshes
+    from paceline.plan.meshes import search
 
-    best = search_meshes(plan_inputs(job, cluster, request, row.devices, model), row.devices)[0]
-    return replace(place(grown, cluster, row.devices, mesh=best.mesh), recompute=best.recompute)
+    best = search(inputs.workload(row.devices))[0]
+    return replace(place(job, cluster, row.devices, mesh=best.mesh), recompute=best.recompute)
 
 
 def with_forecast(job: Job, plan: Plan, say: Say) -> Plan:
@@ -244,10 +244,10 @@ def with_forecast(job: Job, plan: Plan, say: Say) -> Plan:
     is_meshed = plan.mesh is not None and not plan.mesh.is_plain
     if is_meshed or all(timing.job != job.name for timing in cluster.timings):
         return plan
-    from paceline.plan.forecast import forecast  # NumPy: not for those who have not probed
+    from paceline.plan.forecast import forecast, plan_inputs  # NumPy: not for those who have not probed
 
     try:
-        row = forecast(job, cluster, sorted({1, plan.world_size})).rows[-1]
+        row = forecast(plan_inputs(job, cluster, plan.world_size), sorted({1, plan.world_size})).rows[-1]
     except (ClusterError, JobError) as problem:  # the job has changed since it was probed, or a link was not measured
         say(f"paceline: no forecast: {problem}")
         return plan
@@ -281,6 +281,6 @@ def dry_run_mesh(
             f"{resolved.virtual_shards}; use more of them, or fewer replicas."
         )
     cost = trace_job(resolved)
-    if axes.tp > 1 and not any(layer.is_sharded_by(axes.tp) for layer in cost.layers):
+    if axes.tp > 1 and not any(layer.tensor_shards(axes.tp) > 1 for layer in cost.layers):
         raise ModelError(f"The model has no tensor plan by which {axes.tp} workers could divide a layer; leave tp out.")
     return job_memory(resolved, cost, axes)

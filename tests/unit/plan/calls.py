@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 from paceline.plan.collectives import COSTS, Network, cost_of
 from paceline.plan.memory import DeviceMemory, StateBytes, device_memory, fits
 from paceline.plan.meshes import MeshCandidate, Workload, search
+from paceline.plan.step_model import PRIORS
 from paceline.spec import AlgorithmName, Job, Mesh
-from paceline.spec.model_cost import Activations, LayerCost, Layers, ModelCost
+from paceline.spec.forecast import LayerCost, Layers, ModelCost
 
 ALGORITHMS = tuple(sorted(COSTS))
 
@@ -37,7 +38,7 @@ def memory(
     Without layers there is one for each stage, all equal, divided by tensor groups like those of a transformer."""
     equal = LayerCost("", 1.0, 1.0, 1.0, num_tensor_slices=mesh.tp, replicated_fraction=10 / 34)
     return device_memory(
-        ModelCost(int(num_parameters), Activations(sample_bytes), layers or (equal,) * mesh.pp),
+        ModelCost(int(num_parameters), sample_bytes, layers=layers or (equal,) * mesh.pp),
         StateBytes(parameter_bytes, optimizer_bytes, is_bitwise),
         mesh,
         micro_batch_size,
@@ -72,21 +73,23 @@ def meshes(
     links: Network,
     *,
     num_parameters: int = 25_000_000,
-    activations: Activations | None = None,
+    sample_bytes: float = 90e6,
     layers: Layers = (),
     global_batch_size: int = 256,
     shard_size: int = 1,
-    **workload: Any,
+    memory_bytes: float = 40 * 2.0**30,
+    fixed_s: float = 0.01,
+    sample_s: float = 0.001,
 ) -> tuple[MeshCandidate, ...]:
     """The meshes that fit, best first; the workload is a 25-million-parameter model unless it says otherwise."""
-    known: dict[str, Any] = {"compute_s": lambda samples: 0.01 + 0.001 * samples, "memory_bytes": 40 * 2.0**30}
+    of_links = {name: value for name, value in vars(links).items() if name in PRIORS}
     return search(
         Workload(
             Job(global_batch_size=global_batch_size, virtual_shards=global_batch_size // shard_size),
-            ModelCost(num_parameters, activations or Activations(90e6), layers),
-            devices_per_node=devices_per_node,
-            network=links,
-            **known | workload,
-        ),
-        num_workers,
+            ModelCost(num_parameters, sample_bytes, layers=layers),
+            num_workers,
+            devices_per_node,
+            memory_bytes,
+            {**dict.fromkeys(PRIORS, 0.0), "fixed_s": fixed_s, "per_sample_s": sample_s, **of_links},
+        )
     )

@@ -30,7 +30,7 @@ def gpu_cluster(
 ) -> Cluster:
     """GPUs with NVLink; a pass takes `fixed_s` and `sample_s` a sample. No `link_bytes_per_s`: no step of two nodes."""
     devices = tuple(Device("cuda", index, "A GPU", memory_bytes) for index in range(devices_per_node))
-    links = tuple(Link((one.label, other.label), "NV12", 250e9, "measured") for one, other in combinations(devices, 2))
+    links = tuple(Link((one.label, other.label), "NV12", 250e9) for one, other in combinations(devices, 2))
     nodes = tuple(
         Node(f"node{place}", 96, 1024 * GIB, "a processor", devices, links=links, is_remote=num_nodes > 1)
         for place in range(num_nodes)

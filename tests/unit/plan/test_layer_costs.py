@@ -13,7 +13,7 @@ from paceline.errors import ModelError
 from paceline.models import build
 from paceline.models.gpt import GPT
 from paceline.parallel.layer_costs import trace_model
-from paceline.spec.model_cost import ModelCost
+from paceline.spec.forecast import ModelCost
 
 WORDS, LENGTH, WIDTH, SAMPLES = 32, 8, 16, 2
 BUILD = partial(GPT, WORDS, LENGTH, num_layers=3, num_heads=4, width=WIDTH)
@@ -57,14 +57,14 @@ def test_a_layer_keeps_what_autograd_keeps_of_it(cost: ModelCost) -> None:
         logits = model(torch.zeros(SAMPLES, LENGTH, dtype=torch.long))
     found = sum(layer.activation_bytes for layer in cost.layers) * SAMPLES
     assert found == pytest.approx(sum(kept.values()) + logits.nbytes, rel=0.02)  # attention keeps a number a token, too
-    assert cost.activations.bytes_per_sample * SAMPLES > found
+    assert cost.bytes_per_sample is not None and cost.bytes_per_sample * SAMPLES > found
 
 
 def test_tensor_parallelism_divides_what_the_plan_of_the_model_says(cost: ModelCost) -> None:
     divided = {layer.name: layer for layer in cost.layers if layer.num_tensor_slices > 1}
     assert list(divided) == ["blocks.0", "blocks.1", "blocks.2"]
     for layer in divided.values():
-        assert layer.is_sharded_by(4) and not layer.is_sharded_by(8)
+        assert layer.tensor_shards(4) == 4 and layer.tensor_shards(8) == 1
         # Two sums in forward; in backward one for each layer that takes what is whole: query, key, value and the net.
         assert (layer.num_all_reduces, layer.all_reduce_bytes) == (6, 4 * LENGTH * WIDTH)
         assert 0.1 < layer.replicated_fraction < 0.5

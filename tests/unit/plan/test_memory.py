@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from paceline.plan.memory import DeviceMemory
 from paceline.spec import Job, Mesh
-from paceline.spec.model_cost import LayerCost
+from paceline.spec.forecast import LayerCost
 from tests.unit.plan.calls import has_room, memory
 from tests.unit.plan.clusters import GIB, forecast_of, gpu_cluster
 

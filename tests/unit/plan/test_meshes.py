@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from paceline.errors import JobError
 from paceline.plan.collectives import Network
-from paceline.plan.meshes import choose_mesh
+from paceline.plan.forecast import choose_mesh
 from paceline.spec import Job, Mesh
-from paceline.spec.model_cost import Activations, LayerCost, ModelCost
+from paceline.spec.forecast import LayerCost, ModelCost
 from tests.unit.plan.calls import has_room, meshes, transformer
 from tests.unit.plan.clusters import GIB, gpu_cluster
 
@@ -23,8 +23,9 @@ SLOW = Network(3e-6, 1 / 300e9, 50e-6, 1 / 1e9)
 FREE = Network()
 GPT: dict[str, Any] = {
     "num_parameters": 6_700_000_000,
-    "activations": Activations(32 * 2048 * 4096 * 34.0),
-    "compute_s": lambda samples: samples * 6 * 6.7e9 * 2048 / 140e12,
+    "sample_bytes": 32 * 2048 * 4096 * 34.0,
+    "fixed_s": 0.0,
+    "sample_s": 6 * 6.7e9 * 2048 / 140e12,
     "memory_bytes": 80.0 * GIB,
     "layers": transformer(6.7e9, num_layers=32, width=4096, num_heads=32, tokens=2048),
 }
@@ -80,7 +81,7 @@ def test_everything_offered_fits_and_more_memory_is_never_slower(num_workers: in
 def test_a_pipeline_without_communication_has_the_bubble_of_the_papers() -> None:
     """(p - 1) / m of the ideal time (Huang et al. 2019; Narayanan et al. 2021, section 2.2.1); all do the same work."""
     for one in meshes(8, 8, FREE, **GPT | {"memory_bytes": math.inf}):
-        assert one.compute_s == pytest.approx(GPT["compute_s"](256) / 8)
+        assert one.compute_s == pytest.approx(256 * GPT["sample_s"] / 8)
         bubble = (one.mesh.pp - 1) / one.num_micro_batches
         assert one.bubble_s == pytest.approx(bubble * one.compute_s)
         assert one.exposed_s == one.tensor_s == 0
@@ -115,19 +116,19 @@ def test_large_layers_of_few_samples_are_divided_over_slow_links_and_large_batch
     known: dict[str, Any] = {"layers": layers}
     slow, fast = (Network(20e-6, 1 / 1.5e9, 120e-6, 1 / rate) for rate in (25e6, 25e9))
     assert meshes(4, 2, slow, global_batch_size=64, shard_size=32, **known)[0].mesh == Mesh(tp=4)
-    many = {"global_batch_size": 1 << 16, "shard_size": 1 << 14, "activations": Activations(1e5)}
+    many = {"global_batch_size": 1 << 16, "shard_size": 1 << 14, "sample_bytes": 1e5}
     assert meshes(4, 2, fast, **known | many)[0].mesh == Mesh(dp=4)
 
 
 def test_activations_are_computed_again_only_where_nothing_fits_otherwise() -> None:
-    huge = GPT | {"activations": Activations(60.0 * GIB)}
+    huge = GPT | {"sample_bytes": 60.0 * GIB}
     assert any(one.recompute for one in meshes(4, 8, FAST, **huge))
     assert not any(one.recompute for one in meshes(4, 8, FAST, **huge | {"memory_bytes": math.inf}))
 
 
 def test_computing_activations_again_is_one_forward_pass_more() -> None:
     """Of three parts, one forward and two backward (Chen et al. 2016)."""
-    huge = GPT | {"activations": Activations(60.0 * GIB)}
+    huge = GPT | {"sample_bytes": 60.0 * GIB}
     again = {one.mesh: one for one in meshes(4, 8, FREE, **huge) if one.recompute}
     plain = {one.mesh: one for one in meshes(4, 8, FREE, **huge | {"memory_bytes": math.inf})}
     assert again
@@ -155,7 +156,7 @@ def test_what_fits_nowhere_is_one_sentence_with_numbers(
 def test_auto_takes_replicas_where_they_fit_and_says_why(num_parameters: int, is_plain: bool, is_timed: bool) -> None:
     """24 GB of state do not fit into 16 GiB."""
     cluster = gpu_cluster(1, num_parameters=num_parameters, sample_bytes=1_000_000, memory_bytes=16 * GIB)
-    job, model = Job(global_batch_size=64, virtual_shards=64), ModelCost(num_parameters, Activations(1e6))
+    job, model = Job(global_batch_size=64, virtual_shards=64), ModelCost(num_parameters, 1e6)
     found, reason = choose_mesh(job, model, cluster if is_timed else dataclasses.replace(cluster, timings=()), 8)
     assert found.mesh.is_plain == is_plain and found.mesh.num_workers == 8
     assert str(found.mesh) in reason and "iB a worker" in reason

@@ -118,7 +118,7 @@ def machine_of(draw: random.Random) -> Node:
         nics=[[draw.choice(["PIX", "PXB", "NODE", "SYS"]) for _ in range(nics)] for _ in range(num_devices)],
     )
     if draw.random() < 0.5:
-        links = [Link(link.ends, link.label, 1e9 + draw.randint(0, 3), source="measured") for link in node.links]
+        links = [Link(link.ends, link.label, 1e9 + draw.randint(0, 3)) for link in node.links]
         node = Node("measured", 8, 2**36, "", node.devices, node.nics, tuple(links))
     return node
 

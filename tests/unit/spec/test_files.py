@@ -37,7 +37,7 @@ NODE = Node(
     "EPYC",
     devices=(Device("cuda", 0, "NVIDIA A100", 2**36), GPU),
     nics={"NIC0": "mlx5_0"},
-    links=(Link(("GPU0", "GPU1"), "NV12", 300e9, "measured"), Link(("GPU0", "NIC0"), "PIX")),
+    links=(Link(("GPU0", "GPU1"), "NV12", 300e9), Link(("GPU0", "NIC0"), "PIX")),
     notes=("GPU 2 is in MIG mode.",),
     is_remote=True,
 )
@@ -53,7 +53,7 @@ TIMING = JobTiming(
         StepRow((2, 1), 32, 1, "hierarchical", 1e8, 1.25e9, 4, 0.015, 0.002),
     ),
     num_samples=1437,
-    settings=("model.name = 'lenet'",),
+    settings={"model.name": "'lenet'"},
 )
 CLUSTER = Cluster(
     (NODE, Node("kim@gpu2", 8, 2**34, "Xeon")),
