@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import paceline
+from paceline.cli.commands import COMMANDS
+from paceline.cli.options import parse
 from paceline.errors import ClusterError, JobError, PacelineError
 from paceline.plan.step_model import expected_maximum
 from paceline.spec import Cluster, Job
@@ -352,6 +354,17 @@ def test_a_model_that_does_not_fit_on_a_device_gets_a_mesh_that_does() -> None:
     assert str(planned.plan.mesh) in " ".join(planned.forecast.strategy)
     roomy = paceline.plan(SMALL, cluster=gpu_cluster(1), devices=[8])
     assert roomy.plan is not None and roomy.plan.mesh is None
+
+
+def test_pipelines_and_tensor_parallelism_are_compared_where_the_model_is_traced_or_does_not_fit() -> None:
+    """75 million parameters take 0.9 GB, beside 0.2 GB of everything else."""
+    job = SMALL.with_values(model={"name": "mlp", "options": {"hidden": 1_000_000}})
+    known: dict[str, Any] = {"num_parameters": 75_000_010, "sample_bytes": 1000}
+    for room, traces, is_hinted in ((80 * GIB, {}, True), (80 * GIB, {"trace": True}, False), (GIB, {}, False)):
+        cluster = gpu_cluster(1, memory_bytes=room, **known)
+        strategy = forecast_of(job, cluster, [1, 8], **traces).strategy
+        assert len(strategy) > 1 and ("--trace" in strategy[-1]) == is_hinted, strategy
+    assert parse("plan", COMMANDS["plan"], ["digits-lenet", "--trace"])["trace"] is True
 
 
 def test_the_forecast_that_is_shown_is_that_of_the_plan_and_none_is_checked_of_a_mesh() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -77,9 +78,14 @@ class Asking(nn.Linear):
         return super().forward(inputs) if inputs.sum() > 0 else inputs
 
 
-def test_a_model_that_reads_values_is_refused_in_one_sentence() -> None:
+def of_growing_dropout() -> nn.Module:
+    return nn.Sequential(*(nn.Dropout(rate.item()) for rate in torch.linspace(0.0, 0.2, 3)))
+
+
+@pytest.mark.parametrize("build_model", [partial(Asking, 4, 4), of_growing_dropout])
+def test_a_model_that_reads_values_is_refused_in_one_sentence(build_model: Callable[[], nn.Module]) -> None:
     with pytest.raises(ModelError, match="cannot be tried without values"):
-        trace_model(partial(Asking, 4, 4), torch.zeros(4))
+        trace_model(build_model, torch.zeros(4))
 
 
 def test_each_strategy_divides_what_it_says() -> None:
