@@ -64,7 +64,8 @@ class PlanInputs:
     model: ModelCost
 
     def traced(self, model: ModelCost) -> PlanInputs:
-        """The same with what a trace of the model told, but for the memory that was measured."""
+        """The same with what a trace of the model told, where nothing was measured."""
+        model = replace(model, num_parameters=self.timing.num_parameters)
         return replace(self, model=with_measured_memory(model, self.job, self.timing))
 
     @property
