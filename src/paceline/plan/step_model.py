@@ -12,9 +12,8 @@ A fit is not one set of constants but many, equally likely after what was measur
 steps that they make, its interval their spread and the error of a row. Errors are factors, not seconds: log(measured /
 forecast) follows Student's t distribution, so that one bad row does not distort the fit.
 
-Constants are drawn and weighed by how probable they are (importance sampling): from their priors where rows are few, so
-that what these leave open stays open, else around the most probable ones, which least squares finds. Draws are seeded:
-the same rows have the same forecast.
+Constants are drawn from their priors and brought to what the rows say in steps, so that what these leave open stays
+open (sequential Monte Carlo). Draws are seeded: the same rows have the same forecast.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ _UNSEEN_ERROR = 0.025
 published tables. It only widens intervals."""
 _FREEDOM = 4.0
 """Degrees of freedom of errors: one row in a hundred misses by more than five times their scale."""
-_FEW_ROWS, _NUM_STEPS = 3, 30
-_NUM_DRAWS, _NUM_SAMPLES = 20_000, 2000
+_NUM_STEPS = 30
+_NUM_SAMPLES, _NUM_MOVES = 2000, 12
 _SEED = 20260701
 
 Unit = Literal["sample", "pass", "step", "byte", "fraction", "inside byte"]
@@ -299,47 +298,55 @@ def fit(rows: Sequence[StepRow], inside_bytes_per_s: float | None = None) -> Fit
     Raises:
         JobError: a row has an algorithm without a cost formula.
     """
-    model, random = StepModel.around(rows, inside_bytes_per_s), np.random.default_rng(_SEED)
-    if len(rows) <= _FEW_ROWS:
-        error = _ROW_ERROR
-        points, logs = _drawn_from_priors(model, random)
-    else:
-        best, precision, error = _most_probable(model, rows)
-        draws = random.normal(size=(_NUM_DRAWS, len(best)))
-        points = best + draws @ np.linalg.cholesky(np.linalg.inv(precision)).T
-        logs = (np.square(draws) - np.square(points)).sum(axis=1) / 2
-    logs = logs + _likelihoods(_misses(model, rows, points) / error).sum(axis=1)
-    weights = np.cumsum(np.exp(logs - logs.max()))
-    places = np.searchsorted(weights, (np.arange(_NUM_SAMPLES) + 0.5) / _NUM_SAMPLES * weights[-1])
+    model = StepModel.around(rows, inside_bytes_per_s)
+    error = _row_error(model, rows)
     spread = float(np.median([row.spread for row in rows]))  # of the times of a measured step
-    return Fit(model, model.constants_at(points[places]), math.hypot(error, spread))
+    return Fit(model, model.constants_at(_drawn(model, rows, error)), math.hypot(error, spread))
 
 
-def _drawn_from_priors(model: StepModel, random: np.random.Generator) -> tuple[Array, Array]:
-    """[num_draws, num_constants], and [num_draws]: logarithms of what they weigh besides the likelihood of the rows.
+def _drawn(model: StepModel, rows: Sequence[StepRow], error: float) -> Array:
+    """[num_samples, num_constants]: points of the priors, as probable as the rows make them.
 
-    The time of a sample, which the priors leave open, is drawn last, so that the row with the fewest workers is met:
-    else most draws would be far from all rows.
+    They begin as draws from the priors. Step by step more of the rows' logarithmic likelihood counts, as much as leaves
+    half of the points with weight: they are drawn again by weight, and moved (Del Moral, Doucet and Jasra 2006,
+    "Sequential Monte Carlo samplers"). A move goes along the line to a point of the other half (Goodman and Weare 2010,
+    "Ensemble samplers with affine invariance").
     """
-    points, anchor = random.normal(size=(_NUM_DRAWS, len(model.priors))), [model.anchor]
-    missing = _ROW_ERROR * random.standard_t(_FREEDOM, size=_NUM_DRAWS)
-    for _ in range(6):
-        misses = _misses(model, anchor, points)[:, 0]
-        points[:, 0] += (missing - misses) / model.priors["per_sample_s"].deviation
-    misses = _misses(model, anchor, points)[:, 0]
-    return points, -np.square(points[:, 0]) / 2 - _likelihoods(misses / _ROW_ERROR)
+
+    def likelihoods(points: Array) -> Array:
+        squares = np.square(_misses(model, rows, points) / error)
+        return np.asarray(-(_FREEDOM + 1) / 2 * np.log1p(squares / _FREEDOM).sum(axis=1))
+
+    random, num_constants, counting = np.random.default_rng(_SEED), len(model.priors), 0.0
+    points = random.normal(size=(_NUM_SAMPLES, num_constants))
+    logs = likelihoods(points)
+    while counting < 1.0:
+        more = 1.0 - counting
+        while (weights := np.exp(more * (logs - logs.max()))).sum() ** 2 < _NUM_SAMPLES / 2 * np.square(weights).sum():
+            more *= 0.7
+        counting, ends = counting + more, np.cumsum(weights)
+        places = np.searchsorted(ends, (np.arange(_NUM_SAMPLES) + 0.5) / _NUM_SAMPLES * ends[-1])
+        random.shuffle(places)
+        points, logs = points[places], logs[places]
+        for turn in range(2 * _NUM_MOVES):
+            moving, others = np.roll(np.arange(_NUM_SAMPLES).reshape(2, -1), turn, axis=0)
+            origins = points[random.permutation(others)]
+            stretch = np.square(1 + random.random(len(moving))) / 2
+            moved = origins + stretch[:, None] * (points[moving] - origins)
+            found = likelihoods(moved)
+            gains = counting * (found - logs[moving]) + (num_constants - 1) * np.log(stretch)
+            gains += (np.square(points[moving]) - np.square(moved)).sum(axis=1) / 2
+            taken = np.log(random.random(len(moving))) < gains
+            points[moving[taken]], logs[moving[taken]] = moved[taken], found[taken]
+    return points
 
 
-def _likelihoods(misses: Array) -> Array:
-    """Their logarithms, of what rows miss by over their error."""
-    return np.asarray(-(_FREEDOM + 1) / 2 * np.log1p(np.square(misses) / _FREEDOM))
+def _row_error(model: StepModel, rows: Sequence[StepRow]) -> float:
+    """The scale of a row's error, by what rows miss with the most probable constants, less what fitting these takes
+    (MacKay 1992, "Bayesian interpolation", section 4.4).
 
-
-def _most_probable(model: StepModel, rows: Sequence[StepRow]) -> tuple[Array, Array, float]:
-    """[num_constants] and the inverse of their covariance, [num_constants, num_constants], and the error of a row.
-
-    Gauss and Newton's steps, in which rows that miss by more than others weigh less, as Student's t distribution has
-    it (Lange, Little and Taylor 1989, "Robust statistical modeling using the t distribution").
+    Constants by Gauss and Newton's steps, in which rows that miss by more than others weigh less, as Student's t
+    distribution has it (Lange, Little and Taylor 1989, "Robust statistical modeling using the t distribution").
     """
     num_constants = len(model.priors)
     best, error, small = np.zeros(num_constants), _ROW_ERROR, 1e-4
@@ -352,9 +359,10 @@ def _most_probable(model: StepModel, rows: Sequence[StepRow]) -> tuple[Array, Ar
         precision = slopes.T @ (slopes * weights[:, None]) / error**2 + np.eye(num_constants)
         gradient = slopes.T @ (now * weights) / error**2 + best
         best = best - np.clip(np.linalg.solve(precision, gradient), -1.0, 1.0)
+        num_fitted = num_constants - float(np.trace(np.linalg.inv(precision)))
         seen = float((weights * np.square(now)).sum())
-        error = math.sqrt((_ERROR_ROWS * _ROW_ERROR**2 + seen) / (_ERROR_ROWS + len(now)))
-    return best, precision, error
+        error = math.sqrt((_ERROR_ROWS * _ROW_ERROR**2 + seen) / (_ERROR_ROWS + max(0.0, len(now) - num_fitted)))
+    return error
 
 
 def _misses(model: StepModel, rows: Sequence[StepRow], points: Array) -> Array:

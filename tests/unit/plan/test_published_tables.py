@@ -1,11 +1,12 @@
-"""Forecasts of the 99 published scaling tables from their first rows are as good as the project's own table says."""
+"""Forecasts of published steps: the 99 scaling tables from their first rows, and those of Pollux from a few."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -93,3 +94,39 @@ def test_errors_are_at_most_a_tenth_above_those_of_the_projects_table(
 def test_intervals_of_nine_in_ten_hold_about_nine_in_ten(cases: list[Case], subset: str) -> None:
     held = [case.is_held for case in cases if case.subset == subset]
     assert 0.85 <= np.mean(held) <= 0.97
+
+
+def pollux_rows(model: str) -> list[StepRow]:
+    """Measured steps of the public artifact of Pollux (Qiao et al., OSDI 2021): 1 to 16 nodes of 1 to 4 T4."""
+    found = []
+    for kind in ("p", "s"):
+        with open(Path(DATA or "") / "pollux" / f"{model}-{kind}.csv", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                nodes = [int(digit) for digit in row.get("placement", "")]
+                if not nodes:
+                    each, rest = divmod(int(row["num_replicas"]), int(row["num_nodes"]))
+                    nodes = [each + (node < rest) for node in range(int(row["num_nodes"]))]
+                step = StepRow(tuple(nodes), int(row["local_bsz"]), step_time_s=float(row["step_time"]))
+                found.append(replace(step, sync_time_s=float(row["sync_time"])))
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.budget(processor_s=400)
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("model", ["cifar10", "imagenet"])
+def test_thirteen_of_polluxs_steps_forecast_all_others(model: str) -> None:
+    """From a row of one device and twelve random others; figures with `pytest -s`."""
+    rows = pollux_rows(model)
+    for draw in range(4):
+        random = np.random.default_rng(draw)
+        first = random.choice([place for place, row in enumerate(rows) if row.num_workers == 1])
+        others = random.choice([place for place in range(len(rows)) if place != first], 12, replace=False)
+        known = {int(first), *others.tolist()}
+        wanted = [row for place, row in enumerate(rows) if place not in known]
+        forecasts = predict(fit([rows[place] for place in sorted(known)]), wanted)
+        both = list(zip(forecasts, map(seconds_of, wanted), strict=True))
+        median, ninetieth = np.quantile([100 * abs(one.step_s / seconds - 1) for one, seconds in both], (0.5, 0.9))
+        held = 100 * np.mean([one.low_s <= seconds <= one.high_s for one, seconds in both])
+        print(f"{model}, draw {draw}: median {median:.1f} %, 90th percentile {ninetieth:.1f} %, held {held:.0f} %")
+        assert median <= 7 and held >= 50
