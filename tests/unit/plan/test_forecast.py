@@ -157,9 +157,9 @@ def test_batches_that_grow_keep_the_batch_of_a_device() -> None:
 
 
 def test_more_than_was_measured_is_less_sure() -> None:
-    rows = forecast_of(JOB, gpu_cluster(), [1, 16, 256]).rows
-    widths = [row.high_s / row.low_s for row in rows]
-    assert widths == sorted(widths) and widths[0] < widths[2]
+    """Steps of 1 and of 16 devices were timed."""
+    *timed, further = (row.high_s / row.low_s for row in forecast_of(JOB, gpu_cluster(), [1, 16, 256]).rows)
+    assert max(timed) < further
 
 
 def test_a_disturbed_probe_is_named_beside_the_recommendation_and_widens_the_interval() -> None:
