@@ -261,6 +261,22 @@ def test_schedulers_of_several_models_go_on_at_their_rates(tmp_path: Path) -> No
     )
 
 
+def test_what_is_kept_after_a_step_leaves_the_rates_alone(tmp_path: Path) -> None:
+    rates = []
+    for max_steps in (1, 3):
+        job = paceline.Job(global_batch_size=BATCH, virtual_shards=2, epochs=EPOCHS)
+        with paceline.init(job, checkpoint_dir=tmp_path, max_steps=max_steps, progress=False) as run:
+            model = nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            run.prepare(model, optimizer, scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+            for number, batch in enumerate(run.batches(_rows())):
+                rates.append(float(optimizer.param_groups[0]["lr"]))
+                run.step(batch, lambda model, shard: model(shard[0]).square().mean())
+                if not number:
+                    run.keep("draws", random.Random(0))
+    assert rates == pytest.approx([0.1, 0.05, 0.025])
+
+
 class _Counting(nn.Sequential):
     """Counts its steps in what torch calls extra state."""
 

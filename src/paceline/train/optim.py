@@ -240,11 +240,11 @@ class LearningRates:
         """Raises `ModelError` where the optimizer has no learning rates that the job's schedule could change."""
         self._job, self._scale = job, job.lr_scale
         self._optimizer = optimizer
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        # None: the optimizer finds its rate itself, as Adafactor of transformers does with relative_step.
-        self._base = [None if rate is None else float(rate) for rate in rates]
+        self._known: list[list[float | None]] = [[] for _ in parts_of(optimizer)]
+        """The base rates of each optimizer's groups. None: it finds its rate itself, as Adafactor of transformers does
+        with relative_step."""
         self._is_scheduled = counts_epochs(job) or job.optim.base_batch_size is not None
-        if self._is_scheduled and None in self._base:
+        if None in self._base() and self._is_scheduled:
             raise ModelError(
                 f"{type(optimizer).__name__} finds its learning rate itself (lr is None), so the job's schedule has "
                 "none to change: give the optimizer a rate, or the job no schedule, warm-up or base batch size."
@@ -253,10 +253,8 @@ class LearningRates:
     def set(self, samples_seen: int, samples_per_epoch: int) -> None:
         """For the step after `samples_seen` samples; without a schedule the rates are the script's business."""
         if self._is_scheduled:
-            added = self._optimizer.param_groups[len(self._base) :]  # by the script, since it was prepared
-            self._base += [float(group["lr"]) for group in added]
             factor = self.factor(samples_seen, samples_per_epoch)
-            self._write([None if base is None else base * factor for base in self._base])
+            self._write([None if base is None else base * factor for base in self._base()])
 
     def factor(self, samples_seen: int, samples_per_epoch: int) -> float:
         """The factor on the optimizer's own rate for the step that begins after `samples_seen` samples.
@@ -287,11 +285,18 @@ class LearningRates:
     def at_base(self) -> Iterator[Optimizer]:
         """A context in which the optimizer has its base rates."""
         rates = [group.get("lr") for group in self._optimizer.param_groups]
-        self._write(self._base)
+        self._write(self._base())
         try:
             yield self._optimizer
         finally:
             self._write(rates)
+
+    def _base(self) -> list[float | None]:
+        """The base rates of all groups; one that the script has added meanwhile has the rate it was given."""
+        for part, known in zip(parts_of(self._optimizer), self._known, strict=True):
+            added = [group.get("lr") for group in part.param_groups[len(known) :]]
+            known += [None if rate is None else float(rate) for rate in added]
+        return [rate for known in self._known for rate in known]
 
     def _write(self, rates: list[float | None]) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):

@@ -84,7 +84,7 @@ class Kept:
         self._restored: dict[str, Any] = {}
         """States from a checkpoint that have not been claimed yet."""
         self.after_restoring: list[Callable[[], None]] = []
-        """Called whenever a thing has got its state back."""
+        """Called whenever a thing has got its state back before the first step."""
 
     def add(self, name: str, thing: Keepable, *, in_step: bool = False) -> None:
         """`in_step`: it moves in `Run.step` alone, not in what the script does between two steps. Raises `JobError` for

@@ -260,6 +260,7 @@ class Stepper:
         pending.num_steps += 1
         if pending.num_steps == 1:
             self._state.progress.trained_on(pending.batch)
+            self._state.kept.after_restoring.clear()  # what is restored later leaves alone what steps have changed
         beat(self._state.progress.steps)
         self._may_go_on = model is not None or optimizer is not None
         self.session.seed_between_steps(pending.num_steps)
