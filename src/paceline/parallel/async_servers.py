@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.comm.asynchronous import AsynchronousWorker, ServerSettings, UpdateSchedule
+from paceline.comm.buckets import broadcast
 from paceline.errors import JobError
 from paceline.object_collectives import open_host_group
 from paceline.parallel.engine import Engine, Update
-from paceline.parallel.initial_weights import broadcast
 from paceline.parallel.layout import Whole
 from paceline.parallel.losses import LossLayout, StepLoss
 from paceline.parallel.pass_state import standing_in, untouched

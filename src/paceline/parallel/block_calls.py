@@ -18,9 +18,9 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from paceline.comm.buckets import dense_form
 from paceline.errors import ModelError
 from paceline.parallel.blocks import blocks_of, copy_of_modules
-from paceline.parallel.buckets import dense_form
 from paceline.parallel.pass_state import BATCH_NORMS, buffers_kept, host_states, torch_states
 from paceline.tensors import map_tensors, open_container, tensors
 

@@ -15,11 +15,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.buckets import dense_form, views
 from paceline.comm.fixed_tree import TreeSum
 from paceline.comm.links import Links, message_links
 from paceline.comm.tree_exact import tree_all_reduce
 from paceline.heartbeat import inside
-from paceline.parallel.buckets import dense_form, views
 from paceline.parallel.layout import Whole, norm_of, squared_norm
 from paceline.parallel.losses import ShardLoss
 from paceline.parallel.step_input import Assignment, StepInput

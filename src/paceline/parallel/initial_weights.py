@@ -6,12 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.errors import ModelError
-from paceline.object_collectives import device_of
-from paceline.parallel.buckets import buckets
 from paceline.parallel.dtensor import shard_like
 from paceline.tensors import local_shard
 
@@ -79,25 +76,3 @@ def draw(shapes: nn.Module, mine: nn.Module, device: torch.device) -> None:
 def _tensors(module: nn.Module, **which: Any) -> Iterable[tuple[str, Tensor]]:
     yield from module.named_parameters(**which)
     yield from module.named_buffers(**which)
-
-
-def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Broadcast rank 0's values to all workers, in messages of about a bucket; a collective. Not of meta tensors.
-
-    Tensors may be on any device: a model that no GPU can hold is still in host memory when it is made equal.
-    """
-    if group is None:
-        return
-    device = device_of(group)
-    real = (tensor.detach() for tensor in tensors if not tensor.is_meta)
-    room: dict[torch.dtype, Tensor] = {}
-    for bucket in buckets(real, lambda tensor: (tensor.dtype, tensor.nbytes)):
-        lengths = [tensor.numel() for tensor in bucket]
-        flat = room.get(bucket[0].dtype)
-        if flat is None or len(flat) < sum(lengths):
-            flat = room[bucket[0].dtype] = torch.empty(sum(lengths), dtype=bucket[0].dtype, device=device)
-        # In the same memory each time: what malloc keeps of a freed message does not always hold the next one.
-        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket], out=flat[: sum(lengths)])
-        dist.broadcast(flat, group_src=0, group=group)
-        for tensor, values in zip(bucket, flat.split(lengths), strict=True):
-            tensor.copy_(values.view(tensor.shape))

@@ -35,11 +35,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.comm import Aggregator
+from paceline.comm.buckets import broadcast, buckets
 from paceline.errors import JobError
 from paceline.object_collectives import all_gather_objects
-from paceline.parallel.buckets import buckets
 from paceline.parallel.engine import Engine, Update, mark
-from paceline.parallel.initial_weights import broadcast
 from paceline.parallel.layout import Whole
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.running_sum import RunningSum

@@ -13,12 +13,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, open_links
+from paceline.comm.buckets import broadcast
 from paceline.errors import JobError, ModelError
 from paceline.parallel.async_servers import AsyncServers
 from paceline.parallel.copies import Copies
 from paceline.parallel.engine import Engine, Runner
 from paceline.parallel.fixed_order_sum import FixedOrderSum
-from paceline.parallel.initial_weights import align, broadcast, draw, is_on_meta
+from paceline.parallel.initial_weights import align, draw, is_on_meta
 from paceline.parallel.layout import Whole
 from paceline.parallel.outer_steps import OuterSteps
 from paceline.parallel.running_sum import RunningSum

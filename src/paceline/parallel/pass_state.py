@@ -24,6 +24,7 @@ import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -286,16 +287,17 @@ class Buffers:
 
 def _overlapping(names: Mapping[Tensor, str]) -> set[str]:
     """The names of buffers that lie in the memory of another one."""
-    plain = [one for one in names if type(one) is Tensor and one.layout == torch.strided and not one.is_meta]
-    found: set[str] = set()
-    before = ("", 0, "")
-    for device, start, stop, name in sorted(
-        (str(one.device), one.data_ptr(), one.data_ptr() + one.nbytes, names[one]) for one in plain if one.numel()
-    ):
-        if device == before[0] and start < before[1]:
-            found |= {name, before[2]}
-        before = max(before, (device, stop, name))
-    return found
+    spans = sorted(
+        (str(one.device), one.data_ptr(), one.data_ptr() + one.nbytes, name)
+        for one, name in names.items()
+        if _may_change(one) and one.numel()
+    )
+    return {
+        found
+        for (device, _, stop, name), (other_device, start, _, other) in pairwise(spans)
+        if device == other_device and start < stop
+        for found in (name, other)
+    }
 
 
 def _may_change(tensor: Tensor) -> bool:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from paceline.comm import Aggregator
+from paceline.comm.buckets import FIRST_BUCKET_BYTES, buckets, dense_form, views
 from paceline.errors import ModelError
-from paceline.parallel.buckets import FIRST_BUCKET_BYTES, buckets, dense_form, views
 from paceline.parallel.dtensor import with_local
 from paceline.parallel.layout import Whole, sum_over
 from paceline.parallel.losses import ShardLoss

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from paceline.comm.buckets import broadcast
 from paceline.errors import JobError, ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.dtensor import full_tensor, is_sharded, reshard, shard_like
 from paceline.parallel.engine import Runner
-from paceline.parallel.initial_weights import align, broadcast, draw, is_on_meta
+from paceline.parallel.initial_weights import align, draw, is_on_meta
 from paceline.parallel.layout import Whole, squared_norm, statistics_dtype, sum_over
 from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.step_input import Assignment

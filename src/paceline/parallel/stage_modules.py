@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from paceline.comm.buckets import views
 from paceline.errors import ModelError
 from paceline.parallel.block_calls import (
     BlockCall,
@@ -20,7 +21,6 @@ from paceline.parallel.block_calls import (
     observed_by,
 )
 from paceline.parallel.blocks import blocks_of, copy_of_modules
-from paceline.parallel.buckets import views
 from paceline.tensors import tensors
 
 

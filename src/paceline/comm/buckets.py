@@ -1,4 +1,4 @@
-"""Buckets: tensors that are sent in one message, and the flat vectors in which they are."""
+"""Buckets: tensors that are sent in one message, the flat vectors in which they are, and their broadcast."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from paceline.object_collectives import device_of
 from paceline.spec.algorithm import BUCKET_BYTES
 
 FIRST_BUCKET_BYTES = 1 << 20
@@ -50,3 +52,23 @@ def views(flat: Tensor, forms: Sequence[Tensor]) -> list[Tensor]:
         piece.as_strided(form.shape, form.stride(), piece.storage_offset())
         for piece, form in zip(pieces, forms, strict=True)
     ]
+
+
+def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
+    """Broadcast rank 0's values to all workers, in messages of about a bucket; a collective. Not of meta tensors.
+
+    Tensors may be on any device: a model that no GPU can hold is still in host memory when it is made equal.
+    """
+    if group is None:
+        return
+    device = device_of(group)
+    real = (tensor.detach() for tensor in tensors if not tensor.is_meta)
+    rooms: dict[torch.dtype, Tensor] = {}
+    for bucket in buckets(real, lambda tensor: (tensor.dtype, tensor.nbytes)):
+        lengths = [tensor.numel() for tensor in bucket]
+        room = rooms.setdefault(bucket[0].dtype, bucket[0].new_empty(0, device=device))
+        # In the same memory each time: what malloc keeps of a freed message does not always hold the next one.
+        flat = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket], out=room.resize_(sum(lengths)))
+        dist.broadcast(flat, group_src=0, group=group)
+        for tensor, values in zip(bucket, flat.split(lengths), strict=True):
+            tensor.copy_(values.view(tensor.shape))
