@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from paceline import env
-from paceline.errors import ClusterError, JobError, ModelError, PacelineError, file_problems, shown
+from paceline.errors import ClusterError, JobError, ModelError, file_problems, shown
 from paceline.files import make_run_folder
 from paceline.launch.run import LaunchOptions
 from paceline.measure.probe import CLUSTER_FILE, keep, time_job, trace_job
@@ -188,7 +188,7 @@ def plan(
         counts = counts or read_counts("devices", f"1..{max(1, len(cluster.devices))}")
         inputs = plan_inputs(resolved, cluster, max(counts), request)
         if trace or not all(map(inputs.has_room, counts)):  # then a pipeline may fit, which needs the layers
-            with nullcontext() if trace else suppress(PacelineError):
+            with nullcontext() if trace else suppress(Exception):  # of the user's code, which nobody asked to run
                 inputs = inputs.traced(trace_job(resolved))
         found = forecast(inputs, counts)
         planned = PlannedJob(found, _recommended_plan(inputs, found))

@@ -367,6 +367,19 @@ def test_pipelines_and_tensor_parallelism_are_compared_where_the_model_is_traced
     assert parse("plan", COMMANDS["plan"], ["digits-lenet", "--trace"])["trace"] is True
 
 
+def mappings(split: str) -> list[dict[str, int]]:
+    """A data set of whose samples a trace can take none."""
+    return [{"number": 1}]
+
+
+def test_a_model_that_does_not_fit_and_cannot_be_traced_gets_the_meshes_that_need_no_trace() -> None:
+    job = SMALL.with_values(data=f"{__name__}:mappings")
+    cluster = gpu_cluster(1, num_parameters=75_000_010, memory_bytes=GIB)
+    assert "--trace" in forecast_of(job, cluster, [1, 8]).strategy[-1]
+    with pytest.raises(KeyError):
+        forecast_of(job, cluster, [1, 8], trace=True)
+
+
 def test_the_forecast_that_is_shown_is_that_of_the_plan_and_none_is_checked_of_a_mesh() -> None:
     planned = paceline.plan(GPT, cluster=gpu_cluster(1), devices=[1, 8])
     assert planned.plan is not None and planned.plan.mesh is None
