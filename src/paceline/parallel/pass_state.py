@@ -24,7 +24,6 @@ import pickle
 import random
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -292,12 +291,13 @@ def _overlapping(names: Mapping[Tensor, str]) -> set[str]:
         for one, name in names.items()
         if _may_change(one) and one.numel()
     )
-    return {
-        found
-        for (device, _, stop, name), (other_device, start, _, other) in pairwise(spans)
-        if device == other_device and start < stop
-        for found in (name, other)
-    }
+    found: set[str] = set()
+    last = ("", 0, "")
+    for device, start, stop, name in spans:
+        if (device, start) < last[:2]:
+            found |= {name, last[2]}
+        last = max(last, (device, stop, name))
+    return found
 
 
 def _may_change(tensor: Tensor) -> bool:
