@@ -76,6 +76,14 @@ def test_a_run_that_is_refused_says_why_in_the_report(tmp_path: Path) -> None:
     assert verdict["outcome"] == "could not tell" and "run.prepare" in verdict["cause"]
 
 
+@pytest.mark.budget(processor_s=30)
+def test_the_traceback_of_a_script_that_raises_begins_in_the_script(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import torch\n\ndef learn():\n    raise ValueError('my own')\n\nlearn()\n")
+    result = paceline("verify", "mine.py", "-n", "1", cwd=tmp_path)
+    assert result.returncode == 2 and "my own" in result.stdout
+    assert result.stderr.partition(TRACEBACK)[2].split("\n")[1].endswith('mine.py", line 6, in <module>'), result.stderr
+
+
 @pytest.mark.budget(processor_s=90)
 @pytest.mark.parametrize(
     ("script", "options", "difference", "words"),

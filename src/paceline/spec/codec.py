@@ -108,7 +108,8 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T
             hint, keys = did_you_mean(str(key), kinds), ", ".join(sorted(kinds))
             raise JobError(f"There is no key {shown(_path(where, key))}: {hint}The keys here are {keys}.")
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
-        if field.name not in mapping and field.default is MISSING and field.default_factory is MISSING:
+        has_default = field.default is not MISSING or field.default_factory is not MISSING
+        if field.name not in mapping and (not has_default or "in_every_file" in field.metadata):
             raise JobError(f"The key '{_path(where, field.name)}' is missing; give it a value.")
     return cls(**{key: checked(kinds[key], raw, _path(where, key)) for key, raw in mapping.items()})
 

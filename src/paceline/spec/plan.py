@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from paceline.errors import JobError, did_you_mean, shown
@@ -113,7 +113,7 @@ class PipelineSpec:
 class Plan(JsonValue):
     """World size, devices and how gradients are aggregated; nothing in it changes what a run learns."""
 
-    world_size: WorkerCount = 1
+    world_size: WorkerCount = field(default=1, metadata={"in_every_file": True})
     device_kind: DeviceKind = "cpu"
     nodes: tuple[NodePlacement, ...] = ()
     """The nodes in the order of their ranks; empty: all workers on this node."""

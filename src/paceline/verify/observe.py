@@ -209,9 +209,8 @@ class ScriptRecorder(TorchFunctionMode):
         self._stepping = optimizer
         with self._whole(optimizer) as parameters:
             self._before = [one.detach().clone() for one in parameters.values()]
-            self._gradients = []
-            if not (arguments or named):  # else a closure calls the model, and computes the gradient
-                self._gradients = [_fingerprint(one.grad) for one in parameters.values()]
+            known = [] if arguments or named else [*parameters.values()]  # a closure computes the gradient later
+            self._gradients = [_fingerprint(one.grad) for one in known]
         self._step.options = options_of(optimizer)
 
     def _after_step(self, optimizer: Optimizer, _arguments: Any, _named: Any) -> None:
@@ -308,8 +307,6 @@ class ScriptRecorder(TorchFunctionMode):
             if time.monotonic() > deadline:
                 return
             time.sleep(0.02)
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(0)
 
 
@@ -367,9 +364,13 @@ def main() -> None:
     try:
         with recorder, recorded_by(recorder.give_way):
             runpy.run_path(script, run_name="__main__")
-    except Exception:
+    except Exception as problem:
+        trace = problem.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename != script:  # this module's frames, above those of the script
+            trace = trace.tb_next
         if not recorder.all_have_recorded():  # else another worker has ended, while this one made a further step
-            raise
+            sys.excepthook(type(problem), problem.with_traceback(trace), trace)
+            sys.exit(1)
     finally:
         recorder.write()
 

@@ -303,6 +303,12 @@ def test_a_plan_without_nodes_runs_here() -> None:
     assert (PLAN.backend, Plan().backend) == ("nccl", "gloo")
 
 
+@pytest.mark.parametrize("text", ["{}", '{"nodes": []}', "3"])
+def test_a_file_that_says_no_number_of_workers_is_no_plan(text: str) -> None:
+    with pytest.raises(PacelineError, match=r"plan\.json cannot be read as a plan: .*(world_size|table)"):
+        Plan.from_json(text, "plan.json")
+
+
 def test_errors_of_forecasts_are_kept_up_to_a_number_the_latest_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
