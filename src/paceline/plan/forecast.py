@@ -164,10 +164,8 @@ def _timing_of(job: Job, cluster: Cluster) -> JobTiming:
     if found is not None:
         return found
     if changed:
-        raise ClusterError(
-            f"The job '{job.name}' was timed with other settings: {', '.join(changed)}; run paceline probe with the "
-            "settings of now first."
-        )
+        told = f"The job '{job.name}' was timed with other settings: {', '.join(changed)}"
+        raise ClusterError(f"{told}; run paceline probe with the present settings first.")
     timed = ", ".join(sorted({timing.job for timing in cluster.timings if timing.steps})) or "no job"
     raise ClusterError(
         f"The cluster has no timed steps of the job '{job.name}' (it has timings of {timed}); run paceline probe JOB "
@@ -223,7 +221,8 @@ def forecast(inputs: PlanInputs, devices: Sequence[int]) -> Forecast:
     try:
         meshes = [f"{mesh.in_words()}." for mesh in search(inputs.workload(found.recommended_devices))[:2]]
         hint = "Pipelines and tensor parallelism are compared where the model is traced: --trace, or trace=True."
-        return replace(found, strategy=(*meshes, *[hint] * (not inputs.model.layers)))
+        basis = "Meshes are priced by compute and links alone; the rows of the table also follow the timed steps."
+        return replace(found, strategy=(*meshes, basis, *[hint] * (not inputs.model.layers)))
     except JobError as problem:
         return replace(found, strategy=(str(problem),))
 

@@ -76,8 +76,8 @@ class MeshCandidate:
         """How fast it is, how long it waits, and what it holds."""
         again = ", activations computed again" if self.recompute else ""
         return (
-            f"{self.mesh}: {duration(self.step_s)} a step, of which {duration(self.step_s - self.compute_s)} are no "
-            f"computing; {number_of(self.num_micro_batches, 'virtual shard')} a worker{again}; it holds "
+            f"{self.mesh}: {duration(self.step_s)} a step, {duration(self.step_s - self.compute_s)} of it not compute; "
+            f"{number_of(self.num_micro_batches, 'virtual shard')} a worker{again}; it holds "
             f"{size(self.memory.total_bytes)}"
         )
 

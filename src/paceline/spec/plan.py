@@ -16,7 +16,6 @@ from paceline.spec.job import Job, WorkerCount
 PLAN_FILE, LIMIT_FILE = "plan.json", "limit.json"
 """The plan, and when the run ends, in a run folder."""
 
-
 AxisName = Literal["pp", "dp", "fsdp", "tp"]
 AXES: tuple[AxisName, ...] = ("pp", "dp", "fsdp", "tp")
 """The order in which ranks are laid out: neighbours in the last axis are neighbours in rank, so the axis that sends
