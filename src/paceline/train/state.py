@@ -223,7 +223,12 @@ class TrainedModels:
         return next(iter(self.by_name.values()))
 
     def check_new(self, name: str, model: nn.Module) -> None:
-        """Raises `ModelError` where there is a model of this name, or another one holds the same parameters."""
+        """Raises `ModelError` for no model, a name that another one has, or parameters that another one holds."""
+        if not isinstance(model, nn.Module):
+            raise ModelError(
+                f"The first argument of run.prepare should be a torch.nn.Module, not {type(model).__name__}; the "
+                "optimizer comes second."
+            )
         if name in self.companions:
             raise ModelError(f"This run has a model called '{name}' already; call run.prepare with another name.")
         holders = {id(one): other for other, held in self.companions.items() for one in held.model.parameters()}

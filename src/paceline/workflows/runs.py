@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import itertools
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline import env
 from paceline.errors import JobError, LaunchError, PacelineError, WorkerFailed, file_problems
-from paceline.files import make_run_folder, run_file_mode
+from paceline.files import RUN_LOCK, make_run_folder, run_file_mode
 from paceline.launch.run import LaunchOptions
 from paceline.measure.probe import feed_back
 from paceline.plan import spread
@@ -133,7 +135,8 @@ def run_job(
 
 
 def new_run_dir(out: Path | str | None, name: str) -> Path:
-    """The folder of a run: `out`, or a fresh one under runs/. Raises `PacelineError` where none can be made there."""
+    """The folder of a run: `out`, or a fresh one under runs/, which goes again at this process's end if nothing was
+    begun in it. Raises `PacelineError` where none can be made there."""
     if out:
         return Path(out)
     # Whatever a job is called, its folder lies below runs/, and its name is one that file systems take.
@@ -145,8 +148,14 @@ def new_run_dir(out: Path | str | None, name: str) -> Path:
             run_dir = Path("runs") / (stem if number == 1 else f"{stem}-{number}")
             with contextlib.suppress(FileExistsError):
                 run_dir.mkdir(mode=0o700)
+                atexit.register(_remove_if_unused, run_dir.absolute())
                 break
         return run_dir
+
+
+def _remove_if_unused(run_dir: Path) -> None:
+    if {file.name for file in run_dir.glob("*")} <= {RUN_LOCK}:  # what was asked for was refused
+        shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool = False) -> RunRecord | None:
@@ -157,18 +166,13 @@ def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool 
     record = RunRecord.load(run_dir / RECORD_FILE)
     before = record.job
     changes = differences(before.to_mapping(), dataclasses.replace(job, epochs=before.epochs).to_mapping())
+    held, remedy = f"{run_dir} already holds a finished run", "name another folder, or remove the folder"
     if changes and not force:
-        raise PacelineError(
-            f"{run_dir} already holds a finished run of another job ({'; '.join(changes)}); name another folder, or "
-            "remove the folder."
-        )
+        raise PacelineError(f"{held} of another job ({'; '.join(changes)}); {remedy}.")
     if job.epochs < before.epochs or (max_steps is not None and max_steps < record.steps):
-        raise PacelineError(
-            f"{run_dir} already holds a finished run that is longer, of {number_of(record.steps, 'step')} and "
-            f"{number_of(before.epochs, 'epoch')}; name another folder, or remove the folder."
-        )
-    limit_file = run_dir / LIMIT_FILE
-    limit = RunLimit.load(limit_file) if limit_file.exists() else RunLimit()
+        length = f"{number_of(record.steps, 'step')} and {number_of(before.epochs, 'epoch')}"
+        raise PacelineError(f"{held} that is longer, of {length}; {remedy}.")
+    limit = RunLimit.load(file) if (file := run_dir / LIMIT_FILE).exists() else RunLimit()
     had = (before.epochs, limit.max_steps, before.early_stopping)
     is_same = not changes and had == (job.epochs, max_steps, job.early_stopping)
     return record if is_same and record.is_complete else None
@@ -261,8 +265,7 @@ def check_script(script: str, *, is_module: bool) -> None:
     if is_module and PathFinder.find_spec(script.partition(".")[0], [str(Path.cwd()), *sys.path]) is None:
         raise LaunchError(f"There is no module '{script}' in this folder or among what is installed.")
     if not is_module and not Path(script).is_file():
-        may_be_module = all(part.isidentifier() for part in script.split("."))
-        hint = f"; if it is a module, add -m: -m {script}" if may_be_module else ""
+        hint = "" if script.endswith(".py") else f"; if it is a module, add -m: -m {script}"
         raise LaunchError(f"There is no script '{script}'{hint}.")
 
 
@@ -407,9 +410,7 @@ def watch(runs: Iterable[Path | str] | Path | str) -> None:
     folders = [Path(run) for run in ([runs] if isinstance(runs, Path | str) else runs)]
     if not folders:
         raise PacelineError("watch needs at least one run folder, such as runs/mnist-lenet.")
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=160)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 160)
     with Live(console=console, auto_refresh=False) as shown, contextlib.suppress(KeyboardInterrupt):
         while True:
             found = [read_run(folder) for folder in folders]

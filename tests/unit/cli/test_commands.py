@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,6 +129,15 @@ def test_output_that_cannot_be_written_is_no_traceback(target: str, exit_code: i
     line = f"PYTHONIOENCODING=latin-1 exec {sys.executable} -m paceline list recipes {target}"
     done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (exit_code, said)
+
+
+def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").touch()
+    for line in ("train digits-lenet --strategy nix", "launch --strategy nix mine.py"):
+        words = [sys.executable, "-m", "paceline", *line.split()]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 2 and "'nix'" in done.stderr
+        assert [*(tmp_path / "runs").iterdir()] == []
 
 
 def test_the_listed_keys_and_defaults_make_the_default_job() -> None:

@@ -141,3 +141,10 @@ def test_a_metric_that_is_not_one_value_for_each_sample_is_refused(
 def test_what_is_no_table_of_metrics_is_refused() -> None:
     with pytest.raises(ModelError, match="Tensor"):
         evaluate(torch.arange(8.0), lambda _, batch: batch)
+
+
+def test_arguments_of_prepare_in_the_wrong_order_are_told_in_a_sentence() -> None:
+    model: Any = nn.Linear(1, 1)
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    with paceline.init(global_batch_size=8, progress=False) as run, pytest.raises(ModelError, match="not SGD"):
+        run.prepare(optimizer, model)
