@@ -53,7 +53,7 @@ published tables. It only widens intervals."""
 _FREEDOM = 4.0
 """Degrees of freedom of errors: one row in a hundred misses by more than five times their scale."""
 _NUM_STEPS = 30
-_NUM_SAMPLES, _NUM_MOVES = 2000, 12
+_NUM_SAMPLES, _NUM_MOVES = 2000, 24
 _SEED = 20260701
 
 Unit = Literal["sample", "pass", "step", "byte", "fraction", "inside byte"]
