@@ -77,7 +77,9 @@ class PlanInputs:
         return self.job.grown(count) if self.request.grow == "batch" else self.job
 
     def layout(self, count: int) -> tuple[int, ...]:
-        """Workers on the nodes that there are, the first ones first, then on more of the same kind."""
+        """Workers on the only node if so many were timed there, else on the nodes in turn, then on more like them."""
+        if len(self.cluster.nodes) == 1 and any(row.workers_per_node == (count,) for row in self.timing.steps):
+            return (count,)
         return workers_by_node(count, [len(node.devices) for node in self.cluster.nodes], self.devices_per_node)
 
     def workload(self, count: int) -> Workload:
@@ -126,13 +128,13 @@ def plan_inputs(job: Job, cluster: Cluster, most_devices: int, request: Forecast
     if not cluster.devices:
         raise ClusterError("This cluster has no devices; write one with paceline probe.")
     request, timing = request or ForecastRequest(), _timing_of(job, cluster)
-    first, rate = len(cluster.nodes[0].devices), request.link_bytes_per_s
-    if rate is None and most_devices > first and all(row.num_nodes == 1 for row in timing.steps):
+    on_node = max(len(cluster.nodes[0].devices), *(row.most_on_node for row in timing.steps))
+    if request.link_bytes_per_s is None and most_devices > on_node and all(row.num_nodes == 1 for row in timing.steps):
         raise ClusterError(
-            f"{most_devices} devices need several nodes, and no step was timed on several (a node has {first}); probe "
+            f"{most_devices} devices need several nodes (one has {on_node}), and no step was timed on several; probe "
             "them, or give the rate of the links between them in one direction: link_rate = 1.25e9."
         )
-    steps = tuple(replace(row, link_bytes_per_s=rate) for row in timing.steps)
+    steps = tuple(replace(row, link_bytes_per_s=request.link_bytes_per_s) for row in timing.steps)
     inside = None if any(row.most_on_node > 1 for row in steps) else _inside_bytes_per_s(cluster.nodes[0])
     model = with_measured_memory(ModelCost(timing.num_parameters), job, timing)
     return PlanInputs(job, cluster, request, timing, _fit_once(steps, inside), model)

@@ -48,8 +48,7 @@ _ROW_ERROR = 0.012
 _ERROR_ROWS = 4.0
 """That is known as well as if it had been seen in so many rows."""
 _UNSEEN_ERROR = 0.025
-"""The model's error on rows that were not measured, however well it fits those that were: a few per cent, as on
-published tables. It only widens intervals."""
+"""The model's error on rows that were not measured, as on published tables; it only widens intervals."""
 _FREEDOM = 4.0
 """Degrees of freedom of errors: one row in a hundred misses by more than five times their scale."""
 _NUM_STEPS = 30

@@ -275,6 +275,13 @@ def test_a_batch_beyond_the_noise_scale_takes_fewer_devices() -> None:
     assert too_large.recommended_devices == 1 and too_large.recommended.useful_efficiency == pytest.approx(1 / 17)
 
 
+def test_workers_that_outnumber_cores_stay_on_the_node_on_which_they_were_timed() -> None:
+    """Once the second of two was planned on another node, of whose links nothing was known."""
+    cluster = cpu_cluster(1)
+    one_core = with_nodes(cluster, devices=cluster.nodes[0].devices[:1])
+    assert row_of(SMALL, one_core, 2).nodes == 1
+
+
 def test_what_the_job_rules_out_is_not_recommended_but_said_with_its_gain() -> None:
     found = forecast_of(dataclasses.replace(JOB, virtual_shards=8), gpu_cluster(), [1, 8, 16])
     assert found.recommended_devices == 8
