@@ -23,6 +23,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 import paceline
 from paceline.comm.asynchronous import AsynchronousWorker, ServerSettings, UpdateSchedule
 from paceline.errors import PeerLost
+from paceline.spec import AlgorithmName
 from paceline.train.process_group import GLOO_THREAD
 from tests.kit.workers import in_turn, join_world, run_ranks
 from tests.unit.data.reading import Numbers, numbers_in, read_batches
@@ -42,8 +43,8 @@ def _inputs() -> Tensor:
     return torch.randn(SIZE, 5, generator=torch.Generator().manual_seed(3))
 
 
-def _one_step(algorithm: str, wire: str) -> list[float]:
-    plan = paceline.Plan.from_mapping({"algorithm": algorithm, "num_servers": 2})
+def _one_step(algorithm: AlgorithmName, wire: str) -> list[float]:
+    plan = paceline.Plan(algorithm=algorithm, num_servers=2)
     with paceline.init(
         global_batch_size=SIZE, virtual_shards=6, max_steps=1, plan=plan, aggregation={"wire": wire}, progress=False
     ) as run:
