@@ -93,11 +93,11 @@ class ScriptRecorder(TorchFunctionMode):
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         )
-        self._gives_way = False
+        self._is_replaced = False
 
-    def give_way(self, run: Run) -> RunRecorder:
+    def replaced_by_recorder_of(self, run: Run) -> RunRecorder:
         """What records a run of `paceline.init`, in the place of this."""
-        self._gives_way = True
+        self._is_replaced = True
         for hook in self._hooks:
             hook.remove()
         return RunRecorder(run)
@@ -141,7 +141,7 @@ class ScriptRecorder(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
-        if self._gives_way:
+        if self._is_replaced:
             return func(*args, **named)
         if func in (Tensor.backward, torch.autograd.backward):
             return self._backward(func, args, named)
@@ -284,7 +284,7 @@ class ScriptRecorder(TorchFunctionMode):
             yield {names.get(id(one), f"parameter {number}"): one for number, one in enumerate(held)}
 
     def write(self) -> None:
-        if self._gives_way or self._path.exists():
+        if self._is_replaced or self._path.exists():
             return
         dtypes = {one.dtype for model in self._models for one in model.parameters()}
         precision = "float64" if dtypes == {torch.float64} else "float32"
@@ -362,7 +362,7 @@ def main() -> None:
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     try:
-        with recorder, recorded_by(recorder.give_way):
+        with recorder, recorded_by(recorder.replaced_by_recorder_of):
             runpy.run_path(script, run_name="__main__")
     except Exception as problem:
         trace = problem.__traceback__
