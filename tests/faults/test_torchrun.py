@@ -45,3 +45,5 @@ def test_a_fault_under_torchrun_ends_all_workers_and_spoils_no_checkpoint(stage:
     states = {one.step: one.state for one in paceline.checkpoint.verify(stage.folder / "checkpoints")}
     assert states.pop(2) == "good"
     assert set(states.values()) <= {"good", "unfinished"}
+    if fault.causes == ("peer_lost",):
+        assert len(list(stage.folder.glob("paceline-*"))) == 1, "of the killed worker alone"

@@ -38,6 +38,8 @@ def script_of(stage: Stage, does: str, then: str = "train()") -> str:
     body = "\n".join(f"        {line}" for line in does.strip().splitlines())
     fault = f"""
 def fault(run):
+    if RANK == 0 and run.steps == 2:
+        time.sleep(1)  # in which rank 1 is seen waiting, which it no longer is in its fault
     if RANK == 1 and run.steps == 3:
         await_mark("checkpoints/step-00000002/manifest.json")
 {body}
@@ -55,6 +57,7 @@ def assert_told(stage: Stage, end: Ended, fault: Fault) -> None:
     first, *later = paceline.checkpoint.verify(stage.folder / "checkpoints")
     assert (first.step, first.state) == (2, "good")
     assert {one.state for one in later} <= {"good", "unfinished"}
+    assert not list(stage.folder.glob("paceline-*")), "temporary files of workers are left"
 
 
 @pytest.mark.budget(processor_s=20)

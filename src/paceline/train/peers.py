@@ -17,6 +17,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -65,6 +66,8 @@ NOTICE_S = 4.0
 """The maximum wait for the loss behind an error of NCCL's, and for its abort."""
 OVER_S = 60.0
 """How long a worker that has ended its run waits for those that are still busy in their scripts."""
+_OF_TORCH = "torch.distributed."
+"""Begins the name of a collective that was found in a stack."""
 MOST_TRACEBACK_CHARACTERS = 100_000
 
 
@@ -110,8 +113,8 @@ class Watch:
         """The number of each worker's last post, and when it was first seen, on the monotonic clock."""
         self._call: tuple[int | None, str, float] = (None, "", 0.0)
         """The step of this worker's last post, the function of torch.distributed that it was in, and since when."""
-        self._files: dict[int, tuple[Path, Path]] = {}
-        """Where each worker dumps its stacks, and its heartbeat."""
+        self._heartbeats: dict[int, Path] = {}
+        """The heartbeat of each worker, beside which it dumps its stacks."""
         self.abort: Callable[[], None] | None = None
         """Ends what waits for a lost worker, in another thread; None: nothing does."""
         self.lost: int | None = None
@@ -119,7 +122,7 @@ class Watch:
         self._has_aborted = threading.Event()
         self._is_store_lost = False
         self._num_ends = 0
-        self._stacks = tempfile.NamedTemporaryFile(prefix="paceline-stacks-")  # noqa: SIM115 - as long as the process
+        self._stacks = own_file().with_name(f"stacks-{os.getpid()}").open("w")
         faulthandler.register(signal.SIGUSR2, self._stacks.fileno())
         address = urlsplit(facts.init_method)
         host, port = address.hostname or env.text("MASTER_ADDR"), address.port or int(env.text("MASTER_PORT"))
@@ -187,7 +190,6 @@ class Watch:
             "collective": vitals.collective,
             "has_trained": vitals.has_trained,
             "memory_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(),
-            "stacks": self._stacks.name,
             "heartbeat": str(own_file()),
         }
         self._store.set(str(self._facts.rank), json.dumps(told))
@@ -207,7 +209,7 @@ class Watch:
         if found is None or found[1] != call:
             self._call = step, found[1] if found else "", now
             return vitals
-        return replace(vitals, inside_s=now - since, collective=f"torch.distributed.{call}")
+        return replace(vitals, inside_s=now - since, collective=_OF_TORCH + call)
 
     def _read(self) -> None:
         """Read what all workers have posted."""
@@ -220,22 +222,22 @@ class Watch:
             number = told.pop("number")
             if self._posted.get(rank, (0, 0.0))[0] != number:
                 self._posted[rank] = number, now
-            self._files[rank] = Path(told.pop("stacks")), Path(told.pop("heartbeat"))
+            self._heartbeats[rank] = Path(told.pop("heartbeat"))
             states.append(WorkerState(rank=rank, **told))
         self.states = states
         if self._facts.rank == 0 and self.folder is not None:
             self._write_status()
 
     def _as_of_now(self, state: WorkerState) -> WorkerState:
-        now = time.monotonic()
-        age_s = self._clock.watched_s(now - self._posted[state.rank][1])
-        is_here = state.hostname == self._hostname
-        if is_here and (step := read_vitals(self._files[state.rank][1]).step) is not None:
-            state = replace(state, step=step)  # its last post may be a second old
+        age_s = self._clock.watched_s(time.monotonic() - self._posted[state.rank][1])
+        inside_s = None if state.inside_s is None else state.inside_s + age_s
+        if state.hostname == self._hostname:  # its last post may be a second old
+            vitals = read_vitals(self._heartbeats[state.rank])
+            is_new = vitals.step != state.step or not state.collective.startswith(_OF_TORCH)
+            if vitals.step is not None and (is_new or vitals.inside_s is not None):
+                state, inside_s = replace(state, step=vitals.step, collective=vitals.collective), vitals.inside_s
         return replace(
-            state,
-            heartbeat_age_s=age_s,
-            inside_s=None if state.inside_s is None else self._clock.watched_s(state.inside_s + age_s),
+            state, heartbeat_age_s=age_s, inside_s=None if inside_s is None else self._clock.watched_s(inside_s)
         )
 
     def _end(self, hang: Hang, states: Sequence[WorkerState]) -> None:
@@ -293,7 +295,7 @@ class Watch:
 
     def _stacks_of(self, state: WorkerState) -> str:
         """Python's stacks of a worker of this node, without Paceline's own threads."""
-        path, text = self._files[state.rank][0], ""
+        path, text = self._heartbeats[state.rank].with_name(f"stacks-{state.pid}"), ""
         with contextlib.suppress(OSError):
             os.kill(state.pid, signal.SIGUSR2)
             deadline = time.monotonic() + STACKS_S
@@ -411,6 +413,8 @@ def tell_failures(facts: env.WorkerFacts) -> None:
                 watch.tell(failure)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, broken or replaced by the program
             sys.stdout.flush()
+        if not env.text(env.HEARTBEAT):  # a folder of this process, which does not reach its `atexit`
+            shutil.rmtree(own_file().parent, ignore_errors=True)
         os._exit(error.exit_code if isinstance(error, PacelineError) else 1)
 
     sys.excepthook = end
