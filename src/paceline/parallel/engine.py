@@ -15,7 +15,7 @@ no number of workers appears in any formula.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -170,7 +170,7 @@ class Engine:
         self.buffers = self.passes.buffers
         self._reducer = reducer
         self._runner = runner
-        self.gradient_norm = reducer.gradient_norm
+        self._norm: Tensor | None = None
         self.whole = layout.whole
         now = mark(layout.device)
         self.communication: tuple[Mark, Mark] = now, now
@@ -191,7 +191,7 @@ class Engine:
     def gradients(self, step: StepInput) -> StepLoss:
         """Store the gradient of the global batch's loss in `.grad` of every parameter (None before); return that
         loss."""
-        reducer = self._reducer
+        reducer, self._norm = self._reducer, None
         reducer.begin_step(step)
         if self._runner is None:
             self._run_in_turn(step)
@@ -244,8 +244,22 @@ class Engine:
         if not self.layout.measures_first_pass or num_samples >= size * num_parts:
             return  # one part alone shows no noise
         small_sqr = noise[0] / noise[1]
-        large_sqr = self._reducer.gradient_norm() ** 2
+        large_sqr = self.gradient_norm() ** 2
         take_norms(GradientNorms(small_sqr, num_samples / num_parts, large_sqr, size))
+
+    def gradient_norm(self) -> Tensor:
+        """The norm of the whole model's gradient in `.grad`, a scalar, computed once a step; a collective if workers do
+        not hold all of it."""
+        if self._norm is None:
+            self._norm = self._reducer.gradient_norm()
+        return self._norm
+
+    def keep_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Leave no gradient but those of these parameters."""
+        kept = {id(parameter) for parameter in parameters}
+        for parameter in self.module.parameters():
+            parameter.grad = parameter.grad if id(parameter) in kept else None
+        self._norm = None
 
     def audit(self, step: StepInput) -> None:
         """Raise `ModelError` if the loss of the same samples differs between workers or from call to call, between

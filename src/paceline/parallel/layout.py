@@ -128,7 +128,8 @@ def squared_norm(tensors: Iterable[Tensor], like: Tensor) -> Tensor:
     """The sum of all squares, a scalar at least in float32, on the device of `like`; 0 without tensors."""
     sums = [like.float() if like.dtype != torch.float64 else like]
     for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
+        # In the order of memory: where that is another one, as of convolutions in channels_last, no copy is made.
+        flat = tensor.detach().permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True)).reshape(-1)
         wide = flat if flat.dtype == torch.float64 else flat.float()
         sums += [torch.dot(chunk, chunk).to(sums[0]) for chunk in wide.split(_CHUNK)]
     return torch.stack(sums).sum()

@@ -353,16 +353,13 @@ class Stepper:
         if self._is_audited(one.pending):
             engine.audit(step_input)
         if optimizer is not trained.optimizer:  # one of several: gradients stay only where it updates
-            mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            for parameter in trained.model.parameters():
-                parameter.grad = parameter.grad if id(parameter) in mine else None
+            engine.keep_gradients(parameter for group in optimizer.param_groups for parameter in group["params"])
         # A worker that is alone between two synchronisations may have no sample, hence no gradient and no update. One
         # that holds only a stage of the model may have no parameter, and continues with the others.
         has_gradient = not engine.holds_all or any(p.grad is not None for p in trained.model.parameters())
-        norm = functools.cache(engine.gradient_norm)  # computed at most once per step
-        is_made, left_out = self._judge(one, loss, norm, has_gradient)
+        is_made, left_out = self._judge(one, loss, engine.gradient_norm, has_gradient)
         if is_made and optim.clip_norm is not None:
-            whole = norm() / scaler.scale(torch.ones((), device=self._device))
+            whole = engine.gradient_norm() / scaler.scale(torch.ones((), device=self._device))
             scaler.unscale_(optimizer)
             clip_gradients(trained.model.parameters(), optim.clip_norm, whole)
             if not engine.holds_all and (self._job.nonfinite == "ignore" or scaler.is_enabled()):

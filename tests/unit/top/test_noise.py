@@ -5,16 +5,23 @@ from __future__ import annotations
 import csv
 import math
 import os
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
 
+import paceline
+from paceline.parallel.layout import squared_norm
 from paceline.plan.forecast import statistical_efficiency
 from paceline.train.meters import NoiseScale, SmoothedNoise
+from tests.kit.step_costs import Operators, loss_fn
 
 positive = st.floats(1e-3, 1e6)
 batches = st.integers(1, 2**20)
@@ -144,3 +151,25 @@ def test_the_noise_scale_at_one_batch_forecasts_the_steps_at_the_others(model: s
             forecast = sum((end - begin) / gain for (begin, end), gain in intervals)
             reached = np.interp(min(progress[-1], runs[other][0][-1]), [0.0, *runs[other][0]], [0.0, *runs[other][1]])
             assert abs(forecast / reached - 1) < 0.15, (measured, other)
+
+
+def test_a_norm_copies_no_gradient_however_it_lies_in_memory() -> None:
+    gradient = torch.randn(8, 4, 3, 3).to(memory_format=torch.channels_last)
+    with Operators() as operators:
+        square = squared_norm([gradient], torch.zeros(()))
+    assert float(square) == pytest.approx(float(gradient.square().sum()))
+    assert not [one for one in operators.found if "clone" in one or "copy" in one]
+
+
+def test_a_step_computes_the_norm_of_its_gradient_once() -> None:
+    """For the noise scale, and to see whether the step is finite."""
+    operators, data = Operators(), TensorDataset(torch.randn(48, 3), torch.randint(2, (48,)))
+    with paceline.init(global_batch_size=8, virtual_shards=2, progress=False) as run:
+        model = nn.Linear(3, 2)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        for number, batch in enumerate(run.batches(data)):
+            with operators if number == 4 else nullcontext():  # a step that measures noise
+                run.step(batch, loss_fn)
+    norms = [number for name, number in operators.found.items() if "_foreach_norm" in name]
+    assert norms == [1], operators.found
+    assert operators.found["aten.dot.default"], "no noise was measured in this step"
