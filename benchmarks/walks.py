@@ -3,8 +3,9 @@
     python benchmarks/walks.py [CHECKOUT]
 
 Two workers train LeNet, and two run a script in which one raises. A file counts if one of its functions runs: for a
-job, in the launcher, and in workers until the first step; for a batch, from one step to the next; for a checkpoint,
-while it is taken and written; for a failure, in the failing worker and, from its end on, in the launcher.
+job, in the launcher (job_command), and in workers until the first step (job_worker); for a batch, from one step to the
+next; for a checkpoint, while it is taken and written; for a failure, in the failing worker and, from its end on, in the
+launcher.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def walk(file, function, event):
         return "checkpoint"
     if threading.current_thread().name == "paceline-watch":  # once a second, whatever the others do
         return None
-    return {0: "job", 8: "batch"}.get(steps)  # the ninth step is in the same epoch as the eighth
+    job = "job_worker" if "LOCAL_RANK" in os.environ else "job_command"
+    return {0: job, 8: "batch"}.get(steps)  # the ninth step is in the same epoch as the eighth
 
 def is_import(frame):
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
@@ -113,6 +115,7 @@ def walks(source: Path) -> dict[str, list[str]]:
         for line in Path(folder, "log").read_text().splitlines():
             name, file = line.split(" ", 1)
             found.setdefault(name, set()).add(file)
+    found["job"] = found["job_command"] | found["job_worker"]
     return {name: sorted(files) for name, files in sorted(found.items())}
 
 
