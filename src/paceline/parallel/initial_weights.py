@@ -16,11 +16,6 @@ ALIGNMENT_BYTES = 64
 """Where torch lets host memory begin."""
 
 
-def is_on_meta(model: nn.Module) -> bool:
-    """Whether a model is on the meta device (shapes without values)."""
-    return any(parameter.is_meta for parameter in model.parameters())
-
-
 def align(model: nn.Module) -> None:
     """Let all parameters begin where torch's own do, since the last bits of a product depend on where its factors
     begin: parameters that were read from a file may lie anywhere, and gathered ones do not."""

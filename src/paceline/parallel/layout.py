@@ -111,6 +111,11 @@ def sum_over(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return values
 
 
+def is_on_meta(model: nn.Module) -> bool:
+    """Whether a model is on the meta device (shapes without values)."""
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
 def statistics_dtype(model: nn.Module) -> torch.dtype:
     """The dtype in which losses, and what moves buffers, are added: float64 for float64 models, else float32."""
     is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())

@@ -19,8 +19,8 @@ from paceline.parallel.async_servers import AsyncServers
 from paceline.parallel.copies import Copies
 from paceline.parallel.engine import Engine, Runner
 from paceline.parallel.fixed_order_sum import FixedOrderSum
-from paceline.parallel.initial_weights import align, draw, is_on_meta
-from paceline.parallel.layout import Whole
+from paceline.parallel.initial_weights import align, draw
+from paceline.parallel.layout import Whole, is_on_meta
 from paceline.parallel.outer_steps import OuterSteps
 from paceline.parallel.running_sum import RunningSum
 from paceline.spec import Job, Plan

@@ -19,8 +19,8 @@ from paceline.errors import JobError, ModelError
 from paceline.object_collectives import gather_objects
 from paceline.parallel.dtensor import full_tensor, is_sharded, reshard, shard_like
 from paceline.parallel.engine import Runner
-from paceline.parallel.initial_weights import align, draw, is_on_meta
-from paceline.parallel.layout import Whole, squared_norm, statistics_dtype, sum_over
+from paceline.parallel.initial_weights import align, draw
+from paceline.parallel.layout import Whole, is_on_meta, squared_norm, statistics_dtype, sum_over
 from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.step_input import Assignment
 from paceline.parallel.tensor_plan import TensorPlan, apply_tensor_plan, tensor_plan_of
@@ -280,6 +280,7 @@ def _cut(
         plan.pipeline,
         example,
         device,
+        plan.timeout_s,
         splits_backward=axes.mesh.fsdp == 1 and not plan.recompute,
     )
     for name, stages in pipeline.stages_of.items():

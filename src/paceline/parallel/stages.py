@@ -8,7 +8,6 @@ the last stage does the loss function go on from there.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +25,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
 )
 
+from paceline.comm.links import open_group
 from paceline.errors import JobError, ModelError
 from paceline.mathematics import even_cut
 from paceline.parallel.block_calls import BlockCall, ModelCall, Skeleton, nothing_like, watch
@@ -62,6 +62,7 @@ class Pipeline:
         spec: PipelineSpec,
         example: Any,
         device: torch.device,
+        timeout_s: float,
         *,
         splits_backward: bool = True,
     ) -> None:
@@ -71,6 +72,7 @@ class Pipeline:
                 this worker's stages is not kept.
             example: how the loss function calls the model, for a few samples, as `ModelCall.of` takes it; None: it is
                 not known.
+            timeout_s: how long a sum of gradients waits for a silent worker.
             splits_backward: whether the schedule zero_bubble may compute gradients of parameters by themselves.
 
         Raises:
@@ -87,7 +89,7 @@ class Pipeline:
                 "A pipeline is cut by an example: call run.prepare(model, optimizer, example=inputs) with what the "
                 "loss function calls the model with, for a few samples."
             )
-        self._group, self._spec, self.device = group, spec, device
+        self._group, self._spec, self.device, self._timeout_s = group, spec, device, timeout_s
         self._num_workers = dist.get_world_size(group)
         self._splits_backward = splits_backward and spec.schedule == "zero_bubble"
         self.num_stages = self._num_workers * spec.stages_per_worker
@@ -142,16 +144,18 @@ class Pipeline:
         """The stages of each parameter of the model, by name."""
         self.shared_parameters: dict[str, tuple[int, ...]] = {}
         """This worker's parameters that others have too, and their ranks in the group; in the order of the model."""
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        rank = dist.get_rank(self._group)
         for name, parameter in model.named_parameters():
             ranks = tuple(sorted({self._owners[stage] for stage in self.stages_of[name]}))
-            if dist.get_rank(self._group) not in ranks:
+            if rank not in ranks:
                 parameter.data = nothing_like(parameter, parameter.device)
             elif len(ranks) > 1:
                 self.shared_parameters[name] = ranks
-        self._groups = {}
-        for ranks in dict.fromkeys(self.shared_parameters.values()):
-            is_part = len(ranks) < self._num_workers
-            self._groups[ranks] = _open_group(self._group, ranks) if is_part else self._group
+            if len(ranks) > 1 and ranks not in self._groups:  # all workers of the run open groups together
+                mine = [dist.get_global_rank(self._group, one) for one in (ranks if rank in ranks else (rank,))]
+                is_part = len(ranks) < self._num_workers
+                self._groups[ranks] = open_group(mine, self._timeout_s) if is_part else self._group
 
     # --- a step ---
 
@@ -428,13 +432,6 @@ _SCHEDULES = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
-
-
-@functools.cache  # the next run in the process uses it again
-def _open_group(stages: dist.ProcessGroup, ranks: tuple[int, ...]) -> dist.ProcessGroup:
-    everywhere = [dist.get_global_rank(stages, rank) for rank in ranks]
-    opened: dist.ProcessGroup = dist.new_group(everywhere, use_local_synchronization=True)
-    return opened
 
 
 class _AnsweredError(BaseException):

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from paceline.comm.buckets import broadcast
 from paceline.errors import JobError, ModelError
 from paceline.parallel import Buffers, parallelize
-from paceline.parallel.initial_weights import is_on_meta
+from paceline.parallel.layout import is_on_meta
 from paceline.parallel.pass_state import accept_single_values
 from paceline.spec import Job, Mesh, Plan
 from paceline.tensors import to_device
