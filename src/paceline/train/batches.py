@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, read_samples, set_size
-from paceline.data.loading import collated, is_stream
-from paceline.data.order import EpochOrder, digest_of
+from paceline.data.loading import EpochOrder, collated, digest_of, is_stream
 from paceline.data.streams import StreamPosition, StreamStep, check_stream, is_split, read_stream, stand_in
 from paceline.errors import DataError
 from paceline.object_collectives import all_gather_objects, device_of, open_host_group
