@@ -147,7 +147,7 @@ def record_file(rank: int) -> Path:
 
 
 if __name__ == "__main__":
-    from paceline.train.__main__ import main
+    from paceline.train.loop import main
 
     with recorded_by(RunRecorder):
         main()

@@ -1,9 +1,13 @@
-"""The training loop over a job, from data to record. Read it from top to bottom."""
+"""The program of one worker, and its training loop over a job, from data to record. Read it from top to bottom."""
 
 from __future__ import annotations
 
+import argparse
 import functools
+import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,21 +15,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline import data, models
+from paceline import data, env, models
 from paceline.checkpoint.format import Storage
 from paceline.checkpoint.load import save_weights
 from paceline.data import ArraySet, Loading, SampleRequest
 from paceline.errors import CheckpointError, ModelError, file_problems
-from paceline.files import run_file_mode
+from paceline.files import make_run_folder, run_file_mode
 from paceline.spec import Job, Plan, RunRecord
-from paceline.spec.job import OptimSpec
+from paceline.spec.job import JOB_FILE, OptimSpec
+from paceline.spec.plan import LIMIT_FILE, PLAN_FILE, RunLimit
 from paceline.spec.record import RECORD_FILE
 from paceline.train.callbacks import Scheduling, Training
 from paceline.train.journal import Journal, RunOutput
 from paceline.train.optim import build_optimizer
+from paceline.train.peers import tell_failures
 from paceline.train.run import Run, init
 
-__all__ = ["RunOutput", "data_facts", "train"]
+__all__ = ["RunOutput", "data_facts", "main", "train"]
+
+
+def main() -> None:
+    """Train the job of a run folder, whose job, plan and limit are files there, as one worker of its launch."""
+    parser = argparse.ArgumentParser(prog="python -m paceline.train", description=main.__doc__)
+    parser.add_argument("run_dir", type=Path, help="folder with job.json, plan.json and, for a limit, limit.json")
+    parser.add_argument("--quiet", action="store_true", help="say nothing")
+    parser.add_argument("--track", action="append", default=[], help="also log to tensorboard, wandb or mlflow")
+    parser.add_argument("--force", action="store_true", help="resume even a checkpoint of another job")
+    parser.add_argument("--job", help="the job itself, as JSON, for a folder without job.json")
+    parser.add_argument("--plan", help="the plan itself, as JSON")
+    arguments = parser.parse_args()
+    tell_failures(env.worker_facts())
+    run_dir: Path = arguments.run_dir
+    make_run_folder(run_dir)
+    job = Job.from_mapping(json.loads(arguments.job)) if arguments.job else Job.load(run_dir / JOB_FILE)
+    plan = Plan.from_mapping(json.loads(arguments.plan)) if arguments.plan else Plan.load(run_dir / PLAN_FILE)
+    limit = run_dir / LIMIT_FILE
+    is_limited = arguments.job is None and limit.exists()
+    limits = RunLimit.load(limit) if is_limited else RunLimit()
+    output = RunOutput(run_dir, None if arguments.quiet else sys.stderr, arguments.track)
+    train(job, plan, output, limits.max_steps, max_minutes=limits.max_minutes, force=arguments.force)
 
 
 def train(
