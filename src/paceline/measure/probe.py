@@ -106,7 +106,7 @@ def keep(timing: JobTiming, nodes: Iterable[Node], before: Cluster, file: Path) 
     Cluster(tuple(by_name.values()), tuple(by_job.values()), before.forecast_errors).save(file)
 
 
-def feed_back(record: RunRecord) -> None:
+def note_forecast_error(record: RunRecord) -> None:
     """Note the error of a run's forecast, if it had one, in cluster.json, where the latest 50 are kept."""
     forecast = record.plan.forecast_samples_per_s
     if not forecast or not record.samples_per_s:

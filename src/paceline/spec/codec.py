@@ -62,7 +62,7 @@ class JsonValue:
     """A frozen dataclass that is also a JSON file."""
 
     remedy: ClassVar[str] = ""
-    """What to do about a file that cannot be read."""
+    """What to do about a file that cannot be read, where its reader knows nothing better."""
     error: ClassVar[type[PacelineError]] = InvalidFileError
     """What such a file raises."""
 
@@ -72,22 +72,23 @@ class JsonValue:
         return from_mapping(cls, mapping)
 
     @classmethod
-    def from_json(cls, text: str | bytes, source: str) -> Self:
-        """The value in a JSON text. Raises `error`, which names the `source`, for any other text."""
+    def from_json(cls, text: str | bytes, source: str, remedy: str = "") -> Self:
+        """The value in a JSON text. Raises `error`, which names the `source` and the `remedy`, for any other text."""
         try:
             return cls.from_mapping(json.loads(text))
         except (ValueError, RecursionError, JobError) as problem:
             words = re.sub("(?<=.)[A-Z]", lambda letter: f" {letter[0]}", cls.__name__).lower()
             reason = str(problem).rstrip(".") if isinstance(problem, JobError) else f"not JSON ({problem})"
-            remedy = f"; {cls.remedy}" if cls.remedy else ""
-            raise cls.error(f"{source} cannot be read as a {words}: {reason}{remedy}.") from None
+            remedy = remedy or cls.remedy
+            raise cls.error(f"{source} cannot be read as a {words}: {reason}{remedy and '; '}{remedy}.") from None
 
     @classmethod
-    def load(cls, path: Path) -> Self:
-        """The value in a JSON file. Raises `error`, which names the file, for one that is missing or damaged."""
-        with file_problems(f"{path} cannot be read", cls.error, cls.remedy):
+    def load(cls, path: Path, remedy: str = "") -> Self:
+        """The value in a JSON file. Raises `error`, which names the file and the `remedy`, for one that is missing or
+        damaged."""
+        with file_problems(f"{path} cannot be read", cls.error, remedy or cls.remedy):
             content = path.read_bytes()
-        return cls.from_json(content, str(path))
+        return cls.from_json(content, str(path), remedy)
 
     def to_mapping(self) -> dict[str, Any]:
         """The value as nested plain dictionaries and tuples, fit for JSON."""

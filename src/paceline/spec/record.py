@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from paceline.spec.codec import DivergingFloat, JsonValue, NonNegativeFloat, NonNegativeInt
 from paceline.spec.job import Job, Mode
@@ -62,8 +62,6 @@ class EvaluationRecord:
 @dataclass(frozen=True)
 class RunRecord(JsonValue):
     """What happened: `accuracy` and `loss` are the last evaluation's (None where nothing was evaluated)."""
-
-    remedy: ClassVar[str] = f"name folders of finished runs, which hold a {RECORD_FILE}"
 
     job: Job
     plan: Plan

@@ -1,7 +1,4 @@
-"""`paceline.probe` times real steps of a job; `paceline.plan` forecasts it, or a table of steps, on 1, 2, … N devices.
-
-A run's plan has the forecast too.
-"""
+"""`paceline.probe` times real steps of a job; `paceline.plan` forecasts it, or a table of steps, on several devices."""
 
 from __future__ import annotations
 
@@ -235,23 +232,6 @@ def _recommended_plan(inputs: PlanInputs, forecast: Forecast) -> Plan | None:
 
     best = search(inputs.workload(row.devices))[0]
     return replace(place(job, cluster, row.devices, mesh=best.mesh), recompute=best.recompute)
-
-
-def with_forecast(job: Job, plan: Plan, say: Say) -> Plan:
-    """The plan with its forecast; unchanged if this job was not probed, and for a mesh, since the steps of a probe are
-    those of whole replicas. Raises `ClusterError` for a cluster.json that cannot be read."""
-    cluster = Cluster.load(CLUSTER_FILE) if CLUSTER_FILE.exists() else Cluster(())
-    is_meshed = plan.mesh is not None and not plan.mesh.is_plain
-    if is_meshed or all(timing.job != job.name for timing in cluster.timings):
-        return plan
-    from paceline.plan.forecast import forecast, plan_inputs  # NumPy: not for those who have not probed
-
-    try:
-        row = forecast(plan_inputs(job, cluster, plan.world_size), sorted({1, plan.world_size})).rows[-1]
-    except (ClusterError, JobError) as problem:  # the job has changed since it was probed, or a link was not measured
-        say(f"paceline: no forecast: {problem}")
-        return plan
-    return replace(plan, forecast_samples_per_s=None if row.objection or row.placement else row.samples_per_s)
 
 
 @checked

@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import itertools
 import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline import env
-from paceline.errors import JobError, LaunchError, PacelineError, WorkerFailed, file_problems
+from paceline.errors import ClusterError, JobError, LaunchError, PacelineError, WorkerFailed, file_problems
 from paceline.files import RUN_LOCK, make_run_folder, run_file_mode
 from paceline.launch.run import LaunchOptions
-from paceline.measure.probe import feed_back
+from paceline.measure.probe import CLUSTER_FILE, note_forecast_error
 from paceline.plan import spread
-from paceline.spec import Job, Plan, RunRecord, parse_mesh
+from paceline.spec import Cluster, Job, Plan, RunRecord, parse_mesh
 from paceline.spec.codec import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
 from paceline.spec.forecast import Grow
 from paceline.spec.job import JOB_FILE, TrackerName, differences
@@ -34,7 +34,6 @@ from paceline.spec.record import RECORD_FILE
 from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, read_counts, silent
 from paceline.workflows.jobs import CallbackLike, import_folders, place_run, resolve_job, with_callbacks
-from paceline.workflows.plan import with_forecast
 from paceline.workflows.where import HERE, Allocation, Where, open_allocation
 
 if TYPE_CHECKING:
@@ -109,8 +108,9 @@ def train(
         cluster = allocation.cluster
         num_workers = workers or (given.world_size if given else min(len(cluster.devices), resolved.virtual_shards))
         placed = with_forecast(resolved, place_run(resolved, cluster, num_workers, strategy, settings, given, say), say)
-        writing = {"quiet": quiet, "track": track, "force": force}
-        return run_job(allocation, resolved, placed, run_dir, limit, max_restarts=max_restarts, **writing)
+        return run_job(
+            allocation, resolved, placed, run_dir, limit, max_restarts, quiet=quiet, track=track, force=force
+        )
 
 
 def run_job(
@@ -125,13 +125,31 @@ def run_job(
     environ = env.import_note(import_folders(job))
     allocation.run(plan, program, LaunchOptions(run_dir, max_restarts=max_restarts, environ=environ))
     wall_s = time.monotonic() - started  # only here is known when the last worker ended
-    while allocation.is_elsewhere and not file.exists() and time.monotonic() < started + wall_s + STALE_VIEW_S:
+    has_nodes_elsewhere = any(node.is_remote for node in allocation.cluster.nodes)
+    while has_nodes_elsewhere and not file.exists() and time.monotonic() < started + wall_s + STALE_VIEW_S:
         time.sleep(0.1)
-    record = dataclasses.replace(RunRecord.load(file), wall_s=wall_s)
+    record = replace(RunRecord.load(file), wall_s=wall_s)
     with contextlib.suppress(OSError):  # the worker's own record is there
         record.save(file, run_file_mode())
-    feed_back(record)
+    note_forecast_error(record)
     return record
+
+
+def with_forecast(job: Job, plan: Plan, say: Say) -> Plan:
+    """The plan with its forecast; unchanged if this job was not probed, and for a mesh, since the steps of a probe are
+    those of whole replicas. Raises `ClusterError` for a cluster.json that cannot be read."""
+    cluster = Cluster.load(CLUSTER_FILE) if CLUSTER_FILE.exists() else Cluster(())
+    is_meshed = plan.mesh is not None and not plan.mesh.is_plain
+    if is_meshed or all(timing.job != job.name for timing in cluster.timings):
+        return plan
+    from paceline.plan.forecast import forecast, plan_inputs  # NumPy: not for those who have not probed
+
+    try:
+        row = forecast(plan_inputs(job, cluster, plan.world_size), sorted({1, plan.world_size})).rows[-1]
+    except (ClusterError, JobError) as problem:  # the job has changed since it was probed, or a link was not measured
+        say(f"paceline: no forecast: {problem}")
+        return plan
+    return replace(plan, forecast_samples_per_s=None if row.objection or row.placement else row.samples_per_s)
 
 
 def new_run_dir(out: Path | str | None, name: str) -> Path:
@@ -163,16 +181,16 @@ def finished_run(run_dir: Path, job: Job, max_steps: int | None, *, force: bool 
     Raises `PacelineError` for a finished run of another job, or of more epochs or steps."""
     if not (run_dir / RECORD_FILE).exists():
         return None
-    record = RunRecord.load(run_dir / RECORD_FILE)
-    before = record.job
-    changes = differences(before.to_mapping(), dataclasses.replace(job, epochs=before.epochs).to_mapping())
     held, remedy = f"{run_dir} already holds a finished run", "name another folder, or remove the folder"
+    record = RunRecord.load(run_dir / RECORD_FILE, remedy)
+    before = record.job
+    changes = differences(before.to_mapping(), replace(job, epochs=before.epochs).to_mapping())
     if changes and not force:
         raise PacelineError(f"{held} of another job ({'; '.join(changes)}); {remedy}.")
     if job.epochs < before.epochs or (max_steps is not None and max_steps < record.steps):
         length = f"{number_of(record.steps, 'step')} and {number_of(before.epochs, 'epoch')}"
         raise PacelineError(f"{held} that is longer, of {length}; {remedy}.")
-    limit = RunLimit.load(file) if (file := run_dir / LIMIT_FILE).exists() else RunLimit()
+    limit = RunLimit.load(file, remedy) if (file := run_dir / LIMIT_FILE).exists() else RunLimit()
     had = (before.epochs, limit.max_steps, before.early_stopping)
     is_same = not changes and had == (job.epochs, max_steps, job.early_stopping)
     return record if is_same and record.is_complete else None
@@ -252,7 +270,7 @@ def launch(
         if strategy is not None:  # one worker, too, is told of a mistake in it
             mesh = parse_mesh(strategy, num_workers if num_workers > 1 else None, len(plan.placements))
             plan = spread(cluster, num_workers, threads, mesh if num_workers > 1 else None)
-        plan = dataclasses.replace(plan, debug_comm=debug_comm)
+        plan = replace(plan, debug_comm=debug_comm)
         if dry_run:
             print(allocation.commands(plan, program, options))
         else:
@@ -262,8 +280,13 @@ def launch(
 
 def check_script(script: str, *, is_module: bool) -> None:
     """Raise `LaunchError` for a script or module that is not there."""
-    if is_module and PathFinder.find_spec(script.partition(".")[0], [str(Path.cwd()), *sys.path]) is None:
-        raise LaunchError(f"There is no module '{script}' in this folder or among what is installed.")
+    places = [str(Path.cwd()), *sys.path]
+    for name in script.split(".") if is_module else ():  # without an import, which would run the packages
+        spec = PathFinder.find_spec(name, places)
+        if spec is None:
+            hint = f"; to run the script, leave module = True out: {script}" if Path(script).is_file() else ""
+            raise LaunchError(f"There is no module '{script}' in this folder or among what is installed{hint}.")
+        places = list(spec.submodule_search_locations or ())
     if not is_module and not Path(script).is_file():
         hint = "" if script.endswith(".py") else f"; if it is a module, add -m: -m {script}"
         raise LaunchError(f"There is no script '{script}'{hint}.")
@@ -320,7 +343,7 @@ def scale(
         if grow == "none":
             plans = {count: with_forecast(base, plan, say) for count, plan in plans.items()}
         for name, (count, seed) in runs.items():
-            seeded, plan, run_dir = dataclasses.replace(jobs[count], seed=seed), plans[count], study_dir / "runs" / name
+            seeded, plan, run_dir = replace(jobs[count], seed=seed), plans[count], study_dir / "runs" / name
             try:
                 record = _finished(run_dir, seeded, plan, max_steps)
                 records.append(record or run_job(allocation, seeded, plan, run_dir, limit, quiet=quiet))
@@ -341,7 +364,7 @@ def _finished(run_dir: Path, job: Job, plan: Plan, max_steps: int | None) -> Run
     record = finished_run(run_dir, job, max_steps)
     if record is not None:
         before = Plan.load(run_dir / PLAN_FILE)
-        expected = dataclasses.replace(plan, forecast_samples_per_s=before.forecast_samples_per_s)
+        expected = replace(plan, forecast_samples_per_s=before.forecast_samples_per_s)
         if (Job.load(run_dir / JOB_FILE), before) != (job, expected):
             raise JobError(f"{run_dir} holds a run of another plan or job; name another folder for this study.")
     return record
@@ -368,7 +391,8 @@ def report(
         PacelineError: a folder without a record, or with a damaged one; records that are not of one study.
     """
     folders = [runs] if isinstance(runs, Path | str) else runs
-    records = [RunRecord.load(Path(folder) / RECORD_FILE) for folder in folders]
+    remedy = f"name folders of finished runs, which hold a {RECORD_FILE}"
+    records = [RunRecord.load(Path(folder) / RECORD_FILE, remedy) for folder in folders]
     return _study(records, None if out is None else Path(out), None, tolerance, efficiency_floor)
 
 

@@ -78,10 +78,6 @@ class Allocation:
     endpoint: str = "127.0.0.1:0"
     """Address and port on the first node where the agents meet."""
 
-    @property
-    def is_elsewhere(self) -> bool:
-        return any(node.is_remote for node in self.cluster.nodes)
-
     def run(self, plan: Plan, program: Sequence[str], options: LaunchOptions) -> None:
         """Run `program` in every worker of `plan`; what it raises is as for `run_workers`."""
         run_workers(plan, program, self._with_variables(options), self.reaches(plan), self.endpoint)

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ClusterError, PacelineError
-from paceline.measure.probe import feed_back
+from paceline.measure.probe import note_forecast_error
 from paceline.spec import Cluster, Device, Job, Link, Mesh, Node, PipelineSpec, Plan, RunRecord, StepRow
 from paceline.spec.cluster import JobTiming
 from paceline.spec.codec import Bounds
@@ -315,7 +315,7 @@ def test_errors_of_forecasts_are_kept_up_to_a_number_the_latest_last(
     monkeypatch.chdir(tmp_path)
     Cluster((), forecast_errors=(0.5,) * 50).save(Path("cluster.json"))
     plan = replace(PLAN, forecast_samples_per_s=110.0)
-    feed_back(replace(RECORD, plan=plan, samples_per_s=100.0))
+    note_forecast_error(replace(RECORD, plan=plan, samples_per_s=100.0))
     assert Cluster.load(Path("cluster.json")).forecast_errors == pytest.approx([*[0.5] * 49, 0.1])
 
 
