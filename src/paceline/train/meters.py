@@ -9,7 +9,6 @@ import math
 import shutil
 import statistics
 import sys
-import textwrap
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -372,14 +371,9 @@ class _Above:
 
 
 def table(rows: Sequence[tuple[str, str]]) -> str:
-    """Names and texts in two columns, in lines of 80 characters where words allow it; a path stays whole."""
+    """Names and texts in two columns."""
     width = max(len(name) for name, _ in rows) + 2
-    lines = []
-    for name, text in rows:
-        wrapped = textwrap.wrap(text, _PLAIN_COLUMNS - width, break_long_words=False, break_on_hyphens=False)
-        wrapped = [text] if name == "checkpoint" else wrapped
-        lines += [f"{key:{width}}{line}" for key, line in zip((name, *[""] * len(wrapped)), wrapped, strict=False)]
-    return "\n".join(lines)
+    return "\n".join(f"{name:{width}}{text}" for name, text in rows)
 
 
 def rate(per_s: float) -> str:
