@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from paceline import env
 from paceline.measure.step_record import StepRecord, write_steps
 from paceline.tensors import Batch, tensors
+from paceline.train.model_state import Trained, weights_sha256
 from paceline.train.run import Run, recorded_by
-from paceline.train.state import Trained, weights_sha256
 
 NUM_PROJECTIONS = 8
 _BLOCK = 1024

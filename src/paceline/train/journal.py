@@ -27,10 +27,10 @@ from paceline.spec.codec import DivergingFloat, NonNegativeFloat, NonNegativeInt
 from paceline.spec.record import EpochRecord
 from paceline.train.callbacks import Callback, Training, best_evaluation
 from paceline.train.meters import batch_warning, samples_per_s, shown_metrics
+from paceline.train.model_state import weights_sha256
 from paceline.train.optim import describe_scaling
 from paceline.train.process_group import World
 from paceline.train.run import Run
-from paceline.train.state import weights_sha256
 from paceline.words import number_of
 
 # Reading a loss makes the CPU wait for the GPU, so losses are read and logged this many steps at a time.

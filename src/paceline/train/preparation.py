@@ -17,6 +17,7 @@ from paceline.parallel.layout import is_on_meta
 from paceline.parallel.pass_state import accept_single_values
 from paceline.spec import Job, Mesh, Plan
 from paceline.tensors import to_device
+from paceline.train.model_state import Names, Precision, Trained, rebind
 from paceline.train.optim import (
     JointOptimizer,
     LearningRates,
@@ -27,7 +28,6 @@ from paceline.train.optim import (
     parts_of,
 )
 from paceline.train.process_group import World
-from paceline.train.state import Names, Precision, Trained, rebind
 
 
 def prepare_model(

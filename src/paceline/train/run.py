@@ -31,12 +31,12 @@ from paceline.spec.plan import RunLimit
 from paceline.train.batches import DataProgress, DatasetReader, GlobalBatches, loading_of
 from paceline.train.evaluate import Measure, evaluate_between_steps
 from paceline.train.meters import NoiseMeter, Progress, SmoothedNoise, StepTimer, end_rows
+from paceline.train.model_state import LossFn, Precision, Trained, TrainedModels, weights_sha256
 from paceline.train.peers import tell_failures
 from paceline.train.preparation import check_several, freeze, prepare_model
 from paceline.train.process_group import decide_precision, join, leave, torch_settings
 from paceline.train.run_state import Keepable, Kept, RunState
 from paceline.train.session import Session, Stopping
-from paceline.train.state import LossFn, Precision, Trained, TrainedModels, weights_sha256
 from paceline.train.step import Stepper, UpdateRecorder
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

@@ -23,8 +23,8 @@ from paceline.spec import Job
 from paceline.spec.job import differences
 from paceline.train.batches import DataProgress
 from paceline.train.meters import NoiseMeter
+from paceline.train.model_state import TrainedModels
 from paceline.train.optim import ends_with_epochs
-from paceline.train.state import TrainedModels
 
 
 @runtime_checkable

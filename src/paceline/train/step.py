@@ -32,9 +32,9 @@ from paceline.spec import Mesh
 from paceline.tensors import Apply, Batch, is_dtensor, local_shard, map_tensors
 from paceline.train.batches import GlobalBatch, GlobalBatches
 from paceline.train.meters import StepTimer
+from paceline.train.model_state import LossFn, Trained
 from paceline.train.optim import FUSED, parts_of
 from paceline.train.session import Session
-from paceline.train.state import LossFn, Trained
 from paceline.words import and_more
 
 _AUDITED_STEPS = 2
