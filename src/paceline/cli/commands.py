@@ -181,7 +181,8 @@ def launch(**options: Any) -> None:
 @command("train", as_json=False)
 def train(as_json: bool = False, **options: Any) -> None:
     """Train a job on workers of this machine or of several; a script (*.py) as paceline launch does."""
-    run_dir = with_folder(options)
+    options = with_folder(options)  # known before it begins, for an end by Ctrl-C
+    run_dir = options["out"]
     try:
         record = paceline.train(**options)
     except (KeyboardInterrupt, SystemExit):
@@ -202,16 +203,15 @@ def train(as_json: bool = False, **options: Any) -> None:
     )
 
 
-def with_folder(options: dict[str, Any], ending: str = "") -> Path:
-    """Read the job, and choose the folder of its run or study before it begins, where none is given."""
+def with_folder(options: Mapping[str, Any], ending: str = "") -> dict[str, Any]:
+    """The options of a run or study, with the job that they name, and a folder where none is given."""
     from paceline.workflows.jobs import plan_settings, resolve_job
     from paceline.workflows.runs import new_run_dir
 
-    settings = options.pop("settings", ())
-    job = options["job"] = resolve_job(options["job"], settings, options.pop("data", None), is_run=True)
-    options["settings"] = plan_settings(settings)
-    folder = options["out"] = new_run_dir(options.get("out"), job.name + ending)
-    return folder
+    settings = options.get("settings", ())
+    job = resolve_job(options["job"], settings, options.get("data"), is_run=True)
+    out = new_run_dir(options.get("out"), job.name + ending)
+    return {**options, "job": job, "settings": plan_settings(settings), "data": None, "out": out}
 
 
 def say_how_to_go_on(run_dir: Path) -> None:
@@ -224,8 +224,8 @@ def say_how_to_go_on(run_dir: Path) -> None:
 @command("scale")
 def scale(**options: Any) -> None:
     """Train a job on 1, 2, … N devices and write the study: scaling.json, .csv, report.html."""
-    folder = with_folder(options, "-scaling")
-    print_study(paceline.scale(**options), folder)
+    options = with_folder(options, "-scaling")
+    print_study(paceline.scale(**options), options["out"])
 
 
 @command("report", out=".")

@@ -112,19 +112,19 @@ def open_allocation(
     Raises:
         LaunchError: another run uses the folder, or nodes that cannot be reached or differ in versions.
     """
-    shown = [path.absolute() for path in (run_dir, script and script.parent) if path is not None]
+    visible = [path.absolute() for path in (run_dir, script and script.parent) if path is not None]
     with contextlib.ExitStack() as held:
         if not on_paper:
             problem = f"The run folder {run_dir} cannot be used"
             with file_problems(problem, LaunchError, "name another one with out = DIR"):
                 make_run_folder(run_dir)
                 held.enter_context(hold_folder(run_dir))
-        yield _found(where, shown, on_paper)
+        yield _allocation(where, visible, on_paper)
 
 
-def _found(where: Where, shown: Sequence[Path], on_paper: bool) -> Allocation:
+def _allocation(where: Where, visible: Sequence[Path], on_paper: bool) -> Allocation:
     here, slots, started_by = detect(), where.named_hosts(), where.started_by
-    reach = partial(_reach, where, shown=shown, gpus=started_by == "ssh" or here.device_kind == "cuda")
+    reach = partial(_reach, where, visible=visible, gpus=started_by == "ssh" or here.device_kind == "cuda")
     if started_by == "local":
         here_alone = reach([], lambda program, environ, **_: with_variables(program, environ))
         return Allocation(where, here, lambda _plan: [here_alone])
@@ -149,10 +149,10 @@ def _found(where: Where, shown: Sequence[Path], on_paper: bool) -> Allocation:
 
 
 def _reach(
-    where: Where, hostnames: Sequence[str], carry: Callable[..., Sequence[str]], shown: Sequence[Path], gpus: bool
+    where: Where, hostnames: Sequence[str], carry: Callable[..., Sequence[str]], visible: Sequence[Path], gpus: bool
 ) -> Reach:
     """How a program is started by the command that `carry` makes of it, in the container if there is one, which sees
-    the folders `shown` and the node's `gpus`."""
+    the folders `visible` and the node's `gpus`."""
     cwd = Path.cwd()
 
     def argv(program: Sequence[str], environ: Mapping[str, str]) -> Sequence[str]:
@@ -160,7 +160,7 @@ def _reach(
         if where.container is None:  # in one, folders of this node mean nothing
             passed = env.note("PYTHONPATH", env.text("PYTHONPATH")) | passed if hostnames else dict(environ)
             return carry(program, cwd=cwd, environ=passed)
-        inside = container_argv(program, where.container, cwd=cwd, binds=shown, gpus=gpus, environ=passed)
+        inside = container_argv(program, where.container, cwd=cwd, binds=visible, gpus=gpus, environ=passed)
         return carry(inside, cwd=cwd, environ={})
 
     return Reach(tuple(hostnames), argv, where.python or ("python3" if where.container else sys.executable))
