@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,11 @@ def _observe(script: Path, arguments: list[str], path: Path, port: int) -> None:
     os.chdir(path)
     os.environ.update({env.TRACE_DIR: str(path), env.MAX_STEPS: str(NUM_STEPS)})
     sys.argv = ["observe", str(script), *arguments]
-    observe.main()
+    try:
+        observe.main()
+    except Exception:  # what was recorded until then counts
+        traceback.print_exc()
+        sys.exit(1)
 
 
 def _run(script: Path, num_workers: int, folder: Path) -> ObservedRun:
