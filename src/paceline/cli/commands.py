@@ -367,7 +367,8 @@ def console_of(pipe_columns: int = PIPE_COLUMNS) -> Console:
     from rich.console import Console  # not for `paceline --help`
 
     # Names of layers, metrics and devices may have brackets, which would be markup.
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else pipe_columns)
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=pipe_columns)
 
 
 def print_table(rows: Sequence[Any], *columns: Column, pipe_columns: int = PIPE_COLUMNS) -> None:
