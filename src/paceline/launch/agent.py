@@ -10,7 +10,9 @@ killed. Without it, as in a pod, the agent prepares the run folder and reports a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -20,15 +22,20 @@ import threading
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
+
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, and not in its list
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from paceline import env
 from paceline.diagnosis.failures import describe_failure
 from paceline.launch import worker
 from paceline.launch.run import prepare
-
-if TYPE_CHECKING:
-    from torch.distributed.launcher.api import LaunchConfig
 
 
 def main(arguments: Sequence[str]) -> NoReturn:
@@ -43,15 +50,13 @@ def main(arguments: Sequence[str]) -> NoReturn:
         threading.Thread(target=_obey, args=(line,), name="launcher", daemon=True).start()
     else:
         prepare(run_dir)  # no worker starts before all agents have met
-    from torch.distributed import run as torchrun
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import elastic_launch
-
     logging.disable(logging.ERROR)  # the report says it
-    given = torchrun.parse_args(["--max-restarts", "0", "--log-dir", os.devnull, *arguments])
-    config, _, words = torchrun.config_from_args(given)
+    config, _, words = torchrun.config_from_args(torchrun.parse_args(["--log-dir", os.devnull, *arguments]))
+    config.logs_specs = _NoLogs(os.devnull)
     _choose_address(config)
+    if config.max_nodes == 1:
+        config.rdzv_backend = OneNode.name
+        rendezvous_handler_registry.register(OneNode.name, lambda of: OneNode("127.0.0.1", 0, 0, 1, of.run_id, 0))
     # The process beside each worker begins at once: this one has loaded all that it needs. It takes no lock that a
     # thread of this one may hold: Python and the C library make theirs anew, and it calls nothing of torch's.
     config.start_method = "fork"
@@ -73,17 +78,37 @@ def main(arguments: Sequence[str]) -> NoReturn:
     os._exit(exit_code)  # not through the interpreter's shutdown, which may wait for threads of torch
 
 
+class OneNode(StaticTCPRendezvous):
+    """The rendezvous of an agent without others. Torch's own serves a store on the network, and rests at random for up
+    to 0.3 s in each round, so that agents of many nodes do not come at once."""
+
+    name, use_agent_store = "one-node", False
+
+    def get_backend(self) -> str:
+        return self.name
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        store = HashStore()
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, self.master_addr))
+
+
+class _NoLogs(DefaultLogsSpecs):
+    """Logs are the supervisors' work: torch's agent would follow /dev/null, with two threads a worker."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        return dataclasses.replace(super().reify(envs), tee_stdouts={}, tee_stderrs={})
+
+
 def _obey(line: int) -> None:
     """Do what the launcher asks for until it is gone."""
-    import psutil  # while torch is loaded
-
     with os.fdopen(line, "rb", buffering=0) as requests:
         for request in requests:
             if request.strip() == b"TERM":
                 os.kill(os.getpid(), signal.SIGTERM)
-            for supervisor in psutil.Process().children() if request.strip() == b"USR1" else ():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    supervisor.send_signal(signal.SIGUSR1)
+            supervisors = multiprocessing.active_children() if request.strip() == b"USR1" else []
+            for pid in [one.pid for one in supervisors if one.pid is not None]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGKILL)  # the supervisors of the workers see it, and kill all that they have started
 
 

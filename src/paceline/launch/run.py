@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal
 
@@ -76,7 +76,6 @@ def agent_commands(
     options: LaunchOptions,
     reaches: Sequence[Reach] = (HERE,),
     endpoint: str = "127.0.0.1:0",
-    launched_at: float = 0.0,
 ) -> list[Sequence[str]]:
     """The local command lines that start the agents of a run, one for each of `reaches`; starts nothing.
 
@@ -84,7 +83,6 @@ def agent_commands(
         program: what would follow `python` on a command line: ("train.py", "--flag") or ("-m", "a.module").
         reaches: one for each node of the plan, in its order, or one for all nodes if they have as many workers each.
         endpoint: address and port on the first node where the agents meet.
-        launched_at: in seconds since the epoch.
 
     Raises:
         LaunchError: more workers on a node than it has GPUs in the plan.
@@ -99,7 +97,6 @@ def agent_commands(
         environ = {
             "OMP_NUM_THREADS": str(plan.threads_per_worker),
             env.RUN_DIR: str(options.run_dir.absolute()),  # a script may change its working directory
-            env.LAUNCHED_AT: repr(launched_at),
             env.OUTPUT: options.output,
         }
         if plan.debug_comm:
@@ -141,7 +138,8 @@ def run_workers(
         SystemExit: SIGTERM or SIGHUP came; the code is 128 + the number of the signal.
     """
     prepare(options.run_dir)
-    commands = agent_commands(plan, program, options, reaches, endpoint, time.time())
+    options = replace(options, environ={env.LAUNCHED_AT: repr(time.time()), **options.environ})
+    commands = agent_commands(plan, program, options, reaches, endpoint)
     agents: list[_Agent] = []
     with _caught_signals() as signals:
         try:
@@ -253,11 +251,8 @@ class _Agent:
 
 
 def _await_end(agents: Sequence[_Agent], signals: queue.SimpleQueue[int]) -> tuple[_Agent | None, int | None]:
-    """Return when all agents have ended; when the first fails, or a signal comes, the others are asked to end.
-
-    Returns:
-        The first agent that failed, and the signal that asked for the end of the run if it came before.
-    """
+    """Return when all agents have ended; when the first fails, or a signal comes, the others are asked to end. The
+    first agent that failed, and the signal that asked for the end of the run if it came before."""
     first, interrupted_by, deadline = None, None, float("inf")
     while None in [agent.exit_code for agent in agents]:
         number = None

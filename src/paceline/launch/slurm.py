@@ -17,8 +17,6 @@ from paceline.launch.command_lines import output_of
 
 SAVE_BEFORE_LIMIT_S = 120
 """How long before the time limit of a job its run is asked to save and to end; Slurm itself may be a minute late."""
-ASK_TIMEOUT_S = 30.0
-"""Timeout for scontrol; a busy controller needs some seconds."""
 
 _BODY = """\
 umask 077
@@ -44,8 +42,8 @@ def allocation(environ: Mapping[str, str]) -> dict[str, int | None]:
     """
     if "SLURM_JOB_NODELIST" not in environ:
         raise LaunchError("This is no Slurm allocation; get one with salloc or sbatch, or use paceline submit slurm.")
-    # scontrol spells out compressed lists such as gpu[03-05,9]-ib.
-    names = output_of(["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]], ASK_TIMEOUT_S).split()
+    # scontrol spells out compressed lists such as gpu[03-05,9]-ib; a busy controller needs some seconds.
+    names = output_of(["scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"]], timeout_s=30.0).split()
     # "8", or "h100:8" as it was asked for.
     gpus = environ.get("SLURM_GPUS_PER_NODE") or environ.get("SLURM_GPUS_ON_NODE", "")
     if found := re.fullmatch(r"(?:[^:,]+:)?([1-9]\d*)", gpus, re.ASCII):

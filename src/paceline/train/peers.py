@@ -124,10 +124,8 @@ class Watch:
         self._num_ends = 0
         self._stacks = own_file().with_name(f"stacks-{os.getpid()}").open("w")
         faulthandler.register(signal.SIGUSR2, self._stacks.fileno())
-        address = urlsplit(facts.init_method)
-        host, port = address.hostname or env.text("MASTER_ADDR"), address.port or int(env.text("MASTER_PORT"))
         # A connection of its own: a client that waits keeps others waiting.
-        client = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
+        client = TCPStore(*store_address(facts), is_master=False, timeout=timedelta(seconds=STORE_TIMEOUT_S))
         self._store = PrefixStore(f"paceline-watch-{env.text(env.RESTART)}", client)
         if facts.rank == 0:  # torchrun's store outlives a restart for changed membership, whose number stays
             for name in ("lost", "reported"):
@@ -226,7 +224,7 @@ class Watch:
             states.append(WorkerState(rank=rank, **told))
         self.states = states
         if self._facts.rank == 0 and self.folder is not None:
-            self._write_status()
+            self._write_status(self.folder)
 
     def _as_of_now(self, state: WorkerState) -> WorkerState:
         age_s = self._clock.watched_s(time.monotonic() - self._posted[state.rank][1])
@@ -296,6 +294,7 @@ class Watch:
     def _stacks_of(self, state: WorkerState) -> str:
         """Python's stacks of a worker of this node, without Paceline's own threads."""
         path, text = self._heartbeats[state.rank].with_name(f"stacks-{state.pid}"), ""
+        ours = r"paceline/(train/peers|comm/aggregator)\.py"
         with contextlib.suppress(OSError):
             os.kill(state.pid, signal.SIGUSR2)
             deadline = time.monotonic() + STACKS_S
@@ -304,8 +303,7 @@ class Watch:
                 before, text = text, path.read_text(errors="replace")
                 if text and text == before:  # complete
                     break
-        ours = re.compile(r"paceline/(train/peers|comm/aggregator)\.py")
-        return "\n\n".join(thread for thread in text.split("\n\n") if not ours.search(thread))
+        return "\n\n".join(thread for thread in text.split("\n\n") if not re.search(ours, thread))
 
     def _publish(self, report: FailureReport) -> None:
         """Write the report of this run, and show it where no launcher does, unless another worker has."""
@@ -351,22 +349,19 @@ class Watch:
             return _state_of(state.pid) in "ZX"
         return (state.heartbeat_age_s or 0.0) >= STALE_S
 
-    def _write_status(self) -> None:
+    def _write_status(self, folder: Path) -> None:
         """Write workers.json, for those who watch a run; a file that cannot be written is left as it is."""
-        workers = (
-            WorkerStatus(
-                rank=state.rank,
-                node=state.hostname,
-                pid=state.pid,
-                step=state.step,
-                doing=state.doing,
-                memory_bytes=state.memory_bytes,
-            )
-            for state in self.states
-        )
-        assert self.folder is not None
+        workers = [
+            WorkerStatus(one.rank, one.hostname, one.pid, one.step, one.doing, one.memory_bytes) for one in self.states
+        ]
         with contextlib.suppress(OSError):
-            RunStatus(time.time(), tuple(workers)).save(self.folder / STATUS_FILE, run_file_mode())
+            RunStatus(time.time(), tuple(workers)).save(folder / STATUS_FILE, run_file_mode())
+
+
+def store_address(facts: env.WorkerFacts) -> tuple[str, int]:
+    """The host and the port where rank 0, or the agent of its node, serves the store of the run."""
+    address = urlsplit(facts.init_method)
+    return address.hostname or env.text("MASTER_ADDR"), address.port or int(env.text("MASTER_PORT"))
 
 
 _watches: list[Watch] = []

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import dataclasses
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -25,7 +26,7 @@ from paceline.errors import LaunchError
 from paceline.heartbeat import inside
 from paceline.object_collectives import all_gather_objects
 from paceline.spec import Job, Plan
-from paceline.train.peers import begin_watch, end_watch
+from paceline.train.peers import begin_watch, end_watch, store_address
 
 GLOO_THREAD = "pt_gloo_runloop"
 _REST_S = 2.0
@@ -60,19 +61,28 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
         return World(**vars(facts), device=device, group=dist.group.WORLD if facts.world_size > 1 else None)
     if facts.world_size == 1:
         return World(**vars(facts), device=device, group=None)
-    timeout = timedelta(seconds=plan.timeout_s)
     with inside("the rendezvous of all workers"):
+        _await_store(facts, plan.timeout_s)
         dist.init_process_group(
             plan.backend,
             init_method=facts.init_method,
             rank=facts.rank,
             world_size=facts.world_size,
-            timeout=timeout,
+            timeout=timedelta(seconds=plan.timeout_s),
             device_id=device if device.type == "cuda" else None,
         )
     begin_watch(facts, plan.timeout_s)
     atexit.register(leave)
     return World(**vars(facts), device=device, group=dist.group.WORLD)
+
+
+def _await_store(facts: env.WorkerFacts, timeout_s: float) -> None:
+    """Wait until the store is served: torch's client rests for half a second after an attempt that came too early."""
+    deadline = time.monotonic() + timeout_s
+    while facts.rank > 0 and time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(store_address(facts), timeout=1.0):
+            return
+        time.sleep(0.02)
 
 
 def leave() -> None:

@@ -4,13 +4,13 @@ is wrong."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -149,13 +149,15 @@ def test_agents_meet_at_an_address_of_one_of_the_interfaces_that_are_named(inter
 
 
 def test_a_worker_that_has_just_ended_does_not_end_the_line_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    def send_signal(_number: int) -> None:
-        raise psutil.NoSuchProcess(1)
-
     killed: list[tuple[int, int]] = []
-    gone = SimpleNamespace(send_signal=send_signal)
-    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(children=lambda: [gone]))
-    monkeypatch.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
+
+    def kill(pid: int, number: int) -> None:
+        if number == signal.SIGUSR1:
+            raise ProcessLookupError
+        killed.append((pid, number))
+
+    monkeypatch.setattr(multiprocessing, "active_children", lambda: [SimpleNamespace(pid=1)])
+    monkeypatch.setattr(os, "kill", kill)
     line, launcher = os.pipe()
     os.write(launcher, b"USR1\n")
     os.close(launcher)

@@ -1,0 +1,38 @@
+"""How workers find each other: no worker, and no agent that is alone, rests for as long as torch would."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+
+from paceline.env import WorkerFacts
+from paceline.launch.agent import OneNode
+from paceline.train.process_group import _await_store
+
+
+def test_a_worker_that_comes_before_the_store_goes_on_as_soon_as_it_is_there() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        facts = WorkerFacts(rank=1, world_size=2, init_method=f"tcp://127.0.0.1:{server.getsockname()[1]}")
+        began, opened = time.monotonic(), threading.Timer(0.2, server.listen)
+        opened.start()
+        _await_store(facts, timeout_s=30.0)
+        assert 0.2 <= time.monotonic() - began < 10.0
+        opened.join()
+        began = time.monotonic()
+        _await_store(WorkerFacts(rank=0, world_size=2, init_method="tcp://127.0.0.1:1"), timeout_s=30.0)
+        assert time.monotonic() - began < 10.0, "rank 0 serves the store itself"
+
+
+def test_a_store_that_never_comes_is_left_to_torch_to_tell_of() -> None:
+    _await_store(WorkerFacts(rank=1, world_size=2, init_method="tcp://127.0.0.1:1"), timeout_s=0.1)
+
+
+def test_an_agent_without_others_gives_workers_a_new_store_in_each_round() -> None:
+    alone = OneNode("127.0.0.1", 0, 0, 1, "run", 0)
+    rounds = [alone.next_rendezvous() for _ in range(2)]
+    assert [(one.rank, one.world_size) for one in rounds] == [(0, 1)] * 2
+    places = [one.bootstrap_store_info for one in rounds]
+    assert all(place is not None and place.master_addr == "127.0.0.1" for place in places)
+    assert not alone.use_agent_store and rounds[0].store is not rounds[1].store
