@@ -16,7 +16,6 @@ import faulthandler
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -187,7 +186,7 @@ class Watch:
             "inside_s": vitals.inside_s,
             "collective": vitals.collective,
             "has_trained": vitals.has_trained,
-            "memory_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize(),
+            "memory_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
             "heartbeat": str(own_file()),
         }
         self._store.set(str(self._facts.rank), json.dumps(told))

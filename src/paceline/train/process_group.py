@@ -11,7 +11,6 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -58,22 +57,20 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
                 f"there, but the environment says rank {facts.rank} of {facts.world_size}; call paceline.init before "
                 "init_process_group, or start both alike."
             )
-        return World(**vars(facts), device=device, group=dist.group.WORLD if facts.world_size > 1 else None)
-    if facts.world_size == 1:
-        return World(**vars(facts), device=device, group=None)
-    with inside("the rendezvous of all workers"):
-        _await_store(facts, plan.timeout_s)
-        dist.init_process_group(
-            plan.backend,
-            init_method=facts.init_method,
-            rank=facts.rank,
-            world_size=facts.world_size,
-            timeout=timedelta(seconds=plan.timeout_s),
-            device_id=device if device.type == "cuda" else None,
-        )
-    begin_watch(facts, plan.timeout_s)
-    atexit.register(leave)
-    return World(**vars(facts), device=device, group=dist.group.WORLD)
+    elif facts.world_size > 1:
+        with inside("the rendezvous of all workers"):
+            _await_store(facts, plan.timeout_s)
+            dist.init_process_group(
+                plan.backend,
+                init_method=facts.init_method,
+                rank=facts.rank,
+                world_size=facts.world_size,
+                timeout=timedelta(seconds=plan.timeout_s),
+                device_id=device if device.type == "cuda" else None,
+            )
+        begin_watch(facts, plan.timeout_s)
+        atexit.register(leave)
+    return World(**vars(facts), device=device, group=dist.group.WORLD if facts.world_size > 1 else None)
 
 
 def _await_store(facts: env.WorkerFacts, timeout_s: float) -> None:
@@ -100,8 +97,7 @@ def await_rest() -> None:
     Python; if the interpreter is being taken down by then, the whole process aborts (pytorch/pytorch#190489). As long
     as a run's groups are held somewhere, destroying them ends no thread.
     """
-    deadline = time.monotonic() + _REST_S
-    num_looks = 0
+    deadline, num_looks = time.monotonic() + _REST_S, 0
     while num_looks < 2 and time.monotonic() < deadline:
         time.sleep(0.001)  # meanwhile one that waits for Python gets it
         num_looks += 1
@@ -162,7 +158,7 @@ TF32_CAPABILITY = (8, 0)
 """The first compute capability of NVIDIA's with TF32, and with bfloat16: Ampere."""
 
 
-@contextmanager
+@contextlib.contextmanager
 def torch_settings(job: Job, plan: Plan, device: torch.device) -> Iterator[list[str]]:
     """A context in which torch is set as a job needs it, and what was set before is restored after it; gives what the
     run's log and report say of that.
@@ -184,7 +180,7 @@ def torch_settings(job: Job, plan: Plan, device: torch.device) -> Iterator[list[
     if not is_numeric:
         # Memory that nobody has written is read by nobody: filling it only takes time.
         wanted.append((torch.utils.deterministic, "fill_uninitialized_memory", False))
-    with ExitStack() as before:
+    with contextlib.ExitStack() as before:
         before.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(plan.threads_per_worker)
         if not is_numeric or uses_tf32:
