@@ -30,7 +30,7 @@ with paceline.init(global_batch_size=64, epochs=5, seed=0) as run:  # <- joins t
     model = build("lenet")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model, optimizer = run.prepare(model, optimizer)  # <- ties the model to its copies
-    for batch in run.batches(train_set):  # <- this worker's share of every global batch
+    for batch in run.batches(train_set):  # <- this worker's samples of every global batch
         loss = run.step(batch, loss_fn)  # <- forward, backward, aggregate, update
     accuracy = run.evaluate(test_set, metrics)["accuracy"]  # <- every sample once
     if run.rank == 0:

@@ -26,7 +26,7 @@ def metrics(model, batch):  # type: ignore[no-untyped-def]
 train_set, test_set = load("digits")
 with paceline.init(
     global_batch_size=96,
-    virtual_shards=6,  # <- six fixed pieces of every batch: 1, 2, 3, ... 6 workers
+    virtual_shards=6,  # <- six of every batch: on 1, 2, 3, ... 6 workers
     epochs=3,
     seed=0,
     parity="bitwise",  # <- gradients are added in one fixed order

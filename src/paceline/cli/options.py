@@ -31,12 +31,11 @@ IN_PYTHON = frozenset({"model", "callbacks", "say", "quiet", "arguments", "where
 _BY_PLACE = frozenset({"job", "script", "command", "place", "checkpoint", "target", "runs", "what", "prefix"})
 """Parameters that a command line gives by their place."""
 
-
 OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "as_json": {"names": ("--json",), "help": "End with one line of JSON on standard output."},
-    "data": {"metavar": "DIR", "help": "The data set's directory; used as it is."},
+    "data": {"metavar": "DIR", "help": "The folder with the files of the data set, in place of data.dir."},
     "dry_run": {"help": "Show what would be done, and do nothing."},
-    "dry_run_mesh": {"action": "store", "help": "Trace the job on a mesh, such as 'dp128 x tp8', without its devices."},
+    "dry_run_mesh": {"action": "store", "metavar": "MESH", "help": "What a device of a mesh such as fsdp4 would hold."},
     "hang_timeout_s": {"names": ("--hang-timeout",), "metavar": "SECONDS"},
     "module": {"names": ("--module", "-m"), "help": "SCRIPT is the name of a module, as for python -m."},
     "on_cpu": {"names": ("--cpu",)},
@@ -45,10 +44,10 @@ OPTIONS: Mapping[str, Mapping[str, Any]] = {
     "settings": {
         "names": ("--set",),
         "metavar": "KEY=VALUE",
-        "help": "A key, as optim.lr=0.1; see paceline list keys.",
+        "help": "A key and its value, such as optim.lr=0.1; see paceline list keys.",
     },
     "show_all": {"names": ("--all",), "help": "Also list what is fine."},
-    "source": {"names": ("--from",), "help": "Read nvidia-smi topo -m or cluster.json; /dev/stdin is standard input."},
+    "source": {"names": ("--from",), "help": "What nvidia-smi topo -m printed, or cluster.json; /dev/stdin: a pipe."},
     "target": {"metavar": "FILE"},
     "torchrun": {"metavar": "ARGUMENT"},
     "what": {"metavar": None},

@@ -263,13 +263,14 @@ _TEXTS: dict[str, tuple[str, str]] = {
     "hung": (
         "{who} {hangs}{in_step}, for {seconds:.1f} s; waiting: {waiting}.",
         "Look at the stack: a loop, a lock, a slow read, or code that only some ranks run before a collective; "
-        "raise the hang timeout if that work is meant to take so long, or if a debugger has stopped the process.",
+        "raise --hang-timeout (of a job --set where.hang_timeout_s=300) if that work is meant to take so long, or if a "
+        "debugger has stopped the process.",
     ),
     "mismatch": (
         "{who} have waited for each other for {seconds:.1f} s: {doing}.",
         "Compare the collectives: ranks in different ones took different branches, as by `if run.rank == 0: "
-        "run.evaluate(…)` (debug_comm names the first difference); in the same one, data does not get through: "
-        "`paceline doctor --hosts …`.",
+        "run.evaluate(…)`; --debug-comm (of a job --set plan.debug_comm=true) names the first difference. In the same "
+        "one, data does not get through: `paceline doctor --hosts …`.",
     ),
     "peer_lost": (
         "{who} ended{in_step} without a word: killed by a signal, or by os._exit.",

@@ -125,7 +125,9 @@ def trace_job(job: Job) -> ModelCost:
     from paceline.data import load
     from paceline.models import build
     from paceline.parallel.layer_costs import trace_model
-    from paceline.train.loop import data_facts
+    from paceline.train.loop import as_pair, data_facts
 
+    if (here := str(Path.cwd())) not in sys.path:  # where workers, which `python -m` starts, find modules of the user
+        sys.path.insert(0, here)
     train_set, _ = load(job.data)
-    return trace_model(lambda: build(job.model, **data_facts(train_set)), train_set[0][0])
+    return trace_model(lambda: build(job.model, **data_facts(train_set)), as_pair(train_set[0])[0])

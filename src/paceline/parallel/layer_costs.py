@@ -58,7 +58,7 @@ def trace_model(build: Callable[[], nn.Module], sample: Any, num_samples: int = 
             _FusedAttention(counts.keep),
         ):
             output = model(inputs)
-    except (NotImplementedError, RuntimeError) as problem:
+    except (NotImplementedError, RuntimeError, ValueError) as problem:
         raise ModelError(
             f"The model cannot be tried without values: {reason_of(problem)}. Name a strategy in place of auto, or "
             "leave trace = True out."

@@ -65,7 +65,8 @@ def table(*headings: str, left: Collection[str] = (), no_wrap: bool = False) -> 
     """A table with these columns, to the right but for those in `left`; cells fold where they have no room."""
     found = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
     for heading in headings:
-        found.add_column(heading, justify="left" if heading in left else "right", overflow="fold", no_wrap=no_wrap)
+        whole = no_wrap or heading == "name"  # to be copied
+        found.add_column(heading, justify="left" if heading in left else "right", overflow="fold", no_wrap=whole)
     return found
 
 

@@ -116,9 +116,10 @@ def from_mapping(cls: type[T], mapping: Mapping[str, Any], where: str = "") -> T
 
 
 def check_values(value: Any, where: str = "") -> None:
-    """Check a dataclass made in Python as `from_mapping` checks one made of a mapping; raises `JobError`."""
+    """Check a new dataclass made in Python as `from_mapping` checks one made of a mapping, and give its attributes the
+    types that they have there: a list becomes a tuple, a table a dataclass. Raises `JobError`."""
     for name, kind in _kinds(type(value)).items():  # type: ignore[arg-type]
-        checked(kind, getattr(value, name), _path(where, name))
+        object.__setattr__(value, name, checked(kind, getattr(value, name), _path(where, name)))
 
 
 def _path(where: str, key: object) -> str:
@@ -145,9 +146,9 @@ def checked(kind: Any, raw: Any, path: str) -> Any:
         members = [one for one in args if one is not type(None)]
         if raw is None and len(members) < len(args):
             return None
-        if len(members) == 1:
-            return checked(members[0], raw, path)
-        for one in sorted(members, key=lambda one: one is not type(raw)):  # a text is no path where it may be a text
+        if len(members) == 1 or type(raw) in members:  # a text is no path where it may be a text
+            return checked(type(raw) if type(raw) in members else members[0], raw, path)
+        for one in members:
             with contextlib.suppress(JobError):
                 return checked(one, raw, path)
     elif origin in _LISTS and isinstance(raw, Iterable) and not isinstance(raw, str | Mapping):
@@ -159,6 +160,8 @@ def checked(kind: Any, raw: Any, path: str) -> Any:
     elif origin is dict and isinstance(raw, Mapping):
         return {str(key): checked(args[1], item, f"{path}.{key}") for key, item in raw.items()}
     elif isinstance(origin, type) and dataclasses.is_dataclass(origin):
+        if isinstance(raw, str) and getattr(origin, "may_be_a_name", False):
+            raw = {"name": raw}
         if isinstance(raw, Mapping):
             return from_mapping(origin, raw, path)
         if isinstance(raw, origin):
@@ -173,7 +176,7 @@ def checked(kind: Any, raw: Any, path: str) -> Any:
     elif origin is Path and isinstance(raw, str | os.PathLike):
         return Path(raw)
     elif kind is Any or (origin not in _LISTS and isinstance(raw, origin)):
-        return raw
+        return [*raw] if kind is Any and isinstance(raw, tuple) else raw  # as JSON has it
     raise JobError(f"{path} = {shown(raw)} should be {_in_words(kind)}.")
 
 

@@ -10,7 +10,7 @@ import operator
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from paceline.errors import JobError, shown
 from paceline.spec.algorithm import WireName
@@ -47,6 +47,7 @@ DecayRate = Annotated[float, Bounds(low=0, below=1)]
 class ModelSpec:
     """A reference model by name, or any callable by import path ("package.module:build")."""
 
+    may_be_a_name: ClassVar = True
     name: str = "lenet"
     """A name that `paceline list models` shows, or an import path "package.module:build"."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -58,6 +59,7 @@ class DataSpec:
     """A data set by name ("digits", "mnist", "cifar10", "folder", "text", ...), or a callable by import path:
     `build(split, **options)` returns a map-style data set, or a pair of them (train, test) without `split`."""
 
+    may_be_a_name: ClassVar = True
     name: str = "digits"
     """A name that `paceline list data` shows, or an import path "package.module:build"."""
     dir: str | None = None
@@ -312,11 +314,6 @@ class Job(JsonValue):
         sqrt(k) for "sqrt" (Krizhevsky 2014), 1 for "none" or where no base batch is stated."""
         ratio = self.global_batch_size / (self.optim.base_batch_size or self.global_batch_size)
         return {"linear": ratio, "sqrt": math.sqrt(ratio), "none": 1.0}[self.optim.lr_scaling]
-
-    @classmethod
-    def from_mapping(cls, mapping: Mapping[str, Any]) -> Job:
-        """A job from plain values; `model` and `data` may be just a name."""
-        return super().from_mapping(_merge({"model": {}, "data": {}}, mapping))
 
     @property
     def timed_settings(self) -> dict[str, str]:

@@ -24,7 +24,7 @@ from paceline.data import Loading, Purpose, SampleRequest, set_size
 from paceline.data.loading import is_stream
 from paceline.data.randomness import key
 from paceline.data.streams import StreamPosition, check_stream, is_split, stand_in
-from paceline.errors import DataError, ModelError
+from paceline.errors import DataError, ModelError, shown
 from paceline.object_collectives import broadcast_object, gather_objects
 from paceline.parallel import Companions
 from paceline.parallel.losses import Mean
@@ -321,11 +321,10 @@ class MergeTree:
 def _named_numbers(name: str, value: Any) -> dict[str, float]:
     if isinstance(value, Mapping):
         return {f"{name}_{key}": number for key, one in value.items() for number in _named_numbers(name, one).values()}
-    if isinstance(value, Tensor) and value.numel() != 1:
-        raise ModelError(
-            f"The metric '{name}' computes {value.numel()} numbers; it should be one number, or a dict of them by name."
-        )
-    return {name: float(value)}
+    try:
+        return {name: float(value)}
+    except (TypeError, ValueError, RuntimeError):
+        raise ModelError(f"The metric '{name}' computes {shown(value)}, not a number or a dict of numbers.") from None
 
 
 def metric_functions(name: str, metric: Any) -> MetricFunctions:

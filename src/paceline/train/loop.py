@@ -6,7 +6,7 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ def _example(run: Run, train_set: Any) -> Any:
     num_samples = min(max(1, run.job.global_batch_size // run.job.virtual_shards), len(train_set))
     loading = Loading(train_set, num_workers=run.job.data.loader_workers)
     ((batch,),) = run.reader.contents(loading, 0, [SampleRequest((np.arange(num_samples),))], train=False)
-    return batch[0]
+    return as_pair(batch)[0]
 
 
 def data_facts(dataset: Any) -> dict[str, Any]:
@@ -157,13 +157,19 @@ def accuracy_and_loss(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"accuracy": correct.view(len(correct), -1).mean(1), "loss": losses.view(len(losses), -1).mean(1)}
 
 
-def _logits(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+def as_pair(sample: Any) -> tuple[Any, Any]:
+    """A sample, or a batch of them, as (input, target). Raises `ModelError` for another one."""
     try:
-        inputs, targets = batch
+        inputs, targets = [] if isinstance(sample, Mapping) else sample
     except (TypeError, ValueError):
         raise ModelError(
             "paceline train needs a data set whose samples are pairs (input, target); for others write a script with "
             "paceline.init and your own loss."
         ) from None
+    return inputs, targets
+
+
+def _logits(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    inputs, targets = as_pair(batch)
     logits = model(inputs)
     return (logits if logits.dtype == torch.float64 else logits.float()), targets

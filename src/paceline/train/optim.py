@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.errors import JobError, ModelError, did_you_mean
+from paceline.errors import JobError, ModelError, did_you_mean, shown
 from paceline.import_path import imported
 from paceline.parallel import Engine
 from paceline.spec import Job, Mesh
@@ -185,10 +185,10 @@ class JointOptimizer(Optimizer):
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         """Raises `ModelError` where there is none, or two hold the same parameter."""
-        self.optimizers = tuple(optimizers)
+        self.optimizers = tuple(optimizers) if isinstance(optimizers, list | tuple) else ()
+        if not self.optimizers or not all(isinstance(one, Optimizer) for one in self.optimizers):
+            raise ModelError(f"run.prepare was given {shown(optimizers)} as optimizer; give one, a list, or None.")
         held = [id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]]
-        if not held:
-            raise ModelError("run.prepare was given no optimizer; give one, a list of several, or None.")
         if len(set(held)) < len(held):
             raise ModelError("Two of the optimizers hold the same parameter; give every parameter to one of them.")
 

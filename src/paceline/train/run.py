@@ -27,6 +27,7 @@ from paceline.parallel import Engine
 from paceline.parallel.pass_state import seed_generators
 from paceline.parallel.step_input import check_shards
 from paceline.spec import Job, Mesh, Plan, parse_mesh
+from paceline.spec.codec import PositiveInt, checked
 from paceline.spec.plan import RunLimit
 from paceline.train.batches import DataProgress, DatasetReader, GlobalBatches, loading_of
 from paceline.train.evaluate import Measure, evaluate_between_steps
@@ -454,7 +455,7 @@ class Run:
 
     def total_steps(self, num_samples: int) -> int:
         """Optimizer updates of the whole run on a training set of `num_samples`: of all epochs, or `max_steps`."""
-        return self._progress.total_steps(num_samples)
+        return self._progress.total_steps(checked(PositiveInt, num_samples, "num_samples"))
 
     @property
     def noise(self) -> SmoothedNoise:
@@ -505,12 +506,12 @@ def init(
     """
     facts = env.worker_facts()
     tell_failures(facts)
-    job = (job or Job()).with_values(**values)
-    strategy = strategy or env.text(env.STRATEGY) or "dp"
+    job = (checked(Job | None, job, "job") or Job()).with_values(**values)
+    strategy = checked(str | None, strategy, "strategy") or env.text(env.STRATEGY) or "dp"
     parse_mesh(strategy)
-    # A Plan made in Python is checked here too.
-    plan = Plan.from_mapping(plan.to_mapping()) if plan else _default_plan(job, facts, strategy)
-    limits = [limit for limit in (max_steps, env.value(env.MAX_STEPS, int)) if limit is not None]
+    plan = checked(Plan | None, plan, "plan") or _default_plan(job, facts, strategy)
+    limit = RunLimit.from_mapping({"max_steps": max_steps, "max_minutes": max_minutes})
+    limits = [one for one in (limit.max_steps, env.value(env.MAX_STEPS, int)) if one is not None]
     plan = dataclasses.replace(plan, world_size=facts.world_size)
     if plan.mesh is not None and plan.mesh.num_workers != facts.world_size:
         raise JobError(
@@ -526,7 +527,7 @@ def init(
         min(limits, default=None),
         None if address is None else str(address),
         force=force,
-        max_minutes=RunLimit.from_mapping({"max_minutes": max_minutes}).max_minutes,
+        max_minutes=limit.max_minutes,
         display=Progress(stream, is_shown=progress is not False) if facts.rank == 0 else None,
     )
 

@@ -106,7 +106,7 @@ def _notes(base: ObservedRun, other: ObservedRun) -> Iterator[str]:
     if off:
         yield f"compared without {' and '.join(sorted(off))}, which differ between workers with good reason."
     if "dropout" in off and other.num_workers > 1 and len({one.generator_state for one in other.steps[0]}) == 1:
-        yield "dropout draws the same masks on all ranks: seed each rank otherwise after the model is made."
+        yield "dropout draws the same masks on all ranks: seed each rank differently after the model is made."
 
 
 class _Comparison:

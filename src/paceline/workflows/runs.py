@@ -77,7 +77,7 @@ def train(
         model: a model by name, or a function or class in a module, which builds one; None: the job's.
         data: the directory of the job's data set, or a function in a module that builds (train_set, test_set).
         max_steps: end after this many optimizer updates.
-        max_minutes: save and end this many minutes after the launch; the same call with the same `out` resumes the run.
+        max_minutes: save and end this many minutes after the launch; the same call, into the same folder, goes on.
         callbacks: further callbacks, called after the job's own: subclasses of `paceline.Callback` in a module, their
             import paths, or pairs of either and a mapping of options.
         out: the run's folder; None: a new one under runs/. An interrupted run in it is resumed; a finished one
@@ -90,7 +90,7 @@ def train(
         max_restarts: how often all workers are started again after a failure, from the newest checkpoint.
         strategy: how workers divide the model: dp, fsdp, zero1, zero2, hsdp, pp, tp, dp_one_process, a mesh such as
             "dp2 x pp2", or auto: the planner chooses; None: as `plan` says, else dp.
-        plan: the plan that `plan` recommended, or its file, in place of a strategy; settings change it.
+        plan: a plan, or a file with one, such as plan.json, in place of a strategy; settings change it.
         say: receives the planner's choices, one line at a time.
 
     Raises:
@@ -336,9 +336,9 @@ def scale(
     records: list[RunRecord] = []
     failures: dict[str, WorkerFailed] = {}
     with open_allocation(where, study_dir) as allocation:
-        # A CPU device is a fixed number of threads, or two devices would be no more than one.
-        num_threads = spread(allocation.cluster, counts[-1]).threads_per_worker
-        settings, cluster = [f"plan.threads_per_worker={num_threads}", *settings], allocation.cluster
+        cluster = allocation.cluster
+        if cluster.device_kind == "cpu":  # a device is a fixed number of threads, or two would be no more than one
+            settings = [f"plan.threads_per_worker={spread(cluster, counts[-1]).threads_per_worker}", *settings]
         plans = {count: place_run(one, cluster, count, strategy, settings, say=say) for count, one in jobs.items()}
         if grow == "none":
             plans = {count: with_forecast(base, plan, say) for count, plan in plans.items()}
@@ -365,8 +365,9 @@ def _finished(run_dir: Path, job: Job, plan: Plan, max_steps: int | None) -> Run
     if record is not None:
         before = Plan.load(run_dir / PLAN_FILE)
         expected = replace(plan, forecast_samples_per_s=before.forecast_samples_per_s)
-        if (Job.load(run_dir / JOB_FILE), before) != (job, expected):
-            raise JobError(f"{run_dir} holds a run of another plan or job; name another folder for this study.")
+        if (changed := differences(before.to_mapping(), expected.to_mapping())) or Job.load(run_dir / JOB_FILE) != job:
+            told = "; ".join(changed) or "of a job with other keys"
+            raise JobError(f"{run_dir} holds another run ({told}); set it back, or name another folder.")
     return record
 
 
@@ -391,7 +392,7 @@ def report(
         PacelineError: a folder without a record, or with a damaged one; records that are not of one study.
     """
     folders = [runs] if isinstance(runs, Path | str) else runs
-    remedy = f"name folders of finished runs, which hold a {RECORD_FILE}"
+    remedy = f"name folders of finished runs, which hold a {RECORD_FILE} (a study has them in runs/)"
     records = [RunRecord.load(Path(folder) / RECORD_FILE, remedy) for folder in folders]
     return _study(records, None if out is None else Path(out), None, tolerance, efficiency_floor)
 

@@ -41,7 +41,7 @@ class Where:
     launcher: Literal["slurm", "ray"] | None = None
     """Start workers on the Slurm allocation or Ray cluster; None: on this node, or over SSH on those that are named."""
     hosts: str | None = None
-    """Nodes and the number of workers on each."""
+    """Nodes and the number of workers on each, such as "gpu1:8,gpu2:8"."""
     interface: str | None = None
     """Network interface that nodes use between each other, or several as "a,b"; None: found automatically."""
     container: str | None = None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 
 import pytest
 
 import paceline
-from paceline.errors import ClusterError, JobError
+from paceline.errors import ClusterError, JobError, ModelError
 from paceline.spec import Cluster, StepRow
 from paceline.spec.cluster import JobTiming
 
@@ -69,3 +70,18 @@ def test_a_probe_that_cannot_be_written_is_refused_before_it_measures(
     with pytest.raises(error) as caught:
         paceline.probe("digits-lenet", **arguments)  # type: ignore[arg-type]
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.budget(processor_s=10)
+def test_a_trace_finds_modules_of_the_working_directory_as_workers_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_the_job.py").write_text("import torch\nbuild = lambda: torch.nn.Linear(4, 2)\n")
+    settings = ["model=beside_the_job:build", "data=beside_the_job:pairs"]
+    with (tmp_path / "beside_the_job.py").open("a") as file:
+        file.write("pairs = lambda split: [(torch.zeros(4), 0)] * 64\ndicts = lambda split: [{'x': 0, 'y': 1}] * 64\n")
+    assert paceline.dry_run_mesh("digits-lenet", "dp2", settings=settings).parameter_bytes == 4 * 10
+    with pytest.raises(ModelError, match="pairs"):
+        paceline.dry_run_mesh("digits-lenet", "dp2", settings=[settings[0], "data=beside_the_job:dicts"])

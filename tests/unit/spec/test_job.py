@@ -187,6 +187,13 @@ def test_numbers_keep_their_bounds(path: str, refused: list[float], accepted: li
         assert job_of(job_of({path: value}).to_mapping()) == job_of({path: value})
 
 
+def test_a_job_made_in_python_is_the_one_that_its_file_says() -> None:
+    tables: Any = {"model": "gpt", "optim": {"lr": 0.2, "options": {"betas": (0.9, 0.95)}}}
+    made = Job(**tables)
+    assert (made.model.name, made.optim.lr) == ("gpt", 0.2)
+    assert made == Job.from_mapping(json.loads(json.dumps(made.to_mapping())))
+
+
 def test_bounds_hold_where_a_job_is_made_in_python() -> None:
     with pytest.raises(JobError, match=r"global_batch_size = -5"):
         Job(global_batch_size=-5, virtual_shards=-9)

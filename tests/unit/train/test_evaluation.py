@@ -148,3 +148,17 @@ def test_arguments_of_prepare_in_the_wrong_order_are_told_in_a_sentence() -> Non
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
     with paceline.init(global_batch_size=8, progress=False) as run, pytest.raises(ModelError, match="not SGD"):
         run.prepare(optimizer, model)
+
+
+@pytest.mark.parametrize("optimizer", ["adam", torch.optim.Adam, [], [torch.optim.Adam]])
+def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
+    with paceline.init(global_batch_size=8, progress=False) as run, pytest.raises(ModelError, match="optimizer"):
+        run.prepare(nn.Linear(1, 1), optimizer)
+
+
+@pytest.mark.parametrize("computed", ["half", None, torch.ones(2)])
+def test_a_metric_that_computes_no_number_is_refused(computed: Any) -> None:
+    functions = {"mine": (torch.sum, torch.add, lambda _state: computed)}
+    with paceline.init(global_batch_size=8, progress=False) as run, pytest.raises(ModelError, match="mine"):
+        run.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+        run.evaluate(torch.arange(8.0), lambda _, batch: {"mine": batch}, functions)

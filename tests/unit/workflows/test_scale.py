@@ -12,7 +12,7 @@ import pytest
 import paceline
 from paceline.errors import PacelineError, WorkerFailed
 from paceline.launch.run import LaunchOptions
-from paceline.spec import Job, Plan, RunRecord
+from paceline.spec import Cluster, Device, Job, Node, Plan, RunRecord
 from paceline.workflows.where import Allocation
 
 JOB = "digits-lenet"
@@ -56,7 +56,7 @@ def test_a_failed_run_is_told_at_the_end_and_made_again_alone(tmp_path: Path, la
     ("change", "words"),
     [
         ({"max_steps": 2}, ["longer, of 3 steps"]),
-        ({"settings": ["plan.timeout_s=60"]}, ["another plan"]),
+        ({"settings": ["plan.timeout_s=60"]}, ["timeout_s was 600.0 and is 60.0"]),
         ({"settings": ["optim.lr=0.5"]}, ["optim.lr"]),
     ],
 )
@@ -70,3 +70,15 @@ def test_runs_of_another_study_are_not_mixed_in(
     with pytest.raises(PacelineError) as caught:
         paceline.scale(JOB, **study | change)  # type: ignore[arg-type]
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_more_counts_go_on_with_a_study_of_gpus(
+    tmp_path: Path, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    devices = tuple(Device("cuda", index, "H100", 80 << 30) for index in range(4))
+    here = Cluster((Node("gpu1", 32, 1 << 40, "", devices),))
+    monkeypatch.setattr("paceline.workflows.where.detect", lambda: here)
+    study: dict[str, object] = {"max_steps": 3, "out": tmp_path / "study"}
+    paceline.scale(JOB, devices=[1], **study)  # type: ignore[arg-type]
+    paceline.scale(JOB, devices=[1, 4], **study)  # type: ignore[arg-type]
+    assert launched == ["devices1-seed0", "devices4-seed0"]
