@@ -73,7 +73,7 @@ def probe(
     from paceline.plan.forecast import job_step  # NumPy: not for those who only want help
 
     resolved, file = resolve_job(job, settings, data), Path(out)
-    before = Cluster.load(file) if file.exists() else Cluster(())
+    before = Cluster.load(file, "remove it, or name another file with out = FILE") if file.exists() else Cluster(())
     with file_problems(f"{out} cannot be written", ClusterError), tempfile.TemporaryFile(dir=file.parent):
         pass  # known before minutes are spent on what could not be kept
     with file_problems(f"The folder {folder} cannot be used"):

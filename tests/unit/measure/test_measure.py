@@ -55,7 +55,7 @@ def test_a_probe_of_two_workers_is_all_that_a_plan_needs(tmp_path: Path, monkeyp
         ({"workers": 0}, JobError, ["workers"]),
         ({"threads": -1}, JobError, ["threads"]),
         ({"out": "nowhere/cluster.json"}, ClusterError, ["nowhere/cluster.json"]),
-        ({"out": "damaged.json"}, ClusterError, ["damaged.json"]),
+        ({"out": "damaged.json"}, ClusterError, ["damaged.json", "remove it, or name another file"]),
     ],
 )
 def test_a_probe_that_cannot_be_written_is_refused_before_it_measures(
