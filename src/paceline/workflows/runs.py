@@ -363,10 +363,9 @@ def _finished(run_dir: Path, job: Job, plan: Plan, max_steps: int | None) -> Run
     """The record of the run in this folder if it has ended; whatever its speed follows from has to be the same."""
     record, remedy = finished_run(run_dir, job, max_steps), "name another folder"
     if record is not None:
-        before = Plan.load(run_dir / PLAN_FILE, remedy)
+        before, job_before = Plan.load(run_dir / PLAN_FILE, remedy), Job.load(run_dir / JOB_FILE, remedy)
         expected = replace(plan, forecast_samples_per_s=before.forecast_samples_per_s)
-        is_same_job = Job.load(run_dir / JOB_FILE, remedy) == job
-        if (changed := differences(before.to_mapping(), expected.to_mapping())) or not is_same_job:
+        if (changed := differences(before.to_mapping(), expected.to_mapping())) or job_before != job:
             told = "; ".join(changed) or "of a job with other keys"
             raise JobError(f"{run_dir} holds another run ({told}); set it back, or {remedy}.")
     return record
