@@ -189,7 +189,8 @@ def _in_words(kind: Any) -> str:
         return " or ".join(_in_words(one) for one in args if one is not type(None))
     if origin is Annotated:
         return _in_words(args[0])
-    return _WORDS.get(origin) or f"a {origin.__name__}{' or a table' * dataclasses.is_dataclass(origin)}"
+    named = "a table" if origin.__name__.endswith("Spec") else _WORDS.get(origin)  # users know no class behind it
+    return named or f"a {origin.__name__}{' or a table' * dataclasses.is_dataclass(origin)}"
 
 
 _LISTS: tuple[Any, ...] = (tuple, Sequence, Iterable)
