@@ -23,6 +23,7 @@ with paceline.init(global_batch_size=8, virtual_shards=4, epochs=1, precision="f
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.prepare(model, optimizer)
+    print("what a script prints is no verdict")
     for batch in run.batches(samples):
         {each_step}
         run.step(batch, lambda model, shard: torch.nn.functional.cross_entropy(model(shard[0]), shard[1]) * scale)

@@ -83,20 +83,15 @@ def run(words: Sequence[str]) -> int:
     if group == "--version":
         print(f"paceline {paceline.__version__}")
     elif group in ("", "--help", "-h") or (within and words[1:2] in ([], ["--help"], ["-h"])):
-        print(overview(within or list(COMMANDS)))
+        lines = [f"  {name:<18} {COMMANDS[name].help.splitlines()[0]}" for name in within or COMMANDS]
+        usage = "usage: paceline COMMAND ...; paceline COMMAND --help lists the options of a command; --version"
+        print(usage, "", "Add devices, keep the accuracy, know the gain before you pay for it.", "", *lines, sep="\n")
     else:
         name, of_group = (" ".join(words[:2]), f" {group}") if within else (group, "")
         raise PacelineError(
             f"There is no command {name}; {did_you_mean(name, within or COMMANDS)}see `paceline{of_group} --help`."
         )
     return 0
-
-
-def overview(names: Sequence[str]) -> str:
-    """The help of the command line as a whole: a line for each of these commands."""
-    lines = [f"  {name:<18} {COMMANDS[name].help.splitlines()[0]}" for name in names]
-    usage = "usage: paceline COMMAND ...; paceline COMMAND --help lists the options of a command; --version"
-    return "\n".join([usage, "", "Add devices, keep the accuracy, know the gain before you pay for it.", "", *lines])
 
 
 @command("topo", as_json=False)
@@ -300,7 +295,8 @@ def checkpoint_ls(as_json: bool = False, **options: Any) -> None:
     """List the checkpoints of a run, oldest first; only `verify` reads them."""
     states = paceline.checkpoint.ls(**options)
     if as_json:
-        print(json.dumps({"checkpoints": [dataclasses.asdict(one) for one in states]}))
+        text = json.dumps({"checkpoints": [dataclasses.asdict(one) for one in states]})
+        print(json.dumps(json.loads(text, parse_constant=lambda _: None)))  # JSON has no NaN, which a loss may be
     else:
         size_column = ("size", lambda one: size(one.num_bytes) if one.num_bytes else "")
         print_table(states, "name", "step", "saved_at", "workers", size_column, "metrics", "state", "problem")

@@ -221,11 +221,12 @@ def needs_closure(optimizer: Optimizer, engine: Engine, job: Job) -> bool:
     if not any(closure is not None and closure.default is inspect.Parameter.empty for closure in closures):
         return False
     is_alone = engine.holds_all and job.aggregation.method == "every_step" and not isinstance(optimizer, JointOptimizer)
-    if not is_alone or job.precision == "float16":
+    is_strided = job.channels_last and isinstance(optimizer, torch.optim.LBFGS)  # which views gradients as vectors
+    if not is_alone or job.precision == "float16" or is_strided:
         raise JobError(
             "An optimizer that computes the gradient several times in a step has to be its model's only one, and needs "
-            "the strategy dp, aggregation.method = 'every_step' and a precision other than 'float16'; choose these or "
-            "another optimizer."
+            "the strategy dp, aggregation.method = 'every_step' and a precision other than 'float16', LBFGS also "
+            "channels_last = false; choose these or another optimizer."
         )
     return True
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from paceline import env
 from paceline.errors import JobError, PacelineError
 from paceline.hardware import detect
-from paceline.launch.run import LaunchOptions, run_workers
+from paceline.launch.command_lines import with_variables
+from paceline.launch.run import LaunchOptions, Reach, run_workers
 from paceline.plan import spread
 from paceline.spec import Job, parse_mesh
 from paceline.spec.codec import PositiveInt
@@ -22,6 +23,9 @@ from paceline.workflows.runs import check_script, write_run
 if TYPE_CHECKING:  # these load NumPy
     from paceline.verify.comparison import ParityVerdict
     from paceline.verify.records import ObservedRun
+
+_TO_STDERR = Reach(argv=lambda *told: ("sh", "-c", 'exec "$@" >&2', "sh", *with_variables(*told)))
+"""Starts workers on this node whose output goes to standard error: standard output is for verdicts."""
 
 
 @checked
@@ -67,16 +71,16 @@ def verify(
     cluster, counts = detect(), read_counts("workers", workers)
     if counts[1:] == [] and counts[0] > 1 and not deal:
         counts = [1, *counts]
+    programs: dict[int, list[str]] = {}
     shared = {count: strategy if count > 1 else None for count in counts}  # one worker has nobody to share with
     if is_script(job, arguments, set=settings, data=data):
         check_script(str(job), is_module=False)
         for count in counts if strategy is not None else ():  # as the script will read it
             parse_mesh(str(strategy), count if count > 1 else None)
-        words = {count: _filled(arguments, batch, count, counts[-1]) for count in counts}
+        for count in counts:
+            words = _filled(arguments, batch, count, counts[-1])
+            programs[count] = ["-m", "paceline.verify.observe", str(job), *words]
         plans = {count: spread(cluster, count, threads_per_worker=1) for count in counts}
-
-        def program(run_dir: Path, count: int) -> list[str]:  # noqa: ARG001 - as below
-            return ["-m", "paceline.verify.observe", str(job), *words[count]]
     else:
         if batch is not None:
             raise JobError("A job says its own global_batch_size; leave batch out.")
@@ -84,9 +88,6 @@ def verify(
         resolved = resolved.with_values(precision="float64") if resolved.parity == "numeric" else resolved
         of_plan = ["plan.threads_per_worker=1"]
         plans = {count: place_run(resolved, cluster, count, shared[count], of_plan, say=say) for count in counts}
-
-        def program(run_dir: Path, count: int) -> list[str]:
-            return ["-m", "paceline.measure.recorder", *write_run(resolved, plans[count], run_dir, quiet=True)[2:]]
 
     def run(count: int, *, uneven_deal: bool = False, may_fail: bool = False) -> ObservedRun:
         """A run on so many workers, in new processes, since forked ones hash texts alike, which hides what depends on
@@ -98,8 +99,11 @@ def verify(
             run_dir, failure = Path(scratch) / "run", ""
             environ = {env.TRACE_DIR: str(run_dir / "trace"), env.MAX_STEPS: str(steps)}
             environ |= env.note(env.UNEVEN_DEAL, "1" * uneven_deal) | env.note(env.STRATEGY, shared[count])
+            program = programs.get(count)
+            if program is None:
+                program = ["-m", "paceline.measure.recorder", *write_run(resolved, plans[count], run_dir)[2:]]
             try:
-                run_workers(plans[count], program(run_dir, count), LaunchOptions(run_dir, environ=environ))
+                run_workers(plans[count], program, LaunchOptions(run_dir, environ=environ), [_TO_STDERR])
             except PacelineError as problem:
                 if not may_fail:
                     raise

@@ -18,6 +18,7 @@ import paceline
 from paceline.cli.commands import COMMANDS
 from paceline.cli.options import IN_PYTHON, parse, parser_of
 from paceline.spec import Job
+from paceline.workflows.checkpoint import CheckpointState
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {name: command.function for name, command in COMMANDS.items()}
 
@@ -153,3 +154,13 @@ def test_the_listed_keys_and_defaults_make_the_default_job() -> None:
                 table = table.setdefault(one, {})
             table[name] = tomllib.loads(f"value = {key.default}")["value"]
     assert Job.from_mapping(tables) == Job()
+
+
+def test_metrics_that_are_not_finite_are_null_in_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = CheckpointState("step-00000001", "complete", metrics={"loss": float("nan")})
+    monkeypatch.setattr("paceline.checkpoint.ls", lambda **_: (state,))
+    COMMANDS["checkpoint ls"].run(as_json=True, place="a-run")
+    (found,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["checkpoints"]
+    assert found["metrics"] == {"loss": None}

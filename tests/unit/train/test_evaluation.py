@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import paceline
-from paceline.errors import ModelError
+from paceline.errors import JobError, ModelError
 
 
 def evaluate(values: Tensor, measure: Callable[[nn.Module, Tensor], Any], batch: int = 3, **options: Any) -> Any:
@@ -154,6 +154,14 @@ def test_arguments_of_prepare_in_the_wrong_order_are_told_in_a_sentence() -> Non
 def test_what_is_no_optimizer_is_refused(optimizer: Any) -> None:
     with paceline.init(global_batch_size=8, progress=False) as run, pytest.raises(ModelError, match="optimizer"):
         run.prepare(nn.Linear(1, 1), optimizer)
+
+
+def test_lbfgs_is_refused_with_a_memory_format_that_it_cannot_view() -> None:
+    model = nn.Conv2d(2, 2, 3)
+    optimizer = torch.optim.LBFGS(model.parameters())
+    with paceline.init(global_batch_size=8, channels_last=True, progress=False) as run, pytest.raises(JobError) as told:
+        run.prepare(model, optimizer)
+    assert "channels_last" in str(told.value)
 
 
 @pytest.mark.parametrize("computed", ["half", None, torch.ones(2)])
