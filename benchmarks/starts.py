@@ -47,8 +47,7 @@ LAUNCHERS = {
     "paceline launch": ("-m", "paceline", "launch", "-n", "2", "--out", "run"),
 }
 SPANS = {"start to first step": ("began", "first"), "death to next step": ("death", "again")}
-DIES = {"DIES": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Workers that torchrun starts again over one store wait for those that have died (torch 2.13)."""
+DIES = {"DIES": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # else torchrun's new workers wait for dead ones
 
 
 def seconds(launcher: str, span: str) -> float:
@@ -59,8 +58,7 @@ def seconds(launcher: str, span: str) -> float:
         (folder / "script.py").write_text(SCRIPT)
         command = [sys.executable, *LAUNCHERS[launcher], "--max-restarts", "1", "script.py"]
         environ = os.environ | {"OMP_NUM_THREADS": "1", "PACELINE_DEVICE": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
-        environ |= DIES if begin == "death" else {}
-        began = time.time()
+        environ, began = environ | (DIES if begin == "death" else {}), time.time()
         subprocess.run(command, cwd=folder, env=environ, capture_output=True, timeout=120, check=True)
         marks = {mark.name: float(mark.read_text()) for mark in (folder / begin, folder / end) if mark.exists()}
         return marks[end] - marks.get(begin, began)
@@ -77,7 +75,7 @@ def main(num_rounds: int) -> None:
         ratios = [ours / theirs for theirs, ours in zip(*found.values(), strict=True)]
         for launcher, all_s in found.items():
             print(f"{span} | {launcher} | median {statistics.median(all_s):.2f} s, mean {statistics.mean(all_s):.2f} s")
-        deviation = statistics.stdev(ratios) / num_rounds**0.5 if num_rounds > 1 else 0.0
+        deviation = statistics.stdev(ratios) / num_rounds**0.5
         middle = f"median {statistics.median(ratios):.3f}, mean {statistics.mean(ratios):.3f} ± {deviation:.3f}"
         print(f"{span} | paceline / torchrun, pair by pair | {middle}", flush=True)
 

@@ -66,7 +66,8 @@ def read_run(folder: Path) -> WatchedRun:
     record, failure = _mapping(folder / RECORD_FILE), _mapping(folder / FAILURE_FILE)
     notes = [_mapping(path) for path in folder.glob("workers/*.json")]
     has_trained = "loss" in metrics or (status is not None and any(worker.step for worker in status.workers))
-    here = [one for one in notes if (one.get("hostname"), one.get("exit_code")) == (socket.gethostname(), None)]
+    this_node = (socket.gethostname(), "localhost", "127.0.0.1", "::1")  # as `--hosts` may name it
+    here = [one for one in notes if one.get("hostname") in this_node and one.get("exit_code") is None]
     if status is None and any(Path(f"/proc/{one.get('pid')}").exists() for one in here):
         last_s = time.time()  # a worker that is alone writes no status, nor do those of any other script
     state, sentence = _state(record, failure, notes, has_trained, time.time() - last_s)

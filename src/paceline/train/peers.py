@@ -386,9 +386,9 @@ def end_watch() -> None:
 def tell_failures(facts: env.WorkerFacts) -> None:
     """Have an exception that ends this process told to who reports failures, and the process end at once then: a
     process group, or a thread that waits for peers, would hold up the interpreter's end."""
-    if not env.value(env.AGENT, int) and facts.world_size == 1:
+    show, has_agent, has_supervisor = sys.excepthook, bool(env.text(env.AGENT)), bool(env.text(env.HEARTBEAT))
+    if not has_agent and facts.world_size == 1:
         return
-    show = sys.excepthook
 
     def end(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not issubclass(kind, Exception):
@@ -397,7 +397,7 @@ def tell_failures(facts: env.WorkerFacts) -> None:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torch's agent ends all workers as soon as one has failed
         failure, is_noted = _failure(error), False
-        if env.text(env.AGENT):
+        if has_agent:
             with contextlib.suppress(OSError):
                 replace_text(failure_path(own_file(), os.getpid()), json.dumps(asdict(failure)))
                 is_noted = True
@@ -407,7 +407,7 @@ def tell_failures(facts: env.WorkerFacts) -> None:
                 watch.tell(failure)
         with contextlib.suppress(OSError, ValueError, AttributeError):  # closed, broken or replaced by the program
             sys.stdout.flush()
-        if not env.text(env.HEARTBEAT):  # a folder of this process, which does not reach its `atexit`
+        if not has_supervisor:  # a folder of this process, which does not reach its `atexit`
             shutil.rmtree(own_file().parent, ignore_errors=True)
         os._exit(error.exit_code if isinstance(error, PacelineError) else 1)
 

@@ -75,7 +75,8 @@ class StatusExchange:
         """The requests of any worker, and the step time of each by rank, 0 if unknown: as sent last, once; waits until
         all workers have sent theirs."""
         if self._in_flight is not None:
-            self._in_flight.wait()
+            with inside("the exchange of all workers' requests"):
+                self._in_flight.wait()
             self._in_flight = None
         numbers = self._message.tolist()
         self._message.zero_()  # each message counts once
@@ -359,8 +360,7 @@ class Session:
 
     def _receive(self, *, may_stop: bool = True) -> list[float]:
         """Receive the status of all workers, and save or end the run as they ask; returns the times of their steps."""
-        with inside("the exchange of all workers' requests"):
-            requests, own_times_s = self._status_exchange.received()
+        requests, own_times_s = self._status_exchange.received()
         if self._saver is not None and self._signals is not None:
             self._save_as_asked(self._saver, self._signals, requests)
         self._is_stop_asked |= Request.STOP in requests

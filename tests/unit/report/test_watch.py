@@ -106,13 +106,15 @@ def test_a_run_of_which_nothing_was_heard_is_silent(tmp_path: Path) -> None:
 
 
 def test_a_run_that_starts_or_is_long_in_a_step_is_not_silent_and_a_script_ends(tmp_path: Path) -> None:
-    starting, alone, script, ended = (tmp_path / name for name in ("starting", "alone", "script", "ended"))
-    for folder in (starting, alone, script, ended):
+    folders = [tmp_path / name for name in ("starting", "alone", "named", "script", "ended")]
+    starting, alone, named, script, ended = folders
+    for folder in folders:
         folder.mkdir()
     (starting / "job.json").write_text("{}")
     _note(alone, os.getpid())
+    write_note(named, WorkerProcess(0, 1, os.getpid(), "localhost"))  # as of `--hosts localhost`
     _age(alone)
+    _age(named)
     _status(script, time.time())
     _note(ended, 1, exit_code=0)
-    states = [read_run(folder).state for folder in (starting, alone, script, ended)]
-    assert states == ["starting", "starting", "training", "finished"]
+    assert [read_run(folder).state for folder in folders] == ["starting"] * 3 + ["training", "finished"]

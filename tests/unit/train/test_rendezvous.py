@@ -5,10 +5,13 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 from paceline.env import WorkerFacts
+from paceline.heartbeat import own_file, read_vitals
 from paceline.launch.agent import OneNode
 from paceline.train.process_group import _await_store
+from paceline.train.session import StatusExchange
 
 
 def test_a_worker_that_comes_before_the_store_goes_on_as_soon_as_it_is_there() -> None:
@@ -36,3 +39,10 @@ def test_an_agent_without_others_gives_workers_a_new_store_in_each_round() -> No
     places = [one.bootstrap_store_info for one in rounds]
     assert all(place is not None and place.master_addr == "127.0.0.1" for place in places)
     assert not alone.use_agent_store and rounds[0].store is not rounds[1].store
+
+
+def test_a_worker_that_waits_for_the_status_of_others_is_seen_to_wait_also_at_the_end_of_a_run() -> None:
+    exchange, seen = StatusExchange(None), []
+    exchange._in_flight = SimpleNamespace(wait=lambda: seen.append(read_vitals(own_file())))  # type: ignore[assignment]
+    exchange.received()  # as `Session.finish` calls it
+    assert seen[0].inside_s is not None and "exchange" in seen[0].collective
