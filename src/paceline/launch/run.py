@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Literal
 
 from paceline import env
-from paceline.diagnosis.failures import NodeLoss, describe_failure, signal_name, silent_node
 from paceline.errors import LaunchError, PacelineError, WorkerFailed, file_problems, reason_of
 from paceline.files import make_run_folder
 from paceline.launch.command_lines import output_of, with_variables
@@ -155,6 +154,8 @@ def run_workers(
         raise SystemExit(128 + interrupted_by)
     if first is None:
         return
+    from paceline.diagnosis.failures import NodeLoss, describe_failure, signal_name, silent_node  # no start needs it
+
     told, exit_code = first.told, first.exit_code or 0
     ended = f"its agent was killed by {signal_name(-exit_code)}" if exit_code < 0 else f"exit code {exit_code}"
     loss: NodeLoss | None = NodeLoss(first.reach.node, first.ended_at, told or ended)
@@ -163,9 +164,8 @@ def run_workers(
         loss = silent_node(options.run_dir, GRACE_S) if first.reach.hostnames else None
     report = describe_failure(options.run_dir, loss)
     if report is None:
-        where = ", ".join(first.reach.hostnames) or "this node"
         why = told or f"{first.reach.python} ended with exit code {exit_code}"
-        raise LaunchError(f"Nothing runs on {where}: {why}.")
+        raise LaunchError(f"Nothing runs on {', '.join(first.reach.hostnames) or 'this node'}: {why}.")
     if report.is_user_error:
         raise PacelineError(report.sentence)
     code = 1 if report.exit_code is None else report.exit_code
