@@ -138,8 +138,9 @@ class _Source:
         if self._samples is None or not has_exact_state(self._stream):
             return None
         state = self._stream.state_dict()
-        try:  # it is kept as JSON, which may not have it all
-            return state if json.loads(json.dumps(state)) == state else None
+        try:  # it is kept as JSON, which may not have it all; a copy, as the stream may change its own while it is read
+            kept = json.loads(json.dumps(state))
+            return kept if kept == state else None
         except (TypeError, ValueError):
             return None
 

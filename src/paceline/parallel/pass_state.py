@@ -186,7 +186,7 @@ class Buffers:
     @property
     def num_sums(self) -> int:
         """How many numbers `changes` returns."""
-        return sum(map(len, self._flats))
+        return sum(len(_in_pieces(start)) for start in self._starts)
 
     # --- a step ---
 
@@ -208,7 +208,10 @@ class Buffers:
         self._before = [flat.clone() for flat in self._flats]
         # From where changes are counted: 0 where the value is not finite, as of a minimum.
         self._starts = [
-            before.nan_to_num(0.0, 0.0, 0.0) if before.is_floating_point() else before.long() for before in self._before
+            before.nan_to_num(0.0, 0.0, 0.0)
+            if before.is_floating_point()
+            else before.to(torch.int64 if before.itemsize > 2 else torch.int16)
+            for before in self._before
         ]
 
     @torch.no_grad()
@@ -235,7 +238,7 @@ class Buffers:
         """
         self._gather()
         return [
-            ((flat.to(start) - start) * (weight if flat.is_floating_point() else float(shard == 0))).to(like)
+            _in_pieces(flat.to(start) - start).to(like) * (weight if flat.is_floating_point() else shard == 0)
             for flat, start in zip(self._flats, self._starts, strict=True)
         ]
 
@@ -250,9 +253,9 @@ class Buffers:
             ModelError: a constant changes that did not in the first steps.
         """
         self._put_back()
-        of_flats = sums.split([len(flat) for flat in self._flats]) if self._flats else ()
+        of_flats = sums.split([len(_in_pieces(start)) for start in self._starts]) if self._flats else ()
         for flat, start, before, changes in zip(self._flats, self._starts, self._before, of_flats, strict=True):
-            after = start + (changes if flat.is_floating_point() else changes.round()).to(start)
+            after = start + changes.to(_in_pieces(start)).view(start.dtype)
             flat.data.copy_(torch.where(after.isfinite(), after.to(flat.dtype), before))
         found = [name for name, before in self._constants.items() if not torch.equal(self._slices[name], before)]
         self._changing |= set(found)
@@ -282,6 +285,11 @@ class Buffers:
         for name, module_buffer in self.model.named_buffers():
             if name in state:
                 module_buffer.copy_(state[name])
+
+
+def _in_pieces(values: Tensor) -> Tensor:
+    """Whole numbers in pieces of 16 bits, 1-D: float32, in which changes are added up, holds these exactly."""
+    return values if values.is_floating_point() else values.view(torch.int16)
 
 
 def _overlapping(names: Mapping[Tensor, str]) -> set[str]:
