@@ -4,6 +4,7 @@ evaluations that leave no trace, random numbers between steps, and workers that 
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,6 +199,29 @@ def test_a_step_of_one_of_several_optimizers_is_clipped_by_the_norm_of_its_own_g
     assert bitwise == pytest.approx(numeric, rel=1e-9)
 
 
+def _after_a_change_in_place(folder: Path | None) -> list[float]:
+    """The losses of a second model, whose steps come after a loss function that changes the batch."""
+
+    def doubled(model: nn.Module, batch: Any) -> Any:
+        batch[0].mul_(2)
+        return _squares(model, batch)
+
+    torch.manual_seed(0)
+    models = nn.Linear(2, 1), nn.Linear(2, 1)
+    with _init(checkpoint_dir=folder, checkpoint={"every_steps": 4, "every_minutes": None}) as run:
+        for model in models:
+            run.prepare(model, _sgd(model.parameters()))
+        found = []
+        for batch in run.batches(_pairs(40)):
+            run.step(batch, doubled, model=models[0])
+            found.append(float(run.step(batch, _squares, model=models[1])))
+        return found
+
+
+def test_what_a_step_changes_in_its_samples_is_nothing_to_the_next_one(tmp_path: Path) -> None:
+    assert run_ranks(_after_a_change_in_place, 1, None) == run_ranks(_after_a_change_in_place, 1, tmp_path)
+
+
 def _noisy(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     inputs, _ = batch
     return {"noisy": model(inputs).flatten() + torch.rand(len(inputs))}
@@ -346,6 +370,7 @@ def _end_of(
     scheduler_of: Any = None,
     has_own_order: bool = False,
     changes_weights: bool = False,
+    gets_weights: bool = False,
     **job: Any,
 ) -> tuple[int, str]:
     """How many steps are made, and why there are no more."""
@@ -355,6 +380,9 @@ def _end_of(
             model = nn.Linear(2, 1) if model_of is None else model_of(run.rank)
             optimizer = optimizer_of(model.parameters())
             run.prepare(model, optimizer, scheduler=scheduler_of and scheduler_of(optimizer))
+            if gets_weights:
+                model.weight = nn.Parameter(torch.ones(1, 2))
+                optimizer.add_param_group({"params": [model.weight]})
             sampler = (lambda _seed, _epoch: range(32)[:: 1 - 2 * run.rank]) if has_own_order else None
             for batch in run.batches(data or _pairs(32), sampler=sampler):
                 run.step(batch, _squares)
@@ -374,6 +402,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "more workers than virtual shards": ({"virtual_shards": 1}, 0, ("2", "virtual_shards = 1")),
     "samples that count how often they are read": ({"data": _CountingReads()}, 3, ("ample",)),
     "weights that rank 1 changes": ({"changes_weights": True}, 3, ("differ",)),
+    "weights in the place of those that were prepared": ({"gets_weights": True}, 0, ("'weight'", "run.prepare")),
     "noise that an optimizer adds to shards of parameters": (
         {"optimizer_of": functools.partial(_Langevin, lr=0.1), "plan": paceline.Plan(world_size=2, mesh=Mesh(fsdp=2))},
         0,

@@ -116,7 +116,7 @@ class Training:
         session.tell_saved = lambda step: self._tell(lambda callback: callback.checkpoint_saved(self, step))
         self._tell(lambda callback: callback.run_began(self))
         self._stop_early()
-        if self.run.steps % self._steps_per_epoch and self._is_due_by_steps and not self._is_evaluated:
+        if not self.is_epoch_complete and self._is_due_by_steps and not self._is_evaluated:
             self._evaluate(is_scheduled=True)  # the run was saved before it
         self._agree()
 
@@ -124,7 +124,7 @@ class Training:
         """Tell callbacks of a step of `epoch` with this loss, a scalar on the device; evaluate and save if due."""
         self.epoch, self.is_between_epochs = epoch, False
         self._tell(lambda callback: callback.step_made(self, loss))
-        if self.run.steps % self._steps_per_epoch == 0 or self.run.stopping.is_over:
+        if self.is_epoch_complete or self.run.stopping.is_over:
             self.end_epoch(epoch)
         elif self._is_due_by_steps:
             self._evaluate(is_scheduled=True)
@@ -141,8 +141,7 @@ class Training:
         if self._ended_at == run.steps:
             return
         self.epoch, self.is_between_epochs = epoch, True
-        is_complete = run.steps % self._steps_per_epoch == 0
-        is_scheduled = (is_complete and (epoch + 1) % job.eval_every_epochs == 0) or self._is_due_by_steps
+        is_scheduled = (self.is_epoch_complete and (epoch + 1) % job.eval_every_epochs == 0) or self._is_due_by_steps
         is_last = epoch == job.epochs - 1 or run.stopping.is_over
         if (is_scheduled or is_last) and not self._is_evaluated and not run.stopping.is_out_of_time:
             self._evaluate(is_scheduled=is_scheduled)
@@ -158,6 +157,11 @@ class Training:
     def metrics(self) -> dict[str, float]:
         """The metrics of the evaluation after the last step; empty if there was none."""
         return self.evaluations[-1].metrics if self._is_evaluated else {}
+
+    @property
+    def is_epoch_complete(self) -> bool:
+        """Whether the last step was its epoch's last one; not where a run ends in the middle of an epoch."""
+        return self.run.steps % self._steps_per_epoch == 0
 
     @property
     def _is_evaluated(self) -> bool:
@@ -221,7 +225,7 @@ class Scheduling(Callback):
 
     def __init__(self, run: Run, steps_per_epoch: int) -> None:
         spec = run.job.optim.scheduler
-        self._steps_per_epoch, self._every = steps_per_epoch, spec.every
+        self._every = spec.every
         # Of the whole job: max_steps ends a run early and leaves its schedule alone, as that in samples.
         times = run.job.epochs * (1 if spec.every == "epoch" else steps_per_epoch)
         self._scheduler = build_scheduler(spec, run.optimizer, times)
@@ -232,7 +236,7 @@ class Scheduling(Callback):
             self._scheduler.step()
 
     def epoch_ended(self, training: Training) -> None:
-        if self._every == "epoch" and training.run.steps % self._steps_per_epoch == 0:  # the epoch is complete
+        if self._every == "epoch" and training.is_epoch_complete:
             self._scheduler.step()
 
 

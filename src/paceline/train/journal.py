@@ -164,8 +164,10 @@ class Journal(Callback):
         # A run that ended in the middle of an epoch, and was resumed, has a record of its first batches.
         before = tuple(record for record in so_far.epochs if record.epoch != epoch)
         record = EpochRecord(epoch, mean_loss, lr, train_s, metrics, noise_scale, means)
-        so_far.epochs, so_far.epoch_loss, so_far.epoch_values = (*before, record), 0.0, {}
-        so_far.epoch_start = run.samples_seen, run.timer.train_s
+        so_far.epochs = (*before, record)
+        if training.is_epoch_complete:  # else the run that goes on has the rest of it
+            so_far.epoch_loss, so_far.epoch_values = 0.0, {}
+            so_far.epoch_start = run.samples_seen, run.timer.train_s
         values = {"time": time.time(), "epoch": epoch + 1, "train_loss": mean_loss, "lr": lr}
         values |= {f"train_{name}": value for name, value in means.items()}
         values |= {} if noise_scale is None else {"noise_scale": noise_scale}

@@ -134,7 +134,8 @@ class Trained:
             optimizer = optimizer | {"state": means["optimizer"]}
         load_optimizer_state(self.optimizer, self.names, self.model, optimizer, hyper=hyper)
         self.engine.load_state(shared["engine"], own)
-        self.precision.scaler.load_state_dict(alone["scaler"])
+        if alone["scaler"]:  # else it was saved in another precision
+            self.precision.scaler.load_state_dict(alone["scaler"])
 
     def go_on(self, shared: Mapping[str, Any], own: Mapping[str, Any]) -> list[str]:
         """Count steps that are not finite from where `take` was called, and freeze and unfreeze parameters as they were
@@ -392,7 +393,7 @@ class Names:
 
     def of_parameters(self, model: nn.Module) -> dict[int, str]:
         """The names of the parameters that this worker holds, by their ids."""
-        return {id(parameter): self.first[name] for name, parameter in model.named_parameters()}
+        return {id(parameter): self.first[name] for name, parameter in model.named_parameters() if name in self.first}
 
 
 def rebind(optimizer: Optimizer, names: Names, model: nn.Module) -> None:

@@ -278,15 +278,17 @@ class Session:
         self._resumed = None
 
     def roll_back(self) -> str | None:
-        """Put weights and optimizer back to the newest good checkpoint; its name, None if there is none."""
+        """Put weights and optimizer back to the newest good checkpoint, but for learning rates: the data goes on, and
+        schedules with it. Returns its name; None if there is none."""
         if self._saver is not None:
             self._saver.wait()
         found = self._newest()
         if found is None:
             return None
         self.is_consistent = False
-        for name in self.state.models.by_name:
-            self.state.models.put(name, found.shared, found.own, hyper=True)
+        for name, trained in self.state.models.by_name.items():
+            with trained.rates.at_base():  # after which they are as before
+                self.state.models.put(name, found.shared, found.own, hyper=True)
         return found.name
 
     # --- between steps ---

@@ -256,13 +256,13 @@ class Stepper:
         trained = models.by_name[name]
         one = OneStep(trained, self._guards[name], pending, content, loss_fn, optimizer or trained.optimizer)
         companions = [companion for other, companion in models.companions.items() if other != name]
+        self._may_go_on = model is not None or optimizer is not None
         result = self._train(one, companions)
         pending.num_steps += 1
         if pending.num_steps == 1:
             self._state.progress.trained_on(pending.batch)
             self._state.kept.after_restoring.clear()  # what is restored later leaves alone what steps have changed
         beat(self._state.progress.steps)
-        self._may_go_on = model is not None or optimizer is not None
         self.session.seed_between_steps(pending.num_steps)
         self._timer.step_ended(trained.engine.communication)
         self.session.is_consistent, self._is_finished = True, False
@@ -296,7 +296,8 @@ class Stepper:
         if not engine.reads_assignment:
             step_input = replace(step_input, any_shard=self._any_shard(one))
         else:
-            step_input = replace(step_input, reads_again=self._is_audited(pending) or trained.needs_closure)
+            is_read_again = self._may_go_on or trained.needs_closure or self._is_audited(pending)
+            step_input = replace(step_input, reads_again=is_read_again)
             if trained is self._state.models.first and not pending.num_steps:
                 take_norms = self._state.noise.for_step(pending.index, batch.assignment)
                 step_input = replace(step_input, take_norms=take_norms)

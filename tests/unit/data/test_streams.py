@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
+from paceline.data import Loading
+from paceline.data.streams import StreamPosition, _Steps
 from paceline.errors import DataError
 from tests.kit.workers import in_turn, run_ranks
 from tests.unit.data.reading import numbers_in, read_batches
@@ -236,3 +238,28 @@ def test_a_stream_of_datasets_comes_once_and_resumes(tmp_path: Path) -> None:
         assert sorted(itertools.chain(*whole)) == wanted, name
         folder = tmp_path / f"run-{name}"
         assert read(max_steps=2, checkpoint_dir=folder) + read(checkpoint_dir=folder) == whole, name
+
+
+class Changing(AsItComes):
+    """Gives as its state what it changes as it is read."""
+
+    def __init__(self, lengths: list[int]) -> None:
+        super().__init__(lengths)
+        self.now = {"done": 0}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.now
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.now = state
+
+    def __iter__(self) -> Any:
+        for number in range(self.size):
+            self.now["done"] = number + 1
+            yield number
+
+
+def test_the_state_after_a_step_does_not_change_with_the_next_one() -> None:
+    loading = Loading(Changing([9]), collate_fn=list)
+    steps = _Steps(loading, [0], 3, StreamPosition(0, (0,)), seed=0, epoch=0)
+    assert [step.states for step in itertools.islice(steps, 2)] == [{"whole": {"done": 3}}, {"whole": {"done": 6}}]

@@ -20,7 +20,9 @@ from paceline.errors import JobError, PacelineError
 from paceline.spec import Job, RunRecord
 from paceline.spec.job import EarlyStoppingSpec
 from paceline.spec.record import EvaluationRecord, best_place
+from paceline.train import loop
 from paceline.train.callbacks import best_evaluation, why_to_stop
+from paceline.train.journal import RunOutput
 from tests.kit.workers import run_ranks
 
 # --- early stopping ---
@@ -198,6 +200,25 @@ def test_a_run_that_goes_on_in_another_dtype_says_so(tmp_path: Path) -> None:
         notes.append(" ".join(run.notes))
     assert "converted" not in notes[1]
     assert "'weight' as torch.float32, and the model as torch.bfloat16" in notes[2]
+
+
+def test_a_run_that_goes_on_in_float16_scales_its_loss_anew(tmp_path: Path) -> None:
+    for num_steps, precision in enumerate(("float32", "float16"), start=1):
+        job = Job(global_batch_size=4, virtual_shards=2, precision=precision)  # type: ignore[arg-type]
+        with paceline.init(job, max_steps=num_steps, checkpoint_dir=tmp_path, force=True, progress=False) as run:
+            run.prepare(model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), lr=0.1))
+            for batch in run.batches(TensorDataset(torch.ones(8, 1))):
+                run.step(batch, lambda model, shard: model(shard[0]).square().mean())
+        assert run.steps == num_steps
+
+
+def test_the_record_of_an_epoch_in_two_parts_is_that_of_a_whole_one(tmp_path: Path) -> None:
+    data = {"name": "digits", "train_limit": 80, "test_limit": 8}
+    job = Job.from_mapping({"model": "mlp", "data": data, "global_batch_size": 16, "virtual_shards": 2, "epochs": 2})
+    whole = loop.train(job, None, RunOutput(tmp_path / "whole", None))
+    loop.train(job, None, RunOutput(tmp_path / "parts", None), max_steps=7)
+    parts = loop.train(job, None, RunOutput(tmp_path / "parts", None))
+    assert [one.train_loss for one in parts.epochs] == pytest.approx([one.train_loss for one in whole.epochs])
 
 
 def test_a_run_that_is_stopped_ends_one_step_later_and_says_why() -> None:
