@@ -89,10 +89,14 @@ def test_a_schedule_goes_on_where_weights_go_back(tmp_path: Path) -> None:
         model = nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         run.prepare(model, optimizer, scheduler=torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
+
+        def loss_fn(model: nn.Module, shard: list[Tensor]) -> Tensor:
+            loss: Tensor = model(shard[0]).mean()
+            return loss * (float("nan") if run.steps == 4 else 0.1)
+
         for batch in run.batches(TensorDataset(torch.ones(12, 1))):
             rates.append(float(optimizer.param_groups[0]["lr"]))
-            number = float("nan") if run.steps == 4 else 0.1
-            run.step(batch, lambda model, shard, number=number: (model(shard[0]) * number).mean())
+            run.step(batch, loss_fn)
     assert rates == [1, 0.5, 0.25, 0.125, 0.0625, 0.0625]  # a step that is left out moves no schedule
 
 
