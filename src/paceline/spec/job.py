@@ -385,17 +385,17 @@ def with_settings(mapping: Mapping[str, Any], settings: Iterable[str]) -> dict[s
             value = None if value.lower() in ("none", "null") else tomllib.loads(f"value = {text}")["value"]
         for part in reversed(key.strip().split(".")):
             value = {part: value}
-        found = _merge(found, value)
+        found = _merge(found, value, adds_options=".options." in key)
     return found
 
 
-def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+def _merge(base: Mapping[str, Any], changes: Mapping[str, Any], *, adds_options: bool = False) -> dict[str, Any]:
     merged = dict(base)
     for key, value in changes.items():
         if isinstance(merged.get(key), Mapping) and isinstance(value, str) and key in ("model", "data"):
             # Another model or data set has other options; the same one keeps its own.
             value = {"name": value} if value == merged[key].get("name") else {"name": value, "options": {}}
-        if isinstance(merged.get(key), Mapping) and isinstance(value, Mapping) and key != "options":
-            value = _merge(merged[key], value)
+        if isinstance(merged.get(key), Mapping) and isinstance(value, Mapping) and (adds_options or key != "options"):
+            value = _merge(merged[key], value, adds_options=adds_options)
         merged[key] = value
     return merged

@@ -339,6 +339,12 @@ def test_an_invalid_setting_is_refused(setting: str) -> None:
         Job().with_settings([setting])
 
 
+def test_an_option_that_is_set_leaves_the_others() -> None:
+    job = Job().with_settings(["model.options.width=32", "model.options.num_heads=2"])
+    assert job.model.options == {"width": 32, "num_heads": 2}
+    assert job.with_settings(["model.options={width=8}"]).model.options == {"width": 8}
+
+
 def test_another_model_does_not_inherit_options() -> None:
     job = job_of({"model.name": "resnet18", "model.options": {"stem": "cifar"}})
     assert job.with_settings(["model=resnet20"]).model.options == {}
