@@ -150,8 +150,7 @@ def value(name: str, kind: Callable[[str], _Value]) -> _Value | None:
 
 def import_note(folders: Sequence[Path]) -> dict[str, str]:
     """The variable that lets workers import modules from these folders first; empty without a folder."""
-    known = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
-    return {"PYTHONPATH": os.pathsep.join([*map(str, folders), *known])} if folders else {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), text("PYTHONPATH")]))} if folders else {}
 
 
 def cpus(local_rank: int) -> set[int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -140,15 +141,6 @@ def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None
     return map_tensors(value, move)
 
 
-def on_device(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """Numbers that the host knows (a list, a NumPy array, a tensor), in their shape, on a device.
-
-    On a GPU they come in the order of its stream, by way of pinned memory, and the host does not wait.
-    """
-    tensor = torch.as_tensor(values, dtype=dtype)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
-
-
 # --- DTensors. A process without any loads nothing of them, which takes as long as half of torch ---
 
 
@@ -171,7 +163,7 @@ def shard_slice(like: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 # --- nested values as JSON and named tensors, and back. Nothing is ever written that could run code when it is read ---
 
 
-_KINDS = ("tensor", "tuple", "pairs", "object")
+_KINDS = ("tensor", "tuple", "counter", "pairs", "object")
 """Keys of the one-entry objects that stand for values that JSON lacks."""
 
 
@@ -216,8 +208,9 @@ def flatten(value: Any, path: str = "", classes: Sequence[type] = ()) -> tuple[A
                 items = [item for _, item in inside(enumerate(value))]
                 return items if isinstance(value, list) else {"tuple": items}
             case Mapping() if all(isinstance(key, str | int) for key in value):
-                is_json = all(isinstance(key, str) for key in value) and not _is_kind(value)
-                return dict(inside(value.items())) if is_json else {"pairs": inside(value.items())}
+                kind = "counter" if isinstance(value, Counter) else "pairs"
+                is_json = kind == "pairs" and all(isinstance(key, str) for key in value) and not _is_kind(value)
+                return dict(inside(value.items())) if is_json else {kind: inside(value.items())}
         if type(value) in classes:
             return {"object": [type(value).__name__, dict(inside(vars(value).items()))]}
         raise TypeError(
@@ -250,6 +243,8 @@ def unflatten(plain: Any, tensor_of: Callable[[str], Any], classes: Sequence[typ
                 return tensor_of(name)
             case {"tuple": list(items)}:
                 return tuple(whole(item) for item in items)
+            case {"counter": list(pairs)}:
+                return Counter({key: whole(item) for key, item in pairs})
             case {"pairs": list(pairs)}:
                 return {key: whole(item) for key, item in pairs}
             case {"object": [str(name), dict(fields)]}:

@@ -20,9 +20,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
-import fsspec
 import torch
-from fsspec.implementations.local import LocalFileSystem
 
 from paceline.errors import CheckpointError, JobError
 from paceline.files import make_durable, make_run_folder, run_file_mode, write_file
@@ -262,13 +260,15 @@ class Storage:
 
     def __init__(self, address: str | Path) -> None:
         """Raises `CheckpointError` for an address that this installation cannot reach."""
+        import fsspec.implementations.local  # 40 ms that a run without checkpoints does not need
+
         self.address = str(address)
         try:
             self._files, root = fsspec.core.url_to_fs(self.address)
         except (ImportError, ValueError) as problem:
             raise CheckpointError(f"Checkpoints cannot be kept at {address}: {problem}.") from None
         self._root = root.rstrip("/")
-        self.folder = Path(root) if isinstance(self._files, LocalFileSystem) else None
+        self.folder = Path(root) if isinstance(self._files, fsspec.implementations.local.LocalFileSystem) else None
         """The folder, if it is one of a file system."""
 
     def write(self, name: str, pieces: Iterable[Piece]) -> None:

@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.data.augment import Augmentation, augment
-from paceline.tensors import on_device
+from paceline.data.augment import Augmentation, augment, on_device
 
 
 @dataclass(frozen=True, eq=False)

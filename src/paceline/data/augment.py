@@ -7,6 +7,7 @@ and on any worker.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 
 from paceline.data.randomness import Purpose, integers, uniform
 from paceline.spec import DataSpec
-from paceline.tensors import on_device
 
 
 @dataclass(frozen=True)
@@ -96,3 +96,12 @@ def _within(centre: NDArray[np.int64], size: int, length: int) -> NDArray[np.boo
     """(b, length): which positions lie in the `size` positions around each centre."""
     offset = np.arange(length) - (centre[:, None] - size // 2)
     return (offset >= 0) & (offset < size)
+
+
+def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Numbers that the host knows, in their shape, on a device.
+
+    On a GPU they come in the order of its stream, by way of pinned memory, and the host does not wait.
+    """
+    tensor = torch.as_tensor(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -23,7 +23,6 @@ from paceline.heartbeat import inside
 from paceline.parallel.layout import Whole, norm_of, squared_norm
 from paceline.parallel.losses import ShardLoss
 from paceline.parallel.step_input import Assignment, StepInput
-from paceline.tensors import on_device
 
 
 class FixedOrderSum:
@@ -95,7 +94,10 @@ class FixedOrderSum:
         if self._step.take_norms is not None:
             noise[1] = weight
             noise[0] = torch.where(noise[1] > 0, squared_norm([flat], noise[0]) / noise[1], 0.0)
-        num_users.copy_(on_device(is_used, values.device, values.dtype))
+        num_users.fill_(1)
+        for number, used in enumerate(is_used):
+            if not used:
+                num_users[number] = 0
         self._free.extend(self._tree.push(values))
 
     def _new_vector(self, num_statistics: int) -> Tensor:

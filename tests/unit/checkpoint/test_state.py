@@ -5,6 +5,7 @@ takes."""
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ TENSORS = st.builds(
     st.integers(0, 99),
 )
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), TENSORS)
-KEYS = st.one_of(st.text(max_size=4), st.sampled_from(["tensor", "tuple", "pairs", "number", "a/b", "__metadata__"]))
+KEYS = st.one_of(st.text(max_size=4), st.sampled_from(["tensor", "counter", "pairs", "number", "a/b", "__metadata__"]))
 TREES = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
@@ -48,6 +49,7 @@ TREES = st.recursive(
         st.lists(inner, max_size=3).map(tuple),
         st.dictionaries(KEYS, inner, max_size=3),
         st.dictionaries(st.integers(), inner, max_size=3),
+        st.dictionaries(st.one_of(KEYS, st.integers()), st.integers(), max_size=3).map(Counter),
     ),
     max_leaves=8,
 )

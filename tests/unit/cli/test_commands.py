@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -19,6 +20,7 @@ from paceline.cli.commands import COMMANDS
 from paceline.cli.options import IN_PYTHON, parse, parser_of
 from paceline.spec import Job
 from paceline.workflows.checkpoint import CheckpointState
+from tests.kit.commands import python
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {name: command.function for name, command in COMMANDS.items()}
 
@@ -164,3 +166,9 @@ def test_metrics_that_are_not_finite_are_null_in_json(
     COMMANDS["checkpoint ls"].run(as_json=True, place="a-run")
     (found,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["checkpoints"]
     assert found["metrics"] == {"loss": None}
+
+
+def test_an_interrupt_while_modules_are_loaded_ends_a_command_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "argparse.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    end = python("-m", "paceline", "list", "models", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert (end.returncode, end.stderr) == (-signal.SIGINT, "")
