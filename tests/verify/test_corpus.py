@@ -10,7 +10,6 @@ import os
 import re
 import socket
 import sys
-import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -100,11 +99,7 @@ def _observe(script: Path, arguments: list[str], path: Path, port: int) -> None:
     os.chdir(path)
     os.environ.update({env.TRACE_DIR: str(path), env.MAX_STEPS: str(NUM_STEPS)})
     sys.argv = ["observe", str(script), *arguments]
-    try:
-        observe.main()
-    except Exception:  # what was recorded until then counts
-        traceback.print_exc()
-        sys.exit(1)
+    observe.main()
 
 
 def _run(script: Path, num_workers: int, folder: Path) -> ObservedRun:

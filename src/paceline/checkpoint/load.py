@@ -261,7 +261,7 @@ def _in_place(tree: Any, read: Callable[[Stored], Tensor]) -> Any:
     """Dictionaries, lists and tuples of the same form, with what was read in the place of what is stored."""
     match tree:
         case dict():
-            return {key: _in_place(item, read) for key, item in tree.items()}
+            return type(tree)({key: _in_place(item, read) for key, item in tree.items()})
         case list() | tuple():
             return type(tree)(_in_place(item, read) for item in tree)
         case Stored():

@@ -343,7 +343,7 @@ def _reason(problem: Exception) -> str:
 
 def _merged(some: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     """The entries of both, in dictionaries in them too; of what both have, those of `some`."""
-    found = dict(some)
+    found = some.copy()
     for key, value in others.items():
         mine = found.setdefault(key, value)
         if isinstance(mine, dict) and isinstance(value, dict):

@@ -364,9 +364,13 @@ def main() -> None:
     try:
         with recorder, recorded_by(recorder.replaced_by_recorder_of):
             runpy.run_path(script, run_name="__main__")
-    except Exception:
+    except Exception as problem:
+        trace = problem.__traceback__
+        while trace and trace.tb_frame.f_code.co_filename != script:  # this module's frames, above those of the script
+            trace = trace.tb_next
         if not recorder.all_have_recorded():  # else another worker has ended, while this one made a further step
-            raise
+            sys.excepthook(type(problem), problem.with_traceback(trace), trace)
+            sys.exit(1)
     finally:
         recorder.write()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import paceline
 from paceline.cli.commands import COMMANDS
 from paceline.cli.options import parse
-from paceline.errors import ClusterError, JobError, PacelineError
+from paceline.errors import ClusterError, JobError, ModelError, PacelineError
 from paceline.plan.step_model import expected_maximum
 from paceline.spec import Cluster, Job
 from paceline.spec.forecast import Forecast, ForecastRow
@@ -383,7 +383,7 @@ def test_a_model_that_does_not_fit_and_cannot_be_traced_gets_the_meshes_that_nee
     job = SMALL.with_values(data=f"{__name__}:mappings")
     cluster = gpu_cluster(1, num_parameters=75_000_010, memory_bytes=GIB)
     assert "--trace" in forecast_of(job, cluster, [1, 8]).strategy[-1]
-    with pytest.raises(KeyError):
+    with pytest.raises(ModelError, match="pairs"):
         forecast_of(job, cluster, [1, 8], trace=True)
 
 
