@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.data.augment import Augmentation, augment, on_device
+from paceline.data.augment import Augmentation, augment
+from paceline.data.randomness import on_device
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,14 +7,13 @@ and on any worker.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.data.randomness import Purpose, integers, uniform
+from paceline.data.randomness import Purpose, integers, on_device, uniform
 from paceline.spec import DataSpec
 
 
@@ -96,12 +95,3 @@ def _within(centre: NDArray[np.int64], size: int, length: int) -> NDArray[np.boo
     """(b, length): which positions lie in the `size` positions around each centre."""
     offset = np.arange(length) - (centre[:, None] - size // 2)
     return (offset >= 0) & (offset < size)
-
-
-def on_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Numbers that the host knows, in their shape, on a device.
-
-    On a GPU they come in the order of its stream, by way of pinned memory, and the host does not wait.
-    """
-    tensor = torch.as_tensor(values)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

@@ -80,6 +80,15 @@ def integers(seed: int, purpose: int, epoch: int, indices: NDArray[np.int64], hi
     return (uniform(seed, purpose, epoch, indices) * high).astype(np.int64)
 
 
+def on_device(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """Numbers that the host knows, in their shape, on a device.
+
+    On a GPU they come in the order of its stream, by way of pinned memory, and the host does not wait.
+    """
+    tensor = torch.as_tensor(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 def key(seed: int, purpose: int, epoch: int, index: int) -> int:
     """One 63-bit seed for a generator, of torch or Python, that belongs to one thing."""
     # `hash_keys` of one index: in Python's numbers a tenth of the time of arrays of length one.
