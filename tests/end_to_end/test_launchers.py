@@ -130,12 +130,13 @@ def test_slurm_jobs_go_on_in_the_queue_with_the_same_bits(cluster: Cluster, fold
                 on_node(first, [*lost, "state=down"], folder)
                 first.exec([*lost, "state=resume"]).wait(TIMEOUT_S)  # unless it has come back by itself
 
-            def is_over(number: str = number, place: Path = run_dir) -> bool:
-                """Slurm itself waits two minutes before it starts a job again."""
-                first.exec(["scontrol", "update", f"jobid={number}", "starttime=now"]).wait(TIMEOUT_S)
-                return (place / "record.json").exists()
-
-            wait_until(is_over, f"the record in {run_dir}", TIMEOUT_S)
+            # Slurm waits two minutes before it starts a job again, and refuses one that starts while it is being ended.
+            reason = ["squeue", "--noheader", "--jobs", number, "--format", "%r"]
+            wait_until(lambda ask=reason: "BeginTime" in on_node(first, ask, folder), "a job to start again", TIMEOUT_S)  # type: ignore[misc]
+            on_node(first, ["scontrol", "update", f"jobid={number}", "starttime=now+5"], folder)
+            wait_until(lambda place=run_dir: (place / "record.json").exists(), f"the record in {run_dir}", TIMEOUT_S)  # type: ignore[misc]
+            runs = [*reason, "--states", "running,completing"]
+            wait_until(lambda ask=runs: not on_node(first, ask, folder), "the end of the job", TIMEOUT_S)  # type: ignore[misc]
             record = RunRecord.load(run_dir / "record.json")
             assert (record.steps, record.weights_sha256) == (80, alone.weights_sha256)
             assert any("resumed at step" in note for note in record.notes), record.notes
