@@ -373,7 +373,7 @@ def print_table(rows: Sequence[Any], *columns: Column, pipe_columns: int = PIPE_
 
     named = [(heading_of(one), partial(cell_of, one)) if isinstance(one, str) else one for one in columns]
     if rows:
-        console_of(pipe_columns).print(grid_of(named, rows, left=[heading for heading, _ in named]))
+        console_of(pipe_columns).print(grid_of(named, rows, left=[heading for heading, _ in named], whole=["name"]))
 
 
 def heading_of(name: str) -> str:

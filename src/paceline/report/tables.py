@@ -25,7 +25,7 @@ class Grid:
     """Rows of texts under headings. In a terminal, columns that have no room are left out.
 
     `recommended` and `impossible` are indices of rows, which are marked and grey; `colors` are those of the rows in
-    charts; `least_important` are headings, the first to leave out first.
+    charts; `left`, `whole`: as of `table`; `least_important` are headings, the first to leave out first.
     """
 
     headings: Sequence[str]
@@ -34,6 +34,7 @@ class Grid:
     impossible: Collection[int] = ()
     colors: Sequence[str] = ()
     left: Collection[str] = ()
+    whole: Collection[str] = ()
     least_important: Sequence[str] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
@@ -44,7 +45,7 @@ class Grid:
                 break
             shown = [place for place in shown if self.headings[place] != name]
         marks = [] if self.recommended is None else [""]
-        found = table(*marks, *(self.headings[place] for place in shown), left=("", *self.left))
+        found = table(*marks, *(self.headings[place] for place in shown), left=("", *self.left), whole=self.whole)
         for number, row in enumerate(self.rows):
             is_chosen = number == self.recommended
             style = "bold green" if is_chosen else "dim" if number in self.impossible else None
@@ -61,12 +62,11 @@ def grid_of(columns: Iterable[tuple[str, Callable[[Row], str]]], rows: Sequence[
     return Grid([heading for heading, _ in known], lines, **marks)
 
 
-def table(*headings: str, left: Collection[str] = (), no_wrap: bool = False) -> Table:
-    """A table with these columns, to the right but for those in `left`; cells fold where they have no room."""
+def table(*headings: str, left: Collection[str] = (), whole: Collection[str] = ()) -> Table:
+    """A table, columns to the right but for those in `left`; cells without room fold, but those in `whole`."""
     found = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0))
-    for heading in headings:
-        whole = no_wrap or heading == "name"  # to be copied
-        found.add_column(heading, justify="left" if heading in left else "right", overflow="fold", no_wrap=whole)
+    for one in headings:
+        found.add_column(one, justify="left" if one in left else "right", overflow="fold", no_wrap=one in whole)
     return found
 
 

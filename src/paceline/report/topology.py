@@ -170,7 +170,7 @@ def _matrices(node: Node, width: int, ring: Sequence[int]) -> list[RenderableTyp
     tables: list[RenderableType] = []
     for start in range(0, len(columns), per_table):
         part = columns[start : start + per_table]
-        found = table("", *part, left=("", *part), no_wrap=True)
+        found = table("", *part, left=("", *part), whole=("", *part))
         for row in rows:
             found.add_row(row, *(cell(row, column) for column in part))
         tables += [Text(), found]
