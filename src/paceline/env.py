@@ -73,11 +73,8 @@ that tell its jobs apart."""
 
 
 def worker_facts(environ: Mapping[str, str] | None = None) -> WorkerFacts:
-    """Read this process's rank from the variables that its launcher set.
-
-    Raises:
-        LaunchError: the variables contradict each other or are no numbers.
-    """
+    """Read this process's rank from the variables that its launcher set. Raises `LaunchError` where the variables
+    contradict each other or are no numbers."""
     env = os.environ if environ is None else environ
     found = [row for row in _LAUNCHERS if row[1][0] in env and row[1][1] in env]
     if not found:
@@ -194,10 +191,7 @@ def addresses() -> list[tuple[str, str]]:
 
 def address_towards(host: str) -> str:
     """The address of this node from which it would send to `host`; nothing is sent, the kernel only chooses the route.
-
-    Raises:
-        OSError: there is no way.
-    """
+    Raises `OSError` where there is no way."""
     family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as asking:
         asking.connect(address)

@@ -32,14 +32,12 @@ _held: set[Path] = set()
 def write_file(
     path: Path, pieces: Iterable[bytes | bytearray | memoryview], mode: int = 0o666, *, durable: bool = False
 ) -> None:
-    """Write a file that is complete or what it was before; it replaces what has the name, a link too.
+    """Write a file that is complete or what it was before; it replaces what has the name, a link too. Raises `OSError`
+    where it cannot be written.
 
     Args:
         mode: its permissions, less those that the umask takes away.
         durable: whether it would survive a power cut when this returns.
-
-    Raises:
-        OSError: it cannot be written.
     """
     draft = path.with_name(f".{path.name[:100]}-{uuid.uuid4().hex[:8]}")
     try:

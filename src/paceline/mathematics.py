@@ -28,14 +28,11 @@ def fewest_near_fastest(speeds: Sequence[float]) -> int:
 def even_cut(work: Sequence[float], may_begin: Sequence[bool], num_stages: int) -> list[int]:
     """The first layer of every stage, such that stages have about equally much work: each begins with the layer before
     which there is most nearly its part of it; the last one of several, as what an activation and a pooling leave is
-    smaller.
+    smaller. Raises `ModelError` where there are too few layers.
 
     Args:
         work: of each layer, in any unit.
         may_begin: whether a stage may begin with the layer; the first one always does.
-
-    Raises:
-        ModelError: there are too few layers.
     """
     places = [place for place, may in enumerate(may_begin) if place and may]
     if len(places) < num_stages - 1:

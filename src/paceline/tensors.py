@@ -170,14 +170,12 @@ _KINDS = ("tensor", "tuple", "counter", "pairs", "object")
 def flatten(value: Any, path: str = "", classes: Sequence[type] = ()) -> tuple[Any, dict[str, Tensor]]:
     """`value` as JSON, and its tensors by name.
 
-    Tensors that share one memory, such as tied weights, have one name and are one tensor again after reading.
+    Tensors that share one memory, such as tied weights, have one name and are one tensor again after reading. Raises
+    `TypeError` for a value of another type; the message says where.
 
     Args:
         path: that of `value` itself, with which the names of tensors begin.
         classes: the dataclasses that may be in it.
-
-    Raises:
-        TypeError: a value of another type; the message says where.
     """
     named: dict[str, Tensor] = {}
     known: dict[object, str] = {}
@@ -222,14 +220,12 @@ def flatten(value: Any, path: str = "", classes: Sequence[type] = ()) -> tuple[A
 
 
 def unflatten(plain: Any, tensor_of: Callable[[str], Any], classes: Sequence[type] = ()) -> Any:
-    """The value that `flatten` was given.
+    """The value that `flatten` was given. Raises `ValueError` where `plain` was not made by `flatten`, or is of another
+    class.
 
     Args:
         tensor_of: returns a tensor, or what stands for one, by its name; a KeyError if there is none.
         classes: the dataclasses that may be in it.
-
-    Raises:
-        ValueError: `plain` was not made by `flatten`, or is of another class.
     """
     kinds = {kind.__name__: kind for kind in classes}
 

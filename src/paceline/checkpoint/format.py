@@ -161,11 +161,8 @@ class Manifest:
 
     @classmethod
     def parse(cls, content: bytes) -> Manifest:
-        """The manifest in a file's content.
-
-        Raises:
-            CheckpointError: it is damaged, of another format, or contradicts itself; says which.
-        """
+        """The manifest in a file's content. Raises `CheckpointError` where it is damaged, of another format, or
+        contradicts itself; says which."""
         body: Any = None
         try:
             body = json.loads(content)

@@ -95,11 +95,8 @@ class _FileReader:
 
 
 def verify_checkpoint(storage: Storage, name: str) -> Manifest:
-    """Check every byte of a checkpoint, a little at a time.
-
-    Raises:
-        CheckpointError: what is wrong with it; the message does not name the checkpoint.
-    """
+    """Check every byte of a checkpoint, a little at a time. Raises `CheckpointError`, which says what is wrong with it,
+    and does not name the checkpoint."""
     manifest = read_manifest(storage, name)
     readers = {file.name: _FileReader(storage, name, file) for file in manifest.files}
     for tensor, entry in manifest.tensors.items():
@@ -223,6 +220,7 @@ def read_state(
     want: Callable[[dict[str, Any], list[dict[str, Any]]], _Read],
 ) -> tuple[Manifest, _Read]:
     """Read what a worker needs of the checkpoint in a folder, and check all that is read; a collective of `group`.
+    Raises `CheckpointError` on all workers alike, which says what is wrong with it and does not name the checkpoint.
 
     Args:
         want: what this worker needs of the state that all workers had alike, and of what each had for itself; there,
@@ -230,9 +228,6 @@ def read_state(
 
     Returns:
         The manifest, and what `want` returned with tensors in their place: a slice of one as a `Loaded`.
-
-    Raises:
-        CheckpointError: what is wrong with it, on all workers alike; the message does not name the checkpoint.
     """
     rank, num_workers = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
     found = problem = None
@@ -283,11 +278,8 @@ def _read_slice(wanted: Stored, manifest: Manifest, reader: Callable[[str], _Fil
 
 
 def read_weights(storage: Storage, name: str) -> tuple[Manifest, dict[str, Tensor]]:
-    """The weights of the model in a checkpoint, or of the first of several, by name, in whole shapes.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or holds no model.
-    """
+    """The weights of the model in a checkpoint, or of the first of several, by name, in whole shapes. Raises
+    `CheckpointError` where the checkpoint is damaged, or holds no model."""
 
     def first_model(shared: dict[str, Any], _workers: list[dict[str, Any]]) -> dict[str, Any]:
         models = shared.get("models")
@@ -305,10 +297,8 @@ def save_weights(weights: Mapping[str, Tensor], storage: Storage, name: str) -> 
     """Write a model's state_dict, of any shapes, as one safetensors file; it is complete or absent.
 
     Tied tensors, the same memory under several names, are stored as the first of these in alphabetical order. The
-    file's metadata has the other names, as `safetensors.torch.load_model` expects.
-
-    Raises:
-        OSError: it cannot be written.
+    file's metadata has the other names, as `safetensors.torch.load_model` expects. Raises `OSError` where it cannot be
+    written.
     """
     first: dict[object, str] = {}
     names = sorted(name for name, one in weights.items() if isinstance(one, Tensor))  # not a module's extra state

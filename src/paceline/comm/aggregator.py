@@ -180,11 +180,8 @@ class Aggregator:
 
 
 def check_agreement(call: CollectiveCall, links: Links) -> None:
-    """Compare `call` with what the other workers are about to do; one small all-gather.
-
-    Raises:
-        DivergenceError: on every worker, naming the ranks that differ, the tensor and the step.
-    """
+    """Compare `call` with what the other workers are about to do; one small all-gather. Raises `DivergenceError` on
+    every worker, naming the ranks that differ, the tensor and the step."""
     mine = torch.tensor(call.fingerprint(), device=links.device)
     gathered = [torch.empty_like(mine) for _ in range(links.world_size)]
     dist.all_gather(gathered, mine, group=links.group)

@@ -70,11 +70,8 @@ class Loading:
 
     @classmethod
     def of(cls, dataset: Any, global_batch_size: int, purpose: str = "training", **given: Any) -> Self:
-        """How `dataset` is read; what a DataLoader says is taken over, unless it is given here.
-
-        Raises:
-            DataError: something that a DataLoader says cannot be so, or a sampler gives each worker other samples.
-        """
+        """How `dataset` is read; what a DataLoader says is taken over, unless it is given here. Raises `DataError`
+        where something that a DataLoader says cannot be so, or a sampler gives each worker other samples."""
         given = {name: value for name, value in given.items() if value is not None}
         if isinstance(dataset, DataLoader):
             loading = dataclasses.replace(cls._of_loader(dataset, global_batch_size, purpose), **given)
@@ -123,11 +120,8 @@ class Loading:
         return order
 
     def evaluation_order(self, set_size: int, batch_size: int, seed: int) -> EpochOrder:
-        """The chunks in which the set is evaluated: all its samples, or those of the sampler.
-
-        Raises:
-            DataError: some samples would be left out.
-        """
+        """The chunks in which the set is evaluated: all its samples, or those of the sampler. Raises `DataError` where
+        some samples would be left out."""
         self.check_whole()
         batch_size = self.batch_size or batch_size
         if self.sampler is None or type(self.sampler) is SequentialSampler:
@@ -270,11 +264,8 @@ def check_sampler(sampler: Any) -> None:
 def listed_order(
     sampler: Any, set_size: int, global_batch_size: int, seed: int, epoch: int, *, drop_last: bool = False
 ) -> ListedOrder:
-    """An epoch's order by `sampler`: its samples in global batches, or its batches as they are.
-
-    Raises:
-        DataError: no samples, or one that the data set of `set_size` does not have.
-    """
+    """An epoch's order by `sampler`: its samples in global batches, or its batches as they are. Raises `DataError`
+    where it gives no sample, or one that the data set of `set_size` does not have."""
     with global_generators_kept():
         # They would else go on where the epoch before ended, which a resumed run has not gone through.
         seed_generators(key(seed, Purpose.SAMPLER, epoch, 0), generators_in(sampler))

@@ -177,13 +177,11 @@ def read_stream(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Iterator[StreamStep]:
-    """The steps of an epoch from `position` on, endless: those after the end are empty.
+    """The steps of an epoch from `position` on, endless: those after the end are empty. Raises `DataError` or
+    `SystemExit` as the stream raised them.
 
     Args:
         own: the numbers of this worker's substreams.
-
-    Raises:
-        DataError, SystemExit: as the stream raised them.
     """
     # A stream may divide itself among loader processes, and leave out what others read: there is one at most.
     settings = loader_settings(loading, min(loading.num_workers, 1), device)

@@ -41,13 +41,11 @@ _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?", re.ASCII)
 def read_topology(source: Path | str) -> Cluster:
     """The cluster in a file or text, recognised by its content.
 
-    Known are `nvidia-smi topo -m` (with `nvidia-smi -L` before it, if you like) and cluster.json.
+    Known are `nvidia-smi topo -m` (with `nvidia-smi -L` before it, if you like) and cluster.json. Raises `ClusterError`
+    where there is no such file, or the text is none of these.
 
     Args:
         source: A path, or the text itself: a string of several lines, or one that begins like JSON.
-
-    Raises:
-        ClusterError: no such file, or text that is none of these.
     """
     if isinstance(source, str) and (len(source.splitlines()) > 1 or source.startswith("{")):
         return _parse(source)
@@ -69,12 +67,10 @@ def _parse(text: str) -> Cluster:
 def parse_matrix(text: str) -> Node:
     """The GPUs, network cards and links of a node from its `nvidia-smi topo -m`.
 
-    The matrix knows neither memory nor, without the lines of `nvidia-smi -L` before it, names: memory_bytes is 0,
-    name is "", and bandwidths are the datasheet's defaults. The node has the cores that some GPU is next to. A label
-    that is not known is kept, has no bandwidth, and a note of the node names it.
-
-    Raises:
-        ClusterError: no matrix, or one whose rows and columns do not agree; names row and column.
+    The matrix knows neither memory nor, without the lines of `nvidia-smi -L` before it, names: memory_bytes is 0, name
+    is "", and bandwidths are the datasheet's defaults. The node has the cores that some GPU is next to. A label that is
+    not known is kept, has no bandwidth, and a note of the node names it. Raises `ClusterError` where there is none, or
+    its rows and columns do not agree; names row and column.
     """
     cleaned = _ESCAPES.sub("", text).replace("|", " ").splitlines()
     lines = [_GLUED.sub(r"\1 ", _PROMPT.sub("", line)) for line in cleaned]
@@ -136,11 +132,8 @@ def _rows(lines: Sequence[str], columns: Sequence[str]) -> tuple[list[tuple[str,
 
 
 def _cells(columns: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> dict[tuple[str, str], str]:
-    """The labels by the names of row and column; X on the diagonal, and the same in both directions.
-
-    Raises:
-        ClusterError: rows and columns that do not agree; names row and column.
-    """
+    """The labels by the names of row and column; X on the diagonal, and the same in both directions. Raises
+    `ClusterError` for rows and columns that do not agree; names row and column."""
     names = [row for row, _ in rows]
     for name in dict.fromkeys([*columns, *names]):
         if (columns.count(name), names.count(name)) != (1, 1):
@@ -184,11 +177,8 @@ def _with_affinities(device: Device, words: Sequence[str], affinities: Sequence[
 
 
 def parse_cpus(text: str) -> tuple[int, ...]:
-    """The numbers of "0-3,8", as the kernel writes lists of cores, in ascending order.
-
-    Raises:
-        ValueError: the text is no such list; its message is a sentence without a full stop.
-    """
+    """The numbers of "0-3,8", as the kernel writes lists of cores, in ascending order. Raises `ValueError` where the
+    text is no such list; its message is a sentence without a full stop."""
     numbers: set[int] = set()
     for item in text.strip().split(","):
         found = _RANGE.fullmatch(item.strip())

@@ -65,13 +65,10 @@ class Nvml:
 
 @contextmanager
 def open_nvml(library: Any = None) -> Iterator[Nvml]:
-    """NVML for the time of a `with`.
+    """NVML for the time of a `with`. Raises `DriverProblem` without the module or a driver.
 
     Args:
         library: what answers in place of the module pynvml.
-
-    Raises:
-        DriverProblem: no module or no driver.
     """
     try:
         library = library or importlib.import_module("pynvml")

@@ -40,10 +40,8 @@ def parse_node_list(text: str) -> dict[str, int | None]:
     """The addresses in a text such as "a:8,kim@b:4,[fd00::3]", in their order, and the number of workers on each; None:
     as many as it has devices.
 
-    An address is as `ssh` takes it: after its user, if one was given; IPv6 without brackets.
-
-    Raises:
-        LaunchError: an invalid entry, a node named twice, or no node.
+    An address is as `ssh` takes it: after its user, if one was given; IPv6 without brackets. Raises `LaunchError` for
+    an invalid entry, a node named twice, or no node.
     """
     nodes: dict[str, int | None] = {}
     for number, entry in enumerate(text.split(","), 1):
@@ -69,11 +67,8 @@ def with_variables(program: Sequence[str], environ: Mapping[str, str]) -> tuple[
 
 
 def output_of(argv: Sequence[str], timeout_s: float, stdin: str = "", node: str = "") -> str:
-    """What a program prints; `node` is where it runs, if not here.
-
-    Raises:
-        LaunchError: it cannot be run, or fails; says why.
-    """
+    """What a program prints; `node` is where it runs, if not here. Raises `LaunchError` where it cannot be run, or
+    fails; says why."""
     what = f"Nothing runs on {node}" if node else f"{argv[0]} failed"
     try:
         done = subprocess.run(
@@ -125,13 +120,10 @@ def container_argv(
     """The command that runs `program` inside `image`, in `cwd`, which it sees beside `binds` at their own paths.
 
     Apptainer keeps the node's variables: Slurm and Ray use them to name the job's devices. Podman passes only those of
-    the scheduler, and ends all processes of the program with it.
+    the scheduler, and ends all processes of the program with it. Raises `LaunchError` for an invalid image.
 
     Args:
         gpus: whether the node has NVIDIA GPUs to show; Podman needs the node's CDI description of them.
-
-    Raises:
-        LaunchError: an invalid image.
     """
     folders = list(dict.fromkeys((cwd, *binds)))
     inside = with_variables(program, {**_CONTAINER_VARIABLES, **environ})

@@ -37,14 +37,12 @@ def manifest(
     cpus_per_worker: int = 1,
     memory_bytes: int | None = None,
 ) -> str:
-    """The manifest of a run, as YAML; `program` is what would follow `python`.
+    """The manifest of a run, as YAML; `program` is what would follow `python`. Raises `LaunchError` for a name that
+    Kubernetes refuses, or a run folder outside of the volume.
 
     Args:
         claim: the PersistentVolumeClaim that all pods share; it is mounted at `mount`, and `run_dir` lies below it.
         memory_bytes: the memory of a pod, /dev/shm included; None: all memory of its node.
-
-    Raises:
-        LaunchError: a name that Kubernetes refuses, or a run folder outside of the volume.
     """
     if not mount.is_absolute() or not run_dir.is_relative_to(mount) or ".." in run_dir.parts:
         raise LaunchError(

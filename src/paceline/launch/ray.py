@@ -48,11 +48,7 @@ def ray_argv(
 
 def ray_nodes() -> dict[str, int | None]:
     """The living nodes of the Ray cluster that RAY_ADDRESS names, or of this machine, by name, and the GPUs of each;
-    None: it has none.
-
-    Raises:
-        LaunchError: Ray is not installed, or no cluster answers.
-    """
+    None: it has none. Raises `LaunchError` where Ray is not installed, or no cluster answers."""
     try:
         printed = output_of([sys.executable, "-c", _LIST], LIST_TIMEOUT_S)
     except LaunchError as problem:

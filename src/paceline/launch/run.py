@@ -76,15 +76,13 @@ def agent_commands(
     reaches: Sequence[Reach] = (HERE,),
     endpoint: str = "127.0.0.1:0",
 ) -> list[Sequence[str]]:
-    """The local command lines that start the agents of a run, one for each of `reaches`; starts nothing.
+    """The local command lines that start the agents of a run, one for each of `reaches`; starts nothing. Raises
+    `LaunchError` for more workers on a node than it has GPUs in the plan.
 
     Args:
         program: what would follow `python` on a command line: ("train.py", "--flag") or ("-m", "a.module").
         reaches: one for each node of the plan, in its order, or one for all nodes if they have as many workers each.
         endpoint: address and port on the first node where the agents meet.
-
-    Raises:
-        LaunchError: more workers on a node than it has GPUs in the plan.
     """
     commands = []
     for reach, placement in zip(reaches, plan.placements, strict=False):

@@ -35,11 +35,8 @@ exit $code
 
 
 def allocation(environ: Mapping[str, str]) -> dict[str, int | None]:
-    """The nodes of the current allocation, with as many workers as GPUs were asked for there, else as tasks.
-
-    Raises:
-        LaunchError: there is no allocation, or Slurm's description of it cannot be read.
-    """
+    """The nodes of the current allocation, with as many workers as GPUs were asked for there, else as tasks. Raises
+    `LaunchError` where there is no allocation, or Slurm's description of it cannot be read."""
     if "SLURM_JOB_NODELIST" not in environ:
         raise LaunchError("This is no Slurm allocation; get one with salloc or sbatch, or use paceline submit slurm.")
     # scontrol spells out compressed lists such as gpu[03-05,9]-ib; a busy controller needs some seconds.
@@ -71,10 +68,7 @@ def batch_script(
 
     What `command` writes goes to slurm-JOB.log in `run_dir`. Before the time limit the run saves and ends, and the job
     is put into the queue again; so it is after a lost node. Its time limit, partition and account are those of sbatch's
-    variables, such as SBATCH_TIMELIMIT.
-
-    Raises:
-        LaunchError: a folder that sbatch could not read.
+    variables, such as SBATCH_TIMELIMIT. Raises `LaunchError` for a folder that sbatch could not read.
     """
     folder = str(run_dir.absolute())
     if not folder.isprintable() or '"' in folder or "\\" in folder:

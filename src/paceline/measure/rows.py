@@ -26,11 +26,9 @@ _NEAR = 0.75
 def read_rows(path: Path) -> list[StepRow]:
     """The rows of a file; those without a time are steps that a forecast is asked for.
 
-    Empty lines and those that begin with "#" are skipped, columns of other names are ignored.
-
-    Raises:
-        InvalidFileError: the file cannot be read, has no measured row, a column is missing or misspelt, or a value is
-            invalid; the message names line and column.
+    Empty lines and those that begin with "#" are skipped, columns of other names are ignored. Raises `InvalidFileError`
+    where the file cannot be read, has no measured row, a column is missing or misspelt, or a value is invalid; the
+    message names line and column.
     """
     what = f"{path} cannot be read as a table of comma-separated values"
     with file_problems(what, InvalidFileError):

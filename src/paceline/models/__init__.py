@@ -39,7 +39,9 @@ _BOUNDED: Final[Mapping[Any, Any]] = {
 
 
 def build(spec: ModelSpec | str, **data_facts: Any) -> nn.Module:
-    """The model that `spec` names, with freshly drawn weights from torch's global generator.
+    """The model that `spec` names, with freshly drawn weights from torch's global generator. Raises `ModelError` where
+    there is no such model, or it has no such option, or the options are invalid. What a user's own constructor raises
+    passes through untouched.
 
     Args:
         spec: a name in `MODELS`, or an import path "package.module:build" of any callable that returns a
@@ -47,10 +49,6 @@ def build(spec: ModelSpec | str, **data_facts: Any) -> nn.Module:
         data_facts: what the data set knows, such as num_classes, in_channels, image_size, or vocab_size and
             context. A constructor receives those that it has as parameters; `spec.options` win over them,
             and a fact that is None is unknown.
-
-    Raises:
-        ModelError: there is no such model, or it has no such option, or the options are invalid. What a
-            user's own constructor raises passes through untouched.
     """
     spec = ModelSpec(spec) if isinstance(spec, str) else spec
     build_model = constructor(spec.name)

@@ -16,11 +16,9 @@ from paceline.errors import ModelError
 class GPT(nn.Module):
     """Predicts each next token from those before it: tokens int64 (b, L) -> logits (b, L, vocab_size).
 
-    L is at most `context`; `width` is the size of a token's vector. One matrix serves as the embedding on
-    the way in and the classifier on the way out (Press and Wolf 2017), and is one parameter under one name.
-
-    Raises:
-        ModelError: `width` does not divide by `num_heads`, or L is more than `context`.
+    L is at most `context`; `width` is the size of a token's vector. One matrix serves as the embedding on the way in
+    and the classifier on the way out (Press and Wolf 2017), and is one parameter under one name. Raises `ModelError`
+    where `width` does not divide by `num_heads`, or L is more than `context`.
     """
 
     _tp_plan: ClassVar[Mapping[str, str]] = {

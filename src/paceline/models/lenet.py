@@ -12,10 +12,8 @@ from paceline.errors import ModelError
 def lenet(num_classes: int = 10, in_channels: int = 1, image_size: int = 28) -> nn.Sequential:
     """Two convolutions and two linear layers: images (b, in_channels, s, s) -> logits (b, num_classes).
 
-    A 28 x 28 image arrives at the first linear layer as 50 x 4 x 4 = 800 features.
-
-    Raises:
-        ModelError: the image is smaller than 16 x 16 pixels; nothing would be left of it.
+    A 28 x 28 image arrives at the first linear layer as 50 x 4 x 4 = 800 features. Raises `ModelError` where the image
+    is smaller than 16 x 16 pixels; nothing would be left of it.
     """
     if image_size < 16:
         raise ModelError(

@@ -46,14 +46,12 @@ _REMEDY = (
 
 
 def audit(passes: Passes, step: StepInput, group: dist.ProcessGroup | None, *, has_gradients: bool = True) -> None:
-    """Compare the loss of the same samples on all workers; a collective, after their own passes of this step.
+    """Compare the loss of the same samples on all workers; a collective, after their own passes of this step. Raises
+    `ModelError` on all workers, if losses or gradients differ.
 
     Args:
         group: the workers that have the same weights; None: this worker is compared with itself.
         has_gradients: whether to compare gradients too; not where workers hold parts of them.
-
-    Raises:
-        ModelError: on all workers, if losses or gradients differ.
     """
     samples = None if group is None else _samples_of_first(step.batch.shards[0], group)
     is_shared, has_samples = samples is not None, bool(step.assignment.sizes)

@@ -238,12 +238,8 @@ class Skeleton:
 
     @torch.no_grad()
     def trace(self, call: ModelCall, *, training: bool) -> list[BlockCall]:
-        """Run the model.
-
-        Raises:
-            ModelError: it decides by values of tensors between blocks, changes buffers, draws from Python's or NumPy's
-                generators, or hands on what cannot be sent.
-        """
+        """Run the model. Raises `ModelError` where it decides by values of tensors between blocks, changes buffers,
+        draws from Python's or NumPy's generators, or hands on what cannot be sent."""
         for module, is_trained in self._training.items():
             module.training = training and is_trained
         states, before = host_states(), self._buffers()

@@ -60,11 +60,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def copy_of_modules(model: nn.Module, replaced: Mapping[int, Any]) -> nn.Module:
-    """A copy of a model in which what has these ids is replaced.
-
-    Raises:
-        ModelError: torch cannot copy it.
-    """
+    """A copy of a model in which what has these ids is replaced. Raises `ModelError` where torch cannot copy it."""
     originals = set(model.modules())
     try:
         copied = copy.deepcopy(model, dict(replaced))

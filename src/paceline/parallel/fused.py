@@ -27,11 +27,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropo
 
 def fused(step: StepInput, most_samples: int) -> StepInput:
     """The step with neighbouring shards of each worker put together, as long as they have at most `most_samples`
-    samples.
-
-    Raises:
-        ModelError: the contents of shards cannot be put together.
-    """
+    samples. Raises `ModelError` where the contents of shards cannot be put together."""
     before = step.assignment
     of_ranks = [_groups(before.shard_sizes, *own, most_samples) for own in before.shards_of_rank]
     ends = [0, *itertools.accumulate(map(len, of_ranks))]
@@ -68,11 +64,8 @@ def _joined(contents: Sequence[Any]) -> Any:
 
 
 def check_fused(passes: Passes, apart: StepInput, together: StepInput) -> None:
-    """Compare the first fused pass of this worker with its shards one by one; leaves no trace.
-
-    Raises:
-        ModelError: the model normalises over samples or drops values; or losses or gradients differ.
-    """
+    """Compare the first fused pass of this worker with its shards one by one; leaves no trace. Raises `ModelError`
+    where the model normalises over samples or drops values; or losses or gradients differ."""
     for name, module in passes.model.named_modules():
         if module.training and isinstance(module, (*BATCH_NORMS, *_DROPOUTS)) and getattr(module, "p", 1.0):
             raise ModelError(

@@ -29,13 +29,10 @@ def draw(shapes: nn.Module, mine: nn.Module, device: torch.device) -> None:
 
     Every worker makes one layer of the whole model at a time in CPU memory, lets its `reset_parameters` draw, and keeps
     its shard. So the weights do not depend on how the model is sharded, and no worker ever holds more than its shards
-    and one layer.
+    and one layer. Raises `ModelError` where a layer cannot draw its own weights.
 
     Args:
         shapes: a copy of the whole model, before it was sharded.
-
-    Raises:
-        ModelError: a layer cannot draw its own weights.
     """
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for layer in mine.modules():

@@ -36,13 +36,11 @@ def trace_model(build: Callable[[], nn.Module], sample: Any, num_samples: int = 
     pass.
 
     Behind the model stands a loss that keeps as much as the model's output, as cross entropy does, and needs twice as
-    much in its backward pass. Tensor parallelism divides what the model's own tensor plan says.
+    much in its backward pass. Tensor parallelism divides what the model's own tensor plan says. Raises `ModelError`
+    where the model needs values of its tensors, when it is built or in the forward pass.
 
     Args:
         sample: one of `num_samples` like it, with which the model is tried on the meta device.
-
-    Raises:
-        ModelError: the model needs values of its tensors, when it is built or in the forward pass.
     """
     inputs = map_tensors(default_collate([sample] * num_samples), lambda tensor: tensor.to("meta"))
     try:

@@ -100,21 +100,15 @@ class LossLayouts:
         self._agreed: dict[str, LossLayout] = {}
 
     def has_returned(self, name: str, layout: LossLayout) -> None:
-        """Note what a loss function returned on this worker.
-
-        Raises:
-            ModelError: it returned other numbers before.
-        """
+        """Note what a loss function returned on this worker. Raises `ModelError` where it returned other numbers
+        before."""
         before = self._own.setdefault(name, layout)
         if before != layout:
             raise _differ(before, layout)
 
     def of(self, name: str) -> LossLayout:
         """The layout of a loss function that has been called on this or another worker; a collective in its first step.
-
-        Raises:
-            ModelError: the workers' shards returned different numbers.
-        """
+        Raises `ModelError` where the workers' shards returned different numbers."""
         if name not in self._agreed:
             everyone = all_gather_objects(self._own.get(name), self._group, (LossLayout,))
             layouts = [one for one in everyone if one is not None]
@@ -155,15 +149,13 @@ class StepLoss:
 
 
 def read_loss(returned: Any, fraction: float, num_in_batch: int, like: Tensor) -> ShardLoss:
-    """The loss, a scalar with its weight, that a loss function returned for some samples of a global batch.
+    """The loss, a scalar with its weight, that a loss function returned for some samples of a global batch. Raises
+    `ModelError` where it is no loss.
 
     Args:
         fraction: that these samples are of the global batch.
         num_in_batch: the samples of the global batch.
         like: a tensor of the dtype and on the device in which losses are added.
-
-    Raises:
-        ModelError: it is no loss.
     """
     is_pair = isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping)
     loss, values = returned if is_pair else (returned, {})

@@ -224,7 +224,8 @@ class Buffers:
 
     @torch.no_grad()
     def changes(self, shard: int, weight: float, like: Tensor) -> list[Tensor]:
-        """What the forward pass of a shard changed buffers by, for workers to add up.
+        """What the forward pass of a shard changed buffers by, for workers to add up. Raises `ModelError` where a
+        buffer has another shape or type now.
 
         Args:
             weight: the part of the global batch that the shard is.
@@ -232,9 +233,6 @@ class Buffers:
 
         Returns:
             Vectors of `num_sums` numbers together.
-
-        Raises:
-            ModelError: a buffer has another shape or type now.
         """
         self._gather()
         return [
@@ -244,13 +242,11 @@ class Buffers:
 
     @torch.no_grad()
     def end_step(self, sums: Tensor) -> None:
-        """Set the buffers of all workers to what the step's passes made of them.
+        """Set the buffers of all workers to what the step's passes made of them. Raises `ModelError` where a constant
+        changes that did not in the first steps.
 
         Args:
             sums: [num_sums], the sums of all shards' `changes`.
-
-        Raises:
-            ModelError: a constant changes that did not in the first steps.
         """
         self._put_back()
         of_flats = sums.split([len(_in_pieces(start)) for start in self._starts]) if self._flats else ()

@@ -158,11 +158,8 @@ class RunningSum:
     # --- the end of a step ---
 
     def finish(self, num_statistics: int) -> Tensor:
-        """The sums of all workers' statistics, then of their noise where the step takes norms.
-
-        Raises:
-            ModelError: a gradient changed after it was sent.
-        """
+        """The sums of all workers' statistics, then of their noise where the step takes norms. Raises `ModelError`
+        where a gradient changed after it was sent."""
         statistics = self._layout.zero.new_zeros(num_statistics) if self._statistics is None else self._statistics
         # All workers begin their sums in one order, whether or not they have shards: statistics come before gradients
         # unless they wait for norms of these.

@@ -59,15 +59,12 @@ def shard(
 ) -> FSDPModule:
     """Shard the parameters of `model` over the axis `mesh`, in place; they become DTensors.
 
-    Parameters may be on the meta device, or DTensors of another axis of the same mesh.
+    Parameters may be on the meta device, or DTensors of another axis of the same mesh. Raises `ModelError` for a model
+    that has no forward; one of transformers that skips layers at random, unless `may_skip` is set.
 
     Args:
         may_skip: whether workers may go through other modules than others; then all is gathered at once, and what a
             worker did not use is zeros in the sum.
-
-    Raises:
-        ModelError: a model that has no forward; one of transformers that skips layers at random, unless `may_skip` is
-            set.
     """
     if not can_be_called(model):
         raise ModelError(

@@ -248,11 +248,8 @@ class Pipeline:
         return call.form, self.module.training, autocast
 
     def _trace(self, call: ModelCall) -> tuple[Hashable, CutTrace]:
-        """The form of a call of the model, and what it runs, where it is cut.
-
-        Raises:
-            ModelError: another stage has what a stage would need.
-        """
+        """The form of a call of the model, and what it runs, where it is cut. Raises `ModelError` where another stage
+        has what a stage would need."""
         form = self.form_of(call)
         if form not in self._traces:
             cut = CutTrace.of(self._skeleton.trace(call, training=self.module.training), self._cuts)

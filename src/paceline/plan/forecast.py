@@ -120,11 +120,9 @@ def job_step(job: Job, workers_per_node: Sequence[int], num_parameters: int, has
 
 
 def plan_inputs(job: Job, cluster: Cluster, most_devices: int, request: ForecastRequest | None = None) -> PlanInputs:
-    """Everything that forecasts of up to `most_devices` devices need, of the model what was timed.
-
-    Raises:
-        ClusterError: the cluster has no devices or no timing of this job, or nothing is known of links between nodes.
-    """
+    """Everything that forecasts of up to `most_devices` devices need, of the model what was timed. Raises
+    `ClusterError` where the cluster has no devices or no timing of this job, or nothing is known of links between
+    nodes."""
     if not cluster.devices:
         raise ClusterError("This cluster has no devices; write one with paceline probe.")
     request, timing = request or ForecastRequest(), _timing_of(job, cluster)
@@ -152,11 +150,8 @@ def _inside_bytes_per_s(node: Node) -> float | None:
 
 
 def _timing_of(job: Job, cluster: Cluster) -> JobTiming:
-    """The timing of this job; of several, the latest one.
-
-    Raises:
-        ClusterError: there is none, or the job has changed since in what its times follow from.
-    """
+    """The timing of this job; of several, the latest one. Raises `ClusterError` where there is none, or the job has
+    changed since in what its times follow from."""
     now, found, changed = job.timed_settings, None, []
     for timing in cluster.timings:
         if timing.job == job.name and timing.steps:
@@ -185,11 +180,8 @@ def counts_between(first: int, last: int) -> list[int]:
 
 
 def forecast(inputs: PlanInputs, devices: Sequence[int]) -> Forecast:
-    """A row for every count in `devices`, the recommended one, and why; speed-ups are over one device.
-
-    Raises:
-        JobError: no count can run the job.
-    """
+    """A row for every count in `devices`, the recommended one, and why; speed-ups are over one device. Raises
+    `JobError` where no count can run the job."""
     job, request, cluster, timing = inputs.job, inputs.request, inputs.cluster, inputs.timing
     has_gpus = cluster.device_kind == "cuda"
     asked = [
@@ -233,13 +225,11 @@ def forecast_of_rows(
     name: str, measured: Sequence[StepRow], asked: Sequence[StepRow], request: ForecastRequest
 ) -> Forecast:
     """The forecast of a table: a row for each step that is asked for, and for the one that speed-ups are over: with the
-    fewest devices of all, and of several such steps the fastest.
+    fewest devices of all, and of several such steps the fastest. Raises `JobError` where a row has an algorithm without
+    a cost formula.
 
     Args:
         measured, asked: one at least of both.
-
-    Raises:
-        JobError: a row has an algorithm without a cost formula.
     """
     every = list(dict.fromkeys([*(row.unmeasured() for row in measured), *asked]))
     steps = dict(zip(every, predict(fit(measured), every), strict=True))
@@ -483,13 +473,11 @@ def _assumed(inputs: PlanInputs, rows: Sequence[ForecastRow]) -> Iterator[str]:
 
 def choose_mesh(job: Job, model: ModelCost, cluster: Cluster, num_workers: int) -> tuple[MeshCandidate, str]:
     """The mesh to train on, and why in one sentence: replicas where they fit and nothing is clearly faster, else the
-    fastest mesh, or where no step of the job was timed the simplest one that fits.
+    fastest mesh, or where no step of the job was timed the simplest one that fits. Raises `JobError` where no mesh
+    fits.
 
     Args:
         model: What a trace of it told.
-
-    Raises:
-        JobError: no mesh fits.
     """
     try:
         workload = plan_inputs(job, cluster, num_workers).traced(model).workload(num_workers)

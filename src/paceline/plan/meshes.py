@@ -106,9 +106,7 @@ def search(workload: Workload) -> tuple[MeshCandidate, ...]:
     """The meshes that fit, one at least, in the order of their steps; of nearly equal ones the simplest is first.
 
     Activations are computed again only where a mesh does not fit without, and never on plain replicas, which cannot.
-
-    Raises:
-        JobError: none of them fits; the message says how much the thriftiest one would need.
+    Raises `JobError` where none of them fits; the message says how much the thriftiest one would need.
     """
     job, model, num_workers = workload.job, workload.model, workload.num_workers
     candidates: list[MeshCandidate] = []

@@ -38,13 +38,11 @@ _NEARNESS = {ACROSS_SOCKETS: 1, "NODE": 2, "PHB": 3, "PXB": 4, "PIX": 5}
 
 
 def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> DeviceChoice:
-    """The `num_devices` devices of a node with the best ring, by the order at the top of this module.
+    """The `num_devices` devices of a node with the best ring, by the order at the top of this module. Raises
+    `ClusterError` for fewer devices than asked for.
 
     Args:
         allowed: Indices of the devices to choose among; None: all of the node.
-
-    Raises:
-        ClusterError: fewer devices than asked for.
     """
     by_index = {device.index: device for device in node.devices if allowed is None or device.index in allowed}
     indices = sorted(by_index)
@@ -147,14 +145,12 @@ def mesh_order(node: Node, ring: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
 
 
 def spread(cluster: Cluster, num_workers: int, threads_per_worker: int | None = None, mesh: Mesh | None = None) -> Plan:
-    """A plan for `num_workers` workers, one a device, on as few nodes as hold them, the first ones first.
+    """A plan for `num_workers` workers, one a device, on as few nodes as hold them, the first ones first. Raises
+    `JobError` for no worker, or more workers than GPUs. CPU workers may outnumber cores: they share them.
 
     Args:
         mesh: the axes that the devices of a node are put in order for; None: they make one ring.
         threads_per_worker: None: an even part of the cores of the node with the most workers.
-
-    Raises:
-        JobError: no worker, or more workers than GPUs. CPU workers may outnumber cores: they share them.
     """
     if num_workers < 1:
         raise JobError(f"{num_workers} workers cannot train; use at least 1.")
@@ -215,16 +211,13 @@ def place(
     num_servers: int = 1,
     mesh: Mesh | None = None,
 ) -> Plan:
-    """A plan for `num_workers` workers, one a device.
+    """A plan for `num_workers` workers, one a device. Raises `JobError` for no worker, more workers than GPUs or than
+    virtual shards, more servers than workers, or an algorithm that bitwise parity cannot use.
 
     Args:
         mesh: the axes they are laid out on; None: all of them share the batch.
         threads_per_worker: None: an even part of the node's cores; always 1 with `parity = "bitwise"`, because how a
             kernel splits its sums among threads may change their last bits.
-
-    Raises:
-        JobError: no worker, more workers than GPUs or than virtual shards, no multiple of the job's groups, more
-            servers than workers, or an algorithm that bitwise parity cannot use.
     """
     check_mesh(job, mesh)
     plan = spread(cluster, num_workers, threads_per_worker, mesh)

@@ -289,13 +289,11 @@ class Fit:
 
 
 def fit(rows: Sequence[StepRow], inside_bytes_per_s: float | None = None) -> Fit:
-    """Samples of the constants that are consistent with measured rows, one at least.
+    """Samples of the constants that are consistent with measured rows, one at least. Raises `JobError` where a row has
+    an algorithm without a cost formula.
 
     Args:
         inside_bytes_per_s: a datasheet's rate of the links inside a node, a bound; None: not known.
-
-    Raises:
-        JobError: a row has an algorithm without a cost formula.
     """
     model = StepModel.around(rows, inside_bytes_per_s)
     error = _row_error(model, rows)

@@ -129,16 +129,14 @@ def analyse(records: Sequence[RunRecord], *, grow: Grow, tolerance: float, effic
 
     Speed-up is Xn/X1 and scaling efficiency (Xn/X1) / (n/n1), where X is the throughput that the records hold, from the
     median step, and 1 stands for the smallest device count among them. Slow first steps are part of the training time
-    and not of the throughput.
+    and not of the throughput. Raises `PacelineError` where there are no records, or they are not runs of one job and
+    one length, each given once.
 
     Args:
         records: finished runs, in any order; runs that failed are simply not among them.
         grow: "none" when all ran the same global batch (strong scaling), "batch" when it grew with devices.
         tolerance: how much accuracy may be lost, absolute; 0.01 is one point.
         efficiency_floor: least scaling efficiency of a device count worth recommending, in [0, 1].
-
-    Raises:
-        PacelineError: there are no records, or they are not runs of one job and one length, each given once.
     """
     if not records:
         raise PacelineError("There is no finished run to report on; train the job on at least one device count.")

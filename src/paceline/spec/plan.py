@@ -167,10 +167,8 @@ def parse_mesh(text: str, num_workers: int | None = None, num_nodes: int = 1) ->
     """The mesh of a strategy: "fsdp", "hsdp", "dp2 x pp2", "fsdp x tp2".
 
     One axis may leave its degree out: it takes the workers that are left, where `num_workers` says how many there are.
-    "hsdp" replicates over the nodes and shards inside of each; on one node it makes two replicas.
-
-    Raises:
-        JobError: no such strategy, an axis named twice, or degrees that do not make up the world size.
+    "hsdp" replicates over the nodes and shards inside of each; on one node it makes two replicas. Raises `JobError`
+    where there is no such strategy, an axis is named twice, or the degrees do not make up the world size.
     """
     words, named = text.strip().lower(), f"The strategy {shown(text)}"
     if words == "hsdp":

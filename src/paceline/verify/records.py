@@ -116,11 +116,8 @@ class StepPair:
 
 
 def load(folder: Path, num_workers: int, failure: str = "") -> ObservedRun:
-    """What a run of `num_workers` workers left in `folder`.
-
-    Raises:
-        PacelineError: there is none, because the program failed or never made an optimizer's step.
-    """
+    """What a run of `num_workers` workers left in `folder`. Raises `PacelineError` where there is none: the program
+    failed, or never made an optimizer's step."""
     ranks: list[list[StepRecord]] = []
     header: dict[str, Any] = {}
     for rank in range(num_workers):

@@ -105,6 +105,7 @@ class AsynchronousWorker:
         """Compute shards until `until` updates have been made in all, or until a worker asks for a pause.
 
         A gradient is sent while the next shard is computed; parameters are fetched once for all shards of a batch.
+        Raises `PeerLost` where a server is lost, or a worker was when the work is done; says which.
 
         Args:
             wants_pause: called between two shards; if it is True on any worker, all stop as soon as the batches that
@@ -114,9 +115,6 @@ class AsynchronousWorker:
         Yields, on every worker, for every batch in order as it is finished, its number and the sum of its statistics.
         The iterator must be exhausted: at its end all workers wait for one another, and each has the parameters after
         the same number of updates.
-
-        Raises:
-            PeerLost: a server is lost, or a worker was when the work is done; says which.
         """
         first, version = self._seen, -1
         computed: tuple[list[Push], Tensor] | None = None
