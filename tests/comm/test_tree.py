@@ -30,7 +30,7 @@ def sum_dealt(leaves: Tensor, cuts: list[int], node_names: list[int]) -> list[Te
     nodes, network = nodes_by_name(node_names), Network(len(runs))
 
     def work(rank: int) -> Tensor:
-        tree = TreeSum(runs[rank][0])
+        tree = TreeSum[torch.Tensor](runs[rank][0])
         for leaf in leaves[slice(*runs[rank])]:
             for free in tree.push(leaf.clone()):
                 free.fill_(torch.nan)  # whoever pushed it may use it again

@@ -13,14 +13,16 @@ blocks of all workers tile the leaves, so a fixed order remains for the rest of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
 Block = tuple[int, int]
 """First leaf and number of leaves (a power of two) of one aligned block."""
-Run = tuple[int, int]
+Leaves = tuple[int, int]
 """The leaves start … stop - 1."""
+Value = TypeVar("Value")
 
 
 def aligned_blocks(start: int, stop: int) -> list[Block]:
@@ -35,9 +37,9 @@ def aligned_blocks(start: int, stop: int) -> list[Block]:
     return blocks
 
 
-def blocks_of_runs(runs: Iterable[Run]) -> list[Block]:
+def blocks_of_runs(runs: Iterable[Leaves]) -> list[Block]:
     """The fewest aligned blocks that tile all of these runs, in order."""
-    joined: list[Run] = []
+    joined: list[Leaves] = []
     for start, stop in sorted(run for run in runs if run[0] < run[1]):
         if joined and joined[-1][1] == start:
             start = joined.pop()[0]
@@ -45,43 +47,47 @@ def blocks_of_runs(runs: Iterable[Run]) -> list[Block]:
     return [block for run in joined for block in aligned_blocks(*run)]
 
 
-class TreeSum:
+class TreeSum(Generic[Value]):
     """Adds leaves, or sums of blocks, as they come; holds at most one partial sum per power of two of a run.
 
-    They are pushed in ascending order and owned from then on: sums are formed in place.
+    They are pushed in ascending order and owned from then on: tensors are added in place.
     """
 
-    def __init__(self, first_leaf: int = 0) -> None:
+    def __init__(self, first_leaf: int = 0, add: Callable[[Any, Any], Any] = Tensor.add_) -> None:
+        """`add` returns the sum of two neighbours; it need not commute."""
         self._next = first_leaf
-        self._stack: list[tuple[Block, Tensor]] = []
+        self._add = add
+        self.sums: list[tuple[Block, Value]] = []
+        """The blocks whose sums are not added up yet, in order, with these."""
 
-    def push(self, leaf: Tensor) -> list[Tensor]:
+    def push(self, leaf: Value) -> list[Value]:
         """Add the next leaf, of the shape of all leaves. Returns the leaves in which no sum is kept any more."""
         self._next += 1
         return self.push_block((self._next - 1, 1), leaf)
 
-    def push_block(self, block: Block, total: Tensor) -> list[Tensor]:
+    def push_block(self, block: Block, total: Value) -> list[Value]:
         """Add the sum of an aligned block, of a leaf's shape. Returns the tensors in which no sum is kept any more."""
         free = []
-        while self._stack and _are_siblings(self._stack[-1][0], block):
-            (start, size), left = self._stack.pop()
-            left.add_(total)
+        while self.sums:
+            (start, size), left = self.sums[-1]
+            if size != block[1] or start % (2 * size) or start + size != block[0]:
+                break
+            self.sums.pop()
             free.append(total)
-            block, total = (start, 2 * size), left
-        self._stack.append((block, total))
+            block, total = (start, 2 * size), self._add(left, total)
+        self.sums.append((block, total))
         return free
 
-    @property
-    def blocks(self) -> list[Block]:
-        return [block for block, _ in self._stack]
+    def root(self) -> Value:
+        """The sum of all that was pushed, one leaf at least."""
+        *rest, (_, total) = self.sums
+        for _, left in reversed(rest):
+            total = self._add(left, total)
+        return total
 
     @property
-    def partials(self) -> list[Tensor]:
-        return [partial for _, partial in self._stack]
-
-
-def _are_siblings(left: Block, right: Block) -> bool:
-    return left[1] == right[1] and left[0] % (2 * left[1]) == 0 and left[0] + left[1] == right[0]
+    def partials(self) -> list[Value]:
+        return [partial for _, partial in self.sums]
 
 
 def finish_tree(blocks: Mapping[Block, Tensor], num_leaves: int) -> Tensor:

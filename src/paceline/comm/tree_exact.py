@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from paceline.comm.chunks import chunk_length, in_turns
-from paceline.comm.fixed_tree import Block, Run, TreeSum, aligned_blocks, blocks_of_runs, finish_tree
+from paceline.comm.fixed_tree import Block, Leaves, TreeSum, aligned_blocks, blocks_of_runs, finish_tree
 from paceline.comm.links import Links
 
 
-def tree_all_reduce(partials: Sequence[Tensor], runs: Sequence[Run], total: Tensor, links: Links | None) -> Tensor:
+def tree_all_reduce(partials: Sequence[Tensor], runs: Sequence[Leaves], total: Tensor, links: Links | None) -> Tensor:
     """The sum over all leaves of all workers, bit for bit the same for any distribution of the leaves.
 
     Args:
@@ -62,7 +62,7 @@ class _Columns:
     num_workers: int
     """The number of workers of the node, and of columns."""
 
-    def span(self, length: int) -> Run:
+    def span(self, length: int) -> tuple[int, int]:
         """Where they begin and end in a row of so many elements."""
         whole, rest = divmod(length, self.num_workers)
         start = self.place * whole + min(self.place, rest)
@@ -93,7 +93,7 @@ class _Division:
     """The columns of each rank, node after node."""
 
     @classmethod
-    def of(cls, runs: Sequence[Run], links: Links) -> _Division:
+    def of(cls, runs: Sequence[Leaves], links: Links) -> _Division:
         return cls(
             num_leaves=max(stop for _, stop in runs),
             blocks_of_rank=[aligned_blocks(*run) for run in runs],
@@ -129,7 +129,7 @@ def _sum(partials: Sequence[Tensor], total: Tensor, division: _Division, links: 
     transfer = links.exchange(outgoing, incoming)
     yield
     transfer.wait()
-    summed = TreeSum()
+    summed = TreeSum[Tensor]()
     for rank in sorted(links.node):
         own = (division.packed([partial], rank, total) for partial in partials)
         for block, values in zip(division.blocks_of_rank[rank], incoming.get(rank, own), strict=True):

@@ -54,7 +54,7 @@ class FixedOrderSum:
         if named.keys() != self._named.keys():  # a user may have frozen some since the last step, or unfrozen them
             self._forms = [dense_form(parameter) for parameter in named.values()]
         self._named = named
-        self._tree = TreeSum(step.assignment.own[0])
+        self._tree = TreeSum[Tensor](step.assignment.own[0])
         self._are_used = [False] * len(named)
 
     def forward_made(self, statistics: Tensor, *, is_last: bool) -> None:  # noqa: ARG002 - summed with the gradients

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.comm.fixed_tree import TreeSum
 from paceline.data import Loading, Purpose, SampleRequest, set_size
 from paceline.data.loading import is_stream
 from paceline.data.randomness import key
@@ -163,7 +164,6 @@ def _chunks_of_stream(run: Run, loading: Loading) -> Iterator[Chunk]:
 # --- metrics: means of what `measure` returns, those of torchmetrics (F1, perplexity, BLEU), or three functions ---
 
 
-Merge = Callable[[Any, Any], Any]
 _HOST = torch.device("cpu")
 
 
@@ -173,7 +173,7 @@ class MetricFunctions:
 
     update: Callable[..., Any]
     """update(*values) -> state of one chunk, from what `measure` returned under the metric's name."""
-    merge: Merge
+    merge: Callable[[Any, Any], Any]
     """merge(state, state) -> state of both; associative."""
     compute: Callable[[Any], Any]
     """compute(state) -> number, or a dict of numbers."""
@@ -185,8 +185,8 @@ class MetricStates:
     def __init__(self, metrics: Mapping[str, Any]) -> None:
         """`metrics` are those that are no means, by name. Raises `ModelError` for something that is no metric."""
         self._functions = {name: metric_functions(name, metric) for name, metric in metrics.items()}
-        self._trees: dict[str, dict[int, MergeTree]] = {}
-        """For each metric a tree for each substream."""
+        self._trees: dict[str, dict[int, TreeSum[Any]]] = {}
+        """For each metric a tree over the chunks of each substream, which no number of workers changes."""
 
     def _functions_of(self, name: str) -> MetricFunctions:
         return self._functions.get(name) or MetricFunctions(_sums, torch.add, lambda sums: _mean(name, sums))
@@ -222,14 +222,15 @@ class MetricStates:
         substream, index = place
         for name, state in states.items():
             trees = self._trees.setdefault(name, {})
-            trees.setdefault(substream, MergeTree(self._functions_of(name).merge)).push(index, 1, state)
+            tree = trees.setdefault(substream, TreeSum(add=self._functions_of(name).merge))
+            tree.push_block((index, 1), state)
 
     def computed(self, group: dist.ProcessGroup | None) -> dict[str, float]:
         """The value of every metric, on every worker; a collective. Rank 0 merges and computes. Raises `ModelError`
         where workers have measured other metrics, or one cannot be computed."""
         # A worker's own states are where it computes, those of the others in host memory.
         own = {
-            name: {substream: map_tensors(tree.blocks, Tensor.cpu) for substream, tree in trees.items()}
+            name: {substream: map_tensors(tree.sums, Tensor.cpu) for substream, tree in trees.items()}
             for name, trees in self._trees.items()
         }
         of_workers = gather_objects(own, group)
@@ -255,13 +256,13 @@ class MetricStates:
                 raise _other_names(of_workers[0], one)
         for name in of_workers[0] if of_workers else ():
             functions = self._functions_of(name)
-            whole = MergeTree(functions.merge)
+            whole = TreeSum[Any](add=functions.merge)
             for substream in sorted({substream for one in of_workers for substream in one[name]}):
-                tree = MergeTree(functions.merge)
+                tree = TreeSum[Any](add=functions.merge)
                 for one in of_workers:
-                    for start, size, state in one[name].get(substream, ()):
-                        tree.push(start, size, state)
-                whole.push(substream, 1, tree.root())
+                    for block, state in one[name].get(substream, ()):
+                        tree.push_block(block, state)
+                whole.push_block((substream, 1), tree.root())
             results |= _named_numbers(name, functions.compute(whole.root()))
         return results
 
@@ -290,32 +291,6 @@ def _mean(name: str, sums: Tensor) -> float:
     if math.isnan(weight):
         raise ModelError(f"A weight of the metric '{name}' is below 0 or no number; it should be 0 or more.")
     return total / weight if weight else math.nan
-
-
-class MergeTree:
-    """Merges the states of neighbouring chunks as they come, in a tree over the chunks that no worker changes.
-
-    As `comm.fixed_tree` adds: blocks of 2^j chunks that begin at a multiple of their length.
-    """
-
-    def __init__(self, merge: Merge) -> None:
-        self._merge = merge
-        self.blocks: list[tuple[int, int, Any]] = []
-        """First chunk, number of chunks, and their merged state, to be pushed into the tree of all workers."""
-
-    def push(self, start: int, size: int, state: Any) -> None:
-        """Take the states of chunks that follow those before, merged."""
-        while self.blocks and self.blocks[-1][1] == size and self.blocks[-1][0] % (2 * size) == 0:
-            before, _, first = self.blocks.pop()
-            start, size, state = before, 2 * size, self._merge(first, state)
-        self.blocks.append((start, size, state))
-
-    def root(self) -> Any:
-        """The state of all chunks."""
-        *rest, (_, _, state) = self.blocks
-        for _, _, first in reversed(rest):
-            state = self._merge(first, state)
-        return state
 
 
 def _named_numbers(name: str, value: Any) -> dict[str, float]:
