@@ -7,6 +7,7 @@ world of one.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import socket
 import zlib
@@ -159,6 +160,12 @@ def cpus(local_rank: int) -> set[int]:
 def node_name() -> str:
     """What reports call this node."""
     return text(NODE) or socket.gethostname()
+
+
+def cpu_name() -> str:
+    """The processor of this node, such as "AMD EPYC 9654 96-Core Processor"."""
+    found = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+    return found[1].strip() if found else platform.machine()
 
 
 def device_kind() -> str | None:

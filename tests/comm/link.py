@@ -13,7 +13,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from paceline.comm import WIRE_FORMATS, Links
+from paceline.comm.links import WIRE_FORMATS, Links
 
 Outcome = TypeVar("Outcome")
 Nodes = tuple[tuple[int, ...], ...]

@@ -7,9 +7,11 @@ Wire formats say how its messages are written. `Aggregator` puts them together.
 
 from __future__ import annotations
 
-from paceline.comm.aggregator import Aggregator, Algorithm, all_reduce
+from paceline.comm.aggregator import Aggregator as Aggregator
+from paceline.comm.aggregator import Algorithm, all_reduce
 from paceline.comm.hierarchical import hierarchical
-from paceline.comm.links import WIRE_FORMATS, Links, open_links
+from paceline.comm.links import WIRE_FORMATS as WIRE_FORMATS
+from paceline.comm.links import open_links as open_links
 from paceline.comm.parameter_server import all_to_one, parameter_server, parameter_server_two_level
 from paceline.comm.ring import ring
 from paceline.comm.tree_exact import tree_exact
@@ -23,12 +25,3 @@ ALGORITHMS: dict[str, Algorithm] = {
     "hierarchical": hierarchical,
     "tree_exact": tree_exact,
 }
-
-__all__ = [
-    "ALGORITHMS",
-    "WIRE_FORMATS",
-    "Aggregator",
-    "Algorithm",
-    "Links",
-    "open_links",
-]

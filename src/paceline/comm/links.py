@@ -175,11 +175,6 @@ def open_links(group: dist.ProcessGroup | None, device: torch.device, timeout_s:
     return Links(group, nodes, device, open_node_group(nodes, group, timeout_s))
 
 
-def message_links(group: dist.ProcessGroup, device: torch.device) -> Links:
-    """Links for messages alone, without a group of the workers of a node. A collective of `group`."""
-    return Links(group, node_of_every_rank(group), device)
-
-
 def open_node_group(
     nodes: Sequence[tuple[int, ...]], group: dist.ProcessGroup, timeout_s: float
 ) -> dist.ProcessGroup | None:
@@ -232,12 +227,8 @@ def _open_groups(
 def node_of_every_rank(group: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """The ranks of every node, nodes in the order of their first rank; a collective of all workers of `group`."""
     ranks: dict[str, list[int]] = {}
-    for rank, name in enumerate(all_gather_objects(node_identity(), group)):
-        ranks.setdefault(name, []).append(rank)
+    boot = Path("/proc/sys/kernel/random/boot_id")  # of one node are workers of the same host name and boot
+    name = f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
+    for rank, name_there in enumerate(all_gather_objects(name, group)):
+        ranks.setdefault(name_there, []).append(rank)
     return tuple(tuple(members) for members in ranks.values())
-
-
-def node_identity() -> str:
-    """Equal for two processes if they are on one node: the same host name and boot."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"

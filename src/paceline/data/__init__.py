@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from paceline.data.arrays import ArrayReader, ArraySet
-from paceline.data.augment import Augmentation
-from paceline.data.folder import FolderImages
-from paceline.data.loading import Loading, set_size
-from paceline.data.randomness import Purpose
-from paceline.data.sample_reader import SampleRequest, read_samples
-from paceline.data.sources import SOURCES, load, source
-
-__all__ = [
-    "SOURCES",
-    "ArrayReader",
-    "ArraySet",
-    "Augmentation",
-    "FolderImages",
-    "Loading",
-    "Purpose",
-    "SampleRequest",
-    "load",
-    "read_samples",
-    "set_size",
-    "source",
-]
+from paceline.data.arrays import ArrayReader as ArrayReader
+from paceline.data.arrays import ArraySet as ArraySet
+from paceline.data.augment import Augmentation as Augmentation
+from paceline.data.loading import Loading as Loading
+from paceline.data.loading import set_size as set_size
+from paceline.data.randomness import Purpose as Purpose
+from paceline.data.sample_reader import SampleRequest as SampleRequest
+from paceline.data.sample_reader import read_samples as read_samples
+from paceline.data.sources import SOURCES as SOURCES
+from paceline.data.sources import load as load
+from paceline.data.sources import source as source

@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import platform
-import re
 import socket
 import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 
 from paceline import env
 from paceline.errors import ClusterError
@@ -30,8 +27,8 @@ def detect() -> Cluster:
 
     GPUs that the caller's CUDA_VISIBLE_DEVICES leaves out are left out, in its order, and a note says so.
     """
-    num_cores = len(os.sched_getaffinity(0))
-    node = Node(socket.gethostname(), num_cores, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _cpu_name())
+    num_cores, memory_bytes = len(os.sched_getaffinity(0)), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    node = Node(socket.gethostname(), num_cores, memory_bytes, env.cpu_name())
     if env.device_kind() != "cpu":
         gpus = read_gpus()
         text = output_of(["nvidia-smi", "topo", "-m"], SMI_LIMIT_S) if len(gpus.devices) > 1 else None
@@ -57,7 +54,11 @@ def with_gpus(node: Node, gpus: Gpus, matrix_text: str) -> Node:
     except ClusterError as problem:
         notes += (f"What nvidia-smi topo -m printed was left aside: {problem}",)
     in_matrix = {device.label: device for device in drawn.devices}
-    devices = tuple(_with_place(device, in_matrix.get(device.label, device)) for device in gpus.devices)
+    devices = []
+    for device in gpus.devices:  # NUMA node and cores: what NVML tells of them, or else the matrix
+        beside = in_matrix.get(device.label, device)
+        numa_node = beside.numa_node if device.numa_node is None else device.numa_node
+        devices.append(dataclasses.replace(device, numa_node=numa_node, cpus=device.cpus or beside.cpus))
 
     def label_of(one: str, other: str) -> str:
         link = drawn.link(one, other)
@@ -65,17 +66,11 @@ def with_gpus(node: Node, gpus: Gpus, matrix_text: str) -> Node:
 
     return dataclasses.replace(
         node,
-        devices=devices,
+        devices=tuple(devices),
         nics=drawn.nics,
         links=links_of_pairs(devices, drawn.nics, label_of),
         notes=(*notes, *drawn.notes),
     )
-
-
-def _with_place(device: Device, drawn: Device) -> Device:
-    """The device with its NUMA node and cores: what NVML tells of them, or else the matrix."""
-    numa_node = drawn.numa_node if device.numa_node is None else device.numa_node
-    return dataclasses.replace(device, numa_node=numa_node, cpus=device.cpus or drawn.cpus)
 
 
 def output_of(command: Sequence[str], timeout_s: float) -> str | None:
@@ -86,11 +81,6 @@ def output_of(command: Sequence[str], timeout_s: float) -> str | None:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _cpu_name() -> str:
-    found = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
 
 
 def only_visible(node: Node, allowed: list[str] | None) -> Node:

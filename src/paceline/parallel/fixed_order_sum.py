@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from paceline.comm.buckets import dense_form, views
 from paceline.comm.fixed_tree import TreeSum
-from paceline.comm.links import Links, message_links
+from paceline.comm.links import Links, node_of_every_rank
 from paceline.comm.tree_exact import tree_all_reduce
 from paceline.heartbeat import inside
 from paceline.parallel.layout import Whole, norm_of, squared_norm
@@ -32,7 +32,7 @@ class FixedOrderSum:
         self._layout = layout
         self._links: Links | None = None
         if layout.data is not None:
-            self._links = message_links(layout.data, layout.device)
+            self._links = Links(layout.data, node_of_every_rank(layout.data), layout.device)
         self._named: dict[str, nn.Parameter] = {}
         self._forms: list[Tensor] = []
         """What shapes whole gradients have, and how they lie in memory."""

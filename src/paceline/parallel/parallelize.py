@@ -25,7 +25,6 @@ from paceline.parallel.outer_steps import OuterSteps
 from paceline.parallel.running_sum import RunningSum
 from paceline.spec import Job, Plan
 from paceline.spec.algorithm import AlgorithmName, automatic_algorithm
-from paceline.spec.plan import check_mesh
 
 
 def parallelize(
@@ -53,7 +52,6 @@ def parallelize(
         # Torch's parts for it take long to load, and most runs need none of them.
         from paceline.parallel.spread_model import spread
 
-        check_mesh(job, plan.mesh)
         return _every_step(
             *spread(model, job, plan, device, group, example, may_skip=find_unused_parameters), job, plan
         )

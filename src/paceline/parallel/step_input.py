@@ -18,7 +18,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline import env
-from paceline.errors import JobError
 from paceline.parallel.dtensor import reshard
 from paceline.parallel.losses import LossOf
 from paceline.parallel.pass_state import Buffers, untouched
@@ -40,15 +39,6 @@ def shards_of_rank(rank: int, world_size: int, num_shards: int) -> tuple[int, in
     shift = 1 if num_shards >= 2 * world_size and env.text(env.UNEVEN_DEAL) else 0
     bounds = [number * num_shards // world_size + shift * (0 < number < world_size) for number in (rank, rank + 1)]
     return bounds[0], bounds[1]
-
-
-def check_shards(world_size: int, num_shards: int) -> None:
-    """Raises `JobError` if some workers would never get a shard."""
-    if world_size > num_shards:
-        raise JobError(
-            f"{world_size} workers cannot share virtual_shards = {num_shards}; use at most {num_shards} workers, or "
-            f"set virtual_shards = {world_size} or more (it is part of the job: the same for every worker count)."
-        )
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class MeshCandidate:
 def needs_replicas(job: Job) -> bool:
     """Whether only workers with the whole model can train it."""
     try:
-        check_mesh(job, Mesh(fsdp=2))
+        check_mesh(job, Mesh(pp=2))
     except JobError:
         return True
     return job.aggregation.wire == "auto-lossy"

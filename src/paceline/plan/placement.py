@@ -219,15 +219,8 @@ def place(
         threads_per_worker: None: an even part of the node's cores; always 1 with `parity = "bitwise"`, because how a
             kernel splits its sums among threads may change their last bits.
     """
-    check_mesh(job, mesh)
     plan = spread(cluster, num_workers, threads_per_worker, mesh)
-    num_assignments = num_workers if mesh is None else mesh.num_assignments
-    if num_assignments > job.virtual_shards:
-        raise JobError(
-            f"{num_assignments} workers cannot share virtual_shards = {job.virtual_shards}; use at most "
-            f"{job.virtual_shards} workers, or virtual_shards = {num_assignments} (it is part of the job: the same "
-            "for every worker count)."
-        )
+    check_mesh(job, mesh or Mesh(dp=num_workers))
     if num_servers > num_workers:
         raise JobError(f"{num_servers} servers are more than {num_workers} workers; servers are some of the workers.")
     if job.parity == "bitwise" and algorithm not in ("auto", "tree_exact"):

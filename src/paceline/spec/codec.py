@@ -84,8 +84,7 @@ class JsonValue:
 
     @classmethod
     def load(cls, path: Path, remedy: str = "") -> Self:
-        """The value in a JSON file. Raises `error`, which names the file and the `remedy`, for one that is missing or
-        damaged."""
+        """The value in a JSON file. Raises `error`, with the `remedy`, for one that is missing or damaged."""
         with file_problems(f"{path} cannot be read", cls.error, remedy or cls.remedy):
             content = path.read_bytes()
         return cls.from_json(content, str(path), remedy)

@@ -199,10 +199,13 @@ def parse_mesh(text: str, num_workers: int | None = None, num_nodes: int = 1) ->
     return Mesh(zero_stage=zero_stage, **found)
 
 
-def check_mesh(job: Job, mesh: Mesh | None) -> None:
-    """Raises `JobError` for a job that only whole replicas can train, where the mesh has none."""
-    if mesh is None or mesh.is_plain:
-        return
+def check_mesh(job: Job, mesh: Mesh) -> None:
+    """Raises `JobError` for a job of too few virtual shards, or that only whole replicas can train, on other meshes."""
+    if mesh.num_assignments > job.virtual_shards:
+        raise JobError(
+            f"{mesh.num_assignments} workers cannot share virtual_shards = {job.virtual_shards}; use at most so many, "
+            "or more virtual shards (they are part of the job: as many for every number of workers)."
+        )
     method, is_bitwise = job.aggregation.method, job.parity == "bitwise"
     for is_wrong, setting, remedy in (
         (method != "every_step", f"aggregation.method = '{method}'", "aggregation.method = 'every_step'"),
@@ -212,7 +215,7 @@ def check_mesh(job: Job, mesh: Mesh | None) -> None:
         # Shards have the plain format, whose kernels may round differently.
         (is_bitwise and job.channels_last, "channels_last with parity = 'bitwise'", "channels_last = false"),
     ):
-        if is_wrong:
+        if is_wrong and not mesh.is_plain:
             raise JobError(
                 f"{setting} needs the whole model on every worker, not {mesh}; use {remedy}, or the strategy dp."
             )

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import os
 import platform
-import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -221,14 +220,12 @@ class Journal(Callback):
 
 def describe_environment(world: World) -> dict[str, str]:
     """Facts for the reader of a record, as text: versions, hardware, and the commit of the working directory."""
-    cpuinfo = Path("/proc/cpuinfo")
-    model = re.search(r"^model name\s*: (.+)", cpuinfo.read_text(errors="replace") if cpuinfo.exists() else "", re.M)
     facts = {
         "paceline": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
-        "processor": model[1] if model else platform.processor() or platform.machine(),
+        "processor": env.cpu_name(),
         "threads per worker": str(torch.get_num_threads()),
         "backend": "none (one worker)" if world.group is None else torch.distributed.get_backend(world.group),
         "started by": world.started_by,

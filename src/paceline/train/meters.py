@@ -339,7 +339,8 @@ class Progress:
     def end(self, rows: Sequence[tuple[str, str]]) -> None:
         """Print the table of a run that has ended, if this process made steps of it."""
         if self.is_shown and self._begun is not None:
-            self.say(table(rows))
+            width = max(len(name) for name, _ in rows) + 2
+            self.say("\n".join(f"{name:{width}}{text}" for name, text in rows))
 
     def say(self, text: str) -> None:
         """Print permanent lines."""
@@ -366,12 +367,6 @@ class _Above:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-def table(rows: Sequence[tuple[str, str]]) -> str:
-    """Names and texts in two columns."""
-    width = max(len(name) for name, _ in rows) + 2
-    return "\n".join(f"{name:{width}}{text}" for name, text in rows)
 
 
 def rate(per_s: float) -> str:

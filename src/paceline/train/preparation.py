@@ -72,7 +72,7 @@ def prepare_model(
         example=to_device(example, world.device, torch.float64 if job.precision == "float64" else None),
     )
     if is_compiled:
-        engine.module.compile(options=compile_options(job))
+        engine.module.compile(options={"fallback_random": True, **_OPTIONS.get(str(job.compile), {})})
     rebind(optimizer, names, engine.module)
     choose_kernels(optimizer, world.device, alike_on_shards=job.parity == "bitwise")
     if job.parity == "bitwise" and not engine.holds_all:
@@ -133,22 +133,16 @@ _OPTIONS: dict[str, dict[str, bool]] = {
     "reduce-overhead": {"triton.cudagraphs": True},
     "max-autotune": {"max_autotune": True, "triton.cudagraphs": True, "coordinate_descent_tuning": True},
 }
-"""torch.compile's modes as its options, which cannot be given beside a mode."""
+"""torch.compile's modes as its options, which cannot be given beside a mode.
+
+Beside them compiled kernels draw the random numbers of eager ones: a worker that meets too many shapes computes without
+kernels of its own, at a moment that depends on the number of workers, and dropout masks must not change with it."""
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
     """The model that `torch.compile(model)` wraps, or the model itself: strategies find its layers, and its weights
     have their own names."""
     return dict(model.named_children()).get("_orig_mod", model)
-
-
-def compile_options(job: Job) -> dict[str, bool]:
-    """The options of torch.compile for a job's mode.
-
-    Compiled kernels draw the random numbers of eager ones: a worker that meets too many shapes computes without
-    kernels of its own, at a moment that depends on the number of workers, and dropout masks must not change with it.
-    """
-    return {"fallback_random": True, **_OPTIONS.get(str(job.compile), {})}
 
 
 def check_can_be_compiled(job: Job, plan: Plan) -> None:

@@ -25,10 +25,9 @@ from paceline.heartbeat import beat
 from paceline.object_collectives import broadcast_object
 from paceline.parallel import Engine
 from paceline.parallel.pass_state import seed_generators
-from paceline.parallel.step_input import check_shards
 from paceline.spec import Job, Mesh, Plan, parse_mesh
 from paceline.spec.codec import PositiveInt, checked
-from paceline.spec.plan import RunLimit
+from paceline.spec.plan import RunLimit, check_mesh
 from paceline.train.batches import DataProgress, DatasetReader, GlobalBatches, loading_of
 from paceline.train.evaluate import Measure, evaluate_between_steps
 from paceline.train.meters import NoiseMeter, Progress, SmoothedNoise, StepTimer, end_rows
@@ -86,7 +85,7 @@ class Run:
     ) -> None:
         self.plan = plan
         self.mesh = plan.mesh or Mesh(dp=facts.world_size)
-        check_shards(self.mesh.num_assignments, job.virtual_shards)
+        check_mesh(job, self.mesh)
         self._at_close = ExitStack()
         world = join(facts, plan)
         job, notes = decide_precision(job, world)

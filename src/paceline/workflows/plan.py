@@ -23,7 +23,7 @@ from paceline.spec import Cluster, Job, Plan, parse_mesh
 from paceline.spec.cluster import JobTiming
 from paceline.spec.codec import Bounds, PositiveFloat, PositiveInt, UnitInterval
 from paceline.spec.forecast import Forecast, Grow
-from paceline.spec.plan import PLAN_FILE
+from paceline.spec.plan import PLAN_FILE, check_mesh
 from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, read_counts, read_price, silent
 from paceline.workflows.jobs import import_folders, resolve_job
@@ -251,15 +251,11 @@ def dry_run_mesh(
         job, data, settings: as for `train`.
 
     Raises:
-        JobError: not a mesh, or one that divides the batch into more than the job's virtual shards.
+        JobError: not a mesh, or one that cannot train the job, as with more replicas than virtual shards.
         ModelError: the model cannot be cut into these stages, or its layers not be divided so.
     """
     axes, resolved = parse_mesh(mesh), resolve_job(job, settings, data)
-    if axes.num_assignments > resolved.virtual_shards:
-        raise JobError(
-            f"{axes} divides the batch {axes.num_assignments} ways, and the job has virtual_shards = "
-            f"{resolved.virtual_shards}; use more of them, or fewer replicas."
-        )
+    check_mesh(resolved, axes)
     cost = trace_job(resolved)
     if axes.tp > 1 and not any(layer.tensor_shards(axes.tp) > 1 for layer in cost.layers):
         raise ModelError(f"The model has no tensor plan by which {axes.tp} workers could divide a layer; leave tp out.")

@@ -114,7 +114,6 @@ def test_a_name_that_makes_no_mesh_of_four_is_refused_with_the_reason(text: str,
 )
 def test_what_needs_whole_replicas_is_refused_on_other_meshes(settings: dict[str, object], words: list[str]) -> None:
     job = Job.from_mapping(settings)
-    check_mesh(job, None)
     check_mesh(job, Mesh(dp=4))
     for mesh in (Mesh(fsdp=4), Mesh(tp=2), Mesh(pp=2), Mesh(dp=2, fsdp=2)):
         with pytest.raises(JobError) as caught:

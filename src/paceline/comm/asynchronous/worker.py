@@ -122,7 +122,8 @@ class AsynchronousWorker:
         while True:
             if sending is not None:
                 sending.result()
-            answer = self._ask(Question(self._rank, until, self._seen, computed is None, wants_pause()))
+            question = Question(self._rank, until, self._seen, computed is None, wants_pause())
+            answer: Answer = self._calls.call(0, "ask", question)
             task = answer.task
             if answer.is_last or task is not None:
                 wanted = answer.until if task is None else max(first, task.batch - self._settings.staleness)
@@ -172,10 +173,6 @@ class AsynchronousWorker:
         self._delivery.shutdown()
         # After the loss of a worker the others are still told which.
         self._calls.close(self._servers, is_abandoned=not isinstance(error, PeerLost | None))
-
-    def _ask(self, question: Question) -> Answer:
-        answer: Answer = self._calls.call(0, "ask", question)
-        return answer
 
     def _wait_for_all(self) -> None:
         try:
