@@ -131,7 +131,7 @@ def _first_host(env: Mapping[str, str]) -> str | None:
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group()) if first else None
 
 
-def note(name: str, value: object) -> dict[str, str]:
+def variable(name: str, value: object) -> dict[str, str]:
     """A variable that tells the workers of a run something; empty where `value` is None or an empty text."""
     return {} if value is None or value == "" else {name: str(value)}
 
@@ -146,7 +146,7 @@ def value(name: str, kind: Callable[[str], _Value]) -> _Value | None:
     return kind(given) if (given := text(name)) else None
 
 
-def import_note(folders: Sequence[Path]) -> dict[str, str]:
+def python_path(folders: Sequence[Path]) -> dict[str, str]:
     """The variable that lets workers import modules from these folders first; empty without a folder."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, [*map(str, folders), text("PYTHONPATH")]))} if folders else {}
 

@@ -93,7 +93,7 @@ def run_file_mode() -> int:
 
 
 @contextlib.contextmanager
-def hold_folder(folder: Path, name: str = RUN_LOCK) -> Iterator[None]:
+def lock_folder(folder: Path, name: str = RUN_LOCK) -> Iterator[None]:
     """Let no other run use the folder, which exists, while the block is open. The file that is locked stays.
 
     Raises:

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.errors import JobError, PacelineError
 
 
-def imported(path: str, key: str, error: type[PacelineError] = JobError) -> Callable[..., Any]:
+def import_by_path(path: str, key: str, error: type[PacelineError] = JobError) -> Callable[..., Any]:
     """The function or class behind an import path.
 
     Args:

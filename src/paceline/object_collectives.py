@@ -44,8 +44,8 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
         return value
     transfer = functools.partial(dist.broadcast, group_src=0, group=group)
     if dist.get_rank(group) != 0:
-        return decode(transferred(None, transfer, device_of(group)))
-    transferred(encode(value), transfer, device_of(group))
+        return decode(transfer_message(None, transfer, device_of(group)))
+    transfer_message(encode(value), transfer, device_of(group))
     return value
 
 
@@ -81,7 +81,7 @@ def gather_objects(
     return messages and [decode(one[:size].cpu(), classes) for one, size in zip(messages, sizes, strict=True)]
 
 
-def transferred(message: Tensor | None, transfer: Callable[[Tensor], object], device: torch.device) -> Tensor:
+def transfer_message(message: Tensor | None, transfer: Callable[[Tensor], object], device: torch.device) -> Tensor:
     """Have the length of a message transferred, then the message, which is returned; None: `transfer` receives it."""
     length = torch.tensor([0 if message is None else len(message)], device=device)
     transfer(length)

@@ -13,14 +13,14 @@ import pytest
 
 from paceline import files
 from paceline.errors import LaunchError
-from paceline.files import hold_folder, run_file_mode, write_file
+from paceline.files import lock_folder, run_file_mode, write_file
 
 HOLDER = """
 import os, sys, time
 from pathlib import Path
 from paceline import files
 files._PATIENCE_S = 0.1
-with files.hold_folder(Path(sys.argv[1])):
+with files.lock_folder(Path(sys.argv[1])):
     if os.fork():
         print("held", flush=True)
     time.sleep(60)
@@ -59,11 +59,11 @@ def test_a_folder_is_held_until_its_process_ends(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(files, "_PATIENCE_S", 0.1)
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
-    with pytest.raises(LaunchError, match=f"process {holder.pid} on "), hold_folder(tmp_path):
+    with pytest.raises(LaunchError, match=f"process {holder.pid} on "), lock_folder(tmp_path):
         pass
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     monkeypatch.setattr(files, "_PATIENCE_S", 60.0)
-    with hold_folder(tmp_path):
+    with lock_folder(tmp_path):
         again = subprocess.run([sys.executable, "-c", HOLDER, str(tmp_path)], capture_output=True, text=True)
         assert f"process {os.getpid()} on " in again.stderr

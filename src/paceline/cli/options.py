@@ -83,15 +83,15 @@ class Command:
 
 COMMANDS: dict[str, Command] = {}
 """The commands by their names, in the order of their definition."""
-Run = TypeVar("Run", bound=Callable[..., int | None])
+Function = TypeVar("Function", bound=Callable[..., int | None])
 
 
 def command(
     name: str, *, function: str = "", passes_on: Literal["nothing", "others", "rest"] = "nothing", **own: Any
-) -> Callable[[Run], Run]:
+) -> Callable[[Function], Function]:
     """A decorator for what a command does; see `Command`."""
 
-    def register(run: Run) -> Run:
+    def register(run: Function) -> Function:
         COMMANDS[name] = Command(run, function or name.replace(" ", "."), own, passes_on)
         return run
 

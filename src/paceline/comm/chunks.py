@@ -17,7 +17,7 @@ def chunk_length(values: Tensor) -> int:
     return min(max(values.nbytes // NUM_CHUNKS, MIN_CHUNK_BYTES), _MAX_CHUNK_BYTES) // values.itemsize
 
 
-def in_turns(chunks: Iterable[Iterator[None]]) -> None:
+def run_pipelined(chunks: Iterable[Iterator[None]]) -> None:
     """Run the chunks as a pipeline: in each round start one more chunk and advance every started one by a stage, newest
     first. The order is the same on every worker.
 

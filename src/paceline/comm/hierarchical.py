@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from paceline.comm.chunks import chunk_length, in_turns
+from paceline.comm.chunks import chunk_length, run_pipelined
 from paceline.comm.links import Links
 from paceline.comm.parameter_server import stages_at_servers
 
@@ -22,7 +22,7 @@ def hierarchical(values: Tensor, links: Links) -> None:
     """Sum `values` over all workers; one node leaves it to the backend. A lossy wire format rounds between nodes only:
     once before the sum, once after."""
     if len(links.nodes) > 1:
-        in_turns([_sum(chunk, links) for chunk in values.split(chunk_length(values)) if len(chunk)])
+        run_pipelined([_sum(chunk, links) for chunk in values.split(chunk_length(values)) if len(chunk)])
     else:
         links.all_reduce(values)
 

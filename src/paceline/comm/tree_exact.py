@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.comm.chunks import chunk_length, in_turns
+from paceline.comm.chunks import chunk_length, run_pipelined
 from paceline.comm.fixed_tree import Block, Leaves, TreeSum, aligned_blocks, blocks_of_runs, finish_tree
 from paceline.comm.links import Links
 
@@ -41,7 +41,7 @@ def tree_all_reduce(partials: Sequence[Tensor], runs: Sequence[Leaves], total: T
     length = chunk_length(total) if len(links.nodes) > 1 else len(total)
     pieces = [partial.split(length) for partial in partials]
     chunks = enumerate(total.split(length) if len(total) else ())
-    in_turns([_sum([piece[number] for piece in pieces], chunk, division, links) for number, chunk in chunks])
+    run_pipelined([_sum([piece[number] for piece in pieces], chunk, division, links) for number, chunk in chunks])
     return total
 
 

@@ -68,7 +68,7 @@ def read_samples(
     reader = _ShardReader(loading, seed, epoch, train)
     settings = loader_settings(loading, loading.num_workers, device)
     loader = DataLoader(cast(Any, reader), batch_sampler=cast(Any, requests), **settings)
-    return (to_device(contents, device, dtype) for contents in loaded(loader))
+    return (to_device(contents, device, dtype) for contents in loader_items(loader))
 
 
 def loader_settings(loading: Loading, num_processes: int, device: torch.device) -> dict[str, Any]:
@@ -97,7 +97,7 @@ def _begin(init: Callable[[int], Any] | None, number: int) -> None:
         init(number)
 
 
-def loaded(loader: DataLoader[Any]) -> Iterator[Any]:
+def loader_items(loader: DataLoader[Any]) -> Iterator[Any]:
     """What a loader gives, with the caller's generators as they were, and its processes ended in any case. Raises the
     `DataError` or `SystemExit` that its processes gave as a value."""
     items = iter(loader)

@@ -38,7 +38,7 @@ from paceline.data.folder import FolderImages
 from paceline.data.loading import MapDataset, set_size
 from paceline.errors import DataError, did_you_mean, file_problems, reason_of
 from paceline.files import write_file
-from paceline.import_path import imported
+from paceline.import_path import import_by_path
 from paceline.spec import DataSpec
 from paceline.spec.codec import PositiveInt, from_mapping
 
@@ -360,7 +360,7 @@ def _limited(dataset: MapDataset, limit: int | None) -> MapDataset:
 
 
 def _from_import_path(spec: DataSpec) -> tuple[MapDataset, MapDataset]:
-    build = imported(spec.name, "data.name", DataError)
+    build = import_by_path(spec.name, "data.name", DataError)
     if "split" in inspect.signature(build).parameters:
         pair: Any = build("train", **spec.options), build("test", **spec.options)
     else:

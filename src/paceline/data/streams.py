@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data.loading import Loading
 from paceline.data.randomness import Purpose, generators_in, global_generators_kept, key, seed_generators
-from paceline.data.sample_reader import CARRIED_ERRORS, checksum, loaded, loader_settings, shard_key
+from paceline.data.sample_reader import CARRIED_ERRORS, checksum, loader_items, loader_settings, shard_key
 from paceline.errors import DataError
 from paceline.tensors import to_device
 
@@ -186,7 +186,7 @@ def read_stream(
     # A stream may divide itself among loader processes, and leave out what others read: there is one at most.
     settings = loader_settings(loading, min(loading.num_workers, 1), device)
     steps = _Steps(loading, own, global_batch_size, position, seed, epoch)
-    for step in loaded(DataLoader(steps, batch_size=None, **settings)):
+    for step in loader_items(DataLoader(steps, batch_size=None, **settings)):
         yield dataclasses.replace(step, contents=to_device(step.contents, device, dtype))
 
 
@@ -244,7 +244,7 @@ class _Steps(IterableDataset[Any]):
         return self.loading.collate_fn(samples)
 
 
-def stand_in(loading: Loading) -> Any:
+def placeholder_content(loading: Loading) -> Any:
     """What the first sample of a stream is collated to, for a worker that has none; None if there is none at all."""
     apart = dataclasses.replace(loading, dataset=copy.deepcopy(loading.dataset))  # it is being read
     with global_generators_kept():

@@ -102,8 +102,8 @@ def agent_commands(
         if placement.devices:
             devices = ",".join(map(str, placement.devices))
             environ |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": devices}
-        environ |= env.note(env.NODE, reach.node)
-        environ |= env.note(env.CPUS, ";".join(",".join(map(str, cpus)) for cpus in placement.cpus))
+        environ |= env.variable(env.NODE, reach.node)
+        environ |= env.variable(env.CPUS, ";".join(",".join(map(str, cpus)) for cpus in placement.cpus))
         arguments = ["--nnodes", str(len(plan.placements)), "--nproc-per-node", str(placement.num_workers)]
         arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", options.run_dir.name]
         arguments += ["--max-restarts", str(options.max_restarts), *options.torchrun]

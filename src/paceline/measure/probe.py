@@ -24,7 +24,7 @@ REQUEST_FILE, ANSWER_FILE = "request.json", "steps.json"
 """In the folder of a launch: what all of its workers read, and what the first one writes."""
 _SMALLEST_SHARD = 4
 """Shards of fewer samples are not halved: batch norm needs several."""
-Run = Callable[[Plan, Sequence[str], Path], None]
+RunProgram = Callable[[Plan, Sequence[str], Path], None]
 """Runs a program on the workers of a plan, with its logs in a folder; it is what would follow `python` on a command
 line."""
 RowOf = Callable[[Job, Sequence[int], int, bool], StepRow]
@@ -64,7 +64,7 @@ class StepsProbe(JsonValue):
 
 
 def time_job(
-    job: Job, plans: Sequence[Plan], device: str, folder: Path, budget_s: float, run: Run, row_of: RowOf
+    job: Job, plans: Sequence[Plan], device: str, folder: Path, budget_s: float, run: RunProgram, row_of: RowOf
 ) -> JobTiming:
     """The steps of a job on the workers of each plan, and on one worker also with virtual shards of half as many
     samples: that tells the time of a pass from the time of its samples.
@@ -99,7 +99,7 @@ def time_job(
     )
 
 
-def keep(timing: JobTiming, nodes: Iterable[Node], before: Cluster, file: Path) -> None:
+def save_timing(timing: JobTiming, nodes: Iterable[Node], before: Cluster, file: Path) -> None:
     """Write what was measured into a file, with what was measured `before` of other nodes and jobs."""
     by_name = {node.hostname: node for node in (*before.nodes, *nodes)}
     by_job = {(one.job, one.device, one.threads_per_worker): one for one in (*before.timings, timing)}

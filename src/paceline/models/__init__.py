@@ -11,7 +11,7 @@ from typing import Any, Final
 from torch import nn
 
 from paceline.errors import JobError, ModelError, did_you_mean
-from paceline.import_path import imported
+from paceline.import_path import import_by_path
 from paceline.models.efficientnet import VARIANTS, efficientnet
 from paceline.models.gpt import GPT
 from paceline.models.lenet import lenet, mlp
@@ -61,7 +61,7 @@ def build(spec: ModelSpec | str, **data_facts: Any) -> nn.Module:
 def constructor(name: str) -> Callable[..., Any]:
     """What builds the model of a name or an import path. Raises `ModelError` if there is nothing."""
     if ":" in name:
-        return imported(name, "model.name", ModelError)
+        return import_by_path(name, "model.name", ModelError)
     if name not in MODELS:
         raise ModelError(
             f"There is no model {name!r}: {did_you_mean(name.lower(), MODELS)}The models are {', '.join(MODELS)}, "

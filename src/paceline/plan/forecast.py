@@ -74,7 +74,7 @@ class PlanInputs:
         return self.request.devices_per_node or max(len(node.devices) for node in self.cluster.nodes)
 
     def job_on(self, count: int) -> Job:
-        return self.job.grown(count) if self.request.grow == "batch" else self.job
+        return self.job.scaled_for(count) if self.request.grow == "batch" else self.job
 
     def layout(self, count: int) -> tuple[int, ...]:
         """Workers on the only node if so many were timed there, else on the nodes in turn, then on more like them."""

@@ -13,7 +13,7 @@ from paceline.errors import PacelineError
 from paceline.mathematics import RULE, fewest_near_fastest
 from paceline.report import formats
 from paceline.spec.forecast import Grow
-from paceline.spec.job import flat
+from paceline.spec.job import flattened
 from paceline.spec.record import RunRecord, StepTime
 from paceline.words import listing, number_of
 
@@ -162,7 +162,7 @@ def _check_one_study(records: Sequence[RunRecord], grow: Grow) -> None:
     """
 
     def identity(record: RunRecord) -> dict[str, Any]:
-        plain = flat(record.job.to_mapping())
+        plain = flattened(record.job.to_mapping())
         free = {"name", "seed", "data.dir"}
         if grow == "batch":
             free |= {"global_batch_size", "virtual_shards", "optim.base_batch_size"}

@@ -21,7 +21,7 @@ from paceline.report import formats
 from paceline.report.charts import Axis, Chart, Series, beside_ideal, in_words, series_colors, step_parts
 from paceline.report.page import render
 from paceline.report.tables import MARK, Grid, grid_of
-from paceline.spec.job import flat
+from paceline.spec.job import flattened
 from paceline.words import listing, number_of
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _grid(study: Study) -> Grid:
 def study_page(study: Study) -> str:
     """The whole page."""
     first = study.base.runs[0]
-    plan, job = first.plan, flat(first.job.to_mapping())
+    plan, job = first.plan, flattened(first.job.to_mapping())
     notes: dict[str, list[str]] = {}
     for run in study.records:
         for note in dict.fromkeys(run.notes):

@@ -19,7 +19,7 @@ from rich.text import Text
 from paceline.errors import PacelineError
 from paceline.report.formats import NOTHING, duration, percent, quantity
 from paceline.report.tables import Grid, grid_of
-from paceline.spec.job import JOB_FILE, flat
+from paceline.spec.job import JOB_FILE, flattened
 from paceline.spec.record import RECORD_FILE, STATUS_FILE, GpuUse, RunStatus, WorkerStatus
 from paceline.words import size
 
@@ -75,7 +75,7 @@ def read_run(folder: Path) -> WatchedRun:
         name=folder.resolve().name,
         state=state,
         sentence=sentence,
-        job={key: str(value) for key, value in flat(_mapping(folder / JOB_FILE)).items()},
+        job={key: str(value) for key, value in flattened(_mapping(folder / JOB_FILE)).items()},
         metrics=metrics,
         workers=status.workers if status is not None and state in ("starting", "training") else (),
         events=tuple(sorted(_events(folder, lines, record, failure), reverse=True)),

@@ -261,7 +261,7 @@ class Job(JsonValue):
 
     def __post_init__(self) -> None:
         check_values(self)
-        for path, value in flat(self.to_mapping()).items():
+        for path, value in flattened(self.to_mapping()).items():
             try:
                 json.dumps(value)
             except (TypeError, ValueError, RecursionError):
@@ -330,7 +330,7 @@ class Job(JsonValue):
         """A copy with `key=value` settings from a command line, values in TOML syntax."""
         return Job.from_mapping(with_settings(self.to_mapping(), settings))
 
-    def grown(self, factor: int) -> Job:
+    def scaled_for(self, factor: int) -> Job:
         """This job for weak scaling on `factor` devices: batch size and virtual shards times `factor`, and a learning
         rate scaled by the rule in `optim`."""
         return dataclasses.replace(
@@ -341,17 +341,17 @@ class Job(JsonValue):
         )
 
 
-def flat(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flattened(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"optim": {"lr": 1}} as {"optim.lr": 1}."""
     found: dict[str, Any] = {}
     for key, value in mapping.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        found |= flattened(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
     return found
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """The differences between two jobs, as mappings, that affect results: "optim.lr was 0.1 and is 0.2"."""
-    old, new = flat(before), flat(now)
+    old, new = flattened(before), flattened(now)
     return [
         f"{key} was {old.get(key)!r} and is {new.get(key)!r}"
         for key in sorted(old.keys() | new.keys())

@@ -62,7 +62,7 @@ class Mesh:
             rank, found[axis] = divmod(rank, self.degree(axis))
         return found
 
-    def share(self, rank: int) -> int:
+    def assignment_index(self, rank: int) -> int:
         """The index of a rank's assignment of virtual shards."""
         place = self.place(rank)
         return place["dp"] * self.fsdp + place["fsdp"]

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, read_samples, set_size
 from paceline.data.loading import EpochOrder, collated, digest_of, is_stream
-from paceline.data.streams import StreamPosition, StreamStep, check_stream, is_split, read_stream, stand_in
+from paceline.data.streams import StreamPosition, StreamStep, check_stream, is_split, placeholder_content, read_stream
 from paceline.errors import DataError
 from paceline.object_collectives import all_gather_objects, device_of, open_host_group
 from paceline.parallel import Assignment
@@ -122,7 +122,7 @@ class GlobalBatches:
     ) -> Iterator[tuple[GlobalBatch, Batch]]:
         progress, job = self.progress, self.job
         ahead, received = first, exchange_sizes(first.sizes, job.virtual_shards, self.sizes_group)
-        instead = functools.cache(lambda: self.reader.on_device(stand_in(loading)))
+        instead = functools.cache(lambda: self.reader.on_device(placeholder_content(loading)))
         while progress.steps_left != 0:
             step, sizes = ahead, received()
             if step is first and not any(sizes) and progress.at_epoch_start:
@@ -224,7 +224,7 @@ class DatasetReader:
         """The substreams `own`, step by step from `position` on, of all of which a step has `batch_size` samples (None:
         a global batch); steps after the end are empty."""
         size = batch_size or self._job.global_batch_size
-        return ahead(read_stream(loading, own, size, position, epoch=epoch, **self._placed), self._device)
+        return prefetched(read_stream(loading, own, size, position, epoch=epoch, **self._placed), self._device)
 
     def on_device(self, content: Any) -> Any:
         """`content` with its tensors on this worker's device."""
@@ -241,8 +241,8 @@ class DatasetReader:
                 reader = ArrayReader(dataset, self._device, self._dtype, job.channels_last, job.seed)
                 self._readers[dataset] = reader
             read = ([reader.read(epoch, shard, train) for shard in request.shards] for request in requests)
-            return ahead(read, self._device)
-        return ahead(read_samples(loading, requests, epoch=epoch, train=train, **self._placed), self._device)
+            return prefetched(read, self._device)
+        return prefetched(read_samples(loading, requests, epoch=epoch, train=train, **self._placed), self._device)
 
 
 def loading_of(job: Job, dataset: Any, purpose: str, **given: Any) -> Loading:
@@ -252,7 +252,7 @@ def loading_of(job: Job, dataset: Any, purpose: str, **given: Any) -> Loading:
     return Loading.of(dataset, job.global_batch_size, purpose, **given)
 
 
-def ahead(contents: Iterable[T], device: torch.device) -> Iterator[T]:
+def prefetched(contents: Iterable[T], device: torch.device) -> Iterator[T]:
     """The same contents, each read while the one before is trained on; on a CPU as they are.
 
     What reading enqueues on the GPU (copies from pinned memory, augmentation) runs on a stream of its own. An error is

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from paceline.errors import JobError
-from paceline.import_path import imported
+from paceline.import_path import import_by_path
 from paceline.spec.codec import from_mapping
 from paceline.spec.job import CallbackSpec, EarlyStoppingSpec, Mode
 from paceline.spec.record import EvaluationRecord, best_place
@@ -113,7 +113,7 @@ class Training:
     def begin(self) -> None:
         """Before the first step of this start."""
         session = self.run.stepper.session
-        session.tell_saved = lambda step: self._tell(lambda callback: callback.checkpoint_saved(self, step))
+        session.on_saved = lambda step: self._tell(lambda callback: callback.checkpoint_saved(self, step))
         self._tell(lambda callback: callback.run_began(self))
         self._stop_early()
         if not self.is_epoch_complete and self._is_due_by_steps and not self._is_evaluated:
@@ -184,7 +184,7 @@ class Training:
             self._wants_save |= best is not None and best.step == self.run.steps
 
     def _stop_early(self) -> None:
-        reason = why_to_stop(self.evaluations, self.job.early_stopping)
+        reason = stop_reason(self.evaluations, self.job.early_stopping)
         if reason is not None:
             self.run.stop(reason)
 
@@ -208,7 +208,7 @@ def build_callbacks(specs: Sequence[CallbackSpec]) -> list[Callback]:
     option that it does not have."""
     callbacks = []
     for number, spec in enumerate(specs):
-        make = imported(spec.name, f"callbacks[{number}].name")
+        make = import_by_path(spec.name, f"callbacks[{number}].name")
         options = checked_options(make, spec.options, f"the callback {spec.name!r}", f"callbacks[{number}].options")
         callback = make(**options)
         if not isinstance(callback, Callback):
@@ -254,7 +254,7 @@ def best_evaluation(
     return None if place is None else evaluations[place]
 
 
-def why_to_stop(evaluations: Sequence[EvaluationRecord], spec: EarlyStoppingSpec) -> str | None:
+def stop_reason(evaluations: Sequence[EvaluationRecord], spec: EarlyStoppingSpec) -> str | None:
     """The reason to stop a run after these evaluations, in a few words; None to continue training.
 
     Evaluations that were made only because a run ended do not count: had it not ended there, they would not exist.

@@ -24,7 +24,7 @@ from paceline.comm.fixed_tree import TreeSum
 from paceline.data import Loading, Purpose, SampleRequest, set_size
 from paceline.data.loading import is_stream
 from paceline.data.randomness import key
-from paceline.data.streams import StreamPosition, check_stream, is_split, stand_in
+from paceline.data.streams import StreamPosition, check_stream, is_split, placeholder_content
 from paceline.errors import DataError, ModelError, shown
 from paceline.object_collectives import broadcast_object, gather_objects
 from paceline.parallel import Companions
@@ -115,7 +115,7 @@ def _chunks_of_set(run: Run, loading: Loading) -> Iterator[Chunk]:
     job, mesh, group = run.job, run.mesh, run.world.group
     num_samples = set_size(loading.dataset, "The evaluation set", ", or a torch DataLoader over one")
     order = loading.evaluation_order(num_samples, job.eval_batch_size, job.seed)
-    rank = mesh.share(run.rank)
+    rank = mesh.assignment_index(run.rank)
     first, last = (-(-one * order.num_batches // mesh.num_assignments) for one in (rank, rank + 1))
     # Where all have to compute equally many, a worker with fewer repeats chunks of the next one.
     end = last if run.engine.holds_all else first - (-order.num_batches // mesh.num_assignments)
@@ -136,7 +136,7 @@ def _chunks_of_stream(run: Run, loading: Loading) -> Iterator[Chunk]:
     loading = dataclasses.replace(loading, dataset=stream)
     mesh, num = run.mesh, run.job.virtual_shards
     shares = [range(*shards_of_rank(rank, mesh.num_assignments, num)) for rank in range(mesh.num_assignments)]
-    own, leads = shares[mesh.share(run.rank)], mesh.leads_assignment(run.rank)
+    own, leads = shares[mesh.assignment_index(run.rank)], mesh.leads_assignment(run.rank)
     size = loading.batch_size or run.job.eval_batch_size
     batch_size = size * num if is_split(stream, num) else max(size, num)
     instead: Chunk | None = None
@@ -153,7 +153,7 @@ def _chunks_of_stream(run: Run, loading: Loading) -> Iterator[Chunk]:
             yield chunk
         most = max(sum(sizes[substream] > 0 for substream in share) for share in shares)
         for _ in range(0 if run.engine.holds_all else most - len(mine)):
-            instead = instead or Chunk(-1, (0, 0), 1, run.reader.on_device(stand_in(loading)), counts=False)
+            instead = instead or Chunk(-1, (0, 0), 1, run.reader.on_device(placeholder_content(loading)), counts=False)
             yield instead
         index += 1
     check_read_alike(str(fingerprint), (), None, run.world.group)

@@ -73,7 +73,7 @@ class Trained:
     """What a run has learned, and what it learns with."""
 
     optimizer: Optimizer
-    names: Names
+    names: ParameterNames
     engine: Engine
     precision: Precision
     rates: LearningRates
@@ -369,7 +369,7 @@ and the parameters themselves."""
 
 
 @dataclass(frozen=True)
-class Names:
+class ParameterNames:
     """What the parameters of an optimizer are called in the whole model."""
 
     groups: tuple[tuple[str, ...], ...]
@@ -396,7 +396,7 @@ class Names:
         return {id(parameter): self.first[name] for name, parameter in model.named_parameters() if name in self.first}
 
 
-def rebind(optimizer: Optimizer, names: Names, model: nn.Module) -> None:
+def rebind(optimizer: Optimizer, names: ParameterNames, model: nn.Module) -> None:
     """Let the optimizer update what this worker now holds of its parameters, in the same groups. Raises `ModelError`
     where it has state already, which belongs to the parameters as they were."""
     mine = {names.first[name]: parameter for name, parameter in model.named_parameters()}
@@ -432,7 +432,7 @@ def optimizers_in(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
         yield f"{number}/", one
 
 
-def optimizer_state(optimizer: Optimizer, names: Names, model: nn.Module) -> dict[str, Any]:
+def optimizer_state(optimizer: Optimizer, names: ParameterNames, model: nn.Module) -> dict[str, Any]:
     """Its "state" by the names of parameters, its "groups", and the "numbers" that it keeps in attributes. Raises
     `ModelError` where a group that was added to it holds parameters that are not the model's."""
     name_of = names.of_parameters(model)
@@ -462,7 +462,7 @@ def optimizer_state(optimizer: Optimizer, names: Names, model: nn.Module) -> dic
 
 
 def load_optimizer_state(
-    optimizer: Optimizer, names: Names, model: nn.Module, saved: Mapping[str, Any], *, hyper: bool
+    optimizer: Optimizer, names: ParameterNames, model: nn.Module, saved: Mapping[str, Any], *, hyper: bool
 ) -> None:
     """Put back what this worker holds of `optimizer_state`; learning rates and the like too if `hyper` is set. Raises
     `CheckpointError` where it belongs to other parameters."""

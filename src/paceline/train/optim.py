@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import JobError, ModelError, did_you_mean, shown
-from paceline.import_path import imported
+from paceline.import_path import import_by_path
 from paceline.parallel import Engine
 from paceline.spec import Job, Mesh
 from paceline.spec.job import OptimSpec, SchedulerSpec
@@ -46,7 +46,7 @@ def build_optimizer(optim: OptimSpec, model: nn.Module) -> Optimizer:
     optimizer, or it has no such option, or a pattern fits no parameter."""
     kind = optimizer_class(optim.name)
     given = {"lr": optim.lr} | ({"momentum": optim.momentum} if getattr(kind, "__name__", "") == "SGD" else {})
-    if optim.weight_decay or takes(kind, "weight_decay"):
+    if optim.weight_decay or has_parameter(kind, "weight_decay"):
         given["weight_decay"] = optim.weight_decay
     given |= optim.options
     options = checked_options(kind, given, f"the optimizer {optim.name!r}", "optim.options", num_given=1)
@@ -139,10 +139,10 @@ def check_updates_by_element(optimizer: Optimizer, mesh: Mesh, device: torch.dev
 def build_scheduler(spec: SchedulerSpec, optimizer: Optimizer, total_steps: int) -> LRScheduler:
     """The scheduler of a job, which will be moved `total_steps` times in the whole run."""
     assert spec.name is not None  # there is one
-    make = imported(spec.name, "optim.scheduler.name")
+    make = import_by_path(spec.name, "optim.scheduler.name")
     options = dict(spec.options)
     for name in _TOTALS:
-        if takes(make, name):
+        if has_parameter(make, name):
             options.setdefault(name, total_steps)
     options = checked_options(make, options, f"the scheduler {spec.name!r}", "optim.scheduler.options", num_given=1)
     scheduler: LRScheduler = make(optimizer, **options)
@@ -156,14 +156,14 @@ def ends_with_epochs(job: Job) -> bool:
     spec = job.optim.scheduler
     if spec.name is None:
         return job.optim.schedule in ("cosine", "linear")
-    make = imported(spec.name, "optim.scheduler.name")
-    return any(takes(make, name) and name not in spec.options for name in _TOTALS)
+    make = import_by_path(spec.name, "optim.scheduler.name")
+    return any(has_parameter(make, name) and name not in spec.options for name in _TOTALS)
 
 
 def optimizer_class(name: str) -> Callable[..., Any]:
     """The optimizer of a name or an import path. Raises `JobError` if there is none."""
     if ":" in name:
-        return imported(name, "optim.name")
+        return import_by_path(name, "optim.name")
     known = {
         one.__name__.lower(): one
         for one in vars(torch.optim).values()
@@ -322,7 +322,7 @@ def describe_scaling(job: Job) -> str | None:
     )
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
+def has_parameter(function: Callable[..., Any], name: str) -> bool:
     """Whether a function or class has a parameter of this name."""
     return name in inspect.signature(function).parameters
 

@@ -17,7 +17,7 @@ from paceline.parallel.layout import is_on_meta
 from paceline.parallel.pass_state import accept_single_values
 from paceline.spec import Job, Mesh, Plan
 from paceline.tensors import to_device
-from paceline.train.model_state import Names, Precision, Trained, rebind
+from paceline.train.model_state import ParameterNames, Precision, Trained, rebind
 from paceline.train.optim import (
     JointOptimizer,
     LearningRates,
@@ -52,7 +52,7 @@ def prepare_model(
     if is_compiled:
         check_can_be_compiled(job, plan)
     rates = LearningRates(job, optimizer)
-    names = Names.of(optimizer, model)
+    names = ParameterNames.of(optimizer, model)
     if not is_on_meta(model) and mesh.is_plain:
         model.to(world.device)
     if job.precision == "float64":

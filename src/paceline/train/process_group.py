@@ -87,10 +87,10 @@ def leave() -> None:
     end_watch()
     if dist.is_initialized():
         dist.destroy_process_group()
-        await_rest()
+        await_gloo_threads()
 
 
-def await_rest() -> None:
+def await_gloo_threads() -> None:
     """Wait until no thread of Gloo has work left.
 
     When a collective is over for everybody else, such a thread still lets go of its tensors, for which it needs

@@ -92,7 +92,7 @@ class Run:
         self.job = job
         notes += self._at_close.enter_context(torch_settings(job, plan, world.device))
         self.reader, self.precision = DatasetReader(job, world.device), Precision(job, world.device)
-        progress = DataProgress(job, self.mesh.share(facts.rank), self.mesh.num_assignments, max_steps)
+        progress = DataProgress(job, self.mesh.assignment_index(facts.rank), self.mesh.num_assignments, max_steps)
         self.world = world
         self.rank, self.world_size, self.device = world.rank, world.world_size, world.device
         self._progress = progress

@@ -152,7 +152,7 @@ class RunState:
         """Whether every worker holds all models and their optimizers."""
         return all(trained.engine.holds_all for trained in self.models.by_name.values())
 
-    def restore(self, found: Found, *, force: bool) -> list[str]:
+    def restore(self, found: ReadCheckpoint, *, force: bool) -> list[str]:
         """Resume from a checkpoint; returns notes. Raises `JobError` if it is of another job, unless `force` is set."""
         shared = found.shared
         with _as_saved(found.name):
@@ -169,13 +169,13 @@ class RunState:
             self.kept.load_state_dict(shared["kept"])
             return notes
 
-    def restore_model(self, name: str, found: Found) -> list[str]:
+    def restore_model(self, name: str, found: ReadCheckpoint) -> list[str]:
         """Give a model that was prepared after the others its state; returns notes. Raises `CheckpointError` where the
         checkpoint has no such model."""
         with _as_saved(found.name):
             return self._put(name, found, goes_on=not self._changes(found.shared)[1])
 
-    def _put(self, name: str, found: Found, *, goes_on: bool) -> list[str]:
+    def _put(self, name: str, found: ReadCheckpoint, *, goes_on: bool) -> list[str]:
         notes = self.models.put(name, found.shared, found.own, hyper=goes_on, goes_on=goes_on)
         if goes_on:
             # A new scheduler writes its first learning rate into the optimizer, and loading its state leaves it there.
@@ -220,7 +220,7 @@ def _as_saved(name: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Found:
+class ReadCheckpoint:
     """The part of a checkpoint that this worker needs."""
 
     name: str
@@ -235,7 +235,7 @@ def newest_checkpoint(
     group: dist.ProcessGroup | None,
     say: Callable[[str], None],
     wanted: Callable[[dict[str, Any]], dict[str, Any]] | None,
-) -> Found | None:
+) -> ReadCheckpoint | None:
     """The newest good checkpoint. A collective of all workers in `group`, which uses CPU memory.
 
     `say` receives, on rank 0, messages about unusable checkpoints. `wanted` maps the common state, not read yet, to the
@@ -274,7 +274,7 @@ def newest_checkpoint(
             "sums": _scaled_sum([own.get("sums", {}) for own in owns], 1 / num_workers),
             "means": _scaled_sum([own.get("means", {}) for own in owns], 1 / len(owns)),
         }
-    return Found(name, {"job": manifest.job, **shared}, own)
+    return ReadCheckpoint(name, {"job": manifest.job, **shared}, own)
 
 
 def _scaled_sum(values: Sequence[Any], factor: float) -> Any:

@@ -29,14 +29,14 @@ from paceline.checkpoint.save import Saver
 from paceline.data import Purpose
 from paceline.data.randomness import key
 from paceline.errors import PeerLost
-from paceline.files import CHECKPOINTS_LOCK, hold_folder, make_run_folder
+from paceline.files import CHECKPOINTS_LOCK, lock_folder, make_run_folder
 from paceline.heartbeat import beat, inside
 from paceline.object_collectives import all_gather_objects, open_host_group
 from paceline.parallel.pass_state import seed_generators
 from paceline.train.batches import DataProgress
 from paceline.train.peers import Watch, current_watch
 from paceline.train.process_group import World
-from paceline.train.run_state import Found, RunState, newest_checkpoint
+from paceline.train.run_state import ReadCheckpoint, RunState, newest_checkpoint
 
 if TYPE_CHECKING:
     from paceline.train.run import Run
@@ -173,7 +173,7 @@ class Session:
         is_consistent: whether weights, optimizers, buffers and progress all belong to the same step: not while a step
             changes what is not restored after an error.
         peers: the watch, where the backend lets workers wait for a lost one, so that it has to end that; else None.
-        tell_saved: receives the step of each complete checkpoint, on all workers after the same step; may be replaced.
+        on_saved: receives the step of each complete checkpoint, on all workers after the same step; may be replaced.
     """
 
     def __init__(self, state: RunState, run: Run) -> None:
@@ -186,7 +186,7 @@ class Session:
         if group is not None and self._watch is not None and dist.get_backend(group) == "nccl":
             self._watch.abort, self.peers = group.abort, self._watch
         self.is_consistent = True
-        self.tell_saved: Callable[[int], None] = lambda _step: None
+        self.on_saved: Callable[[int], None] = lambda _step: None
         self._run, self._stopping = run, run.stopping
         self._spec = state.job.kept_checkpoints
         self._status_exchange = StatusExchange(self._group)
@@ -197,7 +197,7 @@ class Session:
         self._num_timed = 0
         self._slow: set[int] = set()
         """The workers of which the user was told that they hold the others up."""
-        self._newest: Callable[[], Found | None] = lambda: None
+        self._newest: Callable[[], ReadCheckpoint | None] = lambda: None
         """Reads the newest good checkpoint. A collective."""
         self._saver: Saver | None = None
         """None: the run saves nothing, or has not been resumed yet."""
@@ -235,7 +235,7 @@ class Session:
             if self.world.rank == 0:  # object stores cannot be locked
                 with contextlib.suppress(OSError):  # nothing can be written there; that is told when it is tried
                     make_run_folder(storage.folder)
-                    self._at_close.enter_context(hold_folder(storage.folder, CHECKPOINTS_LOCK))
+                    self._at_close.enter_context(lock_folder(storage.folder, CHECKPOINTS_LOCK))
         wanted = None if state.holds_all else state.models.own_shards
         self._newest = lambda: newest_checkpoint(storage, self._group, self.say, wanted)
         found = self._newest()
@@ -379,7 +379,7 @@ class Session:
         if is_reported and Request.BUSY not in received and self._in_writing is not None:
             saved, self._in_writing = self._in_writing, None
             if not saver.failed:  # the same on all workers
-                self.tell_saved(saved)
+                self.on_saved(saved)
         self._is_due |= bool(received & {Request.SAVE, Request.LEAVE}) or step >= self.next_save(self._last_step)
         self._last_step = step
         if self._is_due and Request.BUSY not in received:

@@ -44,7 +44,7 @@ def resolve_job(
     is_run: bool = False,
 ) -> Job:
     """The job of a value, a file or the name of a recipe, with changes applied: arguments as for `train`, which may be
-    wrong (`JobError`). `is_run`: whether settings of the plan are allowed, which `place_run` reads."""
+    wrong (`JobError`). `is_run`: whether settings of the plan are allowed, which `plan_run` reads."""
     of_plan = plan_settings(settings)
     if of_plan and not is_run:
         raise JobError(f"{shown(of_plan[0])} is for the plan of a run, in train and scale alone; leave it out here.")
@@ -156,7 +156,7 @@ def plan_settings(settings: Sequence[str]) -> list[str]:
     return found
 
 
-def place_run(
+def plan_run(
     job: Job,
     cluster: Cluster,
     num_devices: int,

@@ -137,19 +137,19 @@ def doctor(*, hosts: str | None = None, folder: Path | str = Path("runs")) -> tu
 def survey(nodes: Mapping[str, Reach], folder: Path) -> tuple[Finding, ...]:
     """What is wrong on nodes and between them; a doctor of its own looks at each."""
     from paceline.hardware.doctor.checks import Finding
-    from paceline.hardware.doctor.cluster import ONE_ENVIRONMENT, Surveyed, check_nodes
+    from paceline.hardware.doctor.cluster import ONE_ENVIRONMENT, NodeSurvey, check_nodes
     from paceline.hardware.doctor.node import facts_of
 
     marker, port = "", 20_000 + secrets.randbelow(12_000)
 
-    def look_at(node: str) -> Surveyed | Finding:
+    def look_at(node: str) -> NodeSurvey | Finding:
         peers = [other for other in nodes if other != node]
         question = json.dumps({"folder": str(folder), "marker": marker, "peers": peers, "port": port})
         program = (nodes[node].python, "-m", "paceline.hardware.doctor.node", question)
         try:
             told = json.loads(nodes[node].output_of(program, ANSWER_LIMIT_S).splitlines()[-1])
             skew_s = told["time_s"] - time.time()
-            return Surveyed(facts_of(told["facts"]), skew_s, told["marker"] == Path(marker).name, told["unreachable"])
+            return NodeSurvey(facts_of(told["facts"]), skew_s, told["marker"] == Path(marker).name, told["unreachable"])
         except LaunchError as problem:
             return Finding("error", "node", str(problem), f"Try: ssh {node} hostname", node)
         except (LookupError, TypeError, ValueError):
@@ -162,7 +162,7 @@ def survey(nodes: Mapping[str, Reach], folder: Path) -> tuple[Finding, ...]:
             Path(marker).write_text(Path(marker).name)  # it is random
         found = dict(zip(nodes, pool.map(look_at, nodes), strict=True))
     findings = [one for one in found.values() if isinstance(one, Finding)]
-    surveyed = {node: one for node, one in found.items() if isinstance(one, Surveyed)}
+    surveyed = {node: one for node, one in found.items() if isinstance(one, NodeSurvey)}
     for node, one in surveyed.items():
         findings += [replace(finding, node=node) for finding in one.facts.findings]
     return (*findings, *(check_nodes(surveyed, str(folder)) if len(surveyed) > 1 else ()))

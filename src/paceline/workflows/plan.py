@@ -14,7 +14,7 @@ from paceline import env
 from paceline.errors import ClusterError, JobError, ModelError, file_problems, shown
 from paceline.files import make_run_folder
 from paceline.launch.run import LaunchOptions
-from paceline.measure.probe import CLUSTER_FILE, keep, time_job, trace_job
+from paceline.measure.probe import CLUSTER_FILE, save_timing, time_job, trace_job
 from paceline.measure.rows import read_rows
 from paceline.plan import place, spread
 from paceline.plan.memory import DeviceMemory, job_memory
@@ -80,7 +80,7 @@ def probe(
         make_run_folder(Path(folder))
         scratch = Path(tempfile.mkdtemp(prefix="probe-", dir=folder)).absolute()
     with open_allocation(where, scratch) as allocation:
-        cluster, environ = allocation.cluster, env.import_note(import_folders(resolved))
+        cluster, environ = allocation.cluster, env.python_path(import_folders(resolved))
         most = workers or min(len(cluster.devices), resolved.virtual_shards)
         threads = threads or spread(cluster, most).threads_per_worker
         counts = sorted({*(2**power for power in range(most.bit_length())), most})
@@ -93,7 +93,7 @@ def probe(
         timing = time_job(resolved, plans, cluster.devices[0].name, scratch, budget, run, job_step)
     shutil.rmtree(scratch, ignore_errors=True)  # it stays where a worker fails, whose report lies there
     with file_problems(f"{out} cannot be written", ClusterError):
-        keep(timing, cluster.nodes, before, file)
+        save_timing(timing, cluster.nodes, before, file)
     return timing
 
 

@@ -33,7 +33,7 @@ from paceline.spec.plan import LIMIT_FILE, PLAN_FILE, RunLimit
 from paceline.spec.record import RECORD_FILE
 from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, read_counts, silent
-from paceline.workflows.jobs import CallbackLike, import_folders, place_run, resolve_job, with_callbacks
+from paceline.workflows.jobs import CallbackLike, import_folders, plan_run, resolve_job, with_callbacks
 from paceline.workflows.where import HERE, Allocation, Where, open_allocation
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def train(
     with open_allocation(where, run_dir) as allocation:
         cluster = allocation.cluster
         num_workers = workers or (given.world_size if given else min(len(cluster.devices), resolved.virtual_shards))
-        placed = with_forecast(resolved, place_run(resolved, cluster, num_workers, strategy, settings, given, say), say)
+        placed = with_forecast(resolved, plan_run(resolved, cluster, num_workers, strategy, settings, given, say), say)
         return run_job(
             allocation, resolved, placed, run_dir, limit, max_restarts, quiet=quiet, track=track, force=force
         )
@@ -122,7 +122,7 @@ def run_job(
     if file.exists():  # of a finished run, of which more is wanted
         file.rename(run_dir / f"record-{RunRecord.load(file).steps}-steps.json")
     program = write_run(job, plan, run_dir, limit, **writing)
-    environ = env.import_note(import_folders(job))
+    environ = env.python_path(import_folders(job))
     allocation.run(plan, program, LaunchOptions(run_dir, max_restarts=max_restarts, environ=environ))
     wall_s = time.monotonic() - started  # only here is known when the last worker ended
     has_nodes_elsewhere = any(node.is_remote for node in allocation.cluster.nodes)
@@ -263,7 +263,7 @@ def launch(
     program = [*(["-m"] if module else []), script, *arguments]
     name = script.rpartition(".")[2] if module else Path(script).stem
     run_dir = Path(out or f"runs/{name}") if dry_run else new_run_dir(out, name)
-    options = LaunchOptions(run_dir, "all", max_restarts, env.note(env.STRATEGY, strategy), tuple(torchrun))
+    options = LaunchOptions(run_dir, "all", max_restarts, env.variable(env.STRATEGY, strategy), tuple(torchrun))
     with open_allocation(where, run_dir, None if module else Path(script), on_paper=dry_run) as allocation:
         cluster, num_workers = allocation.cluster, workers or len(allocation.cluster.devices)
         plan = spread(cluster, num_workers, threads)
@@ -331,7 +331,7 @@ def scale(
     counts = read_counts("devices", devices)
     base = resolve_job(job, settings, data, is_run=True)
     study_dir, limit = new_run_dir(out, f"{base.name}-scaling"), RunLimit(max_steps)
-    jobs = {count: base.grown(count) if grow == "batch" else base for count in counts}
+    jobs = {count: base.scaled_for(count) if grow == "batch" else base for count in counts}
     runs = {f"devices{count}-seed{base.seed + n}": (count, base.seed + n) for n in range(seeds) for count in counts}
     records: list[RunRecord] = []
     failures: dict[str, WorkerFailed] = {}
@@ -339,7 +339,7 @@ def scale(
         cluster = allocation.cluster
         if cluster.device_kind == "cpu":  # a device is a fixed number of threads, or two would be no more than one
             settings = [f"plan.threads_per_worker={spread(cluster, counts[-1]).threads_per_worker}", *settings]
-        plans = {count: place_run(one, cluster, count, strategy, settings, say=say) for count, one in jobs.items()}
+        plans = {count: plan_run(one, cluster, count, strategy, settings, say=say) for count, one in jobs.items()}
         if grow == "none":
             plans = {count: with_forecast(base, plan, say) for count, plan in plans.items()}
         for name, (count, seed) in runs.items():

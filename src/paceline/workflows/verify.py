@@ -17,7 +17,7 @@ from paceline.spec import Job, parse_mesh
 from paceline.spec.codec import PositiveInt
 from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, read_counts, silent
-from paceline.workflows.jobs import is_script, place_run, resolve_job
+from paceline.workflows.jobs import is_script, plan_run, resolve_job
 from paceline.workflows.runs import check_script, write_run
 
 if TYPE_CHECKING:  # these load NumPy
@@ -87,7 +87,7 @@ def verify(
         resolved = resolve_job(job, settings, data)
         resolved = resolved.with_values(precision="float64") if resolved.parity == "numeric" else resolved
         of_plan = ["plan.threads_per_worker=1"]
-        plans = {count: place_run(resolved, cluster, count, shared[count], of_plan, say=say) for count in counts}
+        plans = {count: plan_run(resolved, cluster, count, shared[count], of_plan, say=say) for count in counts}
 
     def run(count: int, *, uneven_deal: bool = False, may_fail: bool = False) -> ObservedRun:
         """A run on so many workers, in new processes, since forked ones hash texts alike, which hides what depends on
@@ -98,7 +98,7 @@ def verify(
         with tempfile.TemporaryDirectory(prefix="paceline-verify-") as scratch:
             run_dir, failure = Path(scratch) / "run", ""
             environ = {env.TRACE_DIR: str(run_dir / "trace"), env.MAX_STEPS: str(steps)}
-            environ |= env.note(env.UNEVEN_DEAL, "1" * uneven_deal) | env.note(env.STRATEGY, shared[count])
+            environ |= env.variable(env.UNEVEN_DEAL, "1" * uneven_deal) | env.variable(env.STRATEGY, shared[count])
             program = programs.get(count)
             if program is None:
                 program = ["-m", "paceline.measure.recorder", *write_run(resolved, plans[count], run_dir)[2:]]

@@ -17,7 +17,7 @@ from typing import Annotated, Literal
 
 from paceline import env
 from paceline.errors import LaunchError, file_problems
-from paceline.files import hold_folder, make_run_folder
+from paceline.files import lock_folder, make_run_folder
 from paceline.hardware import detect
 from paceline.launch.command_lines import container_argv, parse_node_list, srun_argv, ssh_argv, with_variables
 from paceline.launch.ray import FIRST_NODE, ray_argv, ray_nodes
@@ -92,9 +92,10 @@ class Allocation:
 
     def _with_variables(self, options: LaunchOptions) -> LaunchOptions:
         """The options with what workers have to know of `where`."""
-        environ = env.note(env.CONTAINER, self.where.container) | env.note(env.HANG_TIMEOUT, self.where.hang_timeout_s)
-        if self.where.interface:
-            environ |= dict.fromkeys(env.INTERFACE_VARIABLES, self.where.interface)
+        where = self.where
+        environ = env.variable(env.CONTAINER, where.container) | env.variable(env.HANG_TIMEOUT, where.hang_timeout_s)
+        if where.interface:
+            environ |= dict.fromkeys(env.INTERFACE_VARIABLES, where.interface)
         return replace(options, environ=environ | dict(options.environ))
 
 
@@ -118,7 +119,7 @@ def open_allocation(
             problem = f"The run folder {run_dir} cannot be used"
             with file_problems(problem, LaunchError, "name another one with out = DIR"):
                 make_run_folder(run_dir)
-                held.enter_context(hold_folder(run_dir))
+                held.enter_context(lock_folder(run_dir))
         yield _allocation(where, visible, on_paper)
 
 
@@ -156,9 +157,9 @@ def _reach(
     cwd = Path.cwd()
 
     def argv(program: Sequence[str], environ: Mapping[str, str]) -> Sequence[str]:
-        passed = env.note(env.DEVICE, env.text(env.DEVICE)) | dict(environ)
+        passed = env.variable(env.DEVICE, env.text(env.DEVICE)) | dict(environ)
         if where.container is None:  # in one, folders of this node mean nothing
-            passed = env.note("PYTHONPATH", env.text("PYTHONPATH")) | passed if hostnames else dict(environ)
+            passed = env.variable("PYTHONPATH", env.text("PYTHONPATH")) | passed if hostnames else dict(environ)
             return carry(program, cwd=cwd, environ=passed)
         inside = container_argv(program, where.container, cwd=cwd, binds=visible, gpus=gpus, environ=passed)
         return carry(inside, cwd=cwd, environ={})

@@ -15,14 +15,14 @@ import pytest
 import paceline
 from paceline.cli import commands
 from paceline.hardware.doctor import checks
-from paceline.hardware.doctor.checks import Finding, Lookup, Torch
-from paceline.hardware.doctor.cluster import Surveyed, check_nodes
+from paceline.hardware.doctor.checks import Finding, NameLookup, TorchFacts
+from paceline.hardware.doctor.cluster import NodeSurvey, check_nodes
 from paceline.hardware.doctor.node import NodeFacts, check_gpus, examine, quota_cores
 from paceline.launch.run import Reach
 from paceline.workflows.machine import survey
 from tests.unit.hardware.fake_nvml import HEALTHY, FakeNvml, NVMLError
 
-CUDA_12 = Torch("2.9.0+cu126", "12.6", 8)
+CUDA_12 = TorchFacts("2.9.0+cu126", "12.6", 8)
 
 
 def assert_says(findings: Sequence[Finding], level: str, words: list[str]) -> None:
@@ -38,7 +38,7 @@ def assert_says(findings: Sequence[Finding], level: str, words: list[str]) -> No
 # --- GPUs ---
 
 
-def about_gpus(num_gpus: int, answers: dict[str, Any], torch: Torch = CUDA_12) -> list[Finding]:
+def about_gpus(num_gpus: int, answers: dict[str, Any], torch: TorchFacts = CUDA_12) -> list[Finding]:
     _, found = check_gpus(torch, FakeNvml(num_gpus, answers))
     return found
 
@@ -99,11 +99,11 @@ def test_pairs_that_cannot_copy_to_each_other_are_named() -> None:
 @pytest.mark.parametrize(
     ("torch", "words"),
     [
-        (Torch("2.9.0+cpu"), ["2.9.0+cpu", "CPU"]),
-        (Torch("2.9.0", "12.6", 0, "the driver is too old"), ["none of 1", "driver is too old", "12.6"]),
+        (TorchFacts("2.9.0+cpu"), ["2.9.0+cpu", "CPU"]),
+        (TorchFacts("2.9.0", "12.6", 0, "the driver is too old"), ["none of 1", "driver is too old", "12.6"]),
     ],
 )
-def test_a_torch_that_cannot_use_the_gpus_is_an_error(torch: Torch, words: list[str]) -> None:
+def test_a_torch_that_cannot_use_the_gpus_is_an_error(torch: TorchFacts, words: list[str]) -> None:
     assert_says([one for one in about_gpus(1, HEALTHY, torch) if one.level != "ok"], "error", words)
 
 
@@ -120,7 +120,7 @@ def test_every_query_of_the_stand_in_exists_in_the_library() -> None:
 
 # --- the other checks of one node ---
 
-PEER = Lookup("gpu2", "10.0.0.2")
+PEER = NameLookup("gpu2", "10.0.0.2")
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,11 @@ PEER = Lookup("gpu2", "10.0.0.2")
     [
         (checks.check_driver(7, 8, "570", ""), "error", ["8 ", "7"]),
         (checks.check_driver(0, 2, "", "Driver Not Loaded"), "error", ["2 ", "Not Loaded"]),
-        (checks.check_torch(Torch(problem="No module named 'torch'"), "3.11"), "error", ["No module", "pip install"]),
+        (
+            checks.check_torch(TorchFacts(problem="No module named 'torch'"), "3.11"),
+            "error",
+            ["No module", "pip install"],
+        ),
         (checks.check_torch(CUDA_12, "3.11.7"), "ok", ["2.9.0+cu126", "3.11.7"]),
         (checks.check_quota(64, 4.0), "warning", ["4 ", "64", "0-3"]),
         (checks.check_quota(64, 0.5), "warning", ["0.5", "0-0"]),
@@ -149,24 +153,24 @@ PEER = Lookup("gpu2", "10.0.0.2")
         (checks.check_run_folder(Path("/runs"), 2**40, "", is_writable=False), "error", ["/runs", "--out"]),
         (checks.check_run_folder(Path("/a/b"), 2**40, "/a", is_writable=True), "error", ["/a is not a folder"]),
         # The name that Debian gives 127.0.1.1 is a trap between nodes only.
-        (checks.check_own_name(Lookup("gpu1", "127.0.1.1"), "10.0.0.1", has_peers=False), "ok", []),
+        (checks.check_own_name(NameLookup("gpu1", "127.0.1.1"), "10.0.0.1", has_peers=False), "ok", []),
         (
-            checks.check_own_name(Lookup("gpu1", "127.0.1.1"), "10.0.0.1", has_peers=True),
+            checks.check_own_name(NameLookup("gpu1", "127.0.1.1"), "10.0.0.1", has_peers=True),
             "error",
             ["127.0.1.1", "10.0.0.1"],
         ),
-        (checks.check_own_name(Lookup("gpu1", problem="not known"), "", has_peers=False), "warning", ["gpu1"]),
-        (checks.check_own_name(Lookup("gpu1", problem="not known"), "", has_peers=True), "error", ["gpu1"]),
+        (checks.check_own_name(NameLookup("gpu1", problem="not known"), "", has_peers=False), "warning", ["gpu1"]),
+        (checks.check_own_name(NameLookup("gpu1", problem="not known"), "", has_peers=True), "error", ["gpu1"]),
         (
-            checks.check_own_name(Lookup("gpu1", "10.0.0.1", 5.02), "10.0.0.1", has_peers=True),
+            checks.check_own_name(NameLookup("gpu1", "10.0.0.1", 5.02), "10.0.0.1", has_peers=True),
             "warning",
             ["5.0 s", "/etc/hosts"],
         ),
-        (checks.check_way(PEER, "eth0"), "ok", ["eth0", "gpu2"]),
-        (checks.check_way(PEER, ""), "error", ["ip route get 10.0.0.2"]),
-        (checks.check_way(PEER, "lo"), "error", ["this node itself"]),
-        (checks.check_way(PEER, "docker0"), "error", ["docker0", "inside"]),
-        (checks.check_way(Lookup("gpu2", problem="not known"), ""), "error", ["gpu2", "not known"]),
+        (checks.check_route(PEER, "eth0"), "ok", ["eth0", "gpu2"]),
+        (checks.check_route(PEER, ""), "error", ["ip route get 10.0.0.2"]),
+        (checks.check_route(PEER, "lo"), "error", ["this node itself"]),
+        (checks.check_route(PEER, "docker0"), "error", ["docker0", "inside"]),
+        (checks.check_route(NameLookup("gpu2", problem="not known"), ""), "error", ["gpu2", "not known"]),
     ],
 )
 def test_values_of_one_node(found: list[Finding], level: str, words: list[str]) -> None:
@@ -221,9 +225,9 @@ def node(
     gpus: str = "no GPU",
     unreachable: dict[str, str] | None = None,
     **versions: str,
-) -> Surveyed:
+) -> NodeSurvey:
     known = {"torch": "2.9.0+cu126", "CUDA": "12.6", "paceline": "0.1.0", "python": "3.11.7"} | versions
-    return Surveyed(NodeFacts((), known, gpus, {"eth0": mtu}), skew_s, sees_folder, unreachable or {})
+    return NodeSurvey(NodeFacts((), known, gpus, {"eth0": mtu}), skew_s, sees_folder, unreachable or {})
 
 
 @pytest.mark.parametrize(
@@ -239,7 +243,7 @@ def node(
     ],
 )
 def test_one_thing_that_differs_between_nodes_is_the_one_finding(
-    other: Surveyed, level: str, check: str, words: list[str]
+    other: NodeSurvey, level: str, check: str, words: list[str]
 ) -> None:
     found = [one for one in check_nodes({"a": node(), "b": other}, "/shared/runs") if one.level != "ok"]
     assert_says(found, level, words)

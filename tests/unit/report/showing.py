@@ -84,7 +84,7 @@ def grown_records(devices: Sequence[int] = (1, 2, 4), seeds: Sequence[int] = (0,
         record_of(
             count,
             seed,
-            job_of().grown(count),
+            job_of().scaled_for(count),
             accuracy=0.978 + 0.002 * math.sin(1.7 * seed) - 0.0045 * (count - 1),
             notes=() if count == 1 else (f"Learning rate scaled {count}x to {0.05 * count:g} with the batch.",),
         )

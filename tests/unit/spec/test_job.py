@@ -364,13 +364,13 @@ def test_growing_keeps_the_batch_of_a_device_and_scales_the_rate(
     factor: int, shards: int, size: int, rule: str
 ) -> None:
     job = job_of({"global_batch_size": shards * size, "virtual_shards": shards, "optim.lr_scaling": rule})
-    grown = job.grown(factor)
+    grown = job.scaled_for(factor)
     assert grown.global_batch_size == shards * size * factor
     assert grown.shard_size == job.shard_size == size
     assert grown.lr_scale == pytest.approx({"linear": factor, "sqrt": math.sqrt(factor), "none": 1.0}[rule])
     assert job.lr_scale == 1.0
     # A rate that was chosen for another batch keeps its base.
-    assert grown.grown(2).lr_scale == pytest.approx(
+    assert grown.scaled_for(2).lr_scale == pytest.approx(
         {"linear": 2 * factor, "sqrt": math.sqrt(2 * factor)}.get(rule, 1.0)
     )
 

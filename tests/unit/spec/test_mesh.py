@@ -27,8 +27,10 @@ def test_every_place_is_taken_once_and_the_last_axis_runs_fastest(mesh: Mesh) ->
 @given(MESHES)
 def test_every_assignment_belongs_to_one_copy_of_the_model_with_one_leader(mesh: Mesh) -> None:
     ranks = range(mesh.num_workers)
-    assert Counter(map(mesh.share, ranks)) == dict.fromkeys(range(mesh.dp * mesh.fsdp), mesh.tp * mesh.pp)
-    assert sorted(mesh.share(rank) for rank in ranks if mesh.leads_assignment(rank)) == list(range(mesh.dp * mesh.fsdp))
+    assert Counter(map(mesh.assignment_index, ranks)) == dict.fromkeys(range(mesh.dp * mesh.fsdp), mesh.tp * mesh.pp)
+    assert sorted(mesh.assignment_index(rank) for rank in ranks if mesh.leads_assignment(rank)) == list(
+        range(mesh.dp * mesh.fsdp)
+    )
 
 
 @given(MESHES)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paceline import env
 from paceline.env import WorkerFacts, worker_facts
 from paceline.errors import JobError, LaunchError
-from paceline.import_path import imported
+from paceline.import_path import import_by_path
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -116,8 +116,8 @@ def test_a_device_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_an_import_path_names_a_function_or_a_class() -> None:
-    assert imported("pathlib:Path", "model.name") is Path
-    assert imported("os:path.join", "model.name")("a", "b") == "a/b"
+    assert import_by_path("pathlib:Path", "model.name") is Path
+    assert import_by_path("os:path.join", "model.name")("a", "b") == "a/b"
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_an_import_path_names_a_function_or_a_class() -> None:
 )
 def test_an_import_path_that_leads_nowhere_is_named_with_its_key(path: str, words: list[str]) -> None:
     with pytest.raises(JobError) as caught:
-        imported(path, "model.name")
+        import_by_path(path, "model.name")
     assert all(word in str(caught.value) for word in ("model.name", *words)), caught.value
 
 
@@ -142,7 +142,7 @@ def test_a_bug_inside_the_users_module_keeps_its_traceback(tmp_path: Path, monke
     (tmp_path / "with_a_bug.py").write_text("import nosuchlibrary\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="nosuchlibrary"):
-        imported("with_a_bug:x", "model.name")
+        import_by_path("with_a_bug:x", "model.name")
 
 
 @pytest.mark.parametrize(("told", "cores"), [("0,2;1,3", {1, 3}), (";", set()), ("0", set()), ("", set())])

@@ -21,7 +21,7 @@ from paceline.spec import Job, RunRecord
 from paceline.spec.job import EarlyStoppingSpec
 from paceline.spec.record import EvaluationRecord, best_place
 from paceline.train import loop
-from paceline.train.callbacks import best_evaluation, why_to_stop
+from paceline.train.callbacks import best_evaluation, stop_reason
 from paceline.train.journal import RunOutput
 from tests.kit.workers import run_ranks
 
@@ -58,21 +58,21 @@ def test_a_run_stops_after_the_evaluation_that_uses_up_its_patience(
     losses: tuple[float, ...], spec: EarlyStoppingSpec, stops_after: int | None
 ) -> None:
     records = evaluations(*losses)
-    found = [number for number in range(len(losses) + 1) if why_to_stop(records[:number], spec) is not None]
+    found = [number for number in range(len(losses) + 1) if stop_reason(records[:number], spec) is not None]
     assert (found[0] if found else None) == stops_after
 
 
 def test_the_reason_names_the_metric_and_the_best() -> None:
-    reason = why_to_stop(evaluations(3.0, 2.0, 2.0, 2.0), patience(2))
+    reason = stop_reason(evaluations(3.0, 2.0, 2.0, 2.0), patience(2))
     assert reason is not None and all(word in reason for word in ("loss", "2 evaluations", "step 20"))
-    reason = why_to_stop(evaluations(math.nan), patience(1))
+    reason = stop_reason(evaluations(math.nan), patience(1))
     assert reason is not None and "finite" in reason
 
 
 def test_an_evaluation_at_the_end_of_a_run_does_not_count() -> None:
     records = [*evaluations(3.0, 3.5), *evaluations(9.0, scheduled=False)]
-    assert why_to_stop(records, patience(2)) is None
-    assert why_to_stop([*records, *evaluations(4.0)], patience(2)) is not None
+    assert stop_reason(records, patience(2)) is None
+    assert stop_reason([*records, *evaluations(4.0)], patience(2)) is not None
 
 
 def test_the_best_of_equals_is_the_first_and_a_name_tells_which_way_is_better() -> None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.errors import PeerLost
-from paceline.object_collectives import decode, device_of, encode, transferred
+from paceline.object_collectives import decode, device_of, encode, transfer_message
 
 _REQUEST, _ANSWER = 1 << 20, (1 << 20) + 1
 """Tags of messages: apart from those that collectives of the group use."""
@@ -140,7 +140,7 @@ class Calls:
         def transfer(tensor: Tensor) -> None:
             _wait(dist.isend(tensor, group=self._group, group_dst=rank, tag=tag), timeout_s)
 
-        transferred(encode(value, self._classes), transfer, device_of(self._group))
+        transfer_message(encode(value, self._classes), transfer, device_of(self._group))
 
     def _receive(self, rank: int, tag: int, timeout_s: float | None = None) -> Any:
         """The value that a worker sends by `_send`."""
@@ -148,7 +148,7 @@ class Calls:
         def transfer(tensor: Tensor) -> None:
             _wait(dist.irecv(tensor, group=self._group, group_src=rank, tag=tag), timeout_s)
 
-        return decode(transferred(None, transfer, device_of(self._group)), self._classes)
+        return decode(transfer_message(None, transfer, device_of(self._group)), self._classes)
 
 
 def _wait(work: dist.Work | None, timeout_s: float | None) -> None:

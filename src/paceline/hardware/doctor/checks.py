@@ -43,7 +43,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Torch:
+class TorchFacts:
     """What torch says of itself."""
 
     version: str = ""
@@ -55,7 +55,7 @@ class Torch:
 
 
 @dataclass(frozen=True)
-class Lookup:
+class NameLookup:
     """The address of a name, how long finding it took, and finding the name of the address."""
 
     name: str
@@ -65,15 +65,15 @@ class Lookup:
     """Why there is no address."""
 
 
-def every(check: str, fine: str, rows: Iterable[Row]) -> list[Finding]:
+def findings(check: str, fine: str, rows: Iterable[Row]) -> list[Finding]:
     """A finding for each row that is so, or the one that says that all is fine."""
     found = [Finding(level, check, what, fix) for is_so, level, what, fix in rows if is_so]
     return found or [Finding("ok", check, fine)]
 
 
-def first(check: str, fine: str, *subjects: Iterable[Row]) -> list[Finding]:
-    """As `every`, with one row at most of each subject: those after it say less."""
-    return every(check, fine, (row for rows in subjects for row in [row for row in rows if row[0]][:1]))
+def first_of_each(check: str, fine: str, *subjects: Iterable[Row]) -> list[Finding]:
+    """As `findings`, with one row at most of each subject: those after it say less."""
+    return findings(check, fine, (row for rows in subjects for row in [row for row in rows if row[0]][:1]))
 
 
 def first_few(items: Sequence[str], most: int = 4) -> str:
@@ -87,10 +87,10 @@ def check_driver(num_gpus: int, num_on_bus: int, driver: str, problem: str) -> l
     unseen = f"{num_on_bus} NVIDIA GPUs are on the PCI bus, but the driver knows {num_gpus}: {problem or 'see dmesg'}."
     fix = "Install the NVIDIA driver, or look for NVRM in dmesg and reboot; start a container with --gpus all."
     none = "There is no NVIDIA GPU: workers compute on CPU."
-    return every("gpu driver", fine if num_gpus else none, [(num_on_bus > num_gpus, "error", unseen, fix)])
+    return findings("gpu driver", fine if num_gpus else none, [(num_on_bus > num_gpus, "error", unseen, fix)])
 
 
-def check_cuda(torch: Torch, num_gpus: int) -> list[Finding]:
+def check_cuda(torch: TorchFacts, num_gpus: int) -> list[Finding]:
     """Torch is built for CUDA, by a version that the driver runs, and can use the GPUs."""
     for_cpu = f"There are GPUs, but torch {torch.version} is built for CPU alone."
     install = "Install a torch built for CUDA; pytorch.org/get-started names the command."
@@ -98,12 +98,12 @@ def check_cuda(torch: Torch, num_gpus: int) -> list[Finding]:
     driver = "Update the driver, or install a torch for an older CUDA; NVSwitch systems need nvidia-fabricmanager."
     rows: list[Row] = [(not torch.cuda, "error", for_cpu, install), (torch.problem, "error", none, driver)]
     fine = f"Torch can use {torch.num_gpus} of {num_gpus} GPUs, by CUDA {torch.cuda}."
-    return first("torch and GPUs", fine, rows)
+    return first_of_each("torch and GPUs", fine, rows)
 
 
-def check_torch(torch: Torch, python: str) -> list[Finding]:
+def check_torch(torch: TorchFacts, python: str) -> list[Finding]:
     what, fix = f"Torch cannot be loaded by this Python: {torch.problem}.", "pip install torch"
-    return every("torch", f"torch {torch.version} on Python {python}.", [(not torch.version, "error", what, fix)])
+    return findings("torch", f"torch {torch.version} on Python {python}.", [(not torch.version, "error", what, fix)])
 
 
 def check_quota(num_cores: int, quota_cores: float) -> list[Finding]:
@@ -112,7 +112,7 @@ def check_quota(num_cores: int, quota_cores: float) -> list[Finding]:
     what = f"The control group allows the time of {quota_cores:.3g} cores, but {num_cores} are visible: threads sleep."
     fix = f"Give the container more cores, or use fewer: taskset -c 0-{last} paceline …"
     row: Row = (quota_cores < num_cores, "warning", what, fix)
-    return every("cpu quota", f"All of {num_cores} cores may be used.", [row])
+    return findings("cpu quota", f"All of {num_cores} cores may be used.", [row])
 
 
 def check_open_files(soft: int, hard: int) -> list[Finding]:
@@ -122,7 +122,7 @@ def check_open_files(soft: int, hard: int) -> list[Finding]:
         fix = "As root put '* - nofile 65536' into /etc/security/limits.conf; in a container: --ulimit nofile=65536."
     what = f"A process may open only {soft} files; loaders and sockets run out of them below {MIN_OPEN_FILES}."
     fine = f"A process may open {'any number of' if soft == UNLIMITED else soft} files."
-    return every("ulimit nofile", fine, [(UNLIMITED < soft < MIN_OPEN_FILES, "warning", what, fix)])
+    return findings("ulimit nofile", fine, [(UNLIMITED < soft < MIN_OPEN_FILES, "warning", what, fix)])
 
 
 def check_shared_memory(total_bytes: int, free_bytes: int) -> list[Finding]:
@@ -136,7 +136,7 @@ def check_shared_memory(total_bytes: int, free_bytes: int) -> list[Finding]:
         (not total_bytes, "warning", none, "sudo mount -t tmpfs -o size=8G shm /dev/shm"),
         (free_bytes < LOADER_BYTES, "warning", little, fix),
     ]
-    return first("/dev/shm", f"/dev/shm has {size(free_bytes)} free.", rows)
+    return first_of_each("/dev/shm", f"/dev/shm has {size(free_bytes)} free.", rows)
 
 
 def check_run_folder(folder: Path, free_bytes: int, obstacle: str, *, is_writable: bool) -> list[Finding]:
@@ -150,10 +150,10 @@ def check_run_folder(folder: Path, free_bytes: int, obstacle: str, *, is_writabl
         (free_bytes < MIN_DISK_BYTES, "error", f"{room}: a checkpoint may not fit.", more),
         (free_bytes < COMFORTABLE_DISK_BYTES, "warning", f"{room}: enough for few checkpoints.", more),
     ]
-    return first("run folder", f"{folder} can be written to and has room.", rows)
+    return first_of_each("run folder", f"{folder} can be written to and has room.", rows)
 
 
-def check_own_name(own: Lookup, address: str, *, has_peers: bool) -> list[Finding]:
+def check_own_name(own: NameLookup, address: str, *, has_peers: bool) -> list[Finding]:
     """Gloo and torch's rendezvous look the node's own name up; 127.0.1.1, which Debian puts into /etc/hosts, tells the
     other nodes to look for it on themselves. `address` is where they can reach it."""
     line = f"echo '{address or 'ADDRESS'} {own.name}' | sudo tee -a /etc/hosts"
@@ -166,10 +166,10 @@ def check_own_name(own: Lookup, address: str, *, has_peers: bool) -> list[Findin
         (has_peers and is_loopback, "error", inside, replace),
         _slow(own, line),
     ]
-    return first("own name", f"This node's own name {own.name} means {own.address}.", rows)
+    return first_of_each("own name", f"This node's own name {own.name} means {own.address}.", rows)
 
 
-def check_way(peer: Lookup, interface: str) -> list[Finding]:
+def check_route(peer: NameLookup, interface: str) -> list[Finding]:
     """Another node by its name, and the interface that leads to it; empty where none does."""
     name, address = peer.name, peer.address
     line = f"echo '{address or 'ADDRESS'} {name}' | sudo tee -a /etc/hosts"
@@ -184,10 +184,10 @@ def check_way(peer: Lookup, interface: str) -> list[Finding]:
         (is_local(interface), "error", inside, "Use an address of the node in the network that all nodes share."),
         _slow(peer, line),
     ]
-    return first(f"way to {name}", f"{interface} leads to {name} ({address}).", rows)
+    return first_of_each(f"way to {name}", f"{interface} leads to {name} ({address}).", rows)
 
 
-def _slow(lookup: Lookup, fix: str) -> Row:
+def _slow(lookup: NameLookup, fix: str) -> Row:
     what = f"Looking up {lookup.name} took {lookup.seconds:.1f} s: a name server does not answer, and runs wait."
     return (lookup.seconds > SLOW_LOOKUP_S, "warning", what, fix)
 

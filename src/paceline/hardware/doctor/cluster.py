@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.hardware.doctor.checks import Finding, Row, every, first_few
+from paceline.hardware.doctor.checks import Finding, Row, findings, first_few
 from paceline.hardware.doctor.node import NodeFacts
 
 MAX_SKEW_S = 1.0
@@ -19,7 +19,7 @@ ONE_ENVIRONMENT = "Use one environment on all nodes: a shared folder, a containe
 
 
 @dataclass(frozen=True)
-class Surveyed:
+class NodeSurvey:
     """One node as this one sees it."""
 
     facts: NodeFacts
@@ -31,7 +31,7 @@ class Surveyed:
     """Why it cannot connect to other nodes, by their names."""
 
 
-def check_nodes(nodes: Mapping[str, Surveyed], folder: str) -> list[Finding]:
+def check_nodes(nodes: Mapping[str, NodeSurvey], folder: str) -> list[Finding]:
     """All findings that compare nodes; runs are written to `folder`."""
     models = {node.facts.gpus for node in nodes.values()}
     each = first_few([f"{name} has {node.facts.gpus}" for name, node in nodes.items()])
@@ -55,16 +55,18 @@ def check_nodes(nodes: Mapping[str, Surveyed], folder: str) -> list[Finding]:
     num_ways = len(nodes) * (len(nodes) - 1)
     is_mixed = len(set(mtus.values())) > 1
     return [
-        *every("same versions", f"All {len(nodes)} nodes have the same versions.", _different_versions(nodes)),
-        *every("same GPUs", f"All nodes have {next(iter(models))}.", [(len(models) > 1, "warning", unlike, odd)]),
-        *every("MTU", "All nodes send packets of the same size.", [(is_mixed, "warning", packets, one_mtu)]),
-        *every("firewall", f"All {num_ways} ways between nodes are open.", ways),
-        *every("clocks", "All clocks agree.", [(is_late, "warning", late, "sudo timedatectl set-ntp true, on both")]),
-        *every("shared folder", f"All nodes see {folder}.", [(blind, "warning", unseen, share)]),
+        *findings("same versions", f"All {len(nodes)} nodes have the same versions.", _different_versions(nodes)),
+        *findings("same GPUs", f"All nodes have {next(iter(models))}.", [(len(models) > 1, "warning", unlike, odd)]),
+        *findings("MTU", "All nodes send packets of the same size.", [(is_mixed, "warning", packets, one_mtu)]),
+        *findings("firewall", f"All {num_ways} ways between nodes are open.", ways),
+        *findings(
+            "clocks", "All clocks agree.", [(is_late, "warning", late, "sudo timedatectl set-ntp true, on both")]
+        ),
+        *findings("shared folder", f"All nodes see {folder}.", [(blind, "warning", unseen, share)]),
     ]
 
 
-def _different_versions(nodes: Mapping[str, Surveyed]) -> list[Row]:
+def _different_versions(nodes: Mapping[str, NodeSurvey]) -> list[Row]:
     """Workers of different versions speak different protocols, or compute differently."""
     rows: list[Row] = []
     for package in ("paceline", "python", "torch", "CUDA"):

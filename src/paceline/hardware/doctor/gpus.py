@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import combinations
 from typing import Any
 
-from paceline.hardware.doctor.checks import Finding, Row, every, first, first_few
+from paceline.hardware.doctor.checks import Finding, Row, findings, first_few, first_of_each
 from paceline.hardware.nvml import Nvml, busy, throttling
 
 Handles = Mapping[int, Any]
@@ -27,7 +27,7 @@ def check_peer_access(nvml: Nvml, gpus: Handles) -> list[Finding]:
     what = f"The GPUs {first_few(cut)} reach each other through the node's memory only (nvidia-smi topo -p2p r: why)."
     fix = "Choose devices that can: paceline topo --pick 2; if none can, nothing is to be set."
     fine = f"All {len(pairs)} pairs of GPUs reach each other's memory."
-    return every("peer-to-peer", fine, [(cut, "warning", what, fix)])
+    return findings("peer-to-peer", fine, [(cut, "warning", what, fix)])
 
 
 def check_memory(nvml: Nvml, gpus: Handles) -> list[Finding]:
@@ -49,7 +49,9 @@ def check_memory(nvml: Nvml, gpus: Handles) -> list[Finding]:
             (ecc and not ecc[0], "warning", off, f"sudo nvidia-smi -i {i} -e 1, then reboot"),
         ]
 
-    return first("gpu memory", "No GPU has memory errors that matter.", *(problems(*gpu) for gpu in gpus.items()))
+    return first_of_each(
+        "gpu memory", "No GPU has memory errors that matter.", *(problems(*gpu) for gpu in gpus.items())
+    )
 
 
 def check_speed(nvml: Nvml, gpus: Handles) -> list[Finding]:
@@ -70,7 +72,7 @@ def check_speed(nvml: Nvml, gpus: Handles) -> list[Finding]:
             (0 < watts < usual_watts, "warning", capped, f"sudo nvidia-smi -i {i} -pl {usual_watts:g}"),
             (0 < width < most, "warning", f"GPU {i} has {width} of its {most} PCIe lanes.", slot),
         ]
-    return every("gpu speed", "No GPU is slowed down.", rows)
+    return findings("gpu speed", "No GPU is slowed down.", rows)
 
 
 def check_modes(nvml: Nvml, gpus: Handles) -> list[Finding]:
@@ -90,4 +92,4 @@ def check_modes(nvml: Nvml, gpus: Handles) -> list[Finding]:
             (is_forgotten, "warning", forgotten, f"sudo nvidia-smi -i {i} -pm 1"),
             (use, "warning", f"GPU {i} is in use: {use}.", "See by whom: nvidia-smi"),
         ]
-    return every("gpu modes", "Every GPU is open to programs.", rows)
+    return findings("gpu modes", "Every GPU is open to programs.", rows)

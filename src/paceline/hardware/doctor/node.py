@@ -23,7 +23,7 @@ import psutil
 from paceline import env
 from paceline.errors import reason_of
 from paceline.hardware.doctor import checks, gpus
-from paceline.hardware.doctor.checks import Finding, Lookup, Torch
+from paceline.hardware.doctor.checks import Finding, NameLookup, TorchFacts
 from paceline.hardware.nvml import DriverProblem, open_nvml
 from paceline.words import listing
 
@@ -73,7 +73,7 @@ def examine(folder: Path, peers: Sequence[str] = (), library: Any = None) -> Nod
     torch, python = ask_torch(), platform.python_version()
     names, found = check_gpus(torch, library)
     lookups = [look_up(peer) for peer in peers]
-    ways = [way_to(lookup.address) if lookup.address else "" for lookup in lookups]
+    ways = [interface_towards(lookup.address) if lookup.address else "" for lookup in lookups]
     # Where others reach this node: by an interface that leads to them, if there is one.
     address = next((own for _, own in sorted(env.addresses(), key=lambda one: one[0] not in ways)), "")
     shm = shutil.disk_usage(SHM) if SHM.is_dir() else None
@@ -93,14 +93,14 @@ def examine(folder: Path, peers: Sequence[str] = (), library: Any = None) -> Nod
         *checks.check_own_name(look_up(socket.gethostname()), address, has_peers=bool(peers)),
     ]
     for lookup, way in zip(lookups, ways, strict=True):
-        found += checks.check_way(lookup, way)
+        found += checks.check_route(lookup, way)
     mtus = {way: psutil.net_if_stats()[way].mtu for way in ways if way not in ("", "lo")}
     versions = {"paceline": version("paceline"), "python": python, "torch": torch.version, "CUDA": torch.cuda}
     models = listing([f"{count} x {name}" for name, count in Counter(names).items()]) or "no GPU"
     return NodeFacts(tuple(found), versions, models, mtus)
 
 
-def check_gpus(torch: Torch, library: Any = None) -> tuple[list[str], list[Finding]]:
+def check_gpus(torch: TorchFacts, library: Any = None) -> tuple[list[str], list[Finding]]:
     """The names of the GPUs, and what is wrong with them."""
     names: list[str] = []
     found: list[Finding] = []
@@ -137,16 +137,18 @@ def answer(folder: str, marker: str, peers: Sequence[str], port: int) -> dict[st
     return {"facts": asdict(facts), **told}
 
 
-def ask_torch() -> Torch:
+def ask_torch() -> TorchFacts:
     """Load torch in a process of its own, which libraries that do not fit may take down."""
     command = [sys.executable, "-c", _ABOUT_TORCH]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_LIMIT_S)
     except subprocess.TimeoutExpired:
-        return Torch(problem=f"it was not loaded within {TORCH_LIMIT_S:g} s")
+        return TorchFacts(problem=f"it was not loaded within {TORCH_LIMIT_S:g} s")
     if done.returncode:
-        return Torch(problem=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].rstrip("."))
-    return Torch(*json.loads(done.stdout.splitlines()[-1]))
+        return TorchFacts(
+            problem=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].rstrip(".")
+        )
+    return TorchFacts(*json.loads(done.stdout.splitlines()[-1]))
 
 
 def num_gpus_on_bus(devices: Path = Path("/sys/bus/pci/devices")) -> int:
@@ -172,17 +174,17 @@ def quota_cores(own_cgroup: str, root: Path = Path("/sys/fs/cgroup")) -> float:
     return min(limits)
 
 
-def look_up(name: str) -> Lookup:
+def look_up(name: str) -> NameLookup:
     began = time.perf_counter()
     try:
         sockaddr = socket.getaddrinfo(name.rpartition("@")[2], None, type=socket.SOCK_STREAM)[0][4]
         socket.getnameinfo(sockaddr, 0)
     except OSError as problem:
-        return Lookup(name, seconds=time.perf_counter() - began, problem=str(problem))
-    return Lookup(name, str(sockaddr[0]), time.perf_counter() - began)
+        return NameLookup(name, seconds=time.perf_counter() - began, problem=str(problem))
+    return NameLookup(name, str(sockaddr[0]), time.perf_counter() - began)
 
 
-def way_to(address: str) -> str:
+def interface_towards(address: str) -> str:
     """The interface through which this node would send to an address; nothing is sent.
 
     Returns:
