@@ -90,8 +90,7 @@ def worker_facts(environ: Mapping[str, str] | None = None) -> WorkerFacts:
         local_world_size = counts[node]
     if not 0 <= rank < world_size:
         raise LaunchError(
-            f"The environment says rank {rank} of {world_size} workers ({started_by}); a rank lies in "
-            "0 … world size - 1: check what started this process."
+            f"The environment says rank {rank} of {world_size} workers ({started_by}); check what started this process."
         )
     if started_by == "torchrun":
         return WorkerFacts(rank, world_size, local_rank, local_world_size, "env://", started_by)

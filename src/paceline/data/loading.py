@@ -90,8 +90,7 @@ class Loading:
         """What a DataLoader says. `shuffle=True` means the job's own order."""
         if loader.batch_size is None and loader.batch_sampler is None:
             raise DataError(
-                f"The {purpose} DataLoader has batch_size=None, so its data set makes the batches, and these cannot be "
-                "divided among workers; give a data set of single samples and a batch size."
+                f"The {purpose} DataLoader has batch_size=None; give a data set of single samples and a batch size."
             )
         if purpose == "training" and loader.batch_size not in (None, global_batch_size):
             raise DataError(
@@ -251,8 +250,7 @@ def check_sampler(sampler: Any) -> None:
     for part in _samplers_in(sampler):
         if hasattr(part, "num_replicas") and hasattr(part, "rank"):
             raise DataError(
-                f"{type(part).__name__} gives each worker samples of its own, which Paceline does itself; leave it "
-                "out, or give the sampler of the whole data set."
+                f"{type(part).__name__} gives each worker samples of its own, as Paceline itself does; leave it out."
             )
     if not callable(sampler) and not hasattr(sampler, "__iter__"):
         raise DataError(

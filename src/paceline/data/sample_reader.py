@@ -26,8 +26,7 @@ CARRIED_ERRORS = (DataError, SystemExit)
 would say no more than that the process has gone."""
 
 _UNSEEDED = (
-    "which differs between numbers of workers, or draws from a generator that is made without a seed, such as "
-    "np.random.default_rng(); draw from the global generators, which Paceline seeds for every sample and shard."
+    "draw from the global generators, which Paceline seeds for every sample and shard, not np.random.default_rng()."
 )
 _END = object()
 
@@ -159,15 +158,11 @@ class _ShardReader:
             self._is_to_be_checked = False
             again = self._samples(rows)
             if checksum(again) != before:
-                raise DataError(
-                    "Samples of the training set, read twice with the same seeds, differ: they depend on how often "
-                    f"they were read, {_UNSEEDED}"
-                )
+                raise DataError(f"Samples of the training set, read twice with the same seeds, differ; {_UNSEEDED}")
             seed_generators(collate_key, self._own)
             if checksum([self._collate_fn(again)]) != checksum([content]):
                 raise DataError(
-                    "The collate function, called twice with the same samples and seeds, returned different batches: "
-                    f"it depends on how often it was called, {_UNSEEDED}"
+                    f"The collate function, called twice with the same seeds, returned different batches; {_UNSEEDED}"
                 )
         return content
 

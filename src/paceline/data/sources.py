@@ -242,8 +242,7 @@ def load_text(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
     cut = len(tokens) * 9 // 10
     if len(tokens) - cut <= context:
         raise DataError(
-            f"{path} has {len(tokens)} bytes; data.options.context = {context} needs at least {10 * context + 1}, "
-            "since the last tenth is for testing."
+            f"{path} has {len(tokens)} bytes; data.options.context = {context} needs at least {10 * context + 1}."
         )
 
     def windows(part: NDArray[Any]) -> ArraySet:

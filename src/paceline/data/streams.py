@@ -112,9 +112,8 @@ class _Source:
             )
         elif fingerprint not in (0, self.fingerprint):
             raise DataError(
-                f"The first {count:,} samples of the stream are others than when this run was saved in the middle of "
-                "an epoch; give the same data in an order that depends on the epoch alone (set_epoch), or resume "
-                "nevertheless with force = True."
+                f"The first {count:,} samples of the stream are others than when this run was saved; give them in an "
+                "order that depends on the epoch alone (set_epoch), or resume nevertheless with force = True."
             )
 
     def take(self, count: int) -> list[Any]:

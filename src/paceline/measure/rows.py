@@ -62,8 +62,7 @@ def _checked_columns(path: Path, cells: Sequence[str]) -> list[str]:
         near = [] if column in _COLUMNS else difflib.get_close_matches(column, missing, 1, _NEAR)
         if near:
             raise InvalidFileError(
-                f"{path} has a column {column} and none {near[0]}; write {near[0]} if you mean it, with values in its "
-                "unit, else leave that column out."
+                f"{path} has a column {column} and none {near[0]}; write {near[0]} if you mean it, else leave it out."
             )
     has_layout = "devices_on_node" in columns or {"num_nodes", "devices_per_node"} <= set(columns)
     if not has_layout or not {"micro_batch_size", "step_time_s"} <= set(columns):
@@ -78,8 +77,7 @@ def _row(columns: Sequence[str], cells: Sequence[str], *, has_decimal_commas: bo
     """The step of a line. Raises `JobError`, which names the column."""
     if any(cells[len(columns) :]):  # a decimal comma divides a number into two cells, of which one would be read
         raise JobError(
-            "more cells than the first line has columns; write numbers with a decimal point, or separate columns by "
-            "semicolons."
+            "more cells than the first line has columns; write a decimal point, or separate columns by semicolons."
         )
     texts = {name: cell for name, cell in zip(columns, cells, strict=False) if cell}
     numbers = {name: _number(name, texts[name], has_decimal_commas) for name in (*_COUNTS, *_AMOUNTS) if name in texts}

@@ -17,8 +17,7 @@ def lenet(num_classes: int = 10, in_channels: int = 1, image_size: int = 28) -> 
     """
     if image_size < 16:
         raise ModelError(
-            f"LeNet needs images of at least 16 x 16 pixels; these are {image_size} x {image_size}: "
-            "take the model 'mlp'."
+            f"LeNet needs images of at least 16 x 16 pixels, not {image_size} x {image_size}; take the model 'mlp'."
         )
     grid_size = ((image_size - 2) // 2 - 4) // 2
     return nn.Sequential(

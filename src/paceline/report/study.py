@@ -185,8 +185,7 @@ def _check_one_study(records: Sequence[RunRecord], grow: Grow) -> None:
     (most_common, count), *_ = Counter(map(which, records)).most_common()
     if count > 1:
         raise PacelineError(
-            f"Two of these runs are on {most_common}: a study takes one run for each number of devices and seed; leave "
-            "one of them out, or train it with another seed."
+            f"Two of these runs are on {most_common}; leave one of them out, or train it with another seed."
         )
     whole = [record for record in records if record.stopped is None or not record.is_complete]
     for record in whole[1:]:

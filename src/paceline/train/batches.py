@@ -62,8 +62,7 @@ class GlobalBatches:
         """
         if not reads_assignment and (loading.sampler is not None or is_stream(loading.dataset)):
             raise DataError(
-                "With aggregation.method = 'parameter_server_async' samples come in the job's own order; give a "
-                "map-style data set without a sampler, or aggregate in another way."
+                "aggregation.method = 'parameter_server_async' needs a map-style data set without a sampler; give one."
             )
         if is_stream(loading.dataset):
             return self._of_stream(loading, epoch, samples_per_epoch)
@@ -127,8 +126,7 @@ class GlobalBatches:
             step, sizes = ahead, received()
             if step is first and not any(sizes) and progress.at_epoch_start:
                 raise DataError(
-                    f"The training stream gives no sample in epoch {progress.epoch}; what can be read only once, such "
-                    "as a generator, has to be made anew in its __iter__."
+                    f"The training stream gives no sample in epoch {progress.epoch}; its __iter__ has to begin anew."
                 )
             if not any(sizes) or (loading.drop_last and sum(sizes) < job.global_batch_size):
                 progress.has_ended = True
@@ -176,8 +174,7 @@ def check_read_alike(order: str | None, content: Any, epoch: int | None, group: 
     if others := [rank for rank, (other, _) in enumerate(everyone) if other != first_order]:
         raise DataError(
             f"In {where} {name_ranks(others)} would read other samples than rank 0, or in another order; build the "
-            "data set and the sampler alike on all workers, and draw from torch's, NumPy's or random's global "
-            "generator only."
+            "data set and the sampler alike on all workers, and draw from the global generators only."
         )
     sums = torch.tensor(first, dtype=torch.float64)
     if others := [
@@ -187,8 +184,7 @@ def check_read_alike(order: str | None, content: Any, epoch: int | None, group: 
     ]:
         raise DataError(
             f"In {where} {name_ranks(others)} read other values than rank 0 in samples of the same numbers; build and "
-            "split the data set after paceline.init, which seeds the global generators alike on all workers, or with a "
-            "seed of its own, and leave it as it is: what the script writes into it, it writes on one worker."
+            "split the data set after paceline.init, which seeds all workers alike, and write nothing into it."
         )
 
 
@@ -420,9 +416,8 @@ class DataProgress:
             self.epoch, self._next = epoch, 0
         elif self._next > 0 and self._checks_order and digest != self.digest:
             raise DataError(
-                f"The samples of epoch {epoch} come in another order than when this run was saved in the middle of it; "
-                "give the same data and a sampler that depends on the epoch alone (set_epoch, or torch's own "
-                "generators)."
+                f"The samples of epoch {epoch} come in another order than when this run was saved; give the same data "
+                "and a sampler that depends on the epoch alone (set_epoch, or torch's own generators)."
             )
         self._set_size, self.digest = set_size, digest
         self._is_resumed = self.has_ended = False

@@ -308,8 +308,7 @@ def metric_functions(name: str, metric: Any) -> MetricFunctions:
         return MetricFunctions(*metric)
     if not all(hasattr(metric, needed) for needed in ("update", "compute", "reset", "metric_state", "named_modules")):
         raise ModelError(
-            f"The metric '{name}' is a {type(metric).__name__}; give a torchmetrics metric or three functions (update, "
-            "merge, compute)."
+            f"The metric '{name}' is a {type(metric).__name__}; give a torchmetrics metric or (update, merge, compute)."
         )
     return _of_torchmetrics(name, metric)
 

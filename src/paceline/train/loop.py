@@ -163,8 +163,7 @@ def as_pair(sample: Any) -> tuple[Any, Any]:
         inputs, targets = [] if isinstance(sample, Mapping) else sample
     except (TypeError, ValueError):
         raise ModelError(
-            "paceline train needs a data set whose samples are pairs (input, target); for others write a script with "
-            "paceline.init and your own loss."
+            "paceline train needs samples that are pairs (input, target); for others write a script with paceline.init."
         ) from None
     return inputs, targets
 

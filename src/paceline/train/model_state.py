@@ -236,9 +236,8 @@ class TrainedModels:
         for parameter_name, parameter in model.named_parameters():
             if id(parameter) in holders:
                 raise ModelError(
-                    f"The parameter '{parameter_name}' belongs to the model '{holders[id(parameter)]}' already, "
-                    "and each model of a run needs parameters of its own; prepare the whole as one model, with a list "
-                    "of optimizers."
+                    f"The parameter '{parameter_name}' belongs to the model '{holders[id(parameter)]}' already; "
+                    "prepare both as one model, with a list of optimizers."
                 )
 
     def add(self, name: str, trained: Trained) -> None:
@@ -285,10 +284,7 @@ class TrainedModels:
         `Trained.go_on` says. Raises `CheckpointError` where the state is of another model or optimizer, or the
         checkpoint has no such model."""
         if name not in shared["models"]:
-            raise CheckpointError(
-                f"The checkpoint holds no model '{name}'; resume with the models that it was saved with, or begin in "
-                "another folder."
-            )
+            raise CheckpointError(f"The checkpoint holds no model '{name}'; resume with the same models.")
         of_model = shared["models"][name], {kind: one[name] for kind, one in own.items() if name in one}
         self.by_name[name].put(*of_model, hyper=hyper)
         return self.by_name[name].go_on(*of_model) if goes_on else []
@@ -314,8 +310,7 @@ class TrainedModels:
             # Devices round otherwise.
             if len(mine) != len(sums) or not all(map(partial(math.isclose, rel_tol=1e-5, abs_tol=1e-30), mine, sums)):
                 raise CheckpointError(
-                    f"The frozen model '{name}' does not have the weights that it had when this run was saved; "
-                    "load the same ones, or begin in another folder."
+                    f"The frozen model '{name}' has other weights than when this run was saved; load the same ones."
                 )
 
     def put_frozen(self, shared: Mapping[str, Any]) -> list[str]:
@@ -439,8 +434,7 @@ def optimizer_state(optimizer: Optimizer, names: ParameterNames, model: nn.Modul
     added = optimizer.param_groups[len(names.groups) :]  # by the script, since it was prepared
     if any(id(parameter) not in name_of for group in added for parameter in group["params"]):
         raise ModelError(
-            "A group that was added to the optimizer after run.prepare holds parameters that are not the model's; add "
-            "only parameters of the model that run.prepare returned."
+            "A group added to the optimizer after run.prepare has parameters that are not the model's; leave these out."
         )
     state: dict[str, dict[str, Any]] = {}
     for prefix, one in optimizers_in(optimizer):
@@ -468,9 +462,8 @@ def load_optimizer_state(
     `CheckpointError` where it belongs to other parameters."""
     if [tuple(group["params"]) for group in saved["groups"]] != list(names.groups):
         raise CheckpointError(
-            "The checkpoint's optimizer has different parameters or parameter groups from this run's; resume with the "
-            "same model and optimizer (groups that were added during the run are given to it before run.prepare), or "
-            "begin in another folder."
+            "The checkpoint's optimizer has other parameters or groups than this run's; resume with the same ones "
+            "(groups that were added during the run are given to it before run.prepare), or begin in another folder."
         )
     for group, kept in zip(optimizer.param_groups, saved["groups"], strict=True):
         if hyper:

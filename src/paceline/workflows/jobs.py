@@ -90,8 +90,7 @@ def is_script(job: Job | str | Path, arguments: Sequence[str] = (), **changes: A
     given = [f"--{name}" for name, value in changes.items() if value]
     if is_one and given:
         raise JobError(
-            f"{' and '.join(given)} would change a job, and '{job}' is a script: give it arguments of its own, after "
-            "its name."
+            f"{' and '.join(given)} would change a job, and '{job}' is a script: give it arguments after its name."
         )
     if arguments and not is_one:
         raise JobError(f"{shlex.join(arguments)} is no option here, and arguments go to scripts (*.py): leave it out.")

@@ -150,10 +150,7 @@ def _filled(arguments: Sequence[str], batch: int | None, count: int, most: int) 
     """The arguments of the script on `count` of at most `most` workers, with what stands in braces filled in."""
     text = " ".join(arguments)
     if batch is None and "{batch}" in text:
-        raise JobError(
-            "{batch} needs a batch to divide: paceline verify --batch 8 train.py -- --size {batch} gives each of 2 "
-            "workers --size 4."
-        )
+        raise JobError("{batch} needs a batch to divide, as in: paceline verify --batch 8 train.py -- --size {batch}.")
     micro_steps = most // count if "{accumulate}" in text else 1
     size, rest = divmod(batch or 0, count * micro_steps)
     if rest:

@@ -145,11 +145,7 @@ class AsynchronousWorker:
         if sending is not None:
             sending.result()
         if answer.lost is not None:
-            raise PeerLost(
-                f"Worker {answer.lost} was lost; the others have computed its shards until this pause. Start again "
-                "from the last checkpoint.",
-                rank=answer.lost,
-            )
+            raise PeerLost(f"Worker {answer.lost} was lost; start again from the last checkpoint.", rank=answer.lost)
         self._wait_for_all()
 
     def collect(self) -> None:
@@ -221,12 +217,8 @@ def _check(optimizer: Optimizer, parameters: list[Tensor], num_servers: int, num
         raise JobError(f"num_servers = {num_servers} should be between 1 and {num_workers}, the workers.")
     if not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, LBFGS):
         raise ModelError(
-            f"Asynchronous servers each update some of the parameters, but {type(optimizer).__name__} may need all of "
-            "them; use an optimizer of torch.optim other than LBFGS."
+            f"Asynchronous servers need an optimizer of torch.optim other than LBFGS, not {type(optimizer).__name__}."
         )
     dtypes = sorted({str(p.dtype) for p in parameters})
     if len(dtypes) != 1:
-        raise ModelError(
-            "Asynchronous servers need trainable parameters of one dtype, but the optimizer has "
-            f"{' and '.join(dtypes) or 'none'}; convert the model to one."
-        )
+        raise ModelError(f"Asynchronous servers need parameters of one dtype, not {' and '.join(dtypes) or 'none'}.")
