@@ -105,7 +105,7 @@ def launchers(names: Sequence[str], folder: Path) -> Iterator[dict[str, Start]]:
     found = {"launch": starting([python, *LAUNCH, "-n", "2"]), "torchrun": starting([python, *TORCHRUN])}
     with contextlib.ExitStack() as up:
         if set(names) - set(found):
-            cluster = up.enter_context(Cluster(num_nodes=2, rate_bits_per_s=1e9))
+            cluster = up.enter_context(Cluster(num_nodes=2))
             first = cluster.nodes[0]
             passed_on = ["PATH", "PACELINE_DEVICE", "PACELINE_HANG_TIMEOUT", "MASTER_ADDR=node0"]
             found["ssh"] = starting([python, *LAUNCH, "--hosts", "node0:1,node1:1"], first)

@@ -91,7 +91,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     need_nodes()
     need("ssh", "sshd")
     keys = tmp_path_factory.mktemp("keys")
-    with Cluster(num_nodes=3, rate_bits_per_s=1e9) as cluster, ssh_between(cluster.nodes, keys):
+    with Cluster(num_nodes=3) as cluster, ssh_between(cluster.nodes, keys):
         yield Site(cluster, keys)
 
 

@@ -51,9 +51,8 @@ def alone(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Two nodes with links of 1 Gbit/s."""
     need_nodes()
-    with Cluster(num_nodes=2, rate_bits_per_s=1e9) as two:
+    with Cluster(num_nodes=2) as two:
         yield two
 
 
@@ -175,7 +174,7 @@ def test_the_pods_of_a_kubernetes_job(folder: Path, alone: str) -> None:
     (container,) = job["spec"]["template"]["spec"]["containers"]
     variables = {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
     become = 'echo "job-$1" > /proc/sys/kernel/hostname; echo "$2" >> /etc/hosts; shift 2; exec "$@"'
-    with Cluster(num_nodes=2, rate_bits_per_s=1e9) as cluster:
+    with Cluster(num_nodes=2) as cluster:
         names = [
             f"{node.address} job-{number}.job.default.svc.cluster.local job-{number}.job job-{number}"
             for number, node in enumerate(cluster.nodes)

@@ -29,12 +29,6 @@ _FLAGS = (
 )
 
 
-def missing() -> str | None:
-    """Why no browser can be driven here, or None."""
-    absent = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
-    return f"needs {' and '.join(absent)} on the PATH" if absent else None
-
-
 class Browser:
     """One browser session; `open_browser` ends it."""
 
@@ -94,13 +88,6 @@ class Browser:
         """Every address the browser asked for since the last call, the page itself included."""
         messages = (json.loads(entry["message"])["message"] for entry in self.log("performance"))
         return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
-
-    def screenshot(self, path: Path) -> None:
-        """The whole page, not only what the window shows."""
-        size = self.cdp("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
-        shot = self.cdp("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)
-        path.write_bytes(base64.b64decode(shot["data"]))
 
     def print(self) -> bytes:
         """The page on A4 paper, as PDF."""

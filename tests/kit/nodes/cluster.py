@@ -1,8 +1,8 @@
-"""Nodes on one machine: namespaces for machines, a bridge for a switch, shaped links between them.
+"""Nodes on one machine: namespaces for machines, a bridge for a switch, links between them.
 
-    with Cluster(num_nodes=2, rate_bits_per_s=200e6) as cluster:
-        outputs = run_on_nodes(cluster, [2, 2], ["-m", "my_program"], timeout_s=60)
-        cluster.nodes[0].bytes_sent()
+    with Cluster(num_nodes=2) as cluster:
+        process = cluster.nodes[0].exec(["my_program"])
+        process.wait(timeout_s=60)
 
 A node is a net, uts, mnt, pid and ipc namespace of its own, held by nothing but its first process: when that dies, the
 kernel kills whatever runs in the node and takes the node away. The first process reads from a pipe that this process
@@ -28,16 +28,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO
 
-from paceline.launch.worker import PR_SET_PDEATHSIG
-
 INTERFACE = "eth0"
-"""What a node calls its end of its link, the first if it has several: eth0, eth1, …"""
-
-MASTER_PORT = 29500
-
+"""What a node calls its end of its link."""
+_BRIDGE = "switch"
 _BOOT_TIMEOUT_S = 60.0
-_MAX_NUM_NODES = 200
-_COMMANDS = ("unshare", "nsenter", "ip", "tc", "mount")
+_COMMANDS = ("unshare", "nsenter", "ip", "mount")
 
 # Flags of setns(2); the standard library has them from Python 3.12 on.
 _CLONE_NEWNS = 0x00020000
@@ -79,7 +74,6 @@ set -e
 mount -t tmpfs tmpfs /dev/shm
 ip link add left type veth peer name right
 ip link add switch type bridge
-tc qdisc add dev left root tbf rate 1mbit burst 66kb latency 50ms
 """
 
 
@@ -111,15 +105,9 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """`num_nodes` nodes on one switch, each by a link of `rate_bits_per_s` in either direction.
+    """`num_nodes` nodes on one switch."""
 
-    With several links every node has one to each of as many switches, which are networks of their own.
-    """
-
-    def __init__(self, num_nodes: int, rate_bits_per_s: float, num_links: int = 1) -> None:
-        assert 1 <= num_nodes <= _MAX_NUM_NODES
-        self._rate_bits_per_s = rate_bits_per_s
-        self.interfaces = tuple(f"eth{number}" for number in range(num_links))
+    def __init__(self, num_nodes: int) -> None:
         self._switch: FirstProcess | None = None
         hosts = "\n".join(["127.0.0.1 localhost", *(f"{_address(i)} {_hostname(i)}" for i in range(num_nodes))])
         self.nodes = tuple(Node(self, index, hosts) for index in range(num_nodes))
@@ -140,9 +128,7 @@ class Cluster:
     def up(self) -> None:
         """Boot the switch and all nodes."""
         self._switch = FirstProcess(["--net"], _SWITCH_SCRIPT)
-        for interface in self.interfaces:
-            bridge = bridge_of(interface)
-            self._switch.configure("ip", [f"link add {bridge} type bridge", f"link set dev {bridge} up"])
+        self._switch.configure([f"link add {_BRIDGE} type bridge", f"link set dev {_BRIDGE} up"])
         for node in self.nodes:
             node.boot()
 
@@ -154,17 +140,6 @@ class Cluster:
                 self._switch = None
             for node in self.nodes:
                 ends.callback(node.vanish)
-
-    def set_rate(self, bits_per_s: float) -> None:
-        """Give every link another rate; what is under way stays under way."""
-        self._rate_bits_per_s = bits_per_s
-        for node in self.nodes:
-            if node.is_up:
-                node.shape_link()
-
-    @property
-    def rate_bits_per_s(self) -> float:
-        return self._rate_bits_per_s
 
     @property
     def switch(self) -> FirstProcess:
@@ -182,8 +157,8 @@ class Node:
         self._cluster = cluster
         self._hosts = hosts
         self._index = index
-        self.port = self._port(INTERFACE)
-        """What the switch calls its end of the first link."""
+        self._port = f"port{index}"
+        """What the switch calls its end of the link."""
         self._first: FirstProcess | None = None
         self._processes: list[NodeProcess] = []
         # A crashed node's network namespace, held open so that the kernel answers for the dead.
@@ -192,11 +167,6 @@ class Node:
     @property
     def is_up(self) -> bool:
         return self._first is not None
-
-    @property
-    def init_pid(self) -> int:
-        """The node's first process, as this machine counts processes."""
-        return self._running().pid
 
     def boot(self) -> None:
         """Start the node, after `crash` and `power_off` too; its disk is this machine's, its /dev/shm empty."""
@@ -207,29 +177,13 @@ class Node:
         self._first = FirstProcess(
             ["--net", "--uts", "--mount", "--pid", "--ipc"], _NODE_SCRIPT, self.hostname, self._hosts
         )
-        for interface in self._cluster.interfaces:
-            self._plug_in(interface)
-        self.shape_link()
-
-    def _plug_in(self, interface: str) -> None:
-        """Give the node a link between this interface and its switch."""
-        first, network = self._running(), int(interface.removeprefix("eth"))
         # The same hardware address after every boot: the others remember it.
-        node_end = f"name {interface} address 02:00:00:00:{network:02x}:{self._index + 1:02x} netns {first.pid}"
-        port, bridge = self._port(interface), bridge_of(interface)
+        node_end = f"name {INTERFACE} address 02:00:00:00:00:{self._index + 1:02x} netns {self._first.pid}"
         self._cluster.switch.configure(
-            "ip", [f"link add {port} type veth peer {node_end}", f"link set dev {port} master {bridge} up"]
+            [f"link add {self._port} type veth peer {node_end}", f"link set dev {self._port} master {_BRIDGE} up"]
         )
-        # The route chooses cubic: bbr, some kernels' default, loses a tenth in a token bucket.
-        congestion = "congctl cubic" if "cubic" in _congestion_controls() else ""
-        first.configure(
-            "ip",
-            [
-                "link set dev lo up",
-                f"address add {_address(self._index, network)}/24 dev {interface} noprefixroute",
-                f"link set dev {interface} up",
-                f"route add {_subnet(network)}.0/24 dev {interface} src {_address(self._index, network)} {congestion}",
-            ],
+        self._first.configure(
+            ["link set dev lo up", f"address add {self.address}/24 dev {INTERFACE}", f"link set dev {INTERFACE} up"]
         )
 
     def exec(
@@ -248,22 +202,14 @@ class Node:
         listing.wait(_BOOT_TIMEOUT_S)
         return [line.strip() for line in listing.stdout.splitlines() if line.strip()]
 
-    def configure(self, tool: str, commands: Sequence[str]) -> None:
-        """Run commands of `ip` or `tc` on the node."""
-        self._running().configure(tool, commands)
-
-    def link_down(self, interface: str = INTERFACE) -> None:
+    def link_down(self) -> None:
         """Cut the cable at the switch: nobody is told, packets are lost."""
         self._running()
-        self._cluster.switch.configure("ip", [f"link set dev {self._port(interface)} down"])
+        self._cluster.switch.configure([f"link set dev {self._port} down"])
 
-    def link_up(self, interface: str = INTERFACE) -> None:
+    def link_up(self) -> None:
         self._running()
-        self._cluster.switch.configure("ip", [f"link set dev {self._port(interface)} up"])
-
-    def limit_segments(self) -> None:
-        """Send no frame of several packets, such as network cards divide."""
-        self._running().configure("ip", [f"link set dev {INTERFACE} gso_max_segs 1"])
+        self._cluster.switch.configure([f"link set dev {self._port} up"])
 
     def crash(self) -> None:
         """Kill all that runs on the node while its link is up.
@@ -286,36 +232,6 @@ class Node:
             self._end()
         self._forget_remains()
 
-    def bytes_sent(self) -> int:
-        """Bytes that left through the node's link since boot, headers included."""
-        return self._interface_counters()[8]
-
-    def bytes_received(self) -> int:
-        """Bytes that came through the node's link since boot, headers included."""
-        return self._interface_counters()[0]
-
-    def _interface_counters(self) -> list[int]:
-        """The sixteen columns of /proc/net/dev: eight for what came in, eight for what went out."""
-        for line in Path(f"/proc/{self._running().pid}/net/dev").read_text().splitlines():
-            name, _, counters = line.partition(":")
-            if name.strip() == INTERFACE:
-                return [int(counter) for counter in counters.split()]
-        raise RuntimeError(f"{self.hostname} has no interface {INTERFACE}")
-
-    def shape_link(self) -> None:
-        """A token bucket at both ends: one shapes what the node sends, the other what it receives."""
-        rate_bits_per_s = self._cluster.rate_bits_per_s
-        # At least 1 ms of the line, and a whole segmentation-offload packet of 64 KiB.
-        burst_bytes = max(round(rate_bits_per_s / 8 * 1e-3), 66_000)
-        bucket = f"root tbf rate {round(rate_bits_per_s)}bit burst {burst_bytes}b latency 50ms"
-        for interface in self._cluster.interfaces:
-            self._running().configure("tc", [f"qdisc replace dev {interface} {bucket}"])
-            self._cluster.switch.configure("tc", [f"qdisc replace dev {self._port(interface)} {bucket}"])
-
-    def _port(self, interface: str) -> str:
-        """What the switch calls its end of a link."""
-        return f"port{self._index}-{interface}"
-
     def _running(self) -> FirstProcess:
         if self._first is None:
             raise RuntimeError(f"{self.hostname} is off")
@@ -333,9 +249,7 @@ class Node:
             self._remains = None
 
     def _take_link(self) -> None:
-        self._cluster.switch.configure(
-            "ip", [f"link delete dev {self._port(interface)}" for interface in self._cluster.interfaces]
-        )
+        self._cluster.switch.configure([f"link delete dev {self._port}"])
 
 
 class NodeProcess:
@@ -436,17 +350,17 @@ class FirstProcess:
         self.pid = int(line)
         self._pidfd = os.pidfd_open(self.pid)
 
-    def configure(self, tool: str, commands: Sequence[str]) -> None:
-        """Run commands of `ip` or `tc` in the network namespace."""
+    def configure(self, commands: Sequence[str]) -> None:
+        """Run commands of `ip` in the network namespace."""
         done = subprocess.run(
-            ["nsenter", f"--net=/proc/{self.pid}/ns/net", tool, "-batch", "-"],
+            ["nsenter", f"--net=/proc/{self.pid}/ns/net", "ip", "-batch", "-"],
             input="\n".join(commands),
             capture_output=True,
             text=True,
             timeout=_BOOT_TIMEOUT_S,
         )
         if done.returncode != 0:
-            raise RuntimeError(f"{tool}: {done.stderr.strip()}\n" + "\n".join(commands))
+            raise RuntimeError(f"ip: {done.stderr.strip()}\n" + "\n".join(commands))
 
     def start(
         self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, stdout: IO[bytes], stderr: IO[bytes]
@@ -483,107 +397,6 @@ class FirstProcess:
         os.close(self._pidfd)
 
 
-def places_of(cluster: Cluster, workers_per_node: Sequence[int]) -> list[tuple[Node, dict[str, str]]]:
-    """Each rank's node and variables, where node i has `workers_per_node[i]` workers.
-
-    Ranks count through the nodes in order and meet on the first node that has a worker by `env://`.
-    """
-    assert len(workers_per_node) <= len(cluster.nodes)
-    shares = list(zip(cluster.nodes, workers_per_node, strict=False))
-    places = [(node, local, num) for node, num in shares for local in range(num)]
-    return [
-        (
-            node,
-            {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(places)),
-                "LOCAL_RANK": str(local_rank),
-                "LOCAL_WORLD_SIZE": str(num_local),
-                "MASTER_ADDR": places[0][0].hostname,
-                "MASTER_PORT": str(MASTER_PORT),
-                "GLOO_SOCKET_IFNAME": ",".join(cluster.interfaces),
-                "TP_SOCKET_IFNAME": INTERFACE,
-                "OMP_NUM_THREADS": "1",
-                "PACELINE_DEVICE": "cpu",
-            },
-        )
-        for rank, (node, local_rank, num_local) in enumerate(places)
-    ]
-
-
-def run_on_nodes(
-    cluster: Cluster,
-    workers_per_node: Sequence[int],
-    program: Sequence[str],
-    *,
-    timeout_s: float,
-    env: Mapping[str, str] | None = None,
-    cwd: Path | None = None,
-) -> list[str]:
-    """Run `python *program` as one group of workers, and return what each rank wrote to standard output.
-
-    They are placed as `places_of` says; `env` wins over every variable that is set there.
-
-    Raises:
-        AssertionError: workers failed; the text is the standard error of those that did first. The others are killed.
-        TimeoutError: workers still ran after `timeout_s`, and were killed.
-    """
-    places = places_of(cluster, workers_per_node)
-    deadline = time.monotonic() + timeout_s
-    workers: list[NodeProcess] = []
-    try:
-        for node, variables in places:
-            workers.append(node.exec([sys.executable, *program], env={**variables, **(env or {})}, cwd=cwd))
-        _wait_for_all(workers, [node.hostname for node, _ in places], deadline)
-        return [worker.stdout for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-
-
-def _wait_for_all(workers: Sequence[NodeProcess], hostnames: Sequence[str], deadline: float) -> None:
-    """Until all have ended well. Raises what `run_on_nodes` says."""
-    running = {os.pidfd_open(worker.pid): rank for rank, worker in enumerate(workers)}
-    try:
-        while running:
-            ended, _, _ = select.select(list(running), [], [], max(0.0, deadline - time.monotonic()))
-            if not ended:
-                raise TimeoutError(
-                    "no end of "
-                    + "\n".join(f"rank {rank} ({hostnames[rank]}): {workers[rank].stderr}" for rank in running.values())
-                )
-            failures = []
-            for pidfd in sorted(ended, key=running.__getitem__):
-                rank = running.pop(pidfd)
-                os.close(pidfd)
-                if code := workers[rank].wait(_BOOT_TIMEOUT_S):
-                    failures.append(f"rank {rank} ({hostnames[rank]}) exited with {code}\n{workers[rank].stderr}")
-            if failures:
-                raise AssertionError("\n".join(failures))
-    finally:
-        for pidfd in running:
-            os.close(pidfd)
-
-
-def move_to(pid: int) -> None:
-    """Have this process, of one thread, and its children live on the node of the process `pid`.
-
-    Only of the node's process ids has this process none.
-    """
-    pidfd = os.pidfd_open(pid)
-    _join(pidfd, _CLONE_NEWPID | _CLONE_ALL_BUT_PID)
-    os.close(pidfd)
-
-
-def fork_on(init_pid: int) -> int:
-    """os.fork() whose child lives on the node with this first process; the parent stands there too (`move_to`)."""
-    move_to(init_pid)
-    child = os.fork()
-    if child == 0 and _libc().prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        os._exit(1)
-    return child
-
-
 def _join(pidfd: int, namespaces: int) -> None:
     """setns(2): move this thread to the given kinds of namespaces of another process."""
     if _libc().setns(pidfd, namespaces) != 0:
@@ -608,21 +421,8 @@ def _hostname(index: int) -> str:
     return f"node{index}"
 
 
-def _subnet(network: int) -> str:
-    return f"10.{77 + network}.0"
-
-
-def _address(index: int, network: int = 0) -> str:
-    return f"{_subnet(network)}.{index + 1}"
-
-
-def bridge_of(interface: str) -> str:
-    """What carries the network of all interfaces of this name."""
-    return f"switch-{interface}"
-
-
-def _congestion_controls() -> list[str]:
-    return Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+def _address(index: int) -> str:
+    return f"10.77.0.{index + 1}"
 
 
 def _read_all(file: IO[bytes]) -> str:
