@@ -42,9 +42,10 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks.step_costs
 	$(BIN)/python -m benchmarks.starts
 
-# What this machine's GPUs do, or simulated ones where there are none, on one page; needs nothing but torch.
+# What this machine's GPUs do, or simulated ones where there are none, on one page; without .venv, Python needs torch and
+# what Paceline imports.
 gpu:
-	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out runs/gpu-$$(date +%Y%m%d-%H%M%S) $(if $(DATA),--data $(DATA))
+	PYTHONPATH=src $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -m benchmarks.gpu --out runs/gpu-$$(date +%Y%m%d-%H%M%S) $(if $(DATA),--data $(DATA))
 
 # torch first and by itself: nothing else may choose its build.
 $(PACKAGE): pyproject.toml constraints.txt
