@@ -90,7 +90,8 @@ class Loading:
         """What a DataLoader says. `shuffle=True` means the job's own order."""
         if loader.batch_size is None and loader.batch_sampler is None:
             raise DataError(
-                f"The {purpose} DataLoader has batch_size=None; give a data set of single samples and a batch size."
+                f"The {purpose} DataLoader has batch_size=None, so its batches cannot be divided among workers; "
+                "give a data set of single samples and a batch size."
             )
         if purpose == "training" and loader.batch_size not in (None, global_batch_size):
             raise DataError(

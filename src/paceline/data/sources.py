@@ -242,7 +242,8 @@ def load_text(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
     cut = len(tokens) * 9 // 10
     if len(tokens) - cut <= context:
         raise DataError(
-            f"{path} has {len(tokens)} bytes; data.options.context = {context} needs at least {10 * context + 1}."
+            f"{path} has {len(tokens)} bytes; data.options.context = {context} needs at least {10 * context + 1}, "
+            "since the last tenth is for testing."
         )
 
     def windows(part: NDArray[Any]) -> ArraySet:

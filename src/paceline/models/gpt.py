@@ -58,7 +58,8 @@ class GPT(nn.Module):
         length = tokens.shape[1]
         if length > self.context:
             raise ModelError(
-                f"The model 'gpt' was given {length} tokens in a row; raise model.options.context = {self.context}."
+                f"The model 'gpt' was given {length} tokens in a row and its context is {self.context}; "
+                "raise model.options.context or shorten the sequences."
             )
         positions = torch.arange(length, device=tokens.device)
         x = self.dropout(self.tokens(tokens) + self.positions(positions))

@@ -62,7 +62,8 @@ class GlobalBatches:
         """
         if not reads_assignment and (loading.sampler is not None or is_stream(loading.dataset)):
             raise DataError(
-                "aggregation.method = 'parameter_server_async' needs a map-style data set without a sampler; give one."
+                "aggregation.method = 'parameter_server_async' needs a map-style data set without a sampler; "
+                "give one, or aggregate in another way."
             )
         if is_stream(loading.dataset):
             return self._of_stream(loading, epoch, samples_per_epoch)
@@ -126,7 +127,8 @@ class GlobalBatches:
             step, sizes = ahead, received()
             if step is first and not any(sizes) and progress.at_epoch_start:
                 raise DataError(
-                    f"The training stream gives no sample in epoch {progress.epoch}; its __iter__ has to begin anew."
+                    f"The training stream gives no sample in epoch {progress.epoch}; what can be read only once, such "
+                    "as a generator, has to be made anew in its __iter__."
                 )
             if not any(sizes) or (loading.drop_last and sum(sizes) < job.global_batch_size):
                 progress.has_ended = True

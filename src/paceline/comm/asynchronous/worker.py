@@ -221,4 +221,7 @@ def _check(optimizer: Optimizer, parameters: list[Tensor], num_servers: int, num
         )
     dtypes = sorted({str(p.dtype) for p in parameters})
     if len(dtypes) != 1:
-        raise ModelError(f"Asynchronous servers need parameters of one dtype, not {' and '.join(dtypes) or 'none'}.")
+        raise ModelError(
+            f"Asynchronous servers need trainable parameters of one dtype, not {' and '.join(dtypes) or 'none'}; "
+            "convert the model to one."
+        )
