@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import multiprocessing
 import os
@@ -24,6 +25,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+gc.disable()  # nothing that modules define is garbage, and to look for it is a seventh of the time to load torch
+
+# ruff: noqa: E402
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public, and not in its list
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException
@@ -63,6 +67,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     warnings.simplefilter("ignore", DeprecationWarning)  # Python's own on that; PYTHONWARNINGS could make it an error
     # Restarted workers would read addresses of dead peers from the store of the agents.
     os.environ |= {env.AGENT: str(os.getpid()), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    gc.freeze()  # the processes that are forked share its memory
+    gc.enable()
     exit_code = 0
     try:
         elastic_launch(config, worker.main)(words[words.index("-u") + 1 :])

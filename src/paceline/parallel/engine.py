@@ -263,17 +263,17 @@ class Engine:
             parameter.grad = parameter.grad if id(parameter) in kept else None
         self._norm = None
 
-    def audit(self, step: StepInput) -> None:
-        """Raise `ModelError` if the loss of the same samples differs between workers or from call to call, between
-        `gradients` and the update; a collective (`audit.py`). Raise it too where the script has given the model a
-        parameter since it was prepared."""
+    def audit(self, step: StepInput, *, has_gradients: bool) -> None:
+        """Raise `ModelError` if the loss of the same samples, or with `has_gradients` its gradient, differs between
+        workers or from call to call, between `gradients` and the update; a collective (`audit.py`). Raise it too where
+        the script has given the model a parameter since it was prepared."""
         added = [name for name, parameter in self.module.named_parameters() if parameter not in self._parameters]
         if added:
             raise ModelError(
                 f"The parameter '{added[0]}' came into the model after run.prepare, so workers do not add up its "
                 "gradient and checkpoints do not hold it; give the model all its layers before run.prepare."
             )
-        audit(self.passes, step, self.layout.world, has_gradients=self.holds_all)
+        audit(self.passes, step, self.layout.world, has_gradients=has_gradients and self.holds_all)
 
     # --- workers that differ ---
 

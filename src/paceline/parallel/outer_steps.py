@@ -134,10 +134,10 @@ class OuterSteps(Engine):
             self.communication = begin, mark(self.layout.device)
         return result
 
-    def audit(self, step: StepInput) -> None:
+    def audit(self, step: StepInput, *, has_gradients: bool) -> None:
         mine = _own_part_of(step)
         if mine.assignment.shard_sizes:
-            super().audit(mine)
+            super().audit(mine, has_gradients=has_gradients)
 
     @torch.no_grad()
     def _outer_step(self) -> None:

@@ -7,6 +7,7 @@ import atexit
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import os
 import socket
 import time
@@ -58,6 +59,7 @@ def join(facts: env.WorkerFacts, plan: Plan) -> World:
                 "init_process_group, or start both alike."
             )
     elif facts.world_size > 1:
+        gc.freeze()  # what is loaded stays; else Python looks through all of it while more of torch is, and in steps
         with inside("the rendezvous of all workers"):
             _await_store(facts, plan.timeout_s)
             dist.init_process_group(

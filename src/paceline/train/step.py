@@ -352,7 +352,7 @@ class Stepper:
         trained, optimizer, optim = one.trained, one.optimizer, self._job.optim
         engine, scaler = trained.engine, trained.precision.scaler
         if self._is_audited(one.pending):
-            engine.audit(step_input)
+            engine.audit(step_input, has_gradients=one.pending.index > 0)
         if optimizer is not trained.optimizer:  # one of several: gradients stay only where it updates
             engine.keep_gradients(parameter for group in optimizer.param_groups for parameter in group["params"])
         # A worker that is alone between two synchronisations may have no sample, hence no gradient and no update. One
