@@ -255,7 +255,7 @@ def dry_run_mesh(
         ModelError: the model cannot be cut into these stages, or its layers not be divided so.
     """
     axes, resolved = parse_mesh(mesh), resolve_job(job, settings, data)
-    check_mesh(resolved, axes)
+    check_mesh(resolved.with_values(parity="numeric"), axes)  # bits are no question of memory
     cost = trace_job(resolved)
     if axes.tp > 1 and not any(layer.tensor_shards(axes.tp) > 1 for layer in cost.layers):
         raise ModelError(f"The model has no tensor plan by which {axes.tp} workers could divide a layer; leave tp out.")

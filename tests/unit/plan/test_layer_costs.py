@@ -94,5 +94,7 @@ def test_each_strategy_divides_what_it_says() -> None:
     num_bytes = 4 * sum(parameter.numel() for parameter in build("lenet").parameters())
     assert dp.parameter_bytes == dp.gradient_bytes == dp.optimizer_bytes == num_bytes
     assert fsdp.parameter_bytes == fsdp.gradient_bytes == fsdp.optimizer_bytes == num_bytes / 4
+    asked = paceline.dry_run_mesh("digits-lenet", "fsdp4")  # which cannot have the bits that this job asks for
+    assert asked.parameter_bytes == fsdp.parameter_bytes
     with pytest.raises(ModelError, match="tensor"):
         paceline.dry_run_mesh("digits-lenet", "tp4")
