@@ -71,6 +71,15 @@ class _Scaled(models.Layers):
         return logits
 
 
+class _Gated(_Scaled):
+    """A branch that counts for nothing at first, so that gradients in it are 0; and layers that are not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.zeros_(self.factor)
+        self.unused = nn.Linear(2, 2)
+
+
 class _Thawing(SGD):
     """Its first parameter is frozen in the first two steps."""
 
@@ -158,6 +167,13 @@ CASES = {
     ),
     "a factor in a branch that some shards do not take": Case(
         ENGINES["fsdp"], replace(_CLASSES, model=partial(_seeded, _Scaled)), num_shards=None
+    ),
+    "gradients that are 0 beside unused ones": Case(
+        ENGINES["fsdp"],
+        replace(
+            _CLASSES, model=partial(_seeded, _Gated), optimizer=partial(_with_momentum, weight_decay=0.1), epochs=1
+        ),
+        num_shards=None,
     ),
     "shards without a target": Case(_TWO, replace(_CLASSES, loss=_with_some_targets), num_shards=None),
     "a weight that is unfrozen": Case(_TWO, replace(_CLASSES, optimizer=_Thawing)),

@@ -197,11 +197,13 @@ def _backwards(_seed: int, _epoch: int) -> range:
     return range(NUM_SAMPLES)[::-1]
 
 
+_MOMENTUM = functools.partial(torch.optim.SGD, momentum=0.9)
 _COSINE = {"optim": {"schedule": "cosine"}}
 OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "data of another size": ({}, {"num_samples": 32}, ("24", "32")),
     "another order of samples": ({"sampler": _forwards}, {"sampler": _backwards}, ("order",)),
     "more epochs of a schedule that ends with them": (_COSINE, _COSINE | {"epochs": 5}, ("epochs", "5")),
+    "an optimizer of another kind": ({"optimizer_of": _MOMENTUM}, {"optimizer_of": torch.optim.Adam}, ("SGD", "Adam")),
 }
 """What the first part of a run has, what the second has, and words of the refusal."""
 
@@ -211,6 +213,12 @@ def test_another_run_does_not_go_on(name: str, tmp_path: Path) -> None:
     first, second, words = OTHERS[name]
     ((_, (made, said)),) = run_ranks(_in_turn, 1, tmp_path, first | {"max_steps": 4}, second)
     assert not made and all(word in said for word in words), said
+
+
+def test_an_optimizer_of_another_kind_begins_anew_where_it_is_forced(tmp_path: Path) -> None:
+    forced = {"optimizer_of": torch.optim.Adam, "force": True}
+    ((_, (made, _)),) = run_ranks(_in_turn, 1, tmp_path, {"optimizer_of": _MOMENTUM, "max_steps": 4}, forced)
+    assert made == STEPS[4:]
 
 
 def _drawn_by_what_is_kept_before_prepare(folder: Path) -> list[float]:

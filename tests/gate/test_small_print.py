@@ -23,13 +23,14 @@ _sgd = functools.partial(torch.optim.SGD, lr=0.3)
 
 class _Statistics(nn.Module):
     """A layer, and what its passes have seen: a count, the smallest and a mean, which an evaluation moves too; and a
-    factor that is constant, and what grows to infinity."""
+    factor that is constant, what grows to infinity, a large number in double precision; and constants of rare kinds."""
 
     count: Tensor
     smallest: Tensor
     mean: Tensor
     factor: Tensor
     growing: Tensor
+    large: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,6 +42,9 @@ class _Statistics(nn.Module):
         self.register_buffer("mean", torch.zeros(2))
         self.register_buffer("factor", torch.full((2,), 0.5))
         self.register_buffer("growing", torch.zeros(2))
+        self.register_buffer("large", torch.zeros((), dtype=torch.float64))
+        for number, one in enumerate([torch.ones(1, dtype=torch.uint16), torch.tensor(1j), torch.eye(2).to_sparse()]):
+            self.register_buffer(f"constant_{number}", one)
 
     def forward(self, inputs: Tensor) -> Tensor:
         output: Tensor = self.norm(self.layer(self.dropout(inputs - self.mean)) * self.factor[:1])
@@ -48,6 +52,7 @@ class _Statistics(nn.Module):
         self.smallest.copy_(torch.minimum(self.smallest, inputs.min()))
         self.mean.lerp_(inputs.detach().mean(0), 0.5)
         self.growing = self.growing + torch.tensor([1.0, torch.inf])
+        self.large += 1e9 + inputs.detach().double().sum()
         return output
 
 
@@ -76,14 +81,14 @@ def _moved_statistics(parity: str) -> list[Any]:
         model, _ = run.prepare(found := _Statistics(), _sgd(found.parameters()))
         for batch in run.batches(_pairs(), sampler=_in_order):
             run.step(batch, _squares)
-        means = [float(model.mean.sum()), float(run.values["target"])]
+        means = [float(model.mean.sum()), float(run.values["target"]), float(model.large) - 1e9]
         return [int(model.count), float(model.smallest), model.norm.training, means, model.growing.tolist()]
 
 
 @pytest.mark.parametrize("parity", ["numeric", "bitwise"])
 def test_statistics_and_values_are_those_of_the_virtual_shards_on_any_number_of_workers(parity: str) -> None:
     inputs, targets = _pairs().tensors
-    means = [float(inputs.mean(0).sum()) / 2, float(targets.mean())]
+    means = [float(inputs.mean(0).sum()) / 2, float(targets.mean()), float(inputs.double().sum()) / 4]
     expected = [int((inputs[:2] > 0).sum()), 0.0, False, pytest.approx(means, rel=1e-6), [1.0, 0.0]]
     for num_workers in (1, 2):
         assert all(found == expected for found in run_ranks(_moved_statistics, num_workers, parity))
@@ -402,7 +407,7 @@ REFUSED: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "more workers than virtual shards": ({"virtual_shards": 1}, 0, ("2", "virtual_shards = 1")),
     "samples that count how often they are read": ({"data": _CountingReads()}, 3, ("ample",)),
     "weights that rank 1 changes": ({"changes_weights": True}, 3, ("differ",)),
-    "weights in the place of those that were prepared": ({"gets_weights": True}, 0, ("'weight'", "run.prepare")),
+    "weights in the place of those that were prepared": ({"gets_weights": True}, 1, ("differ", "run.prepare")),
     "noise that an optimizer adds to shards of parameters": (
         {"optimizer_of": functools.partial(_Langevin, lr=0.1), "plan": paceline.Plan(world_size=2, mesh=Mesh(fsdp=2))},
         0,

@@ -51,17 +51,11 @@ from paceline.object_collectives import all_gather_objects, broadcast_object, ga
 from paceline.spec.job import CheckpointSpec
 from paceline.tensors import flatten, is_dtensor, local_shard, shard_slice
 
-_SLOW_S = 60.0
-"""The user is told of a checkpoint that takes longer."""
-
 _PATIENCE_S = 300.0
 """At the end of a run, a storage that has accepted nothing for so long is not waited for any more."""
 
 _LONGEST_WRITE_S = 24 * 3600.0
 """How long a worker that has written waits for the others."""
-
-_NICENESS = 10
-"""Writing has a lower priority than training."""
 
 _MOST_SLICE_BYTES = 16 << 20
 """Larger tensors are written in slices of rows: a worker that needs some rows reads few others to check them."""
@@ -130,10 +124,13 @@ class Saver:
         """
         self._storage, self._spec, self._group, self._say = storage, spec, group, say
         self._rank = 0 if group is None else dist.get_rank(group)
-        # Writers' collectives would mix with those of training.
-        self._writers = None if group is None else open_host_group(group, "receipts of writers", _LONGEST_WRITE_S)
-        # Workers of an earlier run may still be writing somewhere: their files have another name.
-        self._run: str = broadcast_object(secrets.token_hex(3), group)
+        # Workers of an earlier run may still be writing somewhere: their files have another name. Writers' collectives
+        # would mix with those of training, and with those of an earlier run of these processes.
+        is_writing = any(one.name == "checkpoint" for one in threading.enumerate())
+        found = all_gather_objects((secrets.token_hex(3), is_writing), group)
+        self._run: str = found[0][0]
+        purpose = f"receipts of writers {self._run if any(one for _, one in found) else ''}"
+        self._writers = None if group is None else open_host_group(group, purpose, _LONGEST_WRITE_S)
         self._num_begun = 0
         self._staged = StagedFile()
         self._plan: WritePlan | None = None
@@ -168,17 +165,18 @@ class Saver:
         """Whether the newest checkpoint could not be written."""
         return self._is_given_up or bool(self._problem)
 
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raises `CheckpointError` for what a checkpoint cannot hold."""
+        plan_writes(_flattened(state)[1], None)
+
     def begin(self, snapshot: Snapshot) -> None:
         """Copy `snapshot`, and write it in the background, unless some worker still writes the one before. A collective
         of all workers. Raises `CheckpointError` for something that a checkpoint cannot hold."""
         if any(all_gather_objects(self.busy, self._group)):
             return  # its storage does not respond, as was said
         self.last_step = snapshot.step
-        try:
-            values, tensors = flatten(snapshot.shared)
-            own_values, own_tensors = flatten(snapshot.own, f"worker:{self._rank}")
-        except TypeError as problem:
-            raise CheckpointError(f"A checkpoint cannot hold this state: {problem}.") from None
+        values, tensors = _flattened(snapshot.shared)
+        own_values, own_tensors = _flattened(snapshot.own, f"worker:{self._rank}")
         state = tensors | own_tensors
         self._plan = plan_writes(state, self._group, self._plan)
         mine = self._plan.slices[self._rank].items()
@@ -217,23 +215,14 @@ class Saver:
 
     def _write(self, snapshot: Snapshot) -> None:
         """Training goes on whatever goes wrong in here."""
-        with contextlib.suppress(OSError, AttributeError):  # on Linux a thread can be made to stand back
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-        sentence = (
-            f"The checkpoint of step {snapshot.step} is still being written to {self._storage.address} after "
-            f"{_SLOW_S:.0f} seconds. Training goes on; the next checkpoint waits for it."
-        )
-        slow = threading.Timer(_SLOW_S, self._say, [sentence])
-        slow.daemon = True
-        slow.start()
+        with contextlib.suppress(OSError, AttributeError):  # on Linux a thread can stand back behind training
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
             receipts = gather_objects(self._write_file(snapshot), self._writers, [_Receipt])
             problem = "" if receipts is None else self._commit(snapshot, receipts)
             problem = broadcast_object(problem, self._writers)
         except RuntimeError:  # torch's, where a connection has ended
             problem = "another worker has ended meanwhile"
-        finally:
-            slow.cancel()
         self._tell(snapshot.step, problem)
         if not problem:
             self.written_step = snapshot.step
@@ -335,6 +324,13 @@ class Saver:
         self._told = problem
 
 
+def _flattened(state: Mapping[str, Any], path: str = "") -> tuple[Any, dict[str, Tensor]]:
+    try:
+        return flatten(state, path)
+    except TypeError as problem:
+        raise CheckpointError(f"A checkpoint cannot hold this state: {problem}.") from None
+
+
 def _reason(problem: Exception) -> str:
     if not isinstance(problem, OSError | PacelineError):  # a bug keeps its traceback
         traceback.print_exc()
@@ -416,8 +412,9 @@ def plan_writes(
 
 
 def _held(name: str, tensor: Tensor) -> _Held:
-    if tensor.dtype not in _NAMES:
-        raise CheckpointError(f"The tensor '{name}' has dtype {tensor.dtype}, which a checkpoint cannot hold.")
+    if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
+        kind = f"{tensor.dtype}, {tensor.layout}"
+        raise CheckpointError(f"A checkpoint cannot hold the tensor '{name}' ({kind}); keep it out of the state.")
     shape = tuple(tensor.shape)
     offsets, sizes = shard_slice(tensor) if is_dtensor(tensor) else ((0,) * tensor.dim(), shape)
     return name, _NAMES[tensor.dtype], shape, offsets, sizes

@@ -55,20 +55,21 @@ def views(flat: Tensor, forms: Sequence[Tensor]) -> list[Tensor]:
 
 
 def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Broadcast rank 0's values to all workers, in messages of about a bucket; a collective. Not of meta tensors.
+    """Broadcast rank 0's values to all workers, in messages of about a bucket; a collective. Not of meta tensors, and
+    not of sparse ones, whose sizes need not be alike.
 
     Tensors may be on any device: a model that no GPU can hold is still in host memory when it is made equal.
     """
     if group is None:
         return
     device = device_of(group)
-    real = (tensor.detach() for tensor in tensors if not tensor.is_meta)
+    real = (tensor.detach() for tensor in tensors if not tensor.is_meta and tensor.layout == torch.strided)
     rooms: dict[torch.dtype, Tensor] = {}
     for bucket in buckets(real, lambda tensor: (tensor.dtype, tensor.nbytes)):
         lengths = [tensor.numel() for tensor in bucket]
         room = rooms.setdefault(bucket[0].dtype, bucket[0].new_empty(0, device=device))
         # In the same memory each time: what malloc keeps of a freed message does not always hold the next one.
         flat = torch.cat([tensor.reshape(-1).to(device) for tensor in bucket], out=room.resize_(sum(lengths)))
-        dist.broadcast(flat, group_src=0, group=group)
+        dist.broadcast(flat.view(torch.uint8), group_src=0, group=group)  # backends lack some dtypes
         for tensor, values in zip(bucket, flat.split(lengths), strict=True):
             tensor.copy_(values.view(tensor.shape))

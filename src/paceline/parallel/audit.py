@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 _REMEDY = (
     "Besides the model and the samples it follows from a rank, from weights or buffers that a script has changed on "
-    "some workers, or from what a process keeps from call to call: a number in an attribute, a counter, a generator of "
-    "its own, a value of the first call. Let it follow from the model, the samples and run.steps alone, draw random "
-    "numbers from torch, NumPy or Python's random, which are seeded for every virtual shard, and take what all workers "
-    "share from run.values."
+    "some workers or added after run.prepare, or from what a process keeps from call to call: a number in an "
+    "attribute, a counter, a generator of its own, a value of the first call. Let it follow from the model, the "
+    "samples and run.steps alone, draw random numbers from torch, NumPy or Python's random, which are seeded for every "
+    "virtual shard, and take what all workers share from run.values."
 )
 
 

@@ -23,7 +23,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from paceline.errors import ModelError
 from paceline.parallel.audit import audit
 from paceline.parallel.blocks import blocks_of
 from paceline.parallel.fixed_order_sum import FixedOrderSum
@@ -164,7 +163,6 @@ class Engine:
         self.algorithm = algorithm
         self.layout = layout
         self.module = layout.module
-        self._parameters = {*layout.module.parameters()}
         self.holds_all = layout.holds_all
         self.notes = [*layout.notes, *notes]
         self.layouts = LossLayouts(layout.world)
@@ -265,14 +263,7 @@ class Engine:
 
     def audit(self, step: StepInput, *, has_gradients: bool) -> None:
         """Raise `ModelError` if the loss of the same samples, or with `has_gradients` its gradient, differs between
-        workers or from call to call, between `gradients` and the update; a collective (`audit.py`). Raise it too where
-        the script has given the model a parameter since it was prepared."""
-        added = [name for name, parameter in self.module.named_parameters() if parameter not in self._parameters]
-        if added:
-            raise ModelError(
-                f"The parameter '{added[0]}' came into the model after run.prepare, so workers do not add up its "
-                "gradient and checkpoints do not hold it; give the model all its layers before run.prepare."
-            )
+        workers or from call to call, between `gradients` and the update; a collective (`audit.py`)."""
         audit(self.passes, step, self.layout.world, has_gradients=has_gradients and self.holds_all)
 
     # --- workers that differ ---

@@ -20,7 +20,7 @@ from paceline.comm.fixed_tree import TreeSum
 from paceline.comm.links import Links, node_of_every_rank
 from paceline.comm.tree_exact import tree_all_reduce
 from paceline.heartbeat import inside
-from paceline.parallel.layout import Whole, norm_of, squared_norm
+from paceline.parallel.layout import Whole, count_users, norm_of, squared_norm
 from paceline.parallel.losses import ShardLoss
 from paceline.parallel.step_input import Assignment, StepInput
 
@@ -94,10 +94,7 @@ class FixedOrderSum:
         if self._step.take_norms is not None:
             noise[1] = weight
             noise[0] = torch.where(noise[1] > 0, squared_norm([flat], noise[0]) / noise[1], 0.0)
-        num_users.fill_(1)
-        for number, used in enumerate(is_used):
-            if not used:
-                num_users[number] = 0
+        count_users(num_users, is_used)
         self._free.extend(self._tree.push(values))
 
     def _new_vector(self, num_statistics: int) -> Tensor:

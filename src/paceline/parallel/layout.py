@@ -111,14 +111,23 @@ def sum_over(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return values
 
 
+def count_users(counts: Tensor, are_used: Sequence[bool]) -> None:
+    """Fill a vector with 1 for each gradient that is used, and 0 for the others."""
+    counts.fill_(1)
+    for number, is_used in enumerate(are_used):
+        if not is_used:  # one by one: most often all are used, and nothing is copied to the device
+            counts[number] = 0
+
+
 def is_on_meta(model: nn.Module) -> bool:
     """Whether a model is on the meta device (shapes without values)."""
     return any(parameter.is_meta for parameter in model.parameters())
 
 
 def statistics_dtype(model: nn.Module) -> torch.dtype:
-    """The dtype in which losses, and what moves buffers, are added: float64 for float64 models, else float32."""
-    is_double = any(parameter.dtype == torch.float64 for parameter in model.parameters())
+    """The dtype in which losses, and what moves buffers, are added: float64 for models with float64 parameters or
+    buffers, else float32."""
+    is_double = any(one.dtype == torch.float64 for one in (*model.parameters(), *model.buffers()))
     return torch.float64 if is_double else torch.float32
 
 

@@ -19,7 +19,7 @@ from paceline.comm import Aggregator
 from paceline.comm.buckets import FIRST_BUCKET_BYTES, buckets, dense_form, views
 from paceline.errors import ModelError
 from paceline.parallel.dtensor import with_local
-from paceline.parallel.layout import Whole, sum_over
+from paceline.parallel.layout import Whole, count_users, sum_over
 from paceline.parallel.losses import ShardLoss
 from paceline.parallel.step_input import Assignment, StepInput
 from paceline.tensors import local_shard
@@ -190,7 +190,7 @@ class RunningSum:
             bucket.leave()
         self._layout.end_passes()
         if factor is not None:
-            for _, parameter in self._named:
+            for parameter in self._layout.module.parameters():  # of layers that are new, too
                 if parameter.grad is not None:
                     local_shard(parameter.grad).mul_(factor.to(parameter.grad.device))
 
@@ -264,10 +264,8 @@ class _Bucket:
 
     def send(self, aggregator: Aggregator) -> None:
         """Begin to sum the gradients."""
-        self._num_users.fill_(1)
-        for number, one in enumerate(self.gradients):
-            if not one.is_used:
-                self._num_users[number] = 0
+        count_users(self._num_users, [one.is_used for one in self.gradients])
+        for one in self.gradients:
             gradient = one.parameter.grad
             if gradient is not one.view and gradient is not None:  # with create_graph backward puts another there
                 one.place.copy_(local_shard(gradient))

@@ -100,7 +100,22 @@ class Spread(Whole):
         self._may_skip = may_skip
         self.measures_first_pass = axes.pp is None and (axes.mesh.fsdp == 1 or axes.mesh.zero_stage > 1)
         self._keeps_whole_gradients = False
+        self._used: set[str] = set()
+        """The names of parameters of which this worker has computed a gradient in this step."""
+        if may_skip and axes.mesh.fsdp > 1:
+            self._note_used()
         module.register_forward_hook(self._after_evaluation)
+
+    def _note_used(self) -> None:
+        """Have passes note which parameters they use: of the others fsdp leaves zeros, as of some that are used."""
+        for sharded in sharded_modules(self.module):
+            sharded.unshard()
+        for name, parameter in self.module.named_parameters():
+            is_trained = parameter.requires_grad
+            parameter.requires_grad_(True)  # it may be unfrozen later
+            parameter.register_post_accumulate_grad_hook(functools.partial(lambda name, _: self._used.add(name), name))
+            parameter.requires_grad_(is_trained)
+        reshard(self.module)
 
     def _after_evaluation(self, module: nn.Module, _arguments: Any, _output: Any) -> None:
         # No backward pass follows that would free the gathered parameters, and what comes next reads the shards.
@@ -137,12 +152,12 @@ class Spread(Whole):
     def _forget_unused(self) -> None:
         """Leave no gradient of parameters that no worker has used: fsdp has added them up all the same, as zeros. Of
         those that some other worker has used leave one here, too."""
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        are_used = [p.grad is not None and local_shard(p.grad).any() for p in trained]
-        known = torch.stack([self.zero + one for one in are_used])
+        trained = {name: one for name, one in self.module.named_parameters() if one.requires_grad}
+        known = self.zero.new_tensor([name in self._used for name in trained])
+        self._used.clear()
         if self.data is not None:
             dist.all_reduce(known, group=self.data)
-        for parameter, is_used in zip(trained, known.tolist(), strict=True):
+        for parameter, is_used in zip(trained.values(), known.tolist(), strict=True):
             if not is_used:
                 parameter.grad = None
             elif parameter.grad is None:  # one without dimensions, which fsdp leaves alone

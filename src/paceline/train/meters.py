@@ -145,11 +145,8 @@ class NoiseScale:
 
         McCandlish et al. 2018, appendix A.1: two equations E|G_B|^2 = |G|^2 + tr(Sigma) / B for two unknowns. The two
         norms may come from the same samples, since expectations add up whatever depends on what. Where batches of one
-        kind differ in size, `small_batch` is 1 / (mean of 1 / B), with the weights of the mean of the norms. Raises
-        `ValueError` where `small_batch` is not the smaller one.
+        kind differ in size, `small_batch` is 1 / (mean of 1 / B), with the weights of the mean of the norms.
         """
-        if not 0 < small_batch < large_batch:
-            raise ValueError(f"a batch of {small_batch} samples is not smaller than one of {large_batch}")
         grad_sqr = (large_batch * large_sqr - small_batch * small_sqr) / (large_batch - small_batch)
         grad_var = (small_sqr - large_sqr) / (1 / small_batch - 1 / large_batch)
         return cls(grad_sqr, grad_var)

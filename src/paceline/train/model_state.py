@@ -427,15 +427,20 @@ def optimizers_in(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
         yield f"{number}/", one
 
 
+def kind_of(optimizer: Optimizer) -> str:
+    """The names of the classes of an optimizer's parts."""
+    return ", ".join(type(part).__name__ for part in parts_of(optimizer))
+
+
 def optimizer_state(optimizer: Optimizer, names: ParameterNames, model: nn.Module) -> dict[str, Any]:
     """Its "state" by the names of parameters, its "groups", and the "numbers" that it keeps in attributes. Raises
     `ModelError` where a group that was added to it holds parameters that are not the model's."""
     name_of = names.of_parameters(model)
-    added = optimizer.param_groups[len(names.groups) :]  # by the script, since it was prepared
-    if any(id(parameter) not in name_of for group in added for parameter in group["params"]):
+    if any(id(parameter) not in name_of for group in optimizer.param_groups for parameter in group["params"]):
         raise ModelError(
-            "A group added to the optimizer after run.prepare has parameters that are not the model's; leave these out."
+            "The optimizer holds parameters that the model does not have as run.prepare returned it; leave these out."
         )
+    added = optimizer.param_groups[len(names.groups) :]  # by the script, since it was prepared
     state: dict[str, dict[str, Any]] = {}
     for prefix, one in optimizers_in(optimizer):
         for parameter, entries in one.state.items():
@@ -443,6 +448,7 @@ def optimizer_state(optimizer: Optimizer, names: ParameterNames, model: nn.Modul
             kept |= {f"{prefix}{key}": value for key, value in entries.items()}
     own_names = [*names.groups, *([name_of[id(parameter)] for parameter in group["params"]] for group in added)]
     return {
+        "kind": kind_of(optimizer),
         "state": state,
         "groups": [group | {"params": list(own)} for group, own in zip(optimizer.param_groups, own_names, strict=True)],
         # What optimizers keep in attributes, such as a count of steps.
@@ -458,13 +464,15 @@ def optimizer_state(optimizer: Optimizer, names: ParameterNames, model: nn.Modul
 def load_optimizer_state(
     optimizer: Optimizer, names: ParameterNames, model: nn.Module, saved: Mapping[str, Any], *, hyper: bool
 ) -> None:
-    """Put back what this worker holds of `optimizer_state`; learning rates and the like too if `hyper` is set. Raises
-    `CheckpointError` where it belongs to other parameters."""
+    """Put back what this worker holds of `optimizer_state`; learning rates and the like too if `hyper` is set. Of
+    another kind of optimizer nothing is put back. Raises `CheckpointError` where it belongs to other parameters."""
     if [tuple(group["params"]) for group in saved["groups"]] != list(names.groups):
         raise CheckpointError(
             "The checkpoint's optimizer has other parameters or groups than this run's; resume with the same ones "
             "(groups that were added during the run are given to it before run.prepare), or begin in another folder."
         )
+    if saved.get("kind", kind_of(optimizer)) != kind_of(optimizer):
+        saved, hyper = {**saved, "state": {}, "numbers": {}}, False
     for group, kept in zip(optimizer.param_groups, saved["groups"], strict=True):
         if hyper:
             group.update({key: value for key, value in kept.items() if key not in _OF_THIS_RUN})

@@ -67,7 +67,6 @@ OVER_S = 60.0
 """How long a worker that has ended its run waits for those that are still busy in their scripts."""
 _OF_TORCH = "torch.distributed."
 """Begins the name of a collective that was found in a stack."""
-MOST_TRACEBACK_CHARACTERS = 100_000
 
 
 class WatchClock:
@@ -344,9 +343,12 @@ class Watch:
             time.sleep(0.05)
 
     def _is_gone(self, state: WorkerState) -> bool:
-        if state.hostname == self._hostname:
-            return _state_of(state.pid) in "ZX"
-        return (state.heartbeat_age_s or 0.0) >= STALE_S
+        if state.hostname != self._hostname:
+            return (state.heartbeat_age_s or 0.0) >= STALE_S
+        try:  # a letter says what the process does
+            return Path(f"/proc/{state.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+        except OSError:
+            return True
 
     def _write_status(self, folder: Path) -> None:
         """Write workers.json, for those who watch a run; a file that cannot be written is left as it is."""
@@ -424,7 +426,7 @@ def _failure(error: BaseException) -> Failure:
     return Failure(
         time=time.time(),
         message=shortened(_writable(told), 10_000),
-        traceback="" if is_user_error else shortened(_writable("".join(lines.format())), MOST_TRACEBACK_CHARACTERS),
+        traceback="" if is_user_error else shortened(_writable("".join(lines.format())), 100_000),
         is_user_error=is_user_error,
         is_consequence=is_consequence or isinstance(error, PeerLost),
     )
@@ -433,11 +435,3 @@ def _failure(error: BaseException) -> Failure:
 def _writable(text: str) -> str:
     """Text without null characters and halves of pairs."""
     return text.encode("utf-8", "backslashreplace").decode().replace("\0", "\\x00")
-
-
-def _state_of(pid: int) -> str:
-    """The letter by which the kernel says what a process does; X if there is none."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "X"

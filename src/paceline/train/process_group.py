@@ -29,8 +29,6 @@ from paceline.spec import Job, Plan
 from paceline.train.peers import begin_watch, end_watch, store_address
 
 GLOO_THREAD = "pt_gloo_runloop"
-_REST_S = 2.0
-"""The maximum wait for Gloo's threads at the end of a process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +97,7 @@ def await_gloo_threads() -> None:
     Python; if the interpreter is being taken down by then, the whole process aborts (pytorch/pytorch#190489). As long
     as a run's groups are held somewhere, destroying them ends no thread.
     """
-    deadline, num_looks = time.monotonic() + _REST_S, 0
+    deadline, num_looks = time.monotonic() + 2.0, 0
     while num_looks < 2 and time.monotonic() < deadline:
         time.sleep(0.001)  # meanwhile one that waits for Python gets it
         num_looks += 1

@@ -23,7 +23,7 @@ from paceline.spec import Job
 from paceline.spec.job import differences
 from paceline.train.batches import DataProgress
 from paceline.train.meters import NoiseMeter
-from paceline.train.model_state import TrainedModels
+from paceline.train.model_state import TrainedModels, kind_of
 from paceline.train.optim import ends_with_epochs
 
 
@@ -155,38 +155,39 @@ class RunState:
     def restore(self, found: ReadCheckpoint, *, force: bool) -> list[str]:
         """Resume from a checkpoint; returns notes. Raises `JobError` if it is of another job, unless `force` is set."""
         shared = found.shared
+        notes = [note for name in self.models.by_name for note in self.restore_model(name, found, force=force)]
         with _as_saved(found.name):
-            before, changes = self._changes(shared)
-            if changes and not force:
-                raise JobError(
-                    f"The checkpoint to resume belongs to another job: {'; '.join(changes)}{_why(before, self.job)}. "
-                    "Set it back, choose another folder, or resume nevertheless with force = True."
-                )
-            notes = [note for name in self.models.by_name for note in self._put(name, found, goes_on=not changes)]
             self.progress.load_state_dict(shared["progress"], check_order=not force)
             self.noise.load_state_dict(shared["noise"])
             self.metrics.update(shared["metrics"])
             self.kept.load_state_dict(shared["kept"])
             return notes
 
-    def restore_model(self, name: str, found: ReadCheckpoint) -> list[str]:
-        """Give a model that was prepared after the others its state; returns notes. Raises `CheckpointError` where the
-        checkpoint has no such model."""
+    def restore_model(self, name: str, found: ReadCheckpoint, *, force: bool) -> list[str]:
+        """Give a model its state, also one that was prepared after the others; returns notes. Raises `JobError` as
+        `restore` does, `CheckpointError` where the checkpoint has no such model."""
         with _as_saved(found.name):
-            return self._put(name, found, goes_on=not self._changes(found.shared)[1])
-
-    def _put(self, name: str, found: ReadCheckpoint, *, goes_on: bool) -> list[str]:
-        notes = self.models.put(name, found.shared, found.own, hyper=goes_on, goes_on=goes_on)
-        if goes_on:
+            before, changes = self._changes(found.shared)
+            if changes and not force:
+                raise JobError(
+                    f"The checkpoint to resume belongs to another job: {'; '.join(changes)}{_why(before, self.job)}. "
+                    "Set it back, choose another folder, or resume nevertheless with force = True."
+                )
+            notes = self.models.put(name, found.shared, found.own, hyper=not changes, goes_on=not changes)
+        if not changes:
             # A new scheduler writes its first learning rate into the optimizer, and loading its state leaves it there.
             self.kept.after_restoring.append(self.models.by_name[name].hyperparameters())
         return notes
 
     def _changes(self, shared: dict[str, Any]) -> tuple[Job, list[str]]:
-        """The job of a checkpoint, and its differences from this run's job that change the result."""
+        """The job of a checkpoint, and the differences of this run that change the result: of its job, and of the kinds
+        of its optimizers."""
         # Converted to a job: keys of a later release get their defaults.
         before = Job.from_mapping(shared["job"])
         changes = differences(before.to_mapping(), self.job.to_mapping())
+        kinds = {name: kind_of(one.optimizer) for name, one in self.models.by_name.items() if name in shared["models"]}
+        saved = {name: shared["models"][name]["optimizer"].get("kind", kind) for name, kind in kinds.items()}
+        changes += differences({"optimizer": saved}, {"optimizer": kinds})
         if self.job.epochs > before.epochs and not ends_with_epochs(before):
             changes = [change for change in changes if not change.startswith("epochs was ")]  # it goes on
         return before, changes

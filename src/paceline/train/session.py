@@ -261,13 +261,13 @@ class Session:
         if name in self.state.models.by_name:
             found = self._newest()  # the shards of this model were not read before
             if found is not None and not (self._resumed[1] and name not in found.shared["models"]):
-                for note in self.state.restore_model(name, found):
+                for note in self.state.restore_model(name, found, force=self._resumed[1]):
                     self.note(note)
         self.seed_between_steps()
 
     def begin(self) -> None:
         """Before the first batch: all models are known. Raises `CheckpointError` where the checkpoint that was resumed
-        is of a run with other models."""
+        is of a run with other models, or one of this run could not hold its state."""
         if self._resumed is not None:
             known, is_forced = self._resumed
             if not is_forced:
@@ -276,6 +276,9 @@ class Session:
             for note in self.state.models.put_frozen(known):
                 self.note(note)
         self._resumed = None
+        if self._saver is not None and self._saver.last_step is None:
+            models = {name: trained.take() for name, trained in self.state.models.by_name.items()}
+            self._saver.check({"models": models, "kept": self.state.kept.state_dict()})
 
     def roll_back(self) -> str | None:
         """Put weights and optimizer back to the newest good checkpoint, but for learning rates: the data goes on, and
@@ -479,6 +482,9 @@ class Session:
                 self.state.progress.leave_epoch()
             self.save(for_metrics=False)
             self._saver.wait()
+            if any(all_gather_objects(self._saver.failed, self._group)):  # once more: there is no later one
+                self._save_now(self._saver, again=True)
+                self._saver.wait()
         if self.peers is not None:
             self.peers.allow_ends()
 

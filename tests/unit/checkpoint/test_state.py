@@ -27,9 +27,11 @@ DTYPES = [
     torch.float16,
     torch.bfloat16,
     torch.float8_e4m3fn,
+    torch.complex64,
     torch.int64,
     torch.int32,
     torch.int16,
+    torch.uint16,
     torch.int8,
     torch.uint8,
     torch.bool,
@@ -89,10 +91,24 @@ def test_a_shared_tensor_is_shared_again_and_a_numpy_number_is_a_number(tmp_path
     assert kept["number"] == 0.5 and type(kept["number"]) is float
 
 
-@pytest.mark.parametrize("alien", [torch.zeros(2, dtype=torch.complex64), object(), {1, 2}, b"bytes", {(1, 2): 3}])
-def test_what_a_checkpoint_cannot_hold_is_refused_with_its_place(tmp_path: Path, alien: object) -> None:
+ALIENS = [
+    torch.zeros(2, dtype=torch.complex128),
+    torch.eye(2).to_sparse(),
+    object(),
+    {1, 2},
+    b"bytes",
+    {(1, 2): 3},
+]
+
+
+@pytest.mark.parametrize("alien", ALIENS)
+def test_what_a_checkpoint_cannot_hold_is_refused_with_its_place_before_the_first_step(
+    tmp_path: Path, alien: object
+) -> None:
+    model = small_model()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("a step was made"))
     with pytest.raises(CheckpointError, match="mine"):
-        train(tmp_path, 1, kept={"mine": alien})
+        train(tmp_path, 1, model=model, kept={"mine": alien})
 
 
 class Tied(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
@@ -87,6 +88,20 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(
     assert [one.state for one in paceline.checkpoint.verify(tmp_path)] == ["good"]
     assert train(tmp_path, 6).first_step == 2
     assert [one.step for one in paceline.checkpoint.ls(tmp_path)] == [2, 6]
+
+
+def test_the_last_checkpoint_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, names = Storage.write, []
+
+    def fail_once(storage: Storage, name: str, pieces: Iterable[Piece]) -> None:
+        names.append(name)
+        if len(names) == 1:
+            raise OSError(5, "Input/output error")
+        write(storage, name, pieces)
+
+    monkeypatch.setattr(Storage, "write", fail_once)
+    train(tmp_path, 2)
+    assert [(one.step, one.state) for one in paceline.checkpoint.verify(tmp_path)] == [(2, "good")]
 
 
 def test_a_failure_after_the_manifest_leaves_the_checkpoint_complete(
@@ -174,6 +189,26 @@ def _save_where_rank_1_cannot(path: Path) -> None:
         saver.wait()
     assert saver.failed and saver.written_step is None
     assert len(said) == 1 and "worker 1 says: No space left on device" in said[0]
+
+
+def _save_beside_a_writer_that_hangs(path: Path) -> None:
+    group, goes_on = join_world(60), threading.Event()
+    hanging = Storage(path / "hanging")
+    hanging.write = lambda *_: goes_on.wait()  # type: ignore[method-assign, assignment, return-value]
+    storages = [hanging if torch.distributed.get_rank() else Storage(path / "hanging"), Storage(path / "next")]
+    savers = [Saver(storage, CheckpointSpec(), group, print) for storage in storages[:1]]
+    savers[0].begin(Snapshot(1, {}, {"a": torch.zeros(3)}, {}))
+    savers[0].give_up()
+    savers.append(Saver(storages[1], CheckpointSpec(), group, print))
+    savers[1].begin(Snapshot(2, {}, {"a": torch.ones(3)}, {}))
+    savers[1].wait()
+    assert savers[1].written_step == 2
+    goes_on.set()
+
+
+def test_a_writer_of_an_earlier_run_that_hangs_is_no_matter_to_the_next_run(tmp_path: Path) -> None:
+    run_ranks(_save_beside_a_writer_that_hangs, 2, tmp_path)
+    assert [one.state for one in paceline.checkpoint.verify(tmp_path / "next")] == ["good"]
 
 
 def _no_space(_name: str, _pieces: Iterable[Piece]) -> None:
