@@ -57,7 +57,7 @@ class _Routed(models.Layers):
 class _Scaled(models.Layers):
     """A branch with a factor of its own, which not every virtual shard goes through."""
 
-    unused = None
+    unused: Any = None
 
     def __init__(self) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ class _Statistics(nn.Module):
         self.register_buffer("growing", torch.zeros(2))
         self.register_buffer("large", torch.zeros((), dtype=torch.float64))
         for number, one in enumerate([torch.ones(1, dtype=torch.uint16), torch.tensor(1j), torch.eye(2).to_sparse()]):
-            self.register_buffer(f"constant_{number}", one)
+            self.register_buffer(f"constant_{number}", one, persistent=False)
 
     def forward(self, inputs: Tensor) -> Tensor:
         output: Tensor = self.norm(self.layer(self.dropout(inputs - self.mean)) * self.factor[:1])

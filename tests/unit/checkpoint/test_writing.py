@@ -194,7 +194,7 @@ def _save_where_rank_1_cannot(path: Path) -> None:
 def _save_beside_a_writer_that_hangs(path: Path) -> None:
     group, goes_on = join_world(60), threading.Event()
     hanging = Storage(path / "hanging")
-    hanging.write = lambda *_: goes_on.wait()  # type: ignore[method-assign, assignment, return-value]
+    hanging.write = lambda *_: goes_on.wait()  # type: ignore[method-assign, assignment]
     storages = [hanging if torch.distributed.get_rank() else Storage(path / "hanging"), Storage(path / "next")]
     savers = [Saver(storage, CheckpointSpec(), group, print) for storage in storages[:1]]
     savers[0].begin(Snapshot(1, {}, {"a": torch.zeros(3)}, {}))
