@@ -12,7 +12,7 @@ import paceline
 from paceline.cli.commands import COMMANDS
 from paceline.cli.options import parser_of
 from paceline.workflows.arguments import field_meanings
-from paceline.workflows.jobs import CatalogEntry
+from paceline.workflows.catalog import CatalogEntry
 
 
 def write_pages(folder: Path) -> None:

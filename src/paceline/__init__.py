@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from paceline.train import init as init
     from paceline.workflows import checkpoint as checkpoint
     from paceline.workflows import submit as submit
-    from paceline.workflows.jobs import catalog as catalog
+    from paceline.workflows.catalog import catalog as catalog
     from paceline.workflows.machine import doctor as doctor
     from paceline.workflows.machine import topo as topo
     from paceline.workflows.plan import dry_run_mesh as dry_run_mesh
@@ -49,7 +49,7 @@ _MODULES = {
     **dict.fromkeys(("doctor", "topo"), "workflows.machine"),
     **dict.fromkeys(("dry_run_mesh", "plan", "probe"), "workflows.plan"),
     **dict.fromkeys(("launch", "report", "scale", "train", "watch"), "workflows.runs"),
-    "catalog": "workflows.jobs",
+    "catalog": "workflows.catalog",
     "Where": "workflows.where",
     "Forecast": "spec.forecast",
     "Mean": "parallel.losses",
