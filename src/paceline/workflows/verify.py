@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from paceline.hardware import detect
 from paceline.launch.command_lines import with_variables
 from paceline.launch.run import LaunchOptions, Reach, run_workers
 from paceline.plan import spread
-from paceline.spec import Job, parse_mesh
+from paceline.spec import Job, Plan, parse_mesh
 from paceline.spec.codec import PositiveInt
 from paceline.words import number_of
 from paceline.workflows.arguments import Say, checked, read_counts, silent
@@ -71,62 +72,79 @@ def verify(
     cluster, counts = detect(), read_counts("workers", workers)
     if counts[1:] == [] and counts[0] > 1 and not deal:
         counts = [1, *counts]
-    programs: dict[int, list[str]] = {}
+    launches: dict[int, _Launch] = {}
     shared = {count: strategy if count > 1 else None for count in counts}  # one worker has nobody to share with
     if is_script(job, arguments, set=settings, data=data):
         check_script(str(job), is_module=False)
-        for count in counts if strategy is not None else ():  # as the script will read it
-            parse_mesh(str(strategy), count if count > 1 else None)
         for count in counts:
-            words = _filled(arguments, batch, count, counts[-1])
-            programs[count] = ["-m", "paceline.verify.observe", str(job), *words]
-        plans = {count: spread(cluster, count, threads_per_worker=1) for count in counts}
+            if strategy is not None:  # as the script will read it
+                parse_mesh(strategy, count if count > 1 else None)
+            words = ["-m", "paceline.verify.observe", str(job), *_filled(arguments, batch, count, counts[-1])]
+            plan = spread(cluster, count, threads_per_worker=1)
+            launches[count] = _Launch(plan, words, None, shared[count], steps, say)
     else:
         if batch is not None:
             raise JobError("A job says its own global_batch_size; leave batch out.")
         resolved = resolve_job(job, settings, data)
         resolved = resolved.with_values(precision="float64") if resolved.parity == "numeric" else resolved
-        of_plan = ["plan.threads_per_worker=1"]
-        plans = {count: plan_run(resolved, cluster, count, shared[count], of_plan, say=say) for count in counts}
+        for count in counts:
+            plan = plan_run(resolved, cluster, count, shared[count], ["plan.threads_per_worker=1"], say=say)
+            words = ["-m", "paceline.measure.recorder"]
+            launches[count] = _Launch(plan, words, resolved, shared[count], steps, say)
+    first, others = launches[counts[0]], [counts[0]] if deal else counts[1:] or counts
+    try:
+        base = first.observed()
+    except PacelineError as problem:
+        return tuple(_unknown(count, str(problem)) for count in others)
+    return tuple(_compared(base, first, launches[count], deal) for count in others)
 
-    def run(count: int, *, uneven_deal: bool = False, may_fail: bool = False) -> ObservedRun:
-        """A run on so many workers, in new processes, since forked ones hash texts alike, which hides what depends on
-        the order of a set. If it `may_fail`, its steps before are those of the record."""
+
+@dataclass(frozen=True)
+class _Launch:
+    """What is run on one number of workers."""
+
+    plan: Plan
+    program: Sequence[str]
+    """What would follow `python`."""
+    job: Job | None
+    """Of a job: what is written into the folder of a run, which the program is given."""
+    strategy: str | None
+    steps: int
+    say: Say
+
+    def observed(self, *, uneven_deal: bool = False, may_fail: bool = False) -> ObservedRun:
+        """A run, in new processes, since forked ones hash texts alike, which hides what depends on the order of a set.
+        If it `may_fail`, its steps before are those of the record."""
         from paceline.verify.records import load
 
-        say(f"training {steps} steps on {number_of(count, 'worker')} …")
+        num_workers, failure = self.plan.world_size, ""
+        self.say(f"training {self.steps} steps on {number_of(num_workers, 'worker')} …")
         with tempfile.TemporaryDirectory(prefix="paceline-verify-") as scratch:
-            run_dir, failure = Path(scratch) / "run", ""
-            environ = {env.TRACE_DIR: str(run_dir / "trace"), env.MAX_STEPS: str(steps)}
-            environ |= env.variable(env.UNEVEN_DEAL, "1" * uneven_deal) | env.variable(env.STRATEGY, shared[count])
-            program = programs.get(count)
-            if program is None:
-                program = ["-m", "paceline.measure.recorder", *write_run(resolved, plans[count], run_dir)[2:]]
+            run_dir, program = Path(scratch) / "run", list(self.program)
+            if self.job is not None:
+                program += write_run(self.job, self.plan, run_dir)[2:]
+            environ = {env.TRACE_DIR: str(run_dir / "trace"), env.MAX_STEPS: str(self.steps)}
+            environ |= env.variable(env.UNEVEN_DEAL, "1" * uneven_deal) | env.variable(env.STRATEGY, self.strategy)
             try:
-                run_workers(plans[count], program, LaunchOptions(run_dir, environ=environ), [_TO_STDERR])
+                run_workers(self.plan, program, LaunchOptions(run_dir, environ=environ), [_TO_STDERR])
             except PacelineError as problem:
                 if not may_fail:
                     raise
                 failure = str(problem)
-            return load(run_dir / "trace", count, failure)
-
-    others = [counts[0]] if deal else counts[1:] or counts
-    try:
-        base = run(counts[0])
-    except PacelineError as problem:
-        return tuple(_unknown(count, str(problem)) for count in others)
-    return tuple(_compared(base, run, count, deal) for count in others)
+            return load(run_dir / "trace", num_workers, failure)
 
 
-def _compared(base: ObservedRun, run: Callable[..., ObservedRun], count: int, deal: bool) -> ParityVerdict:
+def _compared(base: ObservedRun, first: _Launch, other: _Launch, deal: bool) -> ParityVerdict:
+    """The verdict on a launch; `base` is the run of the `first` one."""
     from paceline.verify.comparison import compare
 
+    count = other.plan.world_size
     try:
-        verdict = compare(base, run(count, uneven_deal=deal, may_fail=True))
+        verdict = compare(base, other.observed(uneven_deal=deal, may_fail=True))
         # Where weights, samples and losses are the same on all ranks, no draw can be the reason.
         if verdict.first_difference not in ("initial_weights", "samples", "loss") or verdict.ranks:
             return verdict
-        again = compare(base, run(base.num_workers))
+        again = compare(base, first.observed())
     except PacelineError as problem:
         return _unknown(count, str(problem))
     if again.passed:

@@ -97,4 +97,4 @@ def test_each_strategy_divides_what_it_says() -> None:
     asked = paceline.dry_run_mesh("digits-lenet", "fsdp4")  # which cannot have the bits that this job asks for
     assert asked.parameter_bytes == fsdp.parameter_bytes
     with pytest.raises(ModelError, match="tensor"):
-        paceline.dry_run_mesh("digits-lenet", "tp4")
+        paceline.dry_run_mesh("digits-lenet", "tp4", settings=settings)
