@@ -7,7 +7,9 @@ Either may be absent.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import os
+import platform
 import socket
 import subprocess
 from collections.abc import Sequence
@@ -109,3 +111,18 @@ def _visible(gpus: tuple[Device, ...], allowed: list[str] | None) -> tuple[Devic
             break
         found.append(named[0])
     return tuple(found)
+
+
+def describe_node() -> dict[str, object]:
+    """Versions, hardware, addresses by interface, and a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = probe.getsockname()[1]
+    node = dataclasses.asdict(detect().nodes[0])
+    return {"versions": versions(), "node": node, "addresses": env.addresses(), "port": port}
+
+
+def versions() -> dict[str, str]:
+    """Of what has to be equal on all nodes."""
+    found = {name: importlib.metadata.version(name) for name in ("paceline", "torch")}
+    return {**found, "Python": platform.python_version()}

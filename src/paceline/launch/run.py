@@ -66,14 +66,14 @@ class Reach:
         return output_of(self.argv(program, {}), timeout_s, node=self.node)
 
 
-HERE = Reach()
+_HERE = Reach()
 
 
 def agent_commands(
     plan: Plan,
     program: Sequence[str],
     options: LaunchOptions,
-    reaches: Sequence[Reach] = (HERE,),
+    reaches: Sequence[Reach] = (_HERE,),
     endpoint: str = "127.0.0.1:0",
 ) -> list[Sequence[str]]:
     """The local command lines that start the agents of a run, one for each of `reaches`; starts nothing. Raises
@@ -116,7 +116,7 @@ def run_workers(
     plan: Plan,
     program: Sequence[str],
     options: LaunchOptions,
-    reaches: Sequence[Reach] = (HERE,),
+    reaches: Sequence[Reach] = (_HERE,),
     endpoint: str = "127.0.0.1:0",
 ) -> None:
     """Run `program` in every worker of `plan` and return when all of them have ended without an error.

@@ -17,7 +17,7 @@ from paceline.report.formats import NOTHING
 Row = TypeVar("Row")
 
 MARK = "*"
-"""Stands before the recommended row in a terminal, so that it survives a pipe without colours."""
+"""Stands before the recommended row in a terminal, and after the links of a ring: a pipe has no colours."""
 
 
 @dataclass(frozen=True)

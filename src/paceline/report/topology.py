@@ -12,13 +12,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from paceline.report.formats import NOTHING, duration, times
-from paceline.report.tables import Grid, grid_of, table
+from paceline.report.tables import MARK, Grid, grid_of, table
 from paceline.spec import Link, Node
 from paceline.spec.cluster import DeviceChoice, DeviceRing
 from paceline.words import listing, number_of, size
-
-RING_MARK = "*"
-"""Stands after the links of the ring, so that it survives a pipe without colours."""
 
 NAIVE_SIZE_BYTES = 1e9
 
@@ -116,7 +113,7 @@ def node_view(node: Node, width: int, ring: Sequence[int] = ()) -> RenderableTyp
         for label, words in legend(node):
             parts.append(Text.assemble((f"{label:6}", _STYLES[label_class(label)]), words))
     if len(ring) > 1:
-        parts.append(Text(f"{RING_MARK} a link of the ring"))
+        parts.append(Text(f"{MARK} a link of the ring"))
     if node.notes:
         parts += [Text(), *map(Text, node.notes)]
     if node.device_kind == "cpu":
@@ -162,10 +159,10 @@ def _matrices(node: Node, width: int, ring: Sequence[int]) -> list[RenderableTyp
         link = node.link(row, column)
         if row == column or link is None:
             return Text("X" if row == column else NOTHING, style="dim")
-        mark = RING_MARK if {row, column} in hops else ""
+        mark = MARK if {row, column} in hops else ""
         return Text(f"{link.label}{mark}", style=_STYLES[label_class(link.label)])
 
-    widest = max(map(len, (*columns, *(f"{link.label}{RING_MARK}" for link in node.links)))) + 2
+    widest = max(map(len, (*columns, *(f"{link.label}{MARK}" for link in node.links)))) + 2
     per_table = max(1, (width - widest) // widest)
     tables: list[RenderableType] = []
     for start in range(0, len(columns), per_table):

@@ -18,7 +18,6 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from paceline import __version__, env
-from paceline.checkpoint.format import IN_RUN_FOLDER
 from paceline.errors import JobError
 from paceline.files import replace_text, run_file_mode
 from paceline.spec import RunRecord
@@ -36,19 +35,6 @@ from paceline.words import number_of
 _LOG_STEPS = 50
 # Before so many measurements a noise scale is too uncertain to warn of.
 _NOISE_STEPS = 50
-
-
-@dataclass(frozen=True)
-class RunOutput:
-    """Where a run's results and progress go."""
-
-    run_dir: Path
-    progress: TextIO | None
-    trackers: Sequence[str] = ()
-
-    @property
-    def checkpoint_dir(self) -> Path:
-        return self.run_dir / IN_RUN_FOLDER
 
 
 @dataclass
@@ -72,11 +58,9 @@ class _SoFar:
 class Journal(Callback):
     """Records every step and epoch; on rank 0 it also prints and logs them."""
 
-    def __init__(self, run: Run, output: RunOutput) -> None:
+    def __init__(self, run: Run, run_dir: Path, trackers: Sequence[str] = ()) -> None:
         self._run = run
-        if output.progress is None:
-            run.say = lambda _sentence: None
-        self._sinks = open_sinks(output.run_dir, output.trackers, run.steps, run.say) if run.rank == 0 else []
+        self._sinks = open_sinks(run_dir, trackers, run.steps, run.say) if run.rank == 0 else []
         scaling = describe_scaling(run.job)
         self._notes = [] if scaling is None else [scaling]
         run.say(f"{run.job.name} on {number_of(run.world_size, 'worker')}")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline import data, env, models
-from paceline.checkpoint.format import Storage
+from paceline.checkpoint.format import IN_RUN_FOLDER, Storage
 from paceline.checkpoint.load import save_weights
 from paceline.data import ArraySet, Loading, SampleRequest
 from paceline.errors import CheckpointError, ModelError, file_problems
@@ -26,12 +25,10 @@ from paceline.spec.job import JOB_FILE, OptimSpec
 from paceline.spec.plan import LIMIT_FILE, PLAN_FILE, RunLimit
 from paceline.spec.record import RECORD_FILE
 from paceline.train.callbacks import Scheduling, Training
-from paceline.train.journal import Journal, RunOutput
+from paceline.train.journal import Journal
 from paceline.train.optim import build_optimizer
 from paceline.train.peers import tell_failures
 from paceline.train.run import Run, init
-
-__all__ = ["RunOutput", "data_facts", "main", "train"]
 
 
 def main() -> None:
@@ -52,17 +49,19 @@ def main() -> None:
     limit = run_dir / LIMIT_FILE
     is_limited = arguments.job is None and limit.exists()
     limits = RunLimit.load(limit) if is_limited else RunLimit()
-    output = RunOutput(run_dir, None if arguments.quiet else sys.stderr, arguments.track)
-    train(job, plan, output, limits.max_steps, max_minutes=limits.max_minutes, force=arguments.force)
+    quiet, trackers, force = arguments.quiet, arguments.track, arguments.force
+    train(job, plan, run_dir, limits.max_steps, limits.max_minutes, quiet=quiet, trackers=trackers, force=force)
 
 
 def train(
     job: Job,
     plan: Plan | None,
-    output: RunOutput,
+    run_dir: Path,
     max_steps: int | None = None,
-    *,
     max_minutes: float | None = None,
+    *,
+    quiet: bool = False,
+    trackers: Sequence[str] = (),
     force: bool = False,
 ) -> RunRecord:
     """Train `job` and return what happened; rank 0 also writes it into the run folder.
@@ -76,9 +75,9 @@ def train(
         plan=plan,
         max_steps=max_steps,
         max_minutes=max_minutes,
-        checkpoint_dir=output.checkpoint_dir,
+        checkpoint_dir=run_dir / IN_RUN_FOLDER,
         force=force,
-        progress=output.progress or False,
+        progress=not quiet,
     ) as run:
         train_set, test_set = data.load(job.data)
         model = models.build(job.model, **data_facts(train_set))
@@ -88,7 +87,9 @@ def train(
         loss_fn = training_loss(job.optim)
         steps_per_epoch = -(-len(train_set) // job.global_batch_size)
 
-        journal = Journal(run, output)
+        if quiet:
+            run.say = lambda _sentence: None
+        journal = Journal(run, run_dir, trackers)
         scheduling = [] if job.optim.scheduler.name is None else [Scheduling(run, steps_per_epoch)]
         evaluate = functools.partial(run.evaluate, test_set, accuracy_and_loss, model=average)
         training = Training(run, [journal, *scheduling], evaluate, steps_per_epoch)
@@ -107,11 +108,11 @@ def train(
             if job.checkpoint.save_final:
                 weights = run.whole_state() if average is None else average.module.state_dict()
             if run.rank == 0:
-                what = f"The run is trained, but its folder {output.run_dir} cannot be written to"
+                what = f"The run is trained, but its folder {run_dir} cannot be written to"
                 with file_problems(what, CheckpointError, "its checkpoints are what is left of it"):
                     if weights is not None:
-                        save_weights(weights, Storage(output.run_dir), "model.safetensors")
-                    record.save(output.run_dir / RECORD_FILE, run_file_mode())
+                        save_weights(weights, Storage(run_dir), "model.safetensors")
+                    record.save(run_dir / RECORD_FILE, run_file_mode())
         return record
 
 

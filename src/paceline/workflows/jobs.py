@@ -175,17 +175,8 @@ def plan_run(
         mesh = parse_mesh(strategy, num_devices, len(cluster.nodes))
     if mesh is not None and mesh.num_workers != num_devices:
         raise JobError(f"The plan lays out {mesh.num_workers} workers as {mesh}, not {num_devices}; leave workers out.")
-    axes, is_alone = mesh or Mesh(), mesh is not None and mesh.num_workers == 1  # which shares nothing
-    is_served = job.aggregation.method == "parameter_server_async" or asked.algorithm.startswith("parameter_server")
-    needs = {
-        "pipeline": ("strategy = 'pp'", axes.pp > 1),
-        "cpu_offload": ("strategy = 'fsdp'", axes.fsdp > 1),
-        "recompute": ("a mesh, such as strategy = 'fsdp'", mesh is not None),
-        "num_servers": ("plan.algorithm = 'parameter_server'", is_served),
-    }
-    for name, (needed, is_there) in needs.items():
-        if getattr(asked, name) != getattr(Plan(), name) and not is_there and not is_alone:
-            raise JobError(f"plan.{name} has no effect without {needed}; name it too, or leave plan.{name} out.")
+    if mesh is None or mesh.num_workers > 1:  # a worker alone shares nothing
+        _check_effects(job, asked, mesh)
     is_one_process = strategy == "dp_one_process"
     placed = place(
         job,
@@ -198,3 +189,17 @@ def plan_run(
     )
     kept = {name: getattr(asked, name) for name in _KEPT_KEYS}
     return dataclasses.replace(placed, **kept, devices_in_process=num_devices if is_one_process else 1)
+
+
+def _check_effects(job: Job, asked: Plan, mesh: Mesh | None) -> None:
+    """Raise `JobError` for a setting of the plan that has no effect on this mesh."""
+    is_served = job.aggregation.method == "parameter_server_async" or asked.algorithm.startswith("parameter_server")
+    needs = {
+        "pipeline": ("strategy = 'pp'", mesh is not None and mesh.pp > 1),
+        "cpu_offload": ("strategy = 'fsdp'", mesh is not None and mesh.fsdp > 1),
+        "recompute": ("a mesh, such as strategy = 'fsdp'", mesh is not None),
+        "num_servers": ("plan.algorithm = 'parameter_server'", is_served),
+    }
+    for name, (needed, is_there) in needs.items():
+        if getattr(asked, name) != getattr(Plan(), name) and not is_there:
+            raise JobError(f"plan.{name} has no effect without {needed}; name it too, or leave plan.{name} out.")

@@ -1,25 +1,18 @@
-"""`paceline.topo` and `paceline.doctor`: what a node is made of, and what is wrong with it or between several.
-
-`python -m paceline.workflows.machine` prints what a node tells the launcher of itself, as one line of JSON.
-"""
+"""`paceline.topo` and `paceline.doctor`: what a node is made of, and what is wrong with it or between several."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import platform
 import secrets
-import socket
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING
 
-from paceline import env
 from paceline.errors import ClusterError, LaunchError, file_problems
 from paceline.hardware import detect, read_topology
 from paceline.plan import pick as pick_devices
@@ -166,21 +159,3 @@ def survey(nodes: Mapping[str, Reach], folder: Path) -> tuple[Finding, ...]:
     for node, one in surveyed.items():
         findings += [replace(finding, node=node) for finding in one.facts.findings]
     return (*findings, *(check_nodes(surveyed, str(folder)) if len(surveyed) > 1 else ()))
-
-
-def describe_node() -> dict[str, object]:
-    """Versions, hardware, addresses by interface, and a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    return {"versions": versions(), "node": asdict(detect().nodes[0]), "addresses": env.addresses(), "port": port}
-
-
-def versions() -> dict[str, str]:
-    """Of what has to be equal on all nodes."""
-    found = {name: importlib.metadata.version(name) for name in ("paceline", "torch")}
-    return {**found, "Python": platform.python_version()}
-
-
-if __name__ == "__main__":
-    print(json.dumps(describe_node()))

@@ -19,6 +19,7 @@ from paceline import env
 from paceline.errors import LaunchError, file_problems
 from paceline.files import lock_folder, make_run_folder
 from paceline.hardware import detect
+from paceline.hardware.detect import versions
 from paceline.launch.command_lines import container_argv, parse_node_list, srun_argv, ssh_argv, with_variables
 from paceline.launch.ray import FIRST_NODE, ray_argv, ray_nodes
 from paceline.launch.run import LaunchOptions, Reach, agent_commands, run_workers
@@ -188,9 +189,7 @@ def _ask(slots: Mapping[str, int | None], reaches: Mapping[str, Reach], interfac
     one, else of the interface or the first one. Raises `LaunchError` or `ClusterError` where a node is of no use."""
     from concurrent.futures import ThreadPoolExecutor
 
-    from paceline.workflows.machine import versions
-
-    program = (next(iter(reaches.values())).python, "-m", "paceline.workflows.machine")
+    program = (next(iter(reaches.values())).python, "-m", "paceline.hardware")
     with ThreadPoolExecutor(max_workers=len(slots)) as pool:
         printed = pool.map(lambda address: reaches[address].output_of(program, DESCRIBE_S), slots)
         told = [json.loads(text.splitlines()[-1]) for text in printed]  # a shell may greet before

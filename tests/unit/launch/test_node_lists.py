@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from paceline import env
 from paceline.errors import LaunchError
+from paceline.hardware.detect import describe_node
 from paceline.launch import agent, ray
 from paceline.launch.command_lines import parse_node_list
 from paceline.launch.run import Reach
 from paceline.launch.slurm import allocation
 from paceline.workflows import where
-from paceline.workflows.machine import describe_node
 
 SLURM_LISTS: dict[str, list[str]] = json.loads(
     (Path(__file__).parents[2] / "data" / "slurm_node_lists.json").read_text()

@@ -22,7 +22,6 @@ from paceline.spec.job import EarlyStoppingSpec
 from paceline.spec.record import EvaluationRecord, best_place
 from paceline.train import loop
 from paceline.train.callbacks import best_evaluation, stop_reason
-from paceline.train.journal import RunOutput
 from tests.kit.workers import run_ranks
 
 # --- early stopping ---
@@ -215,9 +214,9 @@ def test_a_run_that_goes_on_in_float16_scales_its_loss_anew(tmp_path: Path) -> N
 def test_the_record_of_an_epoch_in_two_parts_is_that_of_a_whole_one(tmp_path: Path) -> None:
     data = {"name": "digits", "train_limit": 80, "test_limit": 8}
     job = Job.from_mapping({"model": "mlp", "data": data, "global_batch_size": 16, "virtual_shards": 2, "epochs": 2})
-    whole = loop.train(job, None, RunOutput(tmp_path / "whole", None))
-    loop.train(job, None, RunOutput(tmp_path / "parts", None), max_steps=7)
-    parts = loop.train(job, None, RunOutput(tmp_path / "parts", None))
+    whole = loop.train(job, None, tmp_path / "whole", quiet=True)
+    loop.train(job, None, tmp_path / "parts", max_steps=7, quiet=True)
+    parts = loop.train(job, None, tmp_path / "parts", quiet=True)
     assert [one.train_loss for one in parts.epochs] == pytest.approx([one.train_loss for one in whole.epochs])
 
 

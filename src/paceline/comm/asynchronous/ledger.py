@@ -22,12 +22,6 @@ class Task:
     shard: int
 
 
-@dataclass(frozen=True)
-class _Lease:
-    worker: int
-    ends_at_s: float
-
-
 class Ledger:
     """Gives out the shards of batch after batch, as far ahead as the staleness allows.
 
@@ -51,7 +45,8 @@ class Ledger:
         self._staleness = staleness
         self._lease_s = lease_s
         self._missing: dict[int, set[int]] = {}
-        self._leases: dict[Task, _Lease] = {}
+        self._leases: dict[Task, tuple[int, float]] = {}
+        """Who computes a shard, and until when nobody else does."""
 
     def take(self, worker: int, until: int, now_s: float) -> Task | None:
         """The first shard of a batch before `until` that has not arrived and that nobody computes; None: not now."""
@@ -59,9 +54,9 @@ class Ledger:
             self._missing[self.next_batch] = set(range(self._num_shards(self.next_batch)))
             self.next_batch += 1
         for task in (Task(batch, shard) for batch, shards in self._missing.items() for shard in sorted(shards)):
-            lease = self._leases.get(task)
-            if lease is None or lease.ends_at_s <= now_s:
-                self._leases[task] = _Lease(worker, now_s + self._lease_s)
+            _, until_s = self._leases.get(task, (0, now_s))
+            if until_s <= now_s:
+                self._leases[task] = worker, now_s + self._lease_s
                 return task
         return None
 
@@ -75,7 +70,7 @@ class Ledger:
 
     def give_back(self, worker: int) -> None:
         """`worker` is lost: others take what it had."""
-        self._leases = {task: lease for task, lease in self._leases.items() if lease.worker != worker}
+        self._leases = {task: lease for task, lease in self._leases.items() if lease[0] != worker}
 
 
 class ShardSum:

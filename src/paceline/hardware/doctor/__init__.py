@@ -1,3 +1,1 @@
 """The checks of `paceline doctor`: functions that say what is wrong, or that nothing is."""
-
-from __future__ import annotations

@@ -19,6 +19,8 @@ LOADER_BYTES = 2**30
 MIN_DISK_BYTES = 2**30
 COMFORTABLE_DISK_BYTES = 10 * 2**30
 """A checkpoint with optimizer state takes 12 bytes a parameter: room for one of a billion parameters."""
+_INSIDE = ("lo", "docker", "virbr", "br-", "cni", "podman", "lxcbr")
+"""How the names of networks inside of a node begin: loopback, and those of its containers and virtual machines."""
 SLOW_LOOKUP_S = 1.0
 """A name server that does not answer costs 5 s a try (resolv.conf(5), timeout); one that does, milliseconds."""
 
@@ -181,7 +183,7 @@ def check_route(peer: NameLookup, interface: str) -> list[Finding]:
         (not address, "error", unknown, f"Check its spelling, or {line}"),
         (interface == "lo", "error", f"The name {name} means this node itself here ({address}).", there),
         (not interface, "error", closed, f"See why: ip route get {address}"),
-        (is_local(interface), "error", inside, "Use an address of the node in the network that all nodes share."),
+        (interface.startswith(_INSIDE), "error", inside, "Use its address in the network that all nodes share."),
         _slow(peer, line),
     ]
     return first_of_each(f"way to {name}", f"{interface} leads to {name} ({address}).", rows)
@@ -190,8 +192,3 @@ def check_route(peer: NameLookup, interface: str) -> list[Finding]:
 def _slow(lookup: NameLookup, fix: str) -> Row:
     what = f"Looking up {lookup.name} took {lookup.seconds:.1f} s: a name server does not answer, and runs wait."
     return (lookup.seconds > SLOW_LOOKUP_S, "warning", what, fix)
-
-
-def is_local(interface: str) -> bool:
-    """Loopback, and networks that containers and virtual machines of one node share."""
-    return interface.startswith(("lo", "docker", "virbr", "br-", "cni", "podman", "lxcbr"))
