@@ -61,7 +61,8 @@ def file_problems(what: str, kind: type[PacelineError] = PacelineError, remedy: 
     try:
         yield
     except (OSError, UnicodeDecodeError) as problem:
-        raise kind(f"{what}: {reason_of(problem)}{remedy and '; '}{remedy}.") from None
+        reason = "it is no text in UTF-8" if isinstance(problem, UnicodeDecodeError) else reason_of(problem)
+        raise kind(f"{what}: {reason}{remedy and '; '}{remedy}.") from None
 
 
 class JobError(PacelineError):

@@ -85,7 +85,7 @@ def run(words: Sequence[str]) -> int:
     elif group in ("", "--help", "-h") or (within and words[1:2] in ([], ["--help"], ["-h"])):
         lines = [f"  {name:<18} {COMMANDS[name].help.splitlines()[0]}" for name in within or COMMANDS]
         usage = "usage: paceline COMMAND ...; paceline COMMAND --help lists the options of a command; --version"
-        print(usage, "", "Add devices, keep the accuracy, know the gain before you pay for it.", "", *lines, sep="\n")
+        print(usage, *([] if within else ["Begin with: paceline train digits-lenet -n 2"]), "", *lines, sep="\n")
     else:
         name, of_group = (" ".join(words[:2]), f" {group}") if within else (group, "")
         raise PacelineError(
@@ -355,7 +355,16 @@ def doctor(as_json: bool = False, show_all: bool = False, **options: Any) -> int
 @command("list", function="catalog")
 def list_catalog(**options: Any) -> None:
     """List recipes, models, data sets, or the keys of a job and of --set, with their meaning."""
-    print_table(paceline.catalog(**options), "name", "default", "values", "meaning", pipe_columns=400)
+    from rich.padding import Padding
+
+    entries, console = paceline.catalog(**options), console_of()
+    if not console.is_terminal:
+        print_table(entries, "name", "default", "values", "meaning", pipe_columns=400)
+        return
+    for entry in entries:  # a column would leave sentences no room
+        default, values = f" = {entry.default}" if entry.default else "", f"  ({entry.values})" if entry.values else ""
+        console.print(f"{entry.name}{default}{values}", style="bold")
+        console.print(Padding(entry.meaning, (0, 0, 0, 4)))
 
 
 def console_of(pipe_columns: int = PIPE_COLUMNS) -> Console:

@@ -87,9 +87,9 @@ class SchedulerSpec:
     name: str | None = None
     """An import path, such as "torch.optim.lr_scheduler:OneCycleLR", called with the optimizer and `options`."""
     every: Literal["step", "epoch"] = "step"
-    """After what it moves."""
+    """Whether it moves after each step or after each epoch."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Its keyword arguments; `total_steps` or `num_training_steps`, where it has it, is the run's number of them."""
+    """Its keyword arguments; its `total_steps` or `num_training_steps`, if it has one, is the run's number of steps."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class CheckpointSpec:
     """Where checkpoints go: a folder that all nodes see, or an address such as s3://bucket/run. None: with the run's
     results; a user's own script then keeps none."""
     every_minutes: PositiveFloat | None = 2.0
-    """Minutes between checkpoints; None: not by time."""
+    """Minutes between checkpoints; None (on the command line =none): not by time."""
     every_steps: PositiveInt | None = None
     """Steps between checkpoints; None: not by steps."""
     every_epoch: bool = True
@@ -189,11 +189,11 @@ class EarlyStoppingSpec:
     """When a run ends because its evaluations do not get better any more."""
 
     metric: str | None = None
-    """The metric of evaluations that has to get better, "accuracy" or "loss", or the run ends; None: it never does."""
+    """The metric, "accuracy" or "loss", that evaluations have to improve, or the run ends; None: no early stopping."""
     patience: PositiveInt = 5
     """How many evaluations in a row may be no better before the run ends."""
     min_change: NonNegativeFloat = 0.0
-    """The least improvement over the best value before that counts."""
+    """The least improvement over the best value so far that counts."""
     mode: Mode = "auto"
     """Which value is the best; "auto": the smallest of a loss, error or perplexity, by its name."""
 
@@ -248,8 +248,8 @@ class Job(JsonValue):
     eval_batch_size: SampleCount = 256
     """Samples in one forward pass of an evaluation."""
     average_decay: DecayRate | None = None
-    """The decay of an exponential moving average of the weights, such as 0.999, which is then what is evaluated, and
-    saved in model.safetensors; None: the weights themselves are."""
+    """The decay, such as 0.999, of an exponential moving average of the weights, which is then evaluated and saved in
+    model.safetensors; None: no average."""
     callbacks: tuple[CallbackSpec, ...] = ()
     """Callbacks of the training loop: a list of { name = "package.module:Class", options = {} }."""
     model: ModelSpec = field(default_factory=ModelSpec)

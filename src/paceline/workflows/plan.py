@@ -141,7 +141,7 @@ def plan(
     Example: `paceline.plan("digits-lenet", devices="1..8").forecast.recommended_devices`.
 
     Args:
-        job: a job that was probed: a job, a job file (TOML) or the name of a recipe; or a table of steps (a CSV file),
+        job: what was probed: a job file (TOML), the name of a recipe, or a `Job`; or a table of steps (a CSV file),
             whose columns are num_nodes, devices_per_node (or devices_on_node, "2+4"), micro_batch_size, step_time_s; if
             known also grad_accum_steps or global_batch_size, sync_time_s, algorithm, gradient_bytes, link_bytes_per_s.
             Rows without a step_time_s are forecast.

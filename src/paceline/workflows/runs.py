@@ -72,7 +72,7 @@ def train(
     Example: `record = paceline.train("mnist-lenet", workers=2)`.
 
     Args:
-        job: a job, a job file (TOML) or the name of a recipe.
+        job: a job file (TOML), the name of a recipe, or a `Job`.
         workers: number of workers; None: one for each device, but not more than the job has virtual shards.
         model: a model by name, or a function or class in a module, which builds one; None: the job's.
         data: the directory of the job's data set, or a function in a module that builds (train_set, test_set).
@@ -90,7 +90,7 @@ def train(
         max_restarts: how often all workers are started again after a failure, from the newest checkpoint.
         strategy: how workers divide the model: dp, fsdp, zero1, zero2, hsdp, pp, tp, dp_one_process, a mesh such as
             "dp2 x pp2", or auto: the planner chooses; None: as `plan` says, else dp.
-        plan: a plan, or a file with one, such as plan.json, in place of a strategy; settings change it.
+        plan: a file with a plan, such as plan.json, or a `Plan`, in place of a strategy; settings change it.
         say: receives the planner's choices, one line at a time.
 
     Raises:

@@ -158,7 +158,7 @@ def kubernetes(
     Example: `paceline.submit.kubernetes("mnist-lenet", image="me/paceline", claim="data", out="/data/run")`.
 
     Args:
-        job: a job, a job file, the name of a recipe, or a script in the image, with `arguments` for the script.
+        job: a job file (TOML), the name of a recipe, a `Job`, or a script in the image with its `arguments`.
         image: a container image with Paceline in it; with @sha256:… it is the same on all nodes.
         claim: the PersistentVolumeClaim that all pods share.
         out: the run's folder, below the mount.

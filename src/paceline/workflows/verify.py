@@ -50,7 +50,7 @@ def verify(
     Example: `paceline.verify("train.py", ["--batch-size", "{batch}"], batch=8)`.
 
     Args:
-        job: a training script, with any library; a job, a job file (TOML), or the name of a recipe.
+        job: a training script, with any library; a job file (TOML), the name of a recipe, or a `Job`.
         arguments: for the script. {batch} stands for its batch size per worker, so that all workers together have the
             same batch; {accumulate} for the micro-steps of an update.
         workers: the numbers of workers to compare, such as "1,2,4" or "1..4"; a single one is compared with one worker.
