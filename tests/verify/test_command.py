@@ -18,7 +18,8 @@ import paceline
 draw = torch.Generator().manual_seed(0)
 samples = [(torch.randn(4, generator=draw), number % 3) for number in range(16)]
 scale = 1.0
-with paceline.init(global_batch_size=8, virtual_shards=4, epochs=1, precision="float64", progress=False) as run:
+values = dict(global_batch_size=8, virtual_shards=4, precision="float64")
+with paceline.init(**values, progress=False, checkpoint_dir="kept") as run:
     {change}
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

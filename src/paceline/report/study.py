@@ -163,7 +163,7 @@ def _check_one_study(records: Sequence[RunRecord], grow: Grow) -> None:
 
     def identity(record: RunRecord) -> dict[str, Any]:
         plain = flattened(record.job.to_mapping())
-        free = {"name", "seed", "data.dir"}
+        free = {"name", "seed", "data.dir", "checkpoint.dir"}
         if grow == "batch":
             free |= {"global_batch_size", "virtual_shards", "optim.base_batch_size"}
             plain["the batch per device"] = record.job.global_batch_size / record.world_size

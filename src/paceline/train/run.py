@@ -518,6 +518,8 @@ def init(
             "start as many, or leave the plan's mesh out."
         )
     address = job.checkpoint.dir or checkpoint_dir
+    if address is not None and (of_verify := env.text(env.TRACE_DIR)):  # the user's checkpoints are of another run
+        address = f"{of_verify}/checkpoints"
     stream = sys.stderr if isinstance(progress, bool) else progress
     return Run(
         job,

@@ -104,7 +104,7 @@ def _notes(base: ObservedRun, other: ObservedRun) -> Iterator[str]:
         yield "every rank computed all samples; that is right where ranks divide the model, and else a waste."
     off = {layer for run in (base, other) for ranks in run.steps for one in ranks for layer in one.switched_off}
     if off:
-        yield f"compared without {' and '.join(sorted(off))}, which differ between workers with good reason."
+        yield f"compared without {' and '.join(sorted(off))}: each worker has its own samples and draws."
     if "dropout" in off and other.num_workers > 1 and len({one.generator_state for one in other.steps[0]}) == 1:
         yield "dropout draws the same masks on all ranks: seed each rank differently after the model is made."
 

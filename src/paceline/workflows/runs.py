@@ -344,6 +344,8 @@ def scale(
             plans = {count: with_forecast(base, plan, say) for count, plan in plans.items()}
         for name, (count, seed) in runs.items():
             seeded, plan, run_dir = replace(jobs[count], seed=seed), plans[count], study_dir / "runs" / name
+            if base.checkpoint.dir:  # or each run would go on with those of the run before
+                seeded = seeded.with_values(checkpoint={"dir": f"{base.checkpoint.dir}/{name}"})
             try:
                 record = _finished(run_dir, seeded, plan, max_steps)
                 records.append(record or run_job(allocation, seeded, plan, run_dir, limit, quiet=quiet))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import re
 import signal
@@ -14,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import paceline
+from paceline.cli import commands
 from paceline.cli.commands import COMMANDS
 from paceline.cli.options import IN_PYTHON, parse, parser_of
 from paceline.spec import Job
@@ -71,6 +74,14 @@ def test_words_for_a_script_go_on_to_it(name: str, line: str, script: str, argum
     given = parse(name, COMMANDS[name], line.split())
     assert (given.get("script", given.get("job")), given["arguments"]) == (script, arguments)
     assert given.get("torchrun", []) == (["--rdzv-conf=a=1", "--standalone"] if "--rdzv-conf" in line else [])
+
+
+def test_a_list_in_a_narrow_terminal_gives_sentences_its_whole_width(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.StringIO()
+    terminal = Console(file=shown, force_terminal=True, no_color=True, width=60, highlight=False, markup=False)
+    monkeypatch.setattr(commands, "console_of", lambda *_: terminal)
+    commands.list_catalog(what="keys", prefix="optim.decay_")
+    assert len([line for line in shown.getvalue().splitlines() if line.startswith("    ")]) <= 3
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

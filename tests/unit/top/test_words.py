@@ -153,3 +153,9 @@ def test_a_problem_of_a_file_has_the_systems_reason_and_no_number() -> None:
         Path("/nowhere/at/all").read_bytes()
     assert "No such file" in str(caught.value) and "name another" in str(caught.value)
     assert "Errno" not in str(caught.value)
+
+
+def test_a_file_in_another_encoding_is_told_without_the_words_of_a_codec() -> None:
+    with pytest.raises(PacelineError) as caught, errors.file_problems("rows.csv cannot be read"):
+        "Gerät".encode("utf-16").decode("utf-8")
+    assert str(caught.value) == "rows.csv cannot be read: it is no text in UTF-8."

@@ -82,3 +82,9 @@ def test_more_counts_go_on_with_a_study_of_gpus(
     paceline.scale(JOB, devices=[1], **study)  # type: ignore[arg-type]
     paceline.scale(JOB, devices=[1, 4], **study)  # type: ignore[arg-type]
     assert launched == ["devices1-seed0", "devices4-seed0"]
+
+
+def test_the_runs_of_a_study_share_no_folder_of_checkpoints(tmp_path: Path, launched: list[str]) -> None:
+    settings = [f"checkpoint.dir={tmp_path}/kept"]
+    study = paceline.scale(JOB, devices=[1, 3], max_steps=3, settings=settings, out=tmp_path / "study")
+    assert [run.job.checkpoint.dir for run in study.records] == [f"{tmp_path}/kept/{name}" for name in launched]
