@@ -28,6 +28,16 @@ Column = str | tuple[str, Callable[[Any], str]]
 """An attribute of rows; or a heading, and what a row has below it."""
 PIPE_COLUMNS = 200
 """The width of tables in a pipe: 16 GPUs and 10 network cards fit."""
+FORMER_NAMES = {
+    "memory": "`paceline plan JOB`, or without devices `paceline plan JOB --dry-run-mesh fsdp4`",
+    "jobs": "`paceline list recipes` and `paceline list keys`",
+    "models": "`paceline list models`",
+    "data": "`paceline list data`",
+    "export": "`paceline checkpoint export`",
+    "new": "`paceline train RECIPE`, or a job file as in README.md",
+    "bench": "the scripts in benchmarks/ of the repository",
+}
+"""What stands in the place of a command of version 0.2; answered throughout version 0.3."""
 LEVELS = ("error", "warning", "ok")
 """Levels of what the doctor finds, what needs action first."""
 
@@ -68,6 +78,8 @@ def run(words: Sequence[str]) -> int:
             return call(name, COMMANDS[name], words[len(name.split()) :]) or 0
     group = "".join(words[:1])
     within = [name for name in COMMANDS if name.startswith(f"{group} ")]
+    if group in FORMER_NAMES:
+        raise PacelineError(f"There is no `paceline {group}` any more; use {FORMER_NAMES[group]}.")
     if group == "--version":
         print(f"paceline {paceline.__version__}")
     elif group in ("", "--help", "-h") or (within and words[1:2] in ([], ["--help"], ["-h"])):
