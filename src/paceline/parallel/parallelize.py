@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 from paceline.comm import ALGORITHMS, WIRE_FORMATS, Aggregator, open_links
 from paceline.comm.buckets import broadcast
 from paceline.errors import JobError, ModelError
-from paceline.parallel.async_servers import AsyncServers
 from paceline.parallel.copies import Copies
 from paceline.parallel.engine import Engine, Runner
 from paceline.parallel.fixed_order_sum import FixedOrderSum
@@ -75,6 +74,8 @@ def parallelize(
         return OuterSteps(Whole(model, device, None), job.aggregation, group, aggregator, notes, algorithm)
     # One worker alone is its own server: there is nothing asynchronous about it.
     if job.aggregation.method == "parameter_server_async" and group is not None:
+        from paceline.parallel.async_servers import AsyncServers
+
         return AsyncServers(model, job, plan, device, group)
     return _every_step(Whole(model, device, group), None, job, plan)
 

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import operator
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -375,6 +374,8 @@ _LEARNS_THE_SAME = (
 def with_settings(mapping: Mapping[str, Any], settings: Iterable[str]) -> dict[str, Any]:
     """The nested mapping with settings such as "optim.lr=0.1" applied, one after the other; values are written as in
     TOML, or as unquoted texts."""
+    import tomllib  # workers are given none
+
     found = dict(mapping)
     for setting in settings:
         key, separator, text = setting.partition("=")

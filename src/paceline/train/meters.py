@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import math
 import shutil
-import statistics
 import sys
 import time
 from collections import deque
@@ -16,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TextIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -100,8 +100,8 @@ class StepTimer:
         totals_s = [step.total_s for step in self._all()]
         if len(totals_s) < 2:
             return None, None
-        tenths = statistics.quantiles(totals_s, n=10, method="inclusive")
-        return tenths[0], tenths[-1]
+        p10_s, p90_s = np.quantile(totals_s, (0.1, 0.9)).tolist()
+        return p10_s, p90_s
 
     def _all(self) -> Collection[StepTime]:
         while self._unread:
@@ -112,8 +112,7 @@ class StepTimer:
 def _median(steps: Collection[StepTime]) -> StepTime:
     if not steps:
         return StepTime()
-    components = zip(*map(dataclasses.astuple, steps), strict=True)
-    return StepTime(*map(statistics.median, components))
+    return StepTime(*np.median([dataclasses.astuple(step) for step in steps], axis=0).tolist())
 
 
 # --- the gradient noise scale B_noise = tr(Sigma) / |G|^2 ---

@@ -12,7 +12,6 @@ import contextlib
 import enum
 import math
 import signal
-import statistics
 import threading
 import time
 from collections import deque
@@ -21,6 +20,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -315,9 +315,9 @@ class Session:
         self._num_timed += 1
         if self._num_timed % WINDOW_STEPS or not all(self._times) or len(self._times) < 2:
             return
-        medians = [statistics.median(times) for times in self._times]
+        medians = [np.median(times) for times in self._times]
         for rank, own_s in enumerate(medians):
-            others_s = statistics.median(medians[:rank] + medians[rank + 1 :])  # of two, one is half of any median
+            others_s = np.median(medians[:rank] + medians[rank + 1 :])  # of two, one is half of any median
             if own_s > SLOW * others_s and rank not in self._slow:
                 self._slow.add(rank)
                 since = max(1, self.state.progress.steps - WINDOW_STEPS + 1)
