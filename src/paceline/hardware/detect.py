@@ -33,7 +33,7 @@ def detect() -> Cluster:
     node = Node(socket.gethostname(), num_cores, memory_bytes, env.cpu_name())
     if env.device_kind() != "cpu":
         gpus = read_gpus()
-        text = output_of(["nvidia-smi", "topo", "-m"], SMI_LIMIT_S) if len(gpus.devices) > 1 else None
+        text = printed_or_none(["nvidia-smi", "topo", "-m"], SMI_LIMIT_S) if len(gpus.devices) > 1 else None
         with_all = with_gpus(node, gpus, text or "")
         with_gpu = only_visible(with_all, env.visible_gpus())
         if with_gpu.devices:
@@ -75,7 +75,7 @@ def with_gpus(node: Node, gpus: Gpus, matrix_text: str) -> Node:
     )
 
 
-def output_of(command: Sequence[str], timeout_s: float) -> str | None:
+def printed_or_none(command: Sequence[str], timeout_s: float) -> str | None:
     """What a command prints; None where it is missing, fails or hangs."""
     try:
         return subprocess.run(

@@ -18,7 +18,7 @@ from paceline.object_collectives import open_host_group
 from paceline.parallel.engine import Engine, Update
 from paceline.parallel.layout import Whole
 from paceline.parallel.losses import LossLayout, StepLoss
-from paceline.parallel.pass_state import standing_in, untouched
+from paceline.parallel.pass_state import frozen_batch_norms, preserved
 from paceline.parallel.running_sum import RunningSum
 from paceline.parallel.step_input import AnyShard, StepInput
 from paceline.spec import Job, Plan
@@ -69,8 +69,8 @@ class AsyncServers(Engine):
         assert any_shard is not None
         if self._layout is None:
             # By a sample that leaves no trace.
-            with standing_in(self.module), untouched(self.buffers), torch.no_grad():
-                self._layout = self.passes.loss_of_nothing(step).layout
+            with frozen_batch_norms(self.module), preserved(self.buffers), torch.no_grad():
+                self._layout = self.passes.zero_weight_loss(step).layout
             self.layouts.has_returned(_LOSS_NAME, self._layout)
         if self._servers is None:  # on the run's first workers
             settings = ServerSettings(self._job.aggregation.staleness, self._plan.num_servers, self._plan.timeout_s)

@@ -29,7 +29,7 @@ from paceline.errors import ModelError
 from paceline.object_collectives import all_gather_objects, broadcast_object
 from paceline.parallel.dtensor import reshard
 from paceline.parallel.layout import norm_of
-from paceline.parallel.pass_state import buffers_kept, standing_in
+from paceline.parallel.pass_state import frozen_batch_norms, preserved_buffers
 from paceline.parallel.step_input import Assignment, StepInput
 from paceline.tensors import Batch, map_tensors, tensors
 
@@ -66,9 +66,9 @@ def audit(passes: Passes, step: StepInput, group: dist.ProcessGroup | None, *, h
         norms[place] = norms[place] + norm_of(parameter.grad)
         parameter.grad = None  # at once, so that there is memory for one and no more
 
-    with leaving_no_trace(passes) as parameters, ExitStack() as contexts:
+    with preserved_gradients(passes) as parameters, ExitStack() as contexts:
         if not (is_shared or has_samples):
-            contexts.enter_context(standing_in(passes.model))  # others may wait in its layers
+            contexts.enter_context(frozen_batch_norms(passes.model))  # others may wait in its layers
         passes.enter(alone, shard)
         loss = passes.read(alone, shard)
         if any(parameter.grad is not None for parameter in parameters):
@@ -106,12 +106,12 @@ def _compare(everyone: Sequence[Sequence[float]], tolerance: float, is_shared: b
 
 
 @contextmanager
-def leaving_no_trace(passes: Passes) -> Iterator[list[nn.Parameter]]:
+def preserved_gradients(passes: Passes) -> Iterator[list[nn.Parameter]]:
     """A context for passes that are made once more, with the list of parameters, which have no gradients at first.
     Gradients and buffers are afterwards as before."""
     parameters = list(passes.model.parameters())
     before = [parameter.grad for parameter in parameters]
-    with buffers_kept(passes.model):
+    with preserved_buffers(passes.model):
         try:
             for parameter in parameters:
                 parameter.grad = None

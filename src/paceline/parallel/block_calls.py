@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.comm.buckets import dense_form
 from paceline.errors import ModelError
 from paceline.parallel.blocks import blocks_of, copy_of_modules
-from paceline.parallel.pass_state import BATCH_NORMS, buffers_kept, host_states, torch_states
+from paceline.parallel.pass_state import BATCH_NORMS, host_states, preserved_buffers, torch_states
 from paceline.tensors import map_tensors, open_container, tensors
 
 _READS_VALUES = {torch.equal, torch.allclose, torch.is_nonzero} | {
@@ -227,7 +227,7 @@ class Skeleton:
             device: where it is to be.
         """
         zeros: dict[int, Any] = {
-            id(one): nn.Parameter(nothing_like(one, device), one.requires_grad) for one in model.parameters()
+            id(one): nn.Parameter(expanded_zeros(one, device), one.requires_grad) for one in model.parameters()
         }
         for buffer in model.buffers():
             zeros[id(buffer)] = torch.zeros_like(buffer, device=device) if buffer.is_meta else buffer.clone().to(device)
@@ -244,7 +244,7 @@ class Skeleton:
             module.training = training and is_trained
         states, before = host_states(), self._buffers()
         devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), buffers_kept(self.model), FlopCounterMode(display=False) as flops:
+        with torch.random.fork_rng(devices), preserved_buffers(self.model), FlopCounterMode(display=False) as flops:
             tracer = _Tracer(self.model, self.device, flops)
             with observed_by(tracer.call), tracer:
                 output = self.model(*call.args, **call.kwargs)
@@ -271,6 +271,6 @@ class Skeleton:
         }
 
 
-def nothing_like(parameter: Tensor, device: torch.device) -> Tensor:
+def expanded_zeros(parameter: Tensor, device: torch.device) -> Tensor:
     """Zeros of the shape and dtype of a parameter, which take the memory of one."""
     return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)

@@ -27,8 +27,8 @@ from paceline.parallel.audit import audit
 from paceline.parallel.blocks import blocks_of
 from paceline.parallel.fixed_order_sum import FixedOrderSum
 from paceline.parallel.layout import Whole
-from paceline.parallel.losses import LossLayouts, ShardLoss, StepLoss, ignore_unless, read_loss
-from paceline.parallel.pass_state import BlockSeeds, Buffers, seed_generators, standing_in
+from paceline.parallel.losses import LossLayouts, ShardLoss, StepLoss, block_gradients_unless, read_loss
+from paceline.parallel.pass_state import BlockSeeds, Buffers, frozen_batch_norms, seed_generators
 from paceline.parallel.running_sum import RunningSum
 from paceline.parallel.step_input import GradientNorms, StepInput, TakeNorms
 from paceline.spec import AlgorithmName
@@ -101,9 +101,9 @@ class Passes:
         try:
             loss = read_loss(step.loss_of(self.model, content), fraction, size, self.like)
             if not fraction:
-                ignore_unless(False, self._outputs)
+                block_gradients_unless(False, self._outputs)
             elif isinstance(loss.weight, Tensor):
-                ignore_unless(loss.weight != 0, self._outputs)
+                block_gradients_unless(loss.weight != 0, self._outputs)
             return loss
         finally:
             self._outputs = None
@@ -121,9 +121,9 @@ class Passes:
         step.scale(loss.weighted).backward()
         self.seeds.end()
 
-    def loss_of_nothing(self, step: StepInput) -> ShardLoss:
+    def zero_weight_loss(self, step: StepInput) -> ShardLoss:
         """The loss of the worker's first shard with the weight 0, through which nothing flows back; for contexts of
-        `standing_in`."""
+        `frozen_batch_norms`."""
         loss = self._read(step, map_tensors(step.batch.shards[0], torch.clone), 0.0, 1)
         return replace(loss, weight=0.0, weighted=loss.weighted * 0)
 
@@ -222,7 +222,7 @@ class Engine:
             layout.begin_pass(self.module, is_last=is_last)
             is_own = shard < stop
             others = [] if is_own else [passes.model, *[one.model for one in step.companions]]
-            with standing_in(*others):  # the backward pass too, in which layers may be computed again
+            with frozen_batch_norms(*others):  # the backward pass too, in which layers may be computed again
                 if is_own:
                     passes.enter(step, shard)
                     loss = passes.read(step, shard)
@@ -232,7 +232,7 @@ class Engine:
                 else:
                     for one in step.companions:
                         one.begin_pass()
-                    loss = passes.loss_of_nothing(step)
+                    loss = passes.zero_weight_loss(step)
                 if is_last:
                     reducer.expect_last(self.module)
                 passes.backward(step, loss)

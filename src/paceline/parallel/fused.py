@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from paceline.errors import ModelError
-from paceline.parallel.audit import leaving_no_trace, tolerance_of
+from paceline.parallel.audit import preserved_gradients, tolerance_of
 from paceline.parallel.engine import Passes
 from paceline.parallel.layout import norm_of
 from paceline.parallel.pass_state import BATCH_NORMS
@@ -79,7 +79,7 @@ def check_fused(passes: Passes, apart: StepInput, together: StepInput) -> None:
     for step, num_shards in ((apart, num_apart), (together, 1)):
         first = step.assignment.own[0]
         total = 0.0
-        with leaving_no_trace(passes) as parameters:
+        with preserved_gradients(passes) as parameters:
             for shard in range(first, first + num_shards):
                 passes.enter(step, shard)
                 loss = passes.read(replace(step, reads_again=True), shard)

@@ -218,7 +218,7 @@ def _form(value: Any) -> str:
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
-def ignore_unless(is_counted: Tensor | bool, outputs: Sequence[Any]) -> None:
+def block_gradients_unless(is_counted: Tensor | bool, outputs: Sequence[Any]) -> None:
     """Let nothing flow back through a model's outputs if the loss counts for nothing: 0 times the gradient of a mean
     over nothing would be NaN.
 

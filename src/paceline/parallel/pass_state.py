@@ -312,7 +312,7 @@ def _may_change(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def standing_in(*models: nn.Module) -> Iterator[None]:
+def frozen_batch_norms(*models: nn.Module) -> Iterator[None]:
     """A context for a stand-in sample, which may be a single one: batch norm layers do not normalise over it.
 
     Only they are switched: a model may use other parameters, and have other outputs, in evaluation mode.
@@ -347,16 +347,16 @@ def accept_single_values(model: nn.Module) -> None:
 
 
 @contextmanager
-def untouched(*several: Buffers) -> Iterator[None]:
+def preserved(*several: Buffers) -> Iterator[None]:
     """A context after which all buffers of these models are as before it: an evaluation teaches nothing."""
     for one in several:
         one.take_values()
-    with buffers_kept(*[one.model for one in several]):
+    with preserved_buffers(*[one.model for one in several]):
         yield
 
 
 @contextmanager
-def buffers_kept(*models: nn.Module) -> Iterator[None]:
+def preserved_buffers(*models: nn.Module) -> Iterator[None]:
     """A context for passes, or tracing, that leave no trace: all buffers are afterwards as before it."""
     known = [
         (module, attribute, tensor, tensor.detach().clone())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
@@ -28,12 +28,12 @@ from torch.distributed.pipelining.schedules import (
 from paceline.comm.links import open_group
 from paceline.errors import JobError, ModelError
 from paceline.mathematics import even_cut
-from paceline.parallel.block_calls import BlockCall, ModelCall, Skeleton, nothing_like, watch
+from paceline.parallel.block_calls import BlockCall, ModelCall, Skeleton, expanded_zeros, watch
 from paceline.parallel.blocks import blocks_of
 from paceline.parallel.engine import Passes, Reducer
 from paceline.parallel.layout import Whole
 from paceline.parallel.losses import ShardLoss
-from paceline.parallel.pass_state import standing_in
+from paceline.parallel.pass_state import frozen_batch_norms
 from paceline.parallel.stage_modules import (
     Answer,
     CutTrace,
@@ -149,7 +149,7 @@ class Pipeline:
         for name, parameter in model.named_parameters():
             ranks = tuple(sorted({self._owners[stage] for stage in self.stages_of[name]}))
             if rank not in ranks:
-                parameter.data = nothing_like(parameter, parameter.device)
+                parameter.data = expanded_zeros(parameter, parameter.device)
             elif len(ranks) > 1:
                 self.shared_parameters[name] = ranks
             if len(ranks) > 1 and ranks not in self._groups:  # all workers of the run open groups together
@@ -327,11 +327,12 @@ class MicroBatch:
         assert isinstance(passes.model, Stages)
         loss: ShardLoss | None = None
         answered = None
+        stand_ins = [passes.model] if shard is None else []
         if shard is not None:
             passes.enter(step, shard)
         try:
-            with nullcontext() if shard is not None else standing_in(passes.model), passes.model.answering(answer):
-                loss = passes.loss_of_nothing(step) if shard is None else passes.read(step, shard)
+            with frozen_batch_norms(*stand_ins), passes.model.answering(answer):
+                loss = passes.zero_weight_loss(step) if shard is None else passes.read(step, shard)
         except _AnsweredError as raised:
             answered = raised.value
         if shard is not None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from paceline import env
 from paceline.parallel.dtensor import reshard
 from paceline.parallel.losses import LossOf
-from paceline.parallel.pass_state import Buffers, untouched
+from paceline.parallel.pass_state import Buffers, preserved
 from paceline.tensors import Batch, map_tensors
 
 
@@ -99,7 +99,7 @@ gradients flow through them and not into them, and a buffer that a forward pass 
 
 
 @contextmanager
-def unchanged(companions: Companions) -> Iterator[None]:
+def frozen_models(companions: Companions) -> Iterator[None]:
     """A context for a step that trains another model; these models are afterwards as before."""
     models = [one.model for one in companions]
     for model in models:
@@ -108,7 +108,7 @@ def unchanged(companions: Companions) -> Iterator[None]:
     for parameter in trained:
         parameter.requires_grad_(False)
     try:
-        with untouched(*companions):
+        with preserved(*companions):
             yield
     finally:
         for model in models:

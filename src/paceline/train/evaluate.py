@@ -29,7 +29,7 @@ from paceline.errors import DataError, ModelError, shown
 from paceline.object_collectives import broadcast_object, gather_objects
 from paceline.parallel import Companions
 from paceline.parallel.losses import Mean
-from paceline.parallel.pass_state import seed_generators, untouched
+from paceline.parallel.pass_state import preserved, seed_generators
 from paceline.parallel.step_input import shards_of_rank
 from paceline.tensors import map_tensors
 from paceline.train.batches import check_read_alike, exchange_sizes
@@ -79,7 +79,7 @@ def evaluate_between_steps(
         with (
             evaluation_mode(model, *(one.model for one in prepared)),
             run.consensus(),
-            untouched(*prepared),
+            preserved(*prepared),
             torch.no_grad(),
             run.precision.autocast(),
         ):

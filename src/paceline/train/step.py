@@ -27,7 +27,7 @@ from paceline.parallel.fused import check_fused, fused
 from paceline.parallel.layout import clip_gradients
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.pass_state import host_states, seed_generators, torch_states
-from paceline.parallel.step_input import AnyShard, shard_sizes, unchanged
+from paceline.parallel.step_input import AnyShard, frozen_models, shard_sizes
 from paceline.spec import Mesh
 from paceline.tensors import Apply, Batch, is_dtensor, local_shard, map_tensors
 from paceline.train.batches import GlobalBatch, GlobalBatches
@@ -305,7 +305,7 @@ class Stepper:
         trained.rates.set(pending.samples_seen, batch.samples_per_epoch)
         trained.model.zero_grad()  # of parameters that no optimizer has, too: they count in the norm
         try:
-            with unchanged(companions):
+            with frozen_models(companions):
                 if self._job.fuse_shards is not None:
                     together = fused(step_input, self._job.fuse_shards)
                     if pending.index == 0:
