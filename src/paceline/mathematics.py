@@ -17,11 +17,8 @@ GOLDEN, _MASK = 0x9E3779B97F4A7C15, 0xFFFFFFFFFFFFFFFF
 
 
 def fewest_near_fastest(speeds: Sequence[float]) -> int:
-    """The place of the recommended one of several numbers of devices that keep all limits.
-
-    Args:
-        speeds: of each, in ascending order of devices; one at least.
-    """
+    """The place of the recommended one of several numbers of devices that keep all limits. `speeds`: of one or
+    more, in ascending order of devices."""
     return next(place for place, speed in enumerate(speeds) if speed >= NEARLY * max(speeds))
 
 
@@ -52,11 +49,7 @@ def even_cut(work: Sequence[float], may_begin: Sequence[bool], num_stages: int) 
 
 def split_mix(state: int, index: Any) -> Any:
     """Draw number `index`, from 0, of SplitMix64 in a state: 64 bits (Steele, Lea, Flood: "Fast splittable pseudorandom
-    number generators", OOPSLA 2014).
-
-    Args:
-        index: a whole number, or an array of them in uint64, for as many draws.
-    """
+    number generators", OOPSLA 2014). `index`: a whole number, or an array of them in uint64, for as many draws."""
     bits = state + (index + 1) * GOLDEN & _MASK
     bits = (bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
     bits = (bits ^ (bits >> 27)) * 0x94D049BB133111EB & _MASK

@@ -51,11 +51,7 @@ def broadcast_object(value: Any, group: dist.ProcessGroup | None) -> Any:
 
 def all_gather_objects(value: Any, group: dist.ProcessGroup | None, classes: Sequence[type] = ()) -> list[Any]:
     """The value of every rank, by rank, on every worker; a collective. For small values: all messages are sent in the
-    length of the longest.
-
-    Args:
-        classes: the dataclasses that the value may contain.
-    """
+    length of the longest. `classes`: the dataclasses that the value may contain."""
     return gather_objects(value, group, classes, to_all=True) or []
 
 

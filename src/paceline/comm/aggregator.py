@@ -86,10 +86,7 @@ class Aggregator:
     """
 
     def __init__(self, algorithm: Algorithm, links: Links, *, check_always: bool = False) -> None:
-        """
-        Args:
-            check_always: whether the calls of all steps are compared across workers.
-        """
+        """`check_always`: whether the calls of all steps are compared across workers."""
         self.links = links
         self._algorithm = algorithm
         self._check_always = check_always
@@ -109,11 +106,8 @@ class Aggregator:
         self._step += 1
 
     def sum_bucket(self, values: Tensor, names: Sequence[str]) -> torch.futures.Future[Tensor]:
-        """Begin to replace some parameters' gradients, as one flat vector, by their sum, in the run's wire format.
-
-        Args:
-            names: of the parameters.
-        """
+        """Begin to replace some parameters' gradients, as one flat vector, by their sum, in the run's wire format;
+        `names` are those of the parameters."""
 
         def sum_in_float(values: Tensor) -> None:
             wide = values if values.dtype in (torch.float32, torch.float64) else values.float()

@@ -21,11 +21,8 @@ Item = TypeVar("Item")
 def buckets(
     items: Iterable[Item], kind_of: Callable[[Item], tuple[Hashable, int]], first_bytes: int = BUCKET_BYTES
 ) -> Iterator[list[Item]]:
-    """Group consecutive items of one kind into buckets of `BUCKET_BYTES`, the first one of `first_bytes`.
-
-    Args:
-        kind_of: returns an item's kind, such as its dtype, and its size in bytes.
-    """
+    """Group consecutive items of one kind into buckets of `BUCKET_BYTES`, the first one of `first_bytes`. `kind_of`:
+    returns an item's kind, such as its dtype, and its size in bytes."""
     bucket: list[Item] = []
     kind: Hashable = None
     size_bytes, limit_bytes = 0, first_bytes

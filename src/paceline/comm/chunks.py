@@ -19,11 +19,8 @@ def chunk_length(values: Tensor) -> int:
 
 def run_pipelined(chunks: Iterable[Iterator[None]]) -> None:
     """Run the chunks as a pipeline: in each round start one more chunk and advance every started one by a stage, newest
-    first. The order is the same on every worker.
-
-    Args:
-        chunks: one iterator per chunk, which yields after it has begun to send; equally often on every worker.
-    """
+    first. The order is the same on every worker. `chunks`: one iterator per chunk, which yields after it has begun to
+    send; equally often on every worker."""
     waiting, under_way = deque(chunks), deque[Iterator[None]]()
     while waiting or under_way:
         if waiting:

@@ -92,11 +92,8 @@ class _Source:
         self.fingerprint = 0
 
     def go_to(self, count: int, state: Any, fingerprint: int) -> None:
-        """Continue after the first `count` samples: by the stream's own state, or by reading them again.
-
-        Args:
-            fingerprint: the fingerprint of these samples; 0: not known.
-        """
+        """Continue after the first `count` samples: by the stream's own state, or by reading them again. `fingerprint`:
+        that of these samples; 0: not known."""
         if count == 0:
             return
         if state is not None and has_exact_state(self._stream):
@@ -177,11 +174,7 @@ def read_stream(
     dtype: torch.dtype,
 ) -> Iterator[StreamStep]:
     """The steps of an epoch from `position` on, endless: those after the end are empty. Raises `DataError` or
-    `SystemExit` as the stream raised them.
-
-    Args:
-        own: the numbers of this worker's substreams.
-    """
+    `SystemExit` as the stream raised them. `own`: the numbers of this worker's substreams."""
     # A stream may divide itself among loader processes, and leave out what others read: there is one at most.
     settings = loader_settings(loading, min(loading.num_workers, 1), device)
     steps = _Steps(loading, own, global_batch_size, position, seed, epoch)

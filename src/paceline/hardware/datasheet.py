@@ -66,12 +66,8 @@ def link_bytes_per_s(label: str, gpu_names: Sequence[str] = ()) -> float | None:
 def links_of_pairs(
     devices: Sequence[Device], nics: Iterable[str], label_of: Callable[[str, str], str]
 ) -> tuple[Link, ...]:
-    """A link from each device to the devices after it and to every card.
-
-    Args:
-        label_of: the label of the link between two ends, which are `Device.label` and labels of `nics`; empty where
-            nobody knows it, and then there is no link.
-    """
+    """A link from each device to the devices after it and to every card. `label_of`: the label of the link between two
+    ends, which are `Device.label` and labels of `nics`; empty where nobody knows it, and then there is no link."""
     names = {device.label: device.name for device in devices}
     links = []
     for position, device in enumerate(devices):

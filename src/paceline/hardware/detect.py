@@ -43,11 +43,8 @@ def detect() -> Cluster:
 
 
 def with_gpus(node: Node, gpus: Gpus, matrix_text: str) -> Node:
-    """`node` with the GPUs that NVML found, network cards and the links between them.
-
-    Args:
-        matrix_text: what `nvidia-smi topo -m` prints; empty where it prints nothing.
-    """
+    """`node` with the GPUs that NVML found, network cards and the links between them. `matrix_text`: what `nvidia-smi
+    topo -m` prints; empty where it prints nothing."""
     if not gpus.devices:
         return node
     drawn, notes = Node("", 0, 0, ""), node.notes

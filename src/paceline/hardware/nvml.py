@@ -65,11 +65,8 @@ class Nvml:
 
 @contextmanager
 def open_nvml(library: Any = None) -> Iterator[Nvml]:
-    """NVML for the time of a `with`. Raises `DriverProblem` without the module or a driver.
-
-    Args:
-        library: what answers in place of the module pynvml.
-    """
+    """NVML for the time of a `with`. Raises `DriverProblem` without the module or a driver. `library`: what answers in
+    place of the module pynvml."""
     try:
         library = library or importlib.import_module("pynvml")
     except ImportError:

@@ -87,10 +87,7 @@ def audit(passes: Passes, step: StepInput, group: dist.ProcessGroup | None, *, h
 
 def _compare(everyone: Sequence[Sequence[float]], tolerance: float, is_shared: bool) -> None:
     """Compare what each worker found: the loss in the step, if it computed it, the loss again, norms of gradients.
-
-    Args:
-        is_shared: whether all have computed with the same samples.
-    """
+    `is_shared`: whether all have computed with the same samples."""
     _, loss_of_first, *norms_of_first = everyone[0]
     for rank, (first, loss, *norms) in enumerate(everyone):
         if not _is_close(first, loss, tolerance):

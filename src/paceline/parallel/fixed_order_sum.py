@@ -75,11 +75,8 @@ class FixedOrderSum:
         return self._layout.take_gradients(self._named)
 
     def push(self, gradients: Sequence[Tensor | None], weight: float | Tensor) -> None:
-        """Add the next shard, whose statistics `forward_made` had, to the tree.
-
-        Args:
-            weight: of the shard, by which its gradients are multiplied.
-        """
+        """Add the next shard, whose statistics `forward_made` had, to the tree; its gradients are multiplied by
+        `weight`."""
         values = self._new_vector(len(self._statistics))
         flat, statistics, noise, num_users = self._split(values)
         is_used = [gradient is not None for gradient in gradients]

@@ -91,10 +91,7 @@ class LossLayouts:
     """Which numbers each loss function of a run returns; by the name of the function."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
-        """
-        Args:
-            group: the workers that train together; None: this one alone.
-        """
+        """`group`: the workers that train together; None: this one alone."""
         self._group = group
         self._own: dict[str, LossLayout] = {}
         self._agreed: dict[str, LossLayout] = {}

@@ -65,10 +65,7 @@ class BlockSeeds:
     """
 
     def __init__(self, device: torch.device, blocks: Mapping[str, nn.Module]) -> None:
-        """
-        Args:
-            blocks: by path in the whole model.
-        """
+        """`blocks`: by path in the whole model."""
         self._on_gpu = device.type == "cuda"
         self._state: int | None = None
         """What a shard's seed adds to those of its blocks; None: blocks draw from the generators as they are."""
@@ -76,10 +73,7 @@ class BlockSeeds:
             block.register_forward_pre_hook(self._hook(path))
 
     def begin_shard(self, seed: int) -> None:
-        """
-        Args:
-            seed: of the virtual shard whose forward or backward pass begins.
-        """
+        """A forward or backward pass of the virtual shard with this `seed` begins."""
         self._state = split_mix(seed, 0)
 
     def end(self) -> None:
@@ -243,11 +237,7 @@ class Buffers:
     @torch.no_grad()
     def end_step(self, sums: Tensor) -> None:
         """Set the buffers of all workers to what the step's passes made of them. Raises `ModelError` where a constant
-        changes that did not in the first steps.
-
-        Args:
-            sums: [num_sums], the sums of all shards' `changes`.
-        """
+        changes that did not in the first steps. `sums`: [num_sums], the sums of all shards' `changes`."""
         self._put_back()
         of_flats = sums.split([len(_in_pieces(start)) for start in self._starts]) if self._flats else ()
         for flat, start, before, changes in zip(self._flats, self._starts, self._before, of_flats, strict=True):

@@ -34,10 +34,7 @@ class RunningSum:
     """
 
     def __init__(self, layout: Whole, aggregator: Aggregator | None) -> None:
-        """
-        Args:
-            aggregator: sums over the replicas; None: there is one.
-        """
+        """`aggregator`: sums over the replicas; None: there is one."""
         self._layout = layout
         self.gradient_norm = layout.gradient_norm
         self._aggregator = aggregator

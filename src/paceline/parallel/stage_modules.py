@@ -110,11 +110,8 @@ Message = Mapping[Output, Tensor]
 
 
 def message_of(crossings: Sequence[Mapping[Output, Tensor]], before: Message | None = None) -> Message:
-    """What a stage sends in a step, as long as its longest pass and the messages of the steps before need.
-
-    Args:
-        crossings: what crosses the cut behind the stage in each of the step's passes: the same tensors, of any sizes.
-    """
+    """What a stage sends in a step, as long as its longest pass and the messages of the steps before need. `crossings`:
+    what crosses the cut behind the stage in each of the step's passes: the same tensors, of any sizes."""
     found = {}
     for output, form in crossings[0].items():
         lengths = [len(before[output])] if before and output in before else []

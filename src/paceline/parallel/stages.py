@@ -347,11 +347,8 @@ class MicroBatch:
 
     @contextmanager
     def backward(self, stage: nn.Module, *, has_all: bool) -> Iterator[None]:
-        """Around a backward pass through a stage, in which layers may be computed again.
-
-        Args:
-            has_all: whether the gradients of all parameters are there afterwards.
-        """
+        """Around a backward pass through a stage, in which layers may be computed again; `has_all`: afterwards the
+        gradients of all parameters are there."""
         if has_all and self.is_last:
             self.layout.begin_pass(stage, is_last=True)
             self.reducer.expect_last(stage)

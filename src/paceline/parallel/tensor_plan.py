@@ -43,11 +43,8 @@ _ALIASES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise"}
 
 def tensor_plan_of(model: nn.Module, given: Mapping[str, str] | None, degree: int) -> TensorPlan:
     """The plan by which `degree` workers divide the layers of a whole model. Raises `ModelError` where there is no
-    plan, or it does not fit the model and the degree.
-
-    Args:
-        given: the user's; * stands for one part of a name. None: the model's own, its attribute `_tp_plan`.
-    """
+    plan, or it does not fit the model and the degree. `given`: the user's; * stands for one part of a name. None: the
+    model's own, its attribute `_tp_plan`."""
     declared = dict(getattr(model, "_tp_plan", None) or {}) if given is None else given
     modules = dict(model.named_modules())
     plan: TensorPlan = {}

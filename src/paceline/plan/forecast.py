@@ -474,11 +474,7 @@ def _assumed(inputs: PlanInputs, rows: Sequence[ForecastRow]) -> Iterator[str]:
 def choose_mesh(job: Job, model: ModelCost, cluster: Cluster, num_workers: int) -> tuple[MeshCandidate, str]:
     """The mesh to train on, and why in one sentence: replicas where they fit and nothing is clearly faster, else the
     fastest mesh, or where no step of the job was timed the simplest one that fits. Raises `JobError` where no mesh
-    fits.
-
-    Args:
-        model: What a trace of it told.
-    """
+    fits. `model`: what a trace of it told."""
     try:
         workload = plan_inputs(job, cluster, num_workers).traced(model).workload(num_workers)
     except ClusterError:

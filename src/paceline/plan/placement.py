@@ -39,11 +39,8 @@ _NEARNESS = {ACROSS_SOCKETS: 1, "NODE": 2, "PHB": 3, "PXB": 4, "PIX": 5}
 
 def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> DeviceChoice:
     """The `num_devices` devices of a node with the best ring, by the order at the top of this module. Raises
-    `ClusterError` for fewer devices than asked for.
-
-    Args:
-        allowed: Indices of the devices to choose among; None: all of the node.
-    """
+    `ClusterError` for fewer devices than asked for. `allowed`: indices of the devices to choose among; None: all of the
+    node."""
     by_index = {device.index: device for device in node.devices if allowed is None or device.index in allowed}
     indices = sorted(by_index)
     if not 1 <= num_devices <= len(indices):

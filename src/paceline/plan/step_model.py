@@ -169,11 +169,8 @@ class StepModel:
         return cls(scaled, anchor, gradient_bytes or _UNKNOWN_GRADIENT_BYTES, link)
 
     def constants_at(self, points: Array) -> Constants:
-        """The constants, arrays [num_points, 1], at points of the priors.
-
-        Args:
-            points: [num_points, num_constants]: deviations from the medians, in standard deviations.
-        """
+        """The constants, arrays [num_points, 1], at points of the priors. `points`: [num_points, num_constants]:
+        deviations from the medians, in standard deviations."""
         values: dict[str, Array] = {name: np.zeros((len(points), 1)) for name in PRIORS}
         for place, (name, prior) in enumerate(self.priors.items()):
             value = prior.median * np.exp(prior.deviation * points[:, place : place + 1])
@@ -214,11 +211,8 @@ def pass_at(constants: Constants, num_samples: Any, most_on_node: Any) -> Any:
 
 
 def network_at(constants: Constants, most_on_node: int, link_ratio: float = 1.0) -> Network:
-    """The links as up to `most_on_node` workers of a node see them.
-
-    Args:
-        link_ratio: how many times slower the link between nodes is than the one the constants are for.
-    """
+    """The links as up to `most_on_node` workers of a node see them. `link_ratio`: how many times slower the link
+    between nodes is than the one the constants are for."""
     inside = constants["inside_beta_s_per_byte"] + most_on_node * constants["shared_beta_s_per_byte"]
     between = constants["between_beta_s_per_byte"] * link_ratio
     return Network(constants["inside_alpha_s"], inside, constants["between_alpha_s"], between)
@@ -290,11 +284,8 @@ class Fit:
 
 def fit(rows: Sequence[StepRow], inside_bytes_per_s: float | None = None) -> Fit:
     """Samples of the constants that are consistent with measured rows, one at least. Raises `JobError` where a row has
-    an algorithm without a cost formula.
-
-    Args:
-        inside_bytes_per_s: a datasheet's rate of the links inside a node, a bound; None: not known.
-    """
+    an algorithm without a cost formula. `inside_bytes_per_s`: a datasheet's rate of the links inside a node, a bound;
+    None: not known."""
     model = StepModel.around(rows, inside_bytes_per_s)
     error = _row_error(model, rows)
     spread = float(np.median([row.spread for row in rows]))  # of the times of a measured step
@@ -364,11 +355,8 @@ def _row_error(model: StepModel, rows: Sequence[StepRow]) -> float:
 
 def _misses(model: StepModel, rows: Sequence[StepRow], points: Array) -> Array:
     """[num_points, num_errors]: log(forecast / measured), of steps and of what was computed in the rows that told how
-    long a worker waited for gradients.
-
-    Args:
-        points: [num_points, num_constants], standard normal before anything is measured.
-    """
+    long a worker waited for gradients. `points`: [num_points, num_constants], standard normal before anything is
+    measured."""
     parts = model.steps(rows, model.constants_at(points))
     measured = np.array([seconds_of(row) for row in rows])
     apart = [place for place, row in enumerate(rows) if row.sync_time_s is not None]

@@ -157,11 +157,8 @@ def _number(mapping: Mapping[str, Any], name: str) -> float | None:
 
 
 def watch_table(runs: Sequence[WatchedRun], gpus: Mapping[int, GpuUse]) -> RenderableType:
-    """Loss, throughput, where the time of a step goes, every worker, how the jobs differ, and what happened.
-
-    Args:
-        gpus: by process id, what programs use of this machine's GPUs.
-    """
+    """Loss, throughput, where the time of a step goes, every worker, how the jobs differ, and what happened. `gpus`: by
+    process id, what programs use of this machine's GPUs."""
 
     def evaluation(run: WatchedRun) -> str:
         found = {name.removeprefix("test_"): run.number(name) for name in run.metrics if name.startswith("test_")}

@@ -81,11 +81,8 @@ class Calls:
         return [self._answer_of(rank, *call) for rank, call in calls.items()]
 
     def close(self, servers: Sequence[int], *, is_abandoned: bool) -> None:
-        """Leave the servers, and wait until the other workers have left this one.
-
-        Args:
-            is_abandoned: whether the others are to hear, instead of an answer, that this worker has left.
-        """
+        """Leave the servers, and wait until the other workers have left this one. `is_abandoned`: whether the others
+        are to hear, instead of an answer, that this worker has left."""
         self._is_abandoned = is_abandoned
         deadline_s = time.monotonic() + _FAREWELL_S
         for rank in servers:
@@ -130,12 +127,8 @@ class Calls:
         self._on_leave(rank)
 
     def _send(self, value: Any, rank: int, tag: int, timeout_s: float | None = None) -> None:
-        """Send a value to a worker, which has to call `_receive` with this tag.
-
-        Args:
-            timeout_s: the longest wait for each of the two parts of the message, after which the group is of no more
-                use; None: that of the group.
-        """
+        """Send a value to a worker, which has to call `_receive` with this tag. `timeout_s`: the longest wait for each
+        of the two parts of the message, after which the group is of no more use; None: that of the group."""
 
         def transfer(tensor: Tensor) -> None:
             _wait(dist.isend(tensor, group=self._group, group_dst=rank, tag=tag), timeout_s)

@@ -27,10 +27,7 @@ POLL_S = 0.5
 
 def divide(sizes: Sequence[int], num_servers: int) -> list[range]:
     """The numbers of the parameters that each server holds: neighbours, with about as many elements for each server.
-
-    Args:
-        sizes: the number of elements of each parameter.
-    """
+    `sizes`: the number of elements of each parameter."""
     ends = torch.tensor(sizes, dtype=torch.int64).cumsum(0)
     twice_the_middle = 2 * ends - torch.tensor(sizes, dtype=torch.int64)
     server_of = (twice_the_middle * num_servers // (2 * ends[-1]).clamp(min=1)).tolist()

@@ -159,10 +159,7 @@ def num_gpus_on_bus(devices: Path = Path("/sys/bus/pci/devices")) -> int:
 
 def quota_cores(own_cgroup: str, root: Path = Path("/sys/fs/cgroup")) -> float:
     """The processor time this process may use, in cores: the least that its control groups (version 2) allow.
-
-    Args:
-        own_cgroup: the text of /proc/self/cgroup.
-    """
+    `own_cgroup`: the text of /proc/self/cgroup."""
     path = next((line[3:] for line in own_cgroup.splitlines() if line.startswith("0::")), "/")
     folder = root / path.lstrip("/")
     limits = [float("inf")]
