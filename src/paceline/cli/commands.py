@@ -22,8 +22,6 @@ from paceline.words import duration, number_of, size
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from paceline.plan.memory import DeviceMemory
-
 Column = str | tuple[str, Callable[[Any], str]]
 """An attribute of rows; or a heading, and what a row has below it."""
 PIPE_COLUMNS = 200
@@ -38,8 +36,6 @@ FORMER_NAMES = {
     "bench": "the scripts in benchmarks/ of the repository",
 }
 """What stands in the place of a command of version 0.2; answered throughout version 0.3."""
-LEVELS = ("error", "warning", "ok")
-"""Levels of what the doctor finds, what needs action first."""
 
 
 def main() -> None:
@@ -139,7 +135,11 @@ def plan(job: str, as_json: bool = False, dry_run_mesh: str | None = None, **opt
     if dry_run_mesh is not None:
         if unused := {*options, *["json"] * as_json} - {"settings", "data"}:
             raise JobError(f"--{min(unused).replace('_', '-')} has no effect with --dry-run-mesh: leave it out.")
-        print_memory(paceline.dry_run_mesh(job, dry_run_mesh, **options))
+        memory = paceline.dry_run_mesh(job, dry_run_mesh, **options)
+        held = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
+        print_table([memory], *held, ("gathered, sent or summed", partial(cell_of, "moving_bytes")), "total_bytes")
+        if cuts := [stage[0].name for stage in memory.stages[1:]]:
+            print(f"--set 'plan.pipeline.cuts={json.dumps(cuts)}'")
         return
     folder = Path(options.setdefault("out", "."))
     planned = paceline.plan(job, **options)
@@ -157,14 +157,6 @@ def plan(job: str, as_json: bool = False, dry_run_mesh: str | None = None, **opt
         num_devices = planned.forecast.recommended.devices
         print(f"No plan.json: the cluster lacks devices for {num_devices}; probe the nodes they are on.")
     print(folder / "plan.html")
-
-
-def print_memory(memory: DeviceMemory) -> None:
-    """What a worker of a mesh holds, and the first modules of the stages but the first, as a setting."""
-    held = ("parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
-    print_table([memory], *held, ("gathered, sent or summed", partial(cell_of, "moving_bytes")), "total_bytes")
-    if cuts := [stage[0].name for stage in memory.stages[1:]]:
-        print(f"--set 'plan.pipeline.cuts={json.dumps(cuts)}'")
 
 
 @command("launch", passes_on="rest")
@@ -199,14 +191,12 @@ def train(as_json: bool = False, **options: Any) -> None:
 
 
 def with_folder(options: Mapping[str, Any], ending: str = "") -> dict[str, Any]:
-    """The options of a run or study, with the job that they name, and a folder where none is given."""
-    from paceline.workflows.jobs import plan_settings, resolve_job
+    """The options of a run or study, with a folder, named after the job, where none is given."""
+    from paceline.workflows.jobs import resolve_job
     from paceline.workflows.runs import new_run_dir
 
-    settings = options.get("settings", ())
-    job = resolve_job(options["job"], settings, options.get("data"), is_run=True)
-    out = new_run_dir(options.get("out"), job.name + ending)
-    return {**options, "job": job, "settings": plan_settings(settings), "data": None, "out": out}
+    job = resolve_job(options["job"], options.get("settings", ()), options.get("data"), is_run=True)
+    return {**options, "out": new_run_dir(options.get("out"), job.name + ending)}
 
 
 def say_how_to_go_on(run_dir: Path) -> None:
@@ -339,8 +329,9 @@ def watch(**options: Any) -> None:
 @command("doctor", as_json=False, show_all=False)
 def doctor(as_json: bool = False, show_all: bool = False, **options: Any) -> int:
     """Check this machine and say what to fix: exit code 0 is fine, 2 is an error."""
-    findings = sorted(paceline.doctor(**options), key=lambda finding: LEVELS.index(finding.level))
-    counts = {level: sum(finding.level == level for finding in findings) for level in LEVELS}
+    levels = ("error", "warning", "ok")
+    findings = sorted(paceline.doctor(**options), key=lambda finding: levels.index(finding.level))
+    counts = {level: sum(finding.level == level for finding in findings) for level in levels}
     if as_json:
         listed = [dataclasses.asdict(finding) for finding in findings]
         print(json.dumps({**{f"num_{level}": count for level, count in counts.items()}, "findings": listed}))

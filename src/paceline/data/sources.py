@@ -26,7 +26,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,18 +42,12 @@ from paceline.import_path import import_by_path
 from paceline.spec import DataSpec
 from paceline.spec.codec import PositiveInt, from_mapping
 
-T = TypeVar("T")
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"})
 
 
 @dataclass(frozen=True)
 class NoOptions:
     """Of a data set that takes none."""
-
-
-def read_options(cls: type[T], spec: DataSpec) -> T:
-    """The dataclass `cls` from `data.options`; a key or value it cannot hold is a JobError."""
-    return from_mapping(cls, spec.options, "data.options")
 
 
 def folder_of(spec: DataSpec) -> Path:
@@ -74,7 +68,7 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
 
 def load_digits(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
     """Images 1 x 28 x 28, the size that nets for MNIST take; every fifth image is for testing."""
-    read_options(NoOptions, spec)
+    from_mapping(NoOptions, spec.options, "data.options")
     with resources.as_file(resources.files("paceline.data") / "digits.npz") as path, np.load(path) as file:
         small, labels = file["images"], file["labels"].astype(np.int64)
     # (n, 8, 8) in 0 … 16 to (n, 1, 28, 28) in 0 … 255: each pixel becomes 3 x 3, with a border of 2.
@@ -107,7 +101,7 @@ def published(about: str, known: Published) -> Callable[[DataSpec], tuple[ArrayS
     """
 
     def load(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
-        read_options(NoOptions, spec)
+        from_mapping(NoOptions, spec.options, "data.options")
         train = _split(spec, known, "train", "train", spec.train_limit)
         return train, _split(spec, known, "test", "t10k", spec.test_limit)
 
@@ -233,7 +227,7 @@ def load_text(spec: DataSpec) -> tuple[ArraySet, ArraySet]:
     The arrays are views of the mapped file: no copy, a byte a token. Raises `DataError` where it cannot be read, or is
     too short for one sample of either split.
     """
-    options = read_options(TextOptions, spec)
+    options = from_mapping(TextOptions, spec.options, "data.options")
     path, context = Path(spec.dir or ".").expanduser() / Path(options.file).expanduser(), options.context
     try:
         tokens = np.memmap(path, np.uint8, mode="r")
@@ -262,7 +256,7 @@ class FolderOptions:
 def load_folder(spec: DataSpec) -> tuple[FolderImages, FolderImages]:
     """`data.dir` with train/ and val/ (or test/) of class folders; or class folders alone, of which a tenth is test.
     Raises `DataError` where the directory lacks that shape, or the two parts have different classes."""
-    size = read_options(FolderOptions, spec).image_size
+    size = from_mapping(FolderOptions, spec.options, "data.options").image_size
     import_extra("PIL.Image", "images", "Reading a folder of images")
     root = folder_of(spec)
     if (root / "train").is_dir():
