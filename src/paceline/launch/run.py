@@ -46,7 +46,7 @@ class LaunchOptions:
 
 
 @dataclass(frozen=True)
-class Reach:
+class Transport:
     """How to start a program on some nodes at once: by a local process with the program's standard streams."""
 
     hostnames: tuple[str, ...] = ()
@@ -66,26 +66,26 @@ class Reach:
         return output_of(self.argv(program, {}), timeout_s, node=self.node)
 
 
-_HERE = Reach()
+_HERE = Transport()
 
 
 def agent_commands(
     plan: Plan,
     program: Sequence[str],
     options: LaunchOptions,
-    reaches: Sequence[Reach] = (_HERE,),
+    transports: Sequence[Transport] = (_HERE,),
     endpoint: str = "127.0.0.1:0",
 ) -> list[Sequence[str]]:
-    """The local command lines that start the agents of a run, one for each of `reaches`; starts nothing. Raises
+    """The local command lines that start the agents of a run, one for each of `transports`; starts nothing. Raises
     `LaunchError` for more workers on a node than it has GPUs in the plan.
 
     Args:
         program: what would follow `python` on a command line: ("train.py", "--flag") or ("-m", "a.module").
-        reaches: one for each node of the plan, in its order, or one for all nodes if they have as many workers each.
+        transports: one for each node of the plan, in its order, or one for all nodes if they have as many workers each.
         endpoint: address and port on the first node where the agents meet.
     """
     commands = []
-    for reach, placement in zip(reaches, plan.placements, strict=False):
+    for transport, placement in zip(transports, plan.placements, strict=False):
         if placement.devices and len(placement.devices) < placement.num_workers:
             raise LaunchError(
                 f"{placement.num_workers} workers cannot share {len(placement.devices)} GPUs of "
@@ -102,13 +102,13 @@ def agent_commands(
         if placement.devices:
             devices = ",".join(map(str, placement.devices))
             environ |= {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": devices}
-        environ |= env.variable(env.NODE, reach.node)
+        environ |= env.variable(env.NODE, transport.node)
         environ |= env.variable(env.CPUS, ";".join(",".join(map(str, cpus)) for cpus in placement.cpus))
         arguments = ["--nnodes", str(len(plan.placements)), "--nproc-per-node", str(placement.num_workers)]
         arguments += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", options.run_dir.name]
         arguments += ["--max-restarts", str(options.max_restarts), *options.torchrun]
-        agent = (reach.python, "-m", "paceline.launch.agent", *arguments, *program)
-        commands.append(reach.argv(agent, environ | dict(options.environ)))
+        agent = (transport.python, "-m", "paceline.launch.agent", *arguments, *program)
+        commands.append(transport.argv(agent, environ | dict(options.environ)))
     return commands
 
 
@@ -116,7 +116,7 @@ def run_workers(
     plan: Plan,
     program: Sequence[str],
     options: LaunchOptions,
-    reaches: Sequence[Reach] = (_HERE,),
+    transports: Sequence[Transport] = (_HERE,),
     endpoint: str = "127.0.0.1:0",
 ) -> None:
     """Run `program` in every worker of `plan` and return when all of them have ended without an error.
@@ -136,12 +136,12 @@ def run_workers(
     """
     prepare(options.run_dir)
     options = replace(options, environ={env.LAUNCHED_AT: repr(time.time()), **options.environ})
-    commands = agent_commands(plan, program, options, reaches, endpoint)
+    commands = agent_commands(plan, program, options, transports, endpoint)
     agents: list[_Agent] = []
     with _caught_signals() as signals:
         try:
-            for reach, argv in zip(reaches, commands, strict=False):
-                agents.append(_Agent(reach, argv))
+            for transport, argv in zip(transports, commands, strict=False):
+                agents.append(_Agent(transport, argv))
             first, interrupted_by = _await_end(agents, signals)
         finally:
             for agent in agents:
@@ -156,14 +156,14 @@ def run_workers(
 
     told, exit_code = first.told, first.exit_code or 0
     ended = f"its agent was killed by {signal_name(-exit_code)}" if exit_code < 0 else f"exit code {exit_code}"
-    loss: NodeLoss | None = NodeLoss(first.reach.node, first.ended_at, told or ended)
+    loss: NodeLoss | None = NodeLoss(first.transport.node, first.ended_at, told or ended)
     # An agent that ends with 1 says that a worker failed, maybe by a loss elsewhere; one of several nodes is not named.
-    if exit_code == 1 or len(first.reach.hostnames) > 1:
-        loss = silent_node(options.run_dir, GRACE_S) if first.reach.hostnames else None
+    if exit_code == 1 or len(first.transport.hostnames) > 1:
+        loss = silent_node(options.run_dir, GRACE_S) if first.transport.hostnames else None
     report = describe_failure(options.run_dir, loss)
     if report is None:
-        why = told or f"{first.reach.python} ended with exit code {exit_code}"
-        raise LaunchError(f"Nothing runs on {', '.join(first.reach.hostnames) or 'this node'}: {why}.")
+        why = told or f"{first.transport.python} ended with exit code {exit_code}"
+        raise LaunchError(f"Nothing runs on {', '.join(first.transport.hostnames) or 'this node'}: {why}.")
     if report.is_user_error:
         raise PacelineError(report.sentence)
     code = 1 if report.exit_code is None else report.exit_code
@@ -189,13 +189,13 @@ def prepare(run_dir: Path) -> None:
 class _Agent:
     """The local process that carries the agents of some nodes, until it is closed."""
 
-    def __init__(self, reach: Reach, argv: Sequence[str]) -> None:
-        self.reach = reach
+    def __init__(self, transport: Transport, argv: Sequence[str]) -> None:
+        self.transport = transport
         self.told = ""
         """The last line of its standard error, if it is on another node."""
         self.ended_at = float("inf")
         """When its end was noticed, in seconds since the epoch."""
-        pipe = subprocess.PIPE if reach.hostnames else None
+        pipe = subprocess.PIPE if transport.hostnames else None
         try:
             # In a session of its own: Ctrl-C reaches this process alone.
             self._process = subprocess.Popen(

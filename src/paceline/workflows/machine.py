@@ -22,7 +22,7 @@ from paceline.workflows.arguments import checked
 
 if TYPE_CHECKING:
     from paceline.hardware.doctor.checks import Finding
-    from paceline.launch.run import Reach
+    from paceline.launch.run import Transport
 
 ANSWER_LIMIT_S = 180.0
 """For a doctor on another node: looking up every peer of a cluster without a name server takes this long."""
@@ -127,7 +127,7 @@ def doctor(*, hosts: str | None = None, folder: Path | str = Path("runs")) -> tu
     return survey({address: over_ssh(address) for address in Where(hosts=hosts).named_hosts()}, folder)
 
 
-def survey(nodes: Mapping[str, Reach], folder: Path) -> tuple[Finding, ...]:
+def survey(nodes: Mapping[str, Transport], folder: Path) -> tuple[Finding, ...]:
     """What is wrong on nodes and between them; a doctor of its own looks at each."""
     from paceline.hardware.doctor.checks import Finding
     from paceline.hardware.doctor.cluster import ONE_ENVIRONMENT, NodeSurvey, check_nodes

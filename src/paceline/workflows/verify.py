@@ -12,7 +12,7 @@ from paceline import env
 from paceline.errors import JobError, PacelineError
 from paceline.hardware import detect
 from paceline.launch.command_lines import with_variables
-from paceline.launch.run import LaunchOptions, Reach, run_workers
+from paceline.launch.run import LaunchOptions, Transport, run_workers
 from paceline.plan import spread
 from paceline.spec import Job, Plan, parse_mesh
 from paceline.spec.codec import PositiveInt
@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # these load NumPy
     from paceline.verify.comparison import ParityVerdict
     from paceline.verify.records import ObservedRun
 
-_TO_STDERR = Reach(argv=lambda *told: ("sh", "-c", 'exec "$@" >&2', "sh", *with_variables(*told)))
+_TO_STDERR = Transport(argv=lambda *told: ("sh", "-c", 'exec "$@" >&2', "sh", *with_variables(*told)))
 """Starts workers on this node whose output goes to standard error: standard output is for verdicts."""
 
 

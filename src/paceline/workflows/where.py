@@ -22,7 +22,7 @@ from paceline.hardware import detect
 from paceline.hardware.detect import versions
 from paceline.launch.command_lines import container_argv, parse_node_list, srun_argv, ssh_argv, with_variables
 from paceline.launch.ray import FIRST_NODE, ray_argv, ray_nodes
-from paceline.launch.run import LaunchOptions, Reach, agent_commands, run_workers
+from paceline.launch.run import LaunchOptions, Transport, agent_commands, run_workers
 from paceline.launch.slurm import allocation as slurm_allocation
 from paceline.plan import pick
 from paceline.spec import Cluster, Device, Node, Plan
@@ -74,21 +74,22 @@ class Allocation:
 
     where: Where
     cluster: Cluster
-    reaches: Callable[[Plan], Sequence[Reach]]
+    transports: Callable[[Plan], Sequence[Transport]]
     """How the agents of a plan's nodes are started."""
     endpoint: str = "127.0.0.1:0"
     """Address and port on the first node where the agents meet."""
 
     def run(self, plan: Plan, program: Sequence[str], options: LaunchOptions) -> None:
         """Run `program` in every worker of `plan`; what it raises is as for `run_workers`."""
-        run_workers(plan, program, self._with_variables(options), self.reaches(plan), self.endpoint)
+        run_workers(plan, program, self._with_variables(options), self.transports(plan), self.endpoint)
 
     def commands(self, plan: Plan, program: Sequence[str], options: LaunchOptions) -> str:
         """The commands that `run` would start, as text for a shell; starts nothing and opens no connection."""
         lines = [f"# {plan.world_size} workers, launcher {self.where.started_by}, backend {plan.backend}"]
-        options, reaches = self._with_variables(options), self.reaches(plan)
-        for reach, argv in zip(reaches, agent_commands(plan, program, options, reaches, self.endpoint), strict=True):
-            lines += [f"# {', '.join(reach.hostnames) or 'this node'}", shlex.join(argv)]
+        options, transports = self._with_variables(options), self.transports(plan)
+        commands = agent_commands(plan, program, options, transports, self.endpoint)
+        for transport, argv in zip(transports, commands, strict=True):
+            lines += [f"# {', '.join(transport.hostnames) or 'this node'}", shlex.join(argv)]
         return "\n".join(lines)
 
     def _with_variables(self, options: LaunchOptions) -> LaunchOptions:
@@ -126,33 +127,33 @@ def open_allocation(
 
 def _allocation(where: Where, visible: Sequence[Path], on_paper: bool) -> Allocation:
     here, slots, started_by = detect(), where.named_hosts(), where.started_by
-    reach = partial(_reach, where, visible=visible, gpus=started_by == "ssh" or here.device_kind == "cuda")
+    transport = partial(_transport, where, visible=visible, gpus=started_by == "ssh" or here.device_kind == "cuda")
     if started_by == "local":
-        here_alone = reach([], lambda program, environ, **_: with_variables(program, environ))
+        here_alone = transport([], lambda program, environ, **_: with_variables(program, environ))
         return Allocation(where, here, lambda _plan: [here_alone])
     if started_by == "ssh":
-        by_name = {address: reach([address], partial(ssh_argv, address)) for address in slots}
+        by_name = {address: transport([address], partial(ssh_argv, address)) for address in slots}
         endpoint = f"{next(iter(slots))}:PORT"
         cluster, endpoint = (_like(here, slots), endpoint) if on_paper else _ask(slots, by_name, where.interface)
         return Allocation(where, cluster, lambda plan: [by_name[node.hostname] for node in plan.nodes], endpoint)
     is_slurm = started_by == "slurm"
     slots = slots or (slurm_allocation(os.environ) if is_slurm else ray_nodes())
 
-    def at_once(plan: Plan) -> Sequence[Reach]:
+    def at_once(plan: Plan) -> Sequence[Transport]:
         counts, names = {node.num_workers for node in plan.nodes}, [node.hostname for node in plan.nodes]
         if len(counts) > 1:
             raise LaunchError(f"{started_by} starts as many workers on each node; ask for a multiple.")
         num_gpus = max(counts) if plan.device_kind == "cuda" else 0
         to_all = partial(srun_argv, names) if is_slurm else partial(ray_argv, len(names), num_gpus=num_gpus)
-        return [reach(names, to_all)]
+        return [transport(names, to_all)]
 
     port = 20000 + zlib.crc32((env.text("SLURM_JOB_ID") or "0").encode()) % 12000
     return Allocation(where, _like(here, slots), at_once, f"{next(iter(slots))}:{port}" if is_slurm else FIRST_NODE)
 
 
-def _reach(
+def _transport(
     where: Where, hostnames: Sequence[str], carry: Callable[..., Sequence[str]], visible: Sequence[Path], gpus: bool
-) -> Reach:
+) -> Transport:
     """How a program is started by the command that `carry` makes of it, in the container if there is one, which sees
     the folders `visible` and the node's `gpus`."""
     cwd = Path.cwd()
@@ -165,12 +166,12 @@ def _reach(
         inside = container_argv(program, where.container, cwd=cwd, binds=visible, gpus=gpus, environ=passed)
         return carry(inside, cwd=cwd, environ={})
 
-    return Reach(tuple(hostnames), argv, where.python or ("python3" if where.container else sys.executable))
+    return Transport(tuple(hostnames), argv, where.python or ("python3" if where.container else sys.executable))
 
 
-def over_ssh(address: str) -> Reach:
+def over_ssh(address: str) -> Transport:
     """How a program is started on a node, outside of a container."""
-    return _reach(HERE, [address], partial(ssh_argv, address), [], gpus=False)
+    return _transport(HERE, [address], partial(ssh_argv, address), [], gpus=False)
 
 
 def _like(here: Cluster, slots: Mapping[str, int | None]) -> Cluster:
@@ -184,14 +185,14 @@ def _like(here: Cluster, slots: Mapping[str, int | None]) -> Cluster:
     return Cluster(tuple(nodes))
 
 
-def _ask(slots: Mapping[str, int | None], reaches: Mapping[str, Reach], interface: str | None) -> tuple[Cluster, str]:
+def _ask(slots: Mapping[str, int | None], via: Mapping[str, Transport], interface: str | None) -> tuple[Cluster, str]:
     """What nodes say of themselves, and where agents can meet on the first: at the address of its name, if it has that
     one, else of the interface or the first one. Raises `LaunchError` or `ClusterError` where a node is of no use."""
     from concurrent.futures import ThreadPoolExecutor
 
-    program = (next(iter(reaches.values())).python, "-m", "paceline.hardware")
+    program = (next(iter(via.values())).python, "-m", "paceline.hardware")
     with ThreadPoolExecutor(max_workers=len(slots)) as pool:
-        printed = pool.map(lambda address: reaches[address].output_of(program, DESCRIBE_S), slots)
+        printed = pool.map(lambda address: via[address].output_of(program, DESCRIBE_S), slots)
         told = [json.loads(text.splitlines()[-1]) for text in printed]  # a shell may greet before
     nodes, own = [], versions()
     for (address, num_workers), one in zip(slots.items(), told, strict=True):

@@ -18,7 +18,7 @@ from paceline.hardware.doctor import checks
 from paceline.hardware.doctor.checks import Finding, NameLookup, TorchFacts
 from paceline.hardware.doctor.cluster import NodeSurvey, check_nodes
 from paceline.hardware.doctor.node import NodeFacts, check_gpus, examine, quota_cores
-from paceline.launch.run import Reach
+from paceline.launch.run import Transport
 from paceline.workflows.machine import survey
 from tests.unit.hardware.fake_nvml import HEALTHY, FakeNvml, NVMLError
 
@@ -256,13 +256,13 @@ def test_nodes_alike_are_fine() -> None:
     assert {finding.level for finding in found} == {"ok"} and len(found) == 6
 
 
-def reached(program: Sequence[str] | None = None) -> Reach:
+def reached(program: Sequence[str] | None = None) -> Transport:
     """This machine, behind a greeting as some files that shells read at login print it."""
 
     def argv(asked: Sequence[str], _environ: object) -> Sequence[str]:
         return ["sh", "-c", 'echo Welcome; exec "$@"', "sh", *(program or asked)]
 
-    return Reach(("b",), argv)
+    return Transport(("b",), argv)
 
 
 @pytest.mark.budget(processor_s=30)

@@ -20,7 +20,7 @@ from paceline.errors import LaunchError
 from paceline.hardware.detect import describe_node
 from paceline.launch import agent, ray
 from paceline.launch.command_lines import parse_node_list
-from paceline.launch.run import Reach
+from paceline.launch.run import Transport
 from paceline.launch.slurm import allocation
 from paceline.workflows import where
 
@@ -142,7 +142,7 @@ def test_a_node_has_as_many_workers_as_gpus_else_as_tasks(
 @pytest.mark.parametrize(("interface", "endpoint"), [("ib9,ib1", "10.1.0.1:7"), ("eth0", "10.0.0.1:7")])
 def test_agents_meet_at_an_address_of_one_of_the_interfaces_that_are_named(interface: str, endpoint: str) -> None:
     told = describe_node() | {"addresses": [("eth0", "10.0.0.1"), ("ib1", "10.1.0.1")], "port": 7}
-    answering = Reach(("gpu1",), lambda _program, _environ: [sys.executable, "-c", f"print({json.dumps(told)!r})"])
+    answering = Transport(("gpu1",), lambda _program, _environ: [sys.executable, "-c", f"print({json.dumps(told)!r})"])
     assert where._ask({"gpu1": None}, {"gpu1": answering}, interface)[1] == endpoint
     with pytest.raises(LaunchError, match="gpu1 has no network interface eth9"):
         where._ask({"gpu1": None}, {"gpu1": answering}, "eth9")
