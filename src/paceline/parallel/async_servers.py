@@ -16,7 +16,7 @@ from paceline.comm.buckets import broadcast
 from paceline.errors import JobError
 from paceline.object_collectives import open_host_group
 from paceline.parallel.engine import Engine, Update
-from paceline.parallel.layout import Whole
+from paceline.parallel.layout import Layout
 from paceline.parallel.losses import LossLayout, StepLoss
 from paceline.parallel.pass_state import frozen_batch_norms, preserved
 from paceline.parallel.running_sum import RunningSum
@@ -43,7 +43,7 @@ class AsyncServers(Engine):
     is_synchronised = False  # status is exchanged in `AnyShard.on_pause`
 
     def __init__(self, model: nn.Module, job: Job, plan: Plan, device: torch.device, group: dist.ProcessGroup) -> None:
-        layout = Whole(model, device, None)
+        layout = Layout(model, device, None)
         staleness = job.aggregation.staleness
         note = f"{number_of(plan.num_servers, 'parameter server')}, staleness {staleness}: " + (
             f"every gradient comes from parameters that are {number_of(staleness, 'update')} late, whatever the number "

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from paceline.errors import JobError
 from paceline.parallel.blocks import copy_of_modules
 from paceline.parallel.engine import Passes, Reducer
-from paceline.parallel.layout import Whole
+from paceline.parallel.layout import Layout
 from paceline.parallel.step_input import StepInput, shards_of_rank
 from paceline.spec import Plan
 from paceline.tensors import to_device
@@ -56,7 +56,7 @@ class Copies:
         self._copies = [(copy_of_modules(model, {}).to(device), device) for device in others]
         self._passes: list[Passes] = []
 
-    def run(self, step: StepInput, passes: Passes, reducer: Reducer, layout: Whole) -> None:  # noqa: ARG002 - whole
+    def run(self, step: StepInput, passes: Passes, reducer: Reducer, layout: Layout) -> None:  # noqa: ARG002 - whole
         """The step's shards, device by device; leaves the sum of gradients on the first one."""
         if not self._passes:
             self._passes = [

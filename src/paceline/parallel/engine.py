@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from paceline.parallel.audit import audit
 from paceline.parallel.blocks import blocks_of
 from paceline.parallel.fixed_order_sum import FixedOrderSum
-from paceline.parallel.layout import Whole
+from paceline.parallel.layout import Layout
 from paceline.parallel.losses import LossLayouts, ShardLoss, StepLoss, block_gradients_unless, read_loss
 from paceline.parallel.pass_state import BlockSeeds, Buffers, frozen_batch_norms, seed_generators
 from paceline.parallel.running_sum import RunningSum
@@ -131,7 +131,7 @@ class Passes:
 class Runner(Protocol):
     """Takes shards through a model otherwise than one after the other: a pipeline."""
 
-    def run(self, step: StepInput, passes: Passes, reducer: Reducer, layout: Whole) -> None: ...
+    def run(self, step: StepInput, passes: Passes, reducer: Reducer, layout: Layout) -> None: ...
 
 
 class Engine:
@@ -148,7 +148,7 @@ class Engine:
 
     def __init__(
         self,
-        layout: Whole,
+        layout: Layout,
         reducer: Reducer,
         runner: Runner | None = None,
         notes: Sequence[str] = (),
@@ -172,7 +172,7 @@ class Engine:
         self._runner = runner
         self._norm: Tensor | None = None
         self.whole = layout.whole
-        now = mark(layout.device)
+        now = time_mark(layout.device)
         self.communication: tuple[Mark, Mark] = now, now
         """The interval of the last step's exposed communication: last gradient computed to last gradient summed."""
 
@@ -197,7 +197,7 @@ class Engine:
             self._run_in_turn(step)
         else:
             self._runner.run(step, self.passes, reducer, self.layout)
-        last_gradient = mark(self.layout.device)
+        last_gradient = time_mark(self.layout.device)
         returned = self.layouts.of(step.loss_name)
         num_losses = returned.length if self.layout.knows_losses else 0
         sums = reducer.finish(num_losses + self.buffers.num_sums)
@@ -208,7 +208,7 @@ class Engine:
         reducer.leave_gradients(result.rescale)
         if step.take_norms is not None:
             self._tell_noise(step, step.take_norms, noise[0])
-        self.communication = last_gradient, mark(self.layout.device)
+        self.communication = last_gradient, time_mark(self.layout.device)
         return result
 
     def _run_in_turn(self, step: StepInput) -> None:
@@ -302,7 +302,7 @@ class Engine:
         self.buffers.load_hidden_state(shared.get("hidden_buffers", {}))
 
 
-def mark(device: torch.device) -> Mark:
+def time_mark(device: torch.device) -> Mark:
     """Now, as a CUDA event on a GPU, else by the wall clock."""
     if device.type != "cuda":
         return time.perf_counter()
@@ -311,7 +311,7 @@ def mark(device: torch.device) -> Mark:
     return event
 
 
-def seconds(begin: Mark, end: Mark) -> float:
+def seconds_between(begin: Mark, end: Mark) -> float:
     """Seconds between two marks; on CUDA waits until the device has passed `end`."""
     if isinstance(begin, float) and isinstance(end, float):
         return end - begin

@@ -20,7 +20,7 @@ from paceline.comm.fixed_tree import TreeSum
 from paceline.comm.links import Links, node_of_every_rank
 from paceline.comm.tree_exact import tree_all_reduce
 from paceline.heartbeat import inside
-from paceline.parallel.layout import Whole, count_users, norm_of, squared_norm
+from paceline.parallel.layout import Layout, count_users, norm_of, squared_norm
 from paceline.parallel.losses import ShardLoss
 from paceline.parallel.step_input import Assignment, StepInput
 
@@ -28,7 +28,7 @@ from paceline.parallel.step_input import Assignment, StepInput
 class FixedOrderSum:
     """The sums of a step over all shards, equal bit for bit on any number of workers."""
 
-    def __init__(self, layout: Whole) -> None:
+    def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._links: Links | None = None
         if layout.data is not None:

@@ -13,8 +13,8 @@ from paceline.parallel.step_input import Assignment
 from paceline.tensors import local_shard
 
 
-class Whole:
-    """Every worker holds the whole model, equal after every step."""
+class Layout:
+    """How workers hold a model: each the whole of it, equal after every step; see `SpreadLayout`."""
 
     holds_all = True
     blocks: Mapping[str, nn.Module] | None = None

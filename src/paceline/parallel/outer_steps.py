@@ -38,8 +38,8 @@ from paceline.comm import Aggregator
 from paceline.comm.buckets import broadcast, buckets
 from paceline.errors import JobError
 from paceline.object_collectives import all_gather_objects
-from paceline.parallel.engine import Engine, Update, mark
-from paceline.parallel.layout import Whole
+from paceline.parallel.engine import Engine, Update, time_mark
+from paceline.parallel.layout import Layout
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.running_sum import RunningSum
 from paceline.parallel.step_input import Assignment, StepInput
@@ -61,7 +61,7 @@ class OuterSteps(Engine):
 
     def __init__(
         self,
-        layout: Whole,
+        layout: Layout,
         spec: AggregationSpec,
         everyone: dist.ProcessGroup | None,
         aggregator: Aggregator | None,
@@ -129,9 +129,9 @@ class OuterSteps(Engine):
         update(result.loss)
         self.is_synchronised = self._num_steps == self._spec.sync_every
         if self.is_synchronised:
-            begin = mark(self.layout.device)
+            begin = time_mark(self.layout.device)
             self._outer_step()
-            self.communication = begin, mark(self.layout.device)
+            self.communication = begin, time_mark(self.layout.device)
         return result
 
     def audit(self, step: StepInput, *, has_gradients: bool) -> None:

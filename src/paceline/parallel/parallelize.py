@@ -19,7 +19,7 @@ from paceline.parallel.copies import Copies
 from paceline.parallel.engine import Engine, Runner
 from paceline.parallel.fixed_order_sum import FixedOrderSum
 from paceline.parallel.initial_weights import align, draw
-from paceline.parallel.layout import Whole, is_on_meta
+from paceline.parallel.layout import Layout, is_on_meta
 from paceline.parallel.outer_steps import OuterSteps
 from paceline.parallel.running_sum import RunningSum
 from paceline.spec import Job, Plan
@@ -66,21 +66,21 @@ def parallelize(
                 "parity = 'bitwise' needs the strategy dp: dp_one_process is equal up to rounding only; use "
                 "parity = 'numeric'."
             )
-        layout = Whole(model, device, None)
+        layout = Layout(model, device, None)
         copies = Copies(model, plan, device)
         return Engine(layout, RunningSum(layout, None), copies, [copies.note])
     if job.aggregation.is_infrequent:  # each worker trains alone, and weights are averaged every few steps
         aggregator, algorithm, notes = set_up_aggregation(job, plan, group, device)
-        return OuterSteps(Whole(model, device, None), job.aggregation, group, aggregator, notes, algorithm)
+        return OuterSteps(Layout(model, device, None), job.aggregation, group, aggregator, notes, algorithm)
     # One worker alone is its own server: there is nothing asynchronous about it.
     if job.aggregation.method == "parameter_server_async" and group is not None:
         from paceline.parallel.async_servers import AsyncServers
 
         return AsyncServers(model, job, plan, device, group)
-    return _every_step(Whole(model, device, group), None, job, plan)
+    return _every_step(Layout(model, device, group), None, job, plan)
 
 
-def _every_step(layout: Whole, runner: Runner | None, job: Job, plan: Plan) -> Engine:
+def _every_step(layout: Layout, runner: Runner | None, job: Job, plan: Plan) -> Engine:
     """The engine of workers that meet in every step."""
     if job.parity == "bitwise":
         return Engine(layout, FixedOrderSum(layout), runner)

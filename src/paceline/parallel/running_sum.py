@@ -19,7 +19,7 @@ from paceline.comm import Aggregator
 from paceline.comm.buckets import FIRST_BUCKET_BYTES, buckets, dense_form, views
 from paceline.errors import ModelError
 from paceline.parallel.dtensor import with_local
-from paceline.parallel.layout import Whole, count_users, sum_over
+from paceline.parallel.layout import Layout, count_users, sum_over
 from paceline.parallel.losses import ShardLoss
 from paceline.parallel.step_input import Assignment, StepInput
 from paceline.tensors import local_shard
@@ -33,7 +33,7 @@ class RunningSum:
     which reentrant checkpointing makes several. What is not ready by then is sent at the end.
     """
 
-    def __init__(self, layout: Whole, aggregator: Aggregator | None) -> None:
+    def __init__(self, layout: Layout, aggregator: Aggregator | None) -> None:
         """`aggregator`: sums over the replicas; None: there is one."""
         self._layout = layout
         self.gradient_norm = layout.gradient_norm

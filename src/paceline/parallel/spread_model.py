@@ -20,7 +20,7 @@ from paceline.object_collectives import gather_objects
 from paceline.parallel.dtensor import full_tensor, is_sharded, reshard, shard_like
 from paceline.parallel.engine import Runner
 from paceline.parallel.initial_weights import align, draw
-from paceline.parallel.layout import Whole, is_on_meta, squared_norm, statistics_dtype, sum_over
+from paceline.parallel.layout import Layout, is_on_meta, squared_norm, statistics_dtype, sum_over
 from paceline.parallel.sharded import recompute, shard, sharded_modules
 from paceline.parallel.step_input import Assignment
 from paceline.parallel.tensor_plan import TensorPlan, apply_tensor_plan, tensor_plan_of
@@ -61,7 +61,7 @@ class Axes:
         return cls(mesh, device_mesh, world, data, dp, device_mesh.get_group("pp") if mesh.pp > 1 else None)
 
 
-class Spread(Whole):
+class SpreadLayout(Layout):
     """The model is spread over a mesh: cut into stages, its layers sharded over tp, its parameters over fsdp.
 
     All workers of an fsdp axis go through the same collectives in every pass, so one with fewer shards than others
@@ -250,7 +250,7 @@ def spread(
     example: Any,
     *,
     may_skip: bool,
-) -> tuple[Spread, Runner | None]:
+) -> tuple[SpreadLayout, Runner | None]:
     """Spread `model` over the mesh of the plan; a collective of all workers.
 
     Args:
@@ -273,7 +273,7 @@ def spread(
     module = model if pipeline is None else pipeline.module
     if shapes is not None:
         draw(shapes, module, device)
-    layout = Spread(module, device, axes, zero, pipeline, may_skip=may_skip, notes=notes)
+    layout = SpreadLayout(module, device, axes, zero, pipeline, may_skip=may_skip, notes=notes)
     if job.measure_noise and not layout.measures_first_pass:
         notes.append(f"the gradient noise scale is not measured under the strategy {axes.mesh}")
     if job.parity == "bitwise":

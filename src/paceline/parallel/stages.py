@@ -31,7 +31,7 @@ from paceline.mathematics import even_cut
 from paceline.parallel.block_calls import BlockCall, ModelCall, Skeleton, expanded_zeros, watch
 from paceline.parallel.blocks import blocks_of
 from paceline.parallel.engine import Passes, Reducer
-from paceline.parallel.layout import Whole
+from paceline.parallel.layout import Layout
 from paceline.parallel.losses import ShardLoss
 from paceline.parallel.pass_state import frozen_batch_norms
 from paceline.parallel.stage_modules import (
@@ -159,7 +159,7 @@ class Pipeline:
 
     # --- a step ---
 
-    def run(self, step: StepInput, passes: Passes, reducer: Reducer, layout: Whole) -> None:
+    def run(self, step: StepInput, passes: Passes, reducer: Reducer, layout: Layout) -> None:
         """The step's shards forward and backward, and stand-ins where others have more; a collective.
 
         Gradients are sums over micro-batches, and over workers where several have a parameter.
@@ -303,7 +303,7 @@ class MicroBatch:
     passes: Passes
     step: StepInput
     reducer: Reducer
-    layout: Whole
+    layout: Layout
     shard: int | None
     """None: a stand-in."""
     num_stages_left: int

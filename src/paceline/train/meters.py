@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from paceline.parallel import Assignment
-from paceline.parallel.engine import Mark, seconds
+from paceline.parallel.engine import Mark, seconds_between
 from paceline.parallel.step_input import GradientNorms, TakeNorms
 from paceline.spec import Job
 from paceline.spec.codec import from_mapping
@@ -79,7 +79,7 @@ class StepTimer:
 
     def _read_oldest(self) -> None:
         total_s, data_s, (begin, end) = self._unread.popleft()
-        exposed_s = max(0.0, seconds(begin, end))
+        exposed_s = max(0.0, seconds_between(begin, end))
         self._read.append(StepTime(total_s, data_s, max(0.0, total_s - data_s - exposed_s), exposed_s))
 
     @property
@@ -317,10 +317,10 @@ class Progress:
         if not self._is_live:
             self.say(line)
             return
-        if not isinstance(sys.stdout, _Above) and not isinstance(sys.stderr, _Above):
+        if not isinstance(sys.stdout, _ClearingStream) and not isinstance(sys.stderr, _ClearingStream):
             # From now on, whatever this process prints takes the place of the line, which comes back below it.
-            self._redirected.enter_context(contextlib.redirect_stdout(_Above(sys.stdout, self._clear)))
-            self._redirected.enter_context(contextlib.redirect_stderr(_Above(sys.stderr, self._clear)))
+            self._redirected.enter_context(contextlib.redirect_stdout(_ClearingStream(sys.stdout, self._clear)))
+            self._redirected.enter_context(contextlib.redirect_stderr(_ClearingStream(sys.stderr, self._clear)))
         # The launcher, which shows other workers' lines, erases what stands behind the cursor.
         self._stream.write(f"{_CLEAR}{line}\r")
         self._stream.flush()
@@ -350,7 +350,7 @@ class Progress:
         self._redirected.close()
 
 
-class _Above:
+class _ClearingStream:
     """A standard stream whose text takes the place of the progress line."""
 
     def __init__(self, stream: Any, clear: Callable[[], None]) -> None:
@@ -370,7 +370,7 @@ def rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 10 else f"{per_s:.2g}"
 
 
-def end_rows(run: Run, progress: DataProgress, checkpoint: str | None) -> list[tuple[str, str]]:
+def summary_rows(run: Run, progress: DataProgress, checkpoint: str | None) -> list[tuple[str, str]]:
     """The rows (name, value) of the table at the end of a run. `checkpoint`: as `Session.newest_checkpoint` says."""
     done = progress.epochs_done
     epochs = f"epoch {progress.epoch + 1} of {progress.job.epochs}" if done is None else number_of(done, "epoch")

@@ -30,12 +30,12 @@ from paceline.spec.codec import PositiveInt, checked
 from paceline.spec.plan import RunLimit, check_mesh
 from paceline.train.batches import DataProgress, DatasetReader, GlobalBatches, loading_of
 from paceline.train.evaluate import Measure, evaluate_between_steps
-from paceline.train.meters import NoiseMeter, Progress, SmoothedNoise, StepTimer, end_rows
+from paceline.train.meters import NoiseMeter, Progress, SmoothedNoise, StepTimer, summary_rows
 from paceline.train.model_state import LossFn, Precision, Trained, TrainedModels, weights_sha256
 from paceline.train.peers import tell_failures
 from paceline.train.preparation import check_several, freeze, prepare_model
 from paceline.train.process_group import decide_precision, join, leave, torch_settings
-from paceline.train.run_state import Keepable, Kept, RunState
+from paceline.train.run_state import Keepable, KeptObjects, RunState
 from paceline.train.session import Session, Stopping
 from paceline.train.step import Stepper, UpdateRecorder
 
@@ -108,7 +108,7 @@ class Run:
         self.timer = StepTimer()
         self.stopping = Stopping(world, progress, env.value(env.LAUNCHED_AT, float) or time.time(), max_minutes)
         self._batches = GlobalBatches(job, progress, self.reader, world, plan.timeout_s)
-        self._kept = Kept()
+        self._kept = KeptObjects()
         self._resume_from: dict[str, Any] = {"checkpoint_address": checkpoint_address, "force": force}
         self._has_read_batches = False
         self._averages: list[tuple[AveragedModel, Trained]] = []
@@ -403,7 +403,7 @@ class Run:
         try:
             lost = None if self._prepared is None else self._prepared.end(error)
             if self._prepared is not None and error is None:
-                self.display.end(end_rows(self, self._progress, self._prepared.session.newest_checkpoint))
+                self.display.end(summary_rows(self, self._progress, self._prepared.session.newest_checkpoint))
         finally:
             self._at_close.__exit__(kind, error, trace)
         if lost is not None:

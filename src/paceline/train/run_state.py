@@ -74,7 +74,7 @@ def _without_arrays(state: Any) -> Any:
     return state.tolist() if isinstance(state, np.ndarray) else state
 
 
-class Kept:
+class KeptObjects:
     """Objects of the user's script that are saved with every checkpoint, by name."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class RunState:
     progress: DataProgress
     noise: NoiseMeter
     models: TrainedModels
-    kept: Kept
+    kept: KeptObjects
     metrics: dict[str, float]
     """The metrics of the last evaluation; changed in place."""
 

@@ -42,7 +42,7 @@ _AUDITED_STEPS = 2
 
 
 @dataclass
-class Pending:
+class PendingBatch:
     """A batch that was read and is to be trained on."""
 
     batch: GlobalBatch
@@ -72,12 +72,12 @@ class UpdateRecorder(Protocol):
 
 
 @dataclass(frozen=True)
-class OneStep:
+class TrainingStep:
     """What one step trains, and on what."""
 
     trained: Trained
     guard: NonFiniteGuard
-    pending: Pending
+    pending: PendingBatch
     content: Batch
     """`pending.content` as the script passed it to `step`."""
     loss_fn: LossFn
@@ -115,7 +115,7 @@ class Stepper:
         """Whether the script may make more steps on the last batch."""
         self._is_between_epochs = False
         """Whether the script has taken all batches of an epoch, and may be at what it does at the epoch's end."""
-        self._pending: Pending | None = None
+        self._pending: PendingBatch | None = None
         """The batch that the script has."""
 
     def add(self, name: str, trained: Trained) -> None:
@@ -145,7 +145,7 @@ class Stepper:
             for batch, content in batches:
                 self._timer.data_arrived()
                 content = replace(content, apply=self._apply_of(batch))
-                pending = Pending(batch, content, loading, progress.steps, progress.samples_seen)
+                pending = PendingBatch(batch, content, loading, progress.steps, progress.samples_seen)
                 self._pending = pending
                 yield content
                 if not pending.num_steps:
@@ -254,7 +254,7 @@ class Stepper:
             )
         name = self._trained_by(model, optimizer)
         trained = models.by_name[name]
-        one = OneStep(trained, self._guards[name], pending, content, loss_fn, optimizer or trained.optimizer)
+        one = TrainingStep(trained, self._guards[name], pending, content, loss_fn, optimizer or trained.optimizer)
         companions = [companion for other, companion in models.companions.items() if other != name]
         self._may_go_on = model is not None or optimizer is not None
         result = self._train(one, companions)
@@ -284,7 +284,7 @@ class Stepper:
         what = "model" if optimizer is None else "optimizer"
         raise JobError(f"run.step was given a {what} that run.prepare did not return; give it one that it returned.")
 
-    def _train(self, one: OneStep, companions: Companions) -> StepLoss:
+    def _train(self, one: TrainingStep, companions: Companions) -> StepLoss:
         """Train on a batch, with the other models that the loss function may call; returns its loss."""
         trained, pending, batch = one.trained, one.pending, one.pending.batch
         engine = trained.engine
@@ -328,7 +328,7 @@ class Stepper:
             self._recorder.after_update(trained)
         return result
 
-    def _input(self, one: OneStep, index: int, assignment: Assignment, content: Batch) -> StepInput:
+    def _input(self, one: TrainingStep, index: int, assignment: Assignment, content: Batch) -> StepInput:
         """The step input for an assignment of the global batch with this number, counted over the whole run."""
         precision, seed, nth = one.trained.precision, self._job.seed, one.pending.num_steps
         own_seed = key(seed, Purpose.LATER_STEP, nth, index) if nth else seed  # dropout masks of its own
@@ -342,12 +342,12 @@ class Stepper:
             is_low_precision=self._job.precision in ("bfloat16", "float16"),
         )
 
-    def _is_audited(self, pending: Pending) -> bool:
+    def _is_audited(self, pending: PendingBatch) -> bool:
         """Whether it is one of the first steps, or one after which a checkpoint is due."""
         is_saved = pending.index + 1 == self.session.next_save() or pending.batch.num_left == 1
         return pending.index < _AUDITED_STEPS or is_saved
 
-    def _update(self, one: OneStep, step_input: StepInput, loss: Tensor) -> None:
+    def _update(self, one: TrainingStep, step_input: StepInput, loss: Tensor) -> None:
         """Make an update by the gradients that are in `.grad`, unless they are not finite."""
         trained, optimizer, optim = one.trained, one.optimizer, self._job.optim
         engine, scaler = trained.engine, trained.precision.scaler
@@ -380,7 +380,7 @@ class Stepper:
             self._move_schedulers(one)
 
     def _judge(
-        self, one: OneStep, loss: Tensor, norm: Callable[[], Tensor], has_gradient: bool
+        self, one: TrainingStep, loss: Tensor, norm: Callable[[], Tensor], has_gradient: bool
     ) -> tuple[bool, AbstractContextManager[None]]:
         """Whether the update is made, and a context for it in which the device may still leave it out."""
         guard, index, samples = one.guard, one.pending.index, one.pending.batch.samples
@@ -390,9 +390,9 @@ class Stepper:
             return False, nullcontext()
         if self._device.type != "cuda" or not guard.may_be_late or not skips_on_device(one.optimizer):
             return guard.allows_update(index, loss, norm, samples), nullcontext()
-        return True, left_out_where(one.optimizer, guard.judge_on_device(index, loss, norm, samples))
+        return True, skipped_where(one.optimizer, guard.judge_on_device(index, loss, norm, samples))
 
-    def _make_update(self, one: OneStep, step_input: StepInput) -> None:
+    def _make_update(self, one: TrainingStep, step_input: StepInput) -> None:
         """Have the optimizer, and the schedulers after it, make their step."""
         trained, optimizer, optim = one.trained, one.optimizer, self._job.optim
         scaler = trained.precision.scaler
@@ -423,12 +423,12 @@ class Stepper:
             )
         self._move_schedulers(one)
 
-    def _move_schedulers(self, one: OneStep) -> None:
+    def _move_schedulers(self, one: TrainingStep) -> None:
         for scheduler in one.trained.schedulers:
             if scheduler.optimizer is one.optimizer or one.optimizer is one.trained.optimizer:
                 scheduler.step()
 
-    def _any_shard(self, one: OneStep) -> AnyShard:
+    def _any_shard(self, one: TrainingStep) -> AnyShard:
         """The input for asynchronous servers, whose workers read the shards they compute."""
         job, progress, pending, batch = self._job, self._state.progress, one.pending, one.pending.batch
         if batch.index != progress.steps:
@@ -630,7 +630,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 
 @contextmanager
-def left_out_where(optimizer: Optimizer, is_bad: Tensor) -> Iterator[None]:
+def skipped_where(optimizer: Optimizer, is_bad: Tensor) -> Iterator[None]:
     """A context in which an optimizer that `skips_on_device` updates where `is_bad`, a float32 scalar, is 0, not 1."""
     for one in parts_of(optimizer):
         one.found_inf = is_bad  # type: ignore[attr-defined]
