@@ -139,7 +139,6 @@ class Plan(JsonValue):
     """Compare every collective across workers before it runs, not only those of the first steps."""
     timeout_s: Annotated[float, Bounds(low=1)] = 600.0
     """How long a collective waits for a silent peer."""
-
     forecast_samples_per_s: NonNegativeFloat | None = None
     """The planner's forecast of this run; None: there is none."""
 
