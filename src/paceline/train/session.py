@@ -33,6 +33,7 @@ from paceline.files import CHECKPOINTS_LOCK, lock_folder, make_run_folder
 from paceline.heartbeat import beat, inside
 from paceline.object_collectives import all_gather_objects, open_host_group
 from paceline.parallel.pass_state import seed_generators
+from paceline.spec import Plan
 from paceline.train.batches import DataProgress
 from paceline.train.peers import Watch, current_watch
 from paceline.train.process_group import World
@@ -90,6 +91,37 @@ class StatusExchange:
         if self._group is not None:
             # The maximum: any request counts, and each worker writes only its own entry.
             self._in_flight = dist.all_reduce(self._message, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+
+class Stragglers:
+    """Workers whose own part of a step takes longer than that of the others."""
+
+    def __init__(self, plan: Plan) -> None:
+        hostnames = [placed.hostname for placed in plan.placements for _ in range(placed.num_workers)]
+        self._names = [f"Worker {rank}" + (f" on {host}" if host else "") for rank, host in enumerate(hostnames)]
+        self._times: list[deque[float]] = [deque(maxlen=WINDOW_STEPS) for _ in self._names]
+        self._num_steps = 0
+        self._told: set[int] = set()
+
+    def found(self, own_times_s: Sequence[float], step: int) -> list[str]:
+        """Note a step's times, by rank, 0 if unknown; after a window compare each median with that of the others, and
+        say in a sentence for each worker that it holds them up, once."""
+        for times, own_time_s in zip(self._times, own_times_s, strict=True):
+            times.extend([own_time_s] if own_time_s > 0 else [])
+        self._num_steps += 1
+        if self._num_steps % WINDOW_STEPS or not all(self._times) or len(self._times) < 2:
+            return []
+        medians, sentences = [np.median(times) for times in self._times], []
+        for rank, own_s in enumerate(medians):
+            others_s = np.median(medians[:rank] + medians[rank + 1 :])  # of two, one is half of any median
+            if own_s > SLOW * others_s and rank not in self._told:
+                self._told.add(rank)
+                since = max(1, step - WINDOW_STEPS + 1)
+                sentences.append(
+                    f"{self._names[rank]} holds the others up since about step {since}: its part of a step takes "
+                    f"{1e3 * own_s:.3g} ms, {own_s / others_s:.1f} times the median of the others."
+                )
+        return sentences
 
 
 class SaveSignals:
@@ -190,13 +222,7 @@ class Session:
         self._run, self._stopping = run, run.stopping
         self._spec = state.job.kept_checkpoints
         self._status_exchange = StatusExchange(self._group)
-        hostnames = [placed.hostname for placed in plan.placements for _ in range(placed.num_workers)]
-        self._names = [f"Worker {rank}" + (f" on {host}" if host else "") for rank, host in enumerate(hostnames)]
-        self._times: list[deque[float]] = [deque(maxlen=WINDOW_STEPS) for _ in self._names]
-        """Each worker's own step times in the last window."""
-        self._num_timed = 0
-        self._slow: set[int] = set()
-        """The workers of which the user was told that they hold the others up."""
+        self._stragglers = Stragglers(plan)
         self._newest: Callable[[], ReadCheckpoint | None] = lambda: None
         """Reads the newest good checkpoint. A collective."""
         self._saver: Saver | None = None
@@ -305,26 +331,9 @@ class Session:
     def step_ended(self, own_time_s: float) -> None:
         """After every step: receive every worker's status of the step before, act on it, and send that of this step,
         with the time of this worker's last known step without waiting for others."""
-        self._tell_of_stragglers(self._receive())
+        for sentence in self._stragglers.found(self._receive(), self.state.progress.steps):
+            self.note(sentence)
         self._send(own_time_s)
-
-    def _tell_of_stragglers(self, own_times_s: Sequence[float]) -> None:
-        """Note a step's times, by rank, 0 if unknown; after a window compare each median with that of the others."""
-        for times, own_time_s in zip(self._times, own_times_s, strict=True):
-            times.extend([own_time_s] if own_time_s > 0 else [])
-        self._num_timed += 1
-        if self._num_timed % WINDOW_STEPS or not all(self._times) or len(self._times) < 2:
-            return
-        medians = [np.median(times) for times in self._times]
-        for rank, own_s in enumerate(medians):
-            others_s = np.median(medians[:rank] + medians[rank + 1 :])  # of two, one is half of any median
-            if own_s > SLOW * others_s and rank not in self._slow:
-                self._slow.add(rank)
-                since = max(1, self.state.progress.steps - WINDOW_STEPS + 1)
-                self.note(
-                    f"{self._names[rank]} holds the others up since about step {since}: its part of a step takes "
-                    f"{1e3 * own_s:.3g} ms, {own_s / others_s:.1f} times the median of the others."
-                )
 
     def epoch_ended(self) -> None:
         """Before the first step of the next epoch: save if that is due now. A run that is asked to end makes this step
