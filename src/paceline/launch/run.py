@@ -150,8 +150,12 @@ def run_workers(
         raise KeyboardInterrupt
     if interrupted_by is not None:
         raise SystemExit(128 + interrupted_by)
-    if first is None:
-        return
+    if first is not None:
+        raise _failure_of(first, options.run_dir)
+
+
+def _failure_of(first: _Agent, run_dir: Path) -> PacelineError:
+    """What a run ends with, of whose agents the `first` one ended with an error."""
     from paceline.diagnosis.failures import NodeLoss, describe_failure, signal_name, silent_node  # no start needs it
 
     told, exit_code = first.told, first.exit_code or 0
@@ -159,20 +163,20 @@ def run_workers(
     loss: NodeLoss | None = NodeLoss(first.transport.node, first.ended_at, told or ended)
     # An agent that ends with 1 says that a worker failed, maybe by a loss elsewhere; one of several nodes is not named.
     if exit_code == 1 or len(first.transport.hostnames) > 1:
-        loss = silent_node(options.run_dir, GRACE_S) if first.transport.hostnames else None
-    report = describe_failure(options.run_dir, loss)
+        loss = silent_node(run_dir, GRACE_S) if first.transport.hostnames else None
+    report = describe_failure(run_dir, loss)
     if report is None:
         why = told or f"{first.transport.python} ended with exit code {exit_code}"
-        raise LaunchError(f"Nothing runs on {', '.join(first.transport.hostnames) or 'this node'}: {why}.")
+        return LaunchError(f"Nothing runs on {', '.join(first.transport.hostnames) or 'this node'}: {why}.")
     if report.is_user_error:
-        raise PacelineError(report.sentence)
+        return PacelineError(report.sentence)
     code = 1 if report.exit_code is None else report.exit_code
-    raise WorkerFailed(
+    return WorkerFailed(
         report.sentence,
         rank=report.ranks[0],
         details=report.evidence,
         exit_code=code if code > 0 else 128 - code,
-        report=report.save(options.run_dir),
+        report=report.save(run_dir),
     )
 
 
