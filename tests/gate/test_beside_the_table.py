@@ -55,16 +55,18 @@ class _Routed(models.Layers):
 
 
 class _Scaled(models.Layers):
-    """A branch with a factor of its own, which not every virtual shard goes through."""
+    """A branch with a factor of its own, which not every virtual shard goes through; its weight lies in another order
+    in memory."""
 
     unused: Any = None
 
     def __init__(self) -> None:
         super().__init__()
-        self.factor = nn.Parameter(torch.tensor(2.0))
+        self.factor, self.nothing = nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.empty(0))
+        self.second.weight = nn.Parameter(self.second.weight.detach().T.contiguous().T)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.first(inputs).tanh()
+        hidden = self.first(inputs).tanh() + self.nothing.sum()
         if float(inputs[0, 0]) > 0:
             hidden = hidden + self.factor * self.second(hidden).tanh()
         logits: Tensor = self.head(self.third(hidden).tanh())

@@ -345,6 +345,10 @@ def _lazy(_rank: int) -> nn.Module:
     return nn.LazyLinear(1)
 
 
+def _in_two_dtypes(_rank: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1).bfloat16())
+
+
 class _CountingReads(Dataset[Any]):
     """Samples that depend on how many were read before."""
 
@@ -408,6 +412,11 @@ REFUSED: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
     "samples that count how often they are read": ({"data": _CountingReads()}, 3, ("ample",)),
     "weights that rank 1 changes": ({"changes_weights": True}, 3, ("differ",)),
     "weights in the place of those that were prepared": ({"gets_weights": True}, 1, ("differ", "run.prepare")),
+    "a block of two dtypes in shards": (
+        {"model_of": _in_two_dtypes, "strategy": "fsdp"},
+        0,
+        ("torch.bfloat16, torch.float32", "strategy dp"),
+    ),
     "noise that an optimizer adds to shards of parameters": (
         {"optimizer_of": functools.partial(_Langevin, lr=0.1), "plan": paceline.Plan(world_size=2, mesh=Mesh(fsdp=2))},
         0,

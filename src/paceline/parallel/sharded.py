@@ -60,7 +60,8 @@ def shard(
     """Shard the parameters of `model` over the axis `mesh`, in place; they become DTensors.
 
     Parameters may be on the meta device, or DTensors of another axis of the same mesh. Raises `ModelError` for a model
-    that has no forward; one of transformers that skips layers at random, unless `may_skip` is set.
+    that has no forward, or several dtypes in a block; one of transformers that skips layers at random, unless
+    `may_skip` is set.
 
     Args:
         may_skip: whether workers may go through other modules than others; then all is gathered at once, and what a
@@ -73,12 +74,24 @@ def shard(
         )
     if not may_skip:
         _check_runs_all_layers(model)
-    scalars = {parameter for parameter in model.parameters() if parameter.dim() == 0}
+    groups = [] if may_skip else [*_groups_of_blocks(model)]
+    together = [{parameter for block in group for parameter in block.parameters()} for group in groups]
+    for held in (*together, {*model.parameters()}.difference(*together)):
+        dtypes = {str(parameter.dtype) for parameter in held if parameter.requires_grad and parameter.dim()}
+        if len(dtypes) > 1:
+            raise ModelError(
+                f"A block has trained parameters of several dtypes ({', '.join(sorted(dtypes))}), which fsdp cannot "
+                "hold together; give all of them one (precision = 'bfloat16' computes in 16 bits), or use the strategy "
+                "dp."
+            )
+    for parameter in model.parameters():
+        parameter.data = parameter.data.contiguous()  # torch shards no others
+    whole = {parameter for parameter in model.parameters() if parameter.dim() == 0 or not parameter.numel()}
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     wrap = functools.partial(
-        fully_shard, mesh=mesh, reshard_after_forward=zero_stage == 3, offload_policy=offload, ignored_params=scalars
+        fully_shard, mesh=mesh, reshard_after_forward=zero_stage == 3, offload_policy=offload, ignored_params=whole
     )
-    for group in [] if may_skip else _groups_of_blocks(model):
+    for group in groups:
         wrap(cast(Any, group if len(group) > 1 else group[0]))
     wrap(model)
     if hasattr(model, "generate"):

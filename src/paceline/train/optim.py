@@ -36,7 +36,6 @@ BY_ELEMENT = (
     torch.optim.NAdam,
     torch.optim.RAdam,
     torch.optim.RMSprop,
-    torch.optim.Rprop,
 )
 """Optimizers whose update of an element depends on that element's gradient alone; subclasses are not included."""
 
