@@ -84,8 +84,6 @@ def shard(
                 "hold together; give all of them one (precision = 'bfloat16' computes in 16 bits), or use the strategy "
                 "dp."
             )
-    for parameter in model.parameters():
-        parameter.data = parameter.data.contiguous()  # torch shards no others
     whole = {parameter for parameter in model.parameters() if parameter.dim() == 0 or not parameter.numel()}
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if cpu_offload else OffloadPolicy()
     wrap = functools.partial(

@@ -321,6 +321,8 @@ def _shard(
 ) -> None:
     """Shard a stage's layers over the tp axis, then its parameters over the fsdp axis; move it to `device`."""
     mesh = axes.mesh
+    for parameter in stage.parameters():
+        parameter.data = parameter.data.contiguous()  # torch shards no others
     if tensor_plan:
         here = {name for name, module in stage.named_modules() if any(True for _ in module.parameters())}
         own = {name: style for name, style in tensor_plan.items() if name in here}
