@@ -255,6 +255,7 @@ class FolderOptions:
 
 def load_folder(spec: DataSpec) -> tuple[FolderImages, FolderImages]:
     """`data.dir` with train/ and val/ (or test/) of class folders; or class folders alone, of which a tenth is test.
+
     Raises `DataError` where the directory lacks that shape, or the two parts have different classes."""
     size = from_mapping(FolderOptions, spec.options, "data.options").image_size
     import_extra("PIL.Image", "images", "Reading a folder of images")

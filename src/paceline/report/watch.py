@@ -187,7 +187,7 @@ def watch_table(runs: Sequence[WatchedRun], gpus: Mapping[int, GpuUse]) -> Rende
     parts.append(Text("\nEvents", style="bold"))
     for when, name, said in events[:_MOST_EVENTS]:
         parts.append(Text(f"{datetime.fromtimestamp(when):%H:%M:%S}  {f'{name}  ' * (len(runs) > 1)}{said}"))
-    return Group(*parts)
+    return Group(*parts, "")  # without it the last line in a pipe has no end
 
 
 def _step_time(run: WatchedRun) -> str:

@@ -258,7 +258,7 @@ class Run:
         pin_memory: bool | None = None,
         samples_per_epoch: int | None = None,
     ) -> Iterator[Any]:
-        """This worker's samples of every global batch of `epoch`, or of all epochs of the job.
+        """This worker's samples of every global batch of `epoch`, or without one, once in a run, of all epochs.
 
         Which samples form a batch is a function of (seed, epoch, number) alone. A run that was resumed begins where it
         stopped: what was trained before does not come again. Each batch must be given to `step` before the next is
@@ -281,6 +281,7 @@ class Run:
 
         Raises:
             DataError: what the data set, the loader or the sampler says cannot be done.
+            JobError: all epochs are asked for a second time.
         """
         loading = loading_of(
             self.job,
@@ -292,6 +293,11 @@ class Run:
             worker_init_fn=worker_init_fn,
             pin_memory=pin_memory,
         )
+        if epoch is None and self._has_read_batches:  # a second round would repeat the order and draws of the first
+            raise JobError(
+                "run.batches(data) is called once and goes through all epochs of the job; for a loop over epochs give "
+                "paceline.init epochs=…, and write: for epoch in run.epochs(): for batch in run.batches(data, epoch)."
+            )
         for number in self.epochs() if epoch is None else [epoch]:
             self._has_read_batches = True
             yield from self.stepper.batches(loading, number, samples_per_epoch)

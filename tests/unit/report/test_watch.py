@@ -46,6 +46,7 @@ def test_a_run_is_shown_as_its_files_tell_of_it(
     _status(one, time.time())
     paceline.watch([one, other])
     shown = capsys.readouterr().out
+    assert shown.endswith("\n")
     for fact in (
         "training",
         "41",

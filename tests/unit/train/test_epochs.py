@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
+from paceline.errors import JobError
 from tests.unit.checkpoint.saving import Kept
 
 
@@ -41,3 +42,18 @@ def test_a_run_that_goes_on_ends_its_epochs_as_one_without_a_pause(tmp_path: Pat
     assert whole[0] == [3, 6, 9, 12] and whole[1] == pytest.approx(0.1 / 16)
     train(tmp_path / "stopped", max_steps=stop)
     assert train(tmp_path / "stopped") == whole
+
+
+def test_a_loop_over_epochs_that_does_not_name_them_is_refused() -> None:
+    def passes(model: nn.Module, shard: torch.Tensor) -> torch.Tensor:
+        return model(shard).square().mean()
+
+    samples = list(torch.linspace(-1, 1, 32).view(8, 4))
+    with paceline.init(global_batch_size=8, epochs=2, progress=False) as run:
+        model = nn.Linear(4, 1)
+        run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(JobError, match=r"run\.batches\(data, epoch\)"):
+            for _ in range(2):
+                for batch in run.batches(samples):
+                    run.step(batch, passes)
+        assert run.steps == 2
