@@ -45,9 +45,6 @@ def test_a_run_that_goes_on_ends_its_epochs_as_one_without_a_pause(tmp_path: Pat
 
 
 def test_a_loop_over_epochs_that_does_not_name_them_is_refused() -> None:
-    def passes(model: nn.Module, shard: torch.Tensor) -> torch.Tensor:
-        return model(shard).square().mean()
-
     samples = list(torch.linspace(-1, 1, 32).view(8, 4))
     with paceline.init(global_batch_size=8, epochs=2, progress=False) as run:
         model = nn.Linear(4, 1)
@@ -55,5 +52,5 @@ def test_a_loop_over_epochs_that_does_not_name_them_is_refused() -> None:
         with pytest.raises(JobError, match=r"run\.batches\(data, epoch\)"):
             for _ in range(2):
                 for batch in run.batches(samples):
-                    run.step(batch, passes)
+                    run.step(batch, lambda model, shard: model(shard).square().mean())
         assert run.steps == 2
