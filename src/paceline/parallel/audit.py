@@ -45,13 +45,13 @@ _REMEDY = (
 )
 
 
-def audit(passes: Passes, step: StepInput, group: dist.ProcessGroup | None, *, has_gradients: bool = True) -> None:
+def audit(passes: Passes, step: StepInput, group: dist.ProcessGroup | None, *, has_gradients: bool) -> None:
     """Compare the loss of the same samples on all workers; a collective, after their own passes of this step. Raises
     `ModelError` on all workers, if losses or gradients differ.
 
     Args:
         group: the workers that have the same weights; None: this worker is compared with itself.
-        has_gradients: whether to compare gradients too; not where workers hold parts of them.
+        has_gradients: whether to compare gradients too; not in the first step, nor where workers hold parts of them.
     """
     samples = None if group is None else _samples_of_first(step.batch.shards[0], group)
     is_shared, has_samples = samples is not None, bool(step.assignment.sizes)
