@@ -59,6 +59,12 @@ def test_state_between_calls_is_shown_within_two_steps_to_two_workers(mistake: s
         assert one.steps < 2 and "of the same samples differs" in one.error, one
 
 
+def test_a_gradient_that_differs_where_losses_are_equal_is_shown_in_the_second_step(tmp_path: Path) -> None:
+    mistake = "a_hook_on_gradients_of_one_rank"
+    for one in outcomes(MISTAKES[mistake], mistake, 2, tmp_path):
+        assert one.steps == 1 and "norm of a gradient of the same samples differs" in one.error, one
+
+
 @pytest.mark.parametrize("case", HARMLESS)
 def test_a_harmless_script_learns_the_same_on_two_workers_as_on_one(case: str, tmp_path: Path) -> None:
     shown = shown_by(HARMLESS[case], case, tmp_path)
