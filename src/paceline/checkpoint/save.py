@@ -51,6 +51,9 @@ from paceline.object_collectives import all_gather_objects, broadcast_object, ga
 from paceline.spec.job import CheckpointSpec
 from paceline.tensors import flatten, is_dtensor, local_shard, shard_slice
 
+_SLOW_S = 60.0
+"""The user is told of a checkpoint that takes longer."""
+
 _PATIENCE_S = 300.0
 """At the end of a run, a storage that has accepted nothing for so long is not waited for any more."""
 
@@ -217,12 +220,21 @@ class Saver:
         """Training goes on whatever goes wrong in here."""
         with contextlib.suppress(OSError, AttributeError):  # on Linux a thread can stand back behind training
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        sentence = (
+            f"The checkpoint of step {snapshot.step} is still being written to {self._storage.address} after "
+            f"{_SLOW_S:.0f} seconds. Training goes on; the next checkpoint waits for it."
+        )
+        slow = threading.Timer(_SLOW_S, self._say, [sentence])
+        slow.daemon = True
+        slow.start()
         try:
             receipts = gather_objects(self._write_file(snapshot), self._writers, [_Receipt])
             problem = "" if receipts is None else self._commit(snapshot, receipts)
             problem = broadcast_object(problem, self._writers)
         except RuntimeError:  # torch's, where a connection has ended
             problem = "another worker has ended meanwhile"
+        finally:
+            slow.cancel()
         self._tell(snapshot.step, problem)
         if not problem:
             self.written_step = snapshot.step
