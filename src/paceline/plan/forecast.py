@@ -352,7 +352,7 @@ def _recommended(
     possible = [row for row in curve if not row.objection]
     if not possible:
         raise JobError(f"None of these device counts can run this job: {rows[0].objection}.")
-    efficient = [row for row in possible if _efficiency(row) >= floor - 1e-9] or possible[:1]
+    efficient = [row for row in possible if _worth(row) >= (floor - 1e-9) * row.devices] or possible[:1]
     chosen = efficient[fewest_near_fastest([_worth(row) for row in efficient])]
     verdict, reason = explain_choice(curve, chosen, floor, base_devices)
     return Forecast(
@@ -382,13 +382,9 @@ def statistical_efficiency(batch_size: float, noise_scale: float, base_batch_siz
     return (noise_scale + base_batch_size) / (noise_scale + batch_size)
 
 
-def _efficiency(row: ForecastRow) -> float:
-    return row.efficiency if row.useful_efficiency is None else row.useful_efficiency
-
-
 def _worth(row: ForecastRow) -> float:
-    """Useful samples/s, up to a factor that all rows share."""
-    return _efficiency(row) * row.devices
+    """The speed-up in useful samples."""
+    return row.devices * (row.efficiency if row.useful_efficiency is None else row.useful_efficiency)
 
 
 def explain_choice(

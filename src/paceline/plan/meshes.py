@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from paceline.errors import JobError
-from paceline.plan.collectives import Cost, Network, all_reduce, ring, tree_exact
+from paceline.plan.collectives import Cost, all_reduce, ring, tree_exact
 from paceline.plan.memory import USABLE_FRACTION, DeviceMemory, fits, job_memory
 from paceline.plan.step_model import StepForecast, network_at, pass_at
 from paceline.spec import Job, Mesh
@@ -43,10 +43,6 @@ class Workload:
     """Memory of one device."""
     constants: Mapping[str, float]
     """Those of the step model."""
-
-    @property
-    def network(self) -> Network:
-        return network_at(self.constants, self.devices_per_node)
 
 
 @dataclass(frozen=True)
@@ -181,7 +177,8 @@ def _priced(workload: Workload, mesh: Mesh, memory: DeviceMemory, recompute: boo
 
 def _inside_model_s(workload: Workload, mesh: Mesh, stages: tuple[Layers, ...]) -> float:
     """What one micro-batch's sums inside of layers and messages to the next stage take, forward and backward."""
-    seconds, samples, network = 0.0, workload.job.shard_size, workload.network
+    seconds, samples = 0.0, workload.job.shard_size
+    network = network_at(workload.constants, workload.devices_per_node)
     for divided in ([layer for layer in stage if layer.tensor_shards(mesh.tp) > 1] for stage in stages):
         if num_sums := sum(layer.num_all_reduces for layer in divided):
             sum_bytes = samples * sum(layer.num_all_reduces * layer.all_reduce_bytes for layer in divided) / num_sums
@@ -227,7 +224,8 @@ def _sum_s(workload: Workload, size_bytes: float, degree: int, stride: int, cost
     """One all_reduce over ranks that are `stride` apart: the groups of a node's other ranks share its link."""
     if degree == 1 or not size_bytes:
         return 0.0
-    on_node, network = workload.devices_per_node, workload.network
+    on_node = workload.devices_per_node
+    network = network_at(workload.constants, on_node)
     on_a_node = max(1, min(degree, on_node // stride))
     shared = replace(network, between_beta_s_per_byte=network.between_beta_s_per_byte * on_node / on_a_node)
     return float(cost(size_bytes, (on_a_node,) * -(-degree // on_a_node), shared))

@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.errors import JobError, did_you_mean, file_problems, shown
 from paceline.measure.probe import trace_job
-from paceline.plan import place
+from paceline.plan.placement import place
 from paceline.spec import Cluster, Job, Mesh, Plan, parse_mesh
 from paceline.spec.codec import from_mapping
 from paceline.spec.job import CallbackSpec, with_settings

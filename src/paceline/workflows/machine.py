@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import ClusterError, LaunchError, file_problems
 from paceline.hardware import detect, read_topology
-from paceline.plan import pick as pick_devices
+from paceline.plan.placement import pick as pick_devices
 from paceline.spec import Cluster, Node
 from paceline.spec.cluster import DeviceChoice
 from paceline.workflows.arguments import checked

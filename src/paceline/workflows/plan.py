@@ -16,9 +16,8 @@ from paceline.files import make_run_folder
 from paceline.launch.run import LaunchOptions
 from paceline.measure.probe import CLUSTER_FILE, save_timing, time_job, trace_job
 from paceline.measure.rows import read_rows
-from paceline.plan import place, spread
 from paceline.plan.memory import DeviceMemory, job_memory
-from paceline.plan.placement import workers_by_node
+from paceline.plan.placement import place, spread, workers_by_node
 from paceline.spec import Cluster, Job, Plan, parse_mesh
 from paceline.spec.cluster import JobTiming
 from paceline.spec.codec import Bounds, PositiveFloat, PositiveInt, UnitInterval

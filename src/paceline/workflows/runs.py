@@ -24,7 +24,7 @@ from paceline.errors import ClusterError, JobError, LaunchError, PacelineError, 
 from paceline.files import RUN_LOCK, make_run_folder, run_file_mode
 from paceline.launch.run import LaunchOptions
 from paceline.measure.probe import CLUSTER_FILE, note_forecast_error
-from paceline.plan import spread
+from paceline.plan.placement import spread
 from paceline.spec import Cluster, Job, Plan, RunRecord, parse_mesh
 from paceline.spec.codec import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
 from paceline.spec.forecast import Grow

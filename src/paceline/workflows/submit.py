@@ -16,7 +16,7 @@ from paceline.files import make_run_folder, replace_text
 from paceline.launch.command_lines import output_of
 from paceline.launch.kubernetes import manifest
 from paceline.launch.slurm import batch_script
-from paceline.plan import place
+from paceline.plan.placement import place
 from paceline.spec import Cluster, Device, Job, Node
 from paceline.spec.codec import PositiveFloat, PositiveInt
 from paceline.workflows.arguments import checked

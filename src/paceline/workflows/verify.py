@@ -13,7 +13,7 @@ from paceline.errors import JobError, PacelineError
 from paceline.hardware import detect
 from paceline.launch.command_lines import with_variables
 from paceline.launch.run import LaunchOptions, Transport, run_workers
-from paceline.plan import spread
+from paceline.plan.placement import spread
 from paceline.spec import Job, Plan, parse_mesh
 from paceline.spec.codec import PositiveInt
 from paceline.words import number_of

@@ -117,7 +117,7 @@ def pollux_rows(model: str) -> list[StepRow]:
 @pytest.mark.parametrize("model", ["cifar10", "imagenet"])
 def test_thirteen_of_polluxs_steps_forecast_all_others(model: str) -> None:
     """From a row of one device and twelve random others; figures with `pytest -s`."""
-    rows = pollux_rows(model)
+    rows, held = pollux_rows(model), []
     for draw in range(4):
         random = np.random.default_rng(draw)
         first = random.choice([place for place, row in enumerate(rows) if row.num_workers == 1])
@@ -127,6 +127,7 @@ def test_thirteen_of_polluxs_steps_forecast_all_others(model: str) -> None:
         forecasts = predict(fit([rows[place] for place in sorted(known)]), wanted)
         both = list(zip(forecasts, map(seconds_of, wanted), strict=True))
         median, ninetieth = np.quantile([100 * abs(one.step_s / seconds - 1) for one, seconds in both], (0.5, 0.9))
-        held = 100 * np.mean([one.low_s <= seconds <= one.high_s for one, seconds in both])
-        print(f"{model}, draw {draw}: median {median:.1f} %, 90th percentile {ninetieth:.1f} %, held {held:.0f} %")
-        assert median <= 7 and held >= 50
+        held.append(100 * np.mean([one.low_s <= seconds <= one.high_s for one, seconds in both]))
+        print(f"{model}, draw {draw}: median {median:.1f} %, 90th percentile {ninetieth:.1f} %, held {held[-1]:.0f} %")
+        assert median <= 7 and held[-1] >= 70
+    assert 85 <= np.mean(held) <= 97
