@@ -24,7 +24,7 @@ from paceline.launch.command_lines import container_argv, parse_node_list, srun_
 from paceline.launch.ray import FIRST_NODE, ray_argv, ray_nodes
 from paceline.launch.run import LaunchOptions, Transport, agent_commands, run_workers
 from paceline.launch.slurm import allocation as slurm_allocation
-from paceline.plan import pick
+from paceline.plan.placement import pick
 from paceline.spec import Cluster, Device, Node, Plan
 from paceline.spec.codec import Bounds, check_values, from_mapping
 

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from paceline.errors import JobError
-from paceline.plan import place, spread
+from paceline.plan.placement import place, spread
 from paceline.spec import Cluster, Device, Job, Link, Mesh, Node
 from paceline.spec.cluster import DeviceKind
 from paceline.spec.plan import NodePlacement
