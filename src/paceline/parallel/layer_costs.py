@@ -6,7 +6,7 @@ counts as this one's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.errors import ModelError, reason_of
 from paceline.parallel.block_calls import observed_by, watch
-from paceline.parallel.blocks import blocks_of
+from paceline.parallel.blocks import blocks_of, elements_of_lists
 from paceline.parallel.tensor_plan import tensor_plan_of
 from paceline.spec.forecast import LayerCost, ModelCost
 from paceline.tensors import map_tensors, tensors
@@ -62,7 +62,8 @@ def trace_model(build: Callable[[], nn.Module], sample: Any, num_samples: int = 
             "leave trace = True out."
         ) from problem
     counts.end(_num_bytes(output))
-    layers = tuple(layer.cost(num_samples, plan, num_slices) for layer in counts.layers)
+    in_lists = {parameter for block in elements_of_lists(model) for parameter in block.parameters()}
+    layers = tuple(layer.cost(num_samples, plan, num_slices, in_lists) for layer in counts.layers)
     kept = accumulate(layer.activation_bytes for layer in layers)
     return ModelCost(
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -100,11 +101,14 @@ class _Layer:
     """Of the largest tensor that is kept, or given to the layer, through which a gradient flows."""
     output_bytes: int = 0
 
-    def cost(self, num_samples: int, plan: Mapping[str, str], num_slices: int) -> LayerCost:
+    def cost(
+        self, num_samples: int, plan: Mapping[str, str], num_slices: int, in_lists: Container[nn.Parameter]
+    ) -> LayerCost:
         """
         Args:
             plan: the model's tensor plan, of which each module sums once, forward or backward.
             num_slices: of the layers that it divides.
+            in_lists: parameters of blocks that stand in lists of layers.
         """
         styles = [style for name, style in plan.items() if f"{name}.".startswith(f"{self.name}.")]
         return LayerCost(
@@ -121,6 +125,7 @@ class _Layer:
             # The gradients of the output and of the largest tensor inside: others come when these have gone.
             moment_bytes=(self.output_bytes + self.largest_bytes) / num_samples,
             largest_parameter_bytes=max((parameter.nbytes for parameter in self.parameters), default=0),
+            root_bytes=sum(parameter.nbytes for parameter in self.parameters if parameter not in in_lists),
         )
 
 
@@ -156,11 +161,12 @@ class _Counts:
         return output
 
     def end(self, output_bytes: int) -> None:
-        """After the pass: the loss keeps as much as the model's output."""
+        """After the pass: the loss keeps as much as the model's output, and makes two gradients of it in backward."""
         self._count_flops()
         last = self.layers[-1]
         last.parameters += self._uncounted
         last.kept_bytes += output_bytes
+        last.output_bytes = output_bytes
         last.largest_bytes = max(last.largest_bytes, output_bytes)
 
     def keep(self, tensor: Tensor) -> Tensor:

@@ -167,6 +167,7 @@ def _part(layer: LayerCost, tp: int, of_parameters: float, of_activations: float
         layer,
         parameter_bytes=per_parameter * layer.parameter_bytes,
         largest_parameter_bytes=per_parameter * layer.largest_parameter_bytes,
+        root_bytes=per_parameter * layer.root_bytes,
         activation_bytes=per_byte * layer.activation_bytes,
         moment_bytes=per_byte * layer.moment_bytes,
         output_bytes=of_activations * layer.output_bytes,
@@ -185,7 +186,9 @@ def _on_worker(
 
     While backward goes through a layer, the layers before it keep what they kept, and those behind it nothing. Where
     parameters are sharded, blocks of layers are gathered: one while the one behind it is computed with, and backward
-    has the gradients of a block whole until they are in a message.
+    has the gradients of a block whole until they are in a message. What stands in no list of layers, the root, is whole
+    from when the loss has been through backward, and so are its gradients, of which an embedding's may be the
+    classifier's too.
 
     Args:
         kept_bytes: activations of each layer that wait for backward; the others are computed again.
@@ -200,24 +203,26 @@ def _on_worker(
         copies = 1.0 + num_passes.bit_length()
     # Parameters beside a worker's own: a shard of all; in bitwise parity all are whole at the end of backward.
     beside = 0.0 if shards == 1 or is_gathered else own / (1 if mesh.zero_stage == 3 else shards)
+    root, of_root = sum(layer.root_bytes for layer in layers) if scatters else 0.0, 0.0
     kept = waiting_bytes + sum(kept_bytes)
     whole = waiting_bytes + sum(layer.activation_bytes for layer in layers)
     moments = []  # bytes of activations, and of parameters and gradients that are gathered or in messages
     blocks, following = _blocks(layers, kept_bytes), 0.0
-    sizes = [sum(layer.parameter_bytes for layer, _ in block) for block in blocks]
+    sizes = [sum(layer.parameter_bytes - layer.root_bytes for layer, _ in block) for block in blocks]
     for block, size, before in reversed(list(zip(blocks, sizes, [0.0, *sizes[:-1]], strict=True))):
         if scatters:  # parameters are copied out of their message, for stages 1 and 2 in forward
             moments.append((kept, size + (size + following if is_gathered else beside)))
         done = 0.0
         for layer, its_kept in reversed(block):
-            done += layer.parameter_bytes
+            done += layer.parameter_bytes - layer.root_bytes
             moving = done + following if scatters else layer.largest_parameter_bytes
             activations = min(kept + layer.activation_bytes, whole) + layer.moment_bytes
-            moments.append((activations, moving + (before + size if is_gathered else beside)))
-            kept, whole = kept - its_kept, whole - layer.activation_bytes
+            moments.append((activations, moving + of_root + (before + size if is_gathered else beside)))
+            kept, whole, of_root = kept - its_kept, whole - layer.activation_bytes, root * (2 if is_gathered else 1)
         if scatters:  # forward copies parameters out, beside the message before; backward gradients into their message
             beside, following = beside - size, size
-            moments.append((kept, 2 * size + before + (0.0 if is_gathered else beside)))
+            moments.append((kept, 2 * size + before + of_root + (0.0 if is_gathered else beside)))
+    moments.append((kept, 2 * root + (0.0 if is_gathered else beside)))  # gradients of the root, and their message
     activation_bytes, moving_bytes = max(moments, key=sum)
     return DeviceMemory(
         parameter_bytes=own / (shards if mesh.zero_stage == 3 else 1),
@@ -232,7 +237,7 @@ def _blocks(layers: Sequence[LayerCost], kept_bytes: Sequence[float]) -> list[li
     """The layers, with what each keeps, that `parallel/sharded.py` gathers together: small neighbours."""
     found: list[list[tuple[LayerCost, float]]] = [[]]
     for pair in zip(layers, kept_bytes, strict=True):
-        if sum(layer.parameter_bytes for layer, _ in found[-1]) >= MIN_BLOCK_BYTES:
+        if sum(layer.parameter_bytes - layer.root_bytes for layer, _ in found[-1]) >= MIN_BLOCK_BYTES:
             found.append([])
         found[-1].append(pair)
     return found

@@ -32,15 +32,16 @@ class LayerCost:
     num_tensor_slices: int = 1
     """Heads, groups or output channels that tensor parallelism can distribute; 1: every worker computes all of it."""
     num_all_reduces: int = 0
-    """How many all-reduces a tensor group makes, forward and backward."""
+    """How many all-reduces a tensor group makes, forward and backward, of `all_reduce_bytes` each."""
     all_reduce_bytes: float = 0.0
-    """Bytes of each of these all-reduces."""
     replicated_fraction: float = 1.0
     """The fraction of `activation_bytes` that each worker of a tensor group keeps whole."""
     moment_bytes: float = 0
     """Bytes that live only while backward goes through this layer: the gradients of its output and of its input."""
     largest_parameter_bytes: float = 0
     """Bytes of the largest parameter: its gradient lives beside the sum that it is added to."""
+    root_bytes: float = 0
+    """Bytes of parameters that stand in no list of layers: fsdp gathers them for a whole pass, not for their layer."""
 
     def tensor_shards(self, degree: int) -> int:
         """Into how many shards a tensor group divides the layer: `degree` where they are even, else 1."""

@@ -32,6 +32,9 @@ def test_layers_are_the_blocks_before_which_a_pipeline_may_cut(cost: ModelCost) 
     parameters = [parameter.nbytes for parameter in BUILD().parameters()]
     assert sum(layer.parameter_bytes for layer in cost.layers) == sum(parameters) == 4 * cost.num_parameters
     assert max(layer.largest_parameter_bytes for layer in cost.layers) == max(parameters)
+    roots = [layer.name for layer in cost.layers if layer.root_bytes == layer.parameter_bytes > 0]
+    assert roots == ["tokens", "positions", "norm"] and sum(layer.root_bytes > 0 for layer in cost.layers) == 3
+    assert cost.layers[-1].output_bytes == 4 * LENGTH * WORDS  # the loss makes a gradient of all logits
 
 
 def test_arithmetic_is_that_of_the_matrix_products(cost: ModelCost) -> None:

@@ -142,6 +142,18 @@ def test_recomputing_keeps_what_layers_are_given_and_one_layer() -> None:
     assert again.activation_bytes == pytest.approx(3 * (70 + 100))
 
 
+def test_what_stands_in_no_list_of_layers_is_gathered_through_all_of_backward() -> None:
+    """An embedding of 8 MB before four layers of 4 MB, of which two are there with their gradients."""
+    block = LayerCost("", 1.0, 4e6, 1e6)
+
+    def moving(root_bytes: float) -> float:
+        layers = (LayerCost("", 1.0, 8e6, 0.0, root_bytes=root_bytes), *[block] * 4)
+        return memory(6e6, Mesh(fsdp=4), sample_bytes=4e6, layers=layers).moving_bytes
+
+    assert moving(8e6) == pytest.approx(2 * 8e6 + 4 * 4e6)
+    assert moving(0.0) == pytest.approx(2 * 8e6 + 4e6)  # while backward is in the embedding, the last gradients leave
+
+
 def test_a_pipeline_has_a_buffer_for_each_message_of_a_step() -> None:
     """The first of two workers gets a gradient for each micro-batch, as large as what it sends."""
     layers = (LayerCost("", 1.0, 1e6, 100.0, 10.0),) * 2
