@@ -26,7 +26,7 @@ class LayerCost:
     activation_bytes: float = 0
     """Bytes that the forward pass keeps for the backward pass."""
     output_bytes: float = 0
-    """Bytes that a stage ending here sends to the next one; gradients of the same size return. 0 for the last layer."""
+    """Bytes that a stage ending here sends to the next one; gradients of the same size return. The last: its logits."""
     may_begin: bool = True
     """Whether a stage of a pipeline may begin with this layer."""
     num_tensor_slices: int = 1
@@ -92,9 +92,8 @@ class ForecastRow:
     """`low_s` to `high_s` is the 90 % prediction interval of a measured step."""
     samples_per_s: float
     speedup: float
-    """Throughput divided by that of one device, or of one of the forecast's `base_devices`."""
+    """Throughput over that of one device, or of one of the forecast's `base_devices`; `efficiency` is it / devices."""
     efficiency: float
-    """speedup / devices."""
     useful_efficiency: float | None = None
     """Efficiency times what a sample is worth beside one of a small batch; needs a noise scale."""
     samples_to_target: float | None = None
