@@ -9,8 +9,8 @@ Constants are seconds, seconds a byte, or fractions; all of them are positive. E
 possible values at once.
 
 A fit is not one set of constants but many, equally likely after what was measured; a forecast is the middle of the
-steps that they make, its interval their spread and the error of a row. Errors are factors, not seconds: log(measured /
-forecast) follows Student's t distribution, so that one bad row does not distort the fit.
+steps that they make, its interval their spread and the errors of a row and of a sum. Errors are factors, not seconds:
+log(measured / forecast) follows Student's t distribution, so that one bad row does not distort the fit.
 
 Constants are drawn from their priors and brought to what the rows say in steps, so that what these leave open stays
 open (sequential Monte Carlo). Draws are seeded: the same rows have the same forecast.
