@@ -163,7 +163,9 @@ def node_name() -> str:
 
 def cpu_name() -> str:
     """The processor of this node, such as "AMD EPYC 9654 96-Core Processor"."""
-    found = re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(errors="replace"), re.MULTILINE)
+    cpuinfo = Path("/proc/cpuinfo")
+    facts = cpuinfo.read_text(errors="replace") if cpuinfo.exists() else ""
+    found = re.search(r"^model name\s*: (.+)", facts, re.MULTILINE)
     return found[1].strip() if found else platform.machine()
 
 

@@ -4,8 +4,8 @@ A step is independent of the number of workers only if the loss follows from the
 generators that are seeded for it. A number that a loss function keeps in an attribute, a counter, a generator of its
 own or a value of its first call makes it follow from what this process has computed before. So in a few steps, before
 the update, every worker computes the first shard of the global batch, after its own, and workers compare its loss and
-the norms of its gradient, in the first step, for which people wait, its loss alone. A worker that is alone, or whose
-samples others cannot be sent, computes its own first shard again and compares the loss.
+the norms of its gradient. The first step, for which people wait, compares the loss alone. A worker that is alone, or
+whose samples others cannot be sent, computes its own first shard again and compares the loss.
 
 Nothing of the script is hidden from it: it sees one call more. Gradients and buffers are afterwards as they were, and
 the generators are seeded anew after every step.

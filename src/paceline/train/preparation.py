@@ -88,7 +88,8 @@ def freeze(model: nn.Module, job: Job, plan: Plan, world: World) -> Buffers:
     that it trains."""
     if plan.devices_in_process > 1 or job.aggregation.method == "parameter_server_async":
         raise JobError(
-            "A frozen model cannot be called by several threads: not with 'parameter_server_async' or dp_one_process."
+            "A frozen model cannot be called by several threads at once, as with 'parameter_server_async' or "
+            "dp_one_process; choose another strategy."
         )
     if is_on_meta(model):
         raise ModelError("A frozen model must have its weights before run.prepare; load them first.")
@@ -149,5 +150,6 @@ def check_can_be_compiled(job: Job, plan: Plan) -> None:
     would train otherwise, as compiled kernels may differ between shapes."""
     if job.parity == "bitwise" or (plan.mesh or Mesh()).pp > 1 or plan.devices_in_process > 1:
         raise JobError(
-            "A model from torch.compile needs parity = 'numeric' and the strategy dp, fsdp or tp; or leave compile out."
+            "A model from torch.compile needs parity = 'numeric' and the strategy dp, fsdp or tp; choose these, or "
+            "leave compile out."
         )
