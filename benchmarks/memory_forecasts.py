@@ -31,8 +31,8 @@ from torch import Tensor, UntypedStorage, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import TensorDataset
 
-from paceline.plan.memory import DeviceMemory
-from paceline.spec import Job, Mesh, PipelineSpec, parse_mesh
+from paceline.plan.memory import DeviceMemory, job_memory
+from paceline.spec import Job, PipelineSpec, parse_mesh
 from paceline.spec.forecast import ModelCost
 from paceline.spec.job import ModelSpec
 from paceline.tensors import is_dtensor, local_shard, tensors
@@ -183,17 +183,6 @@ def traced(case: Case) -> ModelCost:
     return trace_model(partial(build, ModelSpec(case.model, case.options)), sample(case, 1)[0], TRACED_SAMPLES)
 
 
-def forecast(cost: ModelCost, mesh: Mesh, column: Column) -> DeviceMemory:
-    """Of the fullest worker."""
-    from paceline.plan.memory import job_memory
-
-    return job_memory(JOB, cost, mesh, column.recompute)
-
-
-def cuts_of(memory: DeviceMemory) -> tuple[str, ...]:
-    return tuple(stage[0].name for stage in memory.stages[1:])
-
-
 def table(rows: Sequence[tuple[str, Column, DeviceMemory, Sequence[Held | str]]]) -> list[str]:
     """The lines of the table, and how many forecasts are how close."""
     lines = [
@@ -228,9 +217,9 @@ def main() -> None:
     for name in asked.models.split(","):
         cost = traced(CASES[name])
         for column in columns:
-            memory = forecast(cost, parse_mesh(column.strategy, asked.workers), column)
+            memory = job_memory(JOB, cost, parse_mesh(column.strategy, asked.workers), column.recompute)
             forecasts.append((name, column, memory))
-            wanted.append((CASES[name], column, cuts_of(memory)))
+            wanted.append((CASES[name], column, tuple(stage[0].name for stage in memory.stages[1:])))
     found = run_ranks(in_turn, asked.workers, held, wanted, timeout_s=1800)
     rows = [(*row, of_workers) for row, of_workers in zip(forecasts, zip(*found, strict=True), strict=True)]
     print("\n".join(table(rows)))

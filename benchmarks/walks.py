@@ -5,7 +5,7 @@
 Two workers train LeNet, and two run a script in which one raises. A file counts if one of its functions runs: for a
 job, in the launcher (job_command), and in workers until the first step (job_worker); for a batch, from one step to the
 next; for a checkpoint, while it is taken and written; for a failure, in the failing worker and, from its end on, in the
-launcher.
+launcher. For `job_value` it counts if one of its functions is handed a `Job`.
 """
 
 from __future__ import annotations
@@ -75,6 +75,11 @@ def walk(file, function, event):
     job = "job_worker" if "LOCAL_RANK" in os.environ else "job_command"
     return {0: job, 8: "batch"}.get(steps)  # the ninth step is in the same epoch as the eighth
 
+def is_handed_job(frame):
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return any(type(frame.f_locals[name]).__name__ == "Job" for name in names)
+
 def is_import(frame):
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
@@ -87,11 +92,13 @@ def trace(frame, event, _argument):
         is_failing |= frame.f_locals["rank"] == 1
     is_function = code.co_flags & 1  # else the body of a class or a module
     if event in ("call", "return") and is_function and code.co_filename.startswith(SOURCE):
-        name = walk(code.co_filename[len(SOURCE):], code.co_name, event)
-        if name and (name, code.co_filename) not in seen and not is_import(frame):
-            seen.add((name, code.co_filename))
-            with open(LOG, "a") as log:
-                print(name, code.co_filename[len(SOURCE):], file=log)
+        file = code.co_filename[len(SOURCE):]
+        passed = {walk(file, code.co_name, event), "job_value" if event == "call" and is_handed_job(frame) else None}
+        for name in passed - {None}:
+            if (name, file) not in seen and not is_import(frame):
+                seen.add((name, file))
+                with open(LOG, "a") as log:
+                    print(name, file, file=log)
 
 threading.setprofile(trace)
 sys.setprofile(trace)
