@@ -50,7 +50,7 @@ class PacelineError(Exception):
 
 
 def reason_of(problem: BaseException | str) -> str:
-    """What a problem says of itself, without the number and the path that the system's errors have in front."""
+    """A problem's own text; that of a system's error without its number and path."""
     return (problem.strerror if isinstance(problem, OSError) else None) or str(problem)
 
 
@@ -70,7 +70,7 @@ class JobError(PacelineError):
 
 
 class InvalidFileError(JobError):
-    """A file that cannot be used; names in the message are those of its columns or keys, even if options have them."""
+    """A file that cannot be used; the names in its message are columns or keys, even where options are named so."""
 
 
 class ClusterError(PacelineError):

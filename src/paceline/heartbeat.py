@@ -23,7 +23,7 @@ _LAYOUT = struct.Struct("=qqd240s")
 """Steps done, -1 before a run; whether this process has made one; the time when it entered a collective, or minus the
 time when it left the last one; the name of that."""
 _COLLECTIVE = 16
-"""Where the last two begin."""
+"""The offset at which the last two begin."""
 
 
 @dataclass(frozen=True)

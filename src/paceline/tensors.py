@@ -66,7 +66,7 @@ class Container:
     """A container that was taken apart."""
 
     keys: tuple[Any, ...]
-    """Of a mapping; the numbers of a sequence's values; the names of fields."""
+    """A mapping's keys, the numbers of a sequence's values, or the names of fields."""
     values: tuple[Any, ...]
     make: Callable[[Sequence[Any]], Any]
     """A container of the same type with other values."""

@@ -67,7 +67,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 _MOST_DIMENSIONS = 64
 _MOST_NUMBERS = 2**48
-"""In a tensor; what torch counts bytes with holds 2^63."""
+"""The most numbers of a tensor: torch counts its bytes up to 2^63."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class StoredSlice(Slice):
     key: str
     """Its name in that file."""
     crc32: str
-    """Of its bytes; eight hexadecimal digits."""
+    """The checksum of its bytes: eight hexadecimal digits."""
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ class _Receipt:
     """The reason why there is no file."""
     num_bytes: int = 0
     checksums: dict[str, str] = field(default_factory=dict)
-    """Of the slices in it, by their keys."""
+    """The checksums of the file's slices, by their keys."""
     own: dict[str, Any] = field(default_factory=dict)
     """State that only this worker has, with names in the place of tensors."""
     shared: dict[str, Any] = field(default_factory=dict)
@@ -383,7 +383,7 @@ class WritePlan:
     held: tuple[_Held, ...]
     """What this worker holds."""
     slices: tuple[dict[str, PlannedSlice], ...]
-    """By rank, and by their names in the file; on rank 0 of all workers, on others of this one alone."""
+    """Slices by rank and by their names in the file: those of all workers on rank 0, of this worker alone on others."""
 
 
 def plan_writes(

@@ -368,7 +368,7 @@ def console_of(pipe_columns: int = PIPE_COLUMNS) -> Console:
 
 
 def print_table(rows: Sequence[Any], *columns: Column, pipe_columns: int = PIPE_COLUMNS) -> None:
-    """Print a table of values, without the columns of which nothing is known."""
+    """Print a table of values, without columns that are empty."""
     from paceline.report.tables import grid_of
 
     named = [(heading_of(one), partial(cell_of, one)) if isinstance(one, str) else one for one in columns]

@@ -189,8 +189,8 @@ def _is_of_plain_tensors(dataset: MapDataset) -> TypeGuard[TensorDataset]:
 
 
 def checksum(values: Iterable[Any], before: int = 0) -> int:
-    """A checksum of what samples hold, continued from that of those before them; of types that are not known here only
-    the names count."""
+    """A checksum of the contents of samples, continued from `before`, the checksum of earlier ones. Of a value whose
+    type is not known here only the type's name counts."""
     crc = before
     for value in values:
         container = open_container(value)

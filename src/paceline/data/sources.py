@@ -47,7 +47,7 @@ IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Of a data set that takes none."""
+    """The options of a data set that takes none."""
 
 
 def folder_of(spec: DataSpec) -> Path:
@@ -84,9 +84,9 @@ class Published:
     """What is known of a published set."""
 
     repository: str
-    """On the Hugging Face hub."""
+    """Its name on the Hugging Face hub."""
     columns: tuple[str, str]
-    """Those of images and of labels, in parquet files and on the hub."""
+    """The names of the columns of images and of labels, in parquet files and on the hub."""
     num_classes: int
     shape: tuple[int, int, int]
     """(C, H, W) of an image."""

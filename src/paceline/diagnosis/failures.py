@@ -188,7 +188,7 @@ def failure_path(heartbeat: Path, pid: int) -> Path:
 
 
 def failure_in(log: str, time: float) -> Failure | None:
-    """The exception of a program that has left none, from the last traceback in its output, which came at `time`."""
+    """The failure of a program that left no note of it, from the last traceback in its output, which came at `time`."""
     # Torch names the rank before each line once there is a process group.
     lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in log.replace("\0", "\\x00").splitlines()]
     starts = [number for number, line in enumerate(lines) if line == TRACEBACK]
@@ -213,7 +213,7 @@ def raised_in(text: str) -> str:
 def place_in(log: str, exit_code: int) -> str:
     """Where a program of this output and exit code failed, as `WorkerProcess.place` has it: the innermost line of a
     user's own file in its last traceback, or in what Python's fault handler wrote of its main thread."""
-    is_crash = exit_code < 0 and exit_code != -signal.SIGTERM  # by which who has raised may be ended
+    is_crash = exit_code < 0 and exit_code != -signal.SIGTERM  # a worker that has raised may be ended by SIGTERM
     has_failed_by_it = exit_code < 0 or exit_code == 1
     start = log.rfind("Fatal Python error: " if is_crash else TRACEBACK) if has_failed_by_it else -1
     if start < 0:
@@ -358,7 +358,7 @@ class NodeLoss:
 
 
 def silent_node(run_dir: Path, within_s: float) -> NodeLoss | None:
-    """The node of workers of which no supervisor tells, within so many seconds, that they have ended; agents have."""
+    """The node of a worker whose end nobody has noted within so many seconds, though all agents have ended; or None."""
     deadline = time.monotonic() + within_s
     while silent := [one for one in read_notes(run_dir) if one.exit_code is None]:
         if time.monotonic() > deadline:
@@ -370,7 +370,7 @@ def silent_node(run_dir: Path, within_s: float) -> NodeLoss | None:
 def describe_failure(run_dir: Path, loss: NodeLoss | None = None, restart: int | None = None) -> FailureReport | None:
     """Diagnose why a run failed, from the notes of its workers; None for a run without a failure.
 
-    `restart`: of the start before which there had been so many; None: of the last one.
+    `restart`: which start of the workers, 0 for the first; None: the last one.
 
     A hang that a worker has found, and a lost node, take precedence over the errors they cause in other workers; an
     earlier error of a worker takes precedence over a lost node.
@@ -392,7 +392,7 @@ def describe_failure(run_dir: Path, loss: NodeLoss | None = None, restart: int |
 
 
 def _of_ending(root: WorkerProcess, ended: Sequence[WorkerProcess], log: Path) -> FailureReport:
-    """The report of the worker that ended first, of its own."""
+    """The report of a failure that began in the worker `root`."""
     exit_code, failure = root.exit_code or 0, root.failure
     # Peers that it may have lost, as after a loop with fewer steps; times say nothing: sockets close before processes.
     gone = [one.rank for one in ended if not one.exit_code]

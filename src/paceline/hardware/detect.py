@@ -120,6 +120,6 @@ def describe_node() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Of what has to be equal on all nodes."""
+    """Versions that have to be equal on all nodes."""
     found = {name: importlib.metadata.version(name) for name in ("paceline", "torch")}
     return {**found, "Python": platform.python_version()}

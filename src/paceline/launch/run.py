@@ -37,7 +37,7 @@ class LaunchOptions:
 
     run_dir: Path
     output: Literal["rank0", "all"] = "rank0"
-    """Whose lines are shown: those of rank 0, or all, each with its rank in front; logs have everybody's."""
+    """Which workers' output is shown: rank 0's, or all lines, each with its rank in front; logs have everybody's."""
     max_restarts: int = 0
     environ: Mapping[str, str] = field(default_factory=dict)
     """Variables for the workers over those of their node."""
@@ -155,7 +155,7 @@ def run_workers(
 
 
 def _failure_of(first: _Agent, run_dir: Path) -> PacelineError:
-    """What a run ends with, of whose agents the `first` one ended with an error."""
+    """The error that a run ends with; `first`: the first agent that ended with one."""
     from paceline.diagnosis.failures import NodeLoss, describe_failure, signal_name, silent_node  # no start needs it
 
     told, exit_code = first.told, first.exit_code or 0
@@ -219,7 +219,7 @@ class _Agent:
 
     @property
     def exit_code(self) -> int | None:
-        """As in subprocess; None before the end."""
+        """The exit code as `subprocess` gives it; None before the end."""
         if self._process.poll() is not None:
             self.ended_at = min(self.ended_at, time.time())
         return self._process.returncode

@@ -1,4 +1,4 @@
-"""A probe: what it asks of the program that times steps, what that answers, and the rows for the step model.
+"""Times a job's steps: the request to the program that runs them, its answer, and the rows for the step model.
 
 Loads no torch: only the program in `steps` does, and a trace of a model.
 """
@@ -21,12 +21,11 @@ from paceline.spec.job import MOST_SAMPLES, CheckpointSpec
 CLUSTER_FILE = Path("cluster.json")
 """What was measured in this folder, and the errors of forecasts from it."""
 REQUEST_FILE, ANSWER_FILE = "request.json", "steps.json"
-"""In the folder of a launch: what all of its workers read, and what the first one writes."""
+"""Files in the folder of a launch: the request that all workers read, and the answer that the first one writes."""
 _SMALLEST_SHARD = 4
 """Shards of fewer samples are not halved: batch norm needs several."""
 RunProgram = Callable[[Plan, Sequence[str], Path], None]
-"""Runs a program on the workers of a plan, with its logs in a folder; it is what would follow `python` on a command
-line."""
+"""(plan, what would follow `python` on a command line, folder for the logs): runs the program on the plan's workers."""
 RowOf = Callable[[Job, Sequence[int], int, bool], StepRow]
 """(job, workers on each node, number of parameters, whether they have GPUs) -> a step of the job, without times."""
 
@@ -54,10 +53,10 @@ class TimedSteps:
 
 @dataclass(frozen=True)
 class StepsProbe(JsonValue):
-    """What was timed, and facts about the job."""
+    """The answer: what was timed, and facts about the job."""
 
     timed: tuple[TimedSteps, ...]
-    """Of each of the request's jobs."""
+    """The steps of each job of the request, in its order."""
     num_parameters: NonNegativeInt
     num_samples: PositiveInt | None = None
     """Samples of the training set; None: not known."""
@@ -66,12 +65,12 @@ class StepsProbe(JsonValue):
 def time_job(
     job: Job, plans: Sequence[Plan], device: str, folder: Path, budget_s: float, run: RunProgram, row_of: RowOf
 ) -> JobTiming:
-    """The steps of a job on the workers of each plan, and on one worker also with virtual shards of half as many
+    """Time a job's steps on the workers of each plan, and on one worker also with virtual shards of half as many
     samples: that tells the time of a pass from the time of its samples.
 
     Args:
         device: what the workers compute on, in words.
-        folder: where workers find what they are asked, and leave their answers.
+        folder: where the requests and answers of all plans are kept.
         budget_s: seconds of steps, for all plans together.
     """
     endless = replace(job, epochs=MOST_SAMPLES, checkpoint=CheckpointSpec(), callbacks=())
@@ -120,8 +119,7 @@ def note_forecast_error(record: RunRecord) -> None:
 
 
 def trace_job(job: Job) -> ModelCost:
-    """What the job's model tells without memory for it: its layers, with their arithmetic and their memory. Loads
-    torch."""
+    """The layers of the job's model, with their arithmetic and memory. Loads torch, and no memory for the model."""
     from paceline.data import load
     from paceline.models import build
     from paceline.parallel.layer_costs import trace_model

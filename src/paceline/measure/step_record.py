@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 Fingerprints = dict[str, list[float]]
-"""By name of the tensor: [norm, projection, projection, …]; empty where there is no tensor."""
+"""[norm, projection, projection, …] of each tensor, by name; empty where there is no tensor."""
 
 
 @dataclass
@@ -21,28 +21,28 @@ class StepRecord:
     columns: list[int] = field(default_factory=list)
     """A digest of each column of the same tensor: the batch may be its second dimension."""
     losses: list[float] = field(default_factory=list)
-    """What `backward` was called on, or the step's loss where the run knows it."""
+    """The values that `backward` was called on, or the step's loss where the run knows it."""
     initial_weights: Fingerprints = field(default_factory=dict)
-    """Of the tensors that no step before had, as this one began."""
+    """Tensors of which no earlier step has a record, as this step began."""
     changes_before: Fingerprints = field(default_factory=dict)
-    """Weights as the step began minus weights after the last one: what something beside the optimizer did."""
+    """Weights as the step began minus weights after the last one: changed by something beside the optimizer."""
     local_gradients: Fingerprints = field(default_factory=dict)
-    """Of this worker's own samples, summed over micro-steps; of whole parameters alone. The norms are not those of the
-    sums."""
+    """Gradients of this worker's own samples, of whole parameters only. Norms and projections are each summed over
+    micro-steps."""
     gradients: Fingerprints = field(default_factory=dict)
-    """As the optimizer found them."""
+    """Gradients as the optimizer found them."""
     options: list[dict[str, Any]] = field(default_factory=list)
     """The learning rate and other numbers of each parameter group."""
     update: Fingerprints = field(default_factory=dict)
     """Weights after the step minus before it, where the gradient is more than rounding."""
     weights: Fingerprints = field(default_factory=dict)
-    """After the step, as the buffers are."""
+    """Weights after the step."""
     buffers: Fingerprints = field(default_factory=dict)
-    """With frozen parameters."""
+    """Buffers and frozen parameters after the step."""
     weights_sha256: str = ""
-    """Where every bit should be equal."""
+    """A digest of all weights after the step, where every bit should be equal."""
     switched_off: list[str] = field(default_factory=list)
-    """What would follow from a worker's own samples or draws: batch norm, dropout."""
+    """Layers that follow from a worker's own samples or draws, and did not: batch norm, dropout."""
     draws: bool = False
     """Whether the forward pass drew random numbers nevertheless."""
     generator_state: int = 0

@@ -93,7 +93,7 @@ def parameter_server(size_bytes: float, workers: Workers, network: Network) -> A
 
 
 def parameter_server_two_level(size_bytes: float, workers: Workers, network: Network) -> Any:
-    """Sums inside a node first; only its leader exchanges with the server, so that of g workers a node the link carries
+    """Sums inside a node first; only its leader exchanges with the server: with g workers a node, the link carries
     1 / g of what `parameter_server` sends over it."""
     between_s = parameter_server(size_bytes, [1] * len(workers), network)
     return _through_leader_s(size_bytes, max(workers), network) + between_s

@@ -43,7 +43,7 @@ class ForecastRequest:
     price_per_device_hour: float | None = None
     currency: str = ""
     noise_scale: float | None = None
-    """In samples."""
+    """The gradient noise scale, in samples."""
     target_samples: float | None = None
     """Samples that the job needs to reach its target with its own global batch."""
     link_bytes_per_s: float | None = None

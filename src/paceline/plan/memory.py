@@ -36,7 +36,7 @@ class StateBytes:
     """Bytes per parameter."""
 
     parameter: float = 4.0
-    """Of the parameter, and as many of its gradient."""
+    """Bytes of the parameter, and as many of its gradient."""
     optimizer: float = 4.0
     is_bitwise: bool = False
     """Whether gradients are added in the tree of bitwise parity: every worker holds whole ones, in partial sums."""

@@ -42,7 +42,7 @@ class Workload:
     memory_bytes: float
     """Memory of one device."""
     constants: Mapping[str, float]
-    """Those of the step model."""
+    """The constants of the step model."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class MeshCandidate:
 
     mesh: Mesh
     num_micro_batches: int
-    """Of the worker with the largest assignment; a micro-batch is a virtual shard."""
+    """Micro-batches of the worker with the largest assignment; each is a virtual shard."""
     memory: DeviceMemory
     recompute: bool
     compute_s: float
@@ -78,7 +78,7 @@ class MeshCandidate:
         )
 
     def forecast_like(self, replicas: StepForecast) -> StepForecast:
-        """Its step, as sure as that of replicas."""
+        """Its step; the interval is as wide as for replicas."""
         return StepForecast(
             step_s=self.step_s,
             compute_s=self.compute_s,

@@ -46,7 +46,7 @@ _LONG_STEP_S = 0.3
 _ROW_ERROR = 0.012
 """The usual error of a row, as the scale of log(measured / forecast)."""
 _ERROR_ROWS = 4.0
-"""That is known as well as if it had been seen in so many rows."""
+"""The weight of `_ROW_ERROR` beside the errors of measured rows, as a number of rows."""
 _UNSEEN_ERROR = 0.025
 """The model's error on rows that were not measured, as on published tables; it only widens intervals."""
 _SUM_ERROR = 0.115

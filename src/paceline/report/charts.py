@@ -26,9 +26,9 @@ class Series:
     x: Sequence[float | str]
     y: Values
     name: str = ""
-    """For the legend."""
+    """What the legend calls it."""
     color: str | Sequence[str] = "ink"
-    """Of all values, or of each."""
+    """The colour of all values, or of each."""
     low: Values = ()
     high: Values = ()
     """With `low`: a bar around each of "points", or the area around a "line"."""

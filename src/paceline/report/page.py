@@ -16,7 +16,7 @@ from paceline.words import listing
 def render(name: str, **values: object) -> str:
     """A page or a drawing: style, data and plotting library inside, no address outside.
 
-    What it names and is not given is an error, what it is given is escaped.
+    A name in it without a value is an error; values are escaped.
     """
     return _environment().get_template(name).render(**values)
 

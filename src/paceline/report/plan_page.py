@@ -101,7 +101,7 @@ def _run_s(forecast: Forecast, row: ForecastRow) -> float | None:
 
 
 def _cost(forecast: Forecast, row: ForecastRow) -> float | None:
-    """To the target, else of all the job's epochs, else of a million samples; None without a price."""
+    """The cost of training to the target, else of all epochs, else of a million samples; None without a price."""
     seconds, price = _run_s(forecast, row), forecast.price_per_device_hour
     if seconds is None or price is None:
         return row.cost_to_target or row.cost_per_million_samples
@@ -109,7 +109,7 @@ def _cost(forecast: Forecast, row: ForecastRow) -> float | None:
 
 
 def _cost_of(forecast: Forecast) -> str:
-    """What `_cost` is of."""
+    """The work that `_cost` pays for."""
     if forecast.rows[0].cost_to_target is not None:
         return "the target"
     return "a million samples" if forecast.run_samples is None else "the run"

@@ -243,7 +243,7 @@ def _row(runs: Sequence[RunRecord], base: Sequence[RunRecord]) -> StudyRow:
 
 
 def _recommend(rows: Sequence[StudyRow], tolerance: float, floor: float) -> Recommendation:
-    """By `RULE`, of the counts that keep accuracy and are efficient; the smallest always is."""
+    """The count that `RULE` recommends among those that keep accuracy and are efficient; the smallest always is."""
     base, *larger = rows
     objections = {row.devices: _objections(row, base, tolerance, floor) for row in larger}
     accepted = [base, *(row for row in larger if not objections[row.devices])]

@@ -55,7 +55,7 @@ class Grid:
 
 
 def grid_of(columns: Iterable[tuple[str, Callable[[Row], str]]], rows: Sequence[Row], **marks: Any) -> Grid:
-    """A grid of these headings and cells, without the columns of which nothing is known; `marks`: see `Grid`."""
+    """A grid of these headings and cells, without columns that are empty; `marks`: see `Grid`."""
     cells = [(heading, [cell(row) for row in rows]) for heading, cell in columns]
     known = [(heading, column) for heading, column in cells if set(column) - {NOTHING, ""}]
     lines = list(zip(*(column for _, column in known), strict=True))

@@ -105,7 +105,7 @@ class ForecastRow:
     objection: str = ""
     """Why the job cannot run on this number of devices; empty: it can."""
     placement: str = ""
-    """What tells it from other rows of as many devices, such as "2+6, micro-batch 64"; empty: there is no other."""
+    """How it differs from other rows of as many devices, such as "2+6, micro-batch 64"; empty: it is the only one."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ JOB_FILE = "job.json"
 TrackerName = Literal["tensorboard", "wandb", "mlflow"]
 """Where measured values can be logged besides the run folder."""
 MOST_SAMPLES = 2**31 - 1
-"""In a global batch, or a pass over it."""
+"""The most samples of a global batch, or of a pass over it."""
 MOST_WORKERS = 2**20
 """The most workers that one run may have."""
 SampleCount = Annotated[int, Bounds(low=1, high=MOST_SAMPLES)]
@@ -153,7 +153,7 @@ class CheckpointSpec:
     keep_every_hours: PositiveFloat | None = None
     """Also keep the first checkpoint of every period of this many hours."""
     keep_best: str | None = None
-    """Also keep the best checkpoint by this metric, such as "accuracy"; None: by that of early stopping, if any."""
+    """Also keep the best checkpoint by this metric, such as "accuracy"; None: by early stopping's metric, if any."""
     best_mode: Mode = "auto"
     """Which value of `keep_best` is the best; "auto": the smallest of a loss, error or perplexity, by its name."""
 

@@ -49,7 +49,7 @@ class Mesh:
 
     @property
     def num_assignments(self) -> int:
-        """How many ways the global batch is shared."""
+        """The number of parts into which a global batch is divided: groups of workers that compute the same samples."""
         return self.dp * self.fsdp
 
     def degree(self, axis: AxisName) -> int:

@@ -52,7 +52,7 @@ class EvaluationRecord:
     """One evaluation of a run."""
 
     step: NonNegativeInt
-    """After how many steps."""
+    """The number of steps before it."""
     epoch: NonNegativeInt
     metrics: dict[str, DivergingFloat]
     is_scheduled: bool = True

@@ -23,6 +23,8 @@ _ORDERS = {
 
 @dataclass(frozen=True)
 class Cause:
+    """The likely cause of a difference, and what to do about it."""
+
     why: str
     advice: str
 
@@ -56,7 +58,7 @@ def of_left_out(ranks: tuple[int, ...]) -> Cause:
 
 
 def of_samples(pair: StepPair) -> Cause | None:
-    """None where the samples of a step are the same, in any order, or were not seen."""
+    """Why the samples of a step differ; None if they are the same in any order, or were not seen."""
     base, other, step = pair.base, pair.other, pair.number
     mine, theirs = base.samples(step), other.samples(step)
     times = theirs.total() // mine.total() if mine else 0
@@ -134,7 +136,7 @@ def of_numbers_of_steps(base: ObservedRun, other: ObservedRun) -> Cause:
 
 
 def of_loss(pair: StepPair, mine: float, theirs: float) -> Cause:
-    """Of losses whose samples and weights are the same."""
+    """Why losses of the same samples and weights differ."""
     scale, ratio = theirs / mine if mine else math.inf, pair.ratio
     of_base, of_other = pair.num_micro_steps
     if pair.draws():
@@ -181,7 +183,7 @@ _OF_DRAWS = Cause(
 
 
 def _of_shares(pair: StepPair, shares: np.ndarray, scaled: str) -> Cause:
-    """Where the first run's gradient is a sum of multiples of the workers' own."""
+    """Why losses or gradients differ where the first run's gradient is the sum of the workers' own times `shares`."""
     if np.ptp(shares) < _SCALED * abs(shares).max():
         return Cause(
             f"{scaled}, on each worker alike",
@@ -194,7 +196,7 @@ def _of_shares(pair: StepPair, shares: np.ndarray, scaled: str) -> Cause:
 
 
 def _of_losses_alone(pair: StepPair, mine: float) -> Cause:
-    """Where the gradients of the workers' own samples were not seen: from the losses of the ranks."""
+    """Why losses differ, told by the losses of the ranks: the gradients of their own samples were not seen."""
     losses = [math.fsum(one.losses) for one in pair.theirs]
     rests = [len(losses) * mine - math.fsum(losses) + loss for loss in losses]
     factors = [loss / rest if rest else math.inf for loss, rest in zip(losses, rests, strict=True)]
@@ -228,7 +230,7 @@ def _is_near(one: float, other: float) -> bool:
 
 
 def _is_round(factor: float) -> bool:
-    """Whether it, or one over it, is a whole number that a person would write, and not 1."""
+    """Whether it is 0, or it or one over it is a whole number above 1: a factor that a person would write."""
     largest = max(abs(factor), 1 / abs(factor)) if factor and math.isfinite(factor) else 0.0
     return factor == 0 or (largest > 1.5 and _is_near(largest, round(largest)))
 
@@ -319,7 +321,7 @@ def _of_scale(pair: StepPair, scale: float, who: str) -> Cause:
 
 
 def _multiple_of(pair: StepPair, names: list[str]) -> float | None:
-    """By what factor these gradients are larger than in the first run; None if there is no such factor."""
+    """The factor by which all these gradients are larger than in the first run; None if there is no such factor."""
     both = pair.mine.gradients, pair.theirs[0].gradients
     mine, theirs = ({name: one[name] for name in names if one.get(name)} for one in both)
     scale = norm_of(theirs) / norm_of(mine) if norm_of(mine) else 0.0
@@ -340,7 +342,7 @@ def _is_clipped(pair: StepPair) -> bool:
 
 
 def of_option(pair: StepPair, name: str, mine: Any, theirs: Any, *, is_of_rank: bool) -> Cause:
-    """Of the learning rate, or another option of the optimizer."""
+    """Why the learning rate, or another option of the optimizer, differs."""
     is_number = isinstance(mine, float) and isinstance(theirs, float)
     values = f"{theirs:g} instead of {mine:g}" if is_number else f"{theirs} instead of {mine}"
     if is_of_rank:

@@ -19,7 +19,7 @@ from paceline.words import number_of
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}
 _LOSS_TOLERANCE = {"float64": 1e-11, "float32": 2e-5, "bfloat16": 1e-2, "float16": 1e-2}
 _ROUNDING = {"float64": 1e-15, "float32": 2.4e-7, "bfloat16": 1.6e-2, "float16": 2e-3}
-"""Of a weight after an update, relative to its size."""
+"""The rounding of a weight in an update, relative to its size."""
 _INITIAL_TOLERANCE = 1e-6
 _NEGLIGIBLE = 1e-5
 """A gradient this much smaller than all of them together is rounding, which Adam makes as large as any other."""
@@ -42,9 +42,9 @@ class ParityVerdict:
     parameter: str = ""
     """The tensor that differs, or the optimizer's option."""
     ranks: tuple[int, ...] = ()
-    """Those that differ from rank 0."""
+    """The ranks that differ from rank 0."""
     largest_difference: float = 0.0
-    """Of gradients and weights up to the first difference, relative to their size."""
+    """The largest distance of gradients and weights up to the first difference, relative to their size."""
     cause: str = ""
     advice: str = ""
     notes: tuple[str, ...] = field(default=())
@@ -110,7 +110,7 @@ def _notes(base: ObservedRun, other: ObservedRun) -> Iterator[str]:
 
 
 class _Comparison:
-    """Of one step of both runs."""
+    """Compares one step of both runs."""
 
     def __init__(self, pair: StepPair, precision: str, equal: ParityVerdict) -> None:
         self._pair, self._precision, self._equal = pair, precision, equal
@@ -118,10 +118,10 @@ class _Comparison:
         """The largest distance of the tensors that have been compared."""
 
     def first_difference(self) -> ParityVerdict | None:
-        """In the order in which one thing follows from another.
+        """The first difference in the order in which quantities follow from each other; None if there is none.
 
-        Samples and losses that differ are a difference where gradients follow: a batch may be padded otherwise, and a
-        loss divided later. Where no gradient was seen, the update stands for it.
+        Other samples or losses count only if the gradients differ too: a batch may be padded otherwise, and a loss
+        divided later. Where no gradient was seen, the update stands for it.
         """
         pair = self._pair
         exact = min(pair.tolerance, _INITIAL_TOLERANCE)
@@ -155,7 +155,7 @@ class _Comparison:
         )  # fmt: skip
 
     def _left_out(self) -> ParityVerdict | None:
-        """The update of a rank that called `backward` more often than others before this step of the optimizer."""
+        """The difference of ranks that called `backward` more often than others before this step of the optimizer."""
         counts = [len(one.losses) for one in self._pair.theirs]
         late = tuple(rank for rank, count in enumerate(counts) if count > min(counts))
         return self._differs("update", causes.of_left_out(late), ranks=late) if late else None
@@ -170,7 +170,7 @@ class _Comparison:
         return None if is_equal else self._differs("loss", causes.of_loss(pair, mine, theirs), size=size)
 
     def _options(self) -> ParityVerdict | None:
-        """The learning rate's, or else that of another option of the optimizer; between ranks first."""
+        """The difference of the learning rate, or else of another option of the optimizer; between ranks first."""
         pair, found = self._pair, []
         for rank, one in enumerate(pair.theirs):
             for reference, ranks in (pair.theirs[0], (rank,)), (pair.mine, ()):
@@ -191,8 +191,8 @@ class _Comparison:
         *,
         is_update: bool = False,
     ) -> ParityVerdict | None:
-        """Ranks are compared with rank 0, and rank 0 with the other run. Of updates not those that follow from rounding
-        alone, and the rounding of the weights that are left counts."""
+        """The first difference of one kind of tensors: of ranks from rank 0, or of rank 0 from the first run. Updates
+        whose gradients are rounding are left out, and those left may differ by the rounding of their weights."""
         pair = self._pair
         tolerance = pair.tolerance if tolerance is None else tolerance
         rounding: dict[str, float] = {}

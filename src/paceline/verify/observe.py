@@ -2,10 +2,10 @@
 
     python -m paceline.verify.observe SCRIPT.py ARGUMENTS …     (with PACELINE_TRACE_DIR and PACELINE_MAX_STEPS)
 
-Everything is seen from outside: by torch's global hooks calls of modules and steps of optimizers, by a
-`TorchFunctionMode` calls of `backward`, and by hooks on parameters the gradients of this worker's own samples. What
-couples the samples of a worker or draws random numbers, batch norm and dropout, differs between workers with good
-reason: it is switched off, so that what lies behind it shows. The process ends after the steps asked for. A run of
+Everything is seen from outside: torch's global hooks tell of calls of modules and steps of optimizers, a
+`TorchFunctionMode` of calls of `backward`, and hooks on parameters of the gradients of this worker's own samples. Batch
+norm and dropout differ between workers with good reason, as they couple a worker's samples or draw random numbers: they
+are switched off, so that they hide no other difference. The process ends after the steps asked for. A run of
 `paceline.init` records its own steps, and ends itself.
 """
 
@@ -48,7 +48,7 @@ _RECURRENT = torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu
 _WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Parts of parameters' names that come from wrappers."""
 _LIBRARIES = "accelerate", "lightning", "transformers"
-"""Those that read data in an order of their own."""
+"""Libraries that read data in an order of their own."""
 _SMALL = 0.01
 """The square of a gradient, relative to the mean of its tensor, whose update counts half."""
 _PATIENCE_S = 3.0
@@ -68,20 +68,20 @@ class ScriptRecorder(TorchFunctionMode):
         self._is_in_backward = False
         self._in_backward = ExitStack()
         self._stepping: Optimizer | None = None
-        """The one that makes a step; it may wrap others."""
+        """The optimizer that makes a step; it may wrap others."""
         self._models: list[nn.Module] = []
-        """Those with parameters that the script itself calls."""
+        """The modules with parameters that the script itself calls."""
         self._watched: dict[int, Tensor] = {}
         """Parameters whose gradients are seen, by id."""
         self._trained: set[int] = set()
-        """The ids of what the optimizers hold that have made a step."""
+        """The ids of the parameters of all optimizers that have made a step."""
         self._before: list[Tensor] = []
         """Copies of the weights, while the optimizer changes them."""
         self._gradients: list[list[float]] = []
         self._drawn_from = 0
         """The state of torch's generators as the first model was called since the last backward."""
         self._initial: Fingerprints = {}
-        """Of buffers and frozen parameters, as their model was first called."""
+        """Fingerprints of buffers and frozen parameters as their model was first called."""
         self._left: dict[int, list[list[float]]] = {}
         """Fingerprints of the weights as each optimizer left them."""
         self._is_low_precision = False
@@ -120,8 +120,8 @@ class ScriptRecorder(TorchFunctionMode):
                 self._initial |= {n: one for n, one in self._fixed_tensors().items() if n not in self._initial}
 
     def _module_returned(self, module: nn.Module, arguments: Any, *named_and_output: Any) -> None:
-        """After an exception, such as that by which activation checkpointing stops computing again, torch leaves out
-        the named arguments."""
+        """Torch leaves out the named arguments after an exception, such as the one by which activation checkpointing
+        stops computing again."""
         self._depth -= 1
         self._num_synced -= isinstance(module, nn.SyncBatchNorm)
         if self._depth:
@@ -244,8 +244,7 @@ class ScriptRecorder(TorchFunctionMode):
             self._end(_PATIENCE_S)
 
     def _all_tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers of all models, by names that are unique; not those of batch norm's statistics, which
-        stand still."""
+        """Parameters and buffers of all models, by unique names, but for batch norm's statistics, which stand still."""
         found: dict[str, Tensor] = {}
         seen: set[int] = set()
         for model in self._models:
@@ -260,7 +259,7 @@ class ScriptRecorder(TorchFunctionMode):
         return found
 
     def _fixed_tensors(self) -> Fingerprints:
-        """Of what no optimizer changes: buffers, frozen parameters, models that are an average of another one."""
+        """Fingerprints of what no optimizer changes: buffers, frozen parameters, models that average another one."""
         every, trained = self._all_tensors(), self._trained
         fixed = {n: t for n, t in every.items() if not t.requires_grad or (trained and id(t) not in trained)}
         return _in_order({name: _fingerprint(one) for name, one in fixed.items()})
@@ -300,8 +299,8 @@ class ScriptRecorder(TorchFunctionMode):
         return len(self._steps) >= self._num_steps and num_records >= self._num_workers
 
     def _end(self, patience_s: float) -> None:
-        """End this process once all others have recorded their steps. Those that made fewer may need this one to go on
-        with them."""
+        """End this process once all workers have recorded their steps: until then, others may need it to go on with
+        them. Returns if that takes longer than `patience_s`."""
         deadline = time.monotonic() + patience_s
         while not self.all_have_recorded():
             if time.monotonic() > deadline:
@@ -311,8 +310,8 @@ class ScriptRecorder(TorchFunctionMode):
 
 
 def _batch(given: list[Tensor]) -> list[Tensor]:
-    """The first of the tensors that a model was called with, if any, without padding: a wrapper may be called with
-    targets too, where the model that it wraps is not. What another model has computed is none."""
+    """The first tensor that a model was called with, without padding: a wrapper may be called with targets too, the
+    model that it wraps without. Empty if there is none; what another model has computed does not count."""
     found = [_full(one.detach()) for one in given if one.dim() > 0 and one.grad_fn is None]
     for mask in found[1:]:
         if mask.shape == found[0].shape and not mask.is_floating_point() and mask.min() >= 0 and mask.max() == 1:
@@ -336,8 +335,8 @@ def _fingerprint(tensor: Tensor | None) -> list[float]:
 
 
 def _in_order(found: Fingerprints) -> Fingerprints:
-    """In the order of values: a library may call the parts of a model one by one on one worker, and as a whole on
-    several, by other names."""
+    """`found` in the order of its values: a library may call a model's parts one by one on one worker, and the whole
+    model on several, where names differ."""
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 

@@ -31,11 +31,11 @@ class ObservedRun:
     failure: str = ""
     """Why the run ended early."""
     libraries: Sequence[str] = ()
-    """Those that the script has loaded of the ones that read data in an order of their own."""
+    """The libraries that the script has loaded and that read data in an order of their own."""
 
     def named_like(self, base: ObservedRun) -> ObservedRun:
-        """This run, its tensors by the names that they have in another one: where names differ, by their place. A
-        library may wrap a model on several workers alone."""
+        """This run with tensors named as in `base`: where names differ, tensors of the same place are the same. Some
+        libraries wrap a model on several workers only."""
 
         def renamed(one: StepRecord, first: StepRecord) -> StepRecord:
             changed: dict[str, Any] = {}
@@ -83,7 +83,7 @@ class StepPair:
 
     @property
     def ratio(self) -> float:
-        """Of the numbers of workers."""
+        """Workers of the second run for each worker of the first."""
         return self.other.num_workers / self.base.num_workers
 
     @property
@@ -101,8 +101,8 @@ class StepPair:
         return any(one.draws for one in (self.mine, *self.theirs))
 
     def shares(self) -> tuple[np.ndarray, bool]:
-        """The multiple of each worker's own gradient whose sum is the gradient of the first run, 1/N each if all is
-        well, by least squares over the projections of all tensors; whether there are such multiples."""
+        """(factors, whether they fit): the factor of each worker's own gradient with which their sum is the gradient of
+        the first run, by least squares over the projections of all tensors; 1/N each if all is well."""
         local = [one.local_gradients for one in self.base.steps[self.number]]
         names = [name for name in local[0] if all(name in one.local_gradients for one in self.theirs)]
         if not names or any(set(names) - set(one) for one in local):
@@ -116,7 +116,7 @@ class StepPair:
 
 
 def load(folder: Path, num_workers: int, failure: str = "") -> ObservedRun:
-    """What a run of `num_workers` workers left in `folder`. Raises `PacelineError` where there is none: the program
+    """The records that `num_workers` workers left in `folder`. Raises `PacelineError` if there is none: the program
     failed, or never made an optimizer's step."""
     ranks: list[list[StepRecord]] = []
     header: dict[str, Any] = {}
@@ -146,12 +146,12 @@ def _projections(tensors: Fingerprints, names: Sequence[str]) -> np.ndarray:
 def distances(
     mine: Fingerprints, theirs: Fingerprints, scale: float = 1.0, rounding: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """|scale x a - b| of each tensor, relative to its size; one that hardly matters relative to the whole.
+    """|scale x a - b| of each tensor, relative to its norm, or to 1 % of the norm of all tensors if that is more.
 
-    Infinite where only one run has the tensor, or it is not finite in one; no tensor is as one of zeros.
+    Infinite where only one run has the tensor, unless it is all zeros there, or where it is finite in one run only.
 
     Args:
-        rounding: by name, a size that counts if a tensor is smaller.
+        rounding: the least size that a distance is relative to, by tensor.
     """
     whole = math.hypot(*(values[0] for values in mine.values() if values and math.isfinite(values[0])))
     found = {}
@@ -169,6 +169,7 @@ def distances(
 
 
 def norm_of(tensors: Fingerprints) -> float:
+    """The norm of all tensors together."""
     return math.hypot(*(values[0] for values in tensors.values() if values))
 
 
@@ -177,11 +178,11 @@ class Distances:
     """How far the tensors of one kind are apart in a step."""
 
     differing: Mapping[str, float]
-    """Those of rank 0 that are another than in the first run."""
+    """Distances of the tensors of rank 0 that differ from those of the first run, by name."""
     unlike: Mapping[str, Sequence[int]]
-    """Those of which some ranks hold another value than rank 0, with these ranks; of ranks that hold any."""
+    """Ranks whose value of a tensor differs from rank 0's, by name; ranks that hold no tensors are left out."""
     largest: float
-    """Of rank 0 from the first run."""
+    """The largest distance of a tensor of rank 0 from that of the first run."""
 
     def __bool__(self) -> bool:
         return bool(self.differing or self.unlike)
@@ -190,9 +191,9 @@ class Distances:
 def distances_of(
     mine: Fingerprints, theirs: Sequence[Fingerprints], tolerance: float, rounding: Mapping[str, float] | None = None
 ) -> Distances:
-    """Of a run's rank 0 from the tensors `mine` of the other, and of the other's ranks from each other.
+    """How far rank 0's tensors are from `mine`, those of the first run, and other ranks' tensors from rank 0's.
 
-    A tensor whose place or name is not in `mine` is not compared.
+    A tensor whose name is not in `mine` is not compared.
     """
     found = distances(mine, theirs[0], 1.0, rounding)
     unlike: dict[str, list[int]] = {}

@@ -26,7 +26,7 @@ class CatalogEntry:
     """A recipe, model or data set, or a key of a job file."""
 
     name: str
-    """Of a key with its table, such as "optim.lr"."""
+    """A key is named with its table, such as "optim.lr"."""
     meaning: str
     values: str = ""
     """What a key can be."""

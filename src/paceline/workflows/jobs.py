@@ -77,7 +77,7 @@ def load_job(source: str | Path) -> Job:
 
 def is_script(job: Job | str | Path, arguments: Sequence[str] = (), **changes: Any) -> bool:
     """Whether `job` is a Python script (*.py), which takes `arguments`; others take `changes`, by names of options.
-    Raises `JobError` for what the one takes and the other is given."""
+    Raises `JobError` for arguments to a job or changes to a script."""
     is_one = not isinstance(job, Job) and str(job).endswith(".py")
     given = [f"--{name}" for name, value in changes.items() if value]
     if is_one and given:
@@ -125,8 +125,8 @@ def import_path(build: Any, keyword: str) -> str:
 
 
 def import_folders(job: Job) -> list[Path]:
-    """Where this process found the modules that the job names, such as beside the running script; not those that are
-    installed, which workers find by themselves."""
+    """The folders of the modules that the job names, such as that of the running script; installed ones are left out,
+    as workers find them by themselves."""
     folders = []
     named = [job.model.name, job.data.name, job.optim.name, job.optim.scheduler.name or ""]
     for path in [*named, *(callback.name for callback in job.callbacks)]:

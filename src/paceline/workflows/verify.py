@@ -107,7 +107,7 @@ class _Launch:
     program: Sequence[str]
     """What would follow `python`."""
     job: Job | None
-    """Of a job: what is written into the folder of a run, which the program is given."""
+    """The job, if one is compared: it is written into the folder of a run, which the program is given."""
     strategy: str | None
     steps: int
     say: Say

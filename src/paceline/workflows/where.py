@@ -186,8 +186,8 @@ def _like(here: Cluster, slots: Mapping[str, int | None]) -> Cluster:
 
 
 def _ask(slots: Mapping[str, int | None], via: Mapping[str, Transport], interface: str | None) -> tuple[Cluster, str]:
-    """What nodes say of themselves, and where agents can meet on the first: at the address of its name, if it has that
-    one, else of the interface or the first one. Raises `LaunchError` or `ClusterError` where a node is of no use."""
+    """The hardware of all nodes, and the address of the first at which agents meet: that of its name if it has it, else
+    the interface's, else its first. Raises `LaunchError` or `ClusterError` for a node that cannot be used."""
     from concurrent.futures import ThreadPoolExecutor
 
     program = (next(iter(via.values())).python, "-m", "paceline.hardware")

@@ -13,7 +13,7 @@ MIN_OPEN_FILES = 4096
 """Loader processes pass tensors as open files, and each worker has sockets to its peers; 1024, a usual default, runs
 out in long epochs ("Too many open files")."""
 UNLIMITED = -1
-"""As `resource.RLIM_INFINITY` is."""
+"""The value of `resource.RLIM_INFINITY`."""
 LOADER_BYTES = 2**30
 """Batches under way between loader processes and workers: tens of megabytes each, a few of every process."""
 MIN_DISK_BYTES = 2**30
@@ -74,7 +74,7 @@ def findings(check: str, fine: str, rows: Iterable[Row]) -> list[Finding]:
 
 
 def first_of_each(check: str, fine: str, *subjects: Iterable[Row]) -> list[Finding]:
-    """As `findings`, with one row at most of each subject: those after it say less."""
+    """What `findings` returns, but only the first row of each subject: those after it say less."""
     return findings(check, fine, (row for rows in subjects for row in [row for row in rows if row[0]][:1]))
 
 
