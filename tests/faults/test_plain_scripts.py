@@ -8,24 +8,30 @@ import signal
 import socket
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.kit.stage import EXCEPTION, SIGKILL, Ended, Fault, Stage, ended, is_alive, is_one_sentence
+from tests.kit.stage import EXCEPTION, SIGKILL, Ended, Fault, Stage, ended, is_alive
 from tests.kit.waiting import wait_until
 
+EXIT = Fault("sys.exit(3)", 3, ("exit code 3",), ("exit",))
 FAULTS = {
     "an exception": EXCEPTION,
     "a failing import": Fault("import no_such_library", 1, ("ModuleNotFoundError", "no_such_library")),
     "no memory": Fault("bytearray(1 << 60)", 1, ("MemoryError",)),
-    "sys.exit": Fault("sys.exit(3)", 3, ("exit code 3",), ("exit",)),
+    "sys.exit after a thousand lines": replace(
+        EXIT, does="[print('line', number) for number in range(1000)]; sys.exit(3)", told=("exit code 3", "line 999")
+    ),
     "sys.exit with a text": Fault("sys.exit('no data here')", 1, ("no data here", "exit code 1"), ("exit",)),
     "os._exit": Fault("os._exit(5)", 5, ("exit code 5",), ("exit",)),
     "SIGKILL": SIGKILL,
     "SIGSEGV": Fault("import ctypes; ctypes.string_at(0)", 139, ("SIGSEGV",), ("signal",)),
     "SIGABRT": Fault("os.abort()", 134, ("SIGABRT",), ("signal",)),
 }
+HAVE_A_LINE = ("an exception", "a failing import", "no memory", "SIGSEGV", "SIGABRT")
+"""Those of which a user is told in which line of the script."""
 
 LARGEST_SCREEN = 50
 """Lines."""
@@ -51,24 +57,23 @@ def test_a_fault_of_one_worker_is_told_with_its_rank(stage: Stage, name: str) ->
     fault = FAULTS[name]
     script = stage.script(
         f"""
-        if RANK == 1:
+        def read_sample():
             {fault.does}
-        park()
-        """
-    )
-    assert_told(stage, ended(stage.launch(script)), fault, {1}, 2)
-
-
-def test_memory_is_blamed_only_where_the_kernel_has_counted_a_kill(stage: Stage) -> None:
-    script = stage.script(
-        """
         if RANK == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            read_sample()
         park()
         """
     )
-    ended(stage.launch(script))
-    assert "memory" not in stage.report()["sentence"] and stage.report()["exit_code"] == -9
+    end = ended(stage.launch(script))
+    assert_told(stage, end, fault, {1}, 2)
+    assert "/paceline/" not in end.err and "/torch/" not in end.err, end.err
+    report = stage.report()
+    assert "memory" not in report["sentence"]  # the kernel has counted no kill
+    if name in HAVE_A_LINE:
+        lines = Path(script).read_text().splitlines()
+        place = f"script.py, line {1 + next(number for number, line in enumerate(lines) if fault.does in line)}"
+        assert "in read_sample" in end.err and any(place in line for line in report["workers"]), report
+        assert fault.causes != ("signal",) or f"at {place}" in report["sentence"]
 
 
 @pytest.mark.budget(processor_s=12)
@@ -140,79 +145,22 @@ def test_of_workers_that_fail_at_once_one_is_told(stage: Stage, name: str) -> No
     assert_told(stage, ended(stage.launch(script, num_workers=3)), fault, {0, 1, 2}, 3)
 
 
-def test_the_report_shows_the_users_line_and_no_line_of_the_launcher(stage: Stage) -> None:
-    script = stage.script(
-        """
-        def read_sample():
-            raise ValueError("sample 17 is damaged")
-        if RANK == 1:
-            read_sample()
-        park()
-        """
-    )
-    err = ended(stage.launch(script)).err
-    assert "in read_sample" in err
-    assert any("script.py, line" in line for line in stage.report()["workers"])
-    assert "/paceline/" not in err and "/torch/" not in err
-
-
-def test_a_crash_in_native_code_shows_where_python_was(stage: Stage) -> None:
-    script = stage.script(
-        """
-        def call_the_library():
-            os.abort()
-        if RANK == 1:
-            call_the_library()
-        park()
-        """
-    )
-    assert "in call_the_library" in ended(stage.launch(script)).err
-    lines = Path(script).read_text().splitlines()
-    number = 1 + next(number for number, line in enumerate(lines) if "os.abort()" in line)
-    assert f"SIGABRT at script.py, line {number}" in stage.report()["sentence"]
-
-
-def test_the_last_lines_of_a_failed_worker_are_shown(stage: Stage) -> None:
-    script = stage.script(
-        """
-        if RANK == 1:
-            for number in range(1000):
-                print("line", number)
-            sys.exit(3)
-        park()
-        """
-    )
-    end = ended(stage.launch(script))
-    assert "line 999" in stage.report()["evidence"]
-    assert "line 999" in end.err and len(end.err.splitlines()) <= LARGEST_SCREEN
-
-
-def test_a_worker_that_ignores_sigterm_ends_too(stage: Stage) -> None:
-    script = stage.script(
-        """
-        if RANK == 0:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            tell("deaf")
-            park()
-        await_mark("deaf")
-        sys.exit(3)
-        """
-    )
-    assert_told(stage, ended(stage.launch(script)), FAULTS["sys.exit"], {1}, 2)
-
-
-def test_the_other_workers_may_clean_up(stage: Stage) -> None:
+def test_the_other_workers_may_clean_up_and_one_that_ignores_sigterm_ends_too(stage: Stage) -> None:
     script = stage.script(
         """
         if RANK == 0:
             signal.signal(signal.SIGTERM, lambda *_: (tell("cleaned"), sys.exit(1)))
-            tell("working")
+        if RANK == 2:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if RANK != 1:
+            tell(f"{RANK}.ready")
             park()
-        await_mark("working")
+        await_mark("0.ready")
+        await_mark("2.ready")
         sys.exit(3)
         """
     )
-    assert_told(stage, ended(stage.launch(script)), FAULTS["sys.exit"], {1}, 2)
+    assert_told(stage, ended(stage.launch(script, num_workers=3)), EXIT, {1}, 3)
     assert (stage.folder / "cleaned").exists()
 
 
@@ -227,7 +175,7 @@ def test_what_a_worker_started_ends_with_a_failed_run(stage: Stage) -> None:
         park()
         """
     )
-    assert_told(stage, ended(stage.launch(script)), FAULTS["sys.exit"], {1}, 2)
+    assert_told(stage, ended(stage.launch(script)), EXIT, {1}, 2)
     assert len(stage.pids()) == 4  # the fixture sees that none is left
 
 
@@ -236,27 +184,9 @@ def test_a_report_does_not_mention_an_earlier_run_in_the_same_folder(stage: Stag
     assert ended(stage.launch(stage.script("raise ValueError('first')"))).exit_code == 1
     end = ended(stage.launch(stage.script("if RANK == 1: sys.exit(3)", "park()")))
     assert "first" not in end.err
-    assert_told(stage, end, FAULTS["sys.exit"], {1}, 2)
+    assert_told(stage, end, EXIT, {1}, 2)
     assert ended(stage.launch(stage.script(""))).exit_code == 0
     assert not (stage.folder / "run" / "failure.json").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (("nowhere.py",), "nowhere.py"),
-        (("-m", "no_such_module"), "no_such_module"),
-        (("--out", "script.py", "script.py"), "script.py"),
-        (("-n", "0", "script.py"), "--workers"),
-    ],
-    ids=["no script", "no module", "run folder is a file", "no workers"],
-)
-def test_a_launch_that_cannot_be_is_one_sentence(stage: Stage, words: tuple[str, ...], named: str) -> None:
-    stage.script("")
-    end = ended(stage.start("paceline", "launch", "-n", "2", *words))
-    assert end.exit_code == 2
-    assert is_one_sentence(end.err) and named in end.err, end.err
-    assert not stage.pids()
 
 
 @pytest.fixture

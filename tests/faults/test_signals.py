@@ -14,10 +14,19 @@ from tests.kit.waiting import wait_until
 BUSY = """
 child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
 tell(f"child-of-{RANK}.pid", str(child.pid))
+
+def save(*_):
+    tell("asked")
+    await_mark("storage-answers")
+    tell("saved")
+    os._exit(143)
+
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) if RANK == 1 else ():  # whichever the launcher sends on
+    signal.signal(number, save)
 tell(f"{RANK}.ready")
 park()
 """
-"""A worker that has started a process, as a data loader does."""
+"""Workers that have started a process, as data loaders do; one saves when it is asked to end."""
 
 
 def assert_nobody_is_blamed(stage: Stage, end: Ended, exit_code: int) -> None:
@@ -26,48 +35,23 @@ def assert_nobody_is_blamed(stage: Stage, end: Ended, exit_code: int) -> None:
     assert not (stage.folder / "run" / "failure.json").exists()
 
 
-each_signal = pytest.mark.parametrize(
+@pytest.mark.parametrize("receivers", ["the launcher", "its process group"])
+@pytest.mark.parametrize(
     ("number", "exit_code"),
     [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
     ids=["SIGTERM", "Ctrl-C", "the terminal closes"],
 )
-
-
-@each_signal
-@pytest.mark.parametrize("receivers", ["the launcher", "its process group"])
-def test_a_signal_ends_the_launcher_its_workers_and_what_they_started(
+def test_a_signal_ends_the_launcher_its_workers_when_they_have_saved_and_what_they_started(
     stage: Stage, number: signal.Signals, exit_code: int, receivers: str
 ) -> None:
     launcher = stage.launch(stage.script(BUSY))
     stage.await_marks("0.ready", "1.ready")
     assert len(stage.pids()) == 4
     (os.kill if receivers == "the launcher" else os.killpg)(launcher.pid, number)
-    assert_nobody_is_blamed(stage, ended(launcher), exit_code)
-
-
-@each_signal
-def test_a_worker_that_is_asked_to_end_has_time_to_save(stage: Stage, number: signal.Signals, exit_code: int) -> None:
-    script = stage.script(
-        """
-        def save(*_):
-            tell(f"{RANK}.asked")
-            await_mark("storage-answers")
-            tell(f"{RANK}.saved")
-            os._exit(143)
-
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):  # whichever the launcher sends on
-            signal.signal(number, save)
-        tell(f"{RANK}.ready")
-        park()
-        """
-    )
-    launcher = stage.launch(script)
-    stage.await_marks("0.ready", "1.ready")
-    launcher.send_signal(number)
-    stage.await_marks("0.asked", "1.asked")
+    stage.await_marks("asked")
     (stage.folder / "storage-answers").touch()
     assert_nobody_is_blamed(stage, ended(launcher), exit_code)
-    assert (stage.folder / "0.saved").exists() and (stage.folder / "1.saved").exists()
+    assert (stage.folder / "saved").exists()
 
 
 def test_a_second_ctrl_c_does_not_wait_for_workers_that_do_not_end(stage: Stage) -> None:
@@ -85,13 +69,6 @@ def test_a_second_ctrl_c_does_not_wait_for_workers_that_do_not_end(stage: Stage)
     stage.await_marks("0.asked", "1.asked")
     launcher.send_signal(signal.SIGINT)
     assert_nobody_is_blamed(stage, ended(launcher), 130)
-
-
-def test_workers_end_with_a_killed_launcher(stage: Stage) -> None:
-    launcher = stage.launch(stage.script('tell(f"{RANK}.ready")', "park()"))
-    stage.await_marks("0.ready", "1.ready")
-    launcher.kill()
-    stage.await_nobody()
 
 
 def test_workers_that_are_about_to_start_end_with_a_killed_launcher(stage: Stage) -> None:

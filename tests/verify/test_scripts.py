@@ -27,6 +27,7 @@ STATES = cases_of(State) | {
     name: kind for name, kind in cases_of(Draws).items() if "generator" in name or "clock" in name
 }
 """Ways in which a loss function or a model keeps state from call to call."""
+OTHERS = {name: kind for name, kind in MISTAKES.items() if name not in STATES}
 _SAME_AGAIN = "not shown: a worker that is alone computes the same again, and learns what it learns alone"
 NOT_SHOWN_ALONE = {
     "the_first_loss_as_the_unit_of_all": _SAME_AGAIN,
@@ -40,7 +41,7 @@ def _expected(names: Mapping[str, type[Script]], not_shown: dict[str, str]) -> l
     return [pytest.param(name, marks=marks[name]) if name in marks else name for name in names]
 
 
-@pytest.mark.parametrize("mistake", _expected(MISTAKES, NOT_SHOWN))
+@pytest.mark.parametrize("mistake", _expected(OTHERS, NOT_SHOWN))
 def test_a_mistake_is_shown_with_its_cause(mistake: str, tmp_path: Path) -> None:
     kind = MISTAKES[mistake]
     shown = shown_by(kind, mistake, tmp_path)
