@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from paceline.data import ArrayReader, ArraySet, Loading, SampleRequest, read_samples, set_size
 from paceline.data.loading import EpochOrder, collated, digest_of, is_stream
 from paceline.data.streams import StreamPosition, StreamStep, check_stream, is_split, placeholder_content, read_stream
-from paceline.errors import DataError
+from paceline.errors import DataError, JobError
 from paceline.object_collectives import all_gather_objects, device_of, open_host_group
 from paceline.parallel import Assignment
 from paceline.parallel.step_input import shards_of_rank
@@ -408,14 +408,20 @@ class DataProgress:
 
     def _begin(self, epoch: int, digest: str, set_size: int | None) -> None:
         """Go to the beginning of an epoch, or to the place in it where the run was saved."""
-        if self._is_resumed and self._set_size not in (None, set_size):
+        if not self._is_resumed and (epoch, 0) < (self.epoch, self._next):  # its order and draws would come again
+            raise JobError(
+                f"Epoch {epoch} of this run has been trained on; call run.batches(data) once for all epochs of "
+                "paceline.init, or write: for epoch in run.epochs(): for batch in run.batches(data, epoch); two data "
+                "sets of one epoch are put into one (torch.utils.data.ConcatDataset)."
+            )
+        if not (self._is_resumed and epoch == self.epoch):
+            self.epoch, self._next = epoch, 0
+        elif self._next > 0 and self._set_size not in (None, set_size):
             now = "no length" if set_size is None else f"{set_size:,} samples"
             raise DataError(
                 f"The training set has {now}, but {self._set_size:,} samples when this run was saved; resume with the "
                 "same data, or begin in another folder."
             )
-        if not (self._is_resumed and epoch == self.epoch):
-            self.epoch, self._next = epoch, 0
         elif self._next > 0 and self._checks_order and digest != self.digest:
             raise DataError(
                 f"The samples of epoch {epoch} come in another order than when this run was saved; give the same data "

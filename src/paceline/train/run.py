@@ -281,7 +281,7 @@ class Run:
 
         Raises:
             DataError: what the data set, the loader or the sampler says cannot be done.
-            JobError: all epochs are asked for a second time.
+            JobError: an epoch is asked for a second time, be it with other data.
         """
         loading = loading_of(
             self.job,
@@ -293,11 +293,6 @@ class Run:
             worker_init_fn=worker_init_fn,
             pin_memory=pin_memory,
         )
-        if epoch is None and self._has_read_batches:  # a second round would repeat the order and draws of the first
-            raise JobError(
-                "run.batches(data) is called once and goes through all epochs of the job; for a loop over epochs give "
-                "paceline.init epochs=…, and write: for epoch in run.epochs(): for batch in run.batches(data, epoch)."
-            )
         for number in self.epochs() if epoch is None else [epoch]:
             self._has_read_batches = True
             yield from self.stepper.batches(loading, number, samples_per_epoch)

@@ -303,8 +303,7 @@ class Session:
                 self.note(note)
         self._resumed = None
         if self._saver is not None and self._saver.last_step is None:
-            models = {name: trained.take() for name, trained in self.state.models.by_name.items()}
-            self._saver.check({"models": models, "kept": self.state.kept.state_dict()})
+            self._saver.check({"models": self.state.models.take(), "kept": self.state.kept.state_dict()})
 
     def roll_back(self) -> str | None:
         """Put weights and optimizer back to the newest good checkpoint, but for learning rates: the data goes on, and

@@ -16,7 +16,8 @@ from tests.unit.checkpoint.saving import Kept
 
 
 def train(folder: Path, max_steps: int | None = None) -> tuple[list[int], float, str]:
-    """At which steps epochs of three steps ended, the learning rate, and the fingerprint of the weights."""
+    """At which steps epochs of three steps ended, each with other data, the learning rate, and the fingerprint of the
+    weights."""
     with paceline.init(
         global_batch_size=8, virtual_shards=4, epochs=4, max_steps=max_steps, checkpoint_dir=folder, progress=False
     ) as run:
@@ -26,9 +27,9 @@ def train(folder: Path, max_steps: int | None = None) -> tuple[list[int], float,
         scheduler, ends = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), Kept([])
         run.keep("scheduler", scheduler)
         run.keep("ends", ends)
-        samples = TensorDataset(torch.linspace(-1, 1, 96).view(24, 4))
+        samples = torch.linspace(-1, 1, 96).view(24, 4)
         for epoch in run.epochs():
-            for batch in run.batches(samples, epoch):
+            for batch in run.batches(TensorDataset(samples[epoch:]), epoch):
                 run.step(batch, lambda model, shard: (model(shard[0]) - 1).square().mean())
             if run.steps % 3 == 0:  # it has ended, and the run was not stopped within it
                 scheduler.step()
@@ -44,13 +45,14 @@ def test_a_run_that_goes_on_ends_its_epochs_as_one_without_a_pause(tmp_path: Pat
     assert train(tmp_path / "stopped") == whole
 
 
-def test_a_loop_over_epochs_that_does_not_name_them_is_refused() -> None:
+@pytest.mark.parametrize(("epoch", "num_steps"), [(None, 2), (0, 1)])
+def test_an_epoch_is_not_trained_on_twice(epoch: int | None, num_steps: int) -> None:
     samples = list(torch.linspace(-1, 1, 32).view(8, 4))
     with paceline.init(global_batch_size=8, epochs=2, progress=False) as run:
         model = nn.Linear(4, 1)
         run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
         with pytest.raises(JobError, match=r"run\.batches\(data, epoch\)"):
             for _ in range(2):
-                for batch in run.batches(samples):
+                for batch in run.batches(samples, epoch):
                     run.step(batch, lambda model, shard: model(shard).square().mean())
-        assert run.steps == 2
+        assert run.steps == num_steps
