@@ -205,14 +205,14 @@ def test_a_step_of_one_of_several_optimizers_is_clipped_by_the_norm_of_its_own_g
 
 
 def _after_a_change_in_place(folder: Path | None) -> list[float]:
-    """The losses of a second model, whose steps come after a loss function that changes the batch."""
+    """The losses of a second model, whose steps come after a loss function that changes the batch, and its buffers."""
 
     def doubled(model: nn.Module, batch: Any) -> Any:
         batch[0].mul_(2)
-        return _squares(model, batch)
+        return _squares(model, batch)[0] + models[1](batch[0]).mean()
 
     torch.manual_seed(0)
-    models = nn.Linear(2, 1), nn.Linear(2, 1)
+    models = nn.Linear(2, 1), _Statistics()
     with _init(checkpoint_dir=folder, checkpoint={"every_steps": 4, "every_minutes": None}) as run:
         for model in models:
             run.prepare(model, _sgd(model.parameters()))
@@ -223,7 +223,7 @@ def _after_a_change_in_place(folder: Path | None) -> list[float]:
         return found
 
 
-def test_what_a_step_changes_in_its_samples_is_nothing_to_the_next_one(tmp_path: Path) -> None:
+def test_what_a_step_changes_beside_its_model_is_nothing_to_the_next_one(tmp_path: Path) -> None:
     assert run_ranks(_after_a_change_in_place, 1, None) == run_ranks(_after_a_change_in_place, 1, tmp_path)
 
 

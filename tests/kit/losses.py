@@ -43,7 +43,7 @@ def poisoned(model: nn.Module, batch: Any) -> Tensor:
     """NaN where the class of a sample is negative."""
     inputs, targets = batch
     losses = F.cross_entropy(model(inputs), targets.clamp(min=0), reduction="none")
-    return torch.where(targets < 0, losses * float("nan"), losses).mean()
+    return (losses * torch.where(targets < 0, float("nan"), 1.0)).mean()
 
 
 def hits(model: nn.Module, batch: Any) -> dict[str, Any]:

@@ -133,7 +133,6 @@ class Buffers:
         self._constants: dict[str, Tensor] = {}
         """The values of those of which this step shows whether they change."""
         self._num_steps = 0
-        self._flatten(self._changing)
         self.take_values()
 
     def _flatten(self, names: Set[str]) -> None:
@@ -187,17 +186,17 @@ class Buffers:
     @torch.no_grad()
     def begin_step(self, *, is_audited: bool = False) -> None:
         """Take the present values for those that every pass of this step begins with."""
+        self.take_values(is_audited=is_audited)
+        self._constants = {name: self._slices[name].clone() for name in self._slices.keys() - self._changing}
+        self._num_steps += 1
+
+    @torch.no_grad()
+    def take_values(self, *, is_audited: bool = False) -> None:
+        """Have passes begin with the present values: those of all buffers until the model has made its first steps."""
         names = set(self._changing)
         if self.finds_others and (is_audited or self._num_steps < _NUM_FIRST_STEPS):
             names |= {name for name, places in self._places.items() if _may_change(getattr(*places[0]))}
         self._flatten(names)
-        self.take_values()
-        self._constants = {name: self._slices[name].clone() for name in names - self._changing}
-        self._num_steps += 1
-
-    @torch.no_grad()
-    def take_values(self) -> None:
-        """Have passes begin with the present values."""
         self._gather()
         self._before = [flat.clone() for flat in self._flats]
         # From where changes are counted: 0 where the value is not finite, as of a minimum.

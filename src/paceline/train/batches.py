@@ -75,7 +75,7 @@ class GlobalBatches:
         orders = functools.partial(loading.order, num_samples, job.global_batch_size, job.seed)
         numbers = progress.enter(epoch, orders, num_samples)
         # Loader processes are asked ahead.
-        batches, asked = itertools.tee(progress.batch(number, numbers.stop) for number in numbers)
+        batches, asked = itertools.tee(progress.batch(epoch, number, numbers.stop) for number in numbers)
         if not reads_assignment:
             asked = itertools.islice(asked, 1)
         requests = (
@@ -84,7 +84,7 @@ class GlobalBatches:
         )
         compared = []
         if self.world.group is not None and numbers:
-            first = progress.batch(numbers.start, numbers.stop)
+            first = progress.batch(epoch, numbers.start, numbers.stop)
             compared = [SampleRequest((first.samples[: job.shard_size],), first.number)]
         # Loader processes read them too: a file that a data set opens in this process could not be shared with those.
         contents = self.reader.read_shards(loading, epoch, itertools.chain(compared, requests))
@@ -455,13 +455,13 @@ class DataProgress:
         assert self._orders is not None
         return self._orders(epoch)
 
-    def batch(self, number: int, stop: int) -> GlobalBatch:
-        """A batch of the current epoch, of which those before `stop` are trained on."""
-        order = self.order(self.epoch)
-        index = self.epoch * order.num_batches + number
+    def batch(self, epoch: int, number: int, stop: int) -> GlobalBatch:
+        """A batch of an epoch of a map-style set, of which those before `stop` are trained on."""
+        order = self.order(epoch)
+        index = epoch * order.num_batches + number
         samples = order.batch(number)
         assignment = Assignment.of(len(samples), self.job.virtual_shards, self._rank, self._num_assignments)
-        return GlobalBatch(self.epoch, number, index, stop - number, samples, assignment, order.num_samples)
+        return GlobalBatch(epoch, number, index, stop - number, samples, assignment, order.num_samples)
 
     @property
     def own_substreams(self) -> range:

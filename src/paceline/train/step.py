@@ -27,7 +27,7 @@ from paceline.parallel.fused import check_fused, fused
 from paceline.parallel.layout import clip_gradients
 from paceline.parallel.losses import StepLoss
 from paceline.parallel.pass_state import host_states, seed_generators, torch_states
-from paceline.parallel.step_input import AnyShard, frozen_models, shard_sizes
+from paceline.parallel.step_input import AnyShard, frozen_models
 from paceline.spec import Mesh
 from paceline.tensors import Apply, Batch, is_dtensor, local_shard, map_tensors
 from paceline.train.batches import GlobalBatch, GlobalBatches
@@ -444,26 +444,22 @@ class Stepper:
             )
         num_batches = progress.order(batch.epoch).num_batches
 
-        def samples_of(index: int) -> Any:
+        def batch_of(index: int) -> GlobalBatch:
             epoch, number = divmod(index, num_batches)
-            return progress.order(epoch).batch(number)
-
-        def sizes(index: int) -> tuple[int, ...]:
-            return shard_sizes(len(samples_of(index)), job.virtual_shards)
+            return progress.batch(epoch, number, num_batches)
 
         def read(index: int, shard: int) -> StepInput:
-            assignment = Assignment(sizes(index), ((shard, shard + 1),), rank=0)
-            samples = samples_of(index)[slice(*assignment.span)]
-            epoch, number = divmod(index, num_batches)
-            request = SampleRequest((samples,), number, shard)
-            (content,) = self._batches.reader.read_shards(pending.loading, epoch, [request])
+            found = batch_of(index)
+            assignment = Assignment(found.assignment.shard_sizes, ((shard, shard + 1),), rank=0)
+            request = SampleRequest((found.samples[slice(*assignment.span)],), found.number, shard)
+            (content,) = self._batches.reader.read_shards(pending.loading, found.epoch, [request])
             # Servers know of no loss scale.
             return replace(self._input(one, index, assignment, content), scale=lambda loss: loss)
 
         def factor(index: int) -> float:
-            epoch, number = divmod(index, num_batches)
-            seen = epoch * batch.samples_per_epoch + min(number * job.global_batch_size, batch.samples_per_epoch)
-            return one.trained.rates.factor(seen, batch.samples_per_epoch)
+            per_epoch, found = batch.samples_per_epoch, batch_of(index)
+            seen = found.epoch * per_epoch + min(found.number * job.global_batch_size, per_epoch)
+            return one.trained.rates.factor(seen, per_epoch)
 
         def updated(loss: Tensor, is_made: bool) -> None:
             if is_made:
@@ -473,7 +469,7 @@ class Stepper:
 
         return AnyShard(
             batch=batch.index,
-            num_shards=lambda index: len(sizes(index)),
+            num_shards=lambda index: len(batch_of(index).assignment.shard_sizes),
             lr_factor=factor,
             read=read,
             at_base_rates=one.trained.rates.at_base,
