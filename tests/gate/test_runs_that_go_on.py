@@ -324,24 +324,6 @@ def test_an_epoch_is_saved_at_its_end(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-00000003", "step-00000006"]
 
 
-def _ends_of_epochs(folder: Path) -> list[list[int]]:
-    """Of which epochs a script comes to the end in a run that stops there, and in the one that goes on."""
-    ended: list[list[int]] = [[], []]
-    for part, max_steps in zip(ended, (3, None), strict=True):
-        job = paceline.Job(global_batch_size=BATCH, virtual_shards=2, epochs=EPOCHS)
-        with paceline.init(job, checkpoint_dir=folder, max_steps=max_steps, progress=False) as run:
-            run.prepare(model := _Layers(), torch.optim.SGD(model.parameters(), lr=0.1))
-            for epoch in run.epochs():
-                for batch in run.batches(_rows(), epoch):
-                    run.step(batch, lambda model, shard: model(shard[0]).square().mean())
-                part.append(epoch)
-    return ended
-
-
-def test_the_end_of_an_epoch_comes_once(tmp_path: Path) -> None:
-    assert run_ranks(_ends_of_epochs, 1, tmp_path) == [[[0], [1, 2]]]
-
-
 def _without_manifests(folder: Path) -> str:
     _train(folder, max_steps=4)
     for file in folder.rglob("manifest.json"):

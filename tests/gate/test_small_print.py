@@ -142,6 +142,21 @@ def test_a_model_that_is_compiled_in_place_is_compiled_once_and_learns_the_same(
     assert compiled == pytest.approx(eager, rel=1e-5)
 
 
+def _dropped(is_compiled: bool) -> list[float]:
+    """The loss of outputs of which a block of a compiled model that runs as it is drops some; or the loss function."""
+    torch.manual_seed(0)
+    parts = nn.Linear(2, 2), nn.Dropout(0.5)
+    with _init(compile=is_compiled) as run, torch.compiler.set_stance("force_eager"):
+        model, last = (nn.Sequential(*parts), nn.Identity()) if is_compiled else parts
+        run.prepare(model, _sgd(model.parameters()))
+        batches = run.batches(torch.ones(8, 2))
+        return [float(run.step(batch, lambda model, shard: last(model(shard)).mean())) for batch in batches]
+
+
+def test_a_compiled_model_that_falls_back_draws_by_shard_alone() -> None:
+    assert run_ranks(_dropped, 1, True) == run_ranks(_dropped, 1, False)
+
+
 def _places_of_gradients() -> tuple[int, int, bool]:
     """How many places gradients of one layer had in all passes and steps, and all gradients after a step; and whether a
     parameter that nobody uses has none."""

@@ -69,8 +69,12 @@ class BlockSeeds:
         self._on_gpu = device.type == "cuda"
         self._state: int | None = None
         """What a shard's seed adds to those of its blocks; None: blocks draw from the generators as they are."""
-        for path, block in blocks.items():
-            block.register_forward_pre_hook(self._hook(path))
+        self._hooks = [block.register_forward_pre_hook(self._hook(path)) for path, block in blocks.items()]
+
+    def leave_blocks(self) -> None:
+        """Seed no block: a compiled model that is run as it is, after too many shapes, has to draw as it did before."""
+        for hook in self._hooks:
+            hook.remove()
 
     def begin_shard(self, seed: int) -> None:
         """A forward or backward pass of the virtual shard with this `seed` begins."""

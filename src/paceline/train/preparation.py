@@ -72,6 +72,7 @@ def prepare_model(
         example=to_device(example, world.device, torch.float64 if job.precision == "float64" else None),
     )
     if is_compiled:
+        engine.passes.seeds.leave_blocks()
         engine.module.compile(options={"fallback_random": True, **_OPTIONS.get(str(job.compile), {})})
     rebind(optimizer, names, engine.module)
     choose_kernels(optimizer, world.device, alike_on_shards=job.parity == "bitwise")
