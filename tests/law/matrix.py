@@ -46,13 +46,13 @@ class NotHeld:
     """Words of the error that says so before the first step; none: the run goes on, by another rule."""
 
 
-_OWN_CLIPPING = NotHeld("every worker clips the gradient of its own samples, between two outer steps")
+_OWN_UPDATES = NotHeld("between two outer steps every worker clips and leaves out updates by its own samples")
 _SLICES_ROUND = NotHeld("sums inside of layers are made in another order", ("bitwise", "tp"))
 _NEEDS_EVERY_STEP = NotHeld("the bits would depend on the number of workers", ("bitwise", "aggregation.method"))
 
 NOT_HELD: Mapping[tuple[str, str], NotHeld] = {
-    ("local_sgd", "clipping and schedule"): _OWN_CLIPPING,
-    ("diloco", "clipping and schedule"): _OWN_CLIPPING,
+    **dict.fromkeys([("local_sgd", "clipping and schedule"), ("local_sgd", "non-finite")], _OWN_UPDATES),
+    **dict.fromkeys([("diloco", "clipping and schedule"), ("diloco", "non-finite")], _OWN_UPDATES),
     ("asynchronous", "clipping and schedule"): NotHeld(
         "servers update slices of the parameters, and none knows the norm of the whole gradient",
         ("parameter_server_async", "clip_norm"),
