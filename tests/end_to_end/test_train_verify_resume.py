@@ -1,5 +1,5 @@
 """A job from its first step to its last: trained on two workers, found equal to one by `paceline verify`, and continued
-on one worker to the weights of a run that was never interrupted."""
+on one worker, with its scheduler, to the weights of a run that was never interrupted. Its folder takes no other job."""
 
 from __future__ import annotations
 
@@ -9,11 +9,21 @@ from typing import Any
 
 import pytest
 
-from tests.kit.commands import paceline, succeeded
+from tests.kit.commands import forked_paceline, paceline, succeeded
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.budget(processor_s=45)]
 
-JOB = ("digits-lenet", "--set", "parity=bitwise", "--set", "plan.threads_per_worker=1", "--json")
+SETTINGS = {
+    "parity": "bitwise",
+    "plan.threads_per_worker": "1",
+    "optim.schedule": "constant",
+    "optim.warmup_epochs": "0",
+    "optim.scheduler.name": "torch.optim.lr_scheduler:StepLR",
+    "optim.scheduler.every": "epoch",
+    "optim.scheduler.options.step_size": "1",
+    "optim.scheduler.options.gamma": "0.1",
+}
+JOB = ("digits-lenet", *(word for item in SETTINGS.items() for word in ("--set", "=".join(item))), "--json")
 
 
 def train(folder: Path, run: str, workers: int, max_steps: int) -> dict[str, Any]:
@@ -34,6 +44,8 @@ def test_a_run_resumed_on_one_worker_ends_with_the_weights_of_an_uninterrupted_r
         assert resumed[fact] == uninterrupted[fact], fact
     for part in ("job.json", "record.json", "metrics.jsonl", "model.safetensors", "checkpoints"):
         assert (tmp_path / "resumed" / part).exists()
+    other = forked_paceline("train", *JOB, "--out", "resumed", "--set", "seed=1", cwd=tmp_path)
+    assert other.returncode == 2 and "resumed" in other.stderr and "seed" in other.stderr, other.stderr
 
 
 def test_verify_finds_two_workers_equal_to_one(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""What `paceline train` and `launch` promise beside the tables: a job goes on with its scheduler, its folder takes no
-other job, a failure keeps its words, and a call that only one worker makes is named."""
+"""What `paceline launch` promises beside the tables: a failure keeps its words, a call that one worker alone makes is
+named."""
 
 from __future__ import annotations
 
@@ -9,18 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.kit.commands import forked_paceline, paceline, succeeded
-
-JOB = """
-global_batch_size = 16
-virtual_shards = 2
-epochs = 2
-parity = "bitwise"
-data = { name = "digits", train_limit = 48, test_limit = 16 }
-model = { name = "mlp" }
-[optim]
-scheduler = { name = "torch.optim.lr_scheduler:StepLR", every = "epoch", options = { step_size = 1, gamma = 0.1 } }
-"""
+from tests.kit.commands import paceline
 
 EVALUATING_ALONE = """
 import torch
@@ -35,22 +24,6 @@ with paceline.init(global_batch_size=8, progress=False) as run:
         if run.rank == 0 and run.steps == 2:
             run.evaluate(data, lambda model, batch: {"loss": model(batch[0])[:, 0]})
 """
-
-
-def _weights_after(folder: Path, out: str, *arguments: str) -> str:
-    succeeded(paceline("train", "job.toml", "-n", "1", "--out", out, *arguments, cwd=folder))
-    weights: str = json.loads((folder / out / "record.json").read_text())["weights_sha256"]
-    return weights
-
-
-@pytest.mark.budget(processor_s=40)
-def test_a_job_in_two_parts_is_the_job_in_one_and_no_other_job(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text(JOB)
-    part = _weights_after(tmp_path, "two", "--max-steps", "2")  # of three in an epoch
-    whole = _weights_after(tmp_path, "whole")
-    assert _weights_after(tmp_path, "two") == whole != part
-    other = forked_paceline("train", "job.toml", "--out", "two", "--set", "seed=1", cwd=tmp_path)
-    assert other.returncode == 2 and "two" in other.stderr and "seed" in other.stderr, other.stderr
 
 
 def _failure_of(folder: Path, script: str, *options: str) -> dict[str, Any]:

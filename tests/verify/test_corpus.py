@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -91,9 +90,8 @@ def _cases(names: Iterable[str]) -> list[Any]:
     return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.nightly) for name in names]
 
 
-def _observe(script: Path, arguments: list[str], path: Path, port: int) -> None:
+def _observe(script: Path, arguments: list[str], path: Path) -> None:
     """Ends this process, as where the observer is started by its command."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="False")
     os.environ.update(TORCHELASTIC_RUN_ID="1", HF_HUB_OFFLINE="1", ACCELERATE_USE_CPU="1")
     os.environ.update(GROUP_RANK="0", LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"])
     os.chdir(path)
@@ -108,11 +106,8 @@ def _run(script: Path, num_workers: int, folder: Path) -> ObservedRun:
     is_whole = script.stem in WHOLE_BATCHES or "tp_" in script.stem or "tensor_parallel" in script.stem
     batch = BATCH if is_whole else BATCH // num_workers // micro_steps
     folder.mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     arguments = ["--batch", str(batch), "--accumulate", str(micro_steps)]
-    run_ranks(_observe, num_workers, script, arguments, folder, port, timeout_s=90, may_die=range(num_workers))
+    run_ranks(_observe, num_workers, script, arguments, folder, timeout_s=90, may_die=range(num_workers))
     return load(folder, num_workers)
 
 

@@ -144,7 +144,7 @@ def _compared(base: ObservedRun, first: _Launch, other: _Launch, deal: bool) -> 
         # Where weights, samples and losses are the same on all ranks, no draw can be the reason.
         if verdict.first_difference not in ("initial_weights", "samples", "loss") or verdict.ranks:
             return verdict
-        again = compare(base, first.observed())
+        again = verdict if other is first and not deal else compare(base, first.observed())
     except PacelineError as problem:
         return _unknown(count, str(problem))
     if again.passed:
