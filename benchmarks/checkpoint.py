@@ -59,9 +59,8 @@ def stalls(num_parameters: int, rounds: int, scratch: Path) -> None:
     reads = []
     for step in range(rounds + 1):
         times = {"copy": seconds(lambda: [copies[name].copy_(tensor) for name, tensor in state.items()])}
-        own = num_bytes_read()
-        own = num_bytes_read() - own  # of the look itself
         before = num_bytes_read()
+        own, before = num_bytes_read() - before, num_bytes_read()  # own: of the look itself
         snapshot = Snapshot(step, {}, state, {})
         times["stall"] = seconds(lambda: saver.begin(snapshot))  # noqa: B023 - called at once
         saver.wait()
@@ -104,12 +103,8 @@ def noticed(folder: Path, is_good: Callable[[], bool]) -> str:
 
 
 def integrity(scratch: Path) -> None:
-    state = {
-        "weight": torch.randn(3, 5),
-        "bias": torch.zeros(5),
-        "count": torch.tensor(7),
-        "half": torch.ones(4).half(),
-    }
+    tensors = torch.randn(3, 5), torch.zeros(5), torch.tensor(7), torch.ones(4).half()
+    state = dict(zip(("weight", "bias", "count", "half"), tensors, strict=True))
     storage = Storage(scratch / "small")
     saver = Saver(storage, CheckpointSpec(), None, print)
     for step in (1, 2):

@@ -62,25 +62,14 @@ CASES = {
 }
 
 
-@dataclass(frozen=True)
-class Column:
-    """A way to spread a model."""
-
-    strategy: str
-    recompute: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.strategy}{', recomputing' if self.recompute else ''}"
-
-
 STRATEGIES = (
     *("dp", "zero1", "zero2", "fsdp", "hsdp", "tp", "pp"),
     *("dp2 x pp2", "fsdp2 x tp2", "fsdp2 x pp2", "tp2 x pp2"),
 )
-COLUMNS = (
-    *map(Column, STRATEGIES),
-    *(Column(strategy, recompute=True) for strategy in STRATEGIES if strategy != "dp"),  # plain replicas cannot
-)
+Column = tuple[str, bool]
+"""A way to spread a model, and whether blocks are computed again."""
+COLUMNS = [(strategy, recompute) for recompute in (False, True) for strategy in STRATEGIES]
+COLUMNS.remove(("dp", True))  # plain replicas cannot
 
 
 @dataclass(frozen=True)
@@ -119,24 +108,18 @@ def _storages(of: Iterable[Tensor]) -> list[UntypedStorage]:
     return [one.untyped_storage() for one in of if type(one) in (Tensor, nn.Parameter) and not one.is_meta]
 
 
-def sample(case: Case, num_samples: int) -> Tensor:
-    draw = torch.Generator().manual_seed(0)  # every worker must hold the same samples
+def samples(case: Case, num_samples: int) -> TensorDataset:
+    draw = torch.Generator().manual_seed(0)  # every worker must hold the same ones
     if len(case.shape) == 1:
-        return torch.randint(0, case.options["vocab_size"], (num_samples, *case.shape), generator=draw)
-    return torch.randn(num_samples, *case.shape, generator=draw)
-
-
-def targets(case: Case, num_samples: int) -> Tensor:
-    return torch.zeros((num_samples, *(case.shape if len(case.shape) == 1 else ())), dtype=torch.long)
+        tokens = torch.randint(0, case.options["vocab_size"], (num_samples, *case.shape), generator=draw)
+        return TensorDataset(tokens, torch.zeros_like(tokens))
+    images = torch.randn(num_samples, *case.shape, generator=draw)
+    return TensorDataset(images, torch.zeros(num_samples, dtype=torch.long))
 
 
 def loss_fn(model: nn.Module, batch: Any) -> Tensor:
     inputs, wanted = batch
     return F.cross_entropy(model(inputs).flatten(0, -2), wanted.flatten())
-
-
-def num_bytes(tensors: Any) -> int:
-    return sum(local_shard(tensor).nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def held(case: Case, column: Column, cuts: tuple[str, ...]) -> Held | str:
@@ -149,16 +132,16 @@ def held(case: Case, column: Column, cuts: tuple[str, ...]) -> Held | str:
     from paceline.spec import Plan
     from paceline.train.optim import build_optimizer
 
-    num_workers = worker_facts().world_size
+    (strategy, recompute), num_workers = column, worker_facts().world_size
     plan = Plan(
         world_size=num_workers,
-        mesh=parse_mesh(column.strategy, num_workers),
+        mesh=parse_mesh(strategy, num_workers),
         pipeline=PipelineSpec(cuts=cuts),
-        recompute=column.recompute,
+        recompute=recompute,
         algorithm="all_reduce",
         timeout_s=120,
     )
-    data = TensorDataset(sample(case, JOB.global_batch_size), targets(case, JOB.global_batch_size))
+    data = samples(case, JOB.global_batch_size)
     spec = ModelSpec(case.model, case.options)
     try:
         with LiveBytes() as live, paceline.init(JOB, plan=plan, max_steps=STEPS) as run:
@@ -170,7 +153,8 @@ def held(case: Case, column: Column, cuts: tuple[str, ...]) -> Held | str:
                 run.step(batch, loss_fn)
             gradients = [parameter.grad for parameter in model.parameters()]
             numbers = [value for values in optimizer.state.values() for value in values.values()]
-            state = num_bytes([*model.parameters(), *gradients, *numbers])
+            kept = [one for one in (*model.parameters(), *gradients, *numbers) if isinstance(one, Tensor)]
+            state = sum(local_shard(tensor).nbytes for tensor in kept)
     except PacelineError as problem:
         return str(problem)
     return Held(live.peak, state)
@@ -180,7 +164,7 @@ def traced(case: Case) -> ModelCost:
     from paceline.models import build
     from paceline.parallel.layer_costs import trace_model
 
-    return trace_model(partial(build, ModelSpec(case.model, case.options)), sample(case, 1)[0], TRACED_SAMPLES)
+    return trace_model(partial(build, ModelSpec(case.model, case.options)), samples(case, 1)[0][0], TRACED_SAMPLES)
 
 
 def table(rows: Sequence[tuple[str, Column, DeviceMemory, Sequence[Held | str]]]) -> list[str]:
@@ -190,7 +174,8 @@ def table(rows: Sequence[tuple[str, Column, DeviceMemory, Sequence[Held | str]]]
         "|---|---|---|---|---|",
     ]
     ratios = []
-    for name, column, memory, of_workers in rows:
+    for name, (strategy, recompute), memory, of_workers in rows:
+        column = f"{strategy}, recomputing" if recompute else strategy
         held_bytes = [one for one in of_workers if isinstance(one, Held)]
         if len(held_bytes) < len(of_workers):
             sentence = next(one for one in of_workers if isinstance(one, str))
@@ -209,17 +194,17 @@ def table(rows: Sequence[tuple[str, Column, DeviceMemory, Sequence[Held | str]]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(CASES))
-    parser.add_argument("--strategies", default=",".join(dict.fromkeys(column.strategy for column in COLUMNS)))
+    parser.add_argument("--strategies", default=",".join(STRATEGIES))
     parser.add_argument("--workers", type=int, default=4)
     asked = parser.parse_args()
-    columns = [column for column in COLUMNS if column.strategy in asked.strategies.split(",")]
+    columns = [column for column in COLUMNS if column[0] in asked.strategies.split(",")]
     forecasts, wanted = [], []
     for name in asked.models.split(","):
         cost = traced(CASES[name])
-        for column in columns:
-            memory = job_memory(JOB, cost, parse_mesh(column.strategy, asked.workers), column.recompute)
-            forecasts.append((name, column, memory))
-            wanted.append((CASES[name], column, tuple(stage[0].name for stage in memory.stages[1:])))
+        for strategy, recompute in columns:
+            memory = job_memory(JOB, cost, parse_mesh(strategy, asked.workers), recompute)
+            forecasts.append((name, (strategy, recompute), memory))
+            wanted.append((CASES[name], (strategy, recompute), tuple(stage[0].name for stage in memory.stages[1:])))
     found = run_ranks(in_turn, asked.workers, held, wanted, timeout_s=1800)
     rows = [(*row, of_workers) for row, of_workers in zip(forecasts, zip(*found, strict=True), strict=True)]
     print("\n".join(table(rows)))

@@ -57,11 +57,6 @@ def run(trainer: str, case: str, *options: str) -> Result:
     return result
 
 
-def rows_of(shards: list[int]) -> Rows:
-    ours = {f"paceline, {number} shards": ("paceline", "--virtual-shards", str(number)) for number in shards}
-    return ours | {name: (name,) for name in TRAINERS if name != "paceline"}
-
-
 def best_loader_workers(case: str, options: list[str]) -> str:
     if not CASES[case].shape:  # texts, which lie in memory
         return "0"
@@ -91,12 +86,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--shards", default="2,8", help="Paceline's numbers of virtual shards")
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--fused", action="store_true", help="every script asks for torch's fused optimizer kernels")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    options = [f"--{name}" for name in ("bf16", "fused") if getattr(arguments, name)]
-    rows = rows_of([int(number) for number in arguments.shards.split(",")])
+    options = ["--bf16"] if arguments.bf16 else []
+    shards = arguments.shards.split(",")
+    rows: Rows = {f"paceline, {number} shards": ("paceline", "--virtual-shards", number) for number in shards}
+    rows |= {name: (name,) for name in (*TRAINERS, "lightning") if name != "paceline"}
     # As pip does it for what is installed: an environment may keep Python from writing what it compiles.
     compileall.compile_dir(Path(paceline.__file__).parent, quiet=1)
     print(

@@ -74,7 +74,7 @@ def main(num_rounds: int) -> None:
                 found[launcher].append(seconds(launcher, span))
         ratios = [ours / theirs for theirs, ours in zip(*found.values(), strict=True)]
         for launcher, all_s in found.items():
-            print(f"{span} | {launcher} | median {statistics.median(all_s):.2f} s, mean {statistics.mean(all_s):.2f} s")
+            print(f"{span} | {launcher} | median {statistics.median(all_s):.2f} s")
         deviation = statistics.stdev(ratios) / num_rounds**0.5 if num_rounds > 1 else float("nan")
         middle = f"median {statistics.median(ratios):.3f}, mean {statistics.mean(ratios):.3f} ± {deviation:.3f}"
         print(f"{span} | paceline / torchrun, pair by pair | {middle}", flush=True)

@@ -2,6 +2,10 @@
 
     torchrun --nproc-per-node 2 benchmarks/peers/trainers.py ddp resnet20 --steps 30
     paceline launch -n 2 benchmarks/peers/trainers.py paceline resnet20 --steps 30
+    paceline launch -n 2 benchmarks/peers/trainers.py paceline,ddp,accelerate,fabric gpt --steps 200
+
+Several take turns in the same processes, some steps each: what disturbs the machine disturbs all of them, so that one
+per cent shows. All but Lightning can; they share what the launcher has set (memory, threads).
 
 Models, samples, batch size, optimizer and memory format are the same for all; pixels are random, of the sizes of MNIST
 and CIFAR-10. Peers read samples as their documentation shows, by a `DataLoader`; Paceline by `Run.batches`. Rank 0
@@ -14,6 +18,7 @@ import argparse
 import json
 import os
 import resource
+import statistics
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -28,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-WARMUP_STEPS = 5
+WARMUP_STEPS = STEPS_PER_TURN = 5
 CONTEXT = 128
 NUM_LABELS, NUM_IMAGES = 10, 10_000
 
@@ -104,27 +109,22 @@ class Clock:
 
     def __init__(self, num_steps: int) -> None:
         self.num_steps = num_steps
-        self._ends_s: list[float] = []
-        self._first_at = 0.0
-        self._processor_s = 0.0
+        self._ends_s: list[tuple[float, float, float]] = []
 
     def tick(self) -> bool:
         """A step has ended; whether it was the last one."""
-        self._ends_s.append(time.perf_counter())
-        if len(self._ends_s) == 1:
-            self._first_at = time.time()
-        if len(self._ends_s) == WARMUP_STEPS:
-            self._processor_s = time.process_time()
+        self._ends_s.append((time.time(), time.perf_counter(), time.process_time()))
         return len(self._ends_s) >= self.num_steps
 
     def report(self) -> str:
+        (first_at, _, _), warm, last = self._ends_s[0], self._ends_s[WARMUP_STEPS - 1], self._ends_s[-1]
         num_timed = len(self._ends_s) - WARMUP_STEPS
         usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
         return json.dumps(
             {
-                "steps_per_s": num_timed / (self._ends_s[-1] - self._ends_s[WARMUP_STEPS - 1]),
-                "processor_s_per_step": (time.process_time() - self._processor_s) / num_timed,
-                "first_step_s": self._first_at - float(os.environ["BENCH_STARTED_AT"]),
+                "steps_per_s": num_timed / (last[1] - warm[1]),
+                "processor_s_per_step": (last[2] - warm[2]) / num_timed,
+                "first_step_s": first_at - float(os.environ["BENCH_STARTED_AT"]),
                 "peak_mib": max(usage.ru_maxrss for usage in usages) / 1024,
             }
         )
@@ -160,12 +160,10 @@ def build(case: Case) -> nn.Module:
     return model
 
 
-def optimizer_of(case: Case, model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
-    """As its user leaves it, or with torch's fused kernels."""
-    chosen = True if fused else None
+def optimizer_of(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     if case.shape:
-        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, fused=chosen)
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=chosen)
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    return torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def loss_fn(model: nn.Module, batch: Any) -> Tensor:
@@ -197,55 +195,53 @@ def forever(loader: Any) -> Iterator[Any]:
         epoch += 1
 
 
-def ddp(case: Case, arguments: argparse.Namespace, clock: Clock) -> None:
+def ddp(case: Case, arguments: argparse.Namespace) -> Iterator[None]:
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data.distributed import DistributedSampler
 
-    dist.init_process_group("gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
     loader = loader_of(case, arguments, DistributedSampler)
     model = DistributedDataParallel(build(case))
-    optimizer = optimizer_of(case, model, fused=arguments.fused)
+    optimizer = optimizer_of(case, model)
     for batch in forever(loader):
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=arguments.bf16):
             loss = loss_fn(model, batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if clock.tick():
-            return
+        yield
 
 
-def accelerate(case: Case, arguments: argparse.Namespace, clock: Clock) -> None:
+def accelerate(case: Case, arguments: argparse.Namespace) -> Iterator[None]:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if arguments.bf16 else "no")
     model, loader = build(case), loader_of(case, arguments)
-    model, optimizer, loader = accelerator.prepare(model, optimizer_of(case, model, fused=arguments.fused), loader)
+    model, optimizer, loader = accelerator.prepare(model, optimizer_of(case, model), loader)
     for batch in forever(loader):
         loss = loss_fn(model, batch)
         optimizer.zero_grad()
         accelerator.backward(loss)
         optimizer.step()
-        if clock.tick():
-            return
+        yield
 
 
-def fabric(case: Case, arguments: argparse.Namespace, clock: Clock) -> None:
+def fabric(case: Case, arguments: argparse.Namespace) -> Iterator[None]:
     from lightning.fabric import Fabric
 
     world_size, precision = int(os.environ["WORLD_SIZE"]), "bf16-mixed" if arguments.bf16 else "32-true"
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy="ddp", precision=precision)
     fabric.launch()
     model = build(case)
-    model, optimizer = fabric.setup(model, optimizer_of(case, model, fused=arguments.fused))
+    model, optimizer = fabric.setup(model, optimizer_of(case, model))
     loader = fabric.setup_dataloaders(loader_of(case, arguments))
     for batch in forever(loader):
         loss = loss_fn(model, batch)
         optimizer.zero_grad()
         fabric.backward(loss)
         optimizer.step()
-        if clock.tick():
-            return
+        yield
 
 
 def lightning(case: Case, arguments: argparse.Namespace, clock: Clock) -> None:
@@ -263,7 +259,7 @@ def lightning(case: Case, arguments: argparse.Namespace, clock: Clock) -> None:
             clock.tick()
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
-            return optimizer_of(case, self.model, fused=arguments.fused)
+            return optimizer_of(case, self.model)
 
     trainer = L.Trainer(
         accelerator="cpu",
@@ -279,7 +275,7 @@ def lightning(case: Case, arguments: argparse.Namespace, clock: Clock) -> None:
     trainer.fit(Module(), loader_of(case, arguments))
 
 
-def paceline(case: Case, arguments: argparse.Namespace, clock: Clock) -> None:
+def paceline(case: Case, arguments: argparse.Namespace) -> Iterator[None]:
     import paceline
     from paceline.data import ArraySet, Augmentation
 
@@ -288,11 +284,10 @@ def paceline(case: Case, arguments: argparse.Namespace, clock: Clock) -> None:
         epochs=1000,
         precision="bfloat16" if arguments.bf16 else "float32",
         channels_last=bool(case.shape),
-        parity=arguments.parity,
         virtual_shards=arguments.virtual_shards,
     ) as run:
         model = build(case)
-        model, _ = run.prepare(model, optimizer_of(case, model, fused=arguments.fused))
+        model, _ = run.prepare(model, optimizer_of(case, model))
         if case.shape:
             channels = case.shape[0]
             augment = Augmentation(crop_padding=4, flip=True, cutout_size=8) if channels == 3 else None
@@ -301,34 +296,65 @@ def paceline(case: Case, arguments: argparse.Namespace, clock: Clock) -> None:
             dataset = texts(labelled=case.model == "bert")
         for batch in run.batches(dataset):
             run.step(batch, loss_fn)
-            if clock.tick():
-                return
+            yield
 
 
-TRAINERS: dict[str, Callable[[Case, argparse.Namespace, Clock], None]] = {
+TRAINERS: dict[str, Callable[[Case, argparse.Namespace], Iterator[None]]] = {
     "paceline": paceline,
     "ddp": ddp,
     "accelerate": accelerate,
     "fabric": fabric,
-    "lightning": lightning,
 }
+"""Each makes a step whenever it is asked for the next one."""
+
+
+def take_turns(trainers: dict[str, Iterator[None]], num_steps: int) -> None:
+    """Rank 0 prints a row for each: milliseconds of a step (median), their ratio to the first one's, turn by turn, and
+    its standard error; wall time and this worker's processor time."""
+    turns: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in trainers}
+    for number in range(num_steps // STEPS_PER_TURN + 1):
+        for name in list(trainers)[:: -1 if number % 2 else 1]:  # Paceline, where it is the first, starts the group
+            clocks = time.perf_counter, time.process_time
+            began_s = [clock() for clock in clocks]
+            for _ in range(STEPS_PER_TURN):
+                next(trainers[name])
+            dist.barrier()
+            for times_s, clock, began in zip(turns[name], clocks, began_s, strict=True):
+                times_s.append(clock() - began)
+    for name, own in turns.items():
+        cells = [name]
+        for times_s, first in zip(own, next(iter(turns.values())), strict=True):
+            ratios = [one / other for one, other in zip(times_s, first, strict=True)][1:]  # one turn warms up
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            error = (high - low) / len(ratios) ** 0.5  # of a median, nearly
+            cells.append(f"{1000 * statistics.median(times_s) / STEPS_PER_TURN:.1f} | {middle:.3f} ± {error:.3f}")
+        if os.environ["RANK"] == "0":
+            print(f"| {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trainer", choices=TRAINERS)
+    parser.add_argument("trainers", help="one, or several that take turns: " + ", ".join([*TRAINERS, "lightning"]))
     parser.add_argument("case", choices=CASES)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--loader-workers", type=int, default=0)
     parser.add_argument("--bf16", action="store_true")
-    parser.add_argument("--fused", action="store_true", help="the user asks for torch's fused optimizer kernels")
-    parser.add_argument("--parity", default="numeric", help="Paceline's")
     parser.add_argument("--virtual-shards", type=int, default=8, help="Paceline's")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    case, names = CASES[arguments.case], arguments.trainers.split(",")
     clock = Clock(arguments.steps)
-    TRAINERS[arguments.trainer](CASES[arguments.case], arguments, clock)
+    if names == ["lightning"]:
+        lightning(case, arguments, clock)
+    else:
+        trainers = {name: TRAINERS[name](case, arguments) for name in names}
+        if len(names) > 1:
+            take_turns(trainers, arguments.steps)
+            return
+        for _ in trainers[names[0]]:
+            if clock.tick():
+                break
     if os.environ["RANK"] == "0":
         print(clock.report(), flush=True)
 
