@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, and not in its list
 
 from tests.kit.commands import paceline, succeeded
 from tests.kit.markdown import README, ROOT, files_of
@@ -75,11 +75,10 @@ with paceline.init(global_batch_size=8, virtual_shards=4, epochs=9, checkpoint_d
 def test_a_worker_whose_peer_was_killed_saves_and_says_so(library: Path, tmp_path: Path) -> None:
     """Without a launcher, which would end it."""
     (tmp_path / "train.py").write_text(BEFORE.format(library=str(library)) + KILLED)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a free port, kept
     environ = {**os.environ, "PACELINE_DEVICE": "cuda", "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "src")))}
-    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     workers = [
         subprocess.Popen(
             [sys.executable, "train.py"],
