@@ -164,21 +164,6 @@ def test_the_other_workers_may_clean_up_and_one_that_ignores_sigterm_ends_too(st
     assert (stage.folder / "cleaned").exists()
 
 
-def test_what_a_worker_started_ends_with_a_failed_run(stage: Stage) -> None:
-    script = stage.script(
-        """
-        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-        tell(f"child-of-{RANK}.pid", str(child.pid))
-        if RANK == 1:
-            await_mark("child-of-0.pid")
-            sys.exit(3)
-        park()
-        """
-    )
-    assert_told(stage, ended(stage.launch(script)), EXIT, {1}, 2)
-    assert len(stage.pids()) == 4  # the fixture sees that none is left
-
-
 @pytest.mark.budget(processor_s=12)
 def test_a_report_does_not_mention_an_earlier_run_in_the_same_folder(stage: Stage) -> None:
     assert ended(stage.launch(stage.script("raise ValueError('first')"))).exit_code == 1

@@ -67,9 +67,6 @@ NOT_HELD: Mapping[tuple[str, str], NotHeld] = {
     ("asynchronous", "bits"): _NEEDS_EVERY_STEP,
 }
 
-BROKEN: Mapping[tuple[str, str], str] = {}
-"""Defects: properties that are promised, and do not hold."""
-
 
 def cells(*properties: str) -> list[ParameterSet]:
     """The cells (engine, property) of some columns that hold, as parameters of a test."""
@@ -77,9 +74,7 @@ def cells(*properties: str) -> list[ParameterSet]:
     for name in properties:
         for engine in ENGINES:
             if (engine, name) not in NOT_HELD:
-                defect = BROKEN.get((engine, name))
-                marks = [pytest.mark.xfail(strict=True, reason=defect)] if defect else []
-                marks += [pytest.mark.budget(processor_s=12)] * (ENGINES[engine].num_workers > 2)
+                marks = [pytest.mark.budget(processor_s=12)] * (ENGINES[engine].num_workers > 2)
                 found.append(pytest.param(engine, name, marks=marks, id=f"{engine}: {name}"))
     return found
 
@@ -92,9 +87,8 @@ def markdown() -> str:
     notes = list(dict.fromkeys(NOT_HELD.values()))
 
     def cell(engine: str, name: str) -> str:
-        if (engine, name) in NOT_HELD:
-            return str(notes.index(NOT_HELD[engine, name]) + 1)
-        return "not yet" if (engine, name) in BROKEN else "yes"
+        note = NOT_HELD.get((engine, name))
+        return "yes" if note is None else str(notes.index(note) + 1)
 
     lines = [
         "| | " + " | ".join(PROPERTIES) + " |",

@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 
 import paceline
 from paceline.errors import CheckpointError
@@ -39,15 +38,3 @@ def test_commands_name_what_is_damaged_and_what_is_removed(stopped: Path) -> Non
     pruned = succeeded(forked_paceline("checkpoint", "prune", "stopped", "--keep-last", "1", cwd=stopped.parent))
     assert checkpoints_in(stopped) == [newest]
     assert before.name in pruned.stdout
-
-
-def test_an_export_replaces_no_file_unless_it_is_forced(stopped: Path) -> None:
-    target = stopped.parent / "model.safetensors"
-    target.write_text("mine")
-    export = ("checkpoint", "export", "stopped", target.name)
-    refused = forked_paceline(*export, cwd=stopped.parent)
-    assert refused.returncode == 2 and target.name in refused.stderr
-    assert target.read_text() == "mine"
-    exported = succeeded(forked_paceline(*export, "--force", cwd=stopped.parent))
-    assert checkpoints_in(stopped)[-1].name in exported.stdout
-    assert safetensors.torch.load_file(target)

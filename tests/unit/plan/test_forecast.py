@@ -149,6 +149,26 @@ def test_a_virtual_shard_is_a_pass_and_bitwise_parity_sums_by_the_fixed_tree() -
         assert row.algorithm == "tree_exact" or row.devices == 1
 
 
+@pytest.mark.parametrize("parity", ["numeric", "bitwise"])
+def test_bitwise_sums_begin_when_all_is_computed(parity: str) -> None:
+    job = Job(global_batch_size=64, virtual_shards=8, parity=parity)
+    row = row_of(job, gpu_cluster(), 2)
+    assert (row.exposed_s == pytest.approx(row.communication_s, rel=1e-6)) == (parity == "bitwise")
+
+
+def test_workers_on_processors_share_the_memory_of_their_node() -> None:
+    cluster = cpu_cluster(num_parameters=40_000_000)
+    passes = [
+        dataclasses.replace(one, peak_memory_bytes=10**9 + 2 * 10**7 * one.micro_batch_size)
+        for one in cluster.timings[0].steps
+    ]
+    small, large = (with_nodes(with_timing(cluster, steps=passes), memory_bytes=int(gib * GIB)) for gib in (1.5, 8))
+    job = Job(global_batch_size=64, virtual_shards=8)
+    assert not row_of(job, large, 2).objection
+    with pytest.raises(PacelineError, match="GiB"):
+        forecast_of(job, small, [2])
+
+
 def test_batches_that_grow_keep_the_batch_of_a_device() -> None:
     rows = forecast_of(Job(global_batch_size=128, virtual_shards=8), gpu_cluster(), [1, 4, 16], grow="batch").rows
     assert [row.global_batch_size for row in rows] == [128, 512, 2048]
@@ -301,8 +321,9 @@ def test_a_single_number_of_devices_is_recommended() -> None:
 
 
 def test_speed_ups_are_over_one_device_whatever_counts_are_asked_for() -> None:
-    found = forecast_of(JOB, gpu_cluster(), [4, 8])
+    found, all_rows = forecast_of(JOB, gpu_cluster(), [4, 8]), forecast_of(JOB, gpu_cluster(), [1, 4, 8]).rows
     assert found.base_devices == 1 and f"{found.rows[1].speedup:.2f}x the speed of one" in found.verdict
+    assert [1, *(row.speedup for row in found.rows)] == [row.speedup for row in all_rows]
 
 
 def test_a_long_range_has_both_ends_few_rows_and_the_powers_of_two() -> None:

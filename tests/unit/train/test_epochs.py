@@ -31,9 +31,8 @@ def train(folder: Path, max_steps: int | None = None) -> tuple[list[int], float,
         for epoch in run.epochs():
             for batch in run.batches(TensorDataset(samples[epoch:]), epoch):
                 run.step(batch, lambda model, shard: (model(shard[0]) - 1).square().mean())
-            if run.steps % 3 == 0:  # it has ended, and the run was not stopped within it
-                scheduler.step()
-                ends.state = [*ends.state, run.steps]
+            scheduler.step()
+            ends.state = [*ends.state, run.steps]
         return ends.state, optimizer.param_groups[0]["lr"], run.weights_sha256()
 
 
