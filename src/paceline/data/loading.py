@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from paceline.data.randomness import Purpose, generators_in, global_generators_kept, key, permuted, seed_generators
+from paceline.data.randomness import Purpose, generators_in, global_generators_kept, key, permuted, seed_all
 from paceline.errors import DataError
 
 Collate = Callable[[list[Any]], Any]
@@ -267,7 +267,7 @@ def listed_order(
     where it gives no sample, or one that the data set of `set_size` does not have."""
     with global_generators_kept():
         # They would else go on where the epoch before ended, which a resumed run has not gone through.
-        seed_generators(key(seed, Purpose.SAMPLER, epoch, 0), generators_in(sampler))
+        seed_all(key(seed, Purpose.SAMPLER, epoch, 0), generators_in(sampler))
         for part in _samplers_in(sampler):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)

@@ -136,9 +136,9 @@ RandomGenerator = torch.Generator | np.random.Generator | np.random.RandomState 
 """A generator that a script has of its own."""
 
 
-def seed_generators(seed: int, own: Iterable[RandomGenerator] = ()) -> None:
-    """Seed all three by a 63-bit number; torch's for the CPU alone, since a forked process must not call CUDA. And seed
-    each of a script's `own` by a number of its own."""
+def seed_all(seed: int, own: Iterable[RandomGenerator] = ()) -> None:
+    """Seed the three global generators by a 63-bit number, and each of a script's `own` by another one that follows
+    from it. Of torch's only the CPU's is seeded, since a forked process must not call CUDA."""
     random.seed(seed)
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
     torch.default_generator.manual_seed(seed)
@@ -154,7 +154,7 @@ def seed_generators(seed: int, own: Iterable[RandomGenerator] = ()) -> None:
 
 @contextlib.contextmanager
 def global_generators_kept() -> Iterator[None]:
-    """Afterwards the generators are in the states in which they were before."""
+    """After the block the three global generators are in the states that they had before it."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

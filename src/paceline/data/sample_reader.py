@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.data.loading import Collate, Loading, MapDataset, collated
-from paceline.data.randomness import Purpose, generators_in, global_generators_kept, key, seed_generators
+from paceline.data.randomness import Purpose, generators_in, global_generators_kept, key, seed_all
 from paceline.errors import DataError
 from paceline.tensors import open_container, to_device
 
@@ -152,14 +152,14 @@ class _ShardReader:
         samples, collate_key = self._samples(rows), shard_key(self._seed, self._purpose, self._epoch, batch, shard)
         is_checked = self._is_to_be_checked and (batch, shard) == (0, 0) and len(rows) > 0
         before = checksum(samples) if is_checked else 0  # the collate function may change them
-        seed_generators(collate_key, self._own)
+        seed_all(collate_key, self._own)
         content = self._collate_fn(samples)
         if is_checked:
             self._is_to_be_checked = False
             again = self._samples(rows)
             if checksum(again) != before:
                 raise DataError(f"Samples of the training set, read twice with the same seeds, differ; {_UNSEEDED}")
-            seed_generators(collate_key, self._own)
+            seed_all(collate_key, self._own)
             if checksum([self._collate_fn(again)]) != checksum([content]):
                 raise DataError(
                     f"The collate function, called twice with the same seeds, returned different batches; {_UNSEEDED}"
@@ -169,7 +169,7 @@ class _ShardReader:
     def _samples(self, rows: NDArray[np.int64]) -> list[Any]:
         samples = []
         for index in rows.tolist():
-            seed_generators(key(self._seed, Purpose.SAMPLE, self._epoch, index), self._own)
+            seed_all(key(self._seed, Purpose.SAMPLE, self._epoch, index), self._own)
             samples.append(self._dataset[index])
         return samples
 

@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from paceline.data.loading import Loading
-from paceline.data.randomness import Purpose, generators_in, global_generators_kept, key, seed_generators
+from paceline.data.randomness import Purpose, generators_in, global_generators_kept, key, seed_all
 from paceline.data.sample_reader import CARRIED_ERRORS, checksum, loader_items, loader_settings, shard_key
 from paceline.errors import DataError
 from paceline.tensors import to_device
@@ -117,7 +117,7 @@ class _Source:
         """The next samples; fewer at the end."""
         found: list[Any] = []
         while len(found) < count and not self._is_over:
-            seed_generators(key(*self._key, self._next), self._generators)
+            seed_all(key(*self._key, self._next), self._generators)
             if self._samples is None:
                 self._samples = iter(self._stream)
             sample = next(self._samples, _END)
@@ -232,7 +232,7 @@ class _Steps(IterableDataset[Any]):
         return {number: batch[ends[number] - counts[number] : ends[number]] for number in self.own}
 
     def _content(self, step: int, number: int, samples: list[Any]) -> Any:
-        seed_generators(shard_key(self.seed, Purpose.COLLATE, self.epoch, step, number))
+        seed_all(shard_key(self.seed, Purpose.COLLATE, self.epoch, step, number))
         return self.loading.collate_fn(samples)
 
 
