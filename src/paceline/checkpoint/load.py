@@ -106,7 +106,7 @@ def verify_checkpoint(storage: Storage, name: str) -> Manifest:
 
 
 def known_checkpoints(storage: Storage) -> tuple[list[KnownCheckpoint], dict[str, str]]:
-    """What the manifests in a storage say, oldest first, and the problems of those that are damaged, by name."""
+    """The complete checkpoints in a storage, oldest first, and the problems of damaged manifests, by name."""
     known, damaged = [], {}
     for name, is_complete in storage.checkpoints().items():
         try:

@@ -87,7 +87,7 @@ class Loading:
 
     @classmethod
     def _of_loader(cls, loader: DataLoader[Any], global_batch_size: int, purpose: str) -> Self:
-        """What a DataLoader says. `shuffle=True` means the job's own order."""
+        """The settings of a DataLoader. `shuffle=True` means the job's own order."""
         if loader.batch_size is None and loader.batch_sampler is None:
             raise DataError(
                 f"The {purpose} DataLoader has batch_size=None, so its batches cannot be divided among workers; "

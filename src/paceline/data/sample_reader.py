@@ -71,7 +71,7 @@ def read_samples(
 
 
 def loader_settings(loading: Loading, num_processes: int, device: torch.device) -> dict[str, Any]:
-    """What every DataLoader of ours is given; what it reads comes out as it is."""
+    """The arguments that all DataLoaders have here; they return what they read as it is."""
     settings = {
         "num_workers": num_processes,
         "collate_fn": _as_it_is,

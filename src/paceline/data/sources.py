@@ -335,7 +335,7 @@ def load(spec: DataSpec | str) -> tuple[MapDataset, MapDataset]:
 
 
 def source(name: str) -> Callable[[DataSpec], tuple[MapDataset, MapDataset]]:
-    """What loads the data set of a name or an import path. Raises `DataError` for a name that is none."""
+    """The function that loads the data set of a name or an import path. Raises `DataError` if there is none."""
     if ":" in name:
         return _from_import_path
     if name in SOURCES:

@@ -150,12 +150,12 @@ def has_exact_state(stream: Any) -> bool:
 
 @dataclass(frozen=True)
 class StreamStep:
-    """What one worker reads of a stream for one global batch."""
+    """A worker's part of one global batch of a stream."""
 
     sizes: dict[int, int]
     """How many samples each of its substreams gave."""
     contents: list[Any]
-    """What the collate function made of each substream's samples, where there are any."""
+    """The collated samples of each substream that gave any."""
     states: dict[str, Any]
     """The stream's own states after this step, by substream, where it has any."""
     fingerprint: int
@@ -237,7 +237,7 @@ class _Steps(IterableDataset[Any]):
 
 
 def placeholder_content(loading: Loading) -> Any:
-    """What the first sample of a stream is collated to, for a worker that has none; None if there is none at all."""
+    """The first sample of a stream, collated, for a worker without samples; None if the stream has none."""
     apart = dataclasses.replace(loading, dataset=copy.deepcopy(loading.dataset))  # it is being read
     with global_generators_kept():
         step = next(iter(_Steps(apart, [0], 1, StreamPosition(0, (0,)), 0, 0)))

@@ -59,7 +59,7 @@ def build(spec: ModelSpec | str, **data_facts: Any) -> nn.Module:
 
 
 def constructor(name: str) -> Callable[..., Any]:
-    """What builds the model of a name or an import path. Raises `ModelError` if there is nothing."""
+    """The function that builds the model of a name or an import path. Raises `ModelError` if there is none."""
     if ":" in name:
         return import_by_path(name, "model.name", ModelError)
     if name not in MODELS:

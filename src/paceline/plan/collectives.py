@@ -48,7 +48,7 @@ Cost = Callable[[float, Workers, Network], Any]
 
 
 def cost_of(algorithm: AlgorithmName) -> Cost:
-    """What prices an algorithm's sums. Raises `JobError` if nothing does."""
+    """The formula for the time of an algorithm's sums. Raises `JobError` if there is none."""
     if algorithm not in COSTS:
         raise JobError(f"The algorithm {algorithm} has no cost formula; there are formulas for {', '.join(COSTS)}.")
     return COSTS[algorithm]

@@ -66,7 +66,7 @@ class DeviceMemory:
 
 
 def state_bytes(job: Job) -> StateBytes:
-    """What the job's optimizer keeps. 16-bit precisions compute in 16 bits; parameters stay float32."""
+    """The bytes that training keeps for a parameter. 16-bit precisions compute in 16 bits; parameters stay float32."""
     width = 8.0 if job.precision == "float64" else 4.0
     name = job.optim.name.lower()
     copies = int(job.optim.momentum > 0) if name == "sgd" else 1 if name in _ONE_COPY else 2

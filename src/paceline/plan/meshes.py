@@ -60,7 +60,7 @@ class MeshCandidate:
     tensor_s: float
     """Sums inside of layers and messages between stages: nothing hides them."""
     exposed_s: float
-    """What compute does not hide of gradients, and of parameters where they are sharded."""
+    """Sums of gradients, and gathering of sharded parameters, as far as compute does not hide them."""
     optimizer_s: float
     """Updates of what the device holds the optimizer's state of."""
 
@@ -176,7 +176,7 @@ def _priced(workload: Workload, mesh: Mesh, memory: DeviceMemory, recompute: boo
 
 
 def _inside_model_s(workload: Workload, mesh: Mesh, stages: tuple[Layers, ...]) -> float:
-    """What one micro-batch's sums inside of layers and messages to the next stage take, forward and backward."""
+    """Seconds of one micro-batch's sums inside of layers and its messages to the next stage, forward and backward."""
     seconds, samples = 0.0, workload.job.shard_size
     network = network_at(workload.constants, workload.devices_per_node)
     for divided in ([layer for layer in stage if layer.tensor_shards(mesh.tp) > 1] for stage in stages):

@@ -38,7 +38,7 @@ class Bounds:
     """Whether NaN and infinity are allowed too, as in a loss."""
 
     def violation(self, value: float) -> str:
-        """What `value` should be and is not; empty: it is within the bounds."""
+        """The bound that `value` does not keep, such as "at least 1"; empty: it keeps all."""
         if not math.isfinite(value):
             return "" if self.may_diverge else "a finite number"
         if value <= self.above:
@@ -62,9 +62,9 @@ class JsonValue:
     """A frozen dataclass that is also a JSON file."""
 
     remedy: ClassVar[str] = ""
-    """What to do about a file that cannot be read, where its reader knows nothing better."""
+    """The advice about a file that cannot be read, where its reader gives no other."""
     error: ClassVar[type[PacelineError]] = InvalidFileError
-    """What such a file raises."""
+    """The error that such a file raises."""
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any]) -> Self:

@@ -171,7 +171,7 @@ def _parent(address: str) -> tuple[Storage, str]:
 
 
 def _state(storage: Storage, name: str, *, is_verified: bool = False) -> CheckpointState:
-    """What the manifest of a checkpoint says; `is_verified`: what every byte of it does."""
+    """The state of a checkpoint by its manifest; `is_verified`: by all of its bytes."""
     from paceline.checkpoint.format import MANIFEST_FILE
     from paceline.checkpoint.load import read_manifest, verify_checkpoint
 
