@@ -253,8 +253,8 @@ class _Agent:
 
 
 def _await_end(agents: Sequence[_Agent], signals: queue.SimpleQueue[int]) -> tuple[_Agent | None, int | None]:
-    """Return when all agents have ended; when the first fails, or a signal comes, the others are asked to end. The
-    first agent that failed, and the signal that asked for the end of the run if it came before."""
+    """Wait until all agents have ended; when the first fails, or a signal comes, the others are asked to end. Returns
+    the first agent that failed, and the signal that asked for the end of the run if it came before."""
     first, interrupted_by, deadline = None, None, float("inf")
     while None in [agent.exit_code for agent in agents]:
         number = None

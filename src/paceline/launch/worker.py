@@ -132,8 +132,8 @@ def _tell_restart(run_dir: Path, restart: int) -> None:
 
 
 def _attend(process: subprocess.Popen[bytes], agent: int | None) -> float | None:
-    """Pass on signals until the program has ended; leaves it to be reaped. When it was asked to end, in seconds since
-    the epoch; None: it was not."""
+    """Pass on signals until the program has ended; leaves it to be reaped. Returns when it was asked to end, in seconds
+    since the epoch; None: it was not."""
     asked_at = None
     while os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         came = signal.sigtimedwait(AWAITED, 1.0)
@@ -148,7 +148,7 @@ def _attend(process: subprocess.Popen[bytes], agent: int | None) -> float | None
 
 
 def _as_program() -> None:
-    """In the new process: it dies with this one."""
+    """Called in the new process: it is killed when this one ends."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # "Save a checkpoint now" must not end a program that has nothing to save.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -182,7 +182,7 @@ class _Output:
                 self._threads[-1].start()
 
     def end(self) -> str:
-        """The last of the output, once the program has ended."""
+        """Copy what is left once the program has ended, and return the end of the log."""
         for thread in self._threads:
             thread.join(REAP_S)  # a process that is left may have the pipe open
         self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - MOST_TAIL_BYTES))

@@ -64,7 +64,7 @@ class PlanInputs:
     model: ModelCost
 
     def traced(self, model: ModelCost) -> PlanInputs:
-        """The same with what a trace of the model told, where nothing was measured."""
+        """These inputs with a traced model; its memory is the measured one where that is known."""
         model = replace(model, num_parameters=self.timing.num_parameters)
         return replace(self, model=with_measured_memory(model, self.job, self.timing))
 
@@ -120,7 +120,7 @@ def job_step(job: Job, workers_per_node: Sequence[int], num_parameters: int, has
 
 
 def plan_inputs(job: Job, cluster: Cluster, most_devices: int, request: ForecastRequest | None = None) -> PlanInputs:
-    """Everything that forecasts of up to `most_devices` devices need, of the model what was timed. Raises
+    """Everything that forecasts of up to `most_devices` devices need; of the model they know what was timed. Raises
     `ClusterError` where the cluster has no devices or no timing of this job, or nothing is known of links between
     nodes."""
     if not cluster.devices:
@@ -150,8 +150,8 @@ def _inside_bytes_per_s(node: Node) -> float | None:
 
 
 def _timing_of(job: Job, cluster: Cluster) -> JobTiming:
-    """The timing of this job; of several, the latest one. Raises `ClusterError` where there is none, or the job has
-    changed since in what its times follow from."""
+    """The latest timing of this job. Raises `ClusterError` if there is none, or if settings on which its times depend
+    have changed since."""
     now, found, changed = job.timed_settings, None, []
     for timing in cluster.timings:
         if timing.job == job.name and timing.steps:

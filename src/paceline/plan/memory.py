@@ -158,8 +158,8 @@ def cut(layers: Layers, num_stages: int) -> tuple[Layers, ...]:
 
 
 def _part(layer: LayerCost, tp: int, of_parameters: float, of_activations: float) -> LayerCost:
-    """What a worker has of a layer, of which a tensor group may divide some, with one micro-batch: so many bytes
-    `of_parameters` and `of_activations` for each of the layer's."""
+    """A worker's part of a layer with one micro-batch, in a tensor group of `tp` workers. Each of the layer's bytes of
+    parameters and activations becomes `of_parameters` and `of_activations` bytes."""
     per_parameter, per_byte = of_parameters / layer.tensor_shards(tp), of_activations
     if layer.tensor_shards(tp) > 1:
         per_byte *= layer.replicated_fraction + (1 - layer.replicated_fraction) / tp
@@ -182,7 +182,7 @@ def _on_worker(
     mesh: Mesh,
     num_passes: int,
 ) -> DeviceMemory:
-    """The memory of a worker at the moment of backward where it is most.
+    """The memory of a worker at the moment of the backward pass when it is largest.
 
     While backward goes through a layer, the layers before it keep what they kept, and those behind it nothing. Where
     parameters are sharded, blocks of layers are gathered: one while the one behind it is computed with, and backward

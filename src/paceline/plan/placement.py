@@ -57,7 +57,7 @@ def pick(node: Node, num_devices: int, allowed: Sequence[int] | None = None) -> 
     }
 
     def rank(ring: Sequence[int]) -> tuple[object, ...]:
-        """What 1 to 7 compare, the larger the better."""
+        """What the rules 1 to 7 above compare, in their order; larger is better."""
         hops = _hops(ring)
         return (
             across.isdisjoint(combinations(ring, 2)),

@@ -63,8 +63,8 @@ Unit = Literal["sample", "pass", "step", "byte", "fraction", "inside byte"]
 
 @dataclass(frozen=True)
 class Prior:
-    """What a constant is before anything is measured: `least`, and beyond it most likely within a factor of
-    e^deviation of the median."""
+    """What is known of a constant before anything is measured: it is `least` plus an amount that is most likely within
+    a factor of e^deviation of the median."""
 
     median: float
     deviation: float

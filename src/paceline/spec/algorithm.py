@@ -26,7 +26,7 @@ BUCKET_BYTES = 25 << 20
 MIN_BLOCK_BYTES = 1 << 20
 """Smaller neighbours in a sharded model are gathered together: below, a message costs more than what it carries."""
 MIN_CHUNK_BYTES = 256 << 10
-"""A vector is cut into chunks where nodes are one of two levels; below this a chunk costs more than it hides."""
+"""The smallest chunk of a vector that is summed in nodes and between them: a smaller one costs more than it hides."""
 NUM_CHUNKS = 16
 """How many chunks fill the pipeline of the two levels; fewer where they would be too small."""
 

@@ -199,8 +199,8 @@ def plan(
 
 
 def _forecast_of_table(path: Path, counts: Sequence[int] | None, request: ForecastRequest) -> Forecast:
-    """The forecast of the rows without a time, and of device counts with as many samples a device as the measured row
-    with the most devices has."""
+    """The forecast of the rows without a time, and of these device counts with the samples per device of the measured
+    row that has the most devices."""
     from paceline.plan.forecast import forecast_of_rows
 
     rows = read_rows(path)

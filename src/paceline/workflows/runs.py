@@ -362,7 +362,7 @@ def scale(
 
 
 def _finished(run_dir: Path, job: Job, plan: Plan, max_steps: int | None) -> RunRecord | None:
-    """The record of the run in this folder if it has ended; whatever its speed follows from has to be the same."""
+    """The record of the run in this folder if it has ended; everything that its speed depends on has to be the same."""
     record, remedy = finished_run(run_dir, job, max_steps), "name another folder"
     if record is not None:
         before, job_before = Plan.load(run_dir / PLAN_FILE, remedy), Job.load(run_dir / JOB_FILE, remedy)

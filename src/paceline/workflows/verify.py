@@ -113,7 +113,7 @@ class _Launch:
     say: Say
 
     def observed(self, *, uneven_deal: bool = False, may_fail: bool = False) -> ObservedRun:
-        """A run, in new processes, since forked ones hash texts alike, which hides what depends on the order of a set.
+        """A run in new processes: forked ones hash texts alike, and so hide what depends on the order of a set.
         If it `may_fail`, its steps before are those of the record."""
         from paceline.verify.records import load
 
@@ -165,7 +165,7 @@ def _unknown(count: int, why: str, advice: str = "") -> ParityVerdict:
 
 
 def _filled(arguments: Sequence[str], batch: int | None, count: int, most: int) -> list[str]:
-    """The arguments of the script on `count` of at most `most` workers, with what stands in braces filled in."""
+    """The arguments of the script on `count` of at most `most` workers, with the names in braces filled in."""
     text = " ".join(arguments)
     if batch is None and "{batch}" in text:
         raise JobError("{batch} needs a batch to divide, as in: paceline verify --batch 8 train.py -- --size {batch}.")

@@ -93,7 +93,7 @@ class Allocation:
         return "\n".join(lines)
 
     def _with_variables(self, options: LaunchOptions) -> LaunchOptions:
-        """The options with what workers have to know of `where`."""
+        """The options with the variables by which workers know `where`."""
         where = self.where
         environ = env.variable(env.CONTAINER, where.container) | env.variable(env.HANG_TIMEOUT, where.hang_timeout_s)
         if where.interface:

@@ -151,7 +151,7 @@ def test_a_virtual_shard_is_a_pass_and_bitwise_parity_sums_by_the_fixed_tree() -
 
 @pytest.mark.parametrize("parity", ["numeric", "bitwise"])
 def test_bitwise_sums_begin_when_all_is_computed(parity: str) -> None:
-    job = Job(global_batch_size=64, virtual_shards=8, parity=parity)
+    job = Job(global_batch_size=64, virtual_shards=8).with_values(parity=parity)
     row = row_of(job, gpu_cluster(), 2)
     assert (row.exposed_s == pytest.approx(row.communication_s, rel=1e-6)) == (parity == "bitwise")
 
