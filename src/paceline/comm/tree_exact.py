@@ -63,7 +63,7 @@ class _Columns:
     """The number of workers of the node, and of columns."""
 
     def span(self, length: int) -> tuple[int, int]:
-        """Where they begin and end in a row of so many elements."""
+        """(start, end) of this worker's columns in a row of `length` elements."""
         whole, rest = divmod(length, self.num_workers)
         start = self.place * whole + min(self.place, rest)
         return start, start + whole + (self.place < rest)

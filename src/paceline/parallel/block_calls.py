@@ -88,7 +88,7 @@ class BlockCall:
     """A block's forward pass within the model's; the last one of a pass stands for the model's own."""
 
     path: str
-    """Of the block; of the model itself it is empty."""
+    """The block's name in the model; empty for the model itself."""
     needs: frozenset[Source]
     """What the block's arguments, or the model's output, follow from, by operations between blocks alone."""
     forms: Sequence[Tensor]
@@ -165,7 +165,7 @@ class _Tracer(TorchFunctionMode):
         self.calls: list[BlockCall] = []
         self._device, self._flops = device, flops
         self._sources: dict[int, frozenset[Source]] = {}
-        """By the address of the memory."""
+        """The sources of a tensor, by the address of its memory."""
         self._alive: list[Tensor] = []
         """All that is followed: another tensor could get its memory."""
         for name, parameter in model.named_parameters():

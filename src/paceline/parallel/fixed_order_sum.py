@@ -37,7 +37,7 @@ class FixedOrderSum:
         self._forms: list[Tensor] = []
         """What shapes whole gradients have, and how they lie in memory."""
         self._norms: dict[str, Tensor] = {}
-        """Those of the step's whole gradients."""
+        """The norms of the step's whole gradients, by parameter."""
         self._total: Tensor | None = None
         self._free: list[Tensor] = []
         """Vectors in which no sum is kept. On CPUs they stay for the next step: the kernel gives new ones page by page,

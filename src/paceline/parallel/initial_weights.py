@@ -13,7 +13,7 @@ from paceline.parallel.dtensor import shard_like
 from paceline.tensors import local_shard
 
 ALIGNMENT_BYTES = 64
-"""Where torch lets host memory begin."""
+"""The alignment of torch's host memory."""
 
 
 def align(model: nn.Module) -> None:

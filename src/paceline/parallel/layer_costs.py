@@ -98,7 +98,7 @@ class _Layer:
     flops: int = 0
     kept_bytes: int = 0
     largest_bytes: int = 0
-    """Of the largest tensor that is kept, or given to the layer, through which a gradient flows."""
+    """The size of the largest tensor with a gradient that is kept, or given to the layer."""
     output_bytes: int = 0
 
     def cost(
@@ -134,11 +134,11 @@ class _Counts:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers = [_Layer()]
-        """In the order of their calls."""
+        """The layers in the order of their calls."""
         self.flops = FlopCounterMode(display=False)
         self._counted_flops = 0
         self._kept: dict[int, UntypedStorage] = {}
-        """By their ids; alive, or another storage might get the id."""
+        """Storages by their ids; kept alive, as another storage might get the id."""
         for tensor in (*model.parameters(), *model.buffers()):
             self._kept[id(tensor.untyped_storage())] = tensor.untyped_storage()  # in memory anyway
         self._uncounted = dict.fromkeys(model.parameters())

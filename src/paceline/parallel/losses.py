@@ -66,7 +66,7 @@ class LossLayout:
         return 1 + self.is_weighted + sum(1 + is_weighted for _, is_weighted in self.values)
 
     def describe(self) -> str:
-        """In words, for errors."""
+        """The form in words, for errors."""
         names = ", ".join(f"'{name}'{' (a Mean)' if is_weighted else ''}" for name, is_weighted in self.values)
         return f"a {'paceline.Mean' if self.is_weighted else 'plain loss'} and {names or 'no further values'}"
 
@@ -211,7 +211,7 @@ def _number(value: Any, what: str, like: Tensor) -> Tensor:
 
 
 def _form(value: Any) -> str:
-    """In words, for errors."""
+    """A value's form in words, for errors."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 

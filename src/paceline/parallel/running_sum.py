@@ -60,7 +60,7 @@ class RunningSum:
         self._statistics: Tensor | None = None
         self._noise: Tensor | None = None
         self._squares = [self._layout.zero]
-        """Of the norm of the first pass's gradient: what is known when buckets are sent in that pass."""
+        """Parts of the squared norm of the first pass's gradient, as far as they are known when buckets are sent."""
         self._arrived: Callable[[], object] | None = None
         self._num_begun = 0
         if self._aggregator is None:
@@ -216,9 +216,9 @@ class _Gradient:
     is_used: bool = False
     """Whether a pass of this step has a gradient."""
     num_changes: int = 0
-    """In the step's last backward pass."""
+    """How often the gradient changed in the step's last backward pass."""
     num_changes_before: int = 0
-    """In that of the step before."""
+    """How often it changed in the last backward pass of the step before."""
 
     def whole(self) -> Tensor:
         """What is in the bucket, as a gradient of the parameter."""

@@ -313,7 +313,7 @@ class MicroBatch:
 
     def __post_init__(self) -> None:
         self._sums: list[Tensor] = []
-        """Those of the loss, where the last stage is."""
+        """The sums of the loss, on workers of the last stage."""
         self._changes = self.passes.like.new_zeros(self.passes.buffers.num_sums)
         self._gradients: list[Tensor | None] = []
 

@@ -92,7 +92,7 @@ class Training:
         self._evaluate_model = evaluate
         self._steps_per_epoch = steps_per_epoch
         self._ended_at: int | None = None
-        """After which step the callbacks were last told that an epoch had ended."""
+        """The step after which the callbacks were last told that an epoch had ended."""
         self._wants_save = False
         run.keep("loop", self)
         for number, callback in enumerate(custom):

@@ -186,7 +186,7 @@ class MetricStates:
         """`metrics` are those that are no means, by name. Raises `ModelError` for something that is no metric."""
         self._functions = {name: metric_functions(name, metric) for name, metric in metrics.items()}
         self._trees: dict[str, dict[int, TreeSum[Any]]] = {}
-        """For each metric a tree over the chunks of each substream, which no number of workers changes."""
+        """A tree over the chunks of each substream, by metric: the same for any number of workers."""
 
     def _functions_of(self, name: str) -> MetricFunctions:
         return self._functions.get(name) or MetricFunctions(_sums, torch.add, lambda sums: _mean(name, sums))

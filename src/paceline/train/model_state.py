@@ -64,7 +64,7 @@ class Precision:
 
 
 _ALONE = "alone"
-"""In a worker's own state: what another number of workers does not use."""
+"""The entry of a worker's own state that another number of workers does not use."""
 _NUM_NONFINITE = "nonfinite_in_a_row"
 
 

@@ -238,7 +238,7 @@ class Session:
         """Whether the run is to be saved as soon as no worker writes."""
         self._saved_at = time.monotonic()
         self._last_step = 0
-        """After which step it was last looked at what is due: workers that train alone do not meet after every one."""
+        """The step after which it was last checked what is due: workers that train alone do not meet after each."""
         self._saved_metrics: Mapping[str, float] | None = None
         """The metrics in the newest checkpoint that was begun; None: the run has begun none."""
         self._in_writing: int | None = None

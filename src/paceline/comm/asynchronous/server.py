@@ -50,13 +50,13 @@ class Push:
 
     task: Task
     version: int
-    """The parameters were those after so many updates when it was computed."""
+    """The number of updates that the parameters had when it was computed."""
     oldest: int
-    """Nobody needs the parameters after fewer updates."""
+    """Nobody needs the parameters of fewer updates any more."""
     gradient: Tensor
-    """Of this server's parameters, flattened, one after the other; zero where there is none."""
+    """The gradients of this server's parameters, flattened, one after the other; zero where there is none."""
     unused: tuple[int, ...]
-    """The numbers of the parameters, of all, that have no gradient at all."""
+    """The numbers, among all parameters, of those that have no gradient at all."""
     weight: float
     """The shard's weight in the mean over its batch; NaN: no update is made by this batch."""
     is_weighted: bool
