@@ -55,13 +55,17 @@ def test_a_job_file_of_a_page_is_a_job(block: Block) -> None:
     paceline.Job.from_mapping(tomllib.loads(block.text))
 
 
-def test_the_page_on_architecture_names_files_that_exist() -> None:
+def test_the_page_on_architecture_names_the_files_that_exist() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", page))
     assert named
     assert [
         name for name in named if not (ROOT / "src" / "paceline" / name).exists() and not (ROOT / name).exists()
     ] == []
+    for room in ("train", "parallel"):
+        table = page[page.index(f"| in `{room}`, from top") :].partition("\n\n")[0]
+        files = {path.name for path in (ROOT / "src" / "paceline" / room).glob("*.py")} - {"__init__.py"}
+        assert set(re.findall(r"`(\w+\.py)`", table)) == files
 
 
 def test_the_page_on_concepts_shows_what_its_script_draws() -> None:
