@@ -73,6 +73,7 @@ class CollectiveCall:
 @dataclass(frozen=True)
 class _Task:
     call: CollectiveCall
+    is_checked: bool
     values: Tensor
     sum_up: Callable[[Tensor], None]
     done: torch.futures.Future[Tensor]
@@ -92,7 +93,7 @@ class Aggregator:
         self._check_always = check_always
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._step = 0
+        self._step = self._num_steps = 0
         self._sequence = 0
         self._stream = torch.cuda.Stream(links.device) if links.device.type == "cuda" else None
         self._thread: threading.Thread | None = None
@@ -101,9 +102,9 @@ class Aggregator:
             self._thread = threading.Thread(target=self._run, name="paceline-communication", daemon=True)
             self._thread.start()
 
-    def begin_step(self) -> None:
-        """Begin the next training step, to which sums that are begun from now on belong."""
-        self._step += 1
+    def begin_step(self, number: int) -> None:
+        """Begin the step of the run with this number, to which sums that are begun from now on belong."""
+        self._step, self._num_steps = number, self._num_steps + 1
 
     def sum_bucket(self, values: Tensor, names: Sequence[str]) -> torch.futures.Future[Tensor]:
         """Begin to replace some parameters' gradients, as one flat vector, by their sum, in the run's wire format;
@@ -128,11 +129,12 @@ class Aggregator:
         """Returns a future of `values`, which is fulfilled after an error too: see `raise_error`."""
         self._sequence += 1
         call = CollectiveCall(self._sequence, self._step, operation, name, str(values.dtype), tuple(values.shape))
+        is_checked = self._check_always or self._num_steps <= CHECKED_STEPS
         if self._stream is None:
-            task = _Task(call, values, sum_up, torch.futures.Future())
+            task = _Task(call, is_checked, values, sum_up, torch.futures.Future())
             self._tasks.put(task)
             return task.done
-        task = _Task(call, values, sum_up, torch.futures.Future(devices=[self.links.device]))
+        task = _Task(call, is_checked, values, sum_up, torch.futures.Future(devices=[self.links.device]))
         self._stream.wait_stream(torch.cuda.current_stream(self.links.device))
         with torch.cuda.stream(self._stream):
             self._do(task)
@@ -161,7 +163,7 @@ class Aggregator:
         if self._error is None:
             try:
                 with inside(str(task.call)):
-                    if self._check_always or task.call.step <= CHECKED_STEPS:
+                    if task.is_checked:
                         check_agreement(task.call, self.links)
                     task.sum_up(task.values)
             except BaseException as error:

@@ -130,7 +130,7 @@ class OuterSteps(Engine):
         self.is_synchronised = self._num_steps == self._spec.sync_every
         if self.is_synchronised:
             begin = time_mark(self.layout.device)
-            self._outer_step()
+            self._outer_step(step.number)
             self.communication = begin, time_mark(self.layout.device)
         return result
 
@@ -140,10 +140,9 @@ class OuterSteps(Engine):
             super().audit(mine, has_gradients=has_gradients)
 
     @torch.no_grad()
-    def _outer_step(self) -> None:
+    def _outer_step(self, number: int) -> None:
         if self._aggregator is not None:
-            # It counts this as a step, so that it compares the calls of the first outer steps.
-            self._aggregator.begin_step()
+            self._aggregator.begin_step(number)  # and so it compares the calls of the first outer steps
         for name, move in self._mean_moves(exactly=False).items():
             if name in self._buffers:
                 self._agreed[name].add_(move)

@@ -65,7 +65,7 @@ class RunningSum:
         self._num_begun = 0
         if self._aggregator is None:
             return
-        self._aggregator.begin_step()
+        self._aggregator.begin_step(step.number)
         trained = [named for named in self._named if named[1].requires_grad]
         if [id(one) for _, one in trained] != [id(one) for _, one in self._trained]:
             self._arrange(self._aggregator, trained)

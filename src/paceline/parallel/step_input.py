@@ -138,6 +138,8 @@ TakeNorms = Callable[[GradientNorms], None]
 class StepInput:
     """The input of one worker for one training step."""
 
+    number: int
+    """Which global batch of the run it is, from 1."""
     assignment: Assignment
     batch: Batch
     """This worker's shards; one of a stand-in sample if it has none."""

@@ -333,6 +333,7 @@ class Stepper:
         precision, seed, nth = one.trained.precision, self._job.seed, one.pending.num_steps
         own_seed = key(seed, Purpose.LATER_STEP, nth, index) if nth else seed  # dropout masks of its own
         return StepInput(
+            number=index + 1,
             assignment=assignment,
             batch=content,
             loss_of=precision.of(one.loss_fn),
