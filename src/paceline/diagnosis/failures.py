@@ -415,7 +415,7 @@ def _of_ending(root: WorkerProcess, ended: Sequence[WorkerProcess], log: Path) -
         cause, values["evidence"] = "lost_touch" if failure.is_consequence else "exception", failure.traceback
         facts["what"] = failure.told
         if failure.is_user_error:
-            values |= {"is_user_error": True, "sentence": failure.message}
+            values |= {"is_user_error": True, "sentence": failure.message, "next": "Do what the sentence says."}
     return report_of(cause, ended, (root.rank,), facts, **values)
 
 

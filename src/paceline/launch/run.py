@@ -168,6 +168,7 @@ def _failure_of(first: _Agent, run_dir: Path) -> PacelineError:
     if report is None:
         why = told or f"{first.transport.python} ended with exit code {exit_code}"
         return LaunchError(f"Nothing runs on {', '.join(first.transport.hostnames) or 'this node'}: {why}.")
+    saved = report.save(run_dir)
     if report.is_user_error:
         return PacelineError(report.sentence)
     code = 1 if report.exit_code is None else report.exit_code
@@ -176,7 +177,7 @@ def _failure_of(first: _Agent, run_dir: Path) -> PacelineError:
         rank=report.ranks[0],
         details=report.evidence,
         exit_code=code if code > 0 else 128 - code,
-        report=report.save(run_dir),
+        report=saved,
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from paceline.diagnosis.failures import WorkerProcess, read_notes
 from paceline.errors import PacelineError
 from paceline.report.formats import NOTHING, duration, percent, quantity
 from paceline.report.tables import Grid, grid_of
@@ -29,6 +30,8 @@ _SILENT_S = 10.0
 _TAIL_BYTES = 1 << 20
 """How much of the end of the metrics is read, some 10,000 lines."""
 _MOST_EVENTS = 8
+Fields = Mapping[str, Any]
+"""A JSON object of a run's files."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class WatchedRun:
     name: str
     """The name of its folder."""
     state: str
-    """ "starting", "training", "finished", "failed" or "silent"."""
+    """ "starting", "training", "finished", "failed" or "silent"; "running" is a script that tells no steps."""
     sentence: str
     """What to know about it first."""
     job: Mapping[str, str]
@@ -64,20 +67,22 @@ def read_run(folder: Path) -> WatchedRun:
         status = RunStatus.load(folder / STATUS_FILE)
     metrics = {name: value for line in lines for name, value in line.items()}
     record, failure = _mapping(folder / RECORD_FILE), _mapping(folder / FAILURE_FILE)
-    notes = [_mapping(path) for path in folder.glob("workers/*.json")]
-    has_trained = "loss" in metrics or (status is not None and any(worker.step for worker in status.workers))
+    notes, workers = read_notes(folder), () if status is None else status.workers
+    phase = "training" if "loss" in metrics or any(worker.step for worker in workers) else "starting"
     this_node = (socket.gethostname(), "localhost", "127.0.0.1", "::1")  # as `--hosts` may name it
-    here = [one for one in notes if one.get("hostname") in this_node and one.get("exit_code") is None]
-    if status is None and any(Path(f"/proc/{one.get('pid')}").exists() for one in here):
+    here = [one for one in notes if one.hostname in this_node and one.exit_code is None]
+    if status is None and any(Path(f"/proc/{one.pid}").exists() for one in here):
         last_s = time.time()  # a worker that is alone writes no status, nor do those of any other script
-    state, sentence = _state(record, failure, notes, has_trained, time.time() - last_s)
+        phase = phase if (folder / JOB_FILE).exists() else "running"
+    state, sentence = _state(record, failure, notes, phase, time.time() - last_s)
+    steps = [_number(metrics, "step"), *(one.step for one in workers), *(one.step for one in notes)]
     return WatchedRun(
         name=folder.resolve().name,
         state=state,
         sentence=sentence,
         job={key: str(value) for key, value in flattened(_mapping(folder / JOB_FILE)).items()},
-        metrics=metrics,
-        workers=status.workers if status is not None and state in ("starting", "training") else (),
+        metrics={**metrics, "step": max((one for one in steps if one is not None), default=None)},
+        workers=workers if state in ("starting", "training") else (),
         events=tuple(sorted(_events(folder, lines, record, failure), reverse=True)),
     )
 
@@ -93,9 +98,7 @@ def _last_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _events(
-    folder: Path, lines: Sequence[Mapping[str, Any]], record: Mapping[str, Any], failure: Mapping[str, Any]
-) -> Iterator[tuple[float, str]]:
+def _events(folder: Path, lines: Sequence[Fields], record: Fields, failure: Fields) -> Iterator[tuple[float, str]]:
     if started_s := _modified_s(folder / JOB_FILE):
         yield started_s, "The job was written; workers start."
     for manifest in folder.glob("checkpoints/step-*/manifest.json"):
@@ -114,11 +117,7 @@ def _events(
 
 
 def _state(
-    record: Mapping[str, Any],
-    failure: Mapping[str, Any],
-    notes: Sequence[Mapping[str, Any]],
-    has_trained: bool,
-    silent_s: float,
+    record: Fields, failure: Fields, notes: Sequence[WorkerProcess], phase: str, silent_s: float
 ) -> tuple[str, str]:
     if failure:
         return "failed", str(failure.get("sentence", "The run has failed."))
@@ -126,12 +125,11 @@ def _state(
         accuracy = record.get("accuracy")
         result = f", accuracy {accuracy:.2%}" if isinstance(accuracy, float) else ""
         return "finished", f"Finished after {record.get('steps')} steps{result}."
-    if notes and all(note.get("exit_code") == 0 for note in notes):
+    if notes and all(note.exit_code == 0 for note in notes):
         return "finished", "All workers have ended."
     if silent_s > _SILENT_S:
-        said = f"Nothing was written for {silent_s:,.0f} s: the run has ended without a record, or is stopped."
-        return "silent", said
-    return ("training", "Training.") if has_trained else ("starting", "Starting.")
+        return "silent", f"Nothing was written for {silent_s:,.0f} s: the run ended without a record, or is stopped."
+    return phase, f"{phase.capitalize()}."
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -167,7 +165,7 @@ def watch_table(runs: Sequence[WatchedRun], gpus: Mapping[int, GpuUse]) -> Rende
     columns = [
         ("run", lambda run: run.name),
         ("state", lambda run: run.state),
-        ("step", lambda run: f"{max(run.number('step') or 0, *(worker.step or 0 for worker in run.workers), 0):,.0f}"),
+        ("step", lambda run: NOTHING if run.number("step") is None else f"{run.number('step'):,.0f}"),
         ("loss", lambda run: NOTHING if run.number("loss") is None else f"{run.number('loss'):.4g}"),
         ("samples/s", lambda run: quantity(run.number("samples_per_s"))),
         ("step time", _step_time),
@@ -184,7 +182,7 @@ def watch_table(runs: Sequence[WatchedRun], gpus: Mapping[int, GpuUse]) -> Rende
         grid = Grid(["key", *(run.name for run in runs)], differing, left=("key",))
         parts += [Text("\nHow their jobs differ", style="bold"), grid]
     events = sorted(((when, run.name, said) for run in runs for when, said in run.events), reverse=True)
-    parts.append(Text("\nEvents", style="bold"))
+    parts += [Text("\nEvents", style="bold")] * bool(events)
     for when, name, said in events[:_MOST_EVENTS]:
         parts.append(Text(f"{datetime.fromtimestamp(when):%H:%M:%S}  {f'{name}  ' * (len(runs) > 1)}{said}"))
     return Group(*parts, "")  # without it the last line in a pipe has no end
