@@ -188,8 +188,8 @@ def choice_lines(choice: DeviceChoice) -> list[str]:
     if not choice.is_exact:
         lines.append("Only GPUs with neighbouring ids were compared: a better ring may exist.")
     naive_s, best_s = naive.all_reduce_s(NAIVE_SIZE_BYTES), ring.all_reduce_s(NAIVE_SIZE_BYTES)
-    if len(ring.devices) > 1 and naive.devices == ring.devices:
-        lines.append("A naive choice, the first ones in the order of their ids, is the same.")
+    if len(ring.devices) > 1 and (naive.devices == ring.devices or naive_s == best_s is not None):
+        lines.append("A naive choice, the first ones in the order of their ids, is as fast.")
     elif len(ring.devices) > 1:
         slow = link_text(naive.bottleneck)
         said = f"A naive choice, {device_words(naive.devices)} in this order, has {slow} as its slowest link"
