@@ -4,6 +4,8 @@ named."""
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,12 @@ def _failure_of(folder: Path, script: str, *options: str) -> dict[str, Any]:
     assert ended.returncode == 1, ended.stderr
     report: dict[str, Any] = json.loads((folder / "run" / "failure.json").read_text())
     return report
+
+
+def test_a_run_that_is_not_closed_ends_without_a_word() -> None:
+    """As in an interactive interpreter."""
+    words = [sys.executable, "-c", "import paceline; run = paceline.init(global_batch_size=8)"]
+    assert subprocess.run(words, check=True, capture_output=True).stderr == b""
 
 
 def test_a_message_with_a_null_character_is_told(tmp_path: Path) -> None:

@@ -53,8 +53,11 @@ def script(stage: Stage, *parts: str) -> str:
 
 def go_on(folder: Path, undisturbed: Undisturbed) -> int:
     """Finish the run; the step that it began with."""
-    undisturbed.assert_equal(run_ranks(train, 1, folder, 1, timeout_s=TIMEOUT_S), folder)
-    return first_steps(folder)[1]
+    outcomes = run_ranks(train, 1, folder, 1, timeout_s=TIMEOUT_S)
+    undisturbed.assert_equal(outcomes, folder)
+    step = first_steps(folder)[1]
+    assert f"resumed at step {step} from" in outcomes[0].said
+    return step
 
 
 @pytest.mark.budget(processor_s=25)

@@ -29,7 +29,6 @@ from paceline.train.model_state import weights_sha256
 from paceline.train.optim import describe_scaling
 from paceline.train.process_group import World
 from paceline.train.run import Run
-from paceline.words import number_of
 
 # Reading a loss makes the CPU wait for the GPU, so losses are read and logged this many steps at a time.
 _LOG_STEPS = 50
@@ -61,11 +60,9 @@ class Journal(Callback):
     def __init__(self, run: Run, run_dir: Path, trackers: Sequence[str] = ()) -> None:
         self._run = run
         self._sinks = open_sinks(run_dir, trackers, run.steps, run.say) if run.rank == 0 else []
-        scaling = describe_scaling(run.job)
-        self._notes = [] if scaling is None else [scaling]
-        run.say(f"{run.job.name} on {number_of(run.world_size, 'worker')}")
-        for note in (*run.notes, *self._notes):
-            run.say(note)
+        if (scaling := describe_scaling(run.job)) is not None:
+            run.notes.append(scaling)
+            run.say(scaling)
         self._launched_at, self._first_step_s = env.value(env.LAUNCHED_AT, float) or time.time(), 0.0
         self._so_far = _SoFar()
         self._unread: list[tuple[tuple[str, ...], torch.Tensor]] = []
@@ -162,7 +159,7 @@ class Journal(Callback):
             warning = batch_warning(run.job.global_batch_size, noise_scale)
             if warning is not None:
                 so_far.has_warned = True
-                self._notes.append(warning)
+                run.notes.append(warning)
                 run.say(warning)
 
     def record(self, training: Training, average: AveragedModel | None) -> RunRecord:
@@ -190,7 +187,7 @@ class Journal(Callback):
             step_time=run.timer.median(),
             weights_sha256=run.weights_sha256() if average is None else weights_sha256(average.module.state_dict()),
             epochs=epochs,
-            notes=(*run.notes, *self._notes),
+            notes=tuple(run.notes),
             environment=describe_environment(run.world),
             evaluations=evaluations,
             best=best,

@@ -29,6 +29,7 @@ from paceline.train.journal import Journal
 from paceline.train.optim import build_optimizer
 from paceline.train.peers import tell_failures
 from paceline.train.run import Run, init
+from paceline.words import number_of
 
 
 def main() -> None:
@@ -79,6 +80,8 @@ def train(
         force=force,
         progress=not quiet,
     ) as run:
+        if not quiet:
+            run.say(f"{job.name} on {number_of(run.world_size, 'worker')}")
         train_set, test_set = data.load(job.data)
         model = models.build(job.model, **data_facts(train_set))
         optimizer = build_optimizer(job.optim, model)
@@ -109,7 +112,7 @@ def train(
                 weights = run.whole_state() if average is None else average.module.state_dict()
             if run.rank == 0:
                 what = f"The run is trained, but its folder {run_dir} cannot be written to"
-                with file_problems(what, CheckpointError, "its checkpoints are what is left of it"):
+                with file_problems(what, CheckpointError, f"last checkpoint: {run.stepper.session.newest_checkpoint}"):
                     if weights is not None:
                         save_weights(weights, Storage(run_dir), "model.safetensors")
                     record.save(run_dir / RECORD_FILE, run_file_mode())

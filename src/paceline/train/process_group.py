@@ -11,7 +11,6 @@ import gc
 import os
 import socket
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -158,10 +157,9 @@ TF32_CAPABILITY = (8, 0)
 """The first compute capability of NVIDIA's with TF32, and with bfloat16: Ampere."""
 
 
-@contextlib.contextmanager
-def torch_settings(job: Job, plan: Plan, device: torch.device) -> Iterator[list[str]]:
-    """A context in which torch is set as a job needs it, and what was set before is restored after it; gives what the
-    run's log and report say of that.
+def torch_settings(job: Job, plan: Plan, device: torch.device, before: contextlib.ExitStack) -> list[str]:
+    """Set torch as a job needs it, and have `before` restore what was set before; returns what the run's log and report
+    say of that.
 
     Numeric parity: cuDNN tries which of its kernels is fastest, products of float32 matrices may round their factors
     to TF32 (10 bits of mantissa, not 23), and products in 16 bits may add up in these. Bitwise parity: none of that,
@@ -180,24 +178,23 @@ def torch_settings(job: Job, plan: Plan, device: torch.device) -> Iterator[list[
     if not is_numeric:
         # Memory that nobody has written is read by nobody: filling it only takes time.
         wanted.append((torch.utils.deterministic, "fill_uninitialized_memory", False))
-    with contextlib.ExitStack() as before:
-        before.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(plan.threads_per_worker)
-        if not is_numeric or uses_tf32:
-            # Their former values are read by the newer name, which never refuses to answer.
-            before.callback(setattr, matmul, "allow_tf32", matmul.fp32_precision == "tf32")
-            before.callback(setattr, cudnn, "allow_tf32", cudnn.conv.fp32_precision == "tf32")
-            matmul.allow_tf32 = cudnn.allow_tf32 = uses_tf32
-        for holder, name, value in wanted:
-            before.callback(setattr, holder, name, getattr(holder, name))
-            setattr(holder, name, value)
-        if not is_numeric:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once
-            # Not use_deterministic_algorithms, which loads torch's whole compiler: seconds at the end of every run.
-            before.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
-            torch.set_deterministic_debug_mode("error")
-        note = "float32 products are computed in TF32, to 10 bits of mantissa; tf32 = false computes them in float32"
-        yield [note] if uses_tf32 and job.precision != "float64" else []
+    before.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(plan.threads_per_worker)
+    if not is_numeric or uses_tf32:
+        # Their former values are read by the newer name, which never refuses to answer.
+        before.callback(setattr, matmul, "allow_tf32", matmul.fp32_precision == "tf32")
+        before.callback(setattr, cudnn, "allow_tf32", cudnn.conv.fp32_precision == "tf32")
+        matmul.allow_tf32 = cudnn.allow_tf32 = uses_tf32
+    for holder, name, value in wanted:
+        before.callback(setattr, holder, name, getattr(holder, name))
+        setattr(holder, name, value)
+    if not is_numeric:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once
+        # Not use_deterministic_algorithms, which loads torch's whole compiler: seconds at the end of every run.
+        before.callback(torch.set_deterministic_debug_mode, torch.get_deterministic_debug_mode())
+        torch.set_deterministic_debug_mode("error")
+    note = "float32 products are computed in TF32, to 10 bits of mantissa; tf32 = false computes them in float32"
+    return [note] if uses_tf32 and job.precision != "float64" else []
 
 
 def decide_precision(job: Job, world: World) -> tuple[Job, list[str]]:

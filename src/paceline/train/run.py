@@ -90,7 +90,7 @@ class Run:
         world = join(facts, plan)
         job, notes = decide_precision(job, world)
         self.job = job
-        notes += self._at_close.enter_context(torch_settings(job, plan, world.device))
+        notes += torch_settings(job, plan, world.device, self._at_close)
         self.reader, self.precision = DatasetReader(job, world.device), Precision(job, world.device)
         progress = DataProgress(job, self.mesh.assignment_index(facts.rank), self.mesh.num_assignments, max_steps)
         self.world = world
@@ -180,6 +180,7 @@ class Run:
         trained = prepare_model(model, optimizer, scheduler, self.job, plan, self.world, precision, **spread)
         engine = trained.engine
         self._at_close.push(lambda _kind, error, _trace: engine.close(error))
+        num_told = len(self.notes) if self._models.by_name else 0
         self.notes += engine.notes
         self._models.add(name, trained)
         if self._prepared is None:
@@ -195,6 +196,8 @@ class Run:
         for number, one in enumerate(trained.schedulers):
             self._kept.add(f"scheduler {number} of {name}", one, in_step=True)
         self._prepared.add(name, trained)
+        for note in self.notes[num_told:] if self.display.is_shown else ():
+            self.say(note)
         return engine.module, optimizer
 
     def keep(self, name: str, thing: Keepable) -> None:

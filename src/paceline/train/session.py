@@ -271,9 +271,7 @@ class Session:
             self._resumed = known | {"models": list(found.shared["models"])}, force
             self._last_step = state.progress.steps
             beat(self._last_step)
-            self._run.notes.append(f"resumed at step {self._last_step} from {found.name} in {checkpoint_address}")
-            for note in notes:
-                self.note(note)
+            self._run.notes += [f"resumed at step {self._last_step} from {found.name} in {checkpoint_address}", *notes]
             self.seed_between_steps()
         self._address = storage.address
         resumed_step = None if found is None else self._last_step
@@ -287,8 +285,7 @@ class Session:
         if name in self.state.models.by_name:
             found = self._newest()  # the shards of this model were not read before
             if found is not None and not (self._resumed[1] and name not in found.shared["models"]):
-                for note in self.state.restore_model(name, found, force=self._resumed[1]):
-                    self.note(note)
+                self._run.notes += self.state.restore_model(name, found, force=self._resumed[1])
         self.seed_between_steps()
 
     def begin(self) -> None:
