@@ -11,9 +11,6 @@ possible values at once.
 A fit is not one set of constants but many, equally likely after what was measured; a forecast is the middle of the
 steps that they make, its interval their spread and the errors of a row and of a sum. Errors are factors, not seconds:
 log(measured / forecast) follows Student's t distribution, so that one bad row does not distort the fit.
-
-Constants are drawn from their priors and brought to what the rows say in steps, so that what these leave open stays
-open (sequential Monte Carlo). Draws are seeded: the same rows have the same forecast.
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ _FREEDOM = 4.0
 """Degrees of freedom of errors: one row in a hundred misses by more than five times their scale."""
 _NUM_STEPS = 30
 _NUM_SAMPLES, _NUM_MOVES = 2000, 24
-_SEED = 20260701
+_SEED = 20260701  # the same rows have the same forecast
 
 Unit = Literal["sample", "pass", "step", "byte", "fraction", "inside byte"]
 
@@ -121,7 +118,8 @@ class StepModel:
     """The step model of one job: priors in seconds and bytes, and the steps that constants make."""
 
     priors: Mapping[str, Prior]
-    anchor: StepRow
+    rows: Sequence[StepRow]
+    """What was measured."""
     gradient_bytes: float
     """The gradients of rows that do not tell."""
     link_bytes_per_s: float | None
@@ -137,9 +135,6 @@ class StepModel:
         Links inside a node lie between PCIe 3.0 x16, whose 10 GB/s devices may share, and NVLink with ten times as
         much. Networks are of two kinds: RDMA as on InfiniBand, and sockets as in most clouds, which cap each flow. A
         datasheet's rate is a bound, of which collectives reach most by RDMA, and two thirds or much less by sockets.
-
-        Args:
-            inside_bytes_per_s: a datasheet's rate of the links inside a node, a bound; None: not known.
         """
         gradient_bytes = _median([row.gradient_bytes for row in rows])
         link = _median([row.link_bytes_per_s for row in rows])
@@ -169,7 +164,7 @@ class StepModel:
         if is_rdma:
             scaled["between_alpha_s"] = Prior(1e-4 * of_step, 1.2)
             scaled["several_nodes_s"] = Prior(0.001 * of_step, 1.0)
-        return cls(scaled, anchor, gradient_bytes or _UNKNOWN_GRADIENT_BYTES, link)
+        return cls(scaled, rows, gradient_bytes or _UNKNOWN_GRADIENT_BYTES, link)
 
     def constants_at(self, points: Array) -> Constants:
         """The constants, arrays [num_points, 1], at points of the priors. `points`: [num_points, num_constants]:
@@ -298,10 +293,10 @@ def fit(rows: Sequence[StepRow], inside_bytes_per_s: float | None = None) -> Fit
 def _drawn(model: StepModel, rows: Sequence[StepRow], error: float) -> Array:
     """[num_samples, num_constants]: points of the priors, as probable as the rows make them.
 
-    They begin as draws from the priors. Step by step more of the rows' logarithmic likelihood counts, as much as leaves
-    half of the points with weight: they are drawn again by weight, and moved (Del Moral, Doucet and Jasra 2006,
-    "Sequential Monte Carlo samplers"). A move goes along the line to a point of the other half (Goodman and Weare 2010,
-    "Ensemble samplers with affine invariance").
+    They begin as draws from the priors, so that what the rows leave open stays open. Step by step more of the rows'
+    logarithmic likelihood counts, as much as leaves half of the points with weight: they are drawn again by weight, and
+    moved (Del Moral, Doucet and Jasra 2006, "Sequential Monte Carlo samplers"). A move goes along the line to a point
+    of the other half (Goodman and Weare 2010, "Ensemble samplers with affine invariance").
     """
 
     def likelihoods(points: Array) -> Array:
@@ -373,7 +368,8 @@ def predict(found: Fit, rows: Sequence[StepRow]) -> list[StepForecast]:
     """A forecast for each row: the middle of the samples, and the 90 % interval of a measurement, in which a sum takes
     longer or shorter than the samples say, and so does the step."""
     parts = found.model.steps(rows, found.constants)
-    totals = _middle(parts.total_s)
+    told, asked = (np.array([(row.num_workers, row.num_nodes) for row in of]) for of in (found.model.rows, rows))
+    totals = _middle(parts.total_s, ((told.min(axis=0) <= asked) & (asked <= told.max(axis=0))).all(axis=1))
     errors, of_sums = np.random.default_rng(_SEED).standard_t(_FREEDOM, size=(2, len(parts.total_s), 1))
     links = [name for name in found.constants if name.endswith(("alpha_s", "beta_s_per_byte"))]
     others = {name: found.constants[name] * np.exp(_SUM_ERROR * of_sums) for name in links}
@@ -390,15 +386,16 @@ def predict(found: Fit, rows: Sequence[StepRow]) -> list[StepForecast]:
     return [StepForecast(*values) for values in np.stack(columns, axis=1).tolist()]
 
 
-def _middle(totals: Array) -> Array:
-    """[num_rows]: the geometric mean of the middle half of the samples. If two explanations fit the rows, it lies
-    between them, while the median jumps from one to the other.
+def _middle(totals: Array, is_between: NDArray[np.bool_]) -> Array:
+    """[num_rows]: the geometric mean of the samples. If two explanations fit the rows, it lies between them, while the
+    median jumps from one to the other.
 
-    Samples are weighted by 1 / step time, because errors are relative to the measured time: if the shorter of two
-    explanations is the true one, a forecast between them has the larger relative error.
+    All samples count in rows between measured ones, and the middle half beyond them, where the farthest samples are
+    what priors do not exclude. They are weighted by 1 / step time, because errors are relative to the measured time: if
+    the shorter of two explanations is the true one, a forecast between them has the larger relative error.
     """
     totals = np.sort(totals, axis=0)
     weights = 1 / totals
     shares = (np.cumsum(weights, axis=0) - weights / 2) / weights.sum(axis=0)
-    weights[np.abs(shares - 0.5) > 0.25] = 0.0
+    weights[(np.abs(shares - 0.5) > 0.25) & ~is_between] = 0.0
     return np.asarray(np.exp((weights * np.log(totals)).sum(axis=0) / weights.sum(axis=0)))

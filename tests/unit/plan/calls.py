@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import cast
 
 from paceline.plan.collectives import COSTS, Network, cost_of
-from paceline.plan.memory import DeviceMemory, StateBytes, device_memory, fits
+from paceline.plan.memory import DeviceMemory, StateBytes, device_memory
 from paceline.plan.meshes import MeshCandidate, Workload, search
 from paceline.plan.step_model import PRIORS
 from paceline.spec import AlgorithmName, Job, Mesh
@@ -45,10 +45,6 @@ def memory(
         num_passes,
         recompute,
     )
-
-
-def has_room(found: DeviceMemory, room: float) -> bool:
-    return fits(found.total_bytes, room)
 
 
 def transformer(num_parameters: float, *, num_layers: int, width: int, num_heads: int, tokens: int) -> Layers:

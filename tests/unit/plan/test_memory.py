@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.plan.memory import DeviceMemory
+from paceline.plan.memory import DeviceMemory, fits
 from paceline.spec import Job, Mesh
 from paceline.spec.forecast import LayerCost
-from tests.unit.plan.calls import has_room, memory
+from tests.unit.plan.calls import memory
 from tests.unit.plan.clusters import GIB, forecast_of, gpu_cluster
 
 counts = st.integers(1, 512)
@@ -164,10 +164,6 @@ def test_a_pipeline_has_a_buffer_for_each_message_of_a_step() -> None:
     assert more.activation_bytes - some.activation_bytes == pytest.approx(5 * 3 * 10)
 
 
-def has_room_of(num_bytes: float, room: float) -> bool:
-    return has_room(DeviceMemory(num_bytes, 0, 0, 0), room)
-
-
 def test_some_memory_of_a_device_is_left_for_the_driver() -> None:
-    assert has_room_of(0.9 * GIB, GIB) and not has_room_of(0.97 * GIB, GIB) and not has_room_of(1.01 * GIB, GIB)
-    assert has_room_of(1e30, math.inf)
+    assert fits(0.9 * GIB, GIB) and not fits(0.97 * GIB, GIB) and not fits(1.01 * GIB, GIB)
+    assert fits(1e30, math.inf)

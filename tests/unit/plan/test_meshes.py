@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from paceline.errors import JobError
 from paceline.plan.collectives import Network
 from paceline.plan.forecast import choose_mesh
+from paceline.plan.memory import fits
 from paceline.spec import Job, Mesh
 from paceline.spec.forecast import LayerCost, ModelCost
-from tests.unit.plan.calls import has_room, meshes, transformer
+from tests.unit.plan.calls import meshes, transformer
 from tests.unit.plan.clusters import GIB, gpu_cluster
 
 FAST = Network(3e-6, 1 / 300e9, 10e-6, 1 / 25e9)
@@ -70,7 +71,7 @@ def test_everything_offered_fits_and_more_memory_is_never_slower(num_workers: in
             result = meshes(num_workers, 8, links, **GPT | {"memory_bytes": memory_bytes})
         except JobError:
             return math.inf
-        assert all(has_room(one.memory, memory_bytes) for one in result)
+        assert all(fits(one.memory.total_bytes, memory_bytes) for one in result)
         steps = [one.step_s for one in result]
         assert result[0].step_s <= 1.03 * min(steps)
         return min(steps)
