@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import default_collate
 from torch.utils.flop_counter import FlopCounterMode
@@ -95,6 +95,7 @@ class _Layer:
     name: str = ""
     may_begin: bool = True
     parameters: list[nn.Parameter] = field(default_factory=list)
+    tied_bytes: int = 0
     flops: int = 0
     kept_bytes: int = 0
     largest_bytes: int = 0
@@ -120,11 +121,11 @@ class _Layer:
             may_begin=self.may_begin,
             num_tensor_slices=num_slices if styles else 1,
             num_all_reduces=sum(not style.startswith("heads") for style in styles),
-            all_reduce_bytes=self.output_bytes / num_samples,
             replicated_fraction=_REPLICATED_FRACTION if "colwise" in styles else 1.0,
             # The gradients of the output and of the largest tensor inside: others come when these have gone.
             moment_bytes=(self.output_bytes + self.largest_bytes) / num_samples,
             largest_parameter_bytes=max((parameter.nbytes for parameter in self.parameters), default=0),
+            tied_bytes=self.tied_bytes,
             root_bytes=sum(parameter.nbytes for parameter in self.parameters if parameter not in in_lists),
         )
 
@@ -137,10 +138,9 @@ class _Counts:
         """The layers in the order of their calls."""
         self.flops = FlopCounterMode(display=False)
         self._counted_flops = 0
-        self._kept: dict[int, UntypedStorage] = {}
-        """Storages by their ids; kept alive, as another storage might get the id."""
-        for tensor in (*model.parameters(), *model.buffers()):
-            self._kept[id(tensor.untyped_storage())] = tensor.untyped_storage()  # in memory anyway
+        self._kept = {tensor.untyped_storage() for tensor in model.buffers()}  # these are in memory anyway
+        self._parameters = {parameter.untyped_storage(): parameter for parameter in model.parameters()}
+        self._last_users: dict[nn.Parameter, _Layer] = {}
         self._uncounted = dict.fromkeys(model.parameters())
 
     def call(self, path: str, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,6 +164,9 @@ class _Counts:
         """After the pass: the loss keeps as much as the model's output, and makes two gradients of it in backward."""
         self._count_flops()
         last = self.layers[-1]
+        for parameter, layer in self._last_users.items():
+            if parameter not in {*layer.parameters, *self._uncounted}:
+                layer.tied_bytes += parameter.nbytes
         last.parameters += self._uncounted
         last.kept_bytes += output_bytes
         last.output_bytes = output_bytes
@@ -172,8 +175,10 @@ class _Counts:
     def keep(self, tensor: Tensor) -> Tensor:
         """A tensor is kept for backward."""
         storage, layer = tensor.untyped_storage(), self.layers[-1]
-        if id(storage) not in self._kept:
-            self._kept[id(storage)] = storage
+        if storage in self._parameters:
+            self._last_users[self._parameters[storage]] = layer
+        elif storage not in self._kept:
+            self._kept.add(storage)
             layer.kept_bytes += storage.nbytes()
             layer.largest_bytes = max(layer.largest_bytes, storage.nbytes())
         return tensor

@@ -342,11 +342,7 @@ def _recommended(
     rows: Sequence[ForecastRow], request: ForecastRequest, base_devices: int = 1, **values: Any
 ) -> Forecast:
     """The forecast of compared rows with the recommended one, and why: the fewest devices that come near the fastest
-    that keeps its efficiency, or the smallest number if none does.
-
-    Args:
-        base_devices: the devices that speed-ups are over.
-        values: other fields of the forecast.
+    that keeps its efficiency, or the smallest number if none does. `values`: other fields of the forecast.
     """
     curve, floor = fastest_of_each_count(rows), request.efficiency_floor
     possible = [row for row in curve if not row.objection]

@@ -123,10 +123,6 @@ def device_memory(
     activations of p - r micro-batches (Narayanan et al. 2021, section 2.2). Torch has buffers for all that arrives in a
     step, forward and backward, and copies what leaves. Recomputation keeps what layers are given, and one layer's
     activations.
-
-    Args:
-        micro_batch_size: Samples of one forward pass.
-        num_micro_batches: Micro-batches of one worker in a step.
     """
     layers = model.layers or _UNKNOWN_LAYERS
     kept_bytes = accumulate(layer.activation_bytes for layer in layers)
@@ -167,6 +163,7 @@ def _part(layer: LayerCost, tp: int, of_parameters: float, of_activations: float
         layer,
         parameter_bytes=per_parameter * layer.parameter_bytes,
         largest_parameter_bytes=per_parameter * layer.largest_parameter_bytes,
+        tied_bytes=per_parameter * layer.tied_bytes,
         root_bytes=per_parameter * layer.root_bytes,
         activation_bytes=per_byte * layer.activation_bytes,
         moment_bytes=per_byte * layer.moment_bytes,
@@ -195,6 +192,9 @@ def _on_worker(
         waiting_bytes: what is there all the time: inputs, messages, and other micro-batches of a pipeline.
     """
     own, shards = sum(layer.parameter_bytes for layer in layers), mesh.fsdp
+    tied = sum(layer.tied_bytes for layer in layers)
+    if mesh.pp > 1:  # the layer whose parameters they are is in another stage, which has a gradient of its own
+        own, tied = own + tied, 0.0
     # ZeRO 1 scatters gradients in the last pass alone: before, they are whole.
     scatters = shards > 1 and not state.is_bitwise and (mesh.zero_stage > 1 or num_passes == 1)
     is_gathered = scatters and mesh.zero_stage == 3
@@ -203,7 +203,7 @@ def _on_worker(
         copies = 1.0 + num_passes.bit_length()
     # Parameters beside a worker's own: a shard of all; in bitwise parity all are whole at the end of backward.
     beside = 0.0 if shards == 1 or is_gathered else own / (1 if mesh.zero_stage == 3 else shards)
-    root, of_root = sum(layer.root_bytes for layer in layers) if scatters else 0.0, 0.0
+    root, of_root, waiting = sum(layer.root_bytes for layer in layers) if scatters else 0.0, 0.0, 0.0
     kept = waiting_bytes + sum(kept_bytes)
     whole = waiting_bytes + sum(layer.activation_bytes for layer in layers)
     moments = []  # bytes of activations, and of parameters and gradients that are gathered or in messages
@@ -217,12 +217,15 @@ def _on_worker(
             done += layer.parameter_bytes - layer.root_bytes
             moving = done + following if scatters else layer.largest_parameter_bytes
             activations = min(kept + layer.activation_bytes, whole) + layer.moment_bytes
-            moments.append((activations, moving + of_root + (before + size if is_gathered else beside)))
-            kept, whole, of_root = kept - its_kept, whole - layer.activation_bytes, root * (2 if is_gathered else 1)
+            moments.append((activations, moving + of_root + waiting + (before + size if is_gathered else beside)))
+            kept, whole, of_root = kept - its_kept, whole - layer.activation_bytes, root if is_gathered else 0.0
+            waiting += (layer.root_bytes if scatters else 0.0) + (tied and layer.tied_bytes)
         if scatters:  # forward copies parameters out, beside the message before; backward gradients into their message
             beside, following = beside - size, size
-            moments.append((kept, 2 * size + before + of_root + (0.0 if is_gathered else beside)))
-    moments.append((kept, 2 * root + (0.0 if is_gathered else beside)))  # gradients of the root, and their message
+            moments.append((kept, 2 * size + before + of_root + waiting + (0.0 if is_gathered else beside)))
+    # The sum of the gradients of tied parameters, or the root's gradients and their message.
+    waiting += of_root + following + (2 if shards == 1 else 1) * tied
+    moments.append((kept, max(2 * root, waiting) + (0.0 if is_gathered else beside)))
     activation_bytes, moving_bytes = max(moments, key=sum)
     return DeviceMemory(
         parameter_bytes=own / (shards if mesh.zero_stage == 3 else 1),

@@ -181,7 +181,7 @@ def _inside_model_s(workload: Workload, mesh: Mesh, stages: tuple[Layers, ...]) 
     network = network_at(workload.constants, workload.devices_per_node)
     for divided in ([layer for layer in stage if layer.tensor_shards(mesh.tp) > 1] for stage in stages):
         if num_sums := sum(layer.num_all_reduces for layer in divided):
-            sum_bytes = samples * sum(layer.num_all_reduces * layer.all_reduce_bytes for layer in divided) / num_sums
+            sum_bytes = samples * sum(layer.num_all_reduces * layer.output_bytes for layer in divided) / num_sums
             seconds = max(seconds, num_sums * _sum_s(workload, sum_bytes, mesh.tp, 1))
     if mesh.pp > 1:
         message_bytes = samples * max(stage[-1].output_bytes for stage in stages[:-1])

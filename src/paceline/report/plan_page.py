@@ -125,7 +125,6 @@ def _money(forecast: Forecast, amount: float | None) -> str:
 def plan_page(forecast: Forecast) -> str:
     """The whole page."""
     rows, best = _shown_rows(forecast), forecast.recommended
-    base = forecast.base_devices  # more than one where the forecast has no row of one device
     impossible: dict[str, list[str]] = {}
     for row in forecast.rows:
         if row.objection:
@@ -141,7 +140,7 @@ def plan_page(forecast: Forecast) -> str:
         grid=_grid(forecast, rows),
         all_rows=_grid(forecast, list(forecast.rows)) if len(rows) < len(forecast.rows) else None,
         objections=[f"{', '.join(of[:8])}{and_more(len(of) - 8)}: {why}" for why, of in impossible.items()],
-        one_device="one device" if base == 1 else f"one of {formats.devices(base)}",
+        one_device="one device" if forecast.base_devices == 1 else f"one of {forecast.base_devices} devices",
         rule=RULE,
         charts=_charts(replace(forecast, rows=fastest_of_each_count(forecast.rows))),
     )

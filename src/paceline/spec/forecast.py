@@ -32,14 +32,15 @@ class LayerCost:
     num_tensor_slices: int = 1
     """Heads, groups or output channels that tensor parallelism can distribute; 1: every worker computes all of it."""
     num_all_reduces: int = 0
-    """How many all-reduces a tensor group makes, forward and backward, of `all_reduce_bytes` each."""
-    all_reduce_bytes: float = 0.0
+    """How many all-reduces a tensor group makes, forward and backward, of `output_bytes` each."""
     replicated_fraction: float = 1.0
     """The fraction of `activation_bytes` that each worker of a tensor group keeps whole."""
     moment_bytes: float = 0
     """Bytes that live only while backward goes through this layer: the gradients of its output and of its input."""
     largest_parameter_bytes: float = 0
     """Bytes of the largest parameter: its gradient lives beside the sum that it is added to."""
+    tied_bytes: float = 0
+    """Bytes of parameters of layers before it that it uses too, as a classifier does an embedding's."""
     root_bytes: float = 0
     """Bytes of parameters that stand in no list of layers: fsdp gathers them for a whole pass, not for their layer."""
 
@@ -119,9 +120,8 @@ class Forecast(JsonValue):
     rows: tuple[ForecastRow, ...]
     recommended_devices: int
     verdict: str
-    """One short line."""
     reason: str
-    """One sentence or a few."""
+    """A sentence or a few; the verdict is one short line."""
     strategy: tuple[str, ...] = ()
     """A sentence each about the best mesh on the recommended devices and the next best."""
     assumptions: tuple[str, ...] = ()

@@ -57,7 +57,6 @@ def transformer(num_parameters: float, *, num_layers: int, width: int, num_heads
         output_bytes=2.0 * tokens * width,
         num_tensor_slices=num_heads,
         num_all_reduces=4,
-        all_reduce_bytes=2.0 * tokens * width,
         replicated_fraction=10 / 34,
     )
     return (layer,) * num_layers

@@ -34,6 +34,7 @@ def test_layers_are_the_blocks_before_which_a_pipeline_may_cut(cost: ModelCost) 
     assert max(layer.largest_parameter_bytes for layer in cost.layers) == max(parameters)
     roots = [layer.name for layer in cost.layers if layer.root_bytes == layer.parameter_bytes > 0]
     assert roots == ["tokens", "positions", "norm"] and sum(layer.root_bytes > 0 for layer in cost.layers) == 3
+    assert [layer.tied_bytes for layer in cost.layers] == [0] * 6 + [4 * WORDS * WIDTH]  # as the classifier
     assert cost.layers[-1].output_bytes == 4 * LENGTH * WORDS  # the loss makes a gradient of all logits
 
 
@@ -70,7 +71,7 @@ def test_tensor_parallelism_divides_what_the_plan_of_the_model_says(cost: ModelC
     for layer in divided.values():
         assert layer.tensor_shards(4) == 4 and layer.tensor_shards(8) == 1
         # Two sums in forward; in backward one for each layer that takes what is whole: query, key, value and the net.
-        assert (layer.num_all_reduces, layer.all_reduce_bytes) == (6, 4 * LENGTH * WIDTH)
+        assert (layer.num_all_reduces, layer.output_bytes) == (6, 4 * LENGTH * WIDTH)
         assert 0.1 < layer.replicated_fraction < 0.5
     plain = trace_model(partial(nn.Linear, 4, 4), torch.zeros(4))
     assert all(layer.num_tensor_slices == 1 for layer in plain.layers)
