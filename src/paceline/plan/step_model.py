@@ -115,11 +115,10 @@ class StepParts:
 
 @dataclass(frozen=True)
 class StepModel:
-    """The step model of one job: priors in seconds and bytes, and the steps that constants make."""
+    """The step model of one job: measured rows, priors in seconds and bytes, and the steps that constants make."""
 
     priors: Mapping[str, Prior]
     rows: Sequence[StepRow]
-    """What was measured."""
     gradient_bytes: float
     """The gradients of rows that do not tell."""
     link_bytes_per_s: float | None
@@ -368,8 +367,9 @@ def predict(found: Fit, rows: Sequence[StepRow]) -> list[StepForecast]:
     """A forecast for each row: the middle of the samples, and the 90 % interval of a measurement, in which a sum takes
     longer or shorter than the samples say, and so does the step."""
     parts = found.model.steps(rows, found.constants)
-    told, asked = (np.array([(row.num_workers, row.num_nodes) for row in of]) for of in (found.model.rows, rows))
-    totals = _middle(parts.total_s, ((told.min(axis=0) <= asked) & (asked <= told.max(axis=0))).all(axis=1))
+    told, most_nodes = [row.num_workers for row in found.model.rows], max(row.num_nodes for row in found.model.rows)
+    is_between = [min(told) < row.num_workers < max(told) and row.num_nodes <= most_nodes for row in rows]
+    totals = _middle(parts.total_s, np.array(is_between))
     errors, of_sums = np.random.default_rng(_SEED).standard_t(_FREEDOM, size=(2, len(parts.total_s), 1))
     links = [name for name in found.constants if name.endswith(("alpha_s", "beta_s_per_byte"))]
     others = {name: found.constants[name] * np.exp(_SUM_ERROR * of_sums) for name in links}
@@ -388,11 +388,11 @@ def predict(found: Fit, rows: Sequence[StepRow]) -> list[StepForecast]:
 
 def _middle(totals: Array, is_between: NDArray[np.bool_]) -> Array:
     """[num_rows]: the geometric mean of the samples. If two explanations fit the rows, it lies between them, while the
-    median jumps from one to the other.
+    median jumps from one to the other. All samples count between measured rows, `is_between`; beyond them the middle
+    half, because the farthest ones are what priors do not exclude.
 
-    All samples count in rows between measured ones, and the middle half beyond them, where the farthest samples are
-    what priors do not exclude. They are weighted by 1 / step time, because errors are relative to the measured time: if
-    the shorter of two explanations is the true one, a forecast between them has the larger relative error.
+    Samples are weighted by 1 / step time, because errors are relative to the measured time: if the shorter of two
+    explanations is the true one, a forecast between them has the larger relative error.
     """
     totals = np.sort(totals, axis=0)
     weights = 1 / totals
