@@ -102,7 +102,7 @@ def test_a_slow_network_keeps_what_sends_most_inside_a_node() -> None:
 def test_messages_between_stages_and_sums_of_tensor_groups_take_the_link_between_nodes() -> None:
     """Two nodes of two, and links inside that take no time: one of three boundaries of pp4 lies between the nodes, and
     so does that of dp2 x pp2; a tensor group of two never leaves its node."""
-    layers = (LayerCost("", 1.0, 1e6, 1e4, 1e6, True, 4, 2, 1e5),) * 4
+    layers = (LayerCost("", 1.0, 1e6, 1e4, 1e6, True, 4, 2),) * 4
     links = Network(between_beta_s_per_byte=1 / 1e9)
     found = {one.mesh: one.tensor_s for one in meshes(4, 2, links, layers=layers, shard_size=16)}
     message_s = 16 * 1e6 / 1e9
@@ -113,7 +113,7 @@ def test_messages_between_stages_and_sums_of_tensor_groups_take_the_link_between
 
 def test_large_layers_of_few_samples_are_divided_over_slow_links_and_large_batches_are_not() -> None:
     """Replicas would sum 100 MB over a link of 25 MB/s, a tensor group two sums of 2 MB."""
-    layers = (LayerCost("", 1.0, 12.5e6, 5e4, 3e4, True, 4096, 1, 3e4),) * 2
+    layers = (LayerCost("", 1.0, 12.5e6, 5e4, 3e4, True, 4096, 1),) * 2
     known: dict[str, Any] = {"layers": layers}
     slow, fast = (Network(20e-6, 1 / 1.5e9, 120e-6, 1 / rate) for rate in (25e6, 25e9))
     assert meshes(4, 2, slow, global_batch_size=64, shard_size=32, **known)[0].mesh == Mesh(tp=4)
