@@ -168,15 +168,8 @@ def launch(**options: Any) -> None:
 @command("train", as_json=False)
 def train(as_json: bool = False, **options: Any) -> None:
     """Train a job on workers of this machine or of several; a script (*.py) as paceline launch does."""
-    options = with_folder(options)  # known before it begins, for an end by Ctrl-C
-    run_dir = options["out"]
-    try:
-        record = paceline.train(**options)
-    except (KeyboardInterrupt, SystemExit):
-        say_how_to_go_on(run_dir)
-        raise
-    if not record.is_complete:
-        say_how_to_go_on(run_dir)
+    options = with_folder(options)
+    record = resumable(paceline.train, options)
     if as_json:
         print(json.dumps(record.summary()))
         return
@@ -186,7 +179,7 @@ def train(as_json: bool = False, **options: Any) -> None:
     print(
         f"{accuracy}{record.samples_per_s:,.0f} samples/s{forecast} on {record.world_size} x "
         f"{record.plan.device_kind}, {record.steps} steps in {record.train_s:.1f} s ({record.wall_s:.1f} s in all)\n"
-        f"weights_sha256 {record.weights_sha256}\n{run_dir}/record.json"
+        f"weights_sha256 {record.weights_sha256}\n{options['out']}/record.json"
     )
 
 
@@ -199,18 +192,26 @@ def with_folder(options: Mapping[str, Any], ending: str = "") -> dict[str, Any]:
     return {**options, "out": new_run_dir(options.get("out"), job.name + ending)}
 
 
-def say_how_to_go_on(run_dir: Path) -> None:
-    """Say which command goes on with a run that was interrupted."""
-    if (run_dir / "checkpoints" / "latest").exists():
-        out = [] if any(word.startswith("--out") for word in sys.argv) else ["--out", str(run_dir)]
+def resumable(function: Callable[..., Any], options: Mapping[str, Any]) -> Any:
+    """What `function` returns; says which command goes on with a run, or a study of several, that has not ended."""
+    result, interrupt, folder = None, None, options["out"]
+    try:
+        result = function(**options)
+    except (KeyboardInterrupt, SystemExit) as ended:
+        interrupt = ended
+    if (interrupt or not getattr(result, "is_complete", True)) and any(folder.glob("**/checkpoints/latest")):
+        out = [] if any(word.startswith("--out") for word in sys.argv) else ["--out", str(folder)]
         to_stderr(f"To go on: {shlex.join(['paceline', *sys.argv[1:], *out])}")
+    if interrupt is not None:
+        raise interrupt
+    return result
 
 
 @command("scale")
 def scale(**options: Any) -> None:
     """Train a job on 1, 2, … N devices and write the study: scaling.json, .csv, report.html."""
     options = with_folder(options, "-scaling")
-    print_study(paceline.scale(**options), options["out"])
+    print_study(resumable(paceline.scale, options), options["out"])
 
 
 @command("report", out=".")

@@ -227,11 +227,13 @@ def place_in(log: str, exit_code: int) -> str:
 def root_cause(processes: Sequence[WorkerProcess]) -> WorkerProcess | None:
     """The failed worker that caused the other failures: the earliest that did not merely lose a peer; None: no failure.
 
-    A failure of a worker that had been asked to end was caused by that, and counts only if there is no other.
+    A failure of a worker that had been asked to end was caused by that, and counts only if there is no other; its own
+    node's clock says so.
     """
     stopped_at = min((one.asked_at for one in processes if one.asked_at is not None), default=float("inf"))
     failed = [one for one in processes if one.exit_code]
-    return min(failed, key=lambda one: (one.time > stopped_at, one.is_consequence, one.time, one.rank), default=None)
+    late = {one.rank: one.time > (stopped_at if one.is_consequence else one.asked_at or one.time) for one in failed}
+    return min(failed, key=lambda one: (late[one.rank], one.is_consequence, one.time, one.rank), default=None)
 
 
 def signal_name(number: int) -> str:

@@ -89,8 +89,9 @@ def ssh_argv(host: str, program: Sequence[str], *, cwd: Path, environ: Mapping[s
     must then end by itself.
     """
     options = [word for option in _SSH_OPTIONS for word in ("-o", option)]
-    # The shell is replaced by the program.
-    command = f"cd -- {shlex.quote(str(cwd))} && exec {shlex.join(with_variables(program, environ))}"
+    # A shell tells by its exit code which signal ended the program; ssh's own would be that of a lost connection, 255.
+    told = shlex.quote(f"{shlex.join(with_variables(program, environ))}; exit $?")
+    command = f"cd -- {shlex.quote(str(cwd))} && exec sh -c {told}"
     return ("ssh", "-T", *options, "--", host, command)
 
 

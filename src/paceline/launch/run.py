@@ -159,8 +159,10 @@ def _failure_of(first: _Agent, run_dir: Path) -> PacelineError:
     from paceline.diagnosis.failures import NodeLoss, describe_failure, signal_name, silent_node  # no start needs it
 
     told, exit_code = first.told, first.exit_code or 0
-    ended = f"its agent was killed by {signal_name(-exit_code)}" if exit_code < 0 else f"exit code {exit_code}"
-    loss: NodeLoss | None = NodeLoss(first.transport.node, first.ended_at, told or ended)
+    number = -exit_code if exit_code < 0 else exit_code - 128  # on another node a shell says so
+    ended = f"its agent was ended by {signal_name(number)}" if number > 0 else f"exit code {exit_code}"
+    ended = told or ended if exit_code == 255 else ended  # ssh itself; what is told else may be a worker's last line
+    loss: NodeLoss | None = NodeLoss(first.transport.node, first.ended_at, ended)
     # An agent that ends with 1 says that a worker failed, maybe by a loss elsewhere; one of several nodes is not named.
     if exit_code == 1 or len(first.transport.hostnames) > 1:
         loss = silent_node(run_dir, GRACE_S) if first.transport.hostnames else None

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
+import math
 import os
 import re
 import shutil
@@ -58,7 +59,7 @@ STORE_TIMEOUT_S = 10.0
 STACKS_S = 1.0
 """How long a worker may take to dump its stacks; Python's own handler needs milliseconds."""
 OTHERS_S = STALE_S + 3.0
-"""How long to wait for who knows more: the worker that failed, or one on the node of a hanging worker."""
+"""How long to wait for who knows more: the worker that failed."""
 SILENT_S = 3 * STALE_S
 """A node from which nobody has posted for so long is lost."""
 NOTICE_S = 4.0
@@ -119,6 +120,8 @@ class Watch:
         """The rank of a worker that has ended while others waited for it."""
         self._has_aborted = threading.Event()
         self._is_store_lost = False
+        self._asked_at = math.inf
+        """Since when the store does not answer: while rank 0, which serves it, is stopped, a call waits for ever."""
         self._num_ends = 0
         self._stacks = own_file().with_name(f"stacks-{os.getpid()}").open("w")
         faulthandler.register(signal.SIGUSR2, self._stacks.fileno())
@@ -149,16 +152,22 @@ class Watch:
         self.abort = None
 
     def _run(self) -> None:
+        threading.Thread(target=self._look, name="paceline-watch", daemon=True).start()
         number = 0
         while not self._is_over.wait(self._clock.interval_s if number else 0.0):
             number += 1
             try:
                 if self._has_store:
+                    self._asked_at = time.monotonic()
                     self._post(number)
                     if self._facts.local_rank < 2:
                         self._read()
-            except RuntimeError as error:  # rank 0 is gone, or stopped
+            except RuntimeError as error:  # rank 0 is gone
                 self._is_store_lost |= isinstance(error, dist.DistNetworkError)
+            self._asked_at = math.inf
+
+    def _look(self) -> None:
+        while not self._is_over.wait(self._clock.interval_s):
             states = [self._as_of_now(state) for state in self.states]  # none where this worker does not look at others
             have_trained = all(state.has_trained for state in states)
             bound_s = (self._hang_timeout_s if have_trained else self._first_timeout_s) - 2 * self._clock.interval_s
@@ -172,7 +181,8 @@ class Watch:
     def _has_store(self) -> bool:
         """Whether the store may be asked: without rank 0, which serves it, torch would tell of each attempt."""
         is_elsewhere = not self.states or self.states[0].hostname != self._hostname
-        return not self._is_store_lost and (is_elsewhere or not self._is_gone(self.states[0]))
+        is_served = not self._is_store_lost and (is_elsewhere or not self._is_gone(self.states[0]))
+        return is_served and time.monotonic() - self._asked_at < STALE_S
 
     def _post(self, number: int) -> None:
         vitals = self._with_calls_of_torch(read_vitals(own_file()))
@@ -225,7 +235,8 @@ class Watch:
             self._write_status(self.folder)
 
     def _as_of_now(self, state: WorkerState) -> WorkerState:
-        age_s = self._clock.watched_s(time.monotonic() - self._posted[state.rank][1])
+        is_other = state.rank != self._facts.rank
+        age_s = self._clock.watched_s(time.monotonic() - self._posted[state.rank][1]) if is_other else 0.0
         inside_s = None if state.inside_s is None else state.inside_s + age_s
         if state.hostname == self._hostname:  # its last post may be a second old
             vitals = read_vitals(self._heartbeats[state.rank])
@@ -237,18 +248,23 @@ class Watch:
         )
 
     def _end(self, hang: Hang, states: Sequence[WorkerState]) -> None:
-        """Report the hang, or leave that to who is nearer, and end the culprits on this node."""
+        """Report the hang, or leave that to who is nearer, and then end the culprits on this node."""
+        if (
+            is_silent := time.monotonic() - self._asked_at >= STALE_S
+        ):  # nothing is known of the others, who are believed awake
+            hang = replace(hang, kind="hung", culprits=(0,))
         host = next(state.hostname for state in states if state.rank == hang.culprits[0])
-        awake = [one for one in states if one.local_rank < 2 and (one.heartbeat_age_s or 0.0) < STALE_S]
+        awake = [one for one in states if (one.rank > 0 if is_silent else (one.heartbeat_age_s or 0.0) < STALE_S)]
+        awake = [one for one in awake if one.local_rank < 2]
         nearest = min(awake, key=lambda one: (one.hostname != host, one.rank), default=None)
         here = [one for one in states if one.rank in hang.culprits and one.hostname == self._hostname]
         if nearest is None or nearest.rank == self._facts.rank:
             stacks = {one.rank: self._stacks_of(one) for one in here}
             self._publish(describe_hang(hang, states, stacks, time.time()))
-        else:
-            deadline = time.monotonic() + OTHERS_S
-            while not self._is_reported() and time.monotonic() < deadline:
-                time.sleep(0.05)
+            # Where nobody is awake beside a stopped process, to end it, the others lose this one in its place.
+            here = here or [one for one in states if one.rank == self._facts.rank]
+        elif not self._is_reported():
+            return
         self._is_over.set()
         for one in sorted(here, key=lambda one: one.pid == os.getpid()):
             with contextlib.suppress(ProcessLookupError):
@@ -311,9 +327,9 @@ class Watch:
                 return
         place = None if self.folder is None else report.save(self.folder)
         if not env.value(env.AGENT, int):
+            told = "" if place is None else f"The report: {place}\n"
             # Torch's exception hook holds back what is written to sys.stderr.
-            print(f"\npaceline: {report.text()}", end="", file=sys.__stderr__)
-            print("" if place is None else f"The report: {place}", file=sys.__stderr__, flush=True)
+            print(f"\npaceline: {report.text()}{told}", end="", file=sys.__stderr__, flush=True)
 
     def _is_reported(self) -> bool:
         try:
