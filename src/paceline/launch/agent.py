@@ -79,8 +79,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
     if exit_code == 1 and not has_launcher and (report := describe_failure(run_dir)) is not None:
         saved = report.save(run_dir)
         print(f"\npaceline: {report.text()}", f"The report: {saved}" if saved else "", sep="", file=sys.stderr)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: closed by the caller
+        stream.flush()
     os._exit(exit_code)  # not through the interpreter's shutdown, which may wait for threads of torch
 
 
