@@ -156,11 +156,6 @@ def cpus(local_rank: int) -> set[int]:
     return {int(cpu) for cpu in shares[local_rank].split(",") if cpu} if len(shares) > local_rank else set()
 
 
-def node_name() -> str:
-    """What reports call this node."""
-    return text(NODE) or socket.gethostname()
-
-
 def cpu_name() -> str:
     """The processor of this node, such as "AMD EPYC 9654 96-Core Processor"."""
     cpuinfo = Path("/proc/cpuinfo")

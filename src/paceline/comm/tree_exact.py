@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.comm.chunks import chunk_length, run_pipelined
 from paceline.comm.fixed_tree import Block, Leaves, TreeSum, aligned_blocks, blocks_of_runs, finish_tree
+from paceline.comm.hierarchical import chunk_length, run_pipelined
 from paceline.comm.links import Links
 
 

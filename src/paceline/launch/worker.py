@@ -16,6 +16,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -81,7 +82,7 @@ def main(program: Sequence[str]) -> None:
             process_group=0,
             preexec_fn=_as_program,
         )
-        note = WorkerProcess(facts.rank, facts.world_size, process.pid, env.node_name())
+        note = WorkerProcess(facts.rank, facts.world_size, process.pid, env.text(env.NODE) or socket.gethostname())
         write_note(run_dir, note, restart)
         output.start(process)
         num_kills = count_oom_kills(process.pid)

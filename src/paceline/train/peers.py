@@ -121,7 +121,7 @@ class Watch:
         self._has_aborted = threading.Event()
         self._is_store_lost = False
         self._asked_at = math.inf
-        """Since when the store does not answer: while rank 0, which serves it, is stopped, a call waits for ever."""
+        """When this worker began to ask the store, on the monotonic clock; infinite: it has been answered."""
         self._num_ends = 0
         self._stacks = own_file().with_name(f"stacks-{os.getpid()}").open("w")
         faulthandler.register(signal.SIGUSR2, self._stacks.fileno())
@@ -132,13 +132,16 @@ class Watch:
             for name in ("lost", "reported"):
                 self._store.delete_key(name)
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
-        self._thread.start()
+        works = self._exchange, self._look_for_hangs
+        self._threads = [threading.Thread(target=work, name="paceline-watch", daemon=True) for work in works]
+        for thread in self._threads:
+            thread.start()
 
     def close(self) -> None:
         """End the watch: this worker's run is over."""
         self._is_over.set()
-        self._thread.join(STORE_TIMEOUT_S)
+        for thread in self._threads:
+            thread.join(STORE_TIMEOUT_S)
 
     def allow_ends(self) -> None:
         """From now on a worker may end: once all are here, or after a while, as one may still be busy in its script."""
@@ -151,8 +154,8 @@ class Watch:
                 time.sleep(0.05)
         self.abort = None
 
-    def _run(self) -> None:
-        threading.Thread(target=self._look, name="paceline-watch", daemon=True).start()
+    def _exchange(self) -> None:
+        """Tell the others what this worker does, over the store, whose calls do not return while rank 0 is stopped."""
         number = 0
         while not self._is_over.wait(self._clock.interval_s if number else 0.0):
             number += 1
@@ -164,18 +167,23 @@ class Watch:
                         self._read()
             except RuntimeError as error:  # rank 0 is gone
                 self._is_store_lost |= isinstance(error, dist.DistNetworkError)
+            if self.abort is not None and self.lost is None:
+                self._abort_if_lost(self.abort)
             self._asked_at = math.inf
 
-    def _look(self) -> None:
+    def _look_for_hangs(self) -> None:
+        rank = self._facts.rank
         while not self._is_over.wait(self._clock.interval_s):
+            is_silent = time.monotonic() - self._asked_at >= STALE_S
             states = [self._as_of_now(state) for state in self.states]  # none where this worker does not look at others
+            # This one is awake; where the store is silent, the others are believed to be, but for rank 0.
+            awake = [one.rank for one in states if one.rank == rank or (is_silent and one.rank > 0)]
+            states = [replace(one, heartbeat_age_s=0.0) if one.rank in awake else one for one in states]
             have_trained = all(state.has_trained for state in states)
             bound_s = (self._hang_timeout_s if have_trained else self._first_timeout_s) - 2 * self._clock.interval_s
             hang = find_hang(states, bound_s)
             if hang is not None and not self._is_over.is_set():
-                self._end(hang, states)
-            if self.abort is not None and self.lost is None:
-                self._abort_if_lost(self.abort)
+                self._end(replace(hang, kind="hung", culprits=(0,)) if is_silent else hang, states)
 
     @property
     def _has_store(self) -> bool:
@@ -235,8 +243,7 @@ class Watch:
             self._write_status(self.folder)
 
     def _as_of_now(self, state: WorkerState) -> WorkerState:
-        is_other = state.rank != self._facts.rank
-        age_s = self._clock.watched_s(time.monotonic() - self._posted[state.rank][1]) if is_other else 0.0
+        age_s = self._clock.watched_s(time.monotonic() - self._posted[state.rank][1])
         inside_s = None if state.inside_s is None else state.inside_s + age_s
         if state.hostname == self._hostname:  # its last post may be a second old
             vitals = read_vitals(self._heartbeats[state.rank])
@@ -249,13 +256,8 @@ class Watch:
 
     def _end(self, hang: Hang, states: Sequence[WorkerState]) -> None:
         """Report the hang, or leave that to who is nearer, and then end the culprits on this node."""
-        if (
-            is_silent := time.monotonic() - self._asked_at >= STALE_S
-        ):  # nothing is known of the others, who are believed awake
-            hang = replace(hang, kind="hung", culprits=(0,))
         host = next(state.hostname for state in states if state.rank == hang.culprits[0])
-        awake = [one for one in states if (one.rank > 0 if is_silent else (one.heartbeat_age_s or 0.0) < STALE_S)]
-        awake = [one for one in awake if one.local_rank < 2]
+        awake = [one for one in states if one.local_rank < 2 and (one.heartbeat_age_s or 0.0) < STALE_S]
         nearest = min(awake, key=lambda one: (one.hostname != host, one.rank), default=None)
         here = [one for one in states if one.rank in hang.culprits and one.hostname == self._hostname]
         if nearest is None or nearest.rank == self._facts.rank:

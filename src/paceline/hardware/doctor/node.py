@@ -145,9 +145,8 @@ def ask_torch() -> TorchFacts:
     except subprocess.TimeoutExpired:
         return TorchFacts(problem=f"it was not loaded within {TORCH_LIMIT_S:g} s")
     if done.returncode:
-        return TorchFacts(
-            problem=(done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1].rstrip(".")
-        )
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return TorchFacts(problem=said[-1].rstrip("."))
     return TorchFacts(*json.loads(done.stdout.splitlines()[-1]))
 
 
