@@ -72,18 +72,6 @@ def test_a_fault_in_a_step_is_told_with_its_rank_and_step(stage: Stage, name: st
 
 @pytest.mark.nightly
 @pytest.mark.budget(processor_s=20)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stopped_worker_is_told_though_nobody_beside_it_can_end_it(stage: Stage, rank: int) -> None:
-    """It is alone on its node. Rank 0 serves the store, by which workers know of each other."""
-    alone = "import socket; socket.gethostname = lambda: f'node{RANK}'"
-    stop = f"def fault(run):\n    if (RANK, run.steps) == ({rank}, 3): os.kill(os.getpid(), signal.SIGSTOP)"
-    launcher = stage.launch(stage.script(alone, TRAINING, stop, "train()"), "--hang-timeout", str(HANG_TIMEOUT_S))
-    assert f"Rank {rank} of 2" in ended(launcher).err and "waiting: " in stage.report()["sentence"]
-    assert (stage.report()["cause"], stage.report()["ranks"]) == ("hung", [rank])
-
-
-@pytest.mark.nightly
-@pytest.mark.budget(processor_s=20)
 def test_a_hang_in_a_data_loader_is_told_with_its_rank(stage: Stage) -> None:
     """The stack is of the worker that waits for its loader."""
     script = stage.script(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import json
-import math
 import os
 import re
 import shutil
@@ -59,7 +58,7 @@ STORE_TIMEOUT_S = 10.0
 STACKS_S = 1.0
 """How long a worker may take to dump its stacks; Python's own handler needs milliseconds."""
 OTHERS_S = STALE_S + 3.0
-"""How long to wait for who knows more: the worker that failed."""
+"""How long to wait for who knows more: the worker that failed, or one on the node of a hanging worker."""
 SILENT_S = 3 * STALE_S
 """A node from which nobody has posted for so long is lost."""
 NOTICE_S = 4.0
@@ -120,8 +119,6 @@ class Watch:
         """The rank of a worker that has ended while others waited for it."""
         self._has_aborted = threading.Event()
         self._is_store_lost = False
-        self._asked_at = math.inf
-        """When this worker began to ask the store, on the monotonic clock; infinite: it has been answered."""
         self._num_ends = 0
         self._stacks = own_file().with_name(f"stacks-{os.getpid()}").open("w")
         faulthandler.register(signal.SIGUSR2, self._stacks.fileno())
@@ -132,16 +129,13 @@ class Watch:
             for name in ("lost", "reported"):
                 self._store.delete_key(name)
         self._is_over = threading.Event()
-        works = self._exchange, self._look_for_hangs
-        self._threads = [threading.Thread(target=work, name="paceline-watch", daemon=True) for work in works]
-        for thread in self._threads:
-            thread.start()
+        self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
         """End the watch: this worker's run is over."""
         self._is_over.set()
-        for thread in self._threads:
-            thread.join(STORE_TIMEOUT_S)
+        self._thread.join(STORE_TIMEOUT_S)
 
     def allow_ends(self) -> None:
         """From now on a worker may end: once all are here, or after a while, as one may still be busy in its script."""
@@ -154,43 +148,31 @@ class Watch:
                 time.sleep(0.05)
         self.abort = None
 
-    def _exchange(self) -> None:
-        """Tell the others what this worker does, over the store, whose calls do not return while rank 0 is stopped."""
+    def _run(self) -> None:
         number = 0
         while not self._is_over.wait(self._clock.interval_s if number else 0.0):
             number += 1
             try:
                 if self._has_store:
-                    self._asked_at = time.monotonic()
                     self._post(number)
                     if self._facts.local_rank < 2:
                         self._read()
-            except RuntimeError as error:  # rank 0 is gone
+            except RuntimeError as error:  # rank 0 is gone, or stopped
                 self._is_store_lost |= isinstance(error, dist.DistNetworkError)
-            if self.abort is not None and self.lost is None:
-                self._abort_if_lost(self.abort)
-            self._asked_at = math.inf
-
-    def _look_for_hangs(self) -> None:
-        rank = self._facts.rank
-        while not self._is_over.wait(self._clock.interval_s):
-            is_silent = time.monotonic() - self._asked_at >= STALE_S
             states = [self._as_of_now(state) for state in self.states]  # none where this worker does not look at others
-            # This one is awake; where the store is silent, the others are believed to be, but for rank 0.
-            awake = [one.rank for one in states if one.rank == rank or (is_silent and one.rank > 0)]
-            states = [replace(one, heartbeat_age_s=0.0) if one.rank in awake else one for one in states]
             have_trained = all(state.has_trained for state in states)
             bound_s = (self._hang_timeout_s if have_trained else self._first_timeout_s) - 2 * self._clock.interval_s
             hang = find_hang(states, bound_s)
             if hang is not None and not self._is_over.is_set():
-                self._end(replace(hang, kind="hung", culprits=(0,)) if is_silent else hang, states)
+                self._end(hang, states)
+            if self.abort is not None and self.lost is None:
+                self._abort_if_lost(self.abort)
 
     @property
     def _has_store(self) -> bool:
         """Whether the store may be asked: without rank 0, which serves it, torch would tell of each attempt."""
         is_elsewhere = not self.states or self.states[0].hostname != self._hostname
-        is_served = not self._is_store_lost and (is_elsewhere or not self._is_gone(self.states[0]))
-        return is_served and time.monotonic() - self._asked_at < STALE_S
+        return not self._is_store_lost and (is_elsewhere or not self._is_gone(self.states[0]))
 
     def _post(self, number: int) -> None:
         vitals = self._with_calls_of_torch(read_vitals(own_file()))
@@ -255,7 +237,7 @@ class Watch:
         )
 
     def _end(self, hang: Hang, states: Sequence[WorkerState]) -> None:
-        """Report the hang, or leave that to who is nearer, and then end the culprits on this node."""
+        """Report the hang, or leave that to who is nearer, and end the culprits on this node."""
         host = next(state.hostname for state in states if state.rank == hang.culprits[0])
         awake = [one for one in states if one.local_rank < 2 and (one.heartbeat_age_s or 0.0) < STALE_S]
         nearest = min(awake, key=lambda one: (one.hostname != host, one.rank), default=None)
@@ -263,10 +245,10 @@ class Watch:
         if nearest is None or nearest.rank == self._facts.rank:
             stacks = {one.rank: self._stacks_of(one) for one in here}
             self._publish(describe_hang(hang, states, stacks, time.time()))
-            # Where nobody is awake beside a stopped process, to end it, the others lose this one in its place.
-            here = here or [one for one in states if one.rank == self._facts.rank]
-        elif not self._is_reported():
-            return
+        else:
+            deadline = time.monotonic() + OTHERS_S
+            while not self._is_reported() and time.monotonic() < deadline:
+                time.sleep(0.05)
         self._is_over.set()
         for one in sorted(here, key=lambda one: one.pid == os.getpid()):
             with contextlib.suppress(ProcessLookupError):
@@ -329,9 +311,9 @@ class Watch:
                 return
         place = None if self.folder is None else report.save(self.folder)
         if not env.value(env.AGENT, int):
-            told = "" if place is None else f"The report: {place}\n"
             # Torch's exception hook holds back what is written to sys.stderr.
-            print(f"\npaceline: {report.text()}{told}", end="", file=sys.__stderr__, flush=True)
+            print(f"\npaceline: {report.text()}", end="", file=sys.__stderr__)
+            print("" if place is None else f"The report: {place}", file=sys.__stderr__, flush=True)
 
     def _is_reported(self) -> bool:
         try:
