@@ -159,9 +159,9 @@ def _failure_of(first: _Agent, run_dir: Path) -> PacelineError:
     from paceline.diagnosis.failures import NodeLoss, describe_failure, signal_name, silent_node  # no start needs it
 
     told, exit_code = first.told, first.exit_code or 0
-    number = -exit_code if exit_code < 0 else exit_code - 128  # on another node a shell says so
-    ended = f"its agent was ended by {signal_name(number)}" if number > 0 else f"exit code {exit_code}"
-    ended = told or ended if exit_code == 255 else ended  # ssh itself; what is told else may be a worker's last line
+    number = -exit_code if exit_code < 0 else exit_code - 128  # as a shell on another node says it
+    is_killed = 0 < number < signal.NSIG  # then its last line may be a worker's; 255 is ssh's own
+    ended = f"its agent was ended by {signal_name(number)}" if is_killed else told or f"exit code {exit_code}"
     loss: NodeLoss | None = NodeLoss(first.transport.node, first.ended_at, ended)
     # An agent that ends with 1 says that a worker failed, maybe by a loss elsewhere; one of several nodes is not named.
     if exit_code == 1 or len(first.transport.hostnames) > 1:
