@@ -14,7 +14,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 
-from paceline import env
+from paceline import __version__, env
 from paceline.errors import ClusterError
 from paceline.hardware.datasheet import links_of_pairs
 from paceline.hardware.matrix import parse_matrix
@@ -121,5 +121,5 @@ def describe_node() -> dict[str, object]:
 
 def versions() -> dict[str, str]:
     """Versions that have to be equal on all nodes."""
-    found = {name: importlib.metadata.version(name) for name in ("paceline", "torch")}
-    return {**found, "Python": platform.python_version()}
+    torch = importlib.metadata.version("torch")
+    return {"paceline": __version__, "torch": torch, "Python": platform.python_version()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 import paceline
 from paceline.hardware import detect
-from paceline.hardware.detect import with_gpus
+from paceline.hardware.detect import versions, with_gpus
 from paceline.hardware.nvml import read_gpus
 from paceline.spec import Node
 from tests.data import topologies
@@ -220,3 +221,8 @@ def test_a_node_without_gpus_has_a_cpu_device_a_core(bin_dir: Path, monkeypatch:
     assert node.num_cores == len(os.sched_getaffinity(0)) == len(node.devices)
     assert [device.index for device in node.devices] == list(range(node.num_cores))
     assert 0 < sum(device.memory_bytes for device in node.devices) <= node.memory_bytes
+
+
+def test_a_source_tree_that_is_not_installed_has_a_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", {"torch": "2.13.0"}.__getitem__)
+    assert versions()["paceline"] == paceline.__version__

@@ -14,13 +14,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from paceline import env
+from paceline import __version__, env
 from paceline.errors import reason_of
 from paceline.hardware.doctor import checks, gpus
 from paceline.hardware.doctor.checks import Finding, NameLookup, TorchFacts
@@ -95,7 +94,7 @@ def examine(folder: Path, peers: Sequence[str] = (), library: Any = None) -> Nod
     for lookup, way in zip(lookups, ways, strict=True):
         found += checks.check_route(lookup, way)
     mtus = {way: psutil.net_if_stats()[way].mtu for way in ways if way not in ("", "lo")}
-    versions = {"paceline": version("paceline"), "python": python, "torch": torch.version, "CUDA": torch.cuda}
+    versions = {"paceline": __version__, "python": python, "torch": torch.version, "CUDA": torch.cuda}
     models = listing([f"{count} x {name}" for name, count in Counter(names).items()]) or "no GPU"
     return NodeFacts(tuple(found), versions, models, mtus)
 
