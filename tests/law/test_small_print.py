@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import paceline
@@ -92,6 +93,52 @@ def test_statistics_and_values_are_those_of_the_virtual_shards_on_any_number_of_
     expected = [int((inputs[:2] > 0).sum()), 0.0, False, pytest.approx(means, rel=1e-6), [1.0, 0.0]]
     for num_workers in (1, 2):
         assert all(found == expected for found in run_ranks(_moved_statistics, num_workers, parity))
+
+
+class _RunTwice(nn.Module):
+    """Layers that compute without gradients first, and once more in their backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.layers, self.head = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        with torch.no_grad():
+            shift = self.layers(inputs)
+        output: Tensor = self.head(checkpoint(self.layers, self.first(inputs) + shift, use_reentrant=True)).float()
+        return output
+
+
+def _trained_in_bfloat16(optimizer_of: Any) -> list[Any]:
+    with _init(precision="bfloat16") as run:
+        run.prepare(found := _RunTwice(), optimizer_of(found.parameters()))
+        for batch in run.batches(_pairs(32), sampler=lambda _seed, _epoch: range(32)):
+            run.step(batch, _squares)
+        return [parameter.tolist() for parameter in found.parameters()]
+
+
+@pytest.mark.parametrize("optimizer_of", [_sgd, functools.partial(torch.optim.LBFGS, lr=0.3, max_iter=3)])
+def test_weights_are_cast_to_lower_precision_as_if_each_shard_cast_them(optimizer_of: Any) -> None:
+    """The casts of a step serve all its shards, in a loop of the optimizer until it moves the weights."""
+    model = _RunTwice()
+    optimizer = optimizer_of(model.parameters())
+    for begin in range(0, 32, 8):
+
+        def closure(begin: int = begin) -> Tensor:
+            optimizer.zero_grad()
+            losses = []
+            for first in range(begin, begin + 8, 2):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss, _ = _squares(model, _pairs(32)[first : first + 2])
+                (loss / 4).backward()
+                losses.append(loss.detach() / 4)
+            return torch.stack(losses).sum()
+
+        optimizer.step(closure)
+    (alone,) = run_ranks(_trained_in_bfloat16, 1, optimizer_of)
+    for found, parameter in zip(alone, model.parameters(), strict=True):
+        torch.testing.assert_close(torch.tensor(found), parameter.detach(), rtol=1e-6, atol=1e-7)
 
 
 class _Masked(nn.Module):

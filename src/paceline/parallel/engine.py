@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -194,7 +194,11 @@ class Engine:
         reducer, self._norm = self._reducer, None
         reducer.begin_step(step)
         if self._runner is None:
-            self._run_in_turn(step)
+            # Autocast keeps casts of weights until its outermost context ends: one serves all shards. Not where layers
+            # gather their weights for a pass: their casts would stay.
+            is_cast_once = step.is_low_precision and self.holds_all
+            with torch.autocast(self.layout.device.type, enabled=False) if is_cast_once else nullcontext():
+                self._run_in_turn(step)
         else:
             self._runner.run(step, self.passes, reducer, self.layout)
         last_gradient = time_mark(self.layout.device)
