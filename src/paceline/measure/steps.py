@@ -24,8 +24,8 @@ from paceline.train.loop import data_facts, training_loss
 from paceline.train.optim import build_optimizer
 from paceline.train.run import Run, init
 
-_NUM_WARMUP_STEPS = 2
-"""Steps that are not counted: they make connections, lay out buckets and fill caches."""
+_NUM_WARMUP_STEPS = 3
+"""Steps that are not counted, neither by a run's timer: they make connections, lay out buckets and fill caches."""
 _MOST_STEPS = 60
 _TENTHS_SIGMAS = 2.563
 """Standard deviations between the 10th and the 90th percentile of a normal quantity."""
@@ -71,13 +71,11 @@ def _time_steps(run: Run, job: Job, train_set: Any, budget_s: float) -> TimedSte
     _settle(run.device)
     peak_bytes = torch.cuda.max_memory_allocated(run.device) if run.device.type == "cuda" else None
     typical, (low_s, high_s) = run.timer.median(), run.timer.p10_p90()
-    if low_s is None or high_s is None:  # steps that are too long for more than one
-        return TimedSteps(step_s, peak_memory_bytes=peak_bytes)
     return TimedSteps(
-        typical.total_s,
+        typical.total_s if low_s else step_s,  # of steps that are too long for more than one, to that one's end
         typical.exposed_comm_s if run.world_size > 1 else None,
         typical.data_s,
-        math.log(high_s / low_s) / _TENTHS_SIGMAS,
+        math.log(high_s / low_s) / _TENTHS_SIGMAS if low_s and high_s else 0.0,
         peak_bytes,
     )
 
