@@ -15,7 +15,6 @@ import pytest
 import torch
 
 import paceline
-from paceline.spec import Cluster
 from tests.kit import notebooks
 from tests.kit.commands import paceline as run_paceline
 from tests.kit.commands import python, succeeded
@@ -87,7 +86,7 @@ def test_the_readme_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
         assert [line for line in printed.splitlines() if line in expected.splitlines()] == expected.splitlines()
     for written in ("cluster.json", "plan.html", "runs/first/record.json", "runs/study/report.html"):
         assert (tmp_path / written).stat().st_size > 0
-    (probed,) = Cluster.load(tmp_path / "cluster.json").timings
+    (probed,) = paceline.Cluster.load(tmp_path / "cluster.json").timings
     assert all(row.spread > 0 for row in probed.steps)  # several steps of each were timed
     for name, num_steps in (("first", 60), ("mine", 20)):
         assert paceline.RunRecord.load(tmp_path / "runs" / name / "record.json").steps == num_steps

@@ -17,7 +17,7 @@ nightly = pytest.mark.nightly
 LADDER = [
     pytest.param("01_many_devices.py", 2, marks=nightly),
     pytest.param("02_bit_for_bit.py", 3),
-    pytest.param("03_sharded.py", 2),
+    pytest.param("03_sharded.py", 2, marks=nightly),
     pytest.param("04_pipeline.py", 2, marks=nightly),
     pytest.param("05_tensor.py", 2, marks=nightly),
     pytest.param("06_mesh.py", 4, marks=nightly),

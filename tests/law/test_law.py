@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import pytest
 
 from tests.kit.engines import ENGINES, Engine
 from tests.kit.oracle import Learned, learn
-from tests.kit.train import Outcome, trained
+from tests.kit.train import Outcome, train, trained
+from tests.kit.workers import in_turn, run_ranks
 from tests.law import golden
 from tests.law.golden import bits_of_one_worker
 from tests.law.matrix import BEGIN, END, NOT_HELD, PROPERTIES, cells, markdown
@@ -24,6 +26,21 @@ from tests.law.tasks import TASKS, WHOLE_BATCH
 RELATIVE_ROUNDING = 1e-12
 """Of float64, relative to the largest number of a tensor."""
 LEARNED = [name for name in PROPERTIES if name in TASKS and name not in ("order", "checkpoint", "bits")]
+BITWISE = {"parity": "bitwise", "precision": "float32"}
+
+
+def train_cell(engine: Engine, name: str) -> Outcome:
+    options = BITWISE if name == "bits" else {}
+    return train(engine, TASKS[name], in_own_order=engine.reads_in_step or name == "order", **options)
+
+
+@cache
+def outcomes_of(engine_name: str) -> dict[str, tuple[Outcome, ...]]:
+    """Of each worker, by the engine's cells: one team trains them in turn, since it takes as long to start one."""
+    engine = ENGINES[engine_name]
+    names = [name for name in (*LEARNED, "order", "bits") if (engine_name, name) not in NOT_HELD]
+    by_rank = run_ranks(in_turn, engine.num_workers, train_cell, [(engine, n) for n in names], timeout_s=240)
+    return dict(zip(names, zip(*by_rank, strict=True), strict=True))
 
 
 @cache
@@ -42,7 +59,7 @@ def orders_of_one_worker(name: str) -> tuple[list[int], ...]:
     return tuple(samples[start : start + size] for start in range(0, len(samples), size))
 
 
-def assert_learned(engine: Engine, outcomes: list[Outcome], right: Learned) -> None:
+def assert_learned(engine: Engine, outcomes: Sequence[Outcome], right: Learned) -> None:
     """All workers have learned the same, and what is right."""
     assert len({one.weights_sha256 for one in outcomes}) == 1
     found = outcomes[0].learned
@@ -65,8 +82,7 @@ def is_close(found: float, right: float) -> bool:
 
 @pytest.mark.parametrize(("engine_name", "name"), cells(*LEARNED))
 def test_a_run_learns_what_the_oracle_learns(engine_name: str, name: str) -> None:
-    engine = ENGINES[engine_name]
-    outcomes = trained(engine, TASKS[name], in_own_order=engine.reads_in_step)
+    engine, outcomes = ENGINES[engine_name], outcomes_of(engine_name)[name]
     assert_learned(engine, outcomes, expected(name, in_own_order=engine.reads_in_step))
     if name == "non-finite":
         assert any("nan" in sentence.lower() for sentence in outcomes[0].said)
@@ -74,10 +90,8 @@ def test_a_run_learns_what_the_oracle_learns(engine_name: str, name: str) -> Non
 
 @pytest.mark.parametrize(("engine_name", "name"), cells("order"))
 def test_each_epoch_reads_every_sample_once_in_an_order_that_no_engine_changes(engine_name: str, name: str) -> None:
-    task = TASKS[name]
-    outcomes = trained(ENGINES[engine_name], task, in_own_order=True)
     found: list[int] = []
-    for batches in zip(*(one.samples for one in outcomes), strict=True):
+    for batches in zip(*(one.samples for one in outcomes_of(engine_name)[name]), strict=True):
         distinct = dict.fromkeys(batches)  # workers of one pipeline, or of one tensor axis, have the same samples
         found += (sample for samples in distinct for sample in samples)
     first, second = orders_of_one_worker(name)
@@ -111,8 +125,7 @@ def test_a_checkpoint_goes_on_exactly_under_the_next_engine(engine_name: str, na
 
 @pytest.mark.parametrize(("engine_name", "name"), cells("bits"))
 def test_bitwise_parity_gives_the_bits_of_one_worker(engine_name: str, name: str) -> None:
-    outcomes = trained(ENGINES[engine_name], TASKS[name], parity="bitwise", precision="float32")
-    assert {one.weights_sha256 for one in outcomes} == {bits_of_one_worker()}
+    assert {one.weights_sha256 for one in outcomes_of(engine_name)[name]} == {bits_of_one_worker()}
 
 
 def test_the_bits_of_one_worker_are_those_of_before() -> None:
@@ -138,7 +151,7 @@ def test_what_an_engine_cannot_hold_is_refused_with_its_reason(engine_name: str,
 def test_what_an_engine_does_not_hold_is_named_only_as_long_as_it_differs(engine_name: str, name: str) -> None:
     engine = ENGINES[engine_name]
     if name == "bits":
-        (found, *_) = trained(engine, TASKS[name], parity="bitwise", precision="float32")
+        (found, *_) = trained(engine, TASKS[name], **BITWISE)
         assert found.weights_sha256 != bits_of_one_worker()
     else:
         outcomes = trained(engine, TASKS[name])

@@ -25,10 +25,8 @@ def test_a_probe_of_two_workers_is_all_that_a_plan_needs(tmp_path: Path, monkeyp
     slow = ["global_batch_size=512"]  # the budget is over after one step
     timing = paceline.probe("digits-lenet", workers=2, budget=1.0, settings=slow)
     cluster = Cluster.load(tmp_path / "cluster.json")
-    assert cluster.forecast_errors == before.forecast_errors and {timing.job for timing in cluster.timings} == {
-        "other",
-        "digits-lenet",
-    }
+    assert cluster.forecast_errors == before.forecast_errors
+    assert {timing.job for timing in cluster.timings} == {"other", "digits-lenet"}
     assert timing in cluster.timings
     assert timing.num_parameters == 129_068  # of LeNet for images of 8 x 8
     assert timing.num_samples is not None and timing.num_samples > 1000
