@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import shutil
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable
@@ -129,11 +130,14 @@ def _worker(
     multiprocessing.set_start_method("fork", force=True)
     import torch
 
+    from paceline import heartbeat
+
     torch.set_num_threads(1)
     answer: tuple[str | None, Any]
     try:
         answer = (None, function(*args))
     except BaseException:
         answer = (traceback.format_exc(), None)
+    shutil.rmtree(heartbeat.own_file().parent, ignore_errors=True)  # this process ends without functions of `atexit`
     # Plain pickle: torch's own way of sending tensors would keep them in memory that dies with this process.
     sender.send_bytes(pickle.dumps(answer))
